@@ -116,8 +116,8 @@ def differs(link: Link, args: Links, session: Session) -> list[str]:
     for x in (q, k, v, do):
         dist.broadcast(x.detach(), 0)
     sharding = link.ring.sharding(n)
-    link.ring.settle(session.device)
-    gathers = link.ring.seat.transport.gatherer() is not None and link.ring.seat.budget > 0
+    link.ring.init_transport(session.device)
+    gathers = link.ring.context.transport.kv_gather() is not None and link.ring.context.budget > 0
     found = []
     for moving in ("keys", "queries"):
         options: dict[str, Any] = {"causal": True, "backward": moving, "deterministic": True}

@@ -160,8 +160,8 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
                     step, layer, *local, moves=history.moves, reads=history.reads, **history.of_layer(layer), **tensors
                 ).cpu()
                 answer.layers.append(o if rows is None else o[:, rows])
-                if ring.seat.buffers.num_bytes():
-                    ring.seat.buffers.poison()
+                if ring.context.buffers.num_bytes():
+                    ring.context.buffers.poison()
             answer.moved = step.moved
             answers.append(answer)
     return answers

@@ -38,7 +38,7 @@ from ringattn.launch.ring_contenders import prepare_ours
 from ringattn.launch.rings import ScheduleName, lonely_ring, make_ring
 from ringattn.launch.session import Session, describe, keeper, machine, open_session, parse, table
 from ringattn.launch.timeline import union
-from ringattn.launch.turns import capture_together, mark_now, settle, time_together
+from ringattn.launch.turns import capture_together, record_events, settle, time_together
 from ringattn.transport.gpu_sharing import may_share_gpus
 
 REPLAYS = 3
@@ -200,7 +200,7 @@ def profile(replay: Callable[[], Any], session: Session) -> list[Event]:
     with profiler_of(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(REPLAYS):
             replay()
-            settle(mark_now(session.device))
+            settle(record_events(session.device))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -60,9 +60,9 @@ def run(body: Callable[..., None], world_size: int) -> None:
 
 def settle(group: Any = None) -> tuple[Ring, CopyEngineTransport]:
     ring = Ring(group, transport="copy_engine", timeout=timedelta(seconds=20))
-    ring._settle(torch.device("cuda", torch.cuda.current_device()))
-    assert isinstance(ring.seat.transport, CopyEngineTransport)
-    return ring, ring.seat.transport
+    ring._init_transport(torch.device("cuda", torch.cuda.current_device()))
+    assert isinstance(ring.context.transport, CopyEngineTransport)
+    return ring, ring.context.transport
 
 
 def collections(ring: Ring, **mask: Any) -> Collection:
@@ -105,10 +105,10 @@ def gather_and_check(
     found = end.gather(*keys(ring.rank, salt), collection, groups, "test")
     seen = []
     for fetch in collection.fetches:
-        rows = found.far[0, fetch.at : fetch.at + sum(length for _, length in fetch.rows)]
+        rows = found.remote[0, fetch.at : fetch.at + sum(length for _, length in fetch.rows)]
         out = torch.full_like(rows, float("nan"))
-        assert found.arrivals is not None
-        copy(found.arrivals.flags[groups - 1, fetch.step :], rows, out)
+        assert found.ready_flags is not None
+        copy(found.ready_flags.flags[groups - 1, fetch.step :], rows, out)
         seen.append((fetch, out))
     found.close()
     for fetch, out in seen:
@@ -124,7 +124,7 @@ def _gathers(rank: int, world_size: int) -> None:
         gather_and_check(ring, end, collections(ring, **mask), (1, 4)[salt % 2], salt, copy)
 
 
-def _homes(rank: int, world_size: int) -> None:
+def _grad_buffers(rank: int, world_size: int) -> None:
     import triton
     import triton.language as tl
 
@@ -138,7 +138,7 @@ def _homes(rank: int, world_size: int) -> None:
     ring, end = settle()
     collection = collections(ring, causal=True)
     for salt in range(6):
-        coming = end.homecoming((1, HEADS, 2 * DIM), collection, torch.device("cuda"), "test")
+        coming = end.grad_return((1, HEADS, 2 * DIM), collection, torch.device("cuda"), "test")
         coming.begin()
         size = ROWS * HEADS * 2 * DIM
         for source in range(1 + len(collection.fetches)):
@@ -146,7 +146,7 @@ def _homes(rank: int, world_size: int) -> None:
         parts, _ = coming.receive()
         for part, reader in zip(parts, collection.readers, strict=True):
             assert bool((part == 10 * salt + reader.peer).all())
-        assert bool((coming.own == 10 * salt + rank).all())
+        assert bool((coming.local_grads == 10 * salt + rank).all())
         coming.close()
 
 
@@ -172,12 +172,12 @@ def _lends(rank: int, world_size: int) -> None:
         for x, y in zip((k, v), keys(rank, salt), strict=True):
             x.copy_(y)
         found = end.gather(k, v, collection, 1, "test")
-        assert found.arrivals is not None
+        assert found.ready_flags is not None
         outs = []
         for fetch in collection.fetches:
-            rows = found.far[0, fetch.at : fetch.at + ROWS]
+            rows = found.remote[0, fetch.at : fetch.at + ROWS]
             outs.append(torch.empty_like(rows))
-            copy(found.arrivals.flags[0, fetch.step :], rows, outs[-1])
+            copy(found.ready_flags.flags[0, fetch.step :], rows, outs[-1])
         found.close()
         for fetch, out in zip(collection.fetches, outs, strict=True):
             assert torch.equal(out, torch.cat(keys(fetch.owner, salt), -1)[0])
@@ -192,9 +192,9 @@ def _captures(rank: int, world_size: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = end.gather(k, v, collection, 4, "captured")
-        assert found.arrivals is not None
+        assert found.ready_flags is not None
         for fetch, out in zip(collection.fetches, outs, strict=True):
-            copy(found.arrivals.flags[3, fetch.step :], found.far[0, fetch.at : fetch.at + ROWS], out)
+            copy(found.ready_flags.flags[3, fetch.step :], found.remote[0, fetch.at : fetch.at + ROWS], out)
         found.close()
     for salt in range(1, 8):
         for x, y in zip((k, v), keys(rank, salt), strict=True):
@@ -205,7 +205,7 @@ def _captures(rank: int, world_size: int) -> None:
         gather_and_check(ring, end, collection, 1, salt, copy)
 
 
-@pytest.mark.parametrize("body", [_gathers, _homes, _posts_and_rings, _lends, _captures])
+@pytest.mark.parametrize("body", [_gathers, _grad_buffers, _posts_and_rings, _lends, _captures])
 def test_on_real_devices(body: Callable[..., None]) -> None:
     run(body, min(RANKS, 4))
 

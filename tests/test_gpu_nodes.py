@@ -61,7 +61,7 @@ def _bits(rank: int, world_size: int) -> None:
             for _ in range(3):
                 assert_same(step(ring, whole, layout, **mask), expected, f"rank {rank}, {name}, {layout}, {mask}")
     for name, (ring, _) in rings.items():
-        assert isinstance(ring.seat.transport, CopyEngineTransport) == (name != "process group"), str(ring.transport)
+        assert isinstance(ring.context.transport, CopyEngineTransport) == (name != "process group"), str(ring.transport)
 
 
 def _queries_move(rank: int, world_size: int) -> None:

@@ -195,7 +195,11 @@ def test_what_a_failed_exchange_leaves_is_a_token_to_the_next_step(monkeypatch: 
     replica = Replica(served.model, cache, 4, False)
     scheduler = Scheduler(cache.pages, chunk=16, most_running=1, most_waiting=1, keep=False)
     scheduler.add(jobs()[:1])
-    monkeypatch.setattr(type(cache.ring.exchange(CPU)), "gather", lambda self, x, out: out.view(torch.int64).fill_(-1))
+    monkeypatch.setattr(
+        type(cache.ring.partial_reducer(CPU)),
+        "all_gather_columns",
+        lambda self, x, out: out.view(torch.int64).fill_(-1),
+    )
     plan = scheduler.plan()
     assert plan is not None
     assert plan.wanted

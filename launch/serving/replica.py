@@ -29,7 +29,7 @@ from ringattn.inference import PagedKVCache
 from ringattn.inference.step import MOST_DECODED
 from ringattn.launch.serving.sampling import Chosen, Logprob, Sampling, choose, to_device
 from ringattn.launch.serving.scheduling import Plan
-from ringattn.transport.timeout import Marks
+from ringattn.transport.timeout import EventPair
 
 if TYPE_CHECKING:
     from ringattn.integrations.transformers.decoding import Recorder
@@ -151,7 +151,7 @@ class Replica:
             chosen = choose(logits, [plan.jobs[place].sampling for place in plan.wanted])
             self._mine[:count].copy_(chosen.tokens)
             chosen = chosen.on_host()
-        ring.exchange(device).gather(*self._bits)
+        ring.partial_reducer(device).all_gather_columns(*self._bits)
         # what is no number ends its request, and what a failed exchange leaves ends the server: both must be tokens until then
         self._chosen = self._all[:count].clamp(min=0)
         self._steps += 1
@@ -165,16 +165,16 @@ class Replica:
         self._mine, self._all = new(tokens), new(self._cache.ring.world_size * tokens)
         self._bits = [x.view(torch.float32)[None] for x in (self._mine, self._all)]
 
-    def await_end(self, step: Computing) -> None:
+    def wait_until_done(self, step: Computing) -> None:
         """See `Computing.wait`."""
         if step.end is None:
             return
         if not any(step.kind[:3]):
             step.end.synchronize()
             return
-        marks = Marks(step.begun, step.end, self._usual.get(step.kind, 0.0))
-        self._cache.ring.wait(self._cache.device, marks=marks, what=step.what)
-        self._usual[step.kind] = marks.lasted_s
+        events = EventPair(step.begun, step.end, self._usual.get(step.kind, 0.0))
+        self._cache.ring.synchronize(self._cache.device, events=events, what=step.what)
+        self._usual[step.kind] = events.lasted_s
 
     def _compute(self, plan: Plan) -> Tensor:
         """The logits `wanted vocab` of a step, which the next one may overwrite."""
@@ -250,9 +250,9 @@ class Computing:
         """Waits for its end.
 
         Raises:
-            RuntimeError: A rank did not come in time; see `Ring.wait`.
+            RuntimeError: A rank did not come in time; see `Ring.synchronize`.
         """
-        self.replica.await_end(self)
+        self.replica.wait_until_done(self)
 
     def read(self) -> list[tuple[int | None, Logprob | None]]:
         """What was chosen for each who wanted a token, on rank 0; waits for it."""

@@ -78,11 +78,13 @@ class Accord:
         self._start_anew()
         same = self._is_known(step)
         if not same or kind not in self._kinds:
-            self._ring.agree("attend: a step and its options", f"{_described(step)}, {kind}{self._take_notes()}")
+            self._ring.assert_equal_across_ranks(
+                "attend: a step and its options", f"{_described(step)}, {kind}{self._take_notes()}"
+            )
         step.met = True
         self._kinds.add(kind)
         if device not in self._settled:
-            self._ring.settle(device)
+            self._ring.init_transport(device)
             self._settled.add(device)
 
     def note(self, words: str, *tensors: Tensor) -> None:
@@ -112,7 +114,7 @@ class Accord:
         """
         self._start_anew()
         if self._noted:
-            self._ring.agree(what, self._take_notes().removeprefix(", "))
+            self._ring.assert_equal_across_ranks(what, self._take_notes().removeprefix(", "))
 
     def _start_anew(self) -> None:
         """Forgets what was compared and noted before a call failed (Note [After a refusal])."""

@@ -103,7 +103,7 @@ class PagedKVCache:
         kv_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        with ring.shared_refusals():
+        with ring.propagate_errors():
             if device is None:
                 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
             device = torch.device(device)
@@ -114,7 +114,7 @@ class PagedKVCache:
         self.layers, self.kv_heads, self.dtype = layers, kv_heads, dtype
         self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
-        with ring.shared_refusals():
+        with ring.propagate_errors():
             self._check_sizes(pages, memory)
             scales = 2 * torch.float32.itemsize if self.is_quantised else 0
             row = (self.head_dim + self.v_head_dim) * self.kv_dtype.itemsize + scales
@@ -131,12 +131,12 @@ class PagedKVCache:
                 memory,
                 device.type,
             )
-        ring.agree("a cache of keys and values", " ".join(map(str, wanted)))
+        ring.assert_equal_across_ranks("a cache of keys and values", " ".join(map(str, wanted)))
         least = None
         if device.type == "cuda":
             # what torch keeps for later is free as well
             torch.cuda.empty_cache()
-            least = ring.least(torch.cuda.mem_get_info(device)[0])
+            least = ring.all_reduce_min(torch.cuda.mem_get_info(device)[0])
         page_bytes = page_size * self.bytes_per_token
         if pages is None:
             room = memory if memory is not None else int(DEFAULT_SHARE * (least or 0))
@@ -157,7 +157,7 @@ class PagedKVCache:
         self.room: dict[str, tuple[int, ...]] = {}
         shape = (layers, pages, kv_heads, page_size)
         # rows are written inside of inference mode and outside
-        with ring.shared_refusals(), torch.inference_mode(False):
+        with ring.propagate_errors(), torch.inference_mode(False):
             self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
             self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
             self.k_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
@@ -359,7 +359,7 @@ class PagedKVCache:
             self.check(layer, step, k, v)
         except (ValueError, NotImplementedError) as error:
             # rows differ by rank, so perhaps nobody else refuses
-            self.ring.refuse(error)
+            self.ring.raise_on_all_ranks(error)
         k, v = k.detach(), v.detach()
         contained = (
             (torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device))
@@ -415,7 +415,7 @@ class PagedKVCache:
             for name, x, shape in zip(("k", "v"), out, shapes, strict=True):
                 self._check_tensor(f"out {name}", x, shape, "the slots")
         except (ValueError, NotImplementedError) as error:
-            self.ring.refuse(error)
+            self.ring.raise_on_all_ranks(error)
         rows.take(self.k[layer], self.v[layer], slots.contiguous(), *out, *self.scales(layer))
         return out
 
@@ -537,7 +537,7 @@ class _Refusals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, CacheFull):
-            self._ring.shared_refusals().__exit__(kind, error, trace)
+            self._ring.propagate_errors().__exit__(kind, error, trace)
 
 
 def _whole(number: SupportsIndex | None) -> int | None:

@@ -70,7 +70,7 @@ from ringattn.plan.device_tables import find, moving_key
 from ringattn.plan.ring_plan import Plan, Rows, Visit
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import message_bytes, slices
-from ringattn.transport.base import Parcel, Pending, Reply, Seat, span
+from ringattn.transport.base import GradMessage, Message, RingContext, Work, span
 
 if TYPE_CHECKING:
     from ringattn.inference.step import Step
@@ -123,11 +123,11 @@ class Prefill:
         alibi_slopes: Tensor | None,
     ) -> Tensor:
         """O `b s h dv` of this rank's new rows, whose keys the cache has."""
-        cache, plan, seat = step.cache, self.plan, step.cache.ring.seat
+        cache, plan, context = step.cache, self.plan, step.cache.ring.context
         q = _rows(q)
         score = plan.spec.score(q.dtype, 0, ScoreTensors(sinks, alibi_slopes))
         # Note [What queries wait for]
-        guests = None if self.travel is None else _invite(q.contiguous(), cache.v_head_dim, seat, self.travel)
+        guests = None if self.travel is None else _invite(q.contiguous(), cache.v_head_dim, context, self.travel)
         if self.reads == "pages":
             if guests is None:
                 return (
@@ -140,7 +140,7 @@ class Prefill:
                 assert self.in_place is not None, "rows that visit have rectangles"
                 self.in_place.visit(cache, layer, rows, score, carry)
 
-            return _receive(guests, cache.v_head_dim, score, seat, over_pages)
+            return _receive(guests, cache.v_head_dim, score, context, over_pages)
         keys, values = k, v
         if not self.fresh:
             assert step.kept_slots is not None, "a step of prefill knows where keys are kept"
@@ -148,15 +148,15 @@ class Prefill:
         keys, values = _rows(keys), _rows(values)
         if guests is None:
             if not self._begun:
-                _reserve_ahead(keys, values, plan, seat, self.times, cache.room)
+                _reserve_ahead(keys, values, plan, context, self.times, cache.room)
                 self._begun.append(True)
-            return run_forward(q, keys, values, score, plan, seat)[0]
+            return run_forward(q, keys, values, score, plan, context)[0]
         travel = guests.travel
 
         def over_copies(rows: Tensor, carry: Carry) -> None:
-            _visit_copies(rows, keys, values, score, plan, seat, travel, carry)
+            _visit_copies(rows, keys, values, score, plan, context, travel, carry)
 
-        return _receive(guests, cache.v_head_dim, score, seat, over_copies)
+        return _receive(guests, cache.v_head_dim, score, context, over_copies)
 
 
 def rows_in_place(
@@ -206,7 +206,7 @@ def resolve_moves(wanted: str, step: Step, spec: AttentionSpec, q: Tensor, fresh
     cache = step.cache
     if cache.ring.world_size == 1 or fresh:
         return "keys"
-    nodes = cache.ring.seat.nodes
+    nodes = cache.ring.context.nodes
     _, _, h, d = q.shape
     element, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
     keys = max(part.received_rows for part in spec.plan("keys", nodes).ranks)
@@ -223,7 +223,7 @@ def _reserve_ahead(
     k: Tensor,
     v: Tensor,
     plan: ExecutionPlan,
-    seat: Seat,
+    context: RingContext,
     times: float,
     reserved: dict[str, tuple[int, ...]],
 ) -> None:
@@ -235,26 +235,26 @@ def _reserve_ahead(
         k: `b t hk d`.
         v: `b t hk dv`.
         plan: The resolved call.
-        seat: This rank's place in the ring.
+        context: This rank's place in the ring.
         times: At least 1.
         reserved: Bytes that earlier calls have reserved; updated.
     """
-    if seat.world_size == 1:
+    if context.world_size == 1:
         return
-    fused, gatherer = plan.fused_forward, seat.transport.gatherer()
-    if fused is None or gatherer is None:
+    fused, kv_gather = plan.fused_forward, context.transport.kv_gather()
+    if fused is None or kv_gather is None:
         moving = [(k, 1), (v, 1)]
         rows = (plan.ring_plan.largest_send, plan.ring_plan.largest_crossing)
         sizes = _grow(reserved, "stepwise", tuple(message_bytes(moving, n) for n in rows), times)
-        for transport, size in zip((seat.transport, seat.slow_transport), sizes, strict=True):
+        for transport, size in zip((context.transport, context.slow_transport), sizes, strict=True):
             if size:
                 transport.reserve(size)
         return
     b, _, hk, d = k.shape
     row, collection = b * hk * (d + v.shape[-1]) * k.element_size(), fused.collection
-    most = max(1.0, min(times, seat.budget / max(1, fused.num_bytes)))
+    most = max(1.0, min(times, context.budget / max(1, fused.num_bytes)))
     sizes = _grow(reserved, "fused", (collection.slot_rows * row, collection.most_far_rows * row), most)
-    gatherer.make_room(*sizes, guests=seat.nodes is not None)
+    kv_gather.reserve_gather(*sizes, remote_shards=context.nodes is not None)
 
 
 def _grow(reserved: dict[str, tuple[int, ...]], kind: str, sizes: tuple[int, ...], times: float) -> tuple[int, ...]:
@@ -340,45 +340,47 @@ class _Guests:
 
     q: Tensor
     travel: Travel
-    coming: list[tuple[Tensor | None, list[Pending]]]
+    coming: list[tuple[Tensor | None, list[Work]]]
 
 
-def _invite(q: Tensor, dv: int, seat: Seat, travel: Travel) -> _Guests:
+def _invite(q: Tensor, dv: int, context: RingContext, travel: Travel) -> _Guests:
     """Sends this rank's rows to those who keep keys that they see, and lets theirs come; returns at once.
 
     Args:
         q: `b s h d`, this rank's rows, contiguous.
         dv: Width of values.
-        seat: This rank's place at the ring.
+        context: This rank's place at the ring.
         travel: From `plan_travel`.
     """
     b, _, h, d = q.shape
     largest = travel.plan.largest_send * b * h
-    _reserve(seat, largest * d * q.element_size(), size(largest, dv) * accumulation_dtype(q.dtype).itemsize)
+    _reserve(context, largest * d * q.element_size(), size(largest, dv) * accumulation_dtype(q.dtype).itemsize)
     visiting = {stop.rank: stop for stop in travel.stops}
-    plan, coming = travel.plan.ranks[seat.rank], []
-    for step in range(1, seat.world_size):
-        gives: list[Parcel] = []
-        fetches: list[Parcel] = []
+    plan, coming = travel.plan.ranks[context.rank], []
+    for step in range(1, context.world_size):
+        gives: list[Message] = []
+        fetches: list[Message] = []
         part = None
-        send, stop = plan.sends[step], visiting.get((seat.rank - step) % seat.world_size)
+        send, stop = plan.sends[step], visiting.get((context.rank - step) % context.world_size)
         if send is not None:
             gives = [(send.peer, _cut(q, send.rows))]
         if stop is not None:
-            part = seat.buffers.take(f"visitors {step}", (b, stop.count, h, d), q.dtype, q.device)
+            part = context.buffers.take(f"visitors {step}", (b, stop.count, h, d), q.dtype, q.device)
             fetches = [(stop.rank, part)]
-        coming.append((part, _post(seat, gives, fetches, f"prefill, queries for ring step {step}")))
+        coming.append((part, _post(context, gives, fetches, f"prefill, queries for ring step {step}")))
     return _Guests(q, travel, coming)
 
 
-def _receive(guests: _Guests, dv: int, score: Score, seat: Seat, visit: Callable[[Tensor, Carry], None]) -> Tensor:
+def _receive(
+    guests: _Guests, dv: int, score: Score, context: RingContext, visit: Callable[[Tensor, Carry], None]
+) -> Tensor:
     """The finished attention of this rank's query rows over the keys of all ranks.
 
     Args:
         guests: From `_invite`.
         dv: Head dim of the values.
         score: How scores are made.
-        seat: This rank's place at the ring.
+        context: This rank's place at the ring.
         visit: Writes the partial of all rows that visit, `b total h d`, over this rank's keys into a carry.
 
     Returns:
@@ -386,8 +388,8 @@ def _receive(guests: _Guests, dv: int, score: Score, seat: Seat, visit: Callable
     """
     q, travel = guests.q, guests.travel
     b, s, h, _ = q.shape
-    wide, take = accumulation_dtype(q.dtype), seat.buffers.take
-    rows = _line_up(guests, seat)
+    wide, take = accumulation_dtype(q.dtype), context.buffers.take
+    rows = _line_up(guests, context)
     shape = (b, h, travel.total)
     carry = Carry(
         m=take("visitors m", shape, wide, q.device),
@@ -395,9 +397,9 @@ def _receive(guests: _Guests, dv: int, score: Score, seat: Seat, visit: Callable
         acc=take("visitors acc", (b, travel.total, h, dv), wide, q.device),
     )
     if travel.total:
-        with span("all queries visit the keys of rank {}", seat.rank):
+        with span("all queries visit the keys of rank {}", context.rank):
             visit(rows, carry)
-    stack = _return(carry, s, seat, travel)
+    stack = _return(carry, s, context, travel)
     o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
     if o.numel():
         finish_parts(stack, b * s * h, dv, score.sinks, o, take("visitors end", (b, h, s), wide, q.device))
@@ -410,13 +412,13 @@ def _visit_copies(
     v: Tensor,
     score: Score,
     plan: ExecutionPlan,
-    seat: Seat,
+    context: RingContext,
     travel: Travel,
     carry: Carry,
 ) -> None:
     """The forward of training of rows `b total h d` over k `b t hk d` and v `b t hk dv`, as a carry."""
     b, total, h, d = rows.shape
-    dv, take = v.shape[-1], seat.buffers.take
+    dv, take = v.shape[-1], context.buffers.take
     plan.kernels.forward(
         rows,
         k,
@@ -434,45 +436,45 @@ def _visit_copies(
     )
 
 
-def _line_up(guests: _Guests, seat: Seat) -> Tensor:
+def _line_up(guests: _Guests, context: RingContext) -> Tensor:
     """The query rows of all ranks that see a key of this one, `b total h d`, by position."""
     q, travel = guests.q, guests.travel
     b, _, h, d = q.shape
-    found = seat.buffers.take("visitors", (b, travel.total, h, d), q.dtype, q.device)
+    found = context.buffers.take("visitors", (b, travel.total, h, d), q.dtype, q.device)
     visiting = {stop.rank: stop for stop in travel.stops}
-    if seat.rank in visiting:
-        own = visiting[seat.rank]
+    if context.rank in visiting:
+        own = visiting[context.rank]
         found.index_copy_(1, own.places, _cut(q, own.rows))
     for step, (part, pending) in enumerate(guests.coming, 1):
         for one in pending:
             one.wait()
         if part is not None:
-            found.index_copy_(1, visiting[(seat.rank - step) % seat.world_size].places, part)
+            found.index_copy_(1, visiting[(context.rank - step) % context.world_size].places, part)
     return found
 
 
-def _return(carry: Carry, s: int, seat: Seat, travel: Travel) -> Tensor:
+def _return(carry: Carry, s: int, context: RingContext, travel: Travel) -> Tensor:
     """The partials of this rank's rows from all ranks: a stack of packed parts in the order of ranks."""
     b, _, h, dv = carry.acc.shape
-    wide, device, me = carry.acc.dtype, carry.acc.device, seat.rank
+    wide, device, me = carry.acc.dtype, carry.acc.device, context.rank
     visiting = {stop.rank: stop for stop in travel.stops}
     plan, landing = travel.plan.ranks[me], []
-    stack = seat.buffers.take("visitors home", (seat.world_size, size(b * s * h, dv)), wide, device)
-    for step in range(1, seat.world_size):
-        gives: list[Parcel] = []
-        fetches: list[Parcel] = []
-        stop, send = visiting.get((me - step) % seat.world_size), plan.sends[step]
-        peer, part = (me + step) % seat.world_size, None
+    stack = context.buffers.take("visitors home", (context.world_size, size(b * s * h, dv)), wide, device)
+    for step in range(1, context.world_size):
+        gives: list[Message] = []
+        fetches: list[Message] = []
+        stop, send = visiting.get((me - step) % context.world_size), plan.sends[step]
+        peer, part = (me + step) % context.world_size, None
         if stop is not None:
-            made = seat.buffers.take(f"visitors made {step}", (size(b * stop.count * h, dv),), wide, device)
+            made = context.buffers.take(f"visitors made {step}", (size(b * stop.count * h, dv),), wide, device)
             _pack(carry, stop, made)
-            gives = [Reply(stop.rank, made)]
+            gives = [GradMessage(stop.rank, made)]
         if send is not None and send.num_rows == s:
-            fetches = [Reply(peer, stack[peer])]
+            fetches = [GradMessage(peer, stack[peer])]
         elif send is not None:
-            part = seat.buffers.take(f"visitors back {step}", (size(b * send.num_rows * h, dv),), wide, device)
-            fetches = [Reply(peer, part)]
-        landing.append((peer, send, part, _post(seat, gives, fetches, f"prefill, partials of ring step {step}")))
+            part = context.buffers.take(f"visitors back {step}", (size(b * send.num_rows * h, dv),), wide, device)
+            fetches = [GradMessage(peer, part)]
+        landing.append((peer, send, part, _post(context, gives, fetches, f"prefill, partials of ring step {step}")))
     if me in visiting and s:
         _pack(carry, visiting[me], stack[me])
     else:
@@ -516,13 +518,13 @@ def _cut(q: Tensor, rows: Rows) -> Tensor:
     return found[0].contiguous()
 
 
-def _post(seat: Seat, gives: Sequence[Parcel], fetches: Sequence[Parcel], what: str) -> list[Pending]:
+def _post(context: RingContext, gives: Sequence[Message], fetches: Sequence[Message], what: str) -> list[Work]:
     """One post per level of the ring: all ranks make the same ones."""
-    if seat.nodes is None:
-        return [seat.transport.post(gives, fetches, what)]
-    near = next(set(node) for node in seat.nodes if seat.rank in node)
+    if context.nodes is None:
+        return [context.transport.post(gives, fetches, what)]
+    near = next(set(node) for node in context.nodes if context.rank in node)
     posts = []
-    for transport, within in ((seat.transport, True), (seat.slow_transport, False)):
+    for transport, within in ((context.transport, True), (context.slow_transport, False)):
         posts.append(
             transport.post(
                 [one for one in gives if (one[0] in near) == within],
@@ -533,9 +535,9 @@ def _post(seat: Seat, gives: Sequence[Parcel], fetches: Sequence[Parcel], what: 
     return posts
 
 
-def _reserve(seat: Seat, num_bytes: int, replies: int) -> None:
+def _reserve(context: RingContext, num_bytes: int, replies: int) -> None:
     # in powers of two: prompts differ in length from step to step
-    for transport in {id(one): one for one in (seat.transport, seat.slow_transport)}.values():
+    for transport in {id(one): one for one in (context.transport, context.slow_transport)}.values():
         transport.reserve(_rounded(num_bytes), _rounded(replies))
 
 

@@ -25,7 +25,7 @@ from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.device_tables import AttentionTables
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.ring_plan import Collection, Nodes, Plan, moved_rows
-from ringattn.transport.base import Seat
+from ringattn.transport.base import RingContext
 from ringattn.transport.call_order import CallMark
 
 PUSH_SECONDS = 50e-6
@@ -95,7 +95,13 @@ class ExecutionPlan:
 
 
 def make_execution_plan(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, kernels: KernelSet, seat: Seat
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: ScoreTensors,
+    kernels: KernelSet,
+    context: RingContext,
 ) -> ExecutionPlan:
     """Return the plan of a validated call.
 
@@ -106,13 +112,13 @@ def make_execution_plan(
         v: `b t hk dv`.
         tensors: The optional tensors of the score.
         kernels: The kernel set.
-        seat: This rank's place in the ring.
+        context: This rank's place in the ring.
     """
-    ring_plan = spec.plan("keys", seat.nodes)
-    steps = [step for step, visit in enumerate(ring_plan.ranks[seat.rank].visits) if visit is not None]
+    ring_plan = spec.plan("keys", context.nodes)
+    steps = [step for step, visit in enumerate(ring_plan.ranks[context.rank].visits) if visit is not None]
     has_no_tensors = all(x is None for x in tensors)
-    moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=seat.nodes)
-    fused = [_fuse(spec, q, k, v, tensors, kernels, seat, backward=backward) for backward in (False, True)]
+    moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
+    fused = [_fuse(spec, q, k, v, tensors, kernels, context, backward=backward) for backward in (False, True)]
     return ExecutionPlan(
         spec=spec,
         kernels=kernels,
@@ -124,7 +130,7 @@ def make_execution_plan(
         fused_forward=fused[0],
         fused_backward=fused[1],
         backward_moving=moving,
-        backward_plan=ring_plan if moving == "keys" else spec.plan(moving, seat.nodes),
+        backward_plan=ring_plan if moving == "keys" else spec.plan(moving, context.nodes),
     )
 
 
@@ -208,18 +214,18 @@ def _fuse(
     v: Tensor,
     tensors: ScoreTensors,
     kernels: KernelSet,
-    seat: Seat,
+    context: RingContext,
     *,
     backward: bool,
 ) -> FusedPlan | None:
     """Return the fused plan of a direction; None: the stepwise schedule serves it."""
     serves: Any = getattr(kernels, "gathers", None)
-    nodes, key_bias = seat.nodes, tensors.key_bias
-    members = seat.world_size if nodes is None else len(nodes[0])
+    nodes, key_bias = context.nodes, tensors.key_bias
+    members = context.world_size if nodes is None else len(nodes[0])
     # a node of one rank has no peer to gather from, and a bias of keys does not cross between nodes
     if members == 1 or serves is None or (nodes is not None and key_bias is not None):
         return None
-    if (backward and spec.backward == "queries") or seat.transport.gatherer() is None:
+    if (backward and spec.backward == "queries") or context.transport.kv_gather() is None:
         return None
     score = spec.score(q.dtype, 0, tensors)
     shards = (*spec.sharding.shards, *spec.kv_sharding.shards)
@@ -230,9 +236,9 @@ def _fuse(
     num_bytes = fused_bytes(
         k, v, collection, members, backward=backward, bias_bytes=bias_bytes, hierarchical=nodes is not None
     )
-    if num_bytes > seat.budget:
+    if num_bytes > context.budget:
         return None
     b, _, h, d = q.shape
     seconds = 2 * spec.pairs(b) * h * (d + v.shape[-1]) / KERNEL_RATE * (2.5 if backward else 1.0)
-    groups = choose_groups(k, v, collection, seat.push_rate)
+    groups = choose_groups(k, v, collection, context.push_rate)
     return FusedPlan(cast(GatheringKernelSet, kernels), collection, groups, num_bytes, seconds < SHORT_SECONDS)

@@ -48,11 +48,11 @@ from ringattn.plan.ring_plan import RankPlan, Rows
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import Bundle, add_rows_, make_bundle, slices
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
-from ringattn.transport.base import SPARE, Buffers, Gatherer, Parcel, Pending, Reply, Seat, span
+from ringattn.transport.base import COMM_SMS, Buffers, GradMessage, KVGather, Message, RingContext, Work, span
 
 
 def hierarchical_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, seat: Seat
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
 ) -> tuple[Tensor, Tensor]:
     """Return the finished attention of this rank's query rows in a ring of two levels, one launch per outer step.
 
@@ -62,15 +62,15 @@ def hierarchical_forward(
         v: `b t hk dv`, this rank's rows.
         score: How scores are computed, without terms by key.
         plan: The resolved call, which has a fused forward.
-        seat: This rank's place in a ring of two levels.
+        context: This rank's place in a ring of two levels.
 
     Returns:
         o `b s h dv` in q's dtype and lse `b h s`.
     """
-    fused, gatherer = plan.fused_forward, seat.transport.gatherer()
+    fused, kv_gather = plan.fused_forward, context.transport.kv_gather()
     assert fused is not None, "the fused schedule runs calls that were resolved to it"
-    assert gatherer is not None, "the fused schedule needs a transport that gathers"
-    mine = plan.ring_plan.ranks[seat.rank]
+    assert kv_gather is not None, "the fused schedule needs a transport that gathers"
+    mine = plan.ring_plan.ranks[context.rank]
     b, s, h, _ = q.shape
     dv, wide = v.shape[-1], accumulation_dtype(q.dtype)
     seeing = [outer for outer in range(len(mine.guests)) if _sees(mine, outer)]
@@ -81,26 +81,28 @@ def hierarchical_forward(
         outs = torch.empty(len(seeing), b, s, h, dv, dtype=wide, device=q.device)
         sums = torch.empty(len(seeing), b, h, s, dtype=wide, device=q.device)
     rows = plan.tables.stationary("keys")
-    guests = _Guests(k, v, mine, plan.spec.collection(seat.nodes).slot_rows, seat, gatherer, Buffers(), "forward")
+    guests = _Guests(
+        k, v, mine, plan.spec.collection(context.nodes).slot_rows, context, kv_gather, Buffers(), "forward"
+    )
     for outer in range(len(mine.guests)):
         held = guests.arrive(outer)
-        gathering = gatherer.gather(*held, plan.spec.collection(seat.nodes, outer), fused.groups, "forward")
+        handle = kv_gather.gather(*held, plan.spec.collection(context.nodes, outer), fused.groups, "forward")
         if outer in seeing:
             place = seeing.index(outer)
             with span("ring forward: all visits of outer step {} in one launch", outer):
                 fused.kernels.forward_gathered(
                     q,
                     held,
-                    (gathering.k, gathering.v),
+                    (handle.k, handle.v),
                     rows,
-                    plan.tables.gathered(seat.nodes, outer),
+                    plan.tables.gathered(context.nodes, outer),
                     score if place == 0 else dataclasses.replace(score, sinks=None),
-                    gathering.arrivals,
+                    handle.ready_flags,
                     o=outs[place],
                     lse=sums[place],
-                    spare=max(gatherer.spare, SPARE * guests.crossing),
+                    spare=max(kv_gather.sm_margin, COMM_SMS * guests.crossing),
                 )
-        gathering.close()
+        handle.close()
     if len(seeing) > 1:
         _merge(outs, sums, o, lse)
     return o, lse
@@ -116,7 +118,7 @@ def hierarchical_backward(
     lse: Tensor,
     score: Score,
     plan: ExecutionPlan,
-    seat: Seat,
+    context: RingContext,
     wanted: WantedGrads,
 ) -> Gradients:
     """Return the gradients of `hierarchical_forward`: dq stays, dk and dv are returned to their owners.
@@ -131,14 +133,14 @@ def hierarchical_backward(
         lse: From the forward.
         score: As in the forward.
         plan: The resolved call, which has a fused backward.
-        seat: As in the forward.
+        context: As in the forward.
         wanted: Which gradients of optional tensors to compute: of sinks and alibi_slopes at most.
     """
-    fused, gatherer = plan.fused_backward, seat.transport.gatherer()
+    fused, kv_gather = plan.fused_backward, context.transport.kv_gather()
     assert fused is not None, "the fused schedule runs calls that were resolved to it"
-    assert gatherer is not None, "the fused schedule needs a transport that gathers"
-    nodes, device = seat.nodes, q.device
-    kernels, mine = fused.kernels, plan.ring_plan.ranks[seat.rank]
+    assert kv_gather is not None, "the fused schedule needs a transport that gathers"
+    nodes, device = context.nodes, q.device
+    kernels, mine = fused.kernels, plan.ring_plan.ranks[context.rank]
     b, _, hk, d = k.shape
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
@@ -149,13 +151,13 @@ def hierarchical_backward(
     dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=device) for x in (k, v))
     # of this call: a graph that captured it must not lose them to a larger one
     buffers = Buffers()
-    guests = _Guests(k, v, mine, plan.spec.collection(seat.nodes).slot_rows, seat, gatherer, buffers, "backward")
-    home_again = _Sums(dk, dv, mine, seat, buffers, "backward, gradients")
+    guests = _Guests(k, v, mine, plan.spec.collection(context.nodes).slot_rows, context, kv_gather, buffers, "backward")
+    home_again = _Sums(dk, dv, mine, context, buffers, "backward, gradients")
     for outer in range(len(mine.guests)):
         held = guests.arrive(outer)
         collection = plan.spec.collection(nodes, outer)
-        home = gatherer.homecoming((b, hk, d + v.shape[-1]), collection, device, "backward")
-        gathering = gatherer.gather(*held, collection, fused.groups, "backward", home=home)
+        grad_return = kv_gather.grad_return((b, hk, d + v.shape[-1]), collection, device, "backward")
+        handle = kv_gather.gather(*held, collection, fused.groups, "backward", grad_return=grad_return)
         if _sees(mine, outer):
             # the first launch overwrites, the others add
             part = dq if outer == 0 else buffers.take("dq", dq.shape, dq.dtype, device)
@@ -167,30 +169,32 @@ def hierarchical_backward(
                     do,
                     q,
                     held,
-                    (gathering.k, gathering.v),
+                    (handle.k, handle.v),
                     lse,
                     delta,
                     rows,
                     plan.tables.gathered(nodes, outer),
                     score,
-                    gathering.arrivals,
-                    home.addresses,
-                    home.rows,
+                    handle.ready_flags,
+                    grad_return.addresses,
+                    grad_return.rows,
                     dq=part,
                     dalibi=slopes,
                     bias_homes=None,
                     deterministic=plan.spec.deterministic,
-                    spare=max(gatherer.spare, SPARE * (guests.crossing or home_again.crossing)),
+                    spare=max(kv_gather.sm_margin, COMM_SMS * (guests.crossing or home_again.crossing)),
                 )
             if outer:
                 dq.add_(part)
             if outer and dalibi is not None and slopes is not None:
                 dalibi.add_(slopes)
         else:
-            home.own[:, : mine.held(outer).num_rows].zero_()
+            grad_return.local_grads[:, : mine.held(outer).num_rows].zero_()
         into = home_again.room(outer)
-        kernels.add_homes(into[0], into[1], home.own, home.receive()[0], plan.tables.returning(nodes, outer))
-        home.close()
+        kernels.add_homes(
+            into[0], into[1], grad_return.local_grads, grad_return.receive()[0], plan.tables.returning(nodes, outer)
+        )
+        grad_return.close()
         home_again.cross(outer)
     home_again.land()
     return Gradients(
@@ -237,19 +241,19 @@ class _Guests:
         v: Tensor,
         plan: RankPlan,
         slot_rows: int,
-        seat: Seat,
-        gatherer: Gatherer,
+        context: RingContext,
+        kv_gather: KVGather,
         buffers: Buffers,
         what: str,
     ) -> None:
         self._keys = k, v
         self._plan = plan
         self._slot_rows = slot_rows
-        self._seat = seat
-        self._gatherer = gatherer
+        self._context = context
+        self._gatherer = kv_gather
         self._buffers = buffers
         self._what = what
-        self._pending: Pending | None = None
+        self._pending: Work | None = None
         self._moves = False
         self._room: Tensor | None = None
         self._packed: tuple[Rows, Tensor] | None = None
@@ -279,16 +283,16 @@ class _Guests:
         send, guest = self._plan.sends[step], self._plan.guests[outer]
         shape, dims = (k.shape[0], self._slot_rows, k.shape[2]), (k.shape[-1], v.shape[-1])
         rows = self._plan.held(outer).num_rows
-        self._room = self._gatherer.guest(outer % 2, shape, rows, dims, k.dtype, k.device)
-        gives: list[Parcel] = []
-        fetches: list[Parcel] = []
+        self._room = self._gatherer.remote_shard_buffer(outer % 2, shape, rows, dims, k.dtype, k.device)
+        gives: list[Message] = []
+        fetches: list[Message] = []
         if send is not None:
             gives = [(send.peer, x) for x in self._messages(self._export(send.rows))]
         if guest is not None:
             fetches = [(guest.owner, x) for x in self._messages(self._room)]
         self._moves = bool(gives or fetches)
         what = f"{self._what}, keys for ring step {step}, between nodes"
-        self._pending = self._seat.slow_transport.post(gives, fetches, what)
+        self._pending = self._context.slow_transport.post(gives, fetches, what)
 
     def _messages(self, x: Tensor) -> list[Tensor]:
         """Rows as they lie in the place of a guest: one message where nothing lies between its batch elements."""
@@ -313,15 +317,17 @@ class _Sums:
     The sums of a step cross while the next one is computed, and are added at home in the order of steps.
     """
 
-    def __init__(self, dk: Tensor, dv: Tensor, plan: RankPlan, seat: Seat, buffers: Buffers, what: str) -> None:
+    def __init__(
+        self, dk: Tensor, dv: Tensor, plan: RankPlan, context: RingContext, buffers: Buffers, what: str
+    ) -> None:
         self._home = [(dk, 1), (dv, 1)]
         self._plan = plan
-        self._seat = seat
+        self._context = context
         self._buffers = buffers
         self._what = what
         self._sums: Bundle | None = None
         self._landing: list[Tensor] = []
-        self._pending: Pending | None = None
+        self._pending: Work | None = None
         self._moves = False
         self._crossing = 0
 
@@ -343,18 +349,18 @@ class _Sums:
             return
         self.land()
         guest, send = self._plan.guests[outer], self._plan.sends[outer * self._plan.local_size]
-        gives: list[Parcel] = []
-        fetches: list[Parcel] = []
+        gives: list[Message] = []
+        fetches: list[Message] = []
         if guest is not None:
             assert self._sums is not None, "sums are made before they are sent"
-            gives = [Reply(guest.owner, self._sums.message)]
+            gives = [GradMessage(guest.owner, self._sums.message)]
         if send is not None:
             bundle = self._bundle(send.num_rows, "landing")
             self._landing = bundle.parts
-            fetches = [Reply(send.peer, bundle.message)]
+            fetches = [GradMessage(send.peer, bundle.message)]
         self._moves = bool(gives or fetches)
         what = f"{self._what} of ring step {outer * self._plan.local_size}, between nodes"
-        self._pending, self._crossing = self._seat.slow_transport.post(gives, fetches, what), outer
+        self._pending, self._crossing = self._context.slow_transport.post(gives, fetches, what), outer
 
     def land(self) -> None:
         """Adds what is on its way, if anything is."""

@@ -14,11 +14,11 @@ from ringattn.kernels.contract import Carry, Score, accumulation_dtype
 from ringattn.plan.ring_plan import Visit
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import Traffic, reserve, travellers
-from ringattn.transport.base import Seat, span
+from ringattn.transport.base import RingContext, span
 
 
 def stepwise_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, seat: Seat
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
 ) -> tuple[Tensor, Tensor]:
     """Return the finished attention of this rank's query rows over the keys of all ranks.
 
@@ -28,7 +28,7 @@ def stepwise_forward(
         v: `b t hk dv`, this rank's rows.
         score: How scores are computed; key_bias holds this rank's keys.
         plan: The resolved call.
-        seat: This rank's place in the ring.
+        context: This rank's place in the ring.
 
     Returns:
         o `b s h dv` in q's dtype and lse `b h s` (natural log, accumulation dtype).
@@ -36,19 +36,19 @@ def stepwise_forward(
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
-    rows, visits = plan.tables.stationary("keys"), plan.ring_plan.ranks[seat.rank].visits
-    carry = _carry(o, lse, seat) if plan.last_step > plan.first_step else None
+    rows, visits = plan.tables.stationary("keys"), plan.ring_plan.ranks[context.rank].visits
+    carry = _carry(o, lse, context) if plan.last_step > plan.first_step else None
     if plan.first_step < 0 and s:
         # this rank sees no key at all: one step over an empty buffer writes the empty rows
-        keys = plan.tables.moving("keys", Visit(0, seat.rank, (), (), 0))
+        keys = plan.tables.moving("keys", Visit(0, context.rank, (), (), 0))
         plan.kernels.forward(
             q, k[:, :0], v[:, :0], rows, keys, _local(score, 0), carry=None, first=True, last=True, o=o, lse=lse
         )
     moving = travellers("keys", q, k, v, score)
     prefetcher = None
-    if seat.world_size > 1:
-        reserve(plan.ring_plan, seat, moving)
-        prefetcher = Traffic(moving, plan.ring_plan.ranks[seat.rank], seat, "forward, keys")
+    if context.world_size > 1:
+        reserve(plan.ring_plan, context, moving)
+        prefetcher = Traffic(moving, plan.ring_plan.ranks[context.rank], context, "forward, keys")
     held = [x for x, _ in moving]
     for step, visit in enumerate(visits):
         if prefetcher is not None:
@@ -73,8 +73,8 @@ def stepwise_forward(
     return o, lse
 
 
-def _carry(o: Tensor, lse: Tensor, seat: Seat) -> Carry:
-    take = seat.buffers.take
+def _carry(o: Tensor, lse: Tensor, context: RingContext) -> Carry:
+    take = context.buffers.take
     return Carry(
         m=take("carry m", lse.shape, lse.dtype, lse.device),
         l=take("carry l", lse.shape, lse.dtype, lse.device),

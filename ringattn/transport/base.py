@@ -19,12 +19,12 @@ from torch.autograd import profiler
 from ringattn.kernels.contract import Arrivals
 from ringattn.plan.ring_plan import Collection, Nodes
 
-Parcel = tuple[int, Tensor]
+Message = tuple[int, Tensor]
 """(ring rank of the peer, contiguous tensor)."""
 
 
-class Reply(NamedTuple):
-    """A parcel that answers one of an earlier post; in every other way a `Parcel`.
+class GradMessage(NamedTuple):
+    """A parcel that answers one of an earlier post; in every other way a `Message`.
 
     Attributes:
         peer: Ring rank.
@@ -48,7 +48,7 @@ def span(name: str, *values: object) -> AbstractContextManager[Any]:
     return profiler.record_function(name.format(*values)) if profiler._is_profiler_enabled else _NO_SPAN
 
 
-SPARE = 4
+COMM_SMS = 4
 """Multiprocessors that a launch leaves to what moves bytes by them beside it: as many as a ring's NCCL communicator may take."""
 
 
@@ -69,7 +69,7 @@ class Choice:
         return f"{self.name}: {self.why}"
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """Sends and receives that are under way."""
 
     def wait(self) -> None:
@@ -84,12 +84,12 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Moves tensors between the ranks of one ring."""
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """Starts one group of transfers and returns at once.
 
         Between two ranks, the n-th send of a group meets the n-th receive of the same group on the other side. Empty
         tensors are not moved. All ranks make the same posts in the same order, also those in which they move nothing. In
-        one post a rank sends plain parcels to one peer at most and replies to one at most; a `Reply` is received as such.
+        one post a rank sends plain parcels to one peer at most and replies to one at most; a `GradMessage` is received as such.
 
         Args:
             sends: What goes out; must not change until the wait returns.
@@ -107,56 +107,56 @@ class Transport(Protocol):
         """
         ...
 
-    def gatherer(self) -> Gatherer | None:
+    def kv_gather(self) -> KVGather | None:
         """What brings all owners' keys at once while one kernel computes; None where this transport cannot."""
         ...
 
 
-class Gathering(Protocol):
+class KVGatherHandle(Protocol):
     """Keys of other owners that are on their way.
 
     Attributes:
-        far: `b far_rows hk (d + dv)`: fills while kernels wait for `arrivals`; guard rows are zero.
+        remote: `b far_rows hk (d + dv)`: fills while kernels wait for `ready_flags`; guard rows are zero.
         k: `b far_rows hk d`, the keys in it.
         v: `b far_rows hk dv`, the values in it.
-        kept: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
+        saved: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
         key_bias: `b t+far_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
-        arrivals: How kernels wait; None when everything is there.
+        ready_flags: How kernels wait; None when everything is there.
     """
 
-    far: Tensor
+    remote: Tensor
     k: Tensor
     v: Tensor
-    kept: Tensor | None
+    saved: Tensor | None
     key_bias: Tensor | None
-    arrivals: Arrivals | None
+    ready_flags: Arrivals | None
 
     def close(self) -> None:
-        """To be called once the kernels that read far are launched, on the same stream; `Homecoming.receive` may do it.
+        """To be called once the kernels that read far are launched, on the same stream; `GradReturn.receive` may do it.
 
         Work that is enqueued later may overwrite this rank's k, v and key_bias, and far.
         """
         ...
 
 
-class Homecoming(Protocol):
+class GradReturn(Protocol):
     """Contributions to gradients on their way to their owners.
 
     It begins with a gather that is given it, or by itself.
 
     Attributes:
         addresses: int64, one per side of the gathered visit: where the backward writes (`KernelSet.backward_gathered`).
-        own: `b home_rows hk (d + dv)` fp32: the contribution of this rank to its own rows (addresses[0] points at it).
+        local_grads: `b home_rows hk (d + dv)` fp32: the contribution of this rank to its own rows (addresses[0] points at it).
         rows: home_rows of every region.
         bias_addresses: Likewise, of what goes to the gradient of key_bias; None: it is not wanted.
-        own_bias: `b hk home_rows` fp32, likewise.
+        local_bias_grads: `b hk home_rows` fp32, likewise.
     """
 
     addresses: Tensor
-    own: Tensor
+    local_grads: Tensor
     rows: int
     bias_addresses: Tensor | None
-    own_bias: Tensor | None
+    local_bias_grads: Tensor | None
 
     def begin(self) -> None:
         """To be called in front of the backward where nothing is gathered: its owners let this rank write."""
@@ -177,27 +177,27 @@ class Homecoming(Protocol):
         ...
 
 
-class Gatherer(Protocol):
+class KVGather(Protocol):
     """Brings the keys of all owners at once (Note [Gathered visit] of the kernels' contract).
 
     Attributes:
-        spare: Multiprocessors that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other ranks, and
+        sm_margin: SMs that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other ranks, and
             some for copies from a GPU to itself, which are kernels that would never begin behind one that waits for them.
     """
 
-    spare: int
+    sm_margin: int
 
-    def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
+    def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
         """Announces the largest gathers to come, so that nothing is allocated between them; every rank passes the same.
 
         Args:
             slot_bytes: Of the longest shard's keys and values, and its biases.
-            far_bytes: Of far on the rank that has the largest, its biases, and their table.
-            guests: There will be guests, of a longest shard each.
+            remote_bytes: Of far on the rank that has the largest, its biases, and their table.
+            remote_shards: There will be guests, of a longest shard each.
         """
         ...
 
-    def guest(
+    def remote_shard_buffer(
         self,
         turn: int,
         shape: tuple[int, int, int],
@@ -234,8 +234,8 @@ class Gatherer(Protocol):
         *,
         key_bias: Tensor | None = None,
         keep: bool = False,
-        home: Homecoming | None = None,
-    ) -> Gathering:
+        grad_return: GradReturn | None = None,
+    ) -> KVGatherHandle:
         """Starts bringing this rank's keys to their readers, and those of others here, and returns at once.
 
         Args:
@@ -247,11 +247,11 @@ class Gatherer(Protocol):
             key_bias: `b t`, what is added to the scores of this rank's keys; it comes with the first group of their heads.
                 All ranks give one or none does.
             keep: What comes is also copied into a tensor of the caller's own. Not with key_bias.
-            home: That of the same backward; it begins with the gather, and must not begin by itself.
+            grad_return: That of the same backward; it begins with the gather, and must not begin by itself.
         """
         ...
 
-    def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
+    def saved_ready_flags(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
         """How kernels wait for rows that an earlier gather has brought and kept: as there, and not at all.
 
         Args:
@@ -261,7 +261,7 @@ class Gatherer(Protocol):
         """
         ...
 
-    def homecoming(
+    def grad_return(
         self,
         shape: tuple[int, int, int],
         collection: Collection,
@@ -269,7 +269,7 @@ class Gatherer(Protocol):
         what: str,
         *,
         biased: bool = False,
-    ) -> Homecoming:
+    ) -> GradReturn:
         """Regions for the gradients of one gathered backward, which has to begin next.
 
         Args:
@@ -313,7 +313,7 @@ class Done:
 class NoTransport:
     """The transport of a ring of one rank: there is nobody to talk to."""
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """Accepts only empty groups."""
         assert len(sends) + len(receives) == 0, f"a ring of one rank has no peers, yet {what} wants to move tensors"
         return Done()
@@ -321,7 +321,7 @@ class NoTransport:
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Nothing is ever sent."""
 
-    def gatherer(self) -> None:
+    def kv_gather(self) -> None:
         """There is nothing to gather."""
         return
 
@@ -369,7 +369,7 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RingContext:
     """One rank's place at the ring, which is all that the loops know of it.
 
     Attributes:

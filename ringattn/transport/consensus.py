@@ -93,7 +93,7 @@ def _take_back(store: Any, gone: deque[tuple[str, int, int, list[str]]]) -> None
                 store.delete_key(key)
 
 
-class Agreement:
+class RankConsensus:
     """Lets the ranks of a group compare what they are about to do, through the group's key-value store.
 
     The store needs no device, no stream and no matching collective: a rank that refuses leaves its reason and raises
@@ -126,7 +126,7 @@ class Agreement:
         gone = _GONE[group_name]
         weakref.finalize(self, gone.append, (name, rank, world_size, self._left)).atexit = False
 
-    def leave(self, text: str) -> None:
+    def publish(self, text: str) -> None:
         """Leaves this rank's text for the current round and goes on to the next."""
         with _client(self._store()) as store:
             self._set(store, text)
@@ -194,9 +194,9 @@ class Agreement:
     ) -> None:
         """Tells the others of an error."""
         if isinstance(error, Exception):
-            self.tell(error)
+            self.publish_error(error)
 
-    def tell(self, error: Exception) -> None:
+    def publish_error(self, error: Exception) -> None:
         """Leaves an error of this rank for the current round, where ranks find it that come to compare, and goes on to the next.
 
         An error uses up one round, however many places it passes on its way: what a comparison raised has had its round, and so
@@ -212,17 +212,17 @@ class Agreement:
             # without the group, as in a process forked from its own, there is nobody to tell
             if self._is_new(error):
                 with contextlib.suppress(RuntimeError):
-                    self.leave(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
+                    self.publish(json.dumps({"refused": f"{type(error).__name__}: {error}"}))
         finally:
             self._taken.release()
 
-    def refuse(self, error: Exception) -> NoReturn:
-        """Raises an error of this rank that ranks which compare their next call find there (`tell`).
+    def raise_on_all_ranks(self, error: Exception) -> NoReturn:
+        """Raises an error of this rank that ranks which compare their next call find there (`publish_error`).
 
         Raises:
             Exception: The error.
         """
-        self.tell(error)
+        self.publish_error(error)
         raise error
 
     def compare_calls(self, record: dict[str, Any], doing: str) -> None:
@@ -260,7 +260,7 @@ class Agreement:
                 raise_differences(records)
         return [record[what] for record in records]
 
-    def agree(self, what: str, text: str, doing: str = "") -> None:
+    def assert_equal_across_ranks(self, what: str, text: str, doing: str = "") -> None:
         """Compares a text that must be the same on all ranks.
 
         Args:

@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from ringattn.transport.base import SPARE
+from ringattn.transport.base import COMM_SMS
 
 SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """What torch reads: 1 lets several ranks have one GPU, in whose memory they then reach each other."""
@@ -26,12 +26,12 @@ def ranks_per_gpu() -> int:
     return -(-ranks // max(torch.cuda.device_count(), 1))
 
 
-def spare_of(device: torch.device, ranks: int) -> int:
-    """Multiprocessors that the kernels of a rank leave free on a GPU that so many ranks have (`Gatherer.spare`).
+def sm_margin_of(device: torch.device, ranks: int) -> int:
+    """Multiprocessors that the kernels of a rank leave free on a GPU that so many ranks have (`KVGather.sm_margin`).
 
-    Kernels that wait for a peer do not let go of theirs: those of all ranks must fit at once, with `SPARE` for the copies of each.
+    Kernels that wait for a peer do not let go of theirs: those of all ranks must fit at once, each with `COMM_SMS`.
     """
     if ranks == 1 or device.type != "cuda":
         return 0
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count - max(1, count // ranks - SPARE)
+    return count - max(1, count // ranks - COMM_SMS)

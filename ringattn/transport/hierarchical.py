@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ringattn.plan.ring_plan import Nodes
-from ringattn.transport.base import Parcel, Pending, Transport
+from ringattn.transport.base import Message, Transport, Work
 
 
 def group_by_host(hosts: Sequence[str]) -> Nodes:
@@ -50,7 +50,7 @@ class WithinNode:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
         return self._transport.post(sends, receives, what)
 
@@ -58,7 +58,7 @@ class WithinNode:
         """See `Transport.reserve`."""
         self._transport.reserve(num_bytes, replies)
 
-    def gatherer(self) -> None:
+    def kv_gather(self) -> None:
         """Guests are not at home in this node: nothing is gathered."""
         return
 
@@ -86,13 +86,13 @@ class Throttled:
         self._free_at = 0.0
         self._stream: torch.cuda.Stream | None = None
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
-        parcels = [*sends, *receives]
-        if not any(x.numel() for _, x in parcels):
+        messages = [*sends, *receives]
+        if not any(x.numel() for _, x in messages):
             return self._transport.post(sends, receives, what)
         seconds = max(_bytes(sends), _bytes(receives)) * self._seconds_per_byte
-        device = parcels[0][1].device
+        device = messages[0][1].device
         if device.type == "cuda":
             passed = self._sleep_on_stream(device, seconds)
         else:
@@ -104,7 +104,7 @@ class Throttled:
         """See `Transport.reserve`."""
         self._transport.reserve(num_bytes, replies)
 
-    def gatherer(self) -> None:
+    def kv_gather(self) -> None:
         """A slow link is crossed transfer by transfer."""
         return
 
@@ -128,7 +128,7 @@ class _Alarm:
 class _Later:
     """A transfer that is over when it is over and the time of the link has passed."""
 
-    def __init__(self, transfer: Pending, passed: Callable[[], None]) -> None:
+    def __init__(self, transfer: Work, passed: Callable[[], None]) -> None:
         self._transfer = transfer
         self._passed = passed
 
@@ -137,8 +137,8 @@ class _Later:
         self._passed()
 
 
-def _bytes(parcels: Sequence[Parcel]) -> int:
-    return sum(x.numel() * x.element_size() for _, x in parcels)
+def _bytes(messages: Sequence[Message]) -> int:
+    return sum(x.numel() * x.element_size() for _, x in messages)
 
 
 def _sleep(stream: torch.cuda.Stream, seconds: float) -> None:

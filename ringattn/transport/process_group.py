@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
-from ringattn.transport.base import Done, Parcel, Pending
+from ringattn.transport.base import Done, Message, Work
 
 
 def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.ProcessGroup:
@@ -56,7 +56,7 @@ def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.Proce
         RuntimeError: There is none, or it is another one, or one of the process that this one was forked from.
     """
     group = distributed_c10d._resolve_process_group(name)  # pyright: ignore
-    if _LEFT_BEHIND and group in _LEFT_BEHIND:
+    if _DISOWNED and group in _DISOWNED:
         raise RuntimeError(
             "a ring must be used by the process that made its group, got a call in a process that was forked from it, which "
             "the others do not hear; make the call in the parent, or start the process by spawn and make a group there"
@@ -69,17 +69,17 @@ def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.Proce
     return group
 
 
-_LEFT_BEHIND: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_DISOWNED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 """Groups of the process that this one was forked from: their connections are its own."""
 
 
-def _leave_behind() -> None:
+def _disown_groups() -> None:
     if dist.is_available() and dist.is_initialized():
-        _LEFT_BEHIND.update(distributed_c10d._world.pg_map)
+        _DISOWNED.update(distributed_c10d._world.pg_map)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_leave_behind)
+    os.register_at_fork(after_in_child=_disown_groups)
 
 
 class _Works:
@@ -161,16 +161,16 @@ def end_communicator(name: str) -> None:
 @atexit.register
 def _end_all() -> None:
     # orderly ends wait for the device
-    if _LET_GO:
+    if _ABORTING:
         return
     for name in sorted(_COMMUNICATORS):
         end_communicator(name)
 
 
-_LET_GO: list[threading.Thread] = []
+_ABORTING: list[threading.Thread] = []
 
 
-def let_go(group_name: str, links: Sequence[str], device: torch.device) -> None:
+def abort_communicators(group_name: str, links: Sequence[str], device: torch.device) -> None:
     """Aborts what NCCL's kernels of a ring wait for, as torch's watchdog does for plain calls; returns at once.
 
     To abort a communicator is to raise a flag at which its kernels look, and then to wait for graphs that were captured with
@@ -188,7 +188,7 @@ def let_go(group_name: str, links: Sequence[str], device: torch.device) -> None:
         groups.append(resolve_group(group_name))
     for group in groups:
         thread = threading.Thread(target=_abort, args=(group, device), daemon=True, name="ringattn abort")
-        _LET_GO.append(thread)
+        _ABORTING.append(thread)
         thread.start()
 
 
@@ -229,7 +229,7 @@ def name_part(name: str, parent: str, rank: int, size: int) -> None:
 class _Marked:
     """A post whose rows may be read once the marks that travel beside them are equal."""
 
-    def __init__(self, works: _Works, marks: Tensor, differ: Callable[[], NoReturn], post: Pending) -> None:
+    def __init__(self, works: _Works, marks: Tensor, differ: Callable[[], NoReturn], post: Work) -> None:
         self._works = works
         self._marks = marks
         self._differ = differ
@@ -293,7 +293,7 @@ class ProcessGroupTransport:
         """Ends what `prepare` made; every rank must call it."""
         end_communicator(self._name)
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
         pending = self._start(sends, receives, what)
         if self._mark is None:
@@ -331,7 +331,7 @@ class ProcessGroupTransport:
             raise RuntimeError(f"ring rank {rank}: cannot reach ring ranks {peers} ({error})") from error
         self._mark, self._call_mark = (works, marks, differ), mark
 
-    def _start(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def _start(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         self._posts += 1  # of empty ones, too: Note [Whose message]
         sends = [(peer, x) for peer, x in sends if x.numel()]
         receives = [(peer, x) for peer, x in receives if x.numel()]
@@ -355,7 +355,7 @@ class ProcessGroupTransport:
             raise RuntimeError(f"ring rank {self._rank}: {what}: cannot reach ring ranks {peers} ({error})") from error
         return _Works(works, peers, self._rank, what, landed)
 
-    def _batch(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> list[dist.Work]:
+    def _batch(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> list[dist.Work]:
         group = resolve_group(self._group_name, self._place)
         # rows of another call are not matched, whose sizes may differ
         mark = zlib.crc32(what.encode(), (self._name_mark + self._posts + self._call_mark) % 2**32) % 2**31
@@ -366,12 +366,12 @@ class ProcessGroupTransport:
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Sends leave from where they are: nothing is needed."""
 
-    def gatherer(self) -> None:
+    def kv_gather(self) -> None:
         """Transfers are matched by both sides, group by group: nothing is fetched behind a peer's back."""
         return
 
 
-def _coalesce(group: dist.ProcessGroup, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
+def _coalesce(group: dist.ProcessGroup, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
     """What `dist.batch_isend_irecv` does, on a group that torch does not know of."""
     device = (sends or receives)[0][1].device
     group._start_coalescing(device)

@@ -18,9 +18,9 @@ import torch
 
 from ringattn.plan.ring_plan import Nodes
 from ringattn.transport.base import Choice, Transport
-from ringattn.transport.consensus import Agreement
+from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.symmetric_memory import Memory
-from ringattn.transport.gpu_sharing import SHARE, may_share_gpus, ranks_per_gpu, spare_of
+from ringattn.transport.gpu_sharing import SHARE, may_share_gpus, ranks_per_gpu, sm_margin_of
 from ringattn.transport.process_group import name_part
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
@@ -104,7 +104,7 @@ class Clock(Protocol):
         ...
 
 
-def measure_push(place: int, size: int, clock: Clock, memory: Memory, agreement: Agreement) -> float:
+def measure_push(place: int, size: int, clock: Clock, memory: Memory, consensus: RankConsensus) -> float:
     """Bytes per second at which the slowest rank pushes to the next one while all do; the same on all ranks.
 
     Args:
@@ -112,14 +112,14 @@ def measure_push(place: int, size: int, clock: Clock, memory: Memory, agreement:
         size: How many these are.
         clock: What measures.
         memory: Where regions come from.
-        agreement: How all ranks of the ring compare.
+        consensus: How all ranks of the ring compare.
     """
     source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=memory.device)
     region = memory.region(PROBE_BYTES, "probe")
     seconds = clock.time_copy(region.addresses[(place + 1) % size], source.data_ptr(), PROBE_BYTES)
     # whoever still pushes is let finish before the region goes
-    memory.meet("probe ends")
-    return min(agreement.share("bytes per second", PROBE_BYTES / seconds))
+    memory.barrier("probe ends")
+    return min(consensus.share("bytes per second", PROBE_BYTES / seconds))
 
 
 def choose(
@@ -129,7 +129,7 @@ def choose(
     world_size: int,
     name: str,
     device: torch.device,
-    agreement: Agreement,
+    consensus: RankConsensus,
     timeout: timedelta,
     memory_budget: int | None,
     fallback: Transport,
@@ -144,14 +144,14 @@ def choose(
         world_size: Ranks of the ring.
         name: The ring's name.
         device: Where this rank's tensors are.
-        agreement: How ranks compare.
+        consensus: How ranks compare.
         timeout: How long the ring may stand still.
         memory_budget: Bytes; None for a quarter of what is free on the fullest device.
         fallback: The transport over the process group.
         nodes: Who shares a node; the transport then serves within this rank's. None: one level.
 
     Returns:
-        The transport, the reason, the bytes that gathered keys may take per rank, and `Seat.push_rate`.
+        The transport, the reason, the bytes that gathered keys may take per rank, and `RingContext.push_rate`.
 
     Raises:
         ValueError: The memory budgets differ; raised on every rank.
@@ -160,13 +160,13 @@ def choose(
     if wanted == "process_group":
         return fallback, Choice("process_group", "asked for"), memory_budget or 0, 0.0
     here = look(device) | {"memory_budget": memory_budget}
-    found = agreement.share("place", here)
+    found = consensus.share("place", here)
     budgets = [other["memory_budget"] for other in found]
     if len(set(budgets)) > 1:
         raise ValueError(f"memory_budget must be the same on all ring ranks, got {budgets} by rank; pass one number")
     budget = memory_budget if memory_budget is not None else min(other["free"] for other in found) // 4
     transport, rate, obstacle = None, 0.0, find_obstacle(rank, device, found, nodes)
-    obstacle = next((text for text in agreement.share("obstacle", obstacle) if text is not None), None)
+    obstacle = next((text for text in consensus.share("obstacle", obstacle) if text is not None), None)
     if obstacle is None:
         from ringattn.transport.copy_engine.cuda_driver import CudaStreams
         from ringattn.transport.copy_engine.symmetric_memory import SymmetricMemory
@@ -178,18 +178,20 @@ def choose(
         except RuntimeError as refusal:
             streams, error = None, f"ring rank {rank}: {refusal}"
         # one rank may have a broken installation: nobody makes memory before all are ready
-        obstacle = next((text for text in agreement.share("error", error) if text is not None), None)
+        obstacle = next((text for text in consensus.share("error", error) if text is not None), None)
         if obstacle is None and streams is not None:
-            mates, within, together = node_of(rank, nodes, world_size), group_name, agreement
+            mates, within, together = node_of(rank, nodes, world_size), group_name, consensus
             if nodes is not None:
                 place = mates.index(rank)
                 within = f"ringattn/{name}/node {nodes.index(mates)}"
                 name_part(within, group_name, place, len(mates))
-                together = Agreement(group_name, place, len(mates), within, timeout)
+                together = RankConsensus(group_name, place, len(mates), within, timeout)
             memory = SymmetricMemory(within, together, device, streams.synchronize)
-            rate = measure_push(mates.index(rank), len(mates), streams, memory, agreement)
-            spare = spare_of(device, most_on_one_gpu(found))
-            transport = CopyEngineTransport(rank, mates, name, streams, memory, timeout.total_seconds(), spare=spare)
+            rate = measure_push(mates.index(rank), len(mates), streams, memory, consensus)
+            sm_margin = sm_margin_of(device, most_on_one_gpu(found))
+            transport = CopyEngineTransport(
+                rank, mates, name, streams, memory, timeout.total_seconds(), sm_margin=sm_margin
+            )
     if transport is not None:
         why = f"the {world_size} GPUs of the ring are on one host and reach each other"
         if nodes is not None:

@@ -10,7 +10,7 @@ Note [Replays have no watchdog]
     nothing brings it back, but looks whether an event behind the replay has passed, for a bounded time. Time counts from when
     the device begins with the replay: what was enqueued before, a long prompt say, may take as long as it takes, and is bounded
     by what bounds plain calls.
-    Kernels that give up by themselves (`OneShotExchange`, the watch of the copy engine) do so after the timeout and know more, so
+    Kernels that give up by themselves (`OneShotReducer`, the watch of the copy engine) do so after the timeout and know more, so
     the host waits half as long again, and asks them before it says what it knows.
 
 Note [Looking]
@@ -39,7 +39,7 @@ SPIN_S = 1e-3
 LEAST_PAUSE_S, MOST_PAUSE_S = 5e-5, 1e-3
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A place in the order of a stream: `torch.cuda.Event`."""
 
     def query(self) -> bool:
@@ -48,7 +48,7 @@ class Mark(Protocol):
 
 
 @dataclass(eq=False)
-class Marks:
+class EventPair:
     """Where something that is enqueued, perhaps again and again, begins and ends.
 
     Attributes:
@@ -57,16 +57,16 @@ class Marks:
         lasted_s: Seconds that the last wait for it took.
     """
 
-    begun: Mark | None
-    ended: Mark
+    begun: DeviceEvent | None
+    ended: DeviceEvent
     lasted_s: float = 0.0
 
 
-def mark_now(device: torch.device) -> Marks:
+def record_events(device: torch.device) -> EventPair:
     """Marks of what the current stream of a GPU holds now."""
     ended = torch.cuda.Event()
     ended.record(torch.cuda.current_stream(device))
-    return Marks(None, ended)
+    return EventPair(None, ended)
 
 
 def pause_s(elapsed_s: float, usual_s: float) -> float:
@@ -88,8 +88,8 @@ def pause_s(elapsed_s: float, usual_s: float) -> float:
     return min(max(elapsed_s / 64, LEAST_PAUSE_S), MOST_PAUSE_S)
 
 
-def await_end(
-    marks: Marks,
+def wait_until_done(
+    events: EventPair,
     bound_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
@@ -97,27 +97,27 @@ def await_end(
     """Waits until a mark has been passed; whether it was.
 
     Args:
-        marks: For whose end, and from when on time counts.
+        events: For whose end, and from when on time counts.
         bound_s: Seconds after which to give up.
         clock: Seconds.
         sleep: Lets others run for so many seconds.
     """
     start = clock()
-    began = start if marks.begun is None else math.inf
-    while not marks.ended.query():
+    began = start if events.begun is None else math.inf
+    while not events.ended.query():
         now = clock()
-        if began == math.inf and marks.begun is not None and marks.begun.query():
+        if began == math.inf and events.begun is not None and events.begun.query():
             began = now
         if now - began > bound_s:
             return False
-        pause = pause_s(now - start, marks.lasted_s)
+        pause = pause_s(now - start, events.lasted_s)
         if pause:
             sleep(pause)
-    marks.lasted_s = clock() - start
+    events.lasted_s = clock() - start
     return True
 
 
-class Patience:
+class BoundedWait:
     """How long a rank's host waits for its device, and that it does so once.
 
     Args:
@@ -125,8 +125,8 @@ class Patience:
         world_size: Ranks of the ring.
         name: The ring's name.
         timeout: Seconds that a rank may be waited for.
-        let_go: Called, once, when the host gives up: lets go of what is stuck, as far as that can be; must not wait.
-        clock: As in `await_end`.
+        abort_communicators: Called, once, when the host gives up: lets go of what is stuck, as far as that can be; must not wait.
+        clock: As in `wait_until_done`.
         sleep: Likewise.
 
     Attributes:
@@ -139,12 +139,12 @@ class Patience:
         world_size: int,
         name: str,
         timeout: float,
-        let_go: Callable[[torch.device], None],
+        abort_communicators: Callable[[torch.device], None],
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._rank, self._world_size, self._name = rank, world_size, name
-        self._timeout, self._let_go, self._clock, self._sleep = timeout, let_go, clock, sleep
+        self._timeout, self._abort_communicators, self._clock, self._sleep = timeout, abort_communicators, clock, sleep
         self.failure: str | None = None
 
     @property
@@ -161,19 +161,19 @@ class Patience:
         if self.failure is not None:
             raise RuntimeError(self.failure)
 
-    def wait(self, marks: Marks) -> bool:
+    def wait(self, events: EventPair) -> bool:
         """Waits until something has ended, if it does in time; whether it has.
 
         Args:
-            marks: Of what.
+            events: Of what.
 
         Raises:
             RuntimeError: The host has given up before.
         """
         self.check()
-        return await_end(marks, self.bound_s, self._clock, self._sleep)
+        return wait_until_done(events, self.bound_s, self._clock, self._sleep)
 
-    def give_up(self, what: str, device: torch.device) -> NoReturn:
+    def raise_timeout(self, what: str, device: torch.device) -> NoReturn:
         """Says that something has not ended in time.
 
         Args:
@@ -189,5 +189,5 @@ class Patience:
             f"be waited for {self._timeout:g} s: one of ring ranks {peers} did not come; look for an earlier error on those ranks "
             "(what it was to compute is not there, and this ring can not be used any more: end the process)"
         )
-        self._let_go(device)
+        self._abort_communicators(device)
         raise RuntimeError(self.failure)

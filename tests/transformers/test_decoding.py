@@ -306,7 +306,7 @@ def test_generation_by_replays_is_generation(pool: Pools) -> None:
 def hung(timeout: float) -> tuple[str, int, float]:
     """What `generate` says when its third replay does not end, whose pages it has then, and how long that took."""
     ring = Ring()
-    ring._patience._timeout = timeout
+    ring._bounded_wait._timeout = timeout
     model = make("llama", "ringattn", torch.float32).eval()
     recorder = Hung(good=2)
     with RingCache(model, ring, max_tokens=64, page_size=4, graphs=recorder) as cache:
@@ -348,7 +348,7 @@ def go_down(folder: str) -> None:
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     decoding.choose_recorder = lambda *_: Hung(good=1)  # pyright: ignore[reportAttributeAccessIssue]
-    timeout.Patience.bound_s, run.FAREWELL_S = 0.3, 0.1  # pyright: ignore[reportAttributeAccessIssue]
+    timeout.BoundedWait.bound_s, run.FAREWELL_S = 0.3, 0.1  # pyright: ignore[reportAttributeAccessIssue]
     serve = Engine.run
 
     def ask_first(engine: Engine) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn import Ring, ring_attention
 from ringattn.transport.call_order import FORWARD, CallMark, CallOrder
-from ringattn.transport.consensus import Agreement
+from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.process_group import ProcessGroupTransport
 from tests.pool import Pools
 
@@ -84,9 +84,9 @@ class Silent(ProcessGroupTransport):
 def mark_in_another_order(kind: str) -> tuple[int, str]:
     """How many calls a rank makes before it raises, and the error, where marks do not travel with rows."""
     ring = Ring(timeout=timedelta(seconds=20))
-    agreement = ring._agreement
-    assert isinstance(agreement, Agreement)
-    order = CallOrder(agreement, Silent("", ring.rank, ring.world_size))
+    consensus = ring._consensus
+    assert isinstance(consensus, RankConsensus)
+    order = CallOrder(consensus, Silent("", ring.rank, ring.world_size))
     wrong = ring.rank == 1
     for number in range(1, 10_000):
         call, seed = (number, 0) if number % 2 else (2, 7)

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ringattn.transport.consensus import Agreement
+from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.symmetric_memory import SymmetricMemory
 
 PATIENCE = timedelta(seconds=20)
 
 
-class Ranked(Agreement):
+class Ranked(RankConsensus):
     """One rank's, with a store that it is given."""
 
     def __init__(self, name: str, store: HashStore, rank: int, size: int, timeout: timedelta = PATIENCE) -> None:
@@ -49,10 +49,10 @@ def run(size: int, program: Callable[[Ranked, int], Any], timeout: timedelta = P
     """What a program returns on every rank; ranks must be in the same round when it ends, and agree."""
     ranks = make(size, timeout)
 
-    def end(agreement: Ranked, rank: int) -> Any:
-        said = program(agreement, rank)
-        assert agreement.share("rank", rank) == list(range(size))
-        return said, (agreement._round, agreement.failures)
+    def end(consensus: Ranked, rank: int) -> Any:
+        said = program(consensus, rank)
+        assert consensus.share("rank", rank) == list(range(size))
+        return said, (consensus._round, consensus.failures)
 
     with ThreadPoolExecutor(size) as threads:
         found = list(threads.map(end, ranks, range(size)))
@@ -69,20 +69,20 @@ def attempt(call: Callable[..., Any], *args: Any) -> str:
     return "ok"
 
 
-def refuse(agreement: Ranked, words: str, how: str) -> None:
+def refuse(consensus: Ranked, words: str, how: str) -> None:
     """Refuses before comparing, in one of the ways that happen."""
     if how == "wrapped":
-        with agreement:
+        with consensus:
             try:
-                with agreement:
+                with consensus:
                     raise KeyError(words)
             except KeyError as error:
                 raise ValueError(words) from error
     elif how == "nested":
-        with agreement, agreement:
+        with consensus, consensus:
             raise ValueError(words)
     else:
-        agreement.refuse(ValueError(words))
+        consensus.raise_on_all_ranks(ValueError(words))
 
 
 KINDS = ("ok", "refuse", "all refuse", "all probe", "other text", "other call")
@@ -98,23 +98,25 @@ steps = st.lists(
 def test_ranks_stay_in_step_whatever_some_of_them_refuse(steps: list[tuple[str, str, set[int]]], outside: bool) -> None:
     """A program that catches what a step raises, and goes on to the next one."""
 
-    def step(agreement: Ranked, rank: int, number: int) -> None:
+    def step(consensus: Ranked, rank: int, number: int) -> None:
         kind, how, who = steps[number]
         if kind == "all refuse" or (kind == "refuse" and rank in who):
-            refuse(agreement, f"words {number} of {rank}", how)
+            refuse(consensus, f"words {number} of {rank}", how)
         if kind == "all probe":
             for _ in who:
-                assert attempt(refuse, agreement, f"probe {number}", how) != "ok"
+                assert attempt(refuse, consensus, f"probe {number}", how) != "ok"
         if kind == "other call" and rank in who:
-            agreement.compare_calls({"call": number}, "another call")
-        agreement.agree("a text", f"{number} {rank if kind == 'other text' and rank in who else ''}")
+            consensus.compare_calls({"call": number}, "another call")
+        consensus.assert_equal_across_ranks(
+            "a text", f"{number} {rank if kind == 'other text' and rank in who else ''}"
+        )
 
-    def within(agreement: Ranked, rank: int, number: int) -> None:
-        with agreement:
-            step(agreement, rank, number)
+    def within(consensus: Ranked, rank: int, number: int) -> None:
+        with consensus:
+            step(consensus, rank, number)
 
-    def program(agreement: Ranked, rank: int) -> list[str]:
-        return [attempt(within if outside else step, agreement, rank, number) for number in range(len(steps))]
+    def program(consensus: Ranked, rank: int) -> list[str]:
+        return [attempt(within if outside else step, consensus, rank, number) for number in range(len(steps))]
 
     said = run(3, program)
     for number, (kind, _, who) in enumerate(steps):
@@ -131,13 +133,18 @@ def test_ranks_stay_in_step_whatever_some_of_them_refuse(steps: list[tuple[str, 
 
 
 def test_who_refuses_long_before_others_compare_or_long_after_leaves_them_in_step() -> None:
-    def program(agreement: Ranked, rank: int) -> list[str]:
+    def program(consensus: Ranked, rank: int) -> list[str]:
         said = []
         for number in range(4):
             time.sleep(0.1 * (rank == number % 2))
             wrong = rank == number // 2
             said.append(
-                attempt(refuse if wrong else agreement.agree, *([agreement] if wrong else []), f"{number}", "plain")
+                attempt(
+                    refuse if wrong else consensus.assert_equal_across_ranks,
+                    *([consensus] if wrong else []),
+                    f"{number}",
+                    "plain",
+                )
             )
         return said
 
@@ -147,14 +154,14 @@ def test_who_refuses_long_before_others_compare_or_long_after_leaves_them_in_ste
 
 
 def test_who_waited_in_vain_and_who_came_late_are_in_step_and_count_alike() -> None:
-    def late(agreement: Ranked, rank: int) -> None:
+    def late(consensus: Ranked, rank: int) -> None:
         time.sleep(0.6 * (rank == 1))
-        with agreement:
-            agreement.agree("a text", "")
+        with consensus:
+            consensus.assert_equal_across_ranks("a text", "")
 
-    def program(agreement: Ranked, rank: int) -> str:
-        said = attempt(late, agreement, rank)
-        assert agreement.failures == 1
+    def program(consensus: Ranked, rank: int) -> str:
+        said = attempt(late, consensus, rank)
+        assert consensus.failures == 1
         time.sleep(0.4 * (rank == 0))  # until the other one has heard of it
         return said
 
@@ -166,32 +173,32 @@ def test_who_waited_in_vain_and_who_came_late_are_in_step_and_count_alike() -> N
 def test_who_never_comes_again_leaves_words() -> None:
     gone, here = make(2)
     with pytest.raises(ValueError, match="no room"):
-        gone.refuse(ValueError("no room"))
+        gone.raise_on_all_ranks(ValueError("no room"))
     with pytest.raises(
         ValueError, match=r"ring rank 0 refused: ValueError: no room; every rank of the ring refuses with it"
     ):
-        here.agree("a text", "")
+        here.assert_equal_across_ranks("a text", "")
     assert gone.failures == here.failures == 1
 
 
 def test_a_thread_that_refuses_beside_one_that_compares_takes_no_round() -> None:
     refused = threading.Barrier(2)
 
-    def program(agreement: Ranked, rank: int) -> None:
+    def program(consensus: Ranked, rank: int) -> None:
         if rank:
             refused.wait(10)  # the other one is comparing
-            agreement.agree("a text", "")
+            consensus.assert_equal_across_ranks("a text", "")
             return
 
         def beside() -> None:
-            while not agreement._taken.locked():
+            while not consensus._taken.locked():
                 time.sleep(0.001)
-            assert attempt(refuse, agreement, "beside", "plain") == "ValueError: beside"
+            assert attempt(refuse, consensus, "beside", "plain") == "ValueError: beside"
             refused.wait(10)
 
         thread = threading.Thread(target=beside)
         thread.start()
-        agreement.agree("a text", "")
+        consensus.assert_equal_across_ranks("a text", "")
         thread.join()
 
     run(2, program)
@@ -199,14 +206,16 @@ def test_a_thread_that_refuses_beside_one_that_compares_takes_no_round() -> None
 
 @pytest.mark.parametrize("how", ["same", "other size", "refused"])
 def test_ranks_that_make_buffers_hear_of_one_that_refuses(how: str) -> None:
-    def program(agreement: Ranked, rank: int) -> list[str]:
-        memory = SymmetricMemory("threads", agreement, torch.device("cpu"), lambda: None)
+    def program(consensus: Ranked, rank: int) -> list[str]:
+        memory = SymmetricMemory("threads", consensus, torch.device("cpu"), lambda: None)
         wrong = how if rank else ""
         called = (
-            [refuse, agreement, "words", "plain"] if wrong == "refused" else [memory.meet, f"{wrong == 'other size'}"]
+            [refuse, consensus, "words", "plain"]
+            if wrong == "refused"
+            else [memory.barrier, f"{wrong == 'other size'}"]
         )
-        said = [attempt(*called), attempt(memory.meet, "again")]
-        assert agreement.failures == (how == "refused")
+        said = [attempt(*called), attempt(memory.barrier, "again")]
+        assert consensus.failures == (how == "refused")
         return said
 
     for rank, (said, after) in enumerate(run(2, program)):

@@ -22,13 +22,13 @@ from ringattn.kernels.pack import pack
 from ringattn.plan.layouts import Run, make_shards, shard_len
 from ringattn.plan.mask import Visibility
 from ringattn.plan.ring_plan import Collection, Fetch, Nodes, collect, make_plan
-from ringattn.transport.base import Gathering, Reply
+from ringattn.transport.base import GradMessage, KVGatherHandle
 from ringattn.transport.copy_engine import cuda_driver, graph_cache, streams
 from ringattn.transport.copy_engine import transport as copy_engine
 from ringattn.transport.copy_engine.transport import CopyEngineTransport
 from ringattn.transport.copy_engine.watchdog import PLACE, PLACES
 from ringattn.transport.select import PROBE_BYTES, measure_push, node_of
-from tests.fake_streams import HERALD, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
+from tests.fake_streams import FLAG, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
 
 NAN = float("nan")
 
@@ -143,7 +143,7 @@ def run_kernel(
     ranks: Ranks,
     rank: int,
     shape: Shape,
-    gathering: Any,
+    handle: Any,
     keys: Callable[[int], tuple[Tensor, Tensor]],
     *,
     spoil: bool = True,
@@ -151,9 +151,9 @@ def run_kernel(
 ) -> None:
     """Waits for each flag as a kernel does, and compares what came with what the owner has; then spoils it."""
     collection, streams = shape.collections[rank], ranks.streams[rank]
-    far, arrivals = gathering.far, gathering.arrivals
+    far, arrivals = handle.remote, handle.ready_flags
     if biases is not None:
-        table, near = gathering.key_bias, shape.lengths[rank]
+        table, near = handle.key_bias, shape.lengths[rank]
         assert table.shape == (shape.batch, near + collection.far_rows)
 
         def look_near() -> None:
@@ -171,13 +171,13 @@ def run_kernel(
 
             def look(seen, fetch=fetch, heads=heads, end=end, last=g == shape.groups - 1, g=g) -> None:
                 if seen is None:
-                    assert any(other.watch.failure for other in ranks.ends)
+                    assert any(other.watchdog.failure for other in ranks.ends)
                     return
                 expected = picked(torch.cat(keys(fetch.owner), -1), fetch.rows)[:, :, heads]
                 assert torch.equal(seen, expected), f"rank {rank} step {fetch.step} group {g}"
                 if biases is not None:
                     begin = shape.lengths[rank] + fetch.at
-                    there = gathering.key_bias[:, begin : begin + end - fetch.at]
+                    there = handle.key_bias[:, begin : begin + end - fetch.at]
                     assert torch.equal(there, picked(biases(fetch.owner), fetch.rows)), f"bias of step {fetch.step}"
                     if spoil and last:
                         there.fill_(NAN)
@@ -234,10 +234,10 @@ def send_home(
     width = sum(shape.dims)
     streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
     size, place = (shape.batch, shape.heads, width), torch.device("cpu")
-    coming = end.homecoming(size, collection, place, f"home {salt}", biased=shape.biased)
+    coming = end.grad_return(size, collection, place, f"home {salt}", biased=shape.biased)
     assert coming.rows == shape.rows
-    assert (coming.own_bias is not None) == shape.biased
-    assert coming.addresses[0] == coming.own.data_ptr()
+    assert (coming.local_bias_grads is not None) == shape.biased
+    assert coming.addresses[0] == coming.local_grads.data_ptr()
     far = found(coming)
     if first is not None:
         streams.call(first)
@@ -290,9 +290,9 @@ def come_home(ranks: Ranks, shape: Shape, salt: int, name: str | None = None) ->
         end, collection, place = ranks.ends[rank], shape.collections[rank], keys[rank]
         if name is not None:
             size = shape.batch, shape.rows, shape.lengths[rank], shape.heads
-            place = end.lend(name, *size, shape.dims, shape.dtype)
+            place = end.zero_copy_kv(name, *size, shape.dims, shape.dtype)
             ranks.streams[rank].call(lambda: [x.copy_(y) for x, y in zip(place, keys[rank], strict=True)])
-        found = lambda home: end.gather(*place, collection, shape.groups, f"backward {salt}", home=home)  # noqa: E731
+        found = lambda home: end.gather(*place, collection, shape.groups, f"backward {salt}", grad_return=home)  # noqa: E731
         send_home(ranks, rank, shape, salt, found, keys.__getitem__)
 
     ranks.each(one)
@@ -314,7 +314,7 @@ class Letter:
         return [torch.randn(n, generator=g).to(dtype) for n, dtype in zip(self.sizes, dtypes, strict=True)]
 
 
-def parcel(peer: int, x: Tensor) -> tuple[int, Tensor]:
+def message(peer: int, x: Tensor) -> tuple[int, Tensor]:
     return peer, x
 
 
@@ -327,7 +327,7 @@ def letters(world_size: int, posts: int, seed: int, most: int) -> list[Round]:
     chance = random.Random(seed)
     found: list[Round] = []
     for n in range(posts):
-        sends = [(rank, kind) for rank in range(world_size) for kind in (parcel, Reply) if chance.random() < 0.8]
+        sends = [(rank, kind) for rank in range(world_size) for kind in (message, GradMessage) if chance.random() < 0.8]
         found.append(
             [
                 Letter(
@@ -343,7 +343,7 @@ def letters(world_size: int, posts: int, seed: int, most: int) -> list[Round]:
     return found
 
 
-def exchange(ranks: Ranks, rank: int, rounds: list[Round], chance: random.Random, salt: Callable[[], int]) -> None:
+def reducer(ranks: Ranks, rank: int, rounds: list[Round], chance: random.Random, salt: Callable[[], int]) -> None:
     """One rank's posts; each is waited for before one of the next two, or after all. `salt` is asked on the device."""
     end, streams = ranks.ends[rank], ranks.streams[rank]
     under_way: list[Callable[[], None]] = []
@@ -386,7 +386,7 @@ def exchange(ranks: Ranks, rank: int, rounds: list[Round], chance: random.Random
 
 
 def exchange_all(ranks: Ranks, rounds: list[Round], salt: int) -> None:
-    ranks.each(lambda rank: exchange(ranks, rank, rounds, random.Random(salt + rank), lambda: salt))
+    ranks.each(lambda rank: reducer(ranks, rank, rounds, random.Random(salt + rank), lambda: salt))
 
 
 def reserve(ranks: Ranks, most: int, replies: int | None = None) -> None:
@@ -401,13 +401,13 @@ def post(ranks: Ranks, salt: int, most: int) -> None:
     exchange_all(ranks, rounds, salt)
 
 
-def lend(ranks: Ranks, shape: Shape, salt: int, name: str) -> None:
+def zero_copy_kv(ranks: Ranks, shape: Shape, salt: int, name: str) -> None:
     """A model writes its keys where they leave from; they are gathered in the forward and again in the backward."""
     keys = [keys_of(shape, rank, salt) for rank in range(ranks.world.ranks)]
     size = (shape.batch, shape.rows)
 
     def fill(rank: int) -> None:
-        k, v = ranks.ends[rank].lend(name, *size, shape.lengths[rank], shape.heads, shape.dims, shape.dtype)
+        k, v = ranks.ends[rank].zero_copy_kv(name, *size, shape.lengths[rank], shape.heads, shape.dims, shape.dtype)
         ranks.streams[rank].call(lambda: (k.copy_(keys[rank][0]), v.copy_(keys[rank][1])))
         launched = ranks.streams[rank].launches
         for direction in ("forward", "backward"):
@@ -456,10 +456,10 @@ def kept(
     `between` comes in front of the backwards.
     """
     world_size = ranks.world.ranks
-    held: list[list[Gathering]] = [[] for _ in range(world_size)]
+    held: list[list[KVGatherHandle]] = [[] for _ in range(world_size)]
     allocators = ranks.__dict__.setdefault("allocators", [Allocator(rank) for rank in range(world_size)])
     for end, allocator in zip(ranks.ends, allocators, strict=True):
-        end._make_kept = allocator.make
+        end._make_saved = allocator.make
 
     def keys_in(layer: int) -> Callable[[int], tuple[Tensor, Tensor]]:
         return lambda owner: keys_of(layers[layer], owner, 31 * salt + layer)
@@ -470,7 +470,7 @@ def kept(
         k, v = keys_in(layer)(rank)
         if name is not None:
             size = shape.batch, shape.rows, shape.lengths[rank], shape.heads
-            place = end.lend(f"{name} {layer}", *size, shape.dims, shape.dtype)
+            place = end.zero_copy_kv(f"{name} {layer}", *size, shape.dims, shape.dtype)
             streams.call(lambda: [x.copy_(y) for x, y in zip(place, keys_in(layer)(rank), strict=True)])
             k, v = place
         found = end.gather(k, v, collection, shape.groups, f"forward {layer}", keep=True)
@@ -481,8 +481,8 @@ def kept(
     def come_back(rank: int, layer: int) -> None:
         shape, end = layers[layer], ranks.ends[rank]
         found = held[rank].pop()
-        far = dataclasses.make_dataclass("Far", ["far", "arrivals"])(
-            found.kept, end.arrived(shape.collections[rank], shape.groups, torch.device("cpu"))
+        far = dataclasses.make_dataclass("Handle", ["remote", "ready_flags"])(
+            found.saved, end.saved_ready_flags(shape.collections[rank], shape.groups, torch.device("cpu"))
         )
         launched = ranks.streams[rank].launches
 
@@ -494,7 +494,7 @@ def kept(
         assert ranks.streams[rank].launches - launched == 3, (
             "a backward of kept keys says three things and fetches nothing"
         )
-        allocators[rank].let_go(found.kept)
+        allocators[rank].let_go(found.saved)
 
     for layer in range(len(layers)):
         ranks.each(lambda rank, layer=layer: go(rank, layer))
@@ -520,7 +520,7 @@ def play(ranks: Ranks, kind: str, shape: Shape, salt: int) -> None:
     elif kind == "poison":
         ranks.each(lambda rank: ranks.ends[rank].poison())
     else:
-        lend(ranks, shape, salt, kind)
+        zero_copy_kv(ranks, shape, salt, kind)
 
 
 @settings(max_examples=60, deadline=None)
@@ -554,8 +554,8 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
         streams.recording = recordings[rank] = Recording()
         bias = biases[rank] if shape.biased else None
         size, place = (shape.batch, shape.heads, width), torch.device("cpu")
-        coming = end.homecoming(size, collection, place, "captured", biased=shape.biased)
-        found = end.gather(*inputs[rank], collection, shape.groups, "captured", key_bias=bias, home=coming)
+        coming = end.grad_return(size, collection, place, "captured", biased=shape.biased)
+        found = end.gather(*inputs[rank], collection, shape.groups, "captured", key_bias=bias, grad_return=coming)
         expected = (lambda owner: bias_of(shape, owner, now[rank])) if shape.biased else None
         run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, now[rank]), biases=expected)
         for address, fetch in zip(coming.addresses[1:].tolist(), collection.fetches, strict=True):
@@ -611,7 +611,7 @@ class Again:
         self.now = [0] * ranks.world.ranks
         self.enqueued = [0] * ranks.world.ranks
 
-    def make_room(self) -> Again:
+    def reserve_gather(self) -> Again:
         """Buffers are large enough for all calls, which begin anew where one grows."""
         gather(self.ranks, self.shape, 60)
         come_home(self.ranks, self.shape, 61)
@@ -633,11 +633,11 @@ class Again:
             (self,),
         )
 
-    def forward(self, rank: int, home: Any = None) -> Gathering:
+    def forward(self, rank: int, home: Any = None) -> KVGatherHandle:
         self.enqueued[rank] += 1
         shape = self.shape
         found = self.ranks.ends[rank].gather(
-            *self.inputs[rank], shape.collections[rank], shape.groups, "again", home=home
+            *self.inputs[rank], shape.collections[rank], shape.groups, "again", grad_return=home
         )
         run_kernel(self.ranks, rank, shape, found, lambda owner: keys_of(shape, owner, self.now[rank]))
         if home is None:
@@ -647,7 +647,7 @@ class Again:
     def come_back(self, rank: int) -> None:
         shape, streams, collection = self.shape, self.ranks.streams[rank], self.shape.collections[rank]
         size, place = (shape.batch, shape.heads, sum(shape.dims)), torch.device("cpu")
-        coming = self.ranks.ends[rank].homecoming(size, collection, place, "again")
+        coming = self.ranks.ends[rank].grad_return(size, collection, place, "again")
         self.forward(rank, coming)
         for address, fetch in zip(coming.addresses[1:].tolist(), collection.fetches, strict=True):
             mark = torch.zeros(1)
@@ -699,7 +699,7 @@ def test_calls_that_come_again_are_right_whichever_ranks_repeat_them(
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_call_is_enqueued_piece_by_piece_twice_and_recorded_once_for_each_turn(backward: bool) -> None:
     ranks = Ranks(3, 0)
-    again = Again(ranks, full(3)).make_room()
+    again = Again(ranks, full(3)).reserve_gather()
     for salt in range(1, 9):
         ranks.each(lambda rank, salt=salt: again.call(rank, salt, backward=backward))
     ranks.world.drain()
@@ -717,7 +717,7 @@ def test_graphs_go_with_what_they_rely_on(how: str, enqueued: int) -> None:
     """Rows, guard rows and contributions are looked at in every call of these."""
     ranks = Ranks(3, 0)
     big = full(3, rows=6)
-    Again(ranks, big).make_room()
+    Again(ranks, big).reserve_gather()
     again, salt = Again(ranks, full(3)), itertools.count(1)
 
     def some(count: int) -> list[int]:
@@ -731,7 +731,7 @@ def test_graphs_go_with_what_they_rely_on(how: str, enqueued: int) -> None:
     if how == "growing":
         gather(ranks, full(3, rows=100), 51)
     elif how == "lending":
-        lend(ranks, big, 52, "buffer")
+        zero_copy_kv(ranks, big, 52, "buffer")
     elif how == "closing":
         ranks.each(lambda rank: ranks.ends[rank].close())
     elif how == "poison":
@@ -750,8 +750,8 @@ def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(
     monkeypatch: pytest.MonkeyPatch, early: bool
 ) -> None:
     ranks = Ranks(2, 0)
-    again = Again(ranks, full(2)).make_room()
-    receive = copy_engine._Coming.receive
+    again = Again(ranks, full(2)).reserve_gather()
+    receive = copy_engine.CopyEngineGradReturn.receive
 
     def refuse(work: Callable[[], object]) -> None:
         FakeStreams.record(ranks.streams[1], work)
@@ -763,7 +763,7 @@ def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(
         return receive(coming)
 
     if early:
-        monkeypatch.setattr(copy_engine._Coming, "receive", break_off)
+        monkeypatch.setattr(copy_engine.CopyEngineGradReturn, "receive", break_off)
     else:
         monkeypatch.setattr(ranks.streams[1], "record", refuse)
     for salt in range(1, 9):
@@ -775,7 +775,7 @@ def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(
 def test_graphs_are_made_as_long_as_they_are_repaid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_cache, "FREE", 2)
     ranks = Ranks(2, 0)
-    agains = [Again(ranks, full(2)).make_room() for _ in range(4)]
+    agains = [Again(ranks, full(2)).reserve_gather() for _ in range(4)]
 
     def some(again: Again, count: int) -> int:
         for _ in range(count):
@@ -793,10 +793,10 @@ def test_graphs_are_made_as_long_as_they_are_repaid(monkeypatch: pytest.MonkeyPa
 def test_what_was_left_open_is_closed_by_no_graph() -> None:
     """Each launch of it would close it again."""
     ranks = Ranks(2, 0)
-    again = Again(ranks, full(2)).make_room()
+    again = Again(ranks, full(2)).reserve_gather()
 
     def leave_open(rank: int) -> None:
-        ranks.ends[rank].homecoming((1, 2, 4), again.shape.collections[rank], torch.device("cpu"), "left").begin()
+        ranks.ends[rank].grad_return((1, 2, 4), again.shape.collections[rank], torch.device("cpu"), "left").begin()
 
     for salt in range(1, 9):
         if salt == 3:
@@ -808,7 +808,7 @@ def test_what_was_left_open_is_closed_by_no_graph() -> None:
 
 def test_a_callers_own_capture_enqueues_piece_by_piece() -> None:
     ranks = Ranks(2, 0)
-    again = Again(ranks, full(2)).make_room()
+    again = Again(ranks, full(2)).reserve_gather()
     for salt in range(1, 6):
         ranks.each(lambda rank, salt=salt: again.call(rank, salt, backward=False))
     recordings = [Recording(), Recording()]
@@ -860,7 +860,7 @@ def test_survivors_of_a_rank_that_is_lost_in_a_call_that_came_again_end_in_nan(
     alive = [rank for rank in range(world_size) if rank != lost]
     get_out(ranks, alive)
     for rank in alive:
-        assert ranks.ends[rank].watch.failure is not None
+        assert ranks.ends[rank].watchdog.failure is not None
         tiles = attention.results[rank, 1]
         assert len(tiles) % (world_size - 1) == 0
         assert tiles[-1] != tiles[-1]
@@ -892,7 +892,7 @@ def test_a_message_is_read_before_its_box_is_used_again(
 
             def capture(rank: int, recordings=recordings, now=now, rounds=rounds, plan=plan) -> None:
                 ranks.streams[rank].recording = recordings[rank] = Recording()
-                exchange(ranks, rank, rounds, random.Random(plan + rank), lambda: now[rank])
+                reducer(ranks, rank, rounds, random.Random(plan + rank), lambda: now[rank])
                 ranks.streams[rank].recording = None
 
             ranks.each(capture)
@@ -959,7 +959,7 @@ def test_without_replies_only_plain_parcels_have_boxes() -> None:
 def test_a_post_to_two_peers_is_refused_before_anything_moves() -> None:
     ranks, x = Ranks(3, 0), torch.zeros(4)
     reserve(ranks, 10)
-    for kind in (parcel, Reply):
+    for kind in (message, GradMessage):
         with pytest.raises(RuntimeError, match=r"to one peer at most, got ring ranks \[1, 2\]; make more posts"):
             ranks.ends[0].post([kind(1, x), kind(2, x)], [], "too many")
     assert not ranks.world.busy()
@@ -982,10 +982,10 @@ def get_out(ranks: Ranks, alive: list[int]) -> None:
             return
         ranks.world.some_steps(30)
         # kernels always run while a ring stands still; here they are given the chance
-        now += 1.0 if any(ranks.ends[rank].watch.failure is None for rank in alive) else 0.001
+        now += 1.0 if any(ranks.ends[rank].watchdog.failure is None for rank in alive) else 0.001
         for rank in alive:
-            ranks.ends[rank].watch.poll(now)
-    raise AssertionError("survivors hang: " + str([ranks.ends[rank].watch.failure for rank in alive]))
+            ranks.ends[rank].watchdog.poll(now)
+    raise AssertionError("survivors hang: " + str([ranks.ends[rank].watchdog.failure for rank in alive]))
 
 
 @settings(max_examples=40, deadline=None)
@@ -1015,7 +1015,7 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
         ranks.each(lambda rank, salt=salt: calls_of.attend(rank, salt, backward=backward))
     get_out(ranks, alive)
     for rank in alive:
-        failure = ranks.ends[rank].watch.failure
+        failure = ranks.ends[rank].watchdog.failure
         assert failure is not None
         assert f"ring rank {rank} of ring 'ring'" in failure
         with pytest.raises(RuntimeError, match="this ring can not be used any more"):
@@ -1031,9 +1031,9 @@ def let_fail(ranks: Ranks, awake: list[int]) -> None:
         if not any(world.busy(rank) for rank in awake):
             break
         world.some_steps(30)
-        now += 1.0 if any(ranks.ends[rank].watch.failure is None for rank in awake) else 0.001
+        now += 1.0 if any(ranks.ends[rank].watchdog.failure is None for rank in awake) else 0.001
         for rank in awake:
-            ranks.ends[rank].watch.poll(now)
+            ranks.ends[rank].watchdog.poll(now)
 
 
 @dataclass
@@ -1058,9 +1058,11 @@ class Attention:
         """A kernel whose tiles end in NaN where the error word is set, and else in the sum of what they read."""
         ranks, shape = self.ranks, self.shape
         streams, end, collection, groups = ranks.streams[rank], ranks.ends[rank], shape.collections[rank], shape.groups
-        coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients") if backward else None
-        found = end.gather(*keys_of(shape, rank, salt), collection, shape.groups, f"attention {salt}", home=coming)
-        arrivals = found.arrivals
+        coming = end.grad_return((1, 2, 4), collection, torch.device("cpu"), "gradients") if backward else None
+        found = end.gather(
+            *keys_of(shape, rank, salt), collection, shape.groups, f"attention {salt}", grad_return=coming
+        )
+        arrivals = found.ready_flags
         assert arrivals is not None
         total: list[float] = []
         for g in range(shape.groups):
@@ -1072,13 +1074,13 @@ class Attention:
                     assert seen is None or torch.equal(seen, mine), "a number that could be taken for a result"
                     total.append(NAN if seen is None else float(seen.sum()))
 
-                rows = found.far[:, fetch.at : fetch.at + 4, heads]
+                rows = found.remote[:, fetch.at : fetch.at + 4, heads]
                 read_tile(streams, arrivals, arrivals.flags[g, fetch.step].data_ptr(), rows, look)
         if coming is not None:
 
             def send() -> None:
                 value = total[-1] if total else 0.0
-                coming.own.fill_(value)
+                coming.local_grads.fill_(value)
                 mark = torch.full((1,), value)
                 for address in coming.addresses[1:].tolist():
                     ctypes.memmove(address, mark.data_ptr(), 4)
@@ -1090,7 +1092,7 @@ class Attention:
             regions, _ = coming.receive()
 
             def add() -> None:
-                parts = [float(coming.own.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
+                parts = [float(coming.local_grads.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
                 expected = [self.whole_of(reader.peer, salt) for reader in collection.readers]
                 whole = sum(parts)
                 assert whole != whole or parts[1:] == expected, "a gradient that could be taken for a result"
@@ -1139,7 +1141,7 @@ def test_survivors_of_a_rank_that_is_lost_in_a_replay_end_in_nan(
     alive = [rank for rank in range(world_size) if rank != lost]
     get_out(ranks, alive)
     for rank in alive:
-        assert ranks.ends[rank].watch.failure is not None
+        assert ranks.ends[rank].watchdog.failure is not None
         tiles = attention.results[rank, 1]
         assert len(tiles) == 3 * groups * (world_size - 1), "every tile of every replay ends"
         assert tiles[-1] != tiles[-1]
@@ -1172,7 +1174,7 @@ def test_rows_of_a_later_call_are_never_taken_for_those_of_this_one(
         world.dead.add(world_size - 1)
     awake = [rank for rank in range(1, world_size) if rank not in world.dead]
     let_fail(ranks, awake)
-    assert ranks.ends[slow].watch.failure is None
+    assert ranks.ends[slow].watchdog.failure is None
     world.asleep.clear()
     get_out(ranks, [slow, *awake])
     for rank, salt in attention.results:
@@ -1188,7 +1190,7 @@ def test_a_transport_that_kept_rows_goes_when_nobody_holds_it() -> None:
         inputs = keys_of(shape, rank, 0)
         found = ranks.ends[rank].gather(*inputs, shape.collections[rank], 1, "forward", keep=True)
         found.close()
-        held.append((found.kept, inputs))
+        held.append((found.saved, inputs))
 
     ranks.each(keep)
     ranks.world.drain()
@@ -1202,18 +1204,18 @@ class Keeping:
 
     def __init__(self, ranks: Ranks, shape: Shape) -> None:
         self.ranks, self.shape = ranks, shape
-        self._held: list[Gathering] = []
+        self._held: list[KVGatherHandle] = []
         self._brought: dict[tuple[int, int], Tensor] = {}
         kept(ranks, [shape], 0)
         ranks.world.drain()
         for end in ranks.ends:
-            del end._make_kept
+            del end._make_saved
 
     def forward(self, rank: int, layer: int) -> None:
         shape, end = self.shape, self.ranks.ends[rank]
         found = end.gather(*keys_of(shape, rank, layer), shape.collections[rank], 1, "forward", keep=True)
-        assert found.kept is not None
-        self._brought.setdefault((rank, layer), found.kept)
+        assert found.saved is not None
+        self._brought.setdefault((rank, layer), found.saved)
         self._held.append(found)  # alive until the end: here nothing of the device's work holds what it writes into
         run_kernel(self.ranks, rank, shape, found, lambda owner: keys_of(shape, owner, layer), spoil=False)
         found.close()
@@ -1221,9 +1223,9 @@ class Keeping:
     def backward(self, rank: int, layer: int) -> None:
         shape, ranks = self.shape, self.ranks
         streams, end, collection = ranks.streams[rank], ranks.ends[rank], shape.collections[rank]
-        arrivals = end.arrived(collection, 1, torch.device("cpu"))
+        arrivals = end.saved_ready_flags(collection, 1, torch.device("cpu"))
         assert arrivals is not None
-        coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients")
+        coming = end.grad_return((1, 2, 4), collection, torch.device("cpu"), "gradients")
         coming.begin()
         found: list[float] = []
         value = float(10 * layer + rank + 1)
@@ -1241,13 +1243,13 @@ class Keeping:
             ctypes.memmove(address, mark.data_ptr(), 4)
 
         streams.call(look)
-        streams.call(lambda: coming.own.fill_(found[0]))
+        streams.call(lambda: coming.local_grads.fill_(found[0]))
         for address in coming.addresses[1:].tolist():
             streams.call(lambda address=address: send(address))
         regions, _ = coming.receive()
 
         def add() -> None:
-            parts = [float(coming.own.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
+            parts = [float(coming.local_grads.flatten()[0]), *(float(region.flatten()[0]) for region in regions)]
             expected = [value, *(float(10 * layer + reader.peer + 1) for reader in collection.readers)]
             assert sum(parts) != sum(parts) or parts == expected, "a gradient that could be taken for a result"
             ranks.done()
@@ -1278,7 +1280,7 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
         ranks.each(lambda rank, layer=layer: calls.backward(rank, layer))
     ranks.each(lambda rank: calls.forward(rank, 0))
     get_out(ranks, alive)
-    assert all(ranks.ends[rank].watch.failure for rank in alive)
+    assert all(ranks.ends[rank].watchdog.failure for rank in alive)
 
 
 @settings(max_examples=60, deadline=None)
@@ -1294,13 +1296,13 @@ def test_kept_rows_that_were_overwritten_are_never_taken_for_a_layers_own(
     """A herald sleeps over its copy until others have given its rank up, let their pushes go, and overwritten the rows."""
     ranks = Ranks(world_size, seed)
     world, calls, slow = ranks.world, Keeping(ranks, full(world_size)), 0
-    herald = world.queues[slow, HERALD]
+    flag_stream = world.queues[slow, FLAG]
     ranks.each(lambda rank: calls.forward(rank, 0))
-    while herald and herald[0].what != "copy":
+    while flag_stream and flag_stream[0].what != "copy":
         world.step()
-    for _ in range(min(copied, len(herald))):
-        herald.popleft().run()
-    world.asleep.add((slow, HERALD))
+    for _ in range(min(copied, len(flag_stream))):
+        flag_stream.popleft().run()
+    world.asleep.add((slow, FLAG))
     ranks.each(lambda rank: calls.backward(rank, 0))
     for layer in range(1, 1 + steps):
         ranks.each(lambda rank, layer=layer: calls.forward(rank, layer))
@@ -1324,10 +1326,10 @@ def test_what_a_lost_rank_never_sent_is_nan(world_size: int, seed: int) -> None:
     def one(rank: int) -> None:
         after, before = (rank + 1) % world_size, (rank - 1) % world_size
         empty = torch.zeros(2, 5, dtype=torch.float64)
-        received[rank] = [(before, empty[0]), Reply(after, empty[1])]
+        received[rank] = [(before, empty[0]), GradMessage(after, empty[1])]
         mine = torch.full((5,), float(rank), dtype=torch.float64)
         sent.append(mine)
-        sends = [(after, mine), Reply(before, mine)]
+        sends = [(after, mine), GradMessage(before, mine)]
         pending = ranks.ends[rank].post(sends, received[rank], "step 3")
         pending.wait()
 
@@ -1339,11 +1341,11 @@ def test_what_a_lost_rank_never_sent_is_nan(world_size: int, seed: int) -> None:
 
     ranks.each(one)
     get_out(ranks, [rank for rank in range(world_size) if rank != lost])
-    for rank, parcels in received.items():
-        assert all(x.isnan().all() for peer, x in parcels if peer == lost)
-        failure = ranks.ends[rank].watch.failure
+    for rank, messages in received.items():
+        assert all(x.isnan().all() for peer, x in messages if peer == lost)
+        failure = ranks.ends[rank].watchdog.failure
         # who neither sends to the lost rank nor receives from it may be through
-        assert failure is not None or all(peer != lost for peer, _ in parcels)
+        assert failure is not None or all(peer != lost for peer, _ in messages)
         assert failure is None or "step 3" in failure
 
 
@@ -1355,7 +1357,7 @@ def test_the_missing_rank_and_step_are_named(groups: int) -> None:
     ranks.world.dead.add(2)
     gather(ranks, shape, 1)
     get_out(ranks, [0, 1])
-    failures = [ranks.ends[rank].watch.failure or "" for rank in (0, 1)]
+    failures = [ranks.ends[rank].watchdog.failure or "" for rank in (0, 1)]
     assert "gather 1: ring step 1, waiting for ring rank 2" in failures[0]
     assert "gather 1: ring step 2, waiting for ring rank 2" in failures[1], "rank 0 is there"
     assert any("ring rank 2: nothing has moved for 10 s" in text for text in failures)
@@ -1377,7 +1379,7 @@ def test_a_reader_that_gives_no_turn_is_named_behind_those_that_gave_theirs() ->
     gather(ranks, shape, 1)  # for which rank 3 had made room
     gather(ranks, shape, 2)
     get_out(ranks, [0, 1, 2])
-    assert "gather 2: ring step 3, waiting for its turn at ring rank 3" in (ranks.ends[0].watch.failure or "")
+    assert "gather 2: ring step 3, waiting for its turn at ring rank 3" in (ranks.ends[0].watchdog.failure or "")
 
 
 def test_a_kernel_that_gave_up_alone_leaves_the_next_call_alone() -> None:
@@ -1413,8 +1415,8 @@ def test_a_call_costs_the_driver_few_batches_of_words(captured: bool, forward: i
         inputs = keys_of(shape, rank, 0)
         for home, expected in ((False, forward), (True, backward)):
             before = streams.launches
-            coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients") if home else None
-            found = end.gather(*inputs, collection, 1, "counted", home=coming)
+            coming = end.grad_return((1, 2, 4), collection, torch.device("cpu"), "gradients") if home else None
+            found = end.gather(*inputs, collection, 1, "counted", grad_return=coming)
             if coming is None:
                 found.close()
             else:
@@ -1437,7 +1439,7 @@ def test_a_rank_to_which_nobody_comes_home_hands_its_turn_on() -> None:
     for salt in range(4):
         come_home(ranks, shape, salt)
         ranks.world.drain()
-        assert not any(end.watch._words[PLACE] % PLACES for end in ranks.ends), "nobody is on the ring any more"
+        assert not any(end.watchdog._progress[PLACE] % PLACES for end in ranks.ends), "nobody is on the ring any more"
 
 
 def test_a_homecoming_that_was_never_begun_leaves_the_next_one_alone() -> None:
@@ -1445,7 +1447,7 @@ def test_a_homecoming_that_was_never_begun_leaves_the_next_one_alone() -> None:
     come_home(ranks, shape, 1)
 
     def forget(rank: int) -> None:
-        ranks.ends[rank].homecoming((1, 2, 4), shape.collections[rank], torch.device("cpu"), "forgotten")
+        ranks.ends[rank].grad_return((1, 2, 4), shape.collections[rank], torch.device("cpu"), "forgotten")
 
     ranks.each(forget)
     for salt in range(2, 6):
@@ -1459,8 +1461,8 @@ def test_a_busy_ring_never_fails() -> None:
         gather(ranks, shape, salt)
         ranks.world.drain()
         for end in ranks.ends:
-            end.watch.poll(9.0 * salt)
-            assert end.watch.failure is None
+            end.watchdog.poll(9.0 * salt)
+            assert end.watchdog.failure is None
 
 
 def test_a_lent_slot_has_the_rows_of_the_sharding_it_is_asked_for_with() -> None:
@@ -1469,7 +1471,7 @@ def test_a_lent_slot_has_the_rows_of_the_sharding_it_is_asked_for_with() -> None
         found: dict[int, tuple[Tensor, Tensor]] = {}
 
         def ask(rank: int, found: dict[int, Any] = found, lengths: tuple[int, ...] = lengths) -> None:
-            found[rank] = ranks.ends[rank].lend("layer", 1, 7, lengths[rank], 2, (2, 3), torch.float32)
+            found[rank] = ranks.ends[rank].zero_copy_kv("layer", 1, 7, lengths[rank], 2, (2, 3), torch.float32)
 
         ranks.each(ask)
         for rank, (k, v) in found.items():
@@ -1496,19 +1498,19 @@ def test_a_long_backward_is_not_a_ring_that_stands_still(kept_keys: bool) -> Non
 
     def begin(rank: int) -> None:
         end, collection = ranks.ends[rank], shape.collections[rank]
-        homes[rank] = end.homecoming((1, 2, 4), collection, place, "gradients")
+        homes[rank] = end.grad_return((1, 2, 4), collection, place, "gradients")
         if kept_keys:
             homes[rank].begin()
         else:
-            end.gather(*keys_of(shape, rank, 0), collection, 1, "backward", home=homes[rank])
+            end.gather(*keys_of(shape, rank, 0), collection, 1, "backward", grad_return=homes[rank])
 
     ranks.each(begin)
     ranks.world.drain()
     # what is enqueued next is the kernel
     for end in ranks.ends:
         for seconds in (0.0, 50.0, 100.0):
-            end.watch.poll(seconds)
-        assert end.watch.failure is None
+            end.watchdog.poll(seconds)
+        assert end.watchdog.failure is None
 
     def finish(rank: int) -> None:
         homes[rank].receive()
@@ -1535,8 +1537,8 @@ def test_a_lent_slot_goes_when_its_name_is_lent_with_another_shape() -> None:
 
         def one(rank: int, more: int = more) -> None:
             end, size = ranks.ends[rank], (shape.batch, shape.rows + more, shape.lengths[rank], shape.heads)
-            k, v = end.lend("layer", *size, shape.dims, shape.dtype)
-            slots.append(weakref.ref(end._lent_at[k.untyped_storage().data_ptr()].slot))
+            k, v = end.zero_copy_kv("layer", *size, shape.dims, shape.dtype)
+            slots.append(weakref.ref(end._zero_copy_at[k.untyped_storage().data_ptr()].slot))
             end.gather(k, v, shape.collections[rank], shape.groups, "forward").close()
 
         ranks.each(one)
@@ -1547,7 +1549,7 @@ def test_a_lent_slot_goes_when_its_name_is_lent_with_another_shape() -> None:
 def test_memory_that_a_backward_has_outgrown_goes() -> None:
     ranks, shape = Ranks(2, 0), full(2)
     come_home(ranks, dataclasses.replace(shape, dtype=torch.bfloat16), 0)
-    far = weakref.ref(ranks.ends[0]._fars[0])
+    far = weakref.ref(ranks.ends[0]._remote_buffers[0])
     come_home(ranks, shape, 1)
     ranks.world.drain()
     assert far() is None
@@ -1576,10 +1578,10 @@ def test_what_calls_in_inference_mode_made_serves_others() -> None:
     def evaluate(rank: int) -> None:
         end, collection = ranks.ends[rank], shape.collections[rank]
         with torch.inference_mode():
-            end.lend("a", 1, 4, 4, 2, (2, 2), torch.float32)
-            end.guest(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
-            coming = end.homecoming((1, 2, 4), collection, torch.device("cpu"), "gradients")
-            end.gather(*keys_of(shape, rank, 0), collection, 1, "an evaluation", home=coming)
+            end.zero_copy_kv("a", 1, 4, 4, 2, (2, 2), torch.float32)
+            end.remote_shard_buffer(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
+            coming = end.grad_return((1, 2, 4), collection, torch.device("cpu"), "gradients")
+            end.gather(*keys_of(shape, rank, 0), collection, 1, "an evaluation", grad_return=coming)
             coming.receive()
             coming.close()
             end.reserve(1000)
@@ -1588,9 +1590,9 @@ def test_what_calls_in_inference_mode_made_serves_others() -> None:
     for kind in ("gather", "home", "post", "lend a", "poison"):
         play(ranks, kind, shape, 1)
     for end in ranks.ends:
-        k, v = end.lend("a", 1, 4, 4, 2, (2, 2), torch.float32)
-        guest = end.guest(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
-        local = (k, v, guest, end._slot, end._own, end._flags, end._error, *end._guests)
+        k, v = end.zero_copy_kv("a", 1, 4, 4, 2, (2, 2), torch.float32)
+        guest = end.remote_shard_buffer(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
+        local = (k, v, guest, end._slot, end._local_grads, end._flags, end._error, *end._shard_buffers)
         assert not any(x.is_inference() for x in local if x.numel())
 
 
@@ -1600,14 +1602,14 @@ def test_poison_leaves_nothing_of_earlier_calls_but_what_was_lent() -> None:
         play(ranks, kind, shape, 1)
     play(ranks, "poison", shape, 0)
     for rank, end in enumerate(ranks.ends):
-        for station in (*end._fars, *end._homes, *end._boxes[0], *end._boxes[1]):
+        for station in (*end._remote_buffers, *end._grad_buffers, *end._boxes[0], *end._boxes[1]):
             rows = station.view((station.num_bytes,), torch.uint8)
             assert rows.numel()
             assert bool((rows == 255).all())
-        for local in (end._slot, end._own):
+        for local in (end._slot, end._local_grads):
             assert local.numel()
             assert bool((local == 255).all())
-        (lent,) = end._lent.values()
+        (lent,) = end._zero_copy.values()
         for x, y in zip((lent.k, lent.v), keys_of(shape, rank, 1), strict=True):
             assert torch.equal(x, y)
     gather(ranks, shape, 2)
@@ -1633,7 +1635,7 @@ def test_all_ranks_keep_the_rate_of_the_slowest() -> None:
         def share(self, what: str, value: float) -> list[float]:
             del what
             values[self.rank] = value
-            world.meet(self.rank)
+            world.barrier(self.rank)
             return [values[rank] for rank in range(3)]
 
     def measure(rank: int) -> None:
@@ -1669,7 +1671,7 @@ def test_owners_take_turns_at_a_reader(data: st.DataObject, world_size: int, see
     shape = data.draw(shapes(world_size))
     gather(ranks, shape, 0)
     ranks.world.drain()
-    fars = [end._fars[0].view((end._fars[0].num_bytes,), torch.uint8) for end in ranks.ends]
+    fars = [end._remote_buffers[0].view((end._remote_buffers[0].num_bytes,), torch.uint8) for end in ranks.ends]
     places = [range(far.data_ptr(), far.data_ptr() + far.numel()) for far in fars]
     slots = [range(end._slot.data_ptr(), end._slot.data_ptr() + end._slot.numel()) for end in ranks.ends]
     written: list[list[int]] = [[] for _ in ranks.ends]
@@ -1706,7 +1708,7 @@ def test_rows_go_to_a_reader_that_is_late(world_size: int, seed: int, groups: in
     while world.step():
         pass
     nearest = shape.collections[late].fetches[0]
-    far = ranks.ends[late]._fars[0].view((1, shape.collections[late].far_rows, 2, 4), torch.float32)
+    far = ranks.ends[late]._remote_buffers[0].view((1, shape.collections[late].far_rows, 2, 4), torch.float32)
     heads = slice(0, 2 // groups)
     there = far[:, nearest.at : nearest.at + sum(length for _, length in nearest.rows), heads]
     mine = picked(torch.cat(keys_of(shape, nearest.owner, 2), -1), nearest.rows)[:, :, heads]
@@ -1720,11 +1722,11 @@ def test_room_that_is_made_ahead_is_not_made_again() -> None:
     large = dataclasses.replace(shape, batch=2)
     row = large.batch * large.heads * sum(large.dims) * large.dtype.itemsize
     sizes = large.rows * row, large.collections[0].most_far_rows * row
-    ranks.each(lambda rank: ranks.ends[rank].make_room(*sizes))
+    ranks.each(lambda rank: ranks.ends[rank].reserve_gather(*sizes))
     gather(ranks, shape, 0)
     held, regions = [end.num_bytes() for end in ranks.ends], len(ranks.world.regions)
     for salt, one in enumerate((large, shape, large), start=1):
-        ranks.each(lambda rank: ranks.ends[rank].make_room(*sizes))
+        ranks.each(lambda rank: ranks.ends[rank].reserve_gather(*sizes))
         gather(ranks, one, salt)
     assert [end.num_bytes() for end in ranks.ends] == held
     assert len(ranks.world.regions) == regions

@@ -24,7 +24,7 @@ from ringattn.schedule import execution_plan
 from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.stepwise_backward import WantedGrads
-from ringattn.transport.base import Seat
+from ringattn.transport.base import RingContext
 from ringattn.transport.copy_engine import graph_cache
 from ringattn.transport.copy_engine import transport as copy_engine
 from ringattn.transport.copy_engine.kv_gather import GatherPrograms
@@ -46,7 +46,7 @@ class Idle:
         recorded: Graphs that were made.
     """
 
-    side, herald = 2, 3
+    copy_stream, flag_stream = 2, 3
     seen: list[Launch]
 
     def __init__(self) -> None:
@@ -62,11 +62,11 @@ class Idle:
     def compile(self, ops: Sequence[Op]) -> list[Op]:
         return list(ops)
 
-    def launch(self, program: list[Op] | tuple[Launch, ...], lane: int) -> None:
+    def launch(self, program: list[Op] | tuple[Launch, ...], stream: int) -> None:
         if isinstance(program, tuple):
             self.seen += program
 
-    def copy(self, target: int, source: int, num_bytes: int, lane: int) -> None:
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         pass
 
     def order(self, first: int, then: int) -> None:
@@ -110,10 +110,10 @@ class Alone:
         local = torch.zeros(num_bytes, dtype=torch.uint8)
         return Region(local, (local.data_ptr(),) * self.ranks)
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         pass
 
-    def host_words(self, count: int) -> Tensor:
+    def pinned_ints(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32)
 
 
@@ -212,7 +212,7 @@ class Ring:
         text = serialize(sharding, softmax_scale=case.scale, **case.mask, **case.options)
         self.spec = AttentionSpec.deserialize(text, 1)
         self.transport = CopyEngineTransport(1, range(ranks), "ring", Idle(), Alone(ranks), 10.0, start_watchdog=False)
-        self.seat = Seat(1, ranks, self.transport, budget=2**40)
+        self.context = RingContext(1, ranks, self.transport, budget=2**40)
         self.plan: ExecutionPlan | None = None
 
     def inputs(self) -> dict[str, Tensor]:
@@ -234,8 +234,8 @@ class Ring:
         tensors = ScoreTensors(**extras)
         kernels: Any = hopper
         # one plan for all calls, as `dispatch.resolve` finds it
-        self.plan = self.plan or make_execution_plan(self.spec, q, k, v, tensors, kernels, self.seat)
-        here = self.spec.score(q.dtype, 0, tensors), self.plan, self.seat
+        self.plan = self.plan or make_execution_plan(self.spec, q, k, v, tensors, kernels, self.context)
+        here = self.spec.score(q.dtype, 0, tensors), self.plan, self.context
         o, lse, kept = fused_forward(q, k, v, *here, keep=self.case.keep)
         assert (kept is not None) == self.case.keep
         wanted = WantedGrads(alibi_slopes="alibi_slopes" in extras, key_bias="key_bias" in extras)
@@ -264,8 +264,8 @@ def ranges(ring: Ring, inputs: list[dict[str, Tensor]]) -> list[tuple[int, int]]
     """Where memory lies that a call is given or its ring holds."""
     transport = ring.transport
     tensors = [x for one in inputs for x in one.values()]
-    tensors += [transport._control.local, transport._slot, transport._flags, transport._own, transport._error]
-    tensors += [station.region.local for station in transport._stations()]
+    tensors += [transport._control.local, transport._slot, transport._flags, transport._local_grads, transport._error]
+    tensors += [station.region.local for station in transport._peer_buffers()]
     storages = [x.untyped_storage() for x in tensors]
     return [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
 
@@ -382,7 +382,7 @@ def test_another_call_over_the_same_memory_is_another_graph(
     case = Case(kv_heads=4, features=("alibi_slopes",))
     differs = {"call": {"scale": 0.25}, "presence": {"features": ("sinks",)}}.get(change, {})
     first, other = Ring(case), Ring(dataclasses.replace(case, **differs))
-    other.transport, other.seat = first.transport, first.seat
+    other.transport, other.context = first.transport, first.context
     mine = first.inputs()
     theirs = dict(mine)
     if change == "strides":

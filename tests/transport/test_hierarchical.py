@@ -91,15 +91,15 @@ class Counting:
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         self.transport.reserve(num_bytes, replies)
 
-    def gatherer(self) -> None:
+    def kv_gather(self) -> None:
         return
 
 
 def count_crossings() -> tuple[dict[int, int], dict[int, int]]:
     ring = Ring(nodes=2)
-    near, far = Counting(ring.seat.transport), Counting(ring.seat.between_nodes)
-    object.__setattr__(ring.seat, "transport", near)
-    object.__setattr__(ring.seat, "between_nodes", far)
+    near, far = Counting(ring.context.transport), Counting(ring.context.between_nodes)
+    object.__setattr__(ring.context, "transport", near)
+    object.__setattr__(ring.context, "between_nodes", far)
     sharding = ring.sharding(64)
     q, k, v = (torch.randn(1, 16, 2, 16, requires_grad=True) for _ in range(3))
     ring_attention(q, k, v, sharding, backward="keys").sum().backward()
@@ -174,13 +174,13 @@ def test_ranks_are_grouped_by_host_wherever_they_are() -> None:
 
 
 def count_nodes() -> tuple[bool, bool]:
-    return Ring(nodes="auto").seat.nodes is None, Ring(nodes=1).seat.nodes is None
+    return Ring(nodes="auto").context.nodes is None, Ring(nodes=1).context.nodes is None
 
 
 @pytest.mark.dist
 def test_ranks_of_one_host_are_one_node(pool: Pools) -> None:
     assert pool(2).run(count_nodes) == [(True, True)] * 2
-    assert Ring(nodes="auto").seat.nodes is None
+    assert Ring(nodes="auto").context.nodes is None
 
 
 def disagree() -> None:

@@ -104,7 +104,7 @@ def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, ca
 def test_keys_that_have_a_bias_are_not_kept_but_fetched_again(gathering):
     q, k, v, do = draw(61, 4, 2)
     options = {"causal": True, "do": do, "key_bias": draw_bias(61), "memory_budget": PLENTY}
-    fetched, kept = (simulate_ring(q, k, v, 2, keep_keys=keep, **options) for keep in (False, True))
+    fetched, kept = (simulate_ring(q, k, v, 2, save_gathered_kv=keep, **options) for keep in (False, True))
     assert gathering.count("backward_gathered") == 4
     assert fetched.grads is not None
     assert kept.grads is not None

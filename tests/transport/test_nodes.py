@@ -25,14 +25,14 @@ from ringattn.plan.sharding import Sharding
 from ringattn.schedule.fused_hierarchical import _Guests
 from ringattn.simulate import simulate_ring
 from ringattn.transport import select
-from ringattn.transport.base import SPARE, Buffers, Parcel, Seat
-from ringattn.transport.gpu_sharing import SHARE, ranks_per_gpu, spare_of
+from ringattn.transport.base import COMM_SMS, Buffers, Message, RingContext
+from ringattn.transport.gpu_sharing import SHARE, ranks_per_gpu, sm_margin_of
 from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.transport.select import find_obstacle, most_on_one_gpu
 from tests import gathering_kernels
 from tests.fake_streams import MAIN, OTHER, Item
 from tests.pool import Pools
-from tests.transport.test_copy_engine import Ranks, Shape, exchange, letters, picked, reserve, run_kernel, send_home
+from tests.transport.test_copy_engine import Ranks, Shape, letters, picked, reducer, reserve, run_kernel, send_home
 from tests.transport.test_kv_gather import CASES, PLENTY, draw, gathering
 
 __all__ = ["gathering"]  # a fixture
@@ -60,7 +60,7 @@ class Link:
         self.ranks = ranks
         self.holding: set[int] = set()
         self.posted = [0] * ranks.world.ranks
-        self.begun: dict[tuple[int, int], list[Parcel]] = {}  # by (number of the post, sender)
+        self.begun: dict[tuple[int, int], list[Message]] = {}  # by (number of the post, sender)
         self.taken: set[tuple[int, int]] = set()  # by (number of the post, receiver)
 
     def end(self, rank: int) -> LinkEnd:
@@ -74,11 +74,11 @@ class LinkEnd:
         self.link = link
         self.rank = rank
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Any:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Any:
         link, me, streams = self.link, self.rank, self.link.ranks.streams[self.rank]
         number = link.posted[me]
         link.posted[me] += 1
-        sends, receives = ([parcel for parcel in parcels if parcel[1].numel()] for parcels in (sends, receives))
+        sends, receives = ([message for message in messages if message[1].numel()] for messages in (sends, receives))
         streams._order(MAIN, OUTER)
 
         def begin() -> None:
@@ -110,7 +110,7 @@ class LinkEnd:
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         pass
 
-    def gatherer(self) -> None:
+    def kv_gather(self) -> None:
         return
 
 
@@ -157,11 +157,11 @@ class Double:
 
         def one(rank: int) -> None:
             end, streams = self.ranks.ends[rank], self.ranks.streams[rank]
-            seat = Seat(rank, world, end, nodes=self.nodes, between_nodes=self.links[rank])
+            context = RingContext(rank, world, end, nodes=self.nodes, between_nodes=self.links[rank])
             # what a caller may do to its rows once the call is enqueued
             k, v = (x.clone() for x in held(rank, 0))
             slot_rows = levels[0][rank].slot_rows
-            guests = _Guests(k, v, parts[rank], slot_rows, seat, end, Fresh(), f"call {salt}")
+            guests = _Guests(k, v, parts[rank], slot_rows, context, end, Fresh(), f"call {salt}")
             for outer, collections in enumerate(levels):
                 here = Shape(
                     shape.batch, shape.heads, shape.dims, shape.groups, collections, (), shape.dtype
@@ -170,12 +170,12 @@ class Double:
 
                 def gather(home: Any = None, rows: Any = rows, to: Collection = collections[rank]) -> Any:
                     k, v = rows
-                    return end.gather(k, v, to, shape.groups, f"call {salt}", home=home)
+                    return end.gather(k, v, to, shape.groups, f"call {salt}", grad_return=home)
 
                 def begin(rows: Any = rows, outer: int = outer) -> None:
                     self.link.holding.add(rank)
                     for x, y in zip(rows, held(rank, outer), strict=True):
-                        assert self.ranks.ends[rank].watch.failure or torch.equal(x, y), f"rank {rank} holds {outer}"
+                        assert self.ranks.ends[rank].watchdog.failure or torch.equal(x, y), f"rank {rank} holds {outer}"
                     self.ranks.done()
 
                 keys = lambda owner, outer=outer: held(owner, outer)  # noqa: E731
@@ -241,7 +241,7 @@ def test_messages_within_nodes_reach_their_ranks() -> None:
         }
         chance = random.Random(seed)
         ranks.each(
-            lambda rank, rounds=rounds, ranks=ranks, chance=chance, seed=seed: exchange(
+            lambda rank, rounds=rounds, ranks=ranks, chance=chance, seed=seed: reducer(
                 ranks, rank, rounds[select.node_of(rank, nodes, 6)], chance, lambda: seed
             )
         )
@@ -273,13 +273,13 @@ def test_whoever_waits_for_a_lost_rank_of_another_node_says_so() -> None:
     ring.ranks.world.dead.add(3)
     ring.attend(shape, shards, visibility, 1, backward=False)
     alive, now = [0, 1, 2], 0.0
-    watches = [ring.ranks.ends[rank].watch for rank in alive]
+    watches = [ring.ranks.ends[rank].watchdog for rank in alive]
     for _ in range(400):
         ring.ranks.world.some_steps(60)
         now += 0.5
-        for watch in watches:
-            watch.poll(now)
-    failures = [watch.failure or "" for watch in watches]
+        for watchdog in watches:
+            watchdog.poll(now)
+    failures = [watchdog.failure or "" for watchdog in watches]
     assert "call 1, keys for ring step 2, between nodes: waiting for ring ranks [3]: nothing has moved" in failures[1]
     assert "call 1: ring step 1, waiting for ring rank 3: nothing has moved" in failures[2]
     # it waits for either of these two
@@ -287,7 +287,7 @@ def test_whoever_waits_for_a_lost_rank_of_another_node_says_so() -> None:
     assert "waiting for ring rank" in failures[0]
     for rank in alive:
         with pytest.raises(RuntimeError, match="this ring can not be used any more"):
-            ring.ranks.ends[rank].guest(1, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
+            ring.ranks.ends[rank].remote_shard_buffer(1, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
 
 
 @settings(max_examples=60, deadline=None)
@@ -371,7 +371,7 @@ def test_launches_leave_room_for_what_crosses_beside_them(monkeypatch: pytest.Mo
     simulate_ring(q, k, v, 6, nodes=3, memory_budget=PLENTY, do=do, causal=True)
     # the last launch of a forward has nothing beside it; that of a backward has the sums of the one before
     assert found == {
-        ("forward_gathered", SPARE): 12, ("forward_gathered", 0): 6, ("backward_gathered", SPARE): 18,
+        ("forward_gathered", COMM_SMS): 12, ("forward_gathered", 0): 6, ("backward_gathered", COMM_SMS): 18,
     }  # fmt: skip
 
 
@@ -435,11 +435,11 @@ def test_ranks_share_a_gpu_where_torch_is_told_that_they_may(monkeypatch: pytest
 def test_kernels_of_all_ranks_of_a_gpu_fit_at_once_beside_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     gpu = torch.device("cuda", 0)
-    assert spare_of(gpu, 1) == spare_of(torch.device("cpu"), 4) == 0
+    assert sm_margin_of(gpu, 1) == sm_margin_of(torch.device("cpu"), 4) == 0
     for ranks in (2, 3, 4, 7):
-        assert ranks * (132 - spare_of(gpu, ranks) + SPARE) <= 132
-    assert spare_of(gpu, 2) == 70
-    assert spare_of(gpu, 60) == 131, "one program is left"
+        assert ranks * (132 - sm_margin_of(gpu, ranks) + COMM_SMS) <= 132
+    assert sm_margin_of(gpu, 2) == 70
+    assert sm_margin_of(gpu, 60) == 131, "one program is left"
 
 
 def test_ranks_of_a_gpu_are_those_of_all_rings(monkeypatch: pytest.MonkeyPatch) -> None:

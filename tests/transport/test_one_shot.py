@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 from ringattn.kernels import one_shot_triton
 from ringattn.kernels import parts as packed
-from ringattn.transport.copy_engine.watchdog import Watch
-from ringattn.transport.reduce.one_shot import OneShotExchange
+from ringattn.transport.copy_engine.watchdog import Watchdog
+from ringattn.transport.reduce.one_shot import OneShotReducer
 from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, always
 from tests.test_parts import Sizes
 from tests.transport.test_reduce import DTYPES, add, assert_bits, draw, draw_shares, simulate
@@ -132,20 +132,20 @@ class Ranks:
         self.ranks = ranks
         self.halves = halves
         self.streams = [FakeStreams(self.world, rank) for rank in range(ranks)]
-        self.watches: dict[int, Watch] = {}
+        self.watches: dict[int, Watchdog] = {}
         monkeypatch.setattr(one_shot_triton, "PROGRAMS", PROGRAMS)
         monkeypatch.setattr(one_shot_triton, "one_shot", self.launch)
         monkeypatch.setattr(one_shot_triton, "share", self.share)
         monkeypatch.setattr("ringattn.transport.reduce.one_shot.SMALLEST", 16)
-        ends: dict[int, OneShotExchange] = {}
+        ends: dict[int, OneShotReducer] = {}
 
         def make(rank: int) -> None:
             streams, memory = self.streams[rank], FakeMemory(self.world, rank)
             control = memory.region(256, "words").addresses[rank]
-            self.watches[rank] = watch = Watch(
-                rank, "ring", memory.host_words(16), tuple(control + 4 * i for i in range(9)), streams, 10.0
+            self.watches[rank] = watchdog = Watchdog(
+                rank, "ring", memory.pinned_ints(16), tuple(control + 4 * i for i in range(9)), streams, 10.0
             )
-            ends[rank] = OneShotExchange(rank, ranks, "ring", streams, memory, None, watch, 10.0, "a test")
+            ends[rank] = OneShotReducer(rank, ranks, "ring", streams, memory, None, watchdog, 10.0, "a test")
 
         self.world.hosts(make)
         self.ends = [ends[rank] for rank in range(ranks)]
@@ -240,9 +240,9 @@ def run_call(
     calls = [make(rank) for rank in range(together.ranks)]
 
     def call(rank: int) -> None:
-        brought, out, exchange = calls[rank]
+        brought, out, reducer = calls[rank]
         copies = [x.clone() for x in brought]
-        exchange(*copies, *out)
+        reducer(*copies, *out)
         together.streams[rank].call(lambda: [x.fill_(math.nan) for x in copies])
 
     together.world.hosts(call)
@@ -258,7 +258,7 @@ def run_calls(together: Ranks, seeds: range) -> Calls:
 
         def make(rank: int, splits=splits, sinks=sinks, sizes: Sizes = sizes):
             b, s, h, dv = sizes
-            finish = together.ends[rank].finish
+            finish = together.ends[rank].merge_partials
             out = [torch.full((b, s, h, dv), math.nan), torch.full((b, h, s), math.nan)]
             return [splits[rank]], out, lambda x, o, lse: finish(x, *sizes, sinks, o, lse)
 
@@ -273,10 +273,14 @@ def run_shares(together: Ranks, seeds: range) -> Calls:
         shares, to = draw_shares(seed, together.ranks, SHAPES[seed % 3], DTYPES[seed // 3 % 3]), DTYPES[seed // 2 % 3]
 
         def add_up(rank: int, shares=shares, to=to):
-            return [shares[rank]], [torch.full_like(shares[rank], math.nan, dtype=to)], together.ends[rank].sum
+            return [shares[rank]], [torch.full_like(shares[rank], math.nan, dtype=to)], together.ends[rank].all_reduce
 
         def lay(rank: int, shares=shares):
-            return [shares[rank]], [torch.full_like(torch.cat(shares, 1), math.nan)], together.ends[rank].gather
+            return (
+                [shares[rank]],
+                [torch.full_like(torch.cat(shares, 1), math.nan)],
+                together.ends[rank].all_gather_columns,
+            )
 
         outs = zip(run_call(together, add_up), run_call(together, lay), strict=True)
         found.append((seed, [summed + laid for summed, laid in outs]))
@@ -350,7 +354,7 @@ def test_graphs_go_on_with_the_mailboxes_they_were_captured_with(seed: int, monk
         streams = together.streams[rank]
         streams.recording = recordings[rank]
         o, lse = outs[rank]
-        together.ends[rank].finish(inputs[rank], *sizes, None, o, lse)
+        together.ends[rank].merge_partials(inputs[rank], *sizes, None, o, lse)
         streams.recording = None
 
     together.world.hosts(capture)
@@ -385,8 +389,8 @@ def test_sums_and_columns_of_graphs_keep_their_mailboxes_too(seed: int, monkeypa
     recordings = [Recording() for _ in range(2)]
 
     def layer(rank: int) -> None:
-        together.ends[rank].sum(inputs[rank], outs[rank][0])
-        together.ends[rank].gather(inputs[rank], outs[rank][1])
+        together.ends[rank].all_reduce(inputs[rank], outs[rank][0])
+        together.ends[rank].all_gather_columns(inputs[rank], outs[rank][1])
 
     def capture(rank: int) -> None:
         together.streams[rank].recording = recordings[rank]
@@ -426,7 +430,7 @@ def test_a_mailbox_has_room_for_bytes_whatever_the_dtype(monkeypatch: pytest.Mon
     ):
         shares = draw_shares(0, 2, (1, count), dtype)
         for found in run_call(
-            together, lambda rank, x=shares: ([x[rank]], [torch.empty_like(x[rank])], together.ends[rank].sum)
+            together, lambda rank, x=shares: ([x[rank]], [torch.empty_like(x[rank])], together.ends[rank].all_reduce)
         ):
             together.world.drain()
             assert_bits(found[0], add(shares, dtype))
@@ -436,14 +440,14 @@ def test_a_mailbox_has_room_for_bytes_whatever_the_dtype(monkeypatch: pytest.Mon
 def test_nothing_is_launched_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     together = Ranks(1, 0, monkeypatch)
     monkeypatch.setattr(together.ends[0], "_run_sum", None)
-    monkeypatch.setattr(together.ends[0], "_run_gather", None)
-    together.ends[0].sum(torch.empty(0, 4), torch.empty(0, 4))
-    together.ends[0].gather(torch.empty(3, 0), torch.empty(3, 0))
+    monkeypatch.setattr(together.ends[0], "_run_columns", None)
+    together.ends[0].all_reduce(torch.empty(0, 4), torch.empty(0, 4))
+    together.ends[0].all_gather_columns(torch.empty(3, 0), torch.empty(3, 0))
 
 
-def finish_one(end: OneShotExchange) -> None:
+def finish_one(end: OneShotReducer) -> None:
     part = torch.zeros(1, packed.size(2, 3))
-    end.finish(part, 1, 1, 2, 3, None, torch.empty(1, 1, 2, 3), torch.empty(1, 2, 1))
+    end.merge_partials(part, 1, 1, 2, 3, None, torch.empty(1, 1, 2, 3), torch.empty(1, 2, 1))
 
 
 def test_who_did_not_come_is_named_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,12 +466,12 @@ def test_who_did_not_come_is_named_at_the_next_call(monkeypatch: pytest.MonkeyPa
 
 def test_a_failed_ring_lets_kernels_that_wait_go(monkeypatch: pytest.MonkeyPatch) -> None:
     together = Ranks(2, 0, monkeypatch)
-    end, watch = together.ends[0], together.watches[0]
+    end, watchdog = together.ends[0], together.watches[0]
     assert end._control is not None
     words = end._control.local.view(torch.int64)
     last = one_shot_triton.control_words(2) - 1
     assert words[last] == 0
-    watch._fail((0, 0, 0, 0, 0), "a test")
+    watchdog._fail((0, 0, 0, 0, 0), "a test")
     assert words[last] != 0
     with pytest.raises(RuntimeError, match="a test"):
         finish_one(end)
@@ -477,7 +481,7 @@ def test_a_closed_exchange_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     together = Ranks(2, 0, monkeypatch)
     run_calls(together, range(2))
     together.world.hosts(lambda rank: together.ends[rank].close())
-    assert not together.watches[0].territory.raised
+    assert not together.watches[0].recovery.raised
     assert together.ends[0].num_bytes() == 0
     with pytest.raises(RuntimeError, match="after its ring was closed"):
         finish_one(together.ends[0])
@@ -489,7 +493,7 @@ def test_exchanges_of_two_streams_are_ordered(monkeypatch: pytest.MonkeyPatch) -
     ordered: list[tuple[int, int]] = []
     monkeypatch.setattr(streams, "order", lambda first, then: ordered.append((first, then)))
     monkeypatch.setattr(one_shot_triton, "one_shot", lambda *args, **kwargs: None)
-    for lane in (MAIN, 7, 7, MAIN):
-        streams.lane = lane
+    for stream in (MAIN, 7, 7, MAIN):
+        streams.stream = stream
         finish_one(end)
     assert ordered == [(MAIN, 7), (7, MAIN)]

@@ -18,8 +18,8 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright
 
 from ringattn import Ring, ring_attention
 from ringattn.transport import process_group
-from ringattn.transport.consensus import raise_differences
-from ringattn.transport.process_group import ProcessGroupTransport, _client, end_communicator, make_communicator
+from ringattn.transport.consensus import _client, raise_differences
+from ringattn.transport.process_group import ProcessGroupTransport, end_communicator, make_communicator
 from tests.pool import Pools
 
 
@@ -196,38 +196,40 @@ def test_a_capture_is_refused_where_rows_pass_through_the_host(monkeypatch: pyte
 
 
 def test_numbers_of_another_kind_are_shown_as_a_difference() -> None:
-    with pytest.raises(ValueError, match=r"ring ranks \[1\] \(keep_keys: True on most ranks, 1 on ring rank 1\)"):
-        raise_differences([{"keep_keys": True, "softcap": 0.0}, {"keep_keys": 1, "softcap": 0.0}])
+    with pytest.raises(
+        ValueError, match=r"ring ranks \[1\] \(save_gathered_kv: True on most ranks, 1 on ring rank 1\)"
+    ):
+        raise_differences([{"save_gathered_kv": True, "softcap": 0.0}, {"save_gathered_kv": 1, "softcap": 0.0}])
 
 
 def settle(ring: Ring) -> None:
     """What earlier rings of these processes left is taken back, or counted on all ranks, before anybody counts keys."""
     gc.collect()
     dist.barrier()
-    agreement = ring._agreement
-    assert agreement is not None
+    consensus = ring._consensus
+    assert consensus is not None
     for _ in range(2):
-        agreement.compare("settled")
+        consensus.compare("settled")
     dist.barrier()
 
 
 def compare_often() -> int:
     """Keys that a hundred comparisons have left in the store, refusals among them."""
     ring, draw = Ring(), random.Random(0)
-    agreement = ring._agreement
-    assert agreement is not None
+    consensus = ring._consensus
+    assert consensus is not None
     settle(ring)
-    before = agreement._store().num_keys()
+    before = consensus._store().num_keys()
     for number in range(100):
         refuses = draw.randrange(8)
         if refuses == ring.rank:
-            agreement.leave(f"{number} refused")
+            consensus.publish(f"{number} refused")
             continue
-        texts = agreement.compare(f"{number}")
+        texts = consensus.compare(f"{number}")
         assert texts == [f"{number} refused" if rank == refuses else f"{number}" for rank in range(ring.world_size)]
-    agreement.compare("the end")
+    consensus.compare("the end")
     dist.barrier()
-    return agreement._store().num_keys() - before
+    return consensus._store().num_keys() - before
 
 
 @pytest.mark.dist
@@ -239,22 +241,22 @@ def test_what_ranks_compare_does_not_stay_in_the_store(pool: Pools) -> None:
 def come_late_often() -> int:
     """Keys that comparisons to which one rank came after the timeout have left in the store."""
     ring = Ring(timeout=timedelta(seconds=1))
-    agreement = ring._agreement
-    assert agreement is not None
+    consensus = ring._consensus
+    assert consensus is not None
     settle(ring)
-    before = agreement._store().num_keys()
+    before = consensus._store().num_keys()
     for number in range(3):
-        agreement.compare(f"{number}")
+        consensus.compare(f"{number}")
         dist.barrier()
         if ring.rank == number % 2:
             time.sleep(2)
         with pytest.raises(RuntimeError, match=r"did not make this attention call|gave it up"):
-            agreement.compare(f"{number} again")
+            consensus.compare(f"{number} again")
         dist.barrier()
     for _ in range(2):
-        agreement.compare("the end")
+        consensus.compare("the end")
         dist.barrier()
-    return agreement._store().num_keys() - before
+    return consensus._store().num_keys() - before
 
 
 @pytest.mark.dist
@@ -286,21 +288,23 @@ class PythonStore(Store):
 def drop_rings(number: int) -> int:
     """Keys that rings which are gone have left in the store: used, refused on one rank, and never used."""
     last = Ring()
-    assert last._agreement is not None
-    last.agree("a number", "1")
+    assert last._consensus is not None
+    last.assert_equal_across_ranks("a number", "1")
     settle(last)
-    before = last._agreement._store().num_keys()
+    before = last._consensus._store().num_keys()
     for _ in range(number):
         used, refused, _ = Ring(), Ring(), Ring()
         for _ in range(3):
-            used.agree("a number", "1")
+            used.assert_equal_across_ranks("a number", "1")
         with pytest.raises(ValueError, match="no"):
-            refused.refuse(ValueError("no")) if last.rank else refused.agree("a number", "1")
+            refused.raise_on_all_ranks(ValueError("no")) if last.rank else refused.assert_equal_across_ranks(
+                "a number", "1"
+            )
         del used, refused, _
         gc.collect()
-    last.agree("a number", "2")
+    last.assert_equal_across_ranks("a number", "2")
     dist.barrier()
-    return last._agreement._store().num_keys() - before
+    return last._consensus._store().num_keys() - before
 
 
 def call_in_a_fork() -> list[str]:
@@ -310,7 +314,7 @@ def call_in_a_fork() -> list[str]:
     calls = [
         lambda: ring_attention(x, x, x, sharding, causal=True),
         lambda: ring.gather(x, 1, [4, 4]),
-        lambda: Ring().least(1),
+        lambda: Ring().all_reduce_min(1),
     ]
     calls[0]()
     said = list[str]()

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.transport.reduce import base as exchange_module
-from ringattn.transport.reduce.base import Exchange
-from ringattn.transport.reduce.stacked import SimulatedExchange
+from ringattn.transport.reduce.base import PartialReducer
+from ringattn.transport.reduce.stacked import SimulatedReducer
 from ringattn.transport.simulated import run_ranks
 from tests.pool import Pools
 from tests.test_parts import Sizes, attend, draw_parts
@@ -29,15 +29,19 @@ def draw(seed: int, ranks: int, sizes: Sizes, *, sinks: bool) -> tuple[list[Tens
     return list(stack.split(counts)), drawn, *attend(scores, values, drawn)
 
 
-def answer(exchange: Exchange, splits: Tensor, sizes: Sizes, sinks: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
+def answer(
+    reducer: PartialReducer, splits: Tensor, sizes: Sizes, sinks: Tensor | None, dtype: torch.dtype
+) -> list[Tensor]:
     b, s, h, dv = sizes
     o, lse = torch.full((b, s, h, dv), math.nan, dtype=dtype), torch.full((b, h, s), math.nan)
-    exchange.finish(splits, *sizes, sinks, o, lse)
+    reducer.merge_partials(splits, *sizes, sinks, o, lse)
     return [o, lse]
 
 
 def simulate(ranks: int, splits: list[Tensor], sizes: Sizes, sinks: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    found = run_ranks(ranks, lambda seat: answer(SimulatedExchange(seat), splits[seat.rank], sizes, sinks, dtype))
+    found = run_ranks(
+        ranks, lambda context: answer(SimulatedReducer(context), splits[context.rank], sizes, sinks, dtype)
+    )
     for other in found:
         assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
     return found[0]
@@ -66,15 +70,15 @@ def add(shares: list[Tensor], dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def total(exchange: Exchange, x: Tensor, dtype: torch.dtype) -> Tensor:
+def total(reducer: PartialReducer, x: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.full_like(x, math.nan, dtype=dtype)
-    exchange.sum(x, out)
+    reducer.all_reduce(x, out)
     return out
 
 
-def side_by_side(exchange: Exchange, x: Tensor, ranks: int) -> Tensor:
+def side_by_side(reducer: PartialReducer, x: Tensor, ranks: int) -> Tensor:
     out = torch.full((x.shape[0], ranks * x.shape[1]), math.nan, dtype=x.dtype, device=x.device)
-    exchange.gather(x, out)
+    reducer.all_gather_columns(x, out)
     return out
 
 
@@ -111,7 +115,7 @@ def test_simulated_ranks_add_in_the_order_of_the_ranks_and_round_once(
     seed: int, ranks: int, shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
     shares = draw_shares(seed, ranks, shape, dtypes[0])
-    for found in run_ranks(ranks, lambda seat: total(SimulatedExchange(seat), shares[seat.rank], dtypes[1])):
+    for found in run_ranks(ranks, lambda context: total(SimulatedReducer(context), shares[context.rank], dtypes[1])):
         assert_bits(found, add(shares, dtypes[1]))
 
 
@@ -127,7 +131,9 @@ def test_simulated_ranks_lay_columns_side_by_side_bit_for_bit(
     seed: int, ranks: int, rows: int, width: int, dtype: torch.dtype
 ) -> None:
     columns = [draw_bits(seed + rank, (rows, width), dtype) for rank in range(ranks)]
-    for found in run_ranks(ranks, lambda seat: side_by_side(SimulatedExchange(seat), columns[seat.rank], ranks)):
+    for found in run_ranks(
+        ranks, lambda context: side_by_side(SimulatedReducer(context), columns[context.rank], ranks)
+    ):
         assert_bits(found, torch.cat(columns, 1))
 
 
@@ -141,12 +147,12 @@ CASES = [(seed, (1 + seed % 2, 1 + seed % 3, 1 + seed % 4, (8, 5, 128)[seed % 3]
 
 def _group(cases: list[tuple[int, Sizes, bool]]) -> list[list[Tensor]]:
     ring = Ring()
-    exchange, found = ring.exchange("cpu"), []
-    assert ring.exchange(torch.device("cpu")) is exchange
+    reducer, found = ring.partial_reducer("cpu"), []
+    assert ring.partial_reducer(torch.device("cpu")) is reducer
     for seed, sizes, sinks in cases:
         splits, drawn, _, _ = draw(seed, ring.world_size, sizes, sinks=sinks)
         for dtype in (torch.float32, torch.bfloat16):
-            found.append(answer(exchange, splits[ring.rank], sizes, drawn, dtype))
+            found.append(answer(reducer, splits[ring.rank], sizes, drawn, dtype))
     ring.close()
     return found
 
@@ -171,12 +177,12 @@ SHAPES = [(1, 8), (3, 5), (64, 33), (0, 4)]
 
 def _share(dtypes: list[torch.dtype]) -> list[Tensor]:
     ring = Ring()
-    exchange, rank, found = ring.exchange("cpu"), ring.rank, []
+    reducer, rank, found = ring.partial_reducer("cpu"), ring.rank, []
     for seed, shape in enumerate(SHAPES):
         for dtype in dtypes:
             x = draw_shares(seed, ring.world_size, shape, dtype)[rank]
-            found += [total(exchange, x, to) for to in (torch.bfloat16, torch.float32)]
-            found.append(side_by_side(exchange, draw_bits(seed + rank, shape, dtype), ring.world_size))
+            found += [total(reducer, x, to) for to in (torch.bfloat16, torch.float32)]
+            found.append(side_by_side(reducer, draw_bits(seed + rank, shape, dtype), ring.world_size))
     ring.close()
     return found
 
@@ -195,14 +201,14 @@ def test_ranks_add_in_their_order_and_lay_columns_side_by_side(pool: Pools, rank
             assert_bits(x, y)
 
 
-def _finish(exchange: Exchange, b: int, s: int, h: int, dv: int, **wrong: Tensor) -> None:
+def _finish(reducer: PartialReducer, b: int, s: int, h: int, dv: int, **wrong: Tensor) -> None:
     given = {
         "splits": torch.zeros(1, b * s * h * (dv + 2)),
         "sinks": torch.zeros(h),
         "o": torch.empty(b, s, h, dv),
         "lse": torch.empty(b, h, s),
     } | wrong
-    exchange.finish(given["splits"], b, s, h, dv, given["sinks"], given["o"], given["lse"])
+    reducer.merge_partials(given["splits"], b, s, h, dv, given["sinks"], given["o"], given["lse"])
 
 
 @pytest.mark.parametrize(
@@ -224,11 +230,11 @@ def _finish(exchange: Exchange, b: int, s: int, h: int, dv: int, **wrong: Tensor
     ],
 )
 def test_what_does_not_fit_is_refused(wrong: dict[str, Tensor], said: str) -> None:
-    exchange = Ring().exchange("cpu")
+    reducer = Ring().partial_reducer("cpu")
     for _ in range(2):
         with pytest.raises(ValueError, match=said):
-            _finish(exchange, 1, 2, 4, 4, **wrong)
-    _finish(exchange, 1, 2, 4, 4)
+            _finish(reducer, 1, 2, 4, 4, **wrong)
+    _finish(reducer, 1, 2, 4, 4)
 
 
 NUMBERS = torch.zeros(16)
@@ -249,12 +255,12 @@ NUMBERS = torch.zeros(16)
     ],
 )
 def test_sums_that_do_not_fit_are_refused(x: Tensor, out: Tensor, said: str) -> None:
-    exchange = Ring().exchange("cpu")
-    assert_bits(total(exchange, torch.ones(2, 4), torch.bfloat16), torch.ones(2, 4, dtype=torch.bfloat16))
-    exchange.sum(NUMBERS[:8], NUMBERS[8:])
+    reducer = Ring().partial_reducer("cpu")
+    assert_bits(total(reducer, torch.ones(2, 4), torch.bfloat16), torch.ones(2, 4, dtype=torch.bfloat16))
+    reducer.all_reduce(NUMBERS[:8], NUMBERS[8:])
     for _ in range(2):
         with pytest.raises(ValueError, match=said):
-            exchange.sum(x, out)
+            reducer.all_reduce(x, out)
 
 
 @pytest.mark.parametrize(
@@ -273,32 +279,32 @@ def test_sums_that_do_not_fit_are_refused(x: Tensor, out: Tensor, said: str) -> 
     ],
 )
 def test_columns_that_do_not_fit_are_refused(x: Tensor, out: Tensor, said: str) -> None:
-    exchange = Ring().exchange("cpu")
+    reducer = Ring().partial_reducer("cpu")
     for _ in range(2):
         with pytest.raises(ValueError, match=said):
-            exchange.gather(x, out)
+            reducer.all_gather_columns(x, out)
 
 
 def _differing(what: str) -> str:
     ring = Ring(timeout=timedelta(seconds=1))
-    exchange = ring.exchange("cpu")
-    _finish(exchange, 1, 1, 2, 4)
+    reducer = ring.partial_reducer("cpu")
+    _finish(reducer, 1, 1, 2, 4)
     try:
         if what == "heads":
-            _finish(exchange, 1, 1, 4 if ring.rank else 8, 4)
+            _finish(reducer, 1, 1, 4 if ring.rank else 8, 4)
         elif what == "shapes":
-            total(exchange, torch.zeros(2, 8 if ring.rank else 4), torch.float32)
+            total(reducer, torch.zeros(2, 8 if ring.rank else 4), torch.float32)
         elif what == "dtypes":
-            side_by_side(exchange, torch.zeros(2, 4, dtype=torch.float16 if ring.rank else torch.bfloat16), 3)
+            side_by_side(reducer, torch.zeros(2, 4, dtype=torch.float16 if ring.rank else torch.bfloat16), 3)
         elif what == "operations":
             x = torch.zeros(2, 4)
-            side_by_side(exchange, x, 3) if ring.rank else total(exchange, x, torch.float32)
+            side_by_side(reducer, x, 3) if ring.rank else total(reducer, x, torch.float32)
         elif what == "strides":
-            total(exchange, torch.zeros(8, 4).T if ring.rank == 1 else torch.zeros(4, 8), torch.bfloat16)
+            total(reducer, torch.zeros(8, 4).T if ring.rank == 1 else torch.zeros(4, 8), torch.bfloat16)
         elif what == "refused":
-            _finish(exchange, 1, 2, 2, 4, **({"lse": torch.empty(1)} if ring.rank else {}))
+            _finish(reducer, 1, 2, 2, 4, **({"lse": torch.empty(1)} if ring.rank else {}))
         elif ring.rank == 0:
-            _finish(exchange, 2, 1, 2, 4)
+            _finish(reducer, 2, 1, 2, 4)
         else:
             return "absent"
     except (ValueError, RuntimeError) as error:
@@ -353,8 +359,8 @@ def test_a_rank_that_does_not_come_is_named(pool: Pools) -> None:
 
 def _lost() -> str:
     ring = Ring()
-    exchange = ring.exchange("cpu")
-    _finish(exchange, 1, 1, 2, 4)
+    reducer = ring.partial_reducer("cpu")
+    _finish(reducer, 1, 1, 2, 4)
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("connection closed by peer")
@@ -362,7 +368,7 @@ def _lost() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange_module, "_gather", fail)
         try:
-            _finish(exchange, 1, 1, 2, 4)
+            _finish(reducer, 1, 1, 2, 4)
         except RuntimeError as error:
             return str(error)
     return ""
@@ -379,14 +385,14 @@ def test_a_collective_that_fails_names_the_ranks(pool: Pools) -> None:
 
 def _named() -> list[str]:
     ring = Ring()
-    names = [str(ring.exchange("cpu"))]
+    names = [str(ring.partial_reducer("cpu"))]
     ring.close()
     asked = Ring(transport="process_group")
-    return [*names, str(ring.exchange("cpu")), str(asked.exchange("cpu"))]
+    return [*names, str(ring.partial_reducer("cpu")), str(asked.partial_reducer("cpu"))]
 
 
 @pytest.mark.dist
 def test_an_exchange_says_what_it_is_and_why(pool: Pools) -> None:
     wanted = ["group: the partials are in cpu memory"] * 2 + ["group: process_group: asked for"]
     assert pool(2).run(_named) == [wanted] * 2
-    assert str(Ring().exchange("cpu")) == "alone: one rank: every key is here already"
+    assert str(Ring().partial_reducer("cpu")) == "alone: one rank: every key is here already"

@@ -568,10 +568,10 @@ def reuse() -> tuple[int, int]:
     sizes = []
     for _ in range(3):
         ring_attention(x, x, x, sharding, causal=True).sum().backward()
-        sizes.append(ring.seat.buffers.num_bytes())
+        sizes.append(ring.context.buffers.num_bytes())
     assert sizes[0] == sizes[2] > 0
     ring.close()
-    return sizes[0], ring.seat.buffers.num_bytes()
+    return sizes[0], ring.context.buffers.num_bytes()
 
 
 def test_copies_of_a_ring_are_the_ring() -> None:
@@ -717,7 +717,7 @@ def do_other_things(kind: str) -> str:
         elif kind == "unshard":
             sharding.unshard(x)
         else:
-            ring.agree("a RingCache", "batch=1")
+            ring.assert_equal_across_ranks("a RingCache", "batch=1")
     except (ValueError, RuntimeError) as error:
         return str(error)
     return ""

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ringattn import Ring, autograd, dispatch, ring_attention, simulate_ring
 from ringattn.kernels import eager
-from ringattn.transport.base import Seat
-from ringattn.transport.simulated import SimulatedGatherer, run_ranks
+from ringattn.transport.base import RingContext
+from ringattn.transport.simulated import SimulatedKVGather, run_ranks
 from tests import gathering_kernels
 from tests.pool import Pools
 
@@ -34,13 +34,13 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(dispatch, "_plans", {})
     for name in ("gathers", "can_capture", "forward_gathered", "backward_gathered", "add_homes"):
         monkeypatch.setattr(eager, name, getattr(gathering_kernels, name), raising=False)
-    gather = SimulatedGatherer.gather
+    gather = SimulatedKVGather.gather
 
-    def counting(self: SimulatedGatherer, *args: Any, **kwargs: Any) -> Any:
+    def counting(self: SimulatedKVGather, *args: Any, **kwargs: Any) -> Any:
         counted[args[-1]] += 1
         return gather(self, *args, **kwargs)
 
-    monkeypatch.setattr(SimulatedGatherer, "gather", counting)
+    monkeypatch.setattr(SimulatedKVGather, "gather", counting)
     return counted
 
 
@@ -48,9 +48,9 @@ def on_all_ranks(body: Callable[[Ring], Any], *, keep: bool) -> list[Any]:
     """The results of `body`, whose ring is one of several ranks."""
     rings = []
 
-    def run(seat: Seat) -> Any:
-        ring = Ring(impl="eager", keep_keys=keep)
-        ring.rank, ring.world_size, ring.seat = seat.rank, seat.world_size, seat
+    def run(context: RingContext) -> Any:
+        ring = Ring(impl="eager", save_gathered_kv=keep)
+        ring.rank, ring.world_size, ring.context = context.rank, context.world_size, context
         rings.append(ring)
         return body(ring)
 
@@ -173,7 +173,7 @@ def test_the_simulated_ring_keeps_them_too(
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(2, 61, heads, 16, generator=generator) for heads in (4, 2, 2, 4))
     args: dict[str, Any] = {"layout": layout, "do": do, "memory_budget": PLENTY, **mask}
-    kept = simulate_ring(q, k, v, world_size, keep_keys=True, **args)
+    kept = simulate_ring(q, k, v, world_size, save_gathered_kv=True, **args)
     assert gathers == Counter(forward=world_size)
     again = simulate_ring(q, k, v, world_size, **args)
     assert gathers == Counter(forward=2 * world_size, backward=world_size)
@@ -187,7 +187,7 @@ def test_the_simulated_ring_keeps_them_too(
 def test_what_cannot_be_kept_is_not(gathers: Counter[str], options: dict[str, Any]) -> None:
     q, k, v, do = (torch.randn(1, 24, heads, 16) for heads in (4, 2, 2, 4))
     args: dict[str, Any] = {"do": do, "memory_budget": PLENTY, **options}
-    kept, plain = (simulate_ring(q, k, v, 2, keep_keys=keep, **args) for keep in (True, False))
+    kept, plain = (simulate_ring(q, k, v, 2, save_gathered_kv=keep, **args) for keep in (True, False))
     assert kept.grads is not None
     assert plain.grads is not None
     assert all(torch.equal(kept.grads[name], plain.grads[name]) for name in "qkv")
@@ -229,11 +229,11 @@ def test_nothing_is_kept_longer_than_the_graph(gathers: Counter[str], monkeypatc
 
 
 def differing() -> str:
-    ring = Ring(keep_keys=True)
+    ring = Ring(save_gathered_kv=True)
     x = torch.randn(1, 8, 2, 16, requires_grad=True)
     o = ring_attention(x, x, x, ring.sharding(16), causal=True)
     torch.autograd.grad(o.sum(), x)
-    other = Ring(keep_keys=ring.rank == 0)
+    other = Ring(save_gathered_kv=ring.rank == 0)
     try:
         ring_attention(x, x, x, other.sharding(16), causal=True)
     except ValueError as error:
@@ -244,4 +244,4 @@ def differing() -> str:
 @pytest.mark.dist
 def test_ranks_that_would_keep_and_ranks_that_would_not_refuse_alike(pool: Pools) -> None:
     for said in pool(2).run(differing):
-        assert "keep_keys" in said
+        assert "save_gathered_kv" in said

@@ -128,7 +128,7 @@ def attend(
     ring = step.cache.ring if isinstance(step, Step) else sharding.ring if isinstance(sharding, Sharding) else None
     lengths = key_bias = tokens = None
     # what is refused here on one rank, others hear of
-    with nullcontext() if ring is None else ring.shared_refusals():
+    with nullcontext() if ring is None else ring.propagate_errors():
         _refuse_others(others, sharding)
         mask = _check_mask(attention_mask)
         causal = _resolve_causal(module, is_causal, mask)

@@ -33,7 +33,7 @@ Note [All ranks alike]
 
 Note [A replay that does not end]
     A rank that dies leaves the others in a replay whose exchange nobody answers, and torch's watchdog does not see it. So after
-    a replay the host waits for what it has computed in a way that ends (`Ring.wait`), before anybody blocks to read it. Who
+    a replay the host waits for what it has computed in a way that ends (`Ring.synchronize`), before anybody blocks to read it. Who
     makes calls before it reads what earlier ones gave waits so by itself (`awaited=False`).
 """
 
@@ -54,7 +54,7 @@ from ringattn.inference.static import most_blocks
 from ringattn.inference.step import MOST_DECODED
 from ringattn.integrations.transformers.replacing import distance
 from ringattn.integrations.transformers.steps import forward_step
-from ringattn.transport.timeout import Marks
+from ringattn.transport.timeout import EventPair
 
 LEAST_BLOCKS = 1024
 """Blocks of a request on one rank for which there is room at first."""
@@ -76,7 +76,7 @@ class CannotRecord(RuntimeError):
 class Recorder(Protocol):
     """What makes a call that can be made again and again, at the same addresses."""
 
-    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
+    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], EventPair | None]]:
         """Records a call, which it may make before.
 
         Args:
@@ -104,7 +104,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
+    def record(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], EventPair | None]]:
         """See `Recorder.record`."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -132,14 +132,14 @@ class CudaGraphs:
             raise CannotRecord(f"{type(error).__name__}: {lines[0]}") from error
         current.wait_stream(self._stream)
         begun, ended = torch.cuda.Event(), torch.cuda.Event()
-        marks = Marks(begun, ended)
+        events = EventPair(begun, ended)
 
-        def replay() -> Marks:
+        def replay() -> EventPair:
             stream = torch.cuda.current_stream(self._device)
             begun.record(stream)
             graph.replay()
             ended.record(stream)
-            return marks
+            return events
 
         return out, replay
 
@@ -203,9 +203,9 @@ def find_obstacle(model: nn.Module, cache: PagedKVCache) -> str | None:
     device = cache.device
     if device.type != "cuda":
         return f"graphs need a GPU, and the cache is in {device.type} memory"
-    exchange = cache.ring.exchange(device)
-    if not exchange.capturable:
-        return f"the exchange of partials can not be captured ({exchange})"
+    reducer = cache.ring.partial_reducer(device)
+    if not reducer.capturable:
+        return f"the exchange of partials can not be captured ({reducer})"
     elsewhere = sorted({str(x.device) for x in model.parameters() if x.device != device})
     if elsewhere:
         return f"the model has weights on {', '.join(elsewhere)} beside {device}"
@@ -276,7 +276,7 @@ class _Recorded:
     tokens: Tensor
     wanted: range | Tensor
     logits: Tensor
-    replay: Callable[[], Marks | None]
+    replay: Callable[[], EventPair | None]
     kind: Callable[..., Any]
     checked: bool = False
 
@@ -381,7 +381,7 @@ class Decoding:
         Raises:
             ValueError: As `PagedKVCache.extend`.
             CacheFull: Likewise.
-            RuntimeError: A rank did not come within the ring's timeout; of a replay as `Ring.wait` says.
+            RuntimeError: A rank did not come within the ring's timeout; of a replay as `Ring.synchronize` says.
         """
         b, new = tokens.shape
         recorded = self._find(requests, new, last)
@@ -448,14 +448,14 @@ class Decoding:
 
     def _check_ring(self) -> None:
         """A replay asks nobody whether the ring has failed."""
-        self._cache.ring.exchange(self._cache.device).check()
+        self._cache.ring.partial_reducer(self._cache.device).check()
 
     def _replay(self, recorded: _Recorded, name: str, brought: str) -> Tensor:
         """All logits of a call whose inputs are there (Note [A replay that does not end]); the words are for an error."""
-        marks, ring = recorded.replay(), self._cache.ring
+        events, ring = recorded.replay(), self._cache.ring
         self._replays += 1
         if ring.world_size > 1 and (self._awaited or not recorded.checked):
-            ring.wait(self._cache.device, marks=marks, what=f"replayed {name} {self._replays} ({brought})")
+            ring.synchronize(self._cache.device, events=events, what=f"replayed {name} {self._replays} ({brought})")
         return recorded.logits
 
     def _find(self, requests: Sequence[int], new: int, last: int) -> _Recorded | None:
@@ -516,7 +516,7 @@ class Decoding:
                 made = _Recorded(step, tokens, wanted, logits, replay, kinds[-1])
             except CannotRecord as error:
                 why = str(error)
-        if not cache.ring.least(int(made is not None)):
+        if not cache.ring.all_reduce_min(int(made is not None)):
             self._refuse(why or "another rank could not capture a call", own=bool(why))
             return None
         assert made is not None, "the least of all ranks is not more than this one's"
@@ -530,7 +530,7 @@ class Decoding:
         # what is no number in both is alike
         apart, size = distance(found.float().nan_to_num(), plain.float().nan_to_num())
         good = apart <= 4 * torch.finfo(plain.dtype).eps * size
-        recorded.checked = bool(self._cache.ring.least(int(good)))
+        recorded.checked = bool(self._cache.ring.all_reduce_min(int(good)))
         if recorded.checked:
             return found
         self._recorded = {shape: one for shape, one in self._recorded.items() if one is not recorded}

@@ -125,7 +125,7 @@ class RingCache(Cache):
         kv_dtype: torch.dtype | None = None,
         graphs: bool | Recorder | None = None,
     ) -> None:
-        with ring.shared_refusals():
+        with ring.propagate_errors():
             for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}")
@@ -160,10 +160,12 @@ class RingCache(Cache):
         self._calling = False  # whether a call of the model has begun and not come to its end
         self._forked = False  # whether sequences were repeated, which may then be kept by different ranks
         self._unwrap: Callable[[], None] | None = None
-        with ring.shared_refusals():
+        with ring.propagate_errors():
             self._recorder = choose_recorder(graphs, model, self.kv)
         # which neither the cache shows nor every call
-        ring.agree("a RingCache", f"max_tokens={max_tokens}, batch={batch}, CUDA graphs: {self._recorder is not None}")
+        ring.assert_equal_across_ranks(
+            "a RingCache", f"max_tokens={max_tokens}, batch={batch}, CUDA graphs: {self._recorder is not None}"
+        )
         # by layers that are called (Note [Drafts]); made with the model's own forward, at the first call
         self._decodings: dict[int, Decoding] = {}
 
@@ -218,7 +220,7 @@ class RingCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens: as many as a negative number says, or, where the release has it so, all from a length on."""
         length = self.get_seq_length()
-        with self.ring.shared_refusals():
+        with self.ring.propagate_errors():
             tokens_to_remove = int(tokens_to_remove)  # which may come as a tensor
             if CROPS_BY_COUNT and tokens_to_remove > 0:
                 raise ValueError(
@@ -290,7 +292,7 @@ class RingCache(Cache):
     def _generate(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of the model's own generate with this cache (Note [Alike on all ranks])."""
         kv = self._open()
-        with self.ring.shared_refusals():
+        with self.ring.propagate_errors():
             _check_clock(self._model, self.ring.world_size, args, kwargs)
             _check_guidance(self._model, args, kwargs)
             _check_early_exit(self._model, args, kwargs)
@@ -300,7 +302,7 @@ class RingCache(Cache):
         said = {name: value for name, value in kwargs.items() if name not in _OWN}
         words = _in_words([*args, said, self._model.generation_config])
         digest = blake2b(words.encode(), digest_size=8).hexdigest()
-        self.ring.agree("what generate is called with", f"{words[:SHOWN]}, digest {digest}")
+        self.ring.assert_equal_across_ranks("what generate is called with", f"{words[:SHOWN]}, digest {digest}")
         _share_generators(self.ring, kv.device)
         self._compared = self._calling = False
         try:
@@ -309,7 +311,7 @@ class RingCache(Cache):
             if self._calling:
                 raise  # ranks have raised it together, or were told
             kv.accord.forget()
-            self.ring.refuse(error)
+            self.ring.raise_on_all_ranks(error)
         kv.accord.note("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
         kv.accord.compare("what generate returns")
         return out
@@ -440,7 +442,7 @@ class RingCache(Cache):
 
         Refuses what is wrong, or differs between ranks.
         """
-        with self.ring.shared_refusals():
+        with self.ring.propagate_errors():
             firsts = self._read(given, name)
         if self.ring.world_size == 1:
             return firsts, True
@@ -460,7 +462,9 @@ class RingCache(Cache):
             int(_hash(x))
             for x in (new, torch.tensor(firsts, device="cpu"), *(() if positions is None else (positions,)))
         ]
-        self.ring.agree("what the model is called with", f"{words}, digests of tokens, padding and places {numbers}")
+        self.ring.assert_equal_across_ranks(
+            "what the model is called with", f"{words}, digests of tokens, padding and places {numbers}"
+        )
         self._compared = True
         return firsts, True
 
@@ -569,7 +573,7 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
     def call_without(cache: Any, /, *args: Any, **kwargs: Any) -> Any:
         if generating and cache is None:
             generating[-1]._calling = True
-            generating[-1].ring.refuse(
+            generating[-1].ring.raise_on_all_ranks(
                 NotImplementedError(
                     f"generation must hand the RingCache to every call of the model, got one of {type(model).__name__} without, "
                     "which drops a cache at this length to compute all tokens anew (Phi 3 and its kin do beyond "
@@ -589,7 +593,7 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
             return call_without(cache, *args, **kwargs)
         if cache._model is not model:
             cache._calling = True
-            cache.ring.refuse(
+            cache.ring.raise_on_all_ranks(
                 ValueError(
                     f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
                     f"another {type(cache._model).__name__}; make each model a RingCache of its own"

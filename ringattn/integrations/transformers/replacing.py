@@ -129,7 +129,7 @@ def replace(replacements: Sequence[Replacement], ring: Ring, what: str) -> str:
     why = agree(why, ring)
     if not why:
         try:
-            ring.agree(f"what {what} parts give", digest.hexdigest())
+            ring.assert_equal_across_ranks(f"what {what} parts give", digest.hexdigest())
         except ValueError as error:
             why = str(error)
     if not why:
@@ -141,7 +141,7 @@ def replace(replacements: Sequence[Replacement], ring: Ring, what: str) -> str:
 
 def agree(why: str, ring: Ring) -> str:
     """What is wrong on this rank, or that something is on another one; empty when nothing is."""
-    if ring.least(int(not why)):
+    if ring.all_reduce_min(int(not why)):
         return ""
     return why or "another rank could not"
 

@@ -135,7 +135,7 @@ def _split_mlp(mlp: nn.Module, ring: Ring, backend: str | Callable | None) -> Re
         some = x.reshape(1, -1, x.shape[-1])
         addends = addends_of(gate(some)) if gate is not None and gate.has_kernel(some) else call(some)
         out = torch.empty(addends.shape, dtype=x.dtype, device=x.device)
-        ring.exchange(x.device).sum(addends, out)
+        ring.partial_reducer(x.device).all_reduce(addends, out)
         return out.view(x.shape)
 
     # a kind of its own, so that each is tried (Note [Slices])
@@ -152,7 +152,7 @@ def _split_head(head: nn.Linear, ring: Ring) -> Replacement:
             return whole(x)
         part = product(x.reshape(-1, x.shape[-1]))
         out = torch.empty(part.shape[0], head.out_features, dtype=part.dtype, device=part.device)
-        ring.exchange(x.device).gather(part, out)
+        ring.partial_reducer(x.device).all_gather_columns(part, out)
         return out.view(*x.shape[:-1], -1)
 
     return Replacement(head, (type(head), "head"), forward, rows_for(head, head.in_features), before=whole)

@@ -111,7 +111,7 @@ def run_step(model: nn.Module, step: Step, tokens: Tensor, *, wanted: Sequence[i
         >>> run_step(model, step, torch.cat([prompt, other]), wanted=[1]).shape  # doctest: +SKIP
         torch.Size([1, 32000])
     """
-    with step.cache.ring.shared_refusals():
+    with step.cache.ring.propagate_errors():
         tokens = tokens[None] if tokens.dim() == 1 else tokens
         new = _new_tokens(step)
         if tuple(tokens.shape) != (step.batch, new):

@@ -25,16 +25,16 @@ from torch import Tensor
 
 from ringattn.kernels.pack import Cleared
 from ringattn.transport.copy_engine.graph_cache import GraphCache
-from ringattn.transport.copy_engine.peer_buffers import PAYLOAD_ALIGNMENT, Far, Station
-from ringattn.transport.copy_engine.semaphores import Words
+from ringattn.transport.copy_engine.peer_buffers import PAYLOAD_ALIGNMENT, PeerBuffer, RemoteKVBuffer
+from ringattn.transport.copy_engine.semaphores import Semaphores
 from ringattn.transport.copy_engine.streams import Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory, aligned
-from ringattn.transport.copy_engine.watchdog import DEVICE_WORDS, ERROR, GATE, HOST_WORDS, PROCEED, Watch
+from ringattn.transport.copy_engine.watchdog import DEVICE_INTS, ERROR, GATE, HOST_INTS, PROCEED, Watchdog
 
 T = TypeVar("T")
-S = TypeVar("S", bound=Station)
+S = TypeVar("S", bound=PeerBuffer)
 
-COURSES = 256
+MAX_PROGRAMS = 256
 """Constant programs that a ring keeps."""
 PAYLOADS = 16
 """Tensors of one kind that one post may send beyond what it reserved, as padding."""
@@ -44,27 +44,27 @@ BOX_NAMES = ("outboxes", "outboxes of replies")
 
 
 @dataclass(eq=False)
-class Lent:
+class ZeroCopyKV:
     """A slot that the caller fills itself, or that rows of another node come into.
 
     Attributes:
         slot: `b rows hk (d + dv)`.
         k: The keys in it, of this rank's rows.
         v: Likewise the values.
-        courses: Keys of what was made for it (`Holdings.keep`).
+        infos: Keys of what was made for it (`RankBuffers.keep`).
     """
 
     slot: Tensor
     k: Tensor
     v: Tensor
-    courses: set[Any] = field(default_factory=set)
+    infos: set[Any] = field(default_factory=set)
 
 
-ordinary = torch.inference_mode(False)
+outside_inference_mode = torch.inference_mode(False)
 """Decorates what makes tensors that outlive a call: a call outside of inference mode must be able to write and to save them."""
 
 
-class Holdings:
+class RankBuffers:
     """What a rank holds. A base and not a part of what calls are made on: these come many times per step, and look up little.
 
     Args:
@@ -77,11 +77,11 @@ class Holdings:
         timeout: Seconds that the ring may stand still.
 
     Attributes:
-        watch: What looks after the ring.
-        words: What programs of this rank say beside rows.
+        watchdog: What looks after the ring.
+        semaphores: What programs of this rank say beside rows.
     """
 
-    @ordinary
+    @outside_inference_mode
     def __init__(
         self, rank: int, members: Sequence[int], name: str, streams: Streams, memory: Memory, timeout: float
     ) -> None:
@@ -92,51 +92,51 @@ class Holdings:
         self._memory = memory
         self._timeout = timeout
         # the watch comes first: it says what is missing. Twice as long: also without it a kernel ends
-        self._patience = int(2 * timeout * 1e9)
-        self._host = memory.host_words(HOST_WORDS)
-        self._control = memory.region(aligned(4 * DEVICE_WORDS), "words")
-        control = self._control.local[: 4 * DEVICE_WORDS].view(torch.int32)
+        self._timeout_ns = int(2 * timeout * 1e9)
+        self._host = memory.pinned_ints(HOST_INTS)
+        self._control = memory.region(aligned(4 * DEVICE_INTS), "words")
+        control = self._control.local[: 4 * DEVICE_INTS].view(torch.int32)
         control[[GATE, PROCEED]] = 1
         self._error = control[ERROR : ERROR + 1]
-        memory.meet("words begin")
+        memory.barrier("words begin")
         place = self._members.index(rank)
-        device = tuple(self._control.addresses[place] + 4 * i for i in range(DEVICE_WORDS))
-        self.watch = Watch(rank, name, self._host, device, streams, timeout)
+        device = tuple(self._control.addresses[place] + 4 * i for i in range(DEVICE_INTS))
+        self.watchdog = Watchdog(rank, name, self._host, device, streams, timeout)
         others = [address for other, address in enumerate(self._control.addresses) if other != place]
-        self.watch.territory.gates.update(address + 4 * GATE for address in others)
-        self.watch.territory.errors.update(address + 4 * ERROR for address in others)
-        self.words = Words(rank, self._members, device, self._host.data_ptr(), streams, self.watch)
+        self.watchdog.recovery.gates.update(address + 4 * GATE for address in others)
+        self.watchdog.recovery.errors.update(address + 4 * ERROR for address in others)
+        self.semaphores = Semaphores(rank, self._members, device, self._host.data_ptr(), streams, self.watchdog)
         self._nothing = torch.empty(0, dtype=torch.uint8, device=memory.device)
         self._stretches: OrderedDict[tuple[tuple[int, int], ...], Tensor] = OrderedDict()
-        self._courses: OrderedDict[Any, Any] = OrderedDict()
+        self._programs: OrderedDict[Any, Any] = OrderedDict()
         self._captured = False
-        self._let_go()
+        self._reset()
 
-    def _let_go(self) -> None:
+    def _reset(self) -> None:
         """Holds nothing: at the beginning, and when all is given up."""
-        self._courses.clear()
+        self._programs.clear()
         self._graphs = GraphCache()
-        self._fars: list[Far] = []
-        self._homes: list[Station] = []
-        self._boxes: tuple[list[Station], ...] = tuple([] for _ in KINDS)
+        self._remote_buffers: list[RemoteKVBuffer] = []
+        self._grad_buffers: list[PeerBuffer] = []
+        self._boxes: tuple[list[PeerBuffer], ...] = tuple([] for _ in KINDS)
         self._reserved = [0 for _ in KINDS]
-        self._lent: dict[tuple[str, tuple[Any, ...]], Lent] = {}
-        self._lent_at: dict[int, Lent] = {}  # by the address of their memory
-        self._slot = self._flags = self._own = self._nothing
-        self._guests = [self._nothing, self._nothing]
+        self._zero_copy: dict[tuple[str, tuple[Any, ...]], ZeroCopyKV] = {}
+        self._zero_copy_at: dict[int, ZeroCopyKV] = {}  # by the address of their memory
+        self._slot = self._flags = self._local_grads = self._nothing
+        self._shard_buffers = [self._nothing, self._nothing]
         self._raised: dict[int, Tensor] = {}  # by head groups: flags of rows that are there
-        self._far_layout: object = None  # of the gather whose guard rows are zero in far
-        here = self.watch.territory
-        semaphores = here.free, here.full, here.room, here.home
-        for known in (*semaphores, here.flags, here.raised, here.own, here.received, here.kept):
+        self._remote_layout: object = None  # of the gather whose guard rows are zero in far
+        here = self.watchdog.recovery
+        semaphores = here.reusable, here.ready, here.turn, here.grad_return
+        for known in (*semaphores, here.flags, here.raised, here.local_grads, here.received, here.kept):
             known.clear()
 
     def num_bytes(self) -> int:
         """Bytes of device memory held now."""
-        lent = (lent.slot for lent in self._lent.values())
-        local = (self._slot, self._flags, self._own, *self._guests, *lent, *self._raised.values())
-        stations = sum(station.region.local.numel() for station in self._stations())
-        return stations + self.streams.graph_bytes() + sum(x.untyped_storage().nbytes() for x in local)
+        zero_copy = (zero_copy.slot for zero_copy in self._zero_copy.values())
+        local = (self._slot, self._flags, self._local_grads, *self._shard_buffers, *zero_copy, *self._raised.values())
+        peer_buffers = sum(peer_buffer.region.local.numel() for peer_buffer in self._peer_buffers())
+        return peer_buffers + self.streams.graph_bytes() + sum(x.untyped_storage().nbytes() for x in local)
 
     def find(self, key: Any) -> Any:
         """What an earlier call has made (Note [Seen before]); None: nothing.
@@ -144,9 +144,9 @@ class Holdings:
         Args:
             key: What that follows from.
         """
-        found = self._courses.get(key)
+        found = self._programs.get(key)
         if found is not None:
-            self._courses.move_to_end(key)
+            self._programs.move_to_end(key)
         return found
 
     def keep(self, key: Any, made: T) -> T:
@@ -156,21 +156,21 @@ class Holdings:
             key: What it follows from.
             made: What was made.
         """
-        self._courses[key] = made
-        if len(self._courses) > COURSES:
-            _, old = self._courses.popitem(last=False)
+        self._programs[key] = made
+        if len(self._programs) > MAX_PROGRAMS:
+            _, old = self._programs.popitem(last=False)
             self._retire(old)
         return made
 
-    def _forget_courses(self) -> None:
-        self._retire(list(self._courses.values()))
-        self._courses.clear()
+    def _forget_programs(self) -> None:
+        self._retire(list(self._programs.values()))
+        self._programs.clear()
         self._graphs.clear()
 
     def _retire(self, old: Any) -> None:
         """Lets go, unless a captured graph may use it (Note [Old memory] of symmetric_memory.py)."""
         if self._captured:
-            self.watch.territory.kept.append(old)
+            self.watchdog.recovery.kept.append(old)
 
     def _refuse_in_capture(self, what: str) -> None:
         if self.streams.capturing():
@@ -179,46 +179,48 @@ class Holdings:
                 "make the same call once before capturing it"
             )
 
-    def _stations(self) -> list[Station]:
+    def _peer_buffers(self) -> list[PeerBuffer]:
         """Wherever rows wait for peers or come from them."""
-        return [*self._fars, *self._homes, *chain(*self._boxes)]
+        return [*self._remote_buffers, *self._grad_buffers, *chain(*self._boxes)]
 
-    @ordinary
+    @outside_inference_mode
     def _grow(
-        self, kind: list[S], num_bytes: int, what: str, make: Callable[..., S] = Station, turns: int = 2
+        self, kind: list[S], num_bytes: int, what: str, make: Callable[..., S] = PeerBuffer, turns: int = 2
     ) -> list[S]:
         """The stations of a kind, at least so large. `num_bytes` is the same on all ranks, and so is growing."""
         if not kind or kind[0].num_bytes < num_bytes:
             self._refuse_in_capture(what)
             if kind:
                 # whoever still reads the old ones is let finish, on all ranks
-                self._memory.meet(f"{what} grow")
-                for station in kind:
-                    self._forget(station)
-            self._forget_courses()
+                self._memory.barrier(f"{what} grow")
+                for peer_buffer in kind:
+                    self._forget(peer_buffer)
+            self._forget_programs()
             kind[:] = [make(self._memory, self._members, num_bytes, f"{what} {turn}") for turn in range(turns)]
-            for station in kind:
-                self._know(station)
+            for peer_buffer in kind:
+                self._know(peer_buffer)
         return kind
 
-    def _know(self, station: Station) -> None:
-        here, me, peers = self.watch.territory, self._rank, self.words.peers
-        (here.room if isinstance(station, Far) else here.free).update(station.free(me, peer) for peer in peers)
-        full = here.home if station in self._homes else here.full
-        full.update(station.full(me, peer, g) for peer in peers for g in range(station.groups))
+    def _know(self, peer_buffer: PeerBuffer) -> None:
+        here, me, peers = self.watchdog.recovery, self._rank, self.semaphores.peers
+        (here.turn if isinstance(peer_buffer, RemoteKVBuffer) else here.reusable).update(
+            peer_buffer.reusable(me, peer) for peer in peers
+        )
+        ready = here.grad_return if peer_buffer in self._grad_buffers else here.ready
+        ready.update(peer_buffer.ready(me, peer, g) for peer in peers for g in range(peer_buffer.groups))
 
-    def _forget(self, station: Station) -> None:
+    def _forget(self, peer_buffer: PeerBuffer) -> None:
         if self._captured:
-            self._retire(station)
+            self._retire(peer_buffer)
             return
-        here = self.watch.territory
-        for peer in self.words.peers:
-            for addresses in (here.free, here.room):
-                addresses.discard(station.free(self._rank, peer))
-            for addresses in (here.full, here.home):
-                addresses.difference_update(station.full(self._rank, peer, g) for g in range(station.groups))
+        here = self.watchdog.recovery
+        for peer in self.semaphores.peers:
+            for addresses in (here.reusable, here.turn):
+                addresses.discard(peer_buffer.reusable(self._rank, peer))
+            for addresses in (here.ready, here.grad_return):
+                addresses.difference_update(peer_buffer.ready(self._rank, peer, g) for g in range(peer_buffer.groups))
 
-    @ordinary
+    @outside_inference_mode
     def _local(self, old: Tensor, num_bytes: int, known: set[tuple[int, int]] | None, unit: int) -> Tensor:
         """A plain buffer of at least so many bytes; the old one where it is large enough."""
         if old.numel() >= num_bytes:
@@ -226,7 +228,7 @@ class Holdings:
         self._refuse_in_capture("a buffer")
         if old.numel():
             self.streams.synchronize()
-            self._forget_courses()
+            self._forget_programs()
             if self._captured:
                 self._retire(old)
             elif known is not None:
@@ -236,15 +238,17 @@ class Holdings:
             known.add((new.data_ptr(), new.numel() // unit))
         return new
 
-    def _make_far(self, num_bytes: int) -> Far:
-        before = self._fars[:]
-        (far,) = self._grow(self._fars, num_bytes, "far", functools.partial(Far, self._rank), turns=1)
-        if far not in before:
-            self._far_layout = None
-        return far
+    def _make_remote_buffer(self, num_bytes: int) -> RemoteKVBuffer:
+        before = self._remote_buffers[:]
+        (remote,) = self._grow(
+            self._remote_buffers, num_bytes, "far", functools.partial(RemoteKVBuffer, self._rank), turns=1
+        )
+        if remote not in before:
+            self._remote_layout = None
+        return remote
 
-    def _make_homes(self, num_bytes: int) -> list[Station]:
-        return self._grow(self._homes, len(self.words.peers) * aligned(num_bytes), "homes")
+    def _make_grad_buffers(self, num_bytes: int) -> list[PeerBuffer]:
+        return self._grow(self._grad_buffers, len(self.semaphores.peers) * aligned(num_bytes), "homes")
 
     def _make_boxes(self, kind: int, num_bytes: int) -> None:
         self._grow(self._boxes[kind], aligned(num_bytes + PAYLOADS * PAYLOAD_ALIGNMENT), BOX_NAMES[kind])
@@ -254,35 +258,35 @@ class Holdings:
         self._slot = self._local(self._slot, num_bytes, None, 1)
         return self._slot
 
-    def _make_guest(self, turn: int, num_bytes: int) -> Tensor:
-        before = self._guests[turn]
-        flat = self._guests[turn] = self._local(before, num_bytes, None, 1)
+    def _make_shard_buffer(self, turn: int, num_bytes: int) -> Tensor:
+        before = self._shard_buffers[turn]
+        flat = self._shard_buffers[turn] = self._local(before, num_bytes, None, 1)
         if flat is not before:
-            self._lent_at.pop(before.untyped_storage().data_ptr(), None)
+            self._zero_copy_at.pop(before.untyped_storage().data_ptr(), None)
         return flat
 
-    def _make_own(self, num_bytes: int) -> Tensor:
-        self._own = self._local(self._own, num_bytes, self.watch.territory.own, 1)
-        return self._own
+    def _make_local_grads(self, num_bytes: int) -> Tensor:
+        self._local_grads = self._local(self._local_grads, num_bytes, self.watchdog.recovery.local_grads, 1)
+        return self._local_grads
 
     def _make_flags(self, groups: int) -> Tensor:
         """`groups world_size` flags of rows that are to come."""
         count = groups * len(self._members)
-        self._flags = self._local(self._flags, 4 * count, self.watch.territory.flags, 4)
+        self._flags = self._local(self._flags, 4 * count, self.watchdog.recovery.flags, 4)
         return self._flags.view(torch.int32)[:count].view(groups, len(self._members))
 
-    @ordinary
+    @outside_inference_mode
     def _make_raised(self, groups: int) -> Tensor:
         """Likewise of rows that are there."""
-        self._refuse_in_capture("keep_keys")
-        self.watch.check()
+        self._refuse_in_capture("save_gathered_kv")
+        self.watchdog.check()
         flags = torch.ones(groups, len(self._members), dtype=torch.int32, device=self._memory.device)
-        self.watch.territory.raised.add((flags.data_ptr(), flags.numel()))
+        self.watchdog.recovery.raised.add((flags.data_ptr(), flags.numel()))
         self._raised[groups] = flags
         return flags
 
     def _make_cleared(
-        self, flags: Tensor, far: Tensor, stretches: tuple[tuple[int, int], ...]
+        self, flags: Tensor, remote: Tensor, stretches: tuple[tuple[int, int], ...]
     ) -> tuple[Cleared, Cleared]:
         """What is cleared without stretches of far, and with them."""
         there = self._stretches.get(stretches)
@@ -292,35 +296,35 @@ class Holdings:
                 flags.device, non_blocking=True
             )
             self._stretches[stretches] = there
-            if len(self._stretches) > COURSES:
+            if len(self._stretches) > MAX_PROGRAMS:
                 self._retire(self._stretches.popitem(last=False)[1])
         else:
             self._stretches.move_to_end(stretches)
         longest = max(end - start for start, end in stretches)
-        without = Cleared(flags, self._error, far, there, longest, stretches=False)
+        without = Cleared(flags, self._error, remote, there, longest, stretches=False)
         return without, dataclasses.replace(without, stretches=True)
 
-    def _make_kept(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _make_saved(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._memory.device)
 
-    @ordinary
-    def _make_lent(self, key: tuple[str, tuple[Any, ...]], mine: int) -> Lent:
+    @outside_inference_mode
+    def _make_zero_copy(self, key: tuple[str, tuple[Any, ...]], mine: int) -> ZeroCopyKV:
         name, (shape, d, dtype) = key
         self._refuse_in_capture(f"kv_buffer {name!r}")
         self._graphs.clear()  # they know these addresses as other tensors, or as a slot that goes
-        for old in [other for other in self._lent if other[0] == name]:
+        for old in [other for other in self._zero_copy if other[0] == name]:
             self.streams.synchronize()
-            gone = self._lent.pop(old)
-            del self._lent_at[gone.slot.untyped_storage().data_ptr()]
-            self._retire((gone, [self._courses.pop(key, None) for key in gone.courses]))
+            gone = self._zero_copy.pop(old)
+            del self._zero_copy_at[gone.slot.untyped_storage().data_ptr()]
+            self._retire((gone, [self._programs.pop(key, None) for key in gone.infos]))
         slot = torch.empty(shape, dtype=dtype, device=self._memory.device)
-        lent = self._lent[key] = Lent(slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
-        self._lent_at[slot.untyped_storage().data_ptr()] = lent
-        return lent
+        zero_copy = self._zero_copy[key] = ZeroCopyKV(slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
+        self._zero_copy_at[slot.untyped_storage().data_ptr()] = zero_copy
+        return zero_copy
 
-    def _find_lent(self, k: Tensor, v: Tensor) -> Lent | None:
-        lent = self._lent_at.get(k.untyped_storage().data_ptr())
-        return lent if lent is not None and _same(k, lent.k) and _same(v, lent.v) else None
+    def _find_zero_copy(self, k: Tensor, v: Tensor) -> ZeroCopyKV | None:
+        zero_copy = self._zero_copy_at.get(k.untyped_storage().data_ptr())
+        return zero_copy if zero_copy is not None and _same(k, zero_copy.k) and _same(v, zero_copy.v) else None
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

@@ -165,10 +165,10 @@ class CudaStreams:
         self._do("say its priorities", self._cu.cuCtxGetStreamPriorityRange, byref(low), byref(high))
         lowest, highest = low.value, high.value
         # torch hands out its streams in turn: one that a caller waits on would be no rescue
-        self.side: int = self._own_stream(min(highest + 1, lowest))
-        self.herald: int = self._own_stream(min(highest + 1, lowest))
-        self._scribe = self._own_stream(lowest)
-        self._rescue = self._own_stream(highest)
+        self.copy_stream: int = self._own_stream(min(highest + 1, lowest))
+        self.flag_stream: int = self._own_stream(min(highest + 1, lowest))
+        self._capture_stream = self._own_stream(lowest)
+        self._rescue_stream = self._own_stream(highest)
         self._pairs = self._writes_pairs()
         event = c_void_p()
         self._do("make an event", self._cu.cuEventCreate, byref(event), _NO_TIMING)
@@ -201,22 +201,24 @@ class CudaStreams:
         becomes_a_graph = copies and len(calls) >= WORTH_A_GRAPH and not self.capturing()
         return _Calls(calls, 1 if becomes_a_graph else -1)
 
-    def launch(self, program: _Calls, lane: int) -> None:
+    def launch(self, program: _Calls, stream: int) -> None:
         """See `Streams.launch`."""
         if program.until_graph == 0:
-            program.graph = _Graph(self._cu, self._scribe, lambda: [call(self._scribe) for call in program.calls])
+            program.graph = _Graph(
+                self._cu, self._capture_stream, lambda: [call(self._capture_stream) for call in program.calls]
+            )
         program.until_graph -= 1
         if program.graph is not None:
-            status = self._cu.cuGraphLaunch(program.graph.handle, lane)
+            status = self._cu.cuGraphLaunch(program.graph.handle, stream)
             if status:
                 _refuse(self._cu, status, "launch a graph")
             return
         for call in program.calls:
-            call(lane)
+            call(stream)
 
-    def copy(self, target: int, source: int, num_bytes: int, lane: int) -> None:
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """See `Streams.copy`."""
-        status = self._cu.cuMemcpyAsync(target, source, num_bytes, lane)
+        status = self._cu.cuMemcpyAsync(target, source, num_bytes, stream)
         if status:
             _refuse(self._cu, status, "enqueue a copy")
 
@@ -234,10 +236,10 @@ class CudaStreams:
         recorded = _Calls([], -1)
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
-        scribe = torch.cuda.ExternalStream(self._scribe, device=self._device)
-        with torch.cuda.use_mem_pool(self._pool, self._index), torch.cuda.stream(scribe):
+        capture_stream = torch.cuda.ExternalStream(self._capture_stream, device=self._device)
+        with torch.cuda.use_mem_pool(self._pool, self._index), torch.cuda.stream(capture_stream):
             # torch may have to get memory meanwhile
-            recorded.graph = _Graph(self._cu, self._scribe, work, _RELAXED)
+            recorded.graph = _Graph(self._cu, self._capture_stream, work, _RELAXED)
         return recorded
 
     def graph_bytes(self) -> int:
@@ -248,23 +250,23 @@ class CudaStreams:
         """See `Streams.rescue`."""
         with _Relaxed(self._cu, self._index):
             for call in self.compile(ops).calls:
-                call(self._rescue)
-            self._do("finish a rescue", self._cu.cuStreamSynchronize, self._rescue)
+                call(self._rescue_stream)
+            self._do("finish a rescue", self._cu.cuStreamSynchronize, self._rescue_stream)
 
     def fill(self, address: int, num_bytes: int) -> None:
         """See `Streams.fill`."""
         with _Relaxed(self._cu, self._index):
-            self._do("fill memory", self._cu.cuMemsetD32Async, address, 0xFFFFFFFF, num_bytes // 4, self._rescue)
-            self._do("finish a rescue", self._cu.cuStreamSynchronize, self._rescue)
+            self._do("fill memory", self._cu.cuMemsetD32Async, address, 0xFFFFFFFF, num_bytes // 4, self._rescue_stream)
+            self._do("finish a rescue", self._cu.cuStreamSynchronize, self._rescue_stream)
 
     def time_copy(self, target: int, source: int, num_bytes: int) -> float:
         """Seconds of a copy on an idle device; the best of a few, after one that nobody times."""
-        stream = torch.cuda.ExternalStream(self.side, self._device)
+        stream = torch.cuda.ExternalStream(self.copy_stream, self._device)
         times = []
         for _ in range(4):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record(stream)
-            self.copy(target, source, num_bytes, self.side)
+            self.copy(target, source, num_bytes, self.copy_stream)
             end.record(stream)
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1e-3)
@@ -276,7 +278,9 @@ class CudaStreams:
 
     def __del__(self) -> None:
         # the driver lets what is in flight finish
-        for stream in (getattr(self, name, None) for name in ("side", "herald", "_scribe", "_rescue")):
+        for stream in (
+            getattr(self, name, None) for name in ("copy_stream", "flag_stream", "_capture_stream", "_rescue_stream")
+        ):
             if stream is not None:
                 self._cu.cuStreamDestroy_v2(stream)
         if getattr(self, "_event", None) is not None:
@@ -305,9 +309,9 @@ class CudaStreams:
         address = ctypes.addressof(batch)
         entries.clear()
 
-        def call(lane: int, batch: Any = batch) -> None:
+        def call(stream: int, batch: Any = batch) -> None:
             del batch  # kept alive by the default
-            status = enqueue(lane, count, address, 0)
+            status = enqueue(stream, count, address, 0)
             if status:
                 _refuse(driver, status, "enqueue memory operations")
 
@@ -315,7 +319,7 @@ class CudaStreams:
 
     def _copy(self, op: Copy) -> Callable[[int], None]:
         if op.rows == 1:
-            return lambda lane: self.copy(op.target, op.source, op.width, lane)
+            return lambda stream: self.copy(op.target, op.source, op.width, stream)
         block = _Block(
             source_kind=_DEVICE_MEMORY,
             source=op.source,
@@ -326,7 +330,7 @@ class CudaStreams:
             width=op.width,
             height=op.rows,
         )
-        return lambda lane: self._do("enqueue a copy of rows", self._cu.cuMemcpy2DAsync_v2, byref(block), lane)
+        return lambda stream: self._do("enqueue a copy of rows", self._cu.cuMemcpy2DAsync_v2, byref(block), stream)
 
 
 def _do(driver: ctypes.CDLL, doing: str, function: Callable[..., int], *args: Any) -> None:
@@ -338,18 +342,20 @@ def _do(driver: ctypes.CDLL, doing: str, function: Callable[..., int], *args: An
 class _Graph:
     """Work on a stream, captured once; destroyed with the last reference (work in flight is let finish)."""
 
-    def __init__(self, driver: ctypes.CDLL, scribe: int, work: Callable[[], object], mode: int = _THREAD_LOCAL) -> None:
+    def __init__(
+        self, driver: ctypes.CDLL, capture_stream: int, work: Callable[[], object], mode: int = _THREAD_LOCAL
+    ) -> None:
         self._cu = driver
         self.handle: int | None = None
         graph, ready = c_void_p(), c_void_p()
-        _do(driver, "begin a capture", driver.cuStreamBeginCapture_v2, scribe, mode)
+        _do(driver, "begin a capture", driver.cuStreamBeginCapture_v2, capture_stream, mode)
         try:
             work()
         except BaseException:
-            if not driver.cuStreamEndCapture(scribe, byref(graph)):
+            if not driver.cuStreamEndCapture(capture_stream, byref(graph)):
                 driver.cuGraphDestroy(graph)
             raise
-        ended = driver.cuStreamEndCapture(scribe, byref(graph))
+        ended = driver.cuStreamEndCapture(capture_stream, byref(graph))
         if ended:
             _refuse(driver, ended, "end a capture")
         made = driver.cuGraphInstantiateWithFlags(byref(ready), graph, 0)

@@ -73,7 +73,7 @@ class GraphCache:
     def find(
         self, key: tuple[Hashable, ...], given: Sequence[Tensor], made: Sequence[Tensor], held: tuple[Any, ...]
     ) -> CachedCall:
-        """The entry of a call, new at its first time; takes arguments of `Gatherer.repeat`."""
+        """The entry of a call, new at its first time; takes arguments of `KVGather.repeat`."""
         facts: list[Hashable] = [*key, *[x.data_ptr() for x in made]]
         for x in given:
             facts += (x.data_ptr(), x.shape, x.stride(), x.dtype)

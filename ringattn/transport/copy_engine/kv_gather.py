@@ -6,8 +6,8 @@ memory comes from (buffers.py), and when a program is enqueued (copy_engine/tran
 Note [A gather]
     Every rank has one slot, where it packs its k and v, and one far, which its peers write into.
     The caller's stream packs, which lowers the flags as well, and starts the side stream, which pushes: group by group
-    and reader by reader in ring order, it waits for its turn at the reader (`room`), copies rows of the slot to their
-    place in the reader's far, says `full`, and `room` to whoever is next there: the next owner, and behind the last one
+    and reader by reader in ring order, it waits for its turn at the reader (`turn`), copies rows of the slot to their
+    place in the reader's far, says `ready`, and `turn` to whoever is next there: the next owner, and behind the last one
     the first, for the next group. So one owner writes to a reader at a time, and no two share its link. Nobody waits in
     a circle: each waits for a push of the same reader or the same owner that stands before it in the order of groups
     and ring steps, or for a call that came before. Behind the join, when nobody reads far any more, the caller's stream
@@ -16,16 +16,16 @@ Note [A gather]
     fetches takes its turn all the same and hands it to the first one, or it would take the next call's turn for this
     one's. A rank that fetches nothing leaves its far to the next call, so it keeps nothing there.
     A third stream, the herald, raises the flags of this rank in the order of groups and ring steps: it waits for the owner's
-    `full`, and writes the flag. So flags rise in order, whatever order pushes end in.
+    `ready`, and writes the flag. So flags rise in order, whatever order pushes end in.
     A bias of keys stands behind the rows of the slot, and comes in front of the first group of an owner's heads, into the
     table behind the rows of far.
     All of this is enqueued before the caller launches the kernel, and nothing of it needs an SM: the kernel may hold all of
     them while it waits. Packing, and zeroing the guard rows of far, do need SMs: they stand on the caller's stream in front
     of the kernel. What the caller's stream has to say it says at once, behind packing. In a capture it is events that start the
     other streams: it says all in front of packing, where no copy waits for it, and beside packing the side stream takes its first
-    turn. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `room` and `full` of
-    a call have been taken by all before anybody says them again: an owner takes each `room` before it says the `full` of that
-    push, and the reader says `room` again once it has taken every `full`, whereupon the others follow in turn.
+    turn. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `turn` and `ready` of
+    a call have been taken by all before anybody says them again: an owner takes each `turn` before it says the `ready` of that
+    push, and the reader says `turn` again once it has taken every `ready`, whereupon the others follow in turn.
     Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted (kernels/hopper/
     NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows come later. And why turns:
     halves of shards are of different lengths, owners drift apart, and two that meet at one reader go at less than half the
@@ -53,20 +53,20 @@ from torch import Tensor
 from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import Cleared
 from ringattn.plan.ring_plan import Collection, Fetch, Reader, Rows
-from ringattn.transport.copy_engine.peer_buffers import Far, padded, say, take
-from ringattn.transport.copy_engine.semaphores import Words
+from ringattn.transport.copy_engine.peer_buffers import RemoteKVBuffer, padded, signal, wait_and_reset
+from ringattn.transport.copy_engine.semaphores import Semaphores
 from ringattn.transport.copy_engine.streams import MAX_PITCH, Copy, Op, Program, Wait, Write
 from ringattn.transport.copy_engine.watchdog import (
+    COPY,
+    COPY_AT,
     DONE,
-    HERALD,
-    HERALD_AT,
-    HERALD_DONE,
-    HERALD_START,
+    FLAG,
+    FLAG_AT,
+    FLAG_DONE,
+    FLAG_START,
     JOINING,
-    SIDE,
-    SIDE_AT,
     START,
-    Course,
+    ProgramInfo,
 )
 
 
@@ -77,16 +77,16 @@ class Bias:
     Attributes:
         slot: `b slot_rows`, behind the slot of this rank.
         table: `b t+far_rows`, for kernels.
-        near: Rows of this rank, t.
+        local: Rows of this rank, t.
     """
 
     slot: Tensor
     table: Tensor
-    near: int
+    local: int
 
     def places(self, *, published: bool) -> tuple[Tensor | None, Tensor, Tensor]:
         """See `GatherPrograms.bias`."""
-        return self.slot[:, : self.near] if published else None, self.table[:, : self.near], self.table
+        return self.slot[:, : self.local] if published else None, self.table[:, : self.local], self.table
 
     def pushes(self, table: int, reader: Reader) -> list[Op]:
         """The copies to one reader, whose table is at an address."""
@@ -104,35 +104,35 @@ class GatherMemory:
     """Where the rows of one gather stand on this rank.
 
     Attributes:
-        station: What peers write into.
-        far: `b far_rows hk (d + dv)`, its rows.
+        peer_buffer: What peers write into.
+        remote: `b far_rows hk (d + dv)`, its rows.
         dim: d.
         slot: `b slot_rows hk (d + dv)`, what this rank pushes from.
         packed: The part of it that is to be packed; None where nobody reads it or the caller has filled it.
         bias: None: keys have none.
-        arrivals: The flags of this rank, one per group of heads and ring step.
+        ready_flags: The flags of this rank, one per group of heads and ring step.
         cleared: See `GatherPrograms`.
         keep: What else must live as long as the programs.
     """
 
-    station: Far
-    far: Tensor
+    peer_buffer: RemoteKVBuffer
+    remote: Tensor
     dim: int
     slot: Tensor
     packed: Tensor | None
     bias: Bias | None
-    arrivals: Arrivals
+    ready_flags: Arrivals
     cleared: tuple[Cleared, Cleared] | None
     keep: Any
 
     @property
     def groups(self) -> int:
         """Groups of heads."""
-        return self.arrivals.flags.shape[0]
+        return self.ready_flags.flags.shape[0]
 
     def flag(self, group: int, step: int) -> int:
         """Address of the flag of a group of heads at a ring step."""
-        flags = self.arrivals.flags
+        flags = self.ready_flags.flags
         return flags.data_ptr() + 4 * (group * flags.shape[1] + step)
 
 
@@ -141,76 +141,76 @@ class GatherPrograms:
     """The constant part of a gather: one collection, slot, shape and far buffer.
 
     Attributes:
-        course: What the watch says of the caller's stream and the herald.
+        info: What the watch says of the caller's stream and the herald.
         pushing: Likewise of the side stream.
         start: On the caller's stream.
         starts_last: It stands behind packing, and not in front of it.
         cleared: What packing clears, without rows of far and with them; None: the start does it, or nothing is fetched.
         opening: On the side stream, beside packing: what it says in front of the first copy; None: the push does.
         push: On the side stream; None where nobody reads, and nobody is skipped.
-        herald: On the herald; None where nothing is fetched, and where rows are kept: then it depends on the address.
+        flag_program: On the herald; None where nothing is fetched, and where rows are kept: then it depends on the address.
         joining: On the caller's stream: it waits for the others.
         join: On the caller's stream: it waits for the others, and then goes on.
         beginning: What the start says.
         ending: What the join says between that and being done with the ring.
         packed: Where this rank's rows are packed; None where nobody reads them or the caller has put them there.
         bias: Where this rank's bias of keys goes, in the slot (None: nobody reads it) and in the table, and the table.
-        far: All of it, with the keys and the values in it.
-        guards: See `guards`.
+        remote: All of it, with the keys and the values in it.
+        pad_rows: See `pad_rows`.
         layout: Alike where two gathers have the same guards.
-        arrivals: None where nothing is fetched.
+        ready_flags: None where nothing is fetched.
         keep: Alive for as long as the programs.
         aim: What the herald does for rows that are kept at an address; None: none are.
         aimed: The programs of that, by address.
     """
 
-    course: Course
-    pushing: Course
+    info: ProgramInfo
+    pushing: ProgramInfo
     start: Program
     starts_last: bool
     cleared: tuple[Cleared, Cleared] | None
     opening: Program | None
     push: Program | None
-    herald: Program | None
+    flag_program: Program | None
     joining: Program
     join: Program
     beginning: Sequence[Op]
     ending: Sequence[Op]
     packed: Tensor | None
     bias: tuple[Tensor | None, Tensor, Tensor] | None
-    far: tuple[Tensor, Tensor, Tensor]
-    guards: list[tuple[int, int]]
+    remote: tuple[Tensor, Tensor, Tensor]
+    pad_rows: list[tuple[int, int]]
     layout: object
-    arrivals: Arrivals | None
+    ready_flags: Arrivals | None
     keep: Any
     aim: Callable[[int], list[Op]] | None
     aimed: OrderedDict[int, Program] = field(default_factory=OrderedDict)
 
 
 def gather_programs(
-    words: Words, here: GatherMemory, collection: Collection, what: str, *, keep: bool
+    semaphores: Semaphores, here: GatherMemory, collection: Collection, what: str, *, keep: bool
 ) -> GatherPrograms:
     """Builds them: Note [A gather].
 
     Args:
-        words: Those of this rank.
+        semaphores: Those of this rank.
         here: Where its rows stand.
         collection: Who reads what of whom.
         what: Names the call.
         keep: Rows are kept, each time at another address.
     """
-    compile_ = words.streams.compile
+    compile_ = semaphores.streams.compile
     fetches, readers, skipped = collection.fetches, collection.readers, collection.skipped
-    far, packed, bias, first = here.far, here.packed, here.bias, collection.first
-    sides = bool(readers) or skipped is not None
+    remote, packed, bias, first = here.remote, here.packed, here.bias, collection.first
+    copy_programs = bool(readers) or skipped is not None
     peers = tuple(dict.fromkeys((*(fetch.owner for fetch in fetches), *(reader.peer for reader in readers))))
-    course = Course(what, peers, first + 1, tuple((first + fetch.step, fetch.owner) for fetch in fetches))
-    number = words.watch.number(course)
+    info = ProgramInfo(what, peers, first + 1, tuple((first + fetch.step, fetch.owner) for fetch in fetches))
+    number = semaphores.watchdog.number(info)
     stops = tuple((first + reader.step, reader.peer) for reader in readers)
     stops = stops if skipped is None else ((first + 1, skipped[0]), *stops)
-    pushing = Course(what, peers, first + 1, stops, "waiting for its turn at")
-    push = _push(words, here, collection, words.watch.number(pushing))
-    aim, captured = _herald(words, here, fetches, number), words.streams.capturing()
+    pushing = ProgramInfo(what, peers, first + 1, stops, "waiting for its turn at")
+    push = _push(semaphores, here, collection, semaphores.watchdog.number(pushing))
+    aim, captured = _flag_ops(semaphores, here, fetches, number), semaphores.streams.capturing()
     opening = list[Op]()
     if captured and packed is not None:
         # only copies must wait for packing, and there an event says when it is over
@@ -219,43 +219,49 @@ def gather_programs(
 
     # what packs lowers the flags and the error word: each takes longer in stream order
     lowered: list[Op] = [Write(here.flag(g, fetch.step), 0) for g in range(here.groups) for fetch in fetches]
-    lowered += words.clear_error() if fetches else []
-    beginning = [*(words.wait_copy_stream_idle() if sides else []), *(lowered if packed is None else [])]
-    beginning += words.enter_kernel(number)
-    beginning += [*(words.start_stream(HERALD_START) if fetches else []), *(words.start_stream(START) if sides else [])]
-    joining = [words.report_place(number, JOINING)]
+    lowered += semaphores.clear_error() if fetches else []
+    beginning = [*(semaphores.wait_copy_stream_idle() if copy_programs else []), *(lowered if packed is None else [])]
+    beginning += semaphores.enter_kernel(number)
+    beginning += [
+        *(semaphores.start_stream(FLAG_START) if fetches else []),
+        *(semaphores.start_stream(START) if copy_programs else []),
+    ]
+    joining = [semaphores.report_place(number, JOINING)]
     # in a capture it is said in front of the events by which streams join
-    ending = [*(words.join_stream(DONE) if sides else []), *(words.join_stream(HERALD_DONE) if fetches else [])]
-    turn = [here.station.room(words.nearest, words.rank)] if fetches else []
-    ending += [words.proceed, *say(turn)]
-    join = [*([] if captured else joining), *ending, *words.exit_ring()]
-    if not fetches and not sides:
+    ending = [
+        *(semaphores.join_stream(DONE) if copy_programs else []),
+        *(semaphores.join_stream(FLAG_DONE) if fetches else []),
+    ]
+    turn = [here.peer_buffer.turn(semaphores.prev_rank, semaphores.rank)] if fetches else []
+    ending += [semaphores.proceed, *signal(turn)]
+    join = [*([] if captured else joining), *ending, *semaphores.exit_ring()]
+    if not fetches and not copy_programs:
         beginning, joining, ending, join = [], [], [], []
     return GatherPrograms(
-        course,
+        info,
         pushing,
         start=compile_(beginning),
         starts_last=packed is not None and not captured,
         cleared=here.cleared,
         opening=compile_(opening) if opening else None,
-        push=compile_(push) if sides else None,
-        herald=compile_(aim(None)) if fetches and not keep else None,
+        push=compile_(push) if copy_programs else None,
+        flag_program=compile_(aim(None)) if fetches and not keep else None,
         joining=compile_(joining),
         join=compile_(join),
         beginning=beginning,
         ending=ending,
         packed=packed,
         bias=None if bias is None else bias.places(published=packed is not None),
-        far=(far, far[..., : here.dim], far[..., here.dim :]),
-        guards=guards(far.shape[1], fetches),
-        layout=(tuple((fetch.at, fetch.rows) for fetch in fetches), tuple(far.shape), far.dtype),
-        arrivals=here.arrivals if fetches else None,
+        remote=(remote, remote[..., : here.dim], remote[..., here.dim :]),
+        pad_rows=pad_rows(remote.shape[1], fetches),
+        layout=(tuple((fetch.at, fetch.rows) for fetch in fetches), tuple(remote.shape), remote.dtype),
+        ready_flags=here.ready_flags if fetches else None,
         keep=here,
         aim=aim if fetches and keep else None,
     )
 
 
-def guards(far_rows: int, fetches: Sequence[Fetch]) -> list[tuple[int, int]]:
+def pad_rows(far_rows: int, fetches: Sequence[Fetch]) -> list[tuple[int, int]]:
     """First and last row of what no owner has in far.
 
     Args:
@@ -266,52 +272,56 @@ def guards(far_rows: int, fetches: Sequence[Fetch]) -> list[tuple[int, int]]:
     return [(fetch.at + _num_rows(fetch.rows), end) for fetch, end in zip(fetches, ends, strict=False)]
 
 
-def _push(words: Words, here: GatherMemory, collection: Collection, number: int) -> list[Op]:
+def _push(semaphores: Semaphores, here: GatherMemory, collection: Collection, number: int) -> list[Op]:
     """What the side stream does."""
-    me, station, slot, bias = words.rank, here.station, here.slot, here.bias
+    me, peer_buffer, slot, bias = semaphores.rank, here.peer_buffer, here.slot, here.bias
     b, slot_rows, hk, width = slot.shape
     row = hk * width * slot.element_size()
-    push = words.begin_stream(START, SIDE, number)
+    push = semaphores.begin_stream(START, COPY, number)
     skipped = 0
     if collection.skipped is not None:
         (peer, owner), skipped = collection.skipped, 1
-        push += [*take(station.room(me, peer)), *say([station.room(owner, peer)]), words.report(SIDE_AT, 1)]
+        push += [
+            *wait_and_reset(peer_buffer.turn(me, peer)),
+            *signal([peer_buffer.turn(owner, peer)]),
+            semaphores.report(COPY_AT, 1),
+        ]
     for g in range(here.groups):
         for i, reader in enumerate(collection.readers):
-            theirs = station.rows(reader.peer)
+            theirs = peer_buffer.rows(reader.peer)
             turns = len(reader.owners)
             if g == 0 or turns > 1:
-                push += take(station.room(me, reader.peer))
+                push += wait_and_reset(peer_buffer.turn(me, reader.peer))
             if g == 0 and bias is not None:
                 push += bias.pushes(theirs + padded(b * reader.far_rows * row), reader)
             places = slot.data_ptr(), theirs, (slot_rows, reader.far_rows)
             push += _copies(*places, b, row, reader.rows, reader.at, g, here.groups)
-            push += say([station.full(reader.peer, me, g)])
+            push += signal([peer_buffer.ready(reader.peer, me, g)])
             last = reader.owners[-1] == me
             if turns > 1 and not (last and g == here.groups - 1):
                 follower = reader.owners[0 if last else reader.owners.index(me) + 1]
-                push += say([station.room(follower, reader.peer)])
+                push += signal([peer_buffer.turn(follower, reader.peer)])
             if g == 0:
-                push.append(words.report(SIDE_AT, i + 1 + skipped))
-    return [*push, *words.end_stream(SIDE, DONE)]
+                push.append(semaphores.report(COPY_AT, i + 1 + skipped))
+    return [*push, *semaphores.end_stream(COPY, DONE)]
 
 
-def _herald(
-    words: Words, here: GatherMemory, fetches: Sequence[Fetch], number: int
+def _flag_ops(
+    semaphores: Semaphores, here: GatherMemory, fetches: Sequence[Fetch], number: int
 ) -> Callable[[int | None], list[Op]]:
     """What the herald does; told an address, it copies there what is kept (Note [Kept rows])."""
-    b, far_rows, hk, width = here.far.shape
-    row = hk * width * here.far.element_size()
-    begins, ends = words.begin_stream(HERALD_START, HERALD, number), words.end_stream(HERALD, HERALD_DONE)
+    b, far_rows, hk, width = here.remote.shape
+    row = hk * width * here.remote.element_size()
+    begins, ends = semaphores.begin_stream(FLAG_START, FLAG, number), semaphores.end_stream(FLAG, FLAG_DONE)
     # between a peer's word and the flag stands nothing that can wait until the last flag
-    raises, full = list[Op](), list[int]()
+    raises, ready = list[Op](), list[int]()
     for g in range(here.groups):
         for i, fetch in enumerate(fetches):
-            full.append(here.station.full(words.rank, fetch.owner, g))
-            raises += [Wait(full[-1], 1), words.gate, Write(here.flag(g, fetch.step), 1)]
-            raises += [words.report(HERALD_AT, i + 1)] if g == 0 else []
-    raises += [Write(word, 0) for word in full]
-    mine = here.station.rows(words.rank)
+            ready.append(here.peer_buffer.ready(semaphores.rank, fetch.owner, g))
+            raises += [Wait(ready[-1], 1), semaphores.gate, Write(here.flag(g, fetch.step), 1)]
+            raises += [semaphores.report(FLAG_AT, i + 1)] if g == 0 else []
+    raises += [Write(word, 0) for word in ready]
+    mine = here.peer_buffer.rows(semaphores.rank)
 
     # what is kept with the programs of a transport must hold neither it nor its words
     def aim(address: int | None) -> list[Op]:

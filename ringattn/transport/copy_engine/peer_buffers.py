@@ -8,9 +8,9 @@ Note [Binary semaphores]
     waits for 1 and writes 0. There are no counters, so a program of waits, copies and writes is a constant: it is built once
     and enqueued again and again, also by a graph that somebody captured, any number of times and in any order with other
     calls, as long as all ranks do the same. Each place where rows wait for a peer has two words per pair of ranks:
-    `full` (at the reader: "the rows are there") and `free` (at the writer: "they have been read"). `free` begins as 1.
-    Far has a `full` per group of heads and, in place of `free`, `room` (at the owner: "it is your turn at this far"). Between
-    calls it is the turn of the nearest owner, the member before the reader: there `room` is 1, and elsewhere 0.
+    `ready` (at the reader: "the rows are there") and `reusable` (at the writer: "they have been read"). `reusable` begins as 1.
+    Far has a `ready` per group of heads and, in place of `reusable`, `turn` (at the owner: "it is your turn at this far"). Between
+    calls it is the turn of the nearest owner, the member before the reader: there `turn` is 1, and elsewhere 0.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ PAYLOAD_ALIGNMENT = 16
 """Bytes that tensors behind one another begin at a multiple of."""
 
 
-class Station:
-    """A region whose rows wait for peers: `full` and `free` words for every pair, then the rows. All ranks make it together.
+class PeerBuffer:
+    """A region whose rows wait for peers: `ready` and `reusable` words for every pair, then the rows. All ranks make it together.
 
     Args:
         memory: Where regions come from.
         members: The ranks that share it, in the order of a region's addresses.
         num_bytes: Of the rows of one rank.
         what: Its name, for ranks that do not come.
-        free: Of whom this rank has nothing to wait for when the station begins; None: of all.
+        reusable: Of whom this rank has nothing to wait for when the station begins; None: of all.
     """
 
     groups = 1
-    """`full` words of a pair."""
+    """`ready` words of a pair."""
 
     def __init__(
-        self, memory: Memory, members: Sequence[int], num_bytes: int, what: str, free: Sequence[int] | None = None
+        self, memory: Memory, members: Sequence[int], num_bytes: int, what: str, reusable: Sequence[int] | None = None
     ) -> None:
         ranks = self._ranks = len(members)
         self._place = {rank: place for place, rank in enumerate(members)}
@@ -54,15 +54,15 @@ class Station:
         self.region: Region = memory.region(self._header + aligned(num_bytes), what)
         # nobody reads what was never written
         flags = self.region.local[: 4 * ranks * (self.groups + 1)].view(torch.int32)[ranks * self.groups :]
-        for of in members if free is None else free:
+        for of in members if reusable is None else reusable:
             flags[self._place[of]] = 1
-        memory.meet(f"{what} begins")
+        memory.barrier(f"{what} begins")
 
-    def full(self, at: int, of: int, group: int = 0) -> int:
+    def ready(self, at: int, of: int, group: int = 0) -> int:
         """Address of the word by which rank `of` tells rank `at` that its rows are there."""
         return self.region.addresses[self._place[at]] + 4 * (group * self._ranks + self._place[of])
 
-    def free(self, at: int, of: int) -> int:
+    def reusable(self, at: int, of: int) -> int:
         """Address of the word by which rank `of` tells rank `at` that it has read its rows."""
         return self.region.addresses[self._place[at]] + 4 * (self.groups * self._ranks + self._place[of])
 
@@ -79,29 +79,29 @@ class Station:
         return view_bytes(self.region.local[self._header + offset :], shape, dtype)
 
 
-class Far(Station):
+class RemoteKVBuffer(PeerBuffer):
     """Where peers write rows of theirs for one kernel: behind the rows stands the table of a bias of keys.
 
-    Takes the arguments of `Station`, but this rank for `free`.
+    Takes the arguments of `PeerBuffer`, but this rank for `reusable`.
     """
 
     groups = MOST_GROUPS
 
     def __init__(self, rank: int, memory: Memory, members: Sequence[int], num_bytes: int, what: str) -> None:
         # Note [Binary semaphores]: it is the turn of this rank where it is the nearest
-        super().__init__(memory, members, num_bytes, what, free=[members[(members.index(rank) + 1) % len(members)]])
+        super().__init__(memory, members, num_bytes, what, reusable=[members[(members.index(rank) + 1) % len(members)]])
 
-    def room(self, at: int, of: int) -> int:
+    def turn(self, at: int, of: int) -> int:
         """Address of the word by which rank `at` is told that it is its turn at the far of rank `of`."""
-        return self.free(at, of)
+        return self.reusable(at, of)
 
 
-def say(addresses: Sequence[int]) -> list[Op]:
+def signal(addresses: Sequence[int]) -> list[Op]:
     """Writes 1 to each address."""
     return [Write(address, 1) for address in addresses]
 
 
-def take(word: int) -> list[Op]:
+def wait_and_reset(word: int) -> list[Op]:
     """Waits until a word is said, and takes it back."""
     return [Wait(word, 1), Write(word, 0)]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringattn.transport.copy_engine.peer_buffers import take
+from ringattn.transport.copy_engine.peer_buffers import wait_and_reset
 from ringattn.transport.copy_engine.streams import Op, Streams, Wait, Write, Write64
 from ringattn.transport.copy_engine.watchdog import (
     ELSEWHERE,
@@ -25,11 +25,11 @@ from ringattn.transport.copy_engine.watchdog import (
     PROCEED,
     QUIET,
     START,
-    Watch,
+    Watchdog,
 )
 
 
-class Words:
+class Semaphores:
     """The words of one rank, for those who build its programs.
 
     Args:
@@ -38,23 +38,23 @@ class Words:
         device: Addresses of the words of its device, by `GATE` ...
         host: Address of the words in host memory, `PLACE` ...
         streams: The way to the device.
-        watch: What reads them.
+        watchdog: What reads them.
 
     Attributes:
         peers: The other members.
-        nearest: The member before this rank.
+        prev_rank: The member before this rank.
         gate: Nothing may be said behind it unless the ring is healthy (Note [The way out] of watchdog.py).
         proceed: Likewise, the caller's stream may not go on.
     """
 
     def __init__(
-        self, rank: int, members: Sequence[int], device: Sequence[int], host: int, streams: Streams, watch: Watch
+        self, rank: int, members: Sequence[int], device: Sequence[int], host: int, streams: Streams, watchdog: Watchdog
     ) -> None:
         self.rank = rank
         self.peers = tuple(peer for peer in members if peer != rank)
-        self.nearest = members[members.index(rank) - 1]
+        self.prev_rank = members[members.index(rank) - 1]
         self.streams = streams
-        self.watch = watch
+        self.watchdog = watchdog
         self.gate = Wait(device[GATE], 1)
         self.proceed = Wait(device[PROCEED], 1)
         self._device = tuple(device)
@@ -90,11 +90,11 @@ class Words:
 
     def join_stream(self, done: int) -> list[Op]:
         """The caller's stream joins the one that ends with this word."""
-        return [] if self.streams.capturing() else take(self._device[done])
+        return [] if self.streams.capturing() else wait_and_reset(self._device[done])
 
     def begin_stream(self, start: int, progress: int, number: int) -> list[Op]:
         """A stream beside the caller's waits to be started, and is on a numbered course."""
-        started = [] if self.streams.capturing() else take(self._device[start])
+        started = [] if self.streams.capturing() else wait_and_reset(self._device[start])
         return [*started, self._both(progress, number)]
 
     def end_stream(self, progress: int, done: int) -> list[Op]:

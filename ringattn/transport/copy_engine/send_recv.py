@@ -16,83 +16,83 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ringattn.transport.copy_engine.peer_buffers import Station, take
-from ringattn.transport.copy_engine.semaphores import Words
+from ringattn.transport.copy_engine.peer_buffers import PeerBuffer, wait_and_reset
+from ringattn.transport.copy_engine.semaphores import Semaphores
 from ringattn.transport.copy_engine.streams import Op, Program, Wait, Write
-from ringattn.transport.copy_engine.watchdog import FETCHING, POSTED, SIDE, SIDE_AT, START, STARTING, Course
+from ringattn.transport.copy_engine.watchdog import COPY, COPY_AT, FETCHING, POSTED, START, STARTING, ProgramInfo
 
 
 @dataclass(eq=False)
-class PostPrograms:
+class SendRecvPrograms:
     """The constant part of a post between the same peers.
 
     Attributes:
-        course: What the watch says of it.
+        info: What the watch says of it.
         begin: On the caller's stream, in front of the copies into the boxes.
         end: Behind them.
         boxes: Addresses at which what goes out is put, in order of `out`.
-        sides: On the side stream: one in front of the copies from each peer, and one behind the last.
+        copy_programs: On the side stream: one in front of the copies from each peer, and one behind the last.
         sources: Addresses of the boxes that those read, in order of `into`.
         fetching: On the caller's stream: it waits for the side stream.
         join: Likewise, and then goes on.
     """
 
-    course: Course
+    info: ProgramInfo
     begin: Program
     end: Program
     boxes: list[int]
-    sides: list[Program]
+    copy_programs: list[Program]
     sources: list[int]
     fetching: Program
     join: Program
 
 
-def post_programs(
-    words: Words,
-    boxes: Mapping[int, Station],
+def send_recv_programs(
+    semaphores: Semaphores,
+    boxes: Mapping[int, PeerBuffer],
     out: Sequence[tuple[int, int]],
     into: Sequence[tuple[int, int]],
     index: int,
     what: str,
-) -> PostPrograms:
+) -> SendRecvPrograms:
     """Note [A post].
 
     Args:
-        words: Those of this rank.
+        semaphores: Those of this rank.
         boxes: The outboxes whose turn it is, by kind of parcel.
         out: (peer, kind) of what goes out.
         into: (peer, kind) of what comes in.
         index: Which of the posts that may be under way.
         what: Names the call.
     """
-    me, compile_ = words.rank, words.streams.compile
-    course = Course(what, words.peers if out else (), stops=tuple((None, peer) for peer, _ in into))
-    number = words.watch.number(course)
-    begin: list[Op] = [words.report_place(number, STARTING)]
+    me, compile_ = semaphores.rank, semaphores.streams.compile
+    info = ProgramInfo(what, semaphores.peers if out else (), stops=tuple((None, peer) for peer, _ in into))
+    number = semaphores.watchdog.number(info)
+    begin: list[Op] = [semaphores.report_place(number, STARTING)]
     for peer, kind in out:
-        for other in words.peers:
-            free = boxes[kind].free(me, other)
-            begin += take(free) if other == peer else [Wait(free, 1)]
-    begin += [*(words.wait_copy_stream_idle() if into else []), words.proceed]
-    end: list[Op] = [Write(boxes[kind].full(peer, me), 1) for peer, kind in out]
-    end += [*words.exit_ring(), *(words.start_stream(START) if into else [])]
+        for other in semaphores.peers:
+            reusable = boxes[kind].reusable(me, other)
+            begin += wait_and_reset(reusable) if other == peer else [Wait(reusable, 1)]
+    begin += [*(semaphores.wait_copy_stream_idle() if into else []), semaphores.proceed]
+    end: list[Op] = [Write(boxes[kind].ready(peer, me), 1) for peer, kind in out]
+    end += [*semaphores.exit_ring(), *(semaphores.start_stream(START) if into else [])]
     if not out:
         begin, end = [*begin, *end], []
-    sides: list[Program] = []
-    side = words.begin_stream(START, SIDE, number)
+    copy_programs: list[Program] = []
+    copy_stream = semaphores.begin_stream(START, COPY, number)
     for i, (peer, kind) in enumerate(into):
-        sides.append(compile_([*side, *take(boxes[kind].full(me, peer))]))
-        side = [words.gate, Write(boxes[kind].free(peer, me), 1), words.report(SIDE_AT, i + 1)]
+        copy_programs.append(compile_([*copy_stream, *wait_and_reset(boxes[kind].ready(me, peer))]))
+        copy_stream = [semaphores.gate, Write(boxes[kind].reusable(peer, me), 1), semaphores.report(COPY_AT, i + 1)]
     if into:
-        sides.append(compile_([*side, *words.end_stream(SIDE, POSTED + index)]))
-    fetching = [words.report_place(number, FETCHING)]
-    join = [*fetching, *words.join_stream(POSTED + index), words.proceed, *words.exit_ring()]
-    return PostPrograms(
-        course,
+        copy_programs.append(compile_([*copy_stream, *semaphores.end_stream(COPY, POSTED + index)]))
+    fetching = [semaphores.report_place(number, FETCHING)]
+    join = [*fetching, *semaphores.join_stream(POSTED + index), semaphores.proceed, *semaphores.exit_ring()]
+    return SendRecvPrograms(
+        info,
         begin=compile_(begin),
         end=compile_(end),
         boxes=[boxes[kind].rows(me) for _, kind in out],
-        sides=sides,
+        copy_programs=copy_programs,
         sources=[boxes[kind].rows(peer) for peer, kind in into],
         fetching=compile_(fetching),
         join=compile_(join),

@@ -60,10 +60,10 @@ Program = Any
 
 
 class Streams(Protocol):
-    """What the copy engine asks of a device. A lane is a stream: `main()` is the caller's, `side` and `herald` the ring's own."""
+    """Streams of a device: `main()` is the caller's; `copy_stream` and `flag_stream` belong to the ring."""
 
-    side: int
-    herald: int
+    copy_stream: int
+    flag_stream: int
 
     def main(self) -> int:
         """The caller's current stream."""
@@ -77,11 +77,11 @@ class Streams(Protocol):
         """Makes a list of operations ready. What holds copies is launched in captures only, or outside of them only."""
         ...
 
-    def launch(self, program: Program, lane: int) -> None:
+    def launch(self, program: Program, stream: int) -> None:
         """Enqueues a program; from its second time on as one graph where that saves calls."""
         ...
 
-    def copy(self, target: int, source: int, num_bytes: int, lane: int) -> None:
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
         """Enqueues one copy between addresses."""
         ...
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.transport.consensus import Agreement
+from ringattn.transport.consensus import RankConsensus
 
 _gone: list[tuple[Tensor, Any]] = []
 """What went during a capture (Note [Old memory])."""
@@ -66,11 +66,11 @@ class Memory(Protocol):
         """
         ...
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Returns when nothing of this device's work is left and all ranks have come here."""
         ...
 
-    def host_words(self, count: int) -> Tensor:
+    def pinned_ints(self, count: int) -> Tensor:
         """`count` int32 zeros in host memory that the device can write."""
         ...
 
@@ -80,16 +80,16 @@ class SymmetricMemory:
 
     Args:
         group_name: Name of the process group, or of what `name_part` named.
-        agreement: How the ranks compare sizes.
+        consensus: How the ranks compare sizes.
         device: This rank's device.
         synchronize: Returns when nothing of the device's work is left.
     """
 
     def __init__(
-        self, group_name: str, agreement: Agreement, device: torch.device, synchronize: Callable[[], None]
+        self, group_name: str, consensus: RankConsensus, device: torch.device, synchronize: Callable[[], None]
     ) -> None:
         self._group_name = group_name
-        self._agreement = agreement
+        self._consensus = consensus
         self._synchronize = synchronize
         self.device = device
 
@@ -107,21 +107,21 @@ class SymmetricMemory:
         # torch may hand out a part of a larger mapping
         offset = local.data_ptr() - handle.buffer_ptrs[handle.rank]
         addresses = tuple(pointer + offset for pointer in handle.buffer_ptrs)
-        self.meet(f"{what} at {offset}")
+        self.barrier(f"{what} at {offset}")
         return Region(local, addresses, handle)
 
-    def meet(self, what: str) -> None:
-        """See `Memory.meet`."""
+    def barrier(self, what: str) -> None:
+        """See `Memory.barrier`."""
         self._synchronize()
         self._compare(what, "ready")
 
-    def host_words(self, count: int) -> Tensor:
-        """See `Memory.host_words`."""
+    def pinned_ints(self, count: int) -> Tensor:
+        """See `Memory.pinned_ints`."""
         return torch.zeros(count, dtype=torch.int32, pin_memory=True, device="cpu")
 
     def _compare(self, what: str, text: str) -> None:
         mine = f"{what}: {text}"
-        texts = self._agreement.share("a buffer", mine)
+        texts = self._consensus.share("a buffer", mine)
         odd = {rank: theirs for rank, theirs in enumerate(texts) if theirs != mine}
         if odd:
             raise RuntimeError(

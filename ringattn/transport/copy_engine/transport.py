@@ -19,19 +19,26 @@ from torch import Tensor
 from ringattn.kernels.contract import Arrivals
 from ringattn.kernels.pack import pack
 from ringattn.plan.ring_plan import Collection
-from ringattn.transport.base import Done, Gathering, Homecoming, Parcel, Pending, Reply, Transport
-from ringattn.transport.consensus import Agreement
-from ringattn.transport.copy_engine.buffers import KINDS, PLAIN, REPLIES, Holdings, Lent, ordinary
-from ringattn.transport.copy_engine.grad_return import HomePrograms, Together, home_programs
+from ringattn.transport.base import Done, GradMessage, GradReturn, KVGatherHandle, Message, Transport, Work
+from ringattn.transport.consensus import RankConsensus
+from ringattn.transport.copy_engine.buffers import (
+    KINDS,
+    PLAIN,
+    REPLIES,
+    RankBuffers,
+    ZeroCopyKV,
+    outside_inference_mode,
+)
+from ringattn.transport.copy_engine.grad_return import CombinedPrograms, GradReturnPrograms, grad_return_programs
 from ringattn.transport.copy_engine.graph_cache import SEEN, CachedCall
-from ringattn.transport.copy_engine.kv_gather import Bias, GatherMemory, GatherPrograms, gather_programs, guards
+from ringattn.transport.copy_engine.kv_gather import Bias, GatherMemory, GatherPrograms, gather_programs, pad_rows
 from ringattn.transport.copy_engine.peer_buffers import MOST_GROUPS, padded, view_bytes
-from ringattn.transport.copy_engine.send_recv import PostPrograms, post_programs
+from ringattn.transport.copy_engine.send_recv import SendRecvPrograms, send_recv_programs
 from ringattn.transport.copy_engine.streams import Program, Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory
 from ringattn.transport.copy_engine.watchdog import POSTS
-from ringattn.transport.copy_engine.watched_transport import WatchedLink
-from ringattn.transport.reduce.one_shot import OneShotExchange
+from ringattn.transport.copy_engine.watched_transport import WatchedTransport
+from ringattn.transport.reduce.one_shot import OneShotReducer
 
 AIMED = 256
 """Addresses of kept rows for which one gather has its copies ready."""
@@ -39,12 +46,12 @@ RECEIVED = 256
 """Tensors that posts received into which the way out of a failure remembers."""
 
 
-class CopyEngineTransport(Holdings):
-    """One rank's end: the calls on what it holds. Takes the arguments of `Holdings`.
+class CopyEngineTransport(RankBuffers):
+    """One rank's end: the calls on what it holds. Takes the arguments of `RankBuffers`.
 
     Args:
         start_watchdog: Start the thread of the watchdog.
-        spare: See `Gatherer.spare`.
+        sm_margin: See `KVGather.sm_margin`.
     """
 
     def __init__(
@@ -57,39 +64,39 @@ class CopyEngineTransport(Holdings):
         timeout: float,
         *,
         start_watchdog: bool = True,
-        spare: int = 0,
+        sm_margin: int = 0,
     ) -> None:
         super().__init__(rank, members, name, streams, memory, timeout)
-        self.spare = spare
-        self._home_turn = self._post_turn = 0
+        self.sm_margin = sm_margin
+        self._grad_turn = self._post_turn = 0
         self._posted = 0
         self._kept: list[Any] | None = None  # by the graph that is being captured, so that it lives as long
-        self._lane: int | None = None
-        self._gathering: _Arriving | None = None
-        self._homecoming: _Coming | None = None
-        self._posts: list[_Fetching | None] = [None] * POSTS
+        self._stream: int | None = None
+        self._handle: CopyEngineGather | None = None
+        self._grad_return: CopyEngineGradReturn | None = None
+        self._posts: list[CopyEngineWork | None] = [None] * POSTS
         if start_watchdog:
-            self.watch.start()
+            self.watchdog.start()
 
     def __del__(self) -> None:
-        watch = getattr(self, "watch", None)
-        if watch is not None:
-            watch.retire()
+        watchdog = getattr(self, "watch", None)
+        if watchdog is not None:
+            watchdog.stop()
 
-    def gatherer(self) -> CopyEngineTransport:
-        """See `Transport.gatherer`."""
+    def kv_gather(self) -> CopyEngineTransport:
+        """See `Transport.kv_gather`."""
         return self
 
-    def make_room(self, slot_bytes: int, far_bytes: int, *, guests: bool = False) -> None:
-        """See `Gatherer.make_room`."""
-        far_there = self._fars[0].num_bytes if self._fars else 0
-        guests_there = min(x.numel() for x in self._guests) if guests else slot_bytes
-        if slot_bytes > min(self._slot.numel(), guests_there) or far_bytes > far_there:
+    def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
+        """See `KVGather.reserve_gather`."""
+        remote_capacity = self._remote_buffers[0].num_bytes if self._remote_buffers else 0
+        shard_capacity = min(x.numel() for x in self._shard_buffers) if remote_shards else slot_bytes
+        if slot_bytes > min(self._slot.numel(), shard_capacity) or remote_bytes > remote_capacity:
             self._enter()
             self._make_slot(slot_bytes)
-            for turn in range(2 * guests):
-                self._make_guest(turn, slot_bytes)
-            self._make_far(far_bytes)
+            for turn in range(2 * remote_shards):
+                self._make_shard_buffer(turn, slot_bytes)
+            self._make_remote_buffer(remote_bytes)
 
     def gather(
         self,
@@ -101,53 +108,53 @@ class CopyEngineTransport(Holdings):
         *,
         key_bias: Tensor | None = None,
         keep: bool = False,
-        home: Homecoming | None = None,
-    ) -> Gathering:
-        """See `Gatherer.gather`."""
+        grad_return: GradReturn | None = None,
+    ) -> KVGatherHandle:
+        """See `KVGather.gather`."""
         assert key_bias is None or not keep, "what is kept has no room for a bias"
-        assert home is None or isinstance(home, _Coming), "a homecoming of this transport"
-        lane, capturing = self._enter()
+        assert grad_return is None or isinstance(grad_return, CopyEngineGradReturn), "a homecoming of this transport"
+        stream, capturing = self._enter()
         # what was lent has no room for a bias either: such keys are packed like others
-        lent = self._find_lent(k, v) if self._lent_at and key_bias is None else None
+        zero_copy = self._find_zero_copy(k, v) if self._zero_copy_at and key_bias is None else None
         of_bias = None if key_bias is None else key_bias.dtype
         # a captured call is launched again without coming here, and keeps its name
         how = what if self._kept is not None else capturing
-        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, id(lent), how, keep, of_bias)
+        key = (id(collection), k.shape, k.dtype, v.shape[-1], groups, id(zero_copy), how, keep, of_bias)
         found: GatherPrograms | None = self.find(key)
         if found is None:
-            found = self.keep(key, self._prepare_gather(k, v, collection, groups, lent, what, of_bias, keep=keep))
-            if lent is not None:
-                lent.courses.add(key)
-            if home is not None:
-                self.keep(home.key, home.plans)  # which growing for the gather has forgotten
-        found.course.what = found.pushing.what = what
+            found = self.keep(key, self._prepare_gather(k, v, collection, groups, zero_copy, what, of_bias, keep=keep))
+            if zero_copy is not None:
+                zero_copy.infos.add(key)
+            if grad_return is not None:
+                self.keep(grad_return.key, grad_return.plans)  # which growing for the gather has forgotten
+        found.info.what = found.pushing.what = what
         if self._kept is not None:
             self._kept.append(found)
 
         launch, streams = self.streams.launch, self.streams
-        far, herald, kept = found.far[0], found.herald, None
-        together = None if home is None else home.plan.beside(found, streams)
-        start = found.start if together is None else together.start
+        remote, flag_program, saved = found.remote[0], found.flag_program, None
+        combined = None if grad_return is None else grad_return.plan.beside(found, streams)
+        start = found.start if combined is None else combined.start
         places = []
-        if self._captured or (found.layout is not self._far_layout and found.layout != self._far_layout):
-            places.append(far)
+        if self._captured or (found.layout is not self._remote_layout and found.layout != self._remote_layout):
+            places.append(remote)
         if keep:
-            kept = self._make_kept(tuple(far.shape), k.dtype)
-            herald = self._aimed(found, kept.data_ptr())
-            places.append(kept)
+            saved = self._make_saved(tuple(remote.shape), k.dtype)
+            flag_program = self._aimed(found, saved.data_ptr())
+            places.append(saved)
         if not found.starts_last:
-            launch(start, lane)
+            launch(start, stream)
         if found.opening is not None:
-            streams.order(lane, streams.side)
-            launch(found.opening, streams.side)
+            streams.order(stream, streams.copy_stream)
+            launch(found.opening, streams.copy_stream)
         cleared = None
         if found.cleared is not None:
-            cleared = found.cleared[far is next(iter(places), None)]
-            places = [place for place in places if place is not far]
+            cleared = found.cleared[remote is next(iter(places), None)]
+            places = [place for place in places if place is not remote]
         for place in places:
-            for first, last in found.guards:
+            for first, last in found.pad_rows:
                 streams.call(place[:, first:last].zero_)
-        self._far_layout = found.layout
+        self._remote_layout = found.layout
         if found.packed is not None:
             slot = found.packed
             streams.call(lambda: pack(slot, k, v, cleared))
@@ -156,22 +163,22 @@ class CopyEngineTransport(Holdings):
                 if target is not None:
                     streams.call(functools.partial(target.copy_, key_bias))
         if found.starts_last:
-            launch(start, lane)
+            launch(start, stream)
         if found.push is not None:
             if capturing:
-                streams.order(lane, streams.side)
-            launch(found.push, streams.side)
+                streams.order(stream, streams.copy_stream)
+            launch(found.push, streams.copy_stream)
         # behind the push: where they share a queue, nobody's rows wait for those of others
-        if herald is not None:
+        if flag_program is not None:
             if capturing:
-                streams.order(lane, streams.herald)
-            launch(herald, streams.herald)
-        self._gathering = gathering = _Arriving(self, found, kept, heralded=herald is not None)
-        if home is not None and together is not None:
-            home.begun_with(gathering, together)
-        return gathering
+                streams.order(stream, streams.flag_stream)
+            launch(flag_program, streams.flag_stream)
+        self._handle = handle = CopyEngineGather(self, found, saved, flagged=flag_program is not None)
+        if grad_return is not None and combined is not None:
+            grad_return.begin_with(handle, combined)
+        return handle
 
-    def guest(
+    def remote_shard_buffer(
         self,
         turn: int,
         shape: tuple[int, int, int],
@@ -180,27 +187,27 @@ class CopyEngineTransport(Holdings):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """See `Gatherer.guest`."""
+        """See `KVGather.remote_shard_buffer`."""
         del device  # that of this transport
         self._enter()
         key = ("guest", turn, shape, rows, dims, dtype)
-        found: Lent | None = self.find(key)
+        found: ZeroCopyKV | None = self.find(key)
         if found is None:
-            found = self.keep(key, self._prepare_guest(turn, (*shape, sum(dims)), rows, dims[0], dtype))
-        self._lent_at[found.slot.untyped_storage().data_ptr()] = found
+            found = self.keep(key, self._prepare_shard_buffer(turn, (*shape, sum(dims)), rows, dims[0], dtype))
+        self._zero_copy_at[found.slot.untyped_storage().data_ptr()] = found
         return found.slot[:, :rows]
 
-    def arrived(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
-        """See `Gatherer.arrived`."""
+    def saved_ready_flags(self, collection: Collection, groups: int, device: torch.device) -> Arrivals | None:
+        """See `KVGather.saved_ready_flags`."""
         del device  # that of this transport
         if not collection.fetches:
             return None
         flags = self._raised.get(groups)
         if flags is None:
             flags = self._make_raised(groups)
-        return Arrivals(flags, self._error, self._patience)
+        return Arrivals(flags, self._error, self._timeout_ns)
 
-    def homecoming(
+    def grad_return(
         self,
         shape: tuple[int, int, int],
         collection: Collection,
@@ -208,21 +215,21 @@ class CopyEngineTransport(Holdings):
         what: str,
         *,
         biased: bool = False,
-    ) -> Homecoming:
-        """See `Gatherer.homecoming`."""
+    ) -> GradReturn:
+        """See `KVGather.grad_return`."""
         del device  # that of this transport
-        if self._homecoming is not None:
-            self._homecoming.receive()
-            self._homecoming.close()
+        if self._grad_return is not None:
+            self._grad_return.receive()
+            self._grad_return.close()
         key = (id(collection), shape, biased)
-        plans: tuple[HomePrograms, HomePrograms] | None = self.find(key)
+        plans: tuple[GradReturnPrograms, GradReturnPrograms] | None = self.find(key)
         if plans is None:
             self._enter()
-            plans = self.keep(key, self._prepare_home(collection, shape, what, biased=biased))
-        plans[self._home_turn].course.what = what
+            plans = self.keep(key, self._prepare_grad_return(collection, shape, what, biased=biased))
+        plans[self._grad_turn].info.what = what
         if self._kept is not None:
             self._kept.append(plans)
-        return _Coming(self, key, plans)
+        return CopyEngineGradReturn(self, key, plans)
 
     def repeat(
         self,
@@ -232,9 +239,9 @@ class CopyEngineTransport(Holdings):
         enqueue: Callable[[], object],
         held: tuple[Any, ...],
     ) -> None:
-        """See `Gatherer.repeat`, and Note [Graph cache] of graph_cache.py."""
+        """See `KVGather.repeat`, and Note [Graph cache] of graph_cache.py."""
         _, capturing = self._enter()
-        if capturing or self._homecoming is not None:
+        if capturing or self._grad_return is not None:
             enqueue()
             return
         known = self._graphs.find(key, given, made, held)
@@ -243,19 +250,19 @@ class CopyEngineTransport(Holdings):
             self._graphs.launched += 1
             self.streams.launch(graph, self.streams.main())
             return
-        turn = self._home_turn
+        turn = self._grad_turn
         enqueue()
         known.seen = min(known.seen + 1, SEEN)
-        known.layout, known.takes_turn = self._far_layout, self._home_turn != turn
+        known.layout, known.takes_turn = self._remote_layout, self._grad_turn != turn
 
     def _graph_of(self, known: CachedCall, enqueue: Callable[[], object]) -> Program | None:
         """The graph of a call, made now or found; updates the state that the call changes. None: it cannot be captured."""
-        turn, layout = self._home_turn, self._far_layout
+        turn, layout = self._grad_turn, self._remote_layout
         clears = self._captured or (known.layout is not layout and known.layout != layout)
         which = clears, turn if known.takes_turn else 0
         found = known.graphs.get(which)
         if found is not None:
-            self._far_layout, self._home_turn = known.layout, 1 - turn if known.takes_turn else turn
+            self._remote_layout, self._grad_turn = known.layout, 1 - turn if known.takes_turn else turn
             return found[0]
         if not self._graphs.may_capture():
             return None
@@ -270,28 +277,28 @@ class CopyEngineTransport(Holdings):
             if graph is None:
                 # nothing of it has run
                 known.can_capture = False
-                self._home_turn, self._far_layout = turn, layout
-                self._gathering = self._homecoming = None
+                self._grad_turn, self._remote_layout = turn, layout
+                self._handle = self._grad_return = None
         if graph is not None:
             known.graphs[which] = graph, kept
             self._graphs.captured += 1
         return graph
 
-    def one_shot(self, agreement: Agreement, why: str) -> OneShotExchange:
+    def one_shot(self, consensus: RankConsensus, why: str) -> OneShotReducer:
         """An exchange through memory that is mapped as this transport's is. Every member calls it.
 
         Args:
-            agreement: How ranks compare.
+            consensus: How ranks compare.
             why: Why this exchange was chosen.
         """
-        return OneShotExchange(
+        return OneShotReducer(
             self._members.index(self._rank),
             len(self._members),
             self._name,
             self.streams,
             self._memory,
-            agreement,
-            self.watch,
+            consensus,
+            self.watchdog,
             self._timeout,
             why,
         )
@@ -303,7 +310,7 @@ class CopyEngineTransport(Holdings):
                 self._enter()
                 self._make_boxes(kind, size)
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`, and Note [A post] of send_recv.py."""
         out, into = self._payloads(sends, what), self._payloads(receives, what)
         if len({kind for _, kind in out}) < len(out):
@@ -315,40 +322,40 @@ class CopyEngineTransport(Holdings):
         self._post_turn = 1 - turn
         if not out and not into:
             return Done()
-        lane, capturing = self._enter()
+        stream, capturing = self._enter()
         index = next((i for i, pending in enumerate(self._posts) if pending is None), None)
         if index is None:  # the oldest is joined a little early
             oldest = min((pending for pending in self._posts if pending is not None), key=lambda pending: pending.order)
             oldest.wait()
             index = oldest.index
         key = (tuple(out), tuple(into), turn, index, capturing)
-        found: PostPrograms | None = self.find(key)
+        found: SendRecvPrograms | None = self.find(key)
         if found is None:
             boxes = {kind: self._boxes[kind][turn] for _, kind in (*out, *into)}
-            found = self.keep(key, post_programs(self.words, boxes, tuple(out), tuple(into), index, what))
-        found.course.what = what
+            found = self.keep(key, send_recv_programs(self.semaphores, boxes, tuple(out), tuple(into), index, what))
+        found.info.what = what
         streams = self.streams
-        streams.launch(found.begin, lane)
-        for box, parcels in zip(found.boxes, out.values(), strict=True):
-            for _, address, num_bytes in parcels:
-                streams.copy(box, address, num_bytes, lane)
+        streams.launch(found.begin, stream)
+        for box, messages in zip(found.boxes, out.values(), strict=True):
+            for _, address, num_bytes in messages:
+                streams.copy(box, address, num_bytes, stream)
                 box += padded(num_bytes)
-        streams.launch(found.end, lane)
+        streams.launch(found.end, stream)
         if not into:
             return Done()
         if capturing:
-            streams.order(lane, streams.side)
-        side, received = streams.side, self.watch.territory.received
-        for program, box, parcels in zip(found.sides, found.sources, into.values(), strict=False):
-            streams.launch(program, side)
-            for x, address, num_bytes in parcels:
+            streams.order(stream, streams.copy_stream)
+        copy_stream, received = streams.copy_stream, self.watchdog.recovery.received
+        for program, box, messages in zip(found.copy_programs, found.sources, into.values(), strict=False):
+            streams.launch(program, copy_stream)
+            for x, address, num_bytes in messages:
                 if (address, num_bytes) not in received:
                     self._remember_received(x, address, num_bytes)
-                streams.copy(address, box, num_bytes, side)
+                streams.copy(address, box, num_bytes, copy_stream)
                 box += padded(num_bytes)
-        streams.launch(found.sides[-1], side)
+        streams.launch(found.copy_programs[-1], copy_stream)
         self._posted += 1
-        pending = _Fetching(self, index, found, self._posted)
+        pending = CopyEngineWork(self, index, found, self._posted)
         self._posts[index] = pending
         return pending
 
@@ -358,9 +365,9 @@ class CopyEngineTransport(Holdings):
         Args:
             link: What crosses.
         """
-        return WatchedLink(self, link)
+        return WatchedTransport(self, link)
 
-    def lend(
+    def zero_copy_kv(
         self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         """A slot that the caller fills itself, so that a gather of exactly these tensors packs nothing.
@@ -383,13 +390,13 @@ class CopyEngineTransport(Holdings):
         d, dv = dims
         shape = (batch, rows, heads, d + dv)
         key = (name, (shape, d, dtype))
-        lent = self._lent.get(key)
-        if lent is None:
-            lent = self._make_lent(key, mine)
-        if lent.k.shape[1] != mine:
+        zero_copy = self._zero_copy.get(key)
+        if zero_copy is None:
+            zero_copy = self._make_zero_copy(key, mine)
+        if zero_copy.k.shape[1] != mine:
             # another sharding of as many rows on the longest shard
-            lent.k, lent.v = lent.slot[:, :mine, :, :d], lent.slot[:, :mine, :, d:]
-        return lent.k, lent.v
+            zero_copy.k, zero_copy.v = zero_copy.slot[:, :mine, :, :d], zero_copy.slot[:, :mine, :, d:]
+        return zero_copy.k, zero_copy.v
 
     @property
     def repeated(self) -> int:
@@ -403,32 +410,32 @@ class CopyEngineTransport(Holdings):
         self._enter()
         self._finish()
         # twice: nothing is left here, and then nothing is left anywhere that may read what is overwritten
-        self._memory.meet("poison comes")
-        self._memory.meet("poison begins")
-        for station in self._stations():
-            self.streams.call(station.poison)
-        for local in (self._slot, self._own, *self._guests):
+        self._memory.barrier("poison comes")
+        self._memory.barrier("poison begins")
+        for peer_buffer in self._peer_buffers():
+            self.streams.call(peer_buffer.poison)
+        for local in (self._slot, self._local_grads, *self._shard_buffers):
             self.streams.call(lambda local=local: local.fill_(255))
-        self._far_layout = None
-        self._memory.meet("poison ends")
+        self._remote_layout = None
+        self._memory.barrier("poison ends")
 
     def close(self) -> None:
         """Lets go of all memory; every rank of the ring calls it. A later call makes what it needs anew."""
         self._finish()
-        if self.watch.failure is None:
-            self._memory.meet("close")
+        if self.watchdog.failure is None:
+            self._memory.barrier("close")
         else:
             self.streams.synchronize()
-        self._home_turn = self._post_turn = 0
-        self._let_go()
+        self._grad_turn = self._post_turn = 0
+        self._reset()
 
     def _finish(self) -> None:
         """Joins whatever the caller has left open."""
-        if self._gathering is not None:
-            self._gathering.close()
-        if self._homecoming is not None:
-            self._homecoming.receive()
-            self._homecoming.close()
+        if self._handle is not None:
+            self._handle.close()
+        if self._grad_return is not None:
+            self._grad_return.receive()
+            self._grad_return.close()
         for pending in self._posts:
             if pending is not None:
                 pending.wait()
@@ -439,27 +446,27 @@ class CopyEngineTransport(Holdings):
         Returns:
             The caller's stream, and whether it is being captured.
         """
-        if self._gathering is not None:
-            self._gathering.close()
-        if self.watch.failure is not None:
-            self.watch.check()
-        lane, capturing = self.streams.main(), self.streams.capturing()
+        if self._handle is not None:
+            self._handle.close()
+        if self.watchdog.failure is not None:
+            self.watchdog.check()
+        stream, capturing = self.streams.main(), self.streams.capturing()
         if capturing:
             self._captured |= self._kept is None
-        elif lane != self._lane:
-            if self._lane is not None:
-                self.streams.order(self._lane, lane)
-            self._lane = lane
-        return lane, capturing
+        elif stream != self._stream:
+            if self._stream is not None:
+                self.streams.order(self._stream, stream)
+            self._stream = stream
+        return stream, capturing
 
-    @ordinary
+    @outside_inference_mode
     def _prepare_gather(
         self,
         k: Tensor,
         v: Tensor,
         collection: Collection,
         groups: int,
-        lent: Lent | None,
+        zero_copy: ZeroCopyKV | None,
         what: str,
         of_bias: torch.dtype | None,
         *,
@@ -477,10 +484,10 @@ class CopyEngineTransport(Holdings):
         most_bytes = b * most * row
         if size:
             most_bytes = padded(most_bytes) + b * (slot_rows + most) * size
-        station = self._make_far(most_bytes)
-        far, bias, of_slot = station.view((b, collection.far_rows, hk, width), k.dtype), None, None
-        if lent is not None:
-            slot = lent.slot
+        peer_buffer = self._make_remote_buffer(most_bytes)
+        remote, bias, of_slot = peer_buffer.view((b, collection.far_rows, hk, width), k.dtype), None, None
+        if zero_copy is not None:
+            slot = zero_copy.slot
         else:
             behind = padded(slot_bytes) if size else slot_bytes
             flat = self._make_slot(behind + b * slot_rows * size)
@@ -489,27 +496,27 @@ class CopyEngineTransport(Holdings):
         if of_slot is not None and of_bias is not None:
             of_all = (b, t + collection.far_rows)
             if collection.fetches:
-                table = station.view(of_all, of_bias, padded(far.numel() * far.element_size()))
+                table = peer_buffer.view(of_all, of_bias, padded(remote.numel() * remote.element_size()))
             else:  # far may be written to meanwhile: it is not this call's turn to read it
                 table = torch.empty(of_all, dtype=of_bias, device=self._memory.device)
-            bias = Bias(slot=of_slot, table=table, near=t)
+            bias = Bias(slot=of_slot, table=table, local=t)
         flags = self._make_flags(groups)
-        packed = slot[:, :t] if lent is None and collection.readers else None
+        packed = slot[:, :t] if zero_copy is None and collection.readers else None
         cleared = None
         if packed is not None and collection.fetches:
-            cleared = self._make_cleared(flags, far, tuple(guards(collection.far_rows, collection.fetches)))
+            cleared = self._make_cleared(flags, remote, tuple(pad_rows(collection.far_rows, collection.fetches)))
         here = GatherMemory(
-            station,
-            far=far,
+            peer_buffer,
+            remote=remote,
             dim=d,
             slot=slot,
             packed=packed,
             bias=bias,
-            arrivals=Arrivals(flags, self._error, self._patience),
+            ready_flags=Arrivals(flags, self._error, self._timeout_ns),
             cleared=cleared,
-            keep=(collection, lent),
+            keep=(collection, zero_copy),
         )
-        return gather_programs(self.words, here, collection, what, keep=keep)
+        return gather_programs(self.semaphores, here, collection, what, keep=keep)
 
     def _aimed(self, plan: GatherPrograms, address: int) -> Program | None:
         """What the herald does for a gather whose rows are kept, to where they are kept."""
@@ -526,36 +533,39 @@ class CopyEngineTransport(Holdings):
             aimed.move_to_end(address)
         return found
 
-    @ordinary
-    def _prepare_guest(self, turn: int, shape: tuple[int, ...], rows: int, d: int, dtype: torch.dtype) -> Lent:
-        slot = view_bytes(self._make_guest(turn, math.prod(shape) * dtype.itemsize), shape, dtype)
-        return Lent(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:])
+    @outside_inference_mode
+    def _prepare_shard_buffer(
+        self, turn: int, shape: tuple[int, ...], rows: int, d: int, dtype: torch.dtype
+    ) -> ZeroCopyKV:
+        slot = view_bytes(self._make_shard_buffer(turn, math.prod(shape) * dtype.itemsize), shape, dtype)
+        return ZeroCopyKV(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:])
 
-    @ordinary
-    def _prepare_home(
+    @outside_inference_mode
+    def _prepare_grad_return(
         self, collection: Collection, shape: tuple[int, int, int], what: str, *, biased: bool
-    ) -> tuple[HomePrograms, HomePrograms]:
+    ) -> tuple[GradReturnPrograms, GradReturnPrograms]:
         b, hk, width = shape
         size = b * collection.slot_rows * hk * (width + biased) * 4
-        homes, own = self._make_homes(size), self._make_own(size)
+        grad_buffers, local_grads = self._make_grad_buffers(size), self._make_local_grads(size)
         self._refuse_in_capture("homecoming")
         # both at once: a capture may begin at either
         first, second = (
-            home_programs(self.words, collection, station, own, shape, what, biased=biased) for station in homes
+            grad_return_programs(self.semaphores, collection, peer_buffer, local_grads, shape, what, biased=biased)
+            for peer_buffer in grad_buffers
         )
         return first, second
 
-    def _payloads(self, parcels: Sequence[Parcel], what: str) -> dict[tuple[int, int], list[tuple[Tensor, int, int]]]:
+    def _payloads(self, messages: Sequence[Message], what: str) -> dict[tuple[int, int], list[tuple[Tensor, int, int]]]:
         """(tensor, address, bytes) of what is not empty, by (peer, kind)."""
         found: dict[tuple[int, int], list[tuple[Tensor, int, int]]] = {}
-        for parcel in parcels:
-            peer, x = parcel
+        for message in messages:
+            peer, x = message
             num_bytes = x.numel() * x.element_size()
             if not num_bytes:
                 continue
             if not x.is_contiguous():
                 raise RuntimeError(f"ring rank {self._rank}: {what}: what is posted must be contiguous, got strides")
-            kind = REPLIES if isinstance(parcel, Reply) else PLAIN
+            kind = REPLIES if isinstance(message, GradMessage) else PLAIN
             found.setdefault((peer, kind), []).append((x, x.data_ptr(), num_bytes))
         for (peer, kind), tensors in found.items():
             total, reserved = sum([num_bytes for _, _, num_bytes in tensors]), self._reserved[kind]
@@ -568,114 +578,120 @@ class CopyEngineTransport(Holdings):
         return found
 
     def _remember_received(self, x: Tensor, address: int, num_bytes: int) -> None:
-        received = self.watch.territory.received
+        received = self.watchdog.recovery.received
         received[address, num_bytes] = x
         if len(received) > RECEIVED and not self._captured:
             received.pop(next(iter(received)), None)
 
 
-class _Arriving:
-    """See `Gathering`."""
+class CopyEngineGather:
+    """See `KVGatherHandle`."""
 
-    __slots__ = ("_heralded", "_plan", "_transport", "arrivals", "far", "k", "kept", "key_bias", "v")
+    __slots__ = ("_flagged", "_plan", "_transport", "k", "key_bias", "ready_flags", "remote", "saved", "v")
 
     def __init__(
-        self, transport: CopyEngineTransport, plan: GatherPrograms, kept: Tensor | None, *, heralded: bool
+        self, transport: CopyEngineTransport, plan: GatherPrograms, saved: Tensor | None, *, flagged: bool
     ) -> None:
         self._transport = transport
         self._plan: GatherPrograms | None = plan
-        self._heralded = heralded
-        self.far, self.k, self.v = plan.far
-        self.kept = kept
+        self._flagged = flagged
+        self.remote, self.k, self.v = plan.remote
+        self.saved = saved
         self.key_bias = None if plan.bias is None else plan.bias[2]
-        self.arrivals = plan.arrivals
+        self.ready_flags = plan.ready_flags
 
     def close(self) -> None:
+        """See `KVGatherHandle.close`."""
         self.finish()
 
-    def finish(self, together: Together | None = None) -> bool:
+    def finish(self, combined: CombinedPrograms | None = None) -> bool:
         """As `close`, together with what a homecoming says; False: it was closed before, and nothing is said."""
         plan, self._plan = self._plan, None
         if plan is None:
             return False
         here = self._transport
-        if here._gathering is self:
-            here._gathering = None
+        if here._handle is self:
+            here._handle = None
         streams = here.streams
-        lane = streams.main()
+        stream = streams.main()
         if streams.capturing():
             # a graph holds event dependencies only; the place is written before the join (Note [The way out] of watchdog.py)
-            streams.launch(plan.joining if together is None else together.joining, lane)
+            streams.launch(plan.joining if combined is None else combined.joining, stream)
             if plan.push is not None:
-                streams.order(streams.side, lane)
-            if self._heralded:
-                streams.order(streams.herald, lane)
-        streams.launch(plan.join if together is None else together.receive, lane)
+                streams.order(streams.copy_stream, stream)
+            if self._flagged:
+                streams.order(streams.flag_stream, stream)
+        streams.launch(plan.join if combined is None else combined.receive, stream)
         return True
 
 
-class _Coming:
-    """See `Homecoming`."""
+class CopyEngineGradReturn:
+    """See `GradReturn`."""
 
     __slots__ = (
-        "_begun", "_closed", "_gathering", "_received", "_together", "_transport",
-        "addresses", "bias_addresses", "key", "own", "own_bias", "plan", "plans", "rows",
+        "_begun", "_closed", "_combined", "_handle", "_received", "_transport",
+        "addresses", "bias_addresses", "key", "local_bias_grads", "local_grads", "plan", "plans", "rows",
     )  # fmt: skip
 
-    def __init__(self, transport: CopyEngineTransport, key: Any, plans: tuple[HomePrograms, HomePrograms]) -> None:
+    def __init__(
+        self, transport: CopyEngineTransport, key: Any, plans: tuple[GradReturnPrograms, GradReturnPrograms]
+    ) -> None:
         self._transport = transport
         self.key, self.plans = key, plans
-        self.plan = plan = plans[transport._home_turn]
+        self.plan = plan = plans[transport._grad_turn]
         self._begun = self._received = self._closed = False
-        self._gathering: _Arriving | None = None
-        self._together: Together | None = None
+        self._handle: CopyEngineGather | None = None
+        self._combined: CombinedPrograms | None = None
         self.addresses = plan.addresses
-        self.own = plan.own
-        self.rows = plan.own.shape[1]
-        self.bias_addresses, self.own_bias = (None, None) if plan.bias is None else plan.bias[:2]
+        self.local_grads = plan.local_grads
+        self.rows = plan.local_grads.shape[1]
+        self.bias_addresses, self.local_bias_grads = (None, None) if plan.bias is None else plan.bias[:2]
 
     def begin(self) -> None:
-        lane, _ = self._transport._enter()
+        """See `GradReturn.begin`."""
+        stream, _ = self._transport._enter()
         self._begin()
-        self._transport.streams.launch(self.plan.start, lane)
+        self._transport.streams.launch(self.plan.start, stream)
 
-    def begun_with(self, gathering: _Arriving, together: Together) -> None:
+    def begin_with(self, handle: CopyEngineGather, combined: CombinedPrograms) -> None:
         """It has begun with a gather, which is closed by what both say together."""
         self._begin()
-        self._gathering, self._together = gathering, together
+        self._handle, self._combined = handle, combined
 
     def _begin(self) -> None:
         assert not self._begun, "a homecoming begins once"
         self._begun = True
         here = self._transport
-        here._homecoming, here._home_turn = self, 1 - here._home_turn
+        here._grad_return, here._grad_turn = self, 1 - here._grad_turn
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
+        """See `GradReturn.receive`."""
         if not self._received:
             assert self._begun, "a homecoming begins in front of its backward"
             self._received = True
-            gathering, together = self._gathering, self._together
-            if gathering is None or together is None or not gathering.finish(together):
+            handle, combined = self._handle, self._combined
+            if handle is None or combined is None or not handle.finish(combined):
                 streams = self._transport.streams
                 streams.launch(self.plan.receive, streams.main())
         bias = self.plan.bias
         return self.plan.regions, [] if bias is None else bias[2]
 
     def close(self) -> None:
+        """See `GradReturn.close`."""
         if not self._closed:
             self._closed = True
-            if self._transport._homecoming is self:
-                self._transport._homecoming = None
+            if self._transport._grad_return is self:
+                self._transport._grad_return = None
             streams = self._transport.streams
             streams.launch(self.plan.close, streams.main())
 
 
-class _Fetching:
-    """See `Pending`."""
+class CopyEngineWork:
+    """See `Work`."""
 
     __slots__ = ("_plan", "_transport", "_waited", "index", "order")
 
-    def __init__(self, transport: CopyEngineTransport, index: int, plan: PostPrograms, order: int) -> None:
+    def __init__(self, transport: CopyEngineTransport, index: int, plan: SendRecvPrograms, order: int) -> None:
         self._transport = transport
         self.index = index
         self._plan = plan
@@ -683,6 +699,7 @@ class _Fetching:
         self.order = order
 
     def wait(self) -> None:
+        """See `Work.wait`."""
         if self._waited:
             return
         self._waited = True
@@ -690,10 +707,10 @@ class _Fetching:
         if here._posts[self.index] is self:
             here._posts[self.index] = None
         streams = here.streams
-        lane = streams.main()
+        stream = streams.main()
         if streams.capturing():
-            streams.launch(self._plan.fetching, lane)
-            streams.order(streams.side, lane)
-        streams.launch(self._plan.join, lane)
-        if here.watch.failure is not None:
-            here.watch.check()
+            streams.launch(self._plan.fetching, stream)
+            streams.order(streams.copy_stream, stream)
+        streams.launch(self._plan.join, stream)
+        if here.watchdog.failure is not None:
+            here.watchdog.check()

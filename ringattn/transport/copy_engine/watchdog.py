@@ -33,8 +33,8 @@ Note [A push that was let go]
     front of the gate: if they were overwritten, it is closed, and the join behind it is passed once the flags of what is kept
     are negative.
 
-    A transfer between nodes (`CROSSING`) is not let go by words: the process group ends it, within its own timeout. The watch says
-    which one it was, and lets the ranks of the node fail with this one.
+    A transfer between nodes (`BETWEEN_NODES`) is not released by semaphores: the process group ends it, within its own timeout. The
+    watchdog says which one it was, and lets the ranks of the node fail with this one.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ from torch import Tensor
 from ringattn.transport.copy_engine.streams import Streams, Write
 
 # words in host memory; all are written by streams, QUIET by both sides. Neighbours are often written together
-PLACE, QUIET, SIDE, SIDE_AT, HERALD, HERALD_AT = range(6)
-HOST_WORDS = 16
+PLACE, QUIET, COPY, COPY_AT, FLAG, FLAG_AT = range(6)
+HOST_INTS = 16
 
 # where the caller's stream is: the low bits of PLACE. The others name the course it is on
 # ELSEWHERE may wait before a gather, once the ring has failed: it is let go like all who wait for nothing but that
 # CROSSING waits for a transfer between nodes, which no word lets go
-ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING, CROSSING = range(7)
+ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING, BETWEEN_NODES = range(7)
 PLACES = 8
 
 # words of the device; POSTED is the first of POSTS. Kernels read ERROR: it is as aligned as what allocators give
-GATE, PROCEED, START, DONE, ERROR, HERALD_START, HERALD_DONE, POSTED = range(8)
+GATE, PROCEED, START, DONE, ERROR, FLAG_START, FLAG_DONE, POSTED = range(8)
 POSTS = 4
-DEVICE_WORDS = POSTED + POSTS
+DEVICE_INTS = POSTED + POSTS
 
 NUMBERED = 4096
 """Courses that the message of a failure can name."""
 
 
 @dataclass
-class Course:
+class ProgramInfo:
     """What a program waits for, for the message of a failure.
 
     Attributes:
@@ -90,51 +90,51 @@ class Course:
 
 
 @dataclass
-class Territory:
+class RecoveryAddresses:
     """Every address that the way out must know; whoever makes memory adds to it.
 
     Attributes:
         gates: Of the peers.
         errors: Likewise, the error words of kernels.
-        free: Words that the caller's stream waits for before it writes.
-        full: Words that the streams beside it wait for before they read rows or say that they are there.
-        room: Words that the side stream waits for before it pushes.
-        home: Words that the caller's stream waits for before it reads contributions.
+        reusable: Words that the caller's stream waits for before it writes.
+        ready: Words that the streams beside it wait for before they read rows or say that they are there.
+        turn: Words that the side stream waits for before it pushes.
+        grad_return: Words that the caller's stream waits for before it reads contributions.
         flags: (address, number of words) that kernels wait for.
         raised: Likewise, of flags that are raised as long as the ring is healthy.
-        own: (address, bytes) of this rank's contributions.
+        local_grads: (address, bytes) of this rank's contributions.
         received: What posts receive into, by (address, bytes).
         kept: Alive for as long as the ring: memory that captured graphs use.
     """
 
     gates: set[int] = field(default_factory=set)
     errors: set[int] = field(default_factory=set)
-    free: set[int] = field(default_factory=set)
-    full: set[int] = field(default_factory=set)
-    room: set[int] = field(default_factory=set)
-    home: set[int] = field(default_factory=set)
+    reusable: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    turn: set[int] = field(default_factory=set)
+    grad_return: set[int] = field(default_factory=set)
     flags: set[tuple[int, int]] = field(default_factory=set)
     raised: set[tuple[int, int]] = field(default_factory=set)
-    own: set[tuple[int, int]] = field(default_factory=set)
+    local_grads: set[tuple[int, int]] = field(default_factory=set)
     received: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
 
 
-class Watch:
+class Watchdog:
     """Looks at one ring.
 
     Args:
         rank: This rank.
         name: The ring's name.
-        progress: `HOST_WORDS` int32 in host memory that the device can write.
+        progress: `HOST_INTS` int32 in host memory that the device can write.
         control: Addresses of the words of this device, by `GATE` ...
         streams: The way to the device.
         timeout: Seconds that a ring may stand still.
 
     Attributes:
         failure: Why the ring has failed; None while it is healthy.
-        territory: What the way out must know.
-        courses: What programs wait for, by the number that they write into `PLACE`, `SIDE` and `HERALD`.
+        recovery: What the way out must know.
+        infos: What programs wait for, by the number that they write into `PLACE`, `COPY` and `FLAG`.
     """
 
     def __init__(
@@ -151,11 +151,11 @@ class Watch:
         self._since = 0.0
         self._stepping = False
         self._stuck_since: float | None = None
-        self._retired = False
+        self._stopped = False
         self._lock = threading.Lock()
         self.failure: str | None = None
-        self.territory = Territory()
-        self.courses: dict[int, Course] = {}
+        self.recovery = RecoveryAddresses()
+        self.infos: dict[int, ProgramInfo] = {}
         self._numbers = 0
 
     @property
@@ -167,9 +167,9 @@ class Watch:
         """Begins to look, in a thread that ends when it is told to retire and nothing is under way."""
         threading.Thread(target=self._look, daemon=True, name="ringattn watch").start()
 
-    def retire(self) -> None:
+    def stop(self) -> None:
         """Tells the thread to end once nothing is under way: a ring that is dropped may still have work enqueued."""
-        self._retired = True
+        self._stopped = True
 
     def check(self) -> None:
         """Raises if the ring has failed.
@@ -180,12 +180,12 @@ class Watch:
         if self.failure is not None:
             raise RuntimeError(self.failure)
 
-    def number(self, course: Course) -> int:
+    def number(self, info: ProgramInfo) -> int:
         """The number by which programs say that they are on a course; the oldest one may be forgotten."""
         self._numbers += 1
-        self.courses[self._numbers] = course
-        if len(self.courses) > NUMBERED:
-            self.courses.pop(next(iter(self.courses)), None)
+        self.infos[self._numbers] = info
+        if len(self.infos) > NUMBERED:
+            self.infos.pop(next(iter(self.infos)), None)
         return self._numbers
 
     def poll(self, now: float) -> None:
@@ -196,11 +196,11 @@ class Watch:
         """
         with self._lock:
             if self.failure is not None:
-                self._let_out(now)
+                self._unblock_streams(now)
                 return
             progress = self._progress
-            seen = tuple(int(progress[i]) for i in (PLACE, HERALD, HERALD_AT, SIDE, SIDE_AT))
-            waiting = self._beside() or seen[0] % PLACES not in (ELSEWHERE, KERNEL)
+            seen = tuple(int(progress[i]) for i in (PLACE, FLAG, FLAG_AT, COPY, COPY_AT))
+            waiting = self._is_copying() or seen[0] % PLACES not in (ELSEWHERE, KERNEL)
             if not waiting or not progress[QUIET] or seen != self._seen:
                 self._seen, self._since = seen, now
                 progress[QUIET] = 1
@@ -208,30 +208,30 @@ class Watch:
                 # nobody is let go before the next look: whoever passes `proceed` at this moment has written its place by then
                 self._fail(seen, f"nothing has moved for {self._timeout:g} s")
 
-    def _beside(self) -> bool:
+    def _is_copying(self) -> bool:
         """Whether a stream beside the caller's is under way."""
-        return bool(self._progress[SIDE] or self._progress[HERALD])
+        return bool(self._progress[COPY] or self._progress[FLAG])
 
     def _describe(self, seen: tuple[int, ...]) -> str:
         """Which call stands still, and whom it waits for."""
-        place, herald, herald_at, side, side_at = seen
+        place, flag_stream, herald_at, copy_stream, side_at = seen
         # who waits for another node is not waited for by its own streams, but for a reason
-        lanes = () if place % PLACES == CROSSING else ((herald, herald_at), (side, side_at))
-        beside = [(course, at) for number, at in lanes if (course := self.courses.get(number)) is not None]
+        progress_by_stream = (
+            () if place % PLACES == BETWEEN_NODES else ((flag_stream, herald_at), (copy_stream, side_at))
+        )
+        beside = [(info, at) for number, at in progress_by_stream if (info := self.infos.get(number)) is not None]
         # what others do not bring comes before what they do not take
-        for course, at in beside:
-            if at < len(course.stops):
-                step, peer = course.stops[at]
-                return (
-                    f"{course.what}: {'' if step is None else f'ring step {step}, '}{course.waiting} ring rank {peer}"
-                )
-        course = beside[0][0] if beside else self.courses.get(place // PLACES)
-        if course is None:
+        for info, at in beside:
+            if at < len(info.stops):
+                step, peer = info.stops[at]
+                return f"{info.what}: {'' if step is None else f'ring step {step}, '}{info.waiting} ring rank {peer}"
+        info = beside[0][0] if beside else self.infos.get(place // PLACES)
+        if info is None:
             return "a call"
-        if not course.peers:
-            return course.what
-        since = "" if course.since is None else f"from ring step {course.since} on, "
-        return f"{course.what}: {since}waiting for ring ranks {list(course.peers)}"
+        if not info.peers:
+            return info.what
+        since = "" if info.since is None else f"from ring step {info.since} on, "
+        return f"{info.what}: {since}waiting for ring ranks {list(info.peers)}"
 
     def _fail(self, seen: tuple[int, ...], why: str) -> None:
         text = (
@@ -239,10 +239,10 @@ class Watch:
             "ranks named (results since then are NaN, and this ring can not be used any more)"
         )
         # all of it, in this order, before anybody is told that there is a failure to get out of
-        with self._last_resort():
-            gates = (self._control[GATE], *self.territory.gates)
-            errors = (self._control[ERROR], *self.territory.errors)
-            raised = [address + 4 * i for address, count in list(self.territory.raised) for i in range(count)]
+        with self._recording_failure():
+            gates = (self._control[GATE], *self.recovery.gates)
+            errors = (self._control[ERROR], *self.recovery.errors)
+            raised = [address + 4 * i for address, count in list(self.recovery.raised) for i in range(count)]
             closed = [Write(word, 0) for word in (self._control[PROCEED], *gates)]
             negative = [Write(address, -1) for address in raised]
             self._streams.rescue([*closed, *negative, *(Write(word, 1) for word in errors)])
@@ -250,14 +250,14 @@ class Watch:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
-    def _let_out(self, now: float) -> None:
+    def _unblock_streams(self, now: float) -> None:
         """One step of the way out (Note [The way out])."""
-        here, gate, proceed = self.territory, self._control[GATE], self._control[PROCEED]
-        with self._last_resort():
+        here, gate, proceed = self.recovery, self._control[GATE], self._control[PROCEED]
+        with self._recording_failure():
             if self._stepping:
                 # words that were let go and found nobody waiting must not let anybody go later
                 self._stepping = False
-                self._streams.rescue([Write(proceed, 0), *(Write(word, 0) for word in list(here.home))])
+                self._streams.rescue([Write(proceed, 0), *(Write(word, 0) for word in list(here.grad_return))])
             place = int(self._progress[PLACE]) % PLACES
             if place != KERNEL:
                 self._stuck_since = None
@@ -267,24 +267,24 @@ class Watch:
                 flags = [(address + 4 * i) for address, count in list(here.flags) for i in range(count)]
                 self._streams.rescue([Write(address, -1) for address in flags])
                 return
-            if self._beside():
-                self._streams.rescue([Write(word, 1) for word in (*list(here.full), *list(here.room), gate)])
+            if self._is_copying():
+                self._streams.rescue([Write(word, 1) for word in (*list(here.ready), *list(here.turn), gate)])
                 return
             self._streams.rescue([Write(gate, 0)])
-            if place in (KERNEL, CROSSING) or self._beside():
+            if place in (KERNEL, BETWEEN_NODES) or self._is_copying():
                 return  # it had more to do, or nothing here lets it go
             if place == RECEIVING:
-                for address, num_bytes in list(here.own):
+                for address, num_bytes in list(here.local_grads):
                     self._streams.fill(address, num_bytes)
             if place in (JOINING, RECEIVING, FETCHING):
                 for address, num_bytes in list(here.received):
                     self._streams.fill(address, num_bytes)
-            let_go = {STARTING: here.free, RECEIVING: here.home}.get(place, set())
+            let_go = {STARTING: here.reusable, RECEIVING: here.grad_return}.get(place, set())
             self._stepping = True
             self._streams.rescue([*(Write(word, 1) for word in list(let_go)), Write(proceed, 1)])
 
     @contextlib.contextmanager
-    def _last_resort(self) -> Iterator[None]:
+    def _recording_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -295,5 +295,5 @@ class Watch:
         while True:
             time.sleep(self.interval)
             self.poll(time.monotonic())
-            if self._retired and not self._beside() and self._progress[PLACE] % PLACES == ELSEWHERE:
+            if self._stopped and not self._is_copying() and self._progress[PLACE] % PLACES == ELSEWHERE:
                 return

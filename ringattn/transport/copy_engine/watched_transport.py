@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringattn.transport.base import Parcel, Pending, Transport
-from ringattn.transport.copy_engine.buffers import Holdings
+from ringattn.transport.base import Message, Transport, Work
+from ringattn.transport.copy_engine.buffers import RankBuffers
 from ringattn.transport.copy_engine.streams import Program
-from ringattn.transport.copy_engine.watchdog import CROSSING, Course
+from ringattn.transport.copy_engine.watchdog import BETWEEN_NODES, ProgramInfo
 
 
-class WatchedLink:
+class WatchedTransport:
     """A `Transport` between nodes.
 
     Args:
@@ -21,31 +21,31 @@ class WatchedLink:
         link: What crosses.
     """
 
-    def __init__(self, here: Holdings, link: Transport) -> None:
+    def __init__(self, here: RankBuffers, link: Transport) -> None:
         self._here = here
         self._link = link
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
         pending = self._link.post(sends, receives, what)
         peers = tuple(sorted({peer for peer, x in (*sends, *receives) if x.numel()}))
-        return _Crossing(self._here, pending, peers, what) if peers else pending
+        return _WatchedWork(self._here, pending, peers, what) if peers else pending
 
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """See `Transport.reserve`."""
         self._link.reserve(num_bytes, replies)
 
-    def gatherer(self) -> None:
-        """See `Transport.gatherer`."""
+    def kv_gather(self) -> None:
+        """See `Transport.kv_gather`."""
         return
 
 
-class _Crossing:
-    """See `Pending`: the caller's stream says where it is as long as it waits."""
+class _WatchedWork:
+    """See `Work`: the caller's stream says where it is as long as it waits."""
 
     __slots__ = ("_here", "_peers", "_pending", "_what")
 
-    def __init__(self, here: Holdings, pending: Pending, peers: tuple[int, ...], what: str) -> None:
+    def __init__(self, here: RankBuffers, pending: Work, peers: tuple[int, ...], what: str) -> None:
         self._here = here
         self._pending = pending
         self._peers = peers
@@ -55,16 +55,19 @@ class _Crossing:
         here = self._here
         streams = here.streams
         key = ("crossing", self._peers)
-        found: tuple[Course, Program, Program] | None = here.find(key)
+        found: tuple[ProgramInfo, Program, Program] | None = here.find(key)
         if found is None:
-            course = Course(self._what, self._peers, since=None)
-            number = here.watch.number(course)
-            begin, end = streams.compile([here.words.report_place(number, CROSSING)]), streams.compile(here.words.exit_ring())
-            found = here.keep(key, (course, begin, end))
+            info = ProgramInfo(self._what, self._peers, since=None)
+            number = here.watchdog.number(info)
+            begin, end = (
+                streams.compile([here.semaphores.report_place(number, BETWEEN_NODES)]),
+                streams.compile(here.semaphores.exit_ring()),
+            )
+            found = here.keep(key, (info, begin, end))
         found[0].what = self._what
-        lane = streams.main()
-        streams.launch(found[1], lane)
+        stream = streams.main()
+        streams.launch(found[1], stream)
         self._pending.wait()
-        streams.launch(found[2], lane)
-        if here.watch.failure is not None:
-            here.watch.check()
+        streams.launch(found[2], stream)
+        if here.watchdog.failure is not None:
+            here.watchdog.check()

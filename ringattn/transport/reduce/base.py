@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ringattn.kernels.parts import size
 from ringattn.transport.base import Choice
-from ringattn.transport.consensus import Agreement
+from ringattn.transport.consensus import RankConsensus
 
 SHARED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of what is summed or laid side by side."""
@@ -32,7 +32,7 @@ LARGEST = 2**30
 """Numbers of a sum, or of all ranks' columns together, at most: kernels count them in 32 bits."""
 
 
-class Exchange(Protocol):
+class PartialReducer(Protocol):
     """Makes one answer of what all ranks bring (Note [One exchange]).
 
     Attributes:
@@ -46,7 +46,7 @@ class Exchange(Protocol):
         """Whether calls, but for the first of a kind, may be captured in a CUDA graph."""
         ...
 
-    def finish(
+    def merge_partials(
         self,
         splits: Tensor,
         b: int,
@@ -78,20 +78,20 @@ class Exchange(Protocol):
         """
         ...
 
-    def sum(self, x: Tensor, out: Tensor) -> None:
-        """Adds what all ranks bring, in the order of the ranks, in fp32, and rounds once; returns as `finish` does.
+    def all_reduce(self, x: Tensor, out: Tensor) -> None:
+        """Adds what all ranks bring, in the order of the ranks, in fp32, and rounds once; returns as `merge_partials` does.
 
         Args:
             x: Any shape, contiguous, fp32, bf16 or fp16: this rank's addends. Shape and dtype are the same on all ranks.
             out: The shape of x, contiguous, fp32, bf16 or fp16; written, the same bits on every rank. Shares no memory with x.
 
         Raises:
-            ValueError: As in `finish`.
-            RuntimeError: As in `finish`.
+            ValueError: As in `merge_partials`.
+            RuntimeError: As in `merge_partials`.
         """
         ...
 
-    def gather(self, x: Tensor, out: Tensor) -> None:
+    def all_gather_columns(self, x: Tensor, out: Tensor) -> None:
         """Lays all ranks' columns side by side: columns r * width .. (r + 1) * width - 1 of out are x of rank r, bit for bit.
 
         Args:
@@ -99,8 +99,8 @@ class Exchange(Protocol):
             out: `rows, world_size * width`, contiguous, the dtype of x; written. Shares no memory with x.
 
         Raises:
-            ValueError: As in `finish`.
-            RuntimeError: As in `finish`.
+            ValueError: As in `merge_partials`.
+            RuntimeError: As in `merge_partials`.
         """
         ...
 
@@ -108,7 +108,7 @@ class Exchange(Protocol):
         """Raises if an exchange has failed: for results of graphs, whose replays pass no host call, once they are over.
 
         Raises:
-            RuntimeError: As in `finish`.
+            RuntimeError: As in `merge_partials`.
         """
         ...
 
@@ -117,8 +117,8 @@ class Exchange(Protocol):
         ...
 
 
-class Finish(NamedTuple):
-    """A call of `Exchange.finish`."""
+class MergeCall(NamedTuple):
+    """A call of `PartialReducer.merge_partials`."""
 
     splits: Tensor
     b: int
@@ -150,14 +150,14 @@ class Finish(NamedTuple):
         return self.b * self.s * self.h
 
     @property
-    def room(self) -> int:
+    def send_numel(self) -> int:
         """What a rank sends, in fp32 numbers."""
         return size(self.rows, self.dv)
 
     def check(self) -> None:
-        """Refuses what does not fit, as `Exchange.finish` says."""
+        """Refuses what does not fit, as `PartialReducer.merge_partials` says."""
         splits, b, s, h, dv, sinks, o, lse = self
-        width = self.room
+        width = self.send_numel
         if splits.dim() != 2 or splits.shape[0] < 1 or splits.shape[1] != width or splits.dtype != torch.float32:
             raise ValueError(
                 f"splits must be fp32 of shape (at least 1, {width}), which is b * s * h * (dv + 2), got {splits.dtype} of shape "
@@ -185,8 +185,8 @@ class Finish(NamedTuple):
             raise ValueError(f"o must have a floating dtype, got {o.dtype}; give it that of the queries")
 
 
-class Sum(NamedTuple):
-    """A call of `Exchange.sum`.
+class SumCall(NamedTuple):
+    """A call of `PartialReducer.all_reduce`.
 
     Attributes:
         overlap: x and out share memory.
@@ -207,12 +207,12 @@ class Sum(NamedTuple):
         return f"{self.what}, {self.x.dtype} to {self.out.dtype}, {self.out.device.type}"
 
     @property
-    def room(self) -> int:
+    def send_numel(self) -> int:
         """What a rank sends, in fp32 numbers."""
-        return _room(self.x)
+        return _send_numel(self.x)
 
     def check(self) -> None:
-        """Refuses what does not fit, as `Exchange.sum` says."""
+        """Refuses what does not fit, as `PartialReducer.all_reduce` says."""
         if self.out.shape != self.x.shape:
             raise ValueError(
                 f"out must have the shape of x, {tuple(self.x.shape)}, got {tuple(self.out.shape)}; make it like x"
@@ -220,8 +220,8 @@ class Sum(NamedTuple):
         _check_shared(self.x, self.out, overlap=self.overlap)
 
 
-class Gather(NamedTuple):
-    """A call of `Exchange.gather`.
+class ColumnsCall(NamedTuple):
+    """A call of `PartialReducer.all_gather_columns`.
 
     Attributes:
         overlap: x and out share memory.
@@ -244,12 +244,12 @@ class Gather(NamedTuple):
         return f"{self.what}, {self.x.dtype}, {self.out.device.type}"
 
     @property
-    def room(self) -> int:
+    def send_numel(self) -> int:
         """What a rank sends, in fp32 numbers."""
-        return _room(self.x)
+        return _send_numel(self.x)
 
     def check(self) -> None:
-        """Refuses what does not fit, as `Exchange.gather` says."""
+        """Refuses what does not fit, as `PartialReducer.all_gather_columns` says."""
         if self.x.dim() != 2:
             raise ValueError(f"x must have shape `rows width`, got {tuple(self.x.shape)}; flatten its rows")
         shape = self.x.shape[0], self.ranks * self.x.shape[1]
@@ -265,7 +265,7 @@ class Gather(NamedTuple):
         _check_shared(self.x, self.out, overlap=self.overlap)
 
 
-def _room(x: Tensor) -> int:
+def _send_numel(x: Tensor) -> int:
     return -(-x.numel() * x.element_size() // 4)
 
 
@@ -289,22 +289,22 @@ def _check_shared(x: Tensor, out: Tensor, *, overlap: bool) -> None:
         raise ValueError("out must share no memory with x, got tensors that overlap; write into another tensor")
 
 
-Call = Finish | Sum | Gather
+Call = MergeCall | SumCall | ColumnsCall
 
 
-class Terms:
+class CallChecker:
     """What calls must keep to: checked once per kind, here and between the ranks.
 
     Args:
-        agreement: How ranks compare; None: there is nobody to compare with.
+        consensus: How ranks compare; None: there is nobody to compare with.
     """
 
-    def __init__(self, agreement: Agreement | None) -> None:
-        self._agreement = agreement
+    def __init__(self, consensus: RankConsensus | None) -> None:
+        self._consensus = consensus
         self._known: set[Hashable] = set()
         self._agreed: set[str] = set()
 
-    def meet(self, call: Call) -> None:
+    def barrier(self, call: Call) -> None:
         """Refuses what does not fit.
 
         Args:
@@ -323,8 +323,8 @@ class Terms:
         try:
             call.check()
         except ValueError as error:
-            if new and self._agreement is not None:
-                self._agreement.refuse(error)
+            if new and self._consensus is not None:
+                self._consensus.raise_on_all_ranks(error)
             raise
         if new:
             if call.out.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -332,30 +332,30 @@ class Terms:
                     f"an exchange must be made once before it is captured, got its first call ({kind}) in a capture; "
                     "make the same call once before capturing it"
                 )
-            if self._agreement is not None:
-                self._agreement.agree("an exchange", kind)
+            if self._consensus is not None:
+                self._consensus.assert_equal_across_ranks("an exchange", kind)
             self._agreed.add(kind)
         self._known.add(key)
 
 
-class Exchanging:
+class ReducerBase:
     """The three operations as calls that are first admitted; what exchanges inherit.
 
     Args:
         choice: Which one it is, and why.
-        agreement: How ranks compare; None: there is nobody to compare with, or nobody that could be missing.
+        consensus: How ranks compare; None: there is nobody to compare with, or nobody that could be missing.
         world_size: Ranks of the ring.
     """
 
-    def __init__(self, choice: Choice, agreement: Agreement | None, world_size: int) -> None:
+    def __init__(self, choice: Choice, consensus: RankConsensus | None, world_size: int) -> None:
         self.choice = choice
         self._world_size = world_size
-        self._terms = Terms(agreement)
+        self._checker = CallChecker(consensus)
 
     def __str__(self) -> str:
         return str(self.choice)
 
-    def finish(
+    def merge_partials(
         self,
         splits: Tensor,
         b: int,
@@ -366,36 +366,36 @@ class Exchanging:
         o: Tensor,
         lse: Tensor,
     ) -> None:
-        """See `Exchange.finish`."""
-        call = Finish(splits, b, s, h, dv, sinks, o, lse)
+        """See `PartialReducer.merge_partials`."""
+        call = MergeCall(splits, b, s, h, dv, sinks, o, lse)
         if self._admit(call):
-            self._run_finish(call)
+            self._run_merge(call)
 
-    def sum(self, x: Tensor, out: Tensor) -> None:
-        """See `Exchange.sum`."""
-        call = Sum(x, out, _overlap(x, out))
+    def all_reduce(self, x: Tensor, out: Tensor) -> None:
+        """See `PartialReducer.all_reduce`."""
+        call = SumCall(x, out, _overlap(x, out))
         if self._admit(call):
             self._run_sum(call)
 
-    def gather(self, x: Tensor, out: Tensor) -> None:
-        """See `Exchange.gather`."""
-        call = Gather(x, out, _overlap(x, out), self._world_size)
+    def all_gather_columns(self, x: Tensor, out: Tensor) -> None:
+        """See `PartialReducer.all_gather_columns`."""
+        call = ColumnsCall(x, out, _overlap(x, out), self._world_size)
         if self._admit(call):
-            self._run_gather(call)
+            self._run_columns(call)
 
     def _admit(self, call: Call) -> bool:
         """Refuses what can not be exchanged; False when there is nothing to exchange."""
-        self._terms.meet(call)
+        self._checker.barrier(call)
         return call.out.numel() > 0
 
-    def _run_finish(self, call: Finish) -> None:
-        """What `finish` does with a call that is right and not empty."""
+    def _run_merge(self, call: MergeCall) -> None:
+        """What `merge_partials` does with a call that is right and not empty."""
         raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _run_finish")
 
-    def _run_sum(self, call: Sum) -> None:
-        """What `sum` does with such a call."""
+    def _run_sum(self, call: SumCall) -> None:
+        """What `all_reduce` does with such a call."""
         raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _run_sum")
 
-    def _run_gather(self, call: Gather) -> None:
-        """What `gather` does with such a call."""
+    def _run_columns(self, call: ColumnsCall) -> None:
+        """What `all_gather_columns` does with such a call."""
         raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _run_gather")

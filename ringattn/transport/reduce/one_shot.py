@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from ringattn.transport.base import Choice
-from ringattn.transport.consensus import Agreement
+from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.streams import Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory, Region, aligned
-from ringattn.transport.copy_engine.watchdog import Watch
-from ringattn.transport.reduce.base import Call, Exchanging, Finish, Gather, Sum
+from ringattn.transport.copy_engine.watchdog import Watchdog
+from ringattn.transport.reduce.base import Call, ColumnsCall, MergeCall, ReducerBase, SumCall
 
 HALVES = 2
 SMALLEST = 2**14
@@ -40,7 +40,7 @@ def _kernel() -> Any:
     return one_shot_triton
 
 
-class OneShotExchange(Exchanging):
+class OneShotReducer(ReducerBase):
     """One launch per exchange; captured or not.
 
     Args:
@@ -49,8 +49,8 @@ class OneShotExchange(Exchanging):
         name: The ring's name.
         streams: The way to the device.
         memory: Where regions come from.
-        agreement: How ranks compare.
-        watch: The watch over the ring: when it fails, so does the exchange, at once.
+        consensus: How ranks compare.
+        watchdog: The watch over the ring: when it fails, so does the exchange, at once.
         timeout: Seconds that a rank waits for the others.
         why: One clause.
     """
@@ -62,37 +62,37 @@ class OneShotExchange(Exchanging):
         name: str,
         streams: Streams,
         memory: Memory,
-        agreement: Agreement | None,
-        watch: Watch,
+        consensus: RankConsensus | None,
+        watchdog: Watchdog,
         timeout: float,
         why: str,
     ) -> None:
-        super().__init__(Choice("one_shot", why), agreement, world_size)
+        super().__init__(Choice("one_shot", why), consensus, world_size)
         self._rank = rank
         self._name = name
         self._streams = streams
         self._memory = memory
-        self._watch = watch
+        self._watchdog = watchdog
         self._timeout = timeout
-        self._patience = min(max(int(timeout * 1e6), 1), 2**31 - 1)
+        self._timeout_us = min(max(int(timeout * 1e6), 1), 2**31 - 1)
         words = _kernel().control_words(world_size)
         self._control: Region | None = memory.region(aligned(words * _kernel().WORD), "exchange flags")
         # when the ring fails, kernels that wait here are let go
         self._failed = (self._control.addresses[rank] + (words - 1) * _kernel().WORD, 1)
-        watch.territory.raised.add(self._failed)
-        self._errors = memory.host_words(world_size)
+        watchdog.recovery.raised.add(self._failed)
+        self._errors = memory.pinned_ints(world_size)
         self._said = self._errors.numpy()
         self._silence = self._said.tobytes()
         self._boxes: Region | None = None
         self._table = torch.empty(0, dtype=torch.int64, device="cpu")
         self._slot = 0
-        self._lane: int | None = None
+        self._stream: int | None = None
         self._captured = False
         self._kept: list[Any] = []
 
     @property
     def capturable(self) -> bool:
-        """See `Exchange.capturable`."""
+        """See `PartialReducer.capturable`."""
         return True
 
     def num_bytes(self) -> int:
@@ -100,22 +100,22 @@ class OneShotExchange(Exchanging):
         return sum(region.local.numel() for region in (self._control, self._boxes) if region is not None)
 
     def check(self) -> None:
-        """See `Exchange.check`."""
+        """See `PartialReducer.check`."""
         if self._control is None:
             raise RuntimeError("an exchange must not be used after its ring was closed, got a call; ask the ring again")
-        self._watch.check()
+        self._watchdog.check()
         if self._said.tobytes() != self._silence:
             raise RuntimeError(self._describe())
 
     def close(self) -> None:
-        """See `Exchange.close`."""
+        """See `PartialReducer.close`."""
         if self._control is None:
             return
-        if self._watch.failure is None and self._said.tobytes() == self._silence:
-            self._memory.meet("exchange closes")
+        if self._watchdog.failure is None and self._said.tobytes() == self._silence:
+            self._memory.barrier("exchange closes")
         else:
             self._streams.synchronize()
-        self._watch.territory.raised.discard(self._failed)
+        self._watchdog.recovery.raised.discard(self._failed)
         self._control = self._boxes = None
         self._slot = 0
         self._kept.clear()
@@ -124,31 +124,31 @@ class OneShotExchange(Exchanging):
         self.check()
         if not super()._admit(call):
             return False
-        if call.room > self._slot:
-            self._grow(call.room)
+        if call.send_numel > self._slot:
+            self._grow(call.send_numel)
         streams = self._streams
         if streams.capturing():
             self._captured = True
         else:
-            lane = streams.main()
-            if lane != self._lane:
+            stream = streams.main()
+            if stream != self._stream:
                 # launches are numbered in the order of one stream
-                if self._lane is not None:
-                    streams.order(self._lane, lane)
-                self._lane = lane
+                if self._stream is not None:
+                    streams.order(self._stream, stream)
+                self._stream = stream
         return True
 
-    def _run_finish(self, call: Finish) -> None:
+    def _run_merge(self, call: MergeCall) -> None:
         _kernel().one_shot(call.splits, call.sinks, call.o, call.lse, self._table, **self._place())
 
-    def _run_sum(self, call: Sum) -> None:
+    def _run_sum(self, call: SumCall) -> None:
         _kernel().share(call.x, call.out, self._table, adds=True, **self._place())
 
-    def _run_gather(self, call: Gather) -> None:
+    def _run_columns(self, call: ColumnsCall) -> None:
         _kernel().share(call.x, call.out, self._table, adds=False, **self._place())
 
     def _place(self) -> dict[str, int]:
-        return {"rank": self._rank, "ranks": self._world_size, "slot": self._slot, "patience": self._patience}
+        return {"rank": self._rank, "ranks": self._world_size, "slot": self._slot, "patience": self._timeout_us}
 
     def _describe(self) -> str:
         found = {
@@ -172,7 +172,7 @@ class OneShotExchange(Exchanging):
         while slot < needed:
             slot *= 2
         if self._boxes is not None:
-            self._memory.meet("exchange mailboxes grow")
+            self._memory.barrier("exchange mailboxes grow")
             if self._captured:
                 self._kept += (self._boxes, self._table)
         self._boxes = None

@@ -10,22 +10,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.kernels.parts import finish_parts, merge_parts
-from ringattn.transport.base import Choice, Seat
-from ringattn.transport.consensus import Agreement
+from ringattn.transport.base import Choice, RingContext
+from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.process_group import resolve_group
-from ringattn.transport.reduce.base import Exchanging, Finish, Gather, Sum
-from ringattn.transport.timeout import Patience
+from ringattn.transport.reduce.base import ColumnsCall, MergeCall, ReducerBase, SumCall
+from ringattn.transport.timeout import BoundedWait
 
 # the younger name of the same collective, where torch has it (2.13) and warns of the older one
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class _Unheld(Exchanging):
+class _StackingReducer(ReducerBase):
     """What exchanges without memory of their own have in common: shares are stacked in the order of the ranks."""
 
     @property
     def capturable(self) -> bool:
-        """See `Exchange.capturable`."""
+        """See `PartialReducer.capturable`."""
         return False
 
     def check(self) -> None:
@@ -46,25 +46,25 @@ class _Unheld(Exchanging):
         """
         raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _stack")
 
-    def _run_finish(self, call: Finish) -> None:
+    def _run_merge(self, call: MergeCall) -> None:
         mine = call.splits[0]
         if len(call.splits) > 1 or not mine.is_contiguous():
-            mine = torch.empty(call.room, dtype=torch.float32, device=mine.device)
+            mine = torch.empty(call.send_numel, dtype=torch.float32, device=mine.device)
             merge_parts(call.splits, mine, call.rows, call.dv)
         finish_parts(self._stack(mine, call.what), call.rows, call.dv, call.sinks, call.o, call.lse)
 
-    def _run_sum(self, call: Sum) -> None:
+    def _run_sum(self, call: SumCall) -> None:
         first, *others = self._stack(call.x, call.what)
         for other in others:
             first = first.float() + other
         call.out.copy_(first)
 
-    def _run_gather(self, call: Gather) -> None:
+    def _run_columns(self, call: ColumnsCall) -> None:
         rows, width = call.x.shape
         call.out.view(rows, call.ranks, width).copy_(self._stack(call.x, call.what).transpose(0, 1))
 
 
-class AloneExchange(_Unheld):
+class LocalReducer(_StackingReducer):
     """The exchange of a ring of one rank: its own share is all there is."""
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ class AloneExchange(_Unheld):
 
     @property
     def capturable(self) -> bool:
-        """See `Exchange.capturable`."""
+        """See `PartialReducer.capturable`."""
         return True
 
-    def _run_finish(self, call: Finish) -> None:
+    def _run_merge(self, call: MergeCall) -> None:
         finish_parts(call.splits, call.rows, call.dv, call.sinks, call.o, call.lse)
 
     def _stack(self, mine: Tensor, what: str) -> Tensor:
@@ -83,33 +83,33 @@ class AloneExchange(_Unheld):
         return mine[None]
 
 
-class GroupExchange(_Unheld):
+class ProcessGroupReducer(_StackingReducer):
     """One collective of the process group per exchange: NCCL between GPUs, gloo between CPU processes.
 
     Args:
         group_name: Name of the process group.
         rank: This ring rank.
         world_size: Ranks of the ring.
-        agreement: How ranks compare.
-        patience: Of the ring's host: when it has given up, so has the exchange.
+        consensus: How ranks compare.
+        bounded_wait: Of the ring's host: when it has given up, so has the exchange.
         why: One clause.
     """
 
     def __init__(
-        self, group_name: str, rank: int, world_size: int, agreement: Agreement, patience: Patience, why: str
+        self, group_name: str, rank: int, world_size: int, consensus: RankConsensus, bounded_wait: BoundedWait, why: str
     ) -> None:
-        super().__init__(Choice("group", why), agreement, world_size)
+        super().__init__(Choice("group", why), consensus, world_size)
         self._group_name = group_name
         self._rank = rank
-        self._patience = patience
+        self._bounded_wait = bounded_wait
 
     def check(self) -> None:
-        """See `Exchange.check`."""
-        self._patience.check()
+        """See `PartialReducer.check`."""
+        self._bounded_wait.check()
 
     @property
     def capturable(self) -> bool:
-        """See `Exchange.capturable`: gloo's collectives pass through the host."""
+        """See `PartialReducer.capturable`: gloo's collectives pass through the host."""
         return "cuda:nccl" in dist.get_backend_config(resolve_group(self._group_name))
 
     def _stack(self, mine: Tensor, what: str) -> Tensor:
@@ -129,23 +129,23 @@ class GroupExchange(_Unheld):
         return stack
 
 
-class SimulatedExchange(_Unheld):
+class SimulatedReducer(_StackingReducer):
     """The exchange of one of `run_ranks`: shares travel as mail, one post per peer.
 
     Args:
-        seat: The place of this rank.
+        context: The place of this rank.
     """
 
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(Choice("simulated", "all ranks are in one process"), None, seat.world_size)
-        self._seat = seat
+    def __init__(self, context: RingContext) -> None:
+        super().__init__(Choice("simulated", "all ranks are in one process"), None, context.world_size)
+        self._context = context
 
     def _stack(self, mine: Tensor, what: str) -> Tensor:
-        seat = self._seat
-        stack = mine.new_empty((seat.world_size, *mine.shape))
-        stack[seat.rank] = mine
-        for step in range(1, seat.world_size):
-            to, owner = (seat.rank + step) % seat.world_size, (seat.rank - step) % seat.world_size
+        context = self._context
+        stack = mine.new_empty((context.world_size, *mine.shape))
+        stack[context.rank] = mine
+        for step in range(1, context.world_size):
+            to, owner = (context.rank + step) % context.world_size, (context.rank - step) % context.world_size
             posted = f"exchange of {what}, step {step}"
-            seat.transport.post([(to, stack[seat.rank])], [(owner, stack[owner])], posted).wait()
+            context.transport.post([(to, stack[context.rank])], [(owner, stack[owner])], posted).wait()
         return stack
