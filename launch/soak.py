@@ -251,7 +251,7 @@ def _run(args: CheckArgs, session: Session, ring: ringattn.Ring, ready: Sequence
             if session.maximum([float(len(tally.red))])[0] >= ENOUGH:
                 return
     _compare(waiting, same, tally)
-    tally.repeated = getattr(ring.context.transport, "repeated", 0)
+    tally.repeated = ring.context.transport.graph_launches
 
 
 def _look(number: int, one: Prepared, found: dict[str, Tensor], same: list[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -181,7 +181,6 @@ class Ring:
                 raise ValueError(f"outer_gbps must be given with several nodes, got {outer_gbps} and one; leave it out")
             between = Throttled(between, outer_gbps)
         self.context = RingContext(self.rank, self.world_size, mover, Buffers(), memory_budget or 0, levels, between)
-        self._mover = mover
         self._kept = Buffers()  # what kv_buffer has lent
         release = partial(abort_communicators, self._group_name, names)
         self._bounded_wait = BoundedWait(self.rank, self.world_size, self.name, timeout.total_seconds(), release)
@@ -438,9 +437,11 @@ class Ring:
             dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
             rows, mine = max(map(shard_len, sharding.shards)), sharding.shard_len
         self._init_transport(device)
-        lend = getattr(self.context.transport, "lend", None)
-        if lend is not None and device.type == "cuda":
-            k, v = lend(name, batch, rows, mine, kv_heads, dims, dtype)
+        found = None
+        if device.type == "cuda":
+            found = self.context.transport.zero_copy_kv(name, batch, rows, mine, kv_heads, dims, dtype)
+        if found is not None:
+            k, v = found
         else:
             with self.propagate_errors():
                 whole = self._kept.take(name, (batch, rows, kv_heads, sum(dims)), dtype, device)
@@ -473,16 +474,16 @@ class Ring:
             return LocalReducer()
         self._init_transport(device)
         why = f"the partials are in {device.type} memory" if self._choice.name == "undecided" else str(self._choice)
-        one_shot = getattr(self._mover, "one_shot", None)
-        if one_shot is not None and self.context.nodes is not None:
+        in_memory = self._choice.name == "copy_engine"
+        if in_memory and self.context.nodes is not None:
             why = f"partials cross between nodes ({why})"
-        elif one_shot is not None and device.type == "cuda":
+        elif in_memory and device.type == "cuda":
             missing = None if importlib.util.find_spec("triton") else f"ring rank {self.rank} has no triton"
             missing = next(
                 (text for text in self._consensus.share("what an exchange lacks", missing) if text is not None), None
             )
             if missing is None:
-                return one_shot(self._consensus, why)
+                return self.context.transport.one_shot(self._consensus, why)
             why = missing
         return ProcessGroupReducer(
             self._group_name, self.rank, self.world_size, self._consensus, self._bounded_wait, why
@@ -522,9 +523,7 @@ class Ring:
         reducer = self._reducers.get(device)
         if reducer is not None:
             reducer.check()
-        watch = getattr(self._mover, "watch", None)
-        if watch is not None:
-            watch.check()
+        self.context.transport.check()
         if not ended:
             self._bounded_wait.raise_timeout(what, device)
 
@@ -534,9 +533,7 @@ class Ring:
         Every rank calls it between the same two calls, outside of captures and after `torch.cuda.synchronize()`; work
         enqueued later on the current stream finds NaN wherever nothing has come since. What `kv_buffer` lent is left alone.
         """
-        spoil = getattr(self._mover, "poison", None)
-        if spoil is not None:
-            spoil()
+        self.context.transport.poison()
         self.context.buffers.poison()
 
     def close(self) -> None:
@@ -548,9 +545,7 @@ class Ring:
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers.clear()
-        release = getattr(self._mover, "close", None)
-        if release is not None:
-            release()
+        self.context.transport.close()
         self.context.buffers.clear()
         self._kept.clear()
         self._agreed.clear()
@@ -578,11 +573,10 @@ class Ring:
         )
         if self.save_gathered_kv and (self._choice.name != "copy_engine" or self.context.nodes is not None):
             self._choice = replace(self._choice, why=f"{self._choice.why}; save_gathered_kv finds nothing to keep")
-        self._mover = mover
         between = self.context.between_nodes
         if between is not None:
-            watched = getattr(mover, "watched", None)
-            mover, between = (WithinNode(mover), between) if watched is None else (mover, watched(between))
+            watched = mover.watch_transport(between)
+            mover, between = (WithinNode(mover), between) if watched is None else (mover, watched)
         self.context = replace(self.context, transport=mover, between_nodes=between, budget=budget, push_rate=rate)
         self.generation += 1
         self._has_transport = True

@@ -81,8 +81,17 @@ class Work(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """Moves tensors between the ranks of one ring."""
+class Transport:
+    """Moves tensors between the ranks of one ring; base class of all transports.
+
+    Every transport implements `post` and `reserve`. The other methods have defaults, for transports that hold no memory of
+    their own.
+
+    Attributes:
+        graph_launches: Calls that were launched as one graph since memory was made.
+    """
+
+    graph_launches: int = 0
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """Starts one group of transfers and returns at once.
@@ -96,7 +105,7 @@ class Transport(Protocol):
             receives: Where incoming bytes land.
             what: Names the ring step in errors and traces; the same on all ranks.
         """
-        ...
+        raise NotImplementedError(f"a transport must implement post, got {type(self).__name__}; define it")
 
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Announces how much one post will send at most, so that nothing is allocated between two steps.
@@ -105,11 +114,63 @@ class Transport(Protocol):
             num_bytes: Of plain parcels, the largest over all ranks: every rank passes the same number.
             replies: Of replies, likewise.
         """
-        ...
+        raise NotImplementedError(f"a transport must implement reserve, got {type(self).__name__}; define it")
 
     def kv_gather(self) -> KVGather | None:
-        """What brings all owners' keys at once while one kernel computes; None where this transport cannot."""
-        ...
+        """Return the all-gather of KV that runs beside one kernel; None where this transport has none."""
+        return None
+
+    def zero_copy_kv(
+        self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return K and V buffers that a gather of exactly these tensors does not pack; None where there are none.
+
+        Args:
+            name: Name of the buffer.
+            batch: Batch elements.
+            rows: Rows of the longest shard.
+            mine: Rows of this rank's shard.
+            heads: Key heads.
+            dims: Head dims of k and of v.
+            dtype: Dtype of both.
+
+        Returns:
+            K `b t hk d` and v `b t hk dv`, views of one buffer.
+        """
+        del name, batch, rows, mine, heads, dims, dtype
+        return None
+
+    def one_shot(self, consensus: Any, why: str) -> Any:
+        """Return a `PartialReducer` in this transport's memory; None where there is none. Every rank calls it.
+
+        Args:
+            consensus: `RankConsensus` of the ring.
+            why: The reason for this reducer.
+        """
+        del consensus, why
+        return None
+
+    def watch_transport(self, link: Transport) -> Transport | None:
+        """Return a transport between nodes whose waits this one's watchdog observes; None where there is no watchdog.
+
+        Args:
+            link: The transport between nodes.
+        """
+        del link
+        return None
+
+    def check(self) -> None:
+        """Raise if the transport has failed.
+
+        Raises:
+            RuntimeError: It has; the message names this rank, the step and the peers.
+        """
+
+    def poison(self) -> None:
+        """Fill idle buffers with NaN, for tests; every rank calls it."""
+
+    def close(self) -> None:
+        """Release all memory and communicators; every rank calls it. Later calls make them anew."""
 
 
 class KVGatherHandle(Protocol):
@@ -310,7 +371,7 @@ class Done:
         """Returns."""
 
 
-class NoTransport:
+class NoTransport(Transport):
     """The transport of a ring of one rank: there is nobody to talk to."""
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
@@ -320,10 +381,6 @@ class NoTransport:
 
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Nothing is ever sent."""
-
-    def kv_gather(self) -> None:
-        """There is nothing to gather."""
-        return
 
 
 class Buffers:

@@ -40,7 +40,7 @@ def group_by_host(hosts: Sequence[str]) -> Nodes:
     return tuple(tuple(ranks) for ranks in nodes.values())
 
 
-class WithinNode:
+class WithinNode(Transport):
     """A transport that serves one level of a ring of two: visits come one by one, never gathered.
 
     Args:
@@ -58,12 +58,8 @@ class WithinNode:
         """See `Transport.reserve`."""
         self._transport.reserve(num_bytes, replies)
 
-    def kv_gather(self) -> None:
-        """Guests are not at home in this node: nothing is gathered."""
-        return
 
-
-class Throttled:
+class Throttled(Transport):
     """A link that is not faster than a given rate: a measuring aid, so that one machine can stand for several.
 
     A transfer is complete when the transport below says so, and not before its bytes would have passed a link of that
@@ -103,10 +99,6 @@ class Throttled:
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """See `Transport.reserve`."""
         self._transport.reserve(num_bytes, replies)
-
-    def kv_gather(self) -> None:
-        """A slow link is crossed transfer by transfer."""
-        return
 
     def _sleep_on_stream(self, device: torch.device, seconds: float) -> Callable[[], None]:
         if self._stream is None:

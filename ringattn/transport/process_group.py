@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
-from ringattn.transport.base import Done, Message, Work
+from ringattn.transport.base import Done, Message, Transport, Work
 
 
 def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.ProcessGroup:
@@ -242,7 +242,7 @@ class _Marked:
         self._post.wait()
 
 
-class ProcessGroupTransport:
+class ProcessGroupTransport(Transport):
     """One batched group of sends and receives per call.
 
     Args:
@@ -365,10 +365,6 @@ class ProcessGroupTransport:
 
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Sends leave from where they are: nothing is needed."""
-
-    def kv_gather(self) -> None:
-        """Transfers are matched by both sides, group by group: nothing is fetched behind a peer's back."""
-        return
 
 
 def _coalesce(group: dist.ProcessGroup, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:

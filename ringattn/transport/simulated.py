@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringattn.kernels.contract import Arrivals
 from ringattn.plan.ring_plan import Collection, Nodes
-from ringattn.transport.base import GradMessage, GradReturn, Message, RingContext, Work
+from ringattn.transport.base import GradMessage, GradReturn, Message, RingContext, Transport, Work
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class _Hub:
         self.baton.notify_all()
 
 
-class SimulatedTransport:
+class SimulatedTransport(Transport):
     """One rank's end of the mailboxes.
 
     Args:

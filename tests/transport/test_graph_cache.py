@@ -452,11 +452,11 @@ def test_a_profiler_sees_a_graph_under_the_name_of_its_call(launches: list[Launc
     for _ in range(6):
         steady()
         ring.both(inputs)
-    before = ring.transport.repeated
+    before = ring.transport.graph_launches
     with torch.profiler.profile() as found:
         steady()
         ring.both(inputs)
-    assert ring.transport.repeated == before + 2
+    assert ring.transport.graph_launches == before + 2
     names = [event.name for event in found.events() or ()]
     for way in ("forward", "backward"):
         assert names.count(f"ring {way}: all visits in one launch") == 1

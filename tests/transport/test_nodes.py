@@ -25,7 +25,7 @@ from ringattn.plan.sharding import Sharding
 from ringattn.schedule.fused_hierarchical import _Guests
 from ringattn.simulate import simulate_ring
 from ringattn.transport import select
-from ringattn.transport.base import COMM_SMS, Buffers, Message, RingContext
+from ringattn.transport.base import COMM_SMS, Buffers, Message, RingContext, Transport
 from ringattn.transport.gpu_sharing import SHARE, ranks_per_gpu, sm_margin_of
 from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.transport.select import find_obstacle, most_on_one_gpu
@@ -67,7 +67,7 @@ class Link:
         return LinkEnd(self, rank)
 
 
-class LinkEnd:
+class LinkEnd(Transport):
     """One rank's end."""
 
     def __init__(self, link: Link, rank: int) -> None:

@@ -46,7 +46,7 @@ RECEIVED = 256
 """Tensors that posts received into which the way out of a failure remembers."""
 
 
-class CopyEngineTransport(RankBuffers):
+class CopyEngineTransport(RankBuffers, Transport):
     """One rank's end: the calls on what it holds. Takes the arguments of `RankBuffers`.
 
     Args:
@@ -399,9 +399,13 @@ class CopyEngineTransport(RankBuffers):
         return zero_copy.k, zero_copy.v
 
     @property
-    def repeated(self) -> int:
-        """Calls that were launched as one graph since memory was made (Note [Graph cache] of graph_cache.py)."""
+    def graph_launches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Transport`, and Note [Graph cache] of graph_cache.py."""
         return self._graphs.launched
+
+    def check(self) -> None:
+        """See `Transport.check`."""
+        self.watchdog.check()
 
     def poison(self) -> None:
         """Sets all bits wherever rows are kept between two calls; every rank calls it. What was lent is left alone."""

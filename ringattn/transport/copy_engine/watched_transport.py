@@ -13,7 +13,7 @@ from ringattn.transport.copy_engine.streams import Program
 from ringattn.transport.copy_engine.watchdog import BETWEEN_NODES, ProgramInfo
 
 
-class WatchedTransport:
+class WatchedTransport(Transport):
     """A `Transport` between nodes.
 
     Args:
@@ -34,10 +34,6 @@ class WatchedTransport:
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """See `Transport.reserve`."""
         self._link.reserve(num_bytes, replies)
-
-    def kv_gather(self) -> None:
-        """See `Transport.kv_gather`."""
-        return
 
 
 class _WatchedWork:
