@@ -116,7 +116,7 @@ def look_at_transport(session: Session, nodes: int = 0) -> dict[str, str]:
     x = torch.zeros(1, 1, 1, 64, device=session.device, dtype=torch.float32)
     ringattn.ring_attention(x, x, x, ring.sharding(session.world_size))
     if ring.transport.name == "copy_engine":
-        between = "" if ring.seat.nodes is None else f" within nodes, process group ({session.backend}) between them"
+        between = "" if ring.context.nodes is None else f" within nodes, process group ({session.backend}) between them"
         return {"name": f"copy engine{between}", "why": ring.transport.why}
     where = "GPU memory" if session.device.type == "cuda" else "host memory"
     why = f"{session.world_size} ranks with shards in {where}; one batched group of sends and receives per step"

@@ -212,7 +212,7 @@ def ring_attention_with_lse(
     except Exception as error:
         # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
         if isinstance(sharding, Sharding) and not torch.compiler.is_compiling():
-            sharding.ring.refuse(error)
+            sharding.ring.raise_on_all_ranks(error)
         raise
     # the property raises where there is no ring
     ring = sharding.ring_name or sharding.ring.name

@@ -15,8 +15,8 @@ Note [The short way]
     as the functions that they are, with the same autograd around them. Nobody can tell from results which way was taken.
 
 Note [Beside the operators]
-    Keys that a forward keeps for its backward (`Ring(keep_keys=True)`) are no result of the operator: they pass beside it, in
-    the thread that runs it. Autograd saves them like any tensor, so they go when the backward has run, `retain_graph` keeps
+    Keys that a forward keeps for its backward (`Ring(save_gathered_kv=True)`) are no result of the operator: they pass beside it,
+    in the thread that runs it. Autograd saves them like any tensor, so they go when the backward has run, `retain_graph` keeps
     them, and a checkpoint that forgets them brings them again as it recomputes. Where something else may answer for the operator
     (a compiler, selective checkpointing) its body may run once, twice or never: nothing is kept there, and the backward gathers.
 
@@ -105,7 +105,7 @@ def _forward(
             return _forward(*args)
     tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
     here, plan, score, _aside.made = resolve(q, k, v, tensors, dropout_seed, ring, call)
-    o, lse, _aside.kept = run_forward(_rows(q), _rows(k), _rows(v), score, plan, here.seat, keep=_aside.keep)
+    o, lse, _aside.kept = run_forward(_rows(q), _rows(k), _rows(v), score, plan, here.context, keep=_aside.keep)
     return o, lse
 
 
@@ -134,7 +134,18 @@ def _backward(
     here, plan, score, _ = resolve(q, k, v, tensors, dropout_seed, ring, call, _aside.forward)
     do = torch.zeros_like(o) if do is None else _rows(_as(do, o))
     grads = run_backward(
-        do, dlse, _rows(q), _rows(k), _rows(v), o, lse, score, plan, here.seat, WantedGrads(*wanted), saved=_aside.kept
+        do,
+        dlse,
+        _rows(q),
+        _rows(k),
+        _rows(v),
+        o,
+        lse,
+        score,
+        plan,
+        here.context,
+        WantedGrads(*wanted),
+        saved=_aside.kept,
     )
     found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
     result = [_as(grads.dq, q), _as(grads.dk, k), _as(grads.dv, v)]
@@ -220,7 +231,7 @@ class _Attention(torch.autograd.Function):
         *tensors, ctx.dropout_seed, ctx.ring, ctx.call = args
         # the graph keeps the ring alive until it is used up
         ctx.living_ring = ring_of(ctx.ring)
-        _aside.keep, _aside.made = ctx.living_ring.keep_keys and _runs_as_it_is(), 0
+        _aside.keep, _aside.made = ctx.living_ring.save_gathered_kv and _runs_as_it_is(), 0
         try:
             o, lse = _below_autograd(keys, *args)
             kept, ctx.number = _aside.kept, _aside.made
@@ -321,7 +332,7 @@ def _refuse(ring: str, why: str) -> NoReturn:
     error = NotImplementedError(why)
     # while a graph is traced nothing is said to others: they trace the same
     if not torch.compiler.is_compiling():
-        ring_of(ring).refuse(error)
+        ring_of(ring).raise_on_all_ranks(error)
     raise error
 
 

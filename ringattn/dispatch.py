@@ -7,7 +7,7 @@ Note [Resolved calls]
     Whether a call is right, what it means and which kernels serve it depends on its text, on the ring, and on a few facts about
     its tensors: shapes, dtypes, devices and whether they require gradients, never on values. So all of it is resolved once into
     an `ExecutionPlan`, and a later call with the same facts is found by one look into a table. A call that was refused is not
-    there: it is checked, and refused, again. The cache does not record what other ranks agreed on (`Ring.refusals` does), so
+    there: it is checked, and refused, again. The cache does not record what other ranks agreed on (`Ring.consistent_call` does), so
     dropping an entry is harmless. Closing a ring, or deciding its transport, begins a new generation, whose calls are resolved
     again.
 """
@@ -33,7 +33,7 @@ from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarch
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.schedule.validation import check_call
-from ringattn.transport.base import Seat
+from ringattn.transport.base import RingContext
 from ringattn.transport.call_order import FORWARD
 
 CAPACITY = 1024
@@ -95,23 +95,23 @@ def resolve(
         RuntimeError: The ring is gone.
     """
     here: Ring = ring_of(ring)
-    facts = (ring, here.closings, text, *_facts(q, k, v, tensors))
+    facts = (ring, here.generation, text, *_facts(q, k, v, tensors))
     plan = _plans.get(facts)
     if plan is None:
         given = (q, k, v, *tensors)
-        with here.shared_refusals():
+        with here.propagate_errors():
             record = parse(text)
         shares_seed = record["dropout_p"] > 0 and record["backward"] != "keys"
-        with here.refusals(text, given, dropout_seed if shares_seed else 0):
+        with here.consistent_call(text, given, dropout_seed if shares_seed else 0):
             spec = AttentionSpec.deserialize(text, here.rank)
             check_call(q, k, v, spec, tensors)
             kernels = _pick(spec, q, v, tensors).kernels
         # the first call of a ring decides its transport, which begins a generation
-        facts = (ring, here.closings, *facts[2:])
-        plan = make_execution_plan(spec, q, k, v, tensors, kernels, here.seat)
+        facts = (ring, here.generation, *facts[2:])
+        plan = make_execution_plan(spec, q, k, v, tensors, kernels, here.context)
         plan = _keep(facts, replace(plan, mark=here.mark_call(text, given), shares_seed=shares_seed))
     if plan.shares_seed and plan.spec.backward == "queries":
-        here.agree_once("dropout_seed", str(dropout_seed))
+        here.assert_equal_once("dropout_seed", str(dropout_seed))
     number = 0
     if here.call_order is not None and plan.mark is not None:
         number = here.call_order.begin(plan.mark, dropout_seed if plan.shares_seed else 0, forward, q.device)
@@ -119,7 +119,7 @@ def resolve(
 
 
 def resolve_simulated(
-    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, dropout_seed: int, seat: Seat, text: str
+    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, dropout_seed: int, context: RingContext, text: str
 ) -> tuple[ExecutionPlan, Score]:
     """Return the plan and the score of a call of one simulated rank.
 
@@ -129,26 +129,26 @@ def resolve_simulated(
         v: As in `resolve`.
         tensors: As in `resolve`.
         dropout_seed: As in `resolve`.
-        seat: The place of the rank in the simulated ring.
+        context: The place of the rank in the simulated ring.
         text: As in `resolve`.
 
     Raises:
         ValueError: As in `resolve`.
         NotImplementedError: As in `resolve`.
     """
-    place = ("simulated", seat.rank, seat.world_size, seat.nodes, seat.budget)
+    place = ("simulated", context.rank, context.world_size, context.nodes, context.budget)
     facts = (place, text, *_facts(q, k, v, tensors))
     plan = _plans.get(facts)
     if plan is None:
-        spec = AttentionSpec.deserialize(text, seat.rank)
+        spec = AttentionSpec.deserialize(text, context.rank)
         check_call(q, k, v, spec, tensors)
         kernels = _pick(spec, q, v, tensors).kernels
-        plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, seat))
+        plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, context))
     return plan, _score(plan, q, dropout_seed, tensors)
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, seat: Seat, *, keep: bool = False
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext, *, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return o and lse of this rank's rows by the schedule of the plan, and the saved K/V (Note [Saved K/V] in fused.py).
 
@@ -158,14 +158,14 @@ def run_forward(
         v: `b t hk dv`, this rank's rows.
         score: From `resolve`.
         plan: From `resolve`.
-        seat: This rank's place in the ring.
+        context: This rank's place in the ring.
         keep: Save the gathered K/V for the backward, where both directions are fused; the same on all ranks.
     """
     if plan.fused_forward is None:
-        return *stepwise_forward(q, k, v, score, plan, seat), None
-    if seat.nodes is not None:
-        return *hierarchical_forward(q, k, v, score, plan, seat), None
-    return fused_forward(q, k, v, score, plan, seat, keep=keep)
+        return *stepwise_forward(q, k, v, score, plan, context), None
+    if context.nodes is not None:
+        return *hierarchical_forward(q, k, v, score, plan, context), None
+    return fused_forward(q, k, v, score, plan, context, keep=keep)
 
 
 def run_backward(
@@ -178,7 +178,7 @@ def run_backward(
     lse: Tensor,
     score: Score,
     plan: ExecutionPlan,
-    seat: Seat,
+    context: RingContext,
     wanted: WantedGrads,
     *,
     saved: Tensor | None = None,
@@ -195,14 +195,14 @@ def run_backward(
         lse: From the forward.
         score: As in the forward.
         plan: As in the forward.
-        seat: As in the forward.
+        context: As in the forward.
         wanted: Which gradients of optional tensors to compute.
         saved: The K/V that the forward saved.
     """
-    args = (do, dlse, q, k, v, o, lse, score, plan, seat, wanted)
+    args = (do, dlse, q, k, v, o, lse, score, plan, context, wanted)
     if plan.fused_backward is None:
         return stepwise_backward(*args)
-    if seat.nodes is not None:
+    if context.nodes is not None:
         return hierarchical_backward(*args)
     return fused_backward(*args, saved=saved)
 

@@ -35,19 +35,16 @@ from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.ring_registry import add_ring, find_ring
-from ringattn.transport.base import Buffers, Choice, NoTransport, Seat, Transport
+from ringattn.transport.base import Buffers, Choice, NoTransport, RingContext, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
-from ringattn.transport.choose import TRANSPORTS, choose
-from ringattn.transport.double import WithinNode, group_by_host
-from ringattn.transport.exchange import AloneExchange, Exchange, GroupExchange
-from ringattn.transport.gathering import gather_rows
-from ringattn.transport.patience import Marks, Patience, mark_now
-from ringattn.transport.process_group import (
-    Agreement,
-    ProcessGroupTransport,
-    let_go,
-    resolve_group,
-)
+from ringattn.transport.consensus import RankConsensus
+from ringattn.transport.hierarchical import WithinNode, group_by_host
+from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
+from ringattn.transport.reduce.base import PartialReducer
+from ringattn.transport.reduce.stacked import LocalReducer, ProcessGroupReducer
+from ringattn.transport.row_collectives import gather_rows
+from ringattn.transport.select import TRANSPORTS, choose
+from ringattn.transport.timeout import BoundedWait, EventPair, record_events
 
 _COUNTS: Counter[str] = Counter()
 
@@ -66,12 +63,12 @@ class Ring:
             with tensors on a GPU. With several nodes "auto" is the process group.
         memory_budget: Bytes per rank that gathered keys, and gradients on their way home, may take; None for a quarter of
             the memory that is free on the fullest GPU at the first call. The same on all ranks.
-        keep_keys: What a gathered forward has brought stays until its backward has run, which then fetches nothing: less
+        save_gathered_kv: What a gathered forward has brought stays until its backward has run, which then fetches nothing: less
             traffic for the memory of all other ranks' visible keys per layer, beyond the memory budget. A permission: calls
             that go step by step, with `key_bias`, or through `torch.compile` or selective checkpointing, keep nothing. The same
             on all ranks.
         timeout: How long a rank waits for the others: when a call of a new shape is compared, for rows that come by copy
-            engine, and for replays of graphs (`wait`). Plain transfers of the process group obey the group's own timeout.
+            engine, and for replays of graphs (`synchronize`). Plain transfers of the process group obey the group's own timeout.
         nodes: Over how many nodes the ranks are spread, consecutive ranks sharing one, or "auto": by host name. With more
             than one the ring has two levels, and each shard crosses between nodes once per node.
         nccl_max_ctas: Thread blocks, and so SMs, that NCCL may use for a transfer, in communicators of the ring's own; more
@@ -82,8 +79,8 @@ class Ring:
         rank: This process's place, 0 .. world_size - 1.
         world_size: Number of ranks.
         impl: Default kernel set.
-        keep_keys: As given.
-        closings: How often it was closed, or its transport was decided.
+        save_gathered_kv: As given.
+        generation: How often it was closed, or its transport was decided.
         call_order: The comparison of the order of calls between ranks; None: there are no others.
 
     Raises:
@@ -104,14 +101,14 @@ class Ring:
         impl: str = "auto",
         transport: str = "auto",
         memory_budget: int | None = None,
-        keep_keys: bool = False,
+        save_gathered_kv: bool = False,
         timeout: timedelta = timedelta(minutes=5),
         nodes: int | str = 1,
         nccl_max_ctas: int | None = 4,
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}; leave it out for 'auto'")
-        impl, keep_keys = resolve_impl(impl), resolve_flag("keep_keys", keep_keys)
+        impl, save_gathered_kv = resolve_impl(impl), resolve_flag("save_gathered_kv", save_gathered_kv)
         memory_budget = None if memory_budget is None else resolve_integer("memory_budget", memory_budget)
         if memory_budget is not None and memory_budget < 0:
             raise ValueError(f"memory_budget must be a number of bytes, got {memory_budget}; None for a default")
@@ -137,8 +134,8 @@ class Ring:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.impl = impl
-        self.keep_keys = keep_keys
-        self.closings = 0
+        self.save_gathered_kv = save_gathered_kv
+        self.generation = 0
         nccl_max_ctas = None if nccl_max_ctas is None else resolve_integer("nccl_max_ctas", nccl_max_ctas)
         if nccl_max_ctas is not None and nccl_max_ctas < 1:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {nccl_max_ctas}; or None for no limit")
@@ -150,15 +147,17 @@ class Ring:
         _COUNTS[self._group_name] += 1
         alone = self.world_size == 1
         self._wanted_transport, self._memory_budget, self._timeout = transport, memory_budget, timeout
-        self._settled = alone
+        self._has_transport = alone
         undecided = Choice("undecided", f"transport={transport!r} is decided at the first call with tensors on a GPU")
         self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
-        self._agreement = None if alone else Agreement(self._group_name, self.rank, self.world_size, self.name, timeout)
+        self._consensus = (
+            None if alone else RankConsensus(self._group_name, self.rank, self.world_size, self.name, timeout)
+        )
         if levels is None:
             hosts = (
                 [""]
-                if self._agreement is None
-                else self._agreement.share("host", socket.gethostname(), "Ring(nodes='auto')")
+                if self._consensus is None
+                else self._consensus.share("host", socket.gethostname(), "Ring(nodes='auto')")
             )
             levels = group_by_host(hosts)
         levels = None if len(levels) == 1 else levels
@@ -169,19 +168,18 @@ class Ring:
         self._links = [
             ProcessGroupTransport(self._group_name, self.rank, self.world_size, name, nccl_max_ctas) for name in names
         ]
-        self.call_order = None if self._agreement is None else CallOrder(self._agreement, self._links[0])
+        self.call_order = None if self._consensus is None else CallOrder(self._consensus, self._links[0])
         mover: Transport = NoTransport() if alone else self._links[0]
         between: Transport | None = None
         if levels is not None:
             mover, between = WithinNode(mover), self._links[1]
-        self.seat = Seat(self.rank, self.world_size, mover, Buffers(), memory_budget or 0, levels, between)
-        self._mover = mover
+        self.context = RingContext(self.rank, self.world_size, mover, Buffers(), memory_budget or 0, levels, between)
         self._kept = Buffers()  # what kv_buffer has lent
-        release = partial(let_go, self._group_name, names)
-        self._patience = Patience(self.rank, self.world_size, self.name, timeout.total_seconds(), release)
+        release = partial(abort_communicators, self._group_name, names)
+        self._bounded_wait = BoundedWait(self.rank, self.world_size, self.name, timeout.total_seconds(), release)
         self._agreed: set[bytes] = set()  # digests: a job with packed documents makes a new call in every step
         self._warm: set[torch.device] = set()
-        self._exchanges: dict[torch.device, Exchange] = {}
+        self._reducers: dict[torch.device, PartialReducer] = {}
         add_ring(self)
         # not at import: torch's counter imports triton, and nothing is to be counted before there is a ring
         register_flops()
@@ -224,7 +222,7 @@ class Ring:
             ValueError: An unknown layout, or boundaries that do not fit; other ranks find it when they compare their next call.
             TypeError: The length or a boundary is no integer, or balance no dict.
         """
-        with self.shared_refusals():
+        with self.propagate_errors():
             size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, self.world_size)
             sharding = Sharding(size, layout, shards, self.rank, boundaries, ring=self, device=device)
             # torch.compile reads what is there, and cannot make it: cached_property takes a lock
@@ -234,10 +232,10 @@ class Ring:
     @property
     def failures(self) -> int:
         """How many calls have been refused, here or on another rank, or were not made by all: for what ranks remember in step."""
-        return 0 if self._agreement is None else self._agreement.failures
+        return 0 if self._consensus is None else self._consensus.failures
 
     @contextmanager
-    def refusals(self, call: str, tensors: Sequence[Tensor | None], seed: int = 0) -> Iterator[None]:
+    def consistent_call(self, call: str, tensors: Sequence[Tensor | None], seed: int = 0) -> Iterator[None]:
         """Makes what is raised inside, and any difference between ranks, an error on every rank.
 
         The first call of each signature compares texts; later ones pay a set lookup.
@@ -260,19 +258,19 @@ class Ring:
             yield
         except Exception as error:
             if not known:
-                self.refuse(error)
+                self.raise_on_all_ranks(error)
             raise
         if known:
             return
-        if self._agreement is not None:
-            record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.seat.nodes}
-            record |= {"keep_keys": self.keep_keys, "dropout_seed": seed}
-            self._agreement.compare_calls(record, describe_record(record))
-            self.settle(next(x.device for x in tensors if x is not None))
+        if self._consensus is not None:
+            record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.context.nodes}
+            record |= {"save_gathered_kv": self.save_gathered_kv, "dropout_seed": seed}
+            self._consensus.compare_calls(record, describe_record(record))
+            self.init_transport(next(x.device for x in tensors if x is not None))
         self._agreed.add(signature)
 
     def mark_call(self, call: str, tensors: Sequence[Tensor | None]) -> CallMark:
-        """The mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `refusals`."""
+        """The mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `consistent_call`."""
         if self.call_order is None:
             return CallMark(0, "")
         text = json.dumps([call, _without_rows(tensors)])
@@ -281,7 +279,7 @@ class Ring:
             int.from_bytes(digest.digest()), f"{describe_record(parse(call))}, digest {digest.hexdigest()[:6]}"
         )
 
-    def refuse(self, error: Exception) -> NoReturn:
+    def raise_on_all_ranks(self, error: Exception) -> NoReturn:
         """Raises an error of this rank that ranks which compare their next call find there, instead of waiting for this one.
 
         For what is checked before a call is made and may be wrong on some ranks only. An error is told once, however many places
@@ -293,12 +291,12 @@ class Ring:
         Raises:
             Exception: The error.
         """
-        if self._agreement is not None:
-            self._agreement.tell(error)
+        if self._consensus is not None:
+            self._consensus.publish_error(error)
         raise error
 
-    def shared_refusals(self) -> AbstractContextManager[None]:
-        """Lets what is raised inside be found by ranks that compare their next call (`refuse`); in a trace, nobody else.
+    def propagate_errors(self) -> AbstractContextManager[None]:
+        """Publish an error raised inside to the ranks that compare their next call; in a trace, only raise it here.
 
         A refusal stands in place of this rank's next comparison: the call has failed here, and where the others next compare. A
         program that catches such errors goes on to the same call on all ranks then. What all ranks are refused alike costs none of
@@ -307,9 +305,9 @@ class Ring:
         Raises:
             Exception: What is raised inside.
         """
-        return nullcontext() if torch.compiler.is_compiling() or self._agreement is None else self._agreement
+        return nullcontext() if torch.compiler.is_compiling() or self._consensus is None else self._consensus
 
-    def agree(self, what: str, text: str, doing: str = "") -> None:
+    def assert_equal_across_ranks(self, what: str, text: str, doing: str = "") -> None:
         """Compares a text between all ranks, each of which must call it: for what must be equal and no call shows.
 
         Args:
@@ -320,26 +318,26 @@ class Ring:
         Raises:
             ValueError: It is not; raised on every rank, naming those that differ from most.
         """
-        if self._agreement is not None:
-            self._agreement.agree(what, text, doing)
+        if self._consensus is not None:
+            self._consensus.assert_equal_across_ranks(what, text, doing)
 
-    def agree_once(self, what: str, text: str, doing: str = "") -> None:
-        """`agree`, at the first call with a text; later ones pay a set lookup.
+    def assert_equal_once(self, what: str, text: str, doing: str = "") -> None:
+        """`assert_equal_across_ranks`, at the first call with a text; later ones pay a set lookup.
 
         Args:
             what: As there.
             text: Likewise.
-            doing: See `agree`.
+            doing: See `assert_equal_across_ranks`.
 
         Raises:
             ValueError: Likewise.
         """
         known = hashlib.blake2b(f"{what}: {text}".encode(), digest_size=16).digest()
         if known not in self._agreed:
-            self.agree(what, text, doing)
+            self.assert_equal_across_ranks(what, text, doing)
             self._agreed.add(known)
 
-    def settle(self, device: torch.device) -> None:
+    def init_transport(self, device: torch.device) -> None:
         """Decides how rows move, as the first attention call does; every rank calls it, when the ranks have agreed on a call.
 
         Args:
@@ -348,10 +346,10 @@ class Ring:
         Raises:
             RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
         """
-        self._settle(device)
+        self._init_transport(device)
         self._warm_up(device)
 
-    def least(self, number: int) -> int:
+    def all_reduce_min(self, number: int) -> int:
         """The least of all ranks' numbers, each of which must call it.
 
         Args:
@@ -360,9 +358,9 @@ class Ring:
         Raises:
             ValueError: Another rank has refused its call.
         """
-        if self._agreement is None:
+        if self._consensus is None:
             return number
-        return min(self._agreement.share("number", number, "the least of all ranks' numbers"))
+        return min(self._consensus.share("number", number, "the least of all ranks' numbers"))
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
@@ -425,24 +423,26 @@ class Ring:
         Returns:
             K `b t hk d` and v `b t hk dv`, this rank's rows, uninitialised; the last dim is contiguous.
         """
-        with self.shared_refusals():
+        with self.propagate_errors():
             if device is None:
                 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
             device = torch.device(device)
             dims = (head_dim, head_dim if v_head_dim is None else v_head_dim)
             rows, mine = max(map(shard_len, sharding.shards)), sharding.shard_len
-        self._settle(device)
-        lend = getattr(self.seat.transport, "lend", None)
-        if lend is not None and device.type == "cuda":
-            k, v = lend(name, batch, rows, mine, kv_heads, dims, dtype)
+        self._init_transport(device)
+        found = None
+        if device.type == "cuda":
+            found = self.context.transport.zero_copy_kv(name, batch, rows, mine, kv_heads, dims, dtype)
+        if found is not None:
+            k, v = found
         else:
-            with self.shared_refusals():
+            with self.propagate_errors():
                 whole = self._kept.take(name, (batch, rows, kv_heads, sum(dims)), dtype, device)
             k, v = whole[:, :mine, :, :head_dim], whole[:, :mine, :, head_dim:]
         # fresh tensors each time: what autograd ties to them in one step is not there in the next
         return k.detach(), v.detach()
 
-    def exchange(self, device: torch.device | str) -> Exchange:
+    def partial_reducer(self, device: torch.device | str) -> PartialReducer:
         """What makes one answer of what all ranks bring: made at the first call for a device, which all ranks make.
 
         Args:
@@ -457,30 +457,34 @@ class Ring:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        found = self._exchanges.get(device)
+        found = self._reducers.get(device)
         if found is None:
-            found = self._exchanges[device] = self._make_exchange(device)
+            found = self._reducers[device] = self._make_reducer(device)
         return found
 
-    def _make_exchange(self, device: torch.device) -> Exchange:
-        if self._agreement is None:
-            return AloneExchange()
-        self._settle(device)
+    def _make_reducer(self, device: torch.device) -> PartialReducer:
+        if self._consensus is None:
+            return LocalReducer()
+        self._init_transport(device)
         why = f"the partials are in {device.type} memory" if self._choice.name == "undecided" else str(self._choice)
-        one_shot = getattr(self._mover, "one_shot", None)
-        if one_shot is not None and self.seat.nodes is not None:
+        in_memory = self._choice.name == "copy_engine"
+        if in_memory and self.context.nodes is not None:
             why = f"partials cross between nodes ({why})"
-        elif one_shot is not None and device.type == "cuda":
+        elif in_memory and device.type == "cuda":
             missing = None if importlib.util.find_spec("triton") else f"ring rank {self.rank} has no triton"
             missing = next(
-                (text for text in self._agreement.share("what an exchange lacks", missing) if text is not None), None
+                (text for text in self._consensus.share("what an exchange lacks", missing) if text is not None), None
             )
             if missing is None:
-                return one_shot(self._agreement, why)
+                return self.context.transport.one_shot(self._consensus, why)
             why = missing
-        return GroupExchange(self._group_name, self.rank, self.world_size, self._agreement, self._patience, why)
+        return ProcessGroupReducer(
+            self._group_name, self.rank, self.world_size, self._consensus, self._bounded_wait, why
+        )
 
-    def wait(self, device: torch.device | str, *, marks: Marks | None = None, what: str = "a replay") -> None:
+    def synchronize(
+        self, device: torch.device | str, *, events: EventPair | None = None, what: str = "a replay"
+    ) -> None:
         """Waits, on the host, for what the current stream of a device holds, and no longer than ranks may be waited for.
 
         For replays of CUDA graphs that hold calls of this ring: no watchdog of torch knows the collectives in a graph, so a host
@@ -489,7 +493,7 @@ class Ring:
 
         Args:
             device: Where the work is; nothing is waited for on a CPU, whose calls have ended when they return.
-            marks: Where the work begins and ends, from when on time counts; None: all that the current stream holds, and now.
+            events: Where the work begins and ends, from when on time counts; None: all that the current stream holds, and now.
             what: What it is, for the message.
 
         Raises:
@@ -499,49 +503,45 @@ class Ring:
 
         Example:
             >>> graph.replay()  # doctest: +SKIP
-            >>> ring.wait("cuda", what=f"decoding step {number}")  # doctest: +SKIP
+            >>> ring.synchronize("cuda", what=f"decoding step {number}")  # doctest: +SKIP
             >>> token = tokens.tolist()  # doctest: +SKIP
         """
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        if marks is None and device.type == "cuda":
-            marks = mark_now(device)
-        ended = marks is None or self._patience.wait(marks)
+        if events is None and device.type == "cuda":
+            events = record_events(device)
+        ended = events is None or self._bounded_wait.wait(events)
         # who gave up by itself knows more
-        exchange = self._exchanges.get(device)
-        if exchange is not None:
-            exchange.check()
-        watch = getattr(self._mover, "watch", None)
-        if watch is not None:
-            watch.check()
+        reducer = self._reducers.get(device)
+        if reducer is not None:
+            reducer.check()
+        self.context.transport.check()
         if not ended:
-            self._patience.give_up(what, device)
+            self._bounded_wait.raise_timeout(what, device)
 
     def close(self) -> None:
         """Lets go of buffers and NCCL communicators; every rank must call it, when its calls are over.
 
         The ring may be used again; they are then made anew.
         """
-        self.closings += 1
-        for exchange in self._exchanges.values():
-            exchange.close()
-        self._exchanges.clear()
-        release = getattr(self._mover, "close", None)
-        if release is not None:
-            release()
-        self.seat.buffers.clear()
+        self.generation += 1
+        for reducer in self._reducers.values():
+            reducer.close()
+        self._reducers.clear()
+        self.context.transport.close()
+        self.context.buffers.clear()
         self._kept.clear()
         self._agreed.clear()
         self._warm.clear()
         for link in self._links:
             link.close()
 
-    def _settle(self, device: torch.device) -> None:
+    def _init_transport(self, device: torch.device) -> None:
         """Decides the transport, once, together with all ranks."""
-        if self._settled or (device.type != "cuda" and self._wanted_transport == "auto"):
+        if self._has_transport or (device.type != "cuda" and self._wanted_transport == "auto"):
             return
-        assert self._agreement is not None, "a ring of one rank is settled from the start"
+        assert self._consensus is not None, "a ring of one rank is settled from the start"
         mover, self._choice, budget, rate = choose(
             self._wanted_transport,
             self._group_name,
@@ -549,22 +549,21 @@ class Ring:
             self.world_size,
             self.name,
             device,
-            self._agreement,
+            self._consensus,
             self._timeout,
             self._memory_budget,
             self._links[0],
-            self.seat.nodes,
+            self.context.nodes,
         )
-        if self.keep_keys and (self._choice.name != "copy_engine" or self.seat.nodes is not None):
-            self._choice = replace(self._choice, why=f"{self._choice.why}; keep_keys finds nothing to keep")
-        self._mover = mover
-        between = self.seat.between_nodes
+        if self.save_gathered_kv and (self._choice.name != "copy_engine" or self.context.nodes is not None):
+            self._choice = replace(self._choice, why=f"{self._choice.why}; save_gathered_kv finds nothing to keep")
+        between = self.context.between_nodes
         if between is not None:
-            watched = getattr(mover, "watched", None)
-            mover, between = (WithinNode(mover), between) if watched is None else (mover, watched(between))
-        self.seat = replace(self.seat, transport=mover, between_nodes=between, budget=budget, push_rate=rate)
-        self.closings += 1
-        self._settled = True
+            watched = mover.watch_transport(between)
+            mover, between = (WithinNode(mover), between) if watched is None else (mover, watched)
+        self.context = replace(self.context, transport=mover, between_nodes=between, budget=budget, push_rate=rate)
+        self.generation += 1
+        self._has_transport = True
 
     def _warm_up(self, device: torch.device) -> None:
         if device not in self._warm:

@@ -20,9 +20,9 @@ from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads
 from ringattn.schedule.validation import check_call, check_tensors, expand_bias
-from ringattn.transport.base import Seat
+from ringattn.transport.base import RingContext
+from ringattn.transport.gpu_sharing import ranks_per_gpu, sm_margin_of
 from ringattn.transport.simulated import run_ranks
-from ringattn.transport.symmetric import ranks_per_gpu, spare_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def simulate_ring(
     bias: Tensor | None = None,
     dropout_seed: int = 0,
     memory_budget: int = 0,
-    keep_keys: bool = False,
+    save_gathered_kv: bool = False,
     **options: Any,
 ) -> Simulated:
     """Runs all ranks of a ring in this process and puts the results together.
@@ -87,7 +87,7 @@ def simulate_ring(
         bias: Broadcastable to `b h n m`, whole.
         dropout_seed: Seed of the dropout mask.
         memory_budget: As in `Ring`: bytes that gathered keys may take on a rank; 0: visits one by one.
-        keep_keys: As in `Ring`.
+        save_gathered_kv: As in `Ring`.
         **options: causal, window, prefix_len, chunk_len, lengths, softcap, dropout_p, impl, backward.
 
     Returns:
@@ -102,20 +102,20 @@ def simulate_ring(
     numbers = {"world_size": world_size, "nodes": nodes, "dropout_seed": dropout_seed, "memory_budget": memory_budget}
     layouts = {"layout": layout, "documents": documents, "balance": balance}
     call = {"softmax_scale": softmax_scale, **options}
-    values = (*numbers.items(), ("keep_keys", keep_keys), *layouts.items(), *call.items())
+    values = (*numbers.items(), ("save_gathered_kv", save_gathered_kv), *layouts.items(), *call.items())
     facts = tuple(map(_fact, (q, k, v, *tensors.values()))), tuple((name, type(x), x) for name, x in values)
     usual = all(is_value(x) for _, x in values)
     checked = _checked.get(facts) if usual else None
     if checked is None:
-        checked = _check(q, k, v, tensors, numbers, keep_keys, layouts, call)
+        checked = _check(q, k, v, tensors, numbers, save_gathered_kv, layouts, call)
         if usual:
             _checked[facts] = checked
     shardings, kv_shardings, call, (world_size, nodes, dropout_seed, memory_budget) = checked
     b, _, h, _ = q.shape
     whole_bias = None if bias is None else bias.expand(b, h, q.shape[1], k.shape[1])
 
-    def run(seat: Seat) -> tuple[Tensor, Tensor, Gradients | None]:
-        mine, keys = shardings[seat.rank], kv_shardings[seat.rank]
+    def run(context: RingContext) -> tuple[Tensor, Tensor, Gradients | None]:
+        mine, keys = shardings[context.rank], kv_shardings[context.rank]
         score_tensors = ScoreTensors(
             sinks,
             alibi_slopes,
@@ -124,20 +124,20 @@ def simulate_ring(
         )
         local = mine.cut(q, 1), keys.cut(k, 1), keys.cut(v, 1)
         text = call_text(mine, None if keys is mine else keys, call)
-        plan, score = resolve_simulated(*local, score_tensors, dropout_seed, seat, text)
+        plan, score = resolve_simulated(*local, score_tensors, dropout_seed, context, text)
         backward = do is not None or dlse is not None
-        o, lse, saved = run_forward(*local, score, plan, seat, keep=keep_keys and backward)
+        o, lse, saved = run_forward(*local, score, plan, context, keep=save_gathered_kv and backward)
         if not backward:
             return o, lse, None
         d_o = torch.zeros_like(o) if do is None else mine.cut(do, 1)
         d_lse = None if dlse is None else mine.cut(dlse, 2)
         wanted = WantedGrads(*(x is not None for x in score_tensors))
-        return o, lse, run_backward(d_o, d_lse, *local, o, lse, score, plan, seat, wanted, saved=saved)
+        return o, lse, run_backward(d_o, d_lse, *local, o, lse, score, plan, context, wanted, saved=saved)
 
     with torch.no_grad():
         levels = None if nodes == 1 else make_nodes(world_size, nodes)
         # tiles are split by the number of programs: beside ranks that share a GPU it has as few as theirs
-        sm_margin = spare_of(q.device, ranks_per_gpu()) if memory_budget else 0
+        sm_margin = sm_margin_of(q.device, ranks_per_gpu()) if memory_budget else 0
         parts = run_ranks(world_size, run, levels, budget=memory_budget, sm_margin=sm_margin)
         o = shardings[0].concatenate([part[0] for part in parts], 1)
         lse = shardings[0].concatenate([part[1] for part in parts], 2)
@@ -171,14 +171,14 @@ def _check(
     v: Tensor,
     tensors: dict[str, Tensor | None],
     numbers: dict[str, Any],
-    keep_keys: Any,
+    save_gathered_kv: Any,
     layouts: dict[str, Any],
     call: dict[str, Any],
 ) -> tuple[list[Sharding], list[Sharding], dict[str, Any], list[int]]:
     """Refuse whole tensors and options as `ring_attention` would; return both shardings of all ranks, options and numbers."""
     check_tensors(q, k, v, **tensors)
     numbers = {name: resolve_integer(name, x) for name, x in numbers.items()}
-    resolve_flag("keep_keys", keep_keys)
+    resolve_flag("save_gathered_kv", save_gathered_kv)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")

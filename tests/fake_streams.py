@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ringattn.transport.streams import Copy, Op, Wait, Write, Write64
-from ringattn.transport.symmetric import Region
+from ringattn.transport.copy_engine.streams import Copy, Op, Wait, Write, Write64
+from ringattn.transport.copy_engine.symmetric_memory import Region
 
-MAIN, SIDE, HERALD, OTHER = range(1, 5)
+MAIN, COPY, FLAG, OTHER = range(1, 5)
 """Lanes of a rank; the last is nobody's."""
 
 
@@ -66,7 +66,7 @@ class World:
         # who is slow now: without it all ranks advance alike
         self._slow: tuple[int, int] | None = None
 
-    def new_lane(self) -> int:
+    def new_stream(self) -> int:
         self._lanes += 1
         return self._lanes
 
@@ -122,7 +122,7 @@ class World:
         if errors:
             raise errors[0]
 
-    def meet(self, rank: int) -> None:
+    def barrier(self, rank: int) -> None:
         """Every rank's host comes here, and its device has nothing left to do."""
         self._met[rank] += 1
         self._block(rank, lambda: min(self._met) >= self._met[rank] and not self.busy(rank))
@@ -175,18 +175,18 @@ class Recording:
 class FakeStreams:
     """`Streams` of one rank."""
 
-    side = SIDE
-    herald = HERALD
+    copy_stream = COPY
+    flag_stream = FLAG
 
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
         self.rank = rank
         self.recording: Recording | None = None
         self.launches = 0
-        self.lane = MAIN
+        self.stream = MAIN
 
     def main(self) -> int:
-        return self.lane
+        return self.stream
 
     def capturing(self) -> bool:
         return self.recording is not None
@@ -203,23 +203,23 @@ class FakeStreams:
             self.recording = None
         return recording
 
-    def launch(self, program: list[Op] | Recording, lane: int) -> None:
+    def launch(self, program: list[Op] | Recording, stream: int) -> None:
         self.launches += 1
         if isinstance(program, Recording):
-            assert lane == self.lane, "what was recorded on the caller's stream goes there"
+            assert stream == self.stream, "what was recorded on the caller's stream goes there"
             self.replay(program)
             return
         for op in program:
             for make in _items(op):
-                self.enqueue(lane, make)
+                self.enqueue(stream, make)
 
-    def copy(self, target: int, source: int, num_bytes: int, lane: int) -> None:
-        self.launch([Copy(target, source, num_bytes)], lane)
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        self.launch([Copy(target, source, num_bytes)], stream)
 
     def order(self, first: int, then: int) -> None:
         if self.recording is not None:
             self.recording.items.append((first, lambda: Item(always, lambda: None, f"order {then}")))
-            self.recording.joined |= {first} if then == self.lane else set()
+            self.recording.joined |= {first} if then == self.stream else set()
             return
         self._order(first, then)
 
@@ -229,32 +229,32 @@ class FakeStreams:
         self._queue(then).append(Item(lambda: bool(reached), lambda: None, "wait for an event"))
 
     def call(self, work: Callable[[], object]) -> None:
-        self.enqueue(self.lane, lambda: Item(always, work, "torch work"))
+        self.enqueue(self.stream, lambda: Item(always, work, "torch work"))
 
-    def enqueue(self, lane: int, make: Callable[[], Item]) -> None:
+    def enqueue(self, stream: int, make: Callable[[], Item]) -> None:
         if self.recording is not None:
-            assert lane in (self.lane, SIDE, HERALD)
-            self.recording.items.append((lane, make))
-            self.recording.joined.discard(lane)
+            assert stream in (self.stream, COPY, FLAG)
+            self.recording.items.append((stream, make))
+            self.recording.joined.discard(stream)
         else:
-            self._queue(lane).append(make())
+            self._queue(stream).append(make())
 
     def replay(self, recording: Recording) -> None:
         """Enqueues what was captured: lanes beside the caller's become ones of the graph's own, ordered by events alone."""
-        beside = SIDE, HERALD
-        lanes = {self.lane: self.lane} | {lane: self.world.new_lane() for lane in beside}
-        started: set[int] = {self.lane}
-        for lane, make in recording.items:
+        beside = COPY, FLAG
+        lanes = {self.stream: self.stream} | {stream: self.world.new_stream() for stream in beside}
+        started: set[int] = {self.stream}
+        for stream, make in recording.items:
             item = make()
             if item.what.startswith("order "):
                 then = int(item.what.split()[1])
-                self._order(lanes[lane], lanes[then])
+                self._order(lanes[stream], lanes[then])
                 started.add(then)
                 continue
-            assert lane in started, "a stream must be forked inside the capture"
-            self._queue(lanes[lane]).append(item)
-        for lane in beside:
-            assert lane not in started or lane in recording.joined, "a stream must be joined inside the capture"
+            assert stream in started, "a stream must be forked inside the capture"
+            self._queue(lanes[stream]).append(item)
+        for stream in beside:
+            assert stream not in started or stream in recording.joined, "a stream must be joined inside the capture"
 
     def graph_bytes(self) -> int:
         return 0
@@ -272,8 +272,8 @@ class FakeStreams:
     def synchronize(self) -> None:
         self.world.finish(self.rank)
 
-    def _queue(self, lane: int) -> deque[Item]:
-        return self.world.queues[self.rank, MAIN if self.world.shared else lane]
+    def _queue(self, stream: int) -> deque[Item]:
+        return self.world.queues[self.rank, MAIN if self.world.shared else stream]
 
 
 class FakeMemory:
@@ -297,11 +297,11 @@ class FakeMemory:
         self._asked += 1
         return Region(parts[self._rank], tuple(parts[peer].data_ptr() for peer in self._members))
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         del what
-        self._world.meet(self._rank)
+        self._world.barrier(self._rank)
 
-    def host_words(self, count: int) -> Tensor:
+    def pinned_ints(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int32)
 
 

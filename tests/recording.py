@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ringattn.transport.patience import Marks
+from ringattn.transport.timeout import EventPair
 
 
 class Reruns:
@@ -24,7 +24,7 @@ class Reruns:
         self.records = self.replays = 0
         self.shapes: list[tuple[int, ...]] = []
 
-    def capture(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
+    def capture(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], EventPair | None]]:
         self.records += 1
         out = call().clone()
         if self.records == self.fails:
@@ -34,16 +34,16 @@ class Reruns:
         self.shapes.append(tuple(out.shape[:2]))
         out.fill_(math.nan)
 
-        def replay() -> Marks | None:
+        def replay() -> EventPair | None:
             self.replays += 1
             # also what is wrong takes part in exchanges
             found = call()
             out.copy_(torch.ones_like(found) if self.stuck else found)
-            return self.marks()
+            return self.events()
 
         return out, replay
 
-    def marks(self) -> Marks | None:
+    def events(self) -> EventPair | None:
         """Where a replay begins and ends: it is over."""
         return None
 
@@ -69,5 +69,5 @@ class Hung(Reruns):
         super().__init__()
         self.good = good
 
-    def marks(self) -> Marks:
-        return Marks(Passed(True), Passed(self.replays <= self.good))
+    def events(self) -> EventPair:
+        return EventPair(Passed(True), Passed(self.replays <= self.good))

@@ -796,17 +796,17 @@ def _differing(what: str) -> str:
 def _least(refusing: bool) -> int | str:
     ring = Ring()
     try:
-        with ring.shared_refusals():
+        with ring.propagate_errors():
             if refusing and ring.rank:
                 raise ValueError("no")
-        return ring.least(7 - ring.rank)
+        return ring.all_reduce_min(7 - ring.rank)
     except ValueError as error:
         return str(error)
 
 
 @pytest.mark.dist
 def test_the_least_number_is_that_of_all_ranks(pool: Pools) -> None:
-    assert Ring().least(3) == 3
+    assert Ring().all_reduce_min(3) == 3
     assert pool(3).run(_least, False) == [5, 5, 5]
     here, there, _ = pool(3).run(_least, True)
     assert "ring rank 1 refused: ValueError: no" in here
@@ -953,7 +953,7 @@ def test_ranks_compare_again_after_a_refusal(pool: Pools, same_step: bool, same_
 def _ask_for_room(who: set[int]) -> list[int]:
     """Comparisons of each step of decoding before which some ranks ask in vain for room, and are told so."""
     ring = Ring(timeout=timedelta(seconds=20))
-    cache, agreement, found = _paged(ring), ring._agreement, list[int]()
+    cache, agreement, found = _paged(ring), ring._consensus, list[int]()
     assert agreement is not None
     request = cache.add_request(100)
     _bring(cache, cache.extend([request], [30]))
@@ -1066,7 +1066,7 @@ def _run_program(seed: int) -> int:
         failed += 1
         for request in set(cache.allocator.requests) - set(live):
             cache.free(request)
-    ring.agree("the end", str([(request, cache.length(request)) for request in live]))
+    ring.assert_equal_across_ranks("the end", str([(request, cache.length(request)) for request in live]))
     return failed
 
 

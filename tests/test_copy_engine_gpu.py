@@ -23,8 +23,8 @@ from ringattn import Ring
 from ringattn.launch.runtime.distributed import choose_backend, resolve_device
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, make_gather_plan, make_plan
-from ringattn.transport.copy_engine import CopyEngineTransport
-from ringattn.transport.symmetric import may_share_gpus
+from ringattn.transport.copy_engine.transport import CopyEngineTransport
+from ringattn.transport.gpu_sharing import may_share_gpus
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 RANKS = max(GPUS, 4) if GPUS and may_share_gpus() else GPUS
@@ -60,9 +60,9 @@ def run(body: Callable[..., None], world_size: int) -> None:
 
 def settle(group: Any = None) -> tuple[Ring, CopyEngineTransport]:
     ring = Ring(group, transport="copy_engine", timeout=timedelta(seconds=20))
-    ring._settle(torch.device("cuda", torch.cuda.current_device()))
-    assert isinstance(ring.seat.transport, CopyEngineTransport)
-    return ring, ring.seat.transport
+    ring._init_transport(torch.device("cuda", torch.cuda.current_device()))
+    assert isinstance(ring.context.transport, CopyEngineTransport)
+    return ring, ring.context.transport
 
 
 def gather_plans(ring: Ring, **mask: Any) -> GatherPlan:
@@ -105,7 +105,7 @@ def gather_and_check(
     found = end.gather(*keys(ring.rank, salt), gather_plan, groups, "test")
     seen = []
     for fetch in gather_plan.recvs:
-        rows = found.far[0, fetch.at : fetch.at + sum(length for _, length in fetch.rows)]
+        rows = found.remote[0, fetch.at : fetch.at + sum(length for _, length in fetch.rows)]
         out = torch.full_like(rows, float("nan"))
         assert found.ready_flags is not None
         copy(found.ready_flags.flags[groups - 1, fetch.step :], rows, out)
@@ -124,7 +124,7 @@ def _gathers(rank: int, world_size: int) -> None:
         gather_and_check(ring, end, gather_plans(ring, **mask), (1, 4)[salt % 2], salt, copy)
 
 
-def _homes(rank: int, world_size: int) -> None:
+def _grad_buffers(rank: int, world_size: int) -> None:
     import triton
     import triton.language as tl
 
@@ -138,7 +138,7 @@ def _homes(rank: int, world_size: int) -> None:
     ring, end = settle()
     gather_plan = gather_plans(ring, causal=True)
     for salt in range(6):
-        coming = end.homecoming((1, HEADS, 2 * DIM), gather_plan, torch.device("cuda"), "test")
+        coming = end.grad_return((1, HEADS, 2 * DIM), gather_plan, torch.device("cuda"), "test")
         coming.begin()
         size = ROWS * HEADS * 2 * DIM
         for source in range(1 + len(gather_plan.recvs)):
@@ -146,7 +146,7 @@ def _homes(rank: int, world_size: int) -> None:
         parts, _ = coming.receive()
         for part, reader in zip(parts, gather_plan.sends, strict=True):
             assert bool((part == 10 * salt + reader.peer).all())
-        assert bool((coming.own == 10 * salt + rank).all())
+        assert bool((coming.local_grads == 10 * salt + rank).all())
         coming.close()
 
 
@@ -175,7 +175,7 @@ def _lends(rank: int, world_size: int) -> None:
         assert found.ready_flags is not None
         outs = []
         for fetch in gather_plan.recvs:
-            rows = found.far[0, fetch.at : fetch.at + ROWS]
+            rows = found.remote[0, fetch.at : fetch.at + ROWS]
             outs.append(torch.empty_like(rows))
             copy(found.ready_flags.flags[0, fetch.step :], rows, outs[-1])
         found.close()
@@ -194,7 +194,7 @@ def _captures(rank: int, world_size: int) -> None:
         found = end.gather(k, v, gather_plan, 4, "captured")
         assert found.ready_flags is not None
         for fetch, out in zip(gather_plan.recvs, outs, strict=True):
-            copy(found.ready_flags.flags[3, fetch.step :], found.far[0, fetch.at : fetch.at + ROWS], out)
+            copy(found.ready_flags.flags[3, fetch.step :], found.remote[0, fetch.at : fetch.at + ROWS], out)
         found.close()
     for salt in range(1, 8):
         for x, y in zip((k, v), keys(rank, salt), strict=True):
@@ -205,7 +205,7 @@ def _captures(rank: int, world_size: int) -> None:
         gather_and_check(ring, end, gather_plan, 1, salt, copy)
 
 
-@pytest.mark.parametrize("body", [_gathers, _homes, _posts_and_rings, _lends, _captures])
+@pytest.mark.parametrize("body", [_gathers, _grad_buffers, _posts_and_rings, _lends, _captures])
 def test_on_real_devices(body: Callable[..., None]) -> None:
     run(body, min(RANKS, 4))
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.kernels.partials import packed
-from ringattn.transport.exchange import Exchange
+from ringattn.transport.reduce.base import PartialReducer
 from tests.kernels.contract.test_packed import Sizes
 from tests.test_copy_engine_gpu import RANKS, SHARED, run
-from tests.test_exchange import DTYPES, add, assert_bits, draw_bits, draw_shares, side_by_side, total
 from tests.test_gpu_ring import draw as draw_attention
 from tests.test_gpu_ring import step
+from tests.transport.test_reduce import DTYPES, add, assert_bits, draw_bits, draw_shares, side_by_side, total
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")]
 PATIENCE = timedelta(seconds=20)
@@ -57,10 +57,10 @@ def outputs(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
 
 
 def exchange_once(
-    exchange: Exchange, mine: Tensor, sizes: Sizes, sinks: Tensor | None, dtype: torch.dtype
+    reducer: PartialReducer, mine: Tensor, sizes: Sizes, sinks: Tensor | None, dtype: torch.dtype
 ) -> list[Tensor]:
     out = outputs(sizes, dtype)
-    exchange.finish(mine, *sizes, sinks, *out)
+    reducer.merge_partials(mine, *sizes, sinks, *out)
     return out
 
 
@@ -98,11 +98,11 @@ def assert_alike(found: list[Tensor], about: str) -> None:
         assert not odd, f"{about}: {name} has other bits on ranks {odd}"
 
 
-def open_exchange(transport: str = "copy_engine", timeout: timedelta = PATIENCE) -> tuple[Ring, Exchange]:
+def open_exchange(transport: str = "copy_engine", timeout: timedelta = PATIENCE) -> tuple[Ring, PartialReducer]:
     ring = Ring(transport=transport, timeout=timeout)
-    exchange = ring.exchange("cuda")
-    assert exchange.choice.name == {"copy_engine": "one_shot", "process_group": "group"}[transport], str(exchange)
-    return ring, exchange
+    reducer = ring.partial_reducer("cuda")
+    assert reducer.choice.name == {"copy_engine": "one_shot", "process_group": "group"}[transport], str(reducer)
+    return ring, reducer
 
 
 SIZES: list[Sizes] = [
@@ -117,13 +117,13 @@ SIZES: list[Sizes] = [
 
 
 def _bits(rank: int, world_size: int) -> None:
-    for ring, exchange in (open_exchange(), open_exchange("process_group")):
+    for ring, reducer in (open_exchange(), open_exchange("process_group")):
         for seed, sizes in enumerate(SIZES):
             for dtype in (torch.bfloat16, torch.float32):
                 splits = draw(seed, world_size, sizes, most=17)
                 sinks = torch.linspace(-4, 9, sizes[2], device="cuda") if seed % 2 else None
-                about = f"rank {rank}, {exchange}, {sizes}, {dtype}"
-                found = exchange_once(exchange, splits[rank], sizes, sinks, dtype)
+                about = f"rank {rank}, {reducer}, {sizes}, {dtype}"
+                found = exchange_once(reducer, splits[rank], sizes, sinks, dtype)
                 assert_near(found, expect(splits, sizes, sinks, dtype), about)
                 assert_alike(found, about)
                 plain = [torch.empty_like(x, device="cpu") for x in found]
@@ -134,7 +134,7 @@ def _bits(rank: int, world_size: int) -> None:
                 for x, y in zip(found, plain, strict=True):
                     eps = torch.finfo(x.dtype).eps
                     torch.testing.assert_close(x.cpu(), y, rtol=max(2 * eps, 1e-5), atol=1e-5)
-        exchange.check()
+        reducer.check()
         ring.close()
 
 
@@ -142,44 +142,44 @@ SHAPES = [(1, 4096), (64, 4096), (3, 5), (1, 32064), (37, 8016), (1, 1), (200, 4
 
 
 def _sums_and_columns(rank: int, world_size: int) -> None:
-    for ring, exchange in (open_exchange(), open_exchange("process_group")):
+    for ring, reducer in (open_exchange(), open_exchange("process_group")):
         for seed, shape in enumerate(SHAPES):
             for dtype in DTYPES:
-                about = f"rank {rank}, {exchange}, {shape}, {dtype}"
+                about = f"rank {rank}, {reducer}, {shape}, {dtype}"
                 shares = draw_shares(seed, world_size, shape, dtype)
                 columns = [draw_bits(seed + peer, shape, dtype) for peer in range(world_size)]
-                found = [total(exchange, shares[rank].cuda(), to).cpu() for to in DTYPES]
-                found.append(side_by_side(exchange, columns[rank].cuda(), world_size).cpu())
+                found = [total(reducer, shares[rank].cuda(), to).cpu() for to in DTYPES]
+                found.append(side_by_side(reducer, columns[rank].cuda(), world_size).cpu())
                 for x, y in zip(found, [*(add(shares, to) for to in DTYPES), torch.cat(columns, 1)], strict=True):
                     assert bits(x) == bits(y), about
         # an address between those of the widest words
         shares = draw_shares(0, world_size, (4096,), torch.bfloat16)
         room = torch.zeros(4097, dtype=torch.bfloat16, device="cuda")
         room[1:] = shares[rank].cuda()
-        assert_bits(total(exchange, room[1:], torch.float32).cpu(), add(shares, torch.float32))
-        exchange.check()
+        assert_bits(total(reducer, room[1:], torch.float32).cpu(), add(shares, torch.float32))
+        reducer.check()
         ring.close()
 
 
 def _mixed_trains(rank: int, world_size: int) -> None:
     """Partials, sums and columns that nobody waits for, called and replayed, while ranks run ahead of each other."""
-    ring, exchange = open_exchange()
+    ring, reducer = open_exchange()
     chooser = random.Random(rank)
     sizes, (rows, hidden, width) = SIZES[1], (8, 4096, 2004)
     splits = draw(0, world_size, sizes)[rank]
     addends = [x.cuda() for x in draw_shares(1, world_size, (rows, hidden), torch.float32)]
     columns = [x.cuda() for x in draw_shares(2, world_size, (rows, width), torch.bfloat16)]
     wanted = [
-        *exchange_once(exchange, splits, sizes, None, torch.bfloat16),
+        *exchange_once(reducer, splits, sizes, None, torch.bfloat16),
         add(addends, torch.bfloat16),
         torch.cat(columns, 1),
     ]
 
     def layer() -> list[Tensor]:
         return [
-            *exchange_once(exchange, splits, sizes, None, torch.bfloat16),
-            total(exchange, addends[rank], torch.bfloat16),
-            side_by_side(exchange, columns[rank], world_size),
+            *exchange_once(reducer, splits, sizes, None, torch.bfloat16),
+            total(reducer, addends[rank], torch.bfloat16),
+            side_by_side(reducer, columns[rank], world_size),
         ]
 
     stream = torch.cuda.Stream()
@@ -191,10 +191,10 @@ def _mixed_trains(rank: int, world_size: int) -> None:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             captured = layer()
             with pytest.raises(RuntimeError, match="once before it is captured"):
-                total(exchange, addends[rank], torch.float16)
+                total(reducer, addends[rank], torch.float16)
         # larger ones, which give the graph mailboxes of its own
         large = draw_shares(3, world_size, (rows, 2**17), torch.float32)
-        assert_bits(total(exchange, large[rank].cuda(), torch.float32).cpu(), add(large, torch.float32))
+        assert_bits(total(reducer, large[rank].cuda(), torch.float32).cpu(), add(large, torch.float32))
         wrong = torch.zeros((), dtype=torch.int64, device="cuda")
         for turn in range(1000):
             if chooser.random() < 0.02:
@@ -206,17 +206,17 @@ def _mixed_trains(rank: int, world_size: int) -> None:
             found = captured if turn % 3 else layer()
             wrong += sum((x != y).sum() for x, y in zip(found, wanted, strict=True))
         assert wrong.item() == 0, f"rank {rank}: {wrong.item()} wrong numbers"
-        exchange.check()
+        reducer.check()
     del graph
     ring.close()
 
 
 def _trains(rank: int, world_size: int) -> None:
     """Many exchanges that nobody waits for, while ranks run ahead of each other."""
-    ring, exchange = open_exchange()
+    ring, reducer = open_exchange()
     chooser = random.Random(rank)
     cases = [(sizes, draw(seed, world_size, sizes)) for seed, sizes in enumerate(SIZES)]
-    wanted = [exchange_once(exchange, splits[rank], sizes, None, torch.bfloat16) for sizes, splits in cases]
+    wanted = [exchange_once(reducer, splits[rank], sizes, None, torch.bfloat16) for sizes, splits in cases]
     for first, (sizes, splits) in zip(wanted, cases, strict=True):
         assert_near(first, expect(splits, sizes), f"rank {rank}, {sizes}")
         assert_alike(first, f"rank {rank}, {sizes}")
@@ -226,23 +226,23 @@ def _trains(rank: int, world_size: int) -> None:
         sizes, splits = cases[at]
         if chooser.random() < 0.02:
             torch.cuda._sleep(chooser.randrange(200_000))
-        found = exchange_once(exchange, splits[rank], sizes, None, torch.bfloat16)
+        found = exchange_once(reducer, splits[rank], sizes, None, torch.bfloat16)
         wrong += sum((x != y).sum() for x, y in zip(found, wanted[at], strict=True))
     assert wrong.item() == 0, f"rank {rank}: {wrong.item()} wrong numbers"
-    exchange.check()
+    reducer.check()
     ring.close()
 
 
 def _graphs(rank: int, world_size: int) -> None:
     shapes = SIZES[:3]
     for transport in ("copy_engine",) if SHARED else ("copy_engine", "process_group"):
-        ring, exchange = open_exchange(transport)
+        ring, reducer = open_exchange(transport)
         inputs = [torch.zeros(3, packed.size(math.prod(sizes[:3]), sizes[3]), device="cuda") for sizes in shapes]
         outs = [outputs(sizes) for sizes in shapes]
 
-        def layers(exchange=exchange, inputs=inputs, outs=outs) -> None:
+        def layers(reducer=reducer, inputs=inputs, outs=outs) -> None:
             for mine, out, sizes in zip(inputs, outs, shapes, strict=True):
-                exchange.finish(mine, *sizes, None, out[0], out[1])
+                reducer.merge_partials(mine, *sizes, None, out[0], out[1])
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -253,7 +253,7 @@ def _graphs(rank: int, world_size: int) -> None:
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             layers()
             with pytest.raises(RuntimeError, match="once before it is captured"):
-                exchange_once(exchange, inputs[0], (1, 2, 16, 128), None, torch.bfloat16)
+                exchange_once(reducer, inputs[0], (1, 2, 16, 128), None, torch.bfloat16)
         together: list[list[Tensor]] = []
         for turn in range(40):
             together = []
@@ -266,17 +266,17 @@ def _graphs(rank: int, world_size: int) -> None:
                 # others between replays; they make the mailboxes grow while the graph keeps its own
                 sizes = SIZES[3 + turn // 3 % 3]
                 splits = draw(turn, world_size, sizes)
-                found = exchange_once(exchange, splits[rank], sizes, None, torch.bfloat16)
-                assert_near(found, expect(splits, sizes), f"rank {rank}, {exchange}, call after replay {turn}")
+                found = exchange_once(reducer, splits[rank], sizes, None, torch.bfloat16)
+                assert_near(found, expect(splits, sizes), f"rank {rank}, {reducer}, call after replay {turn}")
             for out, splits, sizes in zip(outs, together, shapes, strict=True):
-                assert_near(out, expect(splits, sizes), f"rank {rank}, {exchange}, replay {turn}")
+                assert_near(out, expect(splits, sizes), f"rank {rank}, {reducer}, replay {turn}")
         # replays one after the other, which nobody waits for
         for _ in range(200):
             graph.replay()
         for out, splits, sizes in zip(outs, together, shapes, strict=True):
-            assert_near(out, expect(splits, sizes), f"rank {rank}, {exchange}, replays in a row")
-            assert_alike(out, f"rank {rank}, {exchange}, replays in a row")
-        exchange.check()
+            assert_near(out, expect(splits, sizes), f"rank {rank}, {reducer}, replays in a row")
+            assert_alike(out, f"rank {rank}, {reducer}, replays in a row")
+        reducer.check()
         # whoever closes lets go of memory that a graph names
         del graph
         ring.close()
@@ -294,66 +294,66 @@ def _beside_others(rank: int, world_size: int) -> None:
     first = step(pairs[0][0], whole, "zigzag", causal=True)
     cases = [(sizes, draw(seed, world_size, sizes)) for seed, sizes in enumerate(SIZES[:4])]
     wanted = [exchange_once(pairs[0][1], splits[rank], sizes, None, torch.bfloat16) for sizes, splits in cases]
-    for about, (_, exchange) in enumerate(pairs):
+    for about, (_, reducer) in enumerate(pairs):
         for known, (sizes, splits) in zip(wanted, cases, strict=True):
             assert_near(known, expect(splits, sizes), f"rank {rank}, {sizes}")
-            again = exchange_once(exchange, splits[rank], sizes, None, torch.bfloat16)
+            again = exchange_once(reducer, splits[rank], sizes, None, torch.bfloat16)
             assert all(map(torch.equal, known, again)), f"rank {rank}, ring {about}, {sizes}"
     torch.cuda.synchronize()
     for turn in range(60):
         with torch.cuda.stream(traffic):
             dist.all_gather_into_tensor(gathered, weights, group=other)
         found = []
-        for i, (_, exchange) in enumerate(pairs):
+        for i, (_, reducer) in enumerate(pairs):
             with torch.cuda.stream(streams[i]):
                 at = (turn + i) % len(cases)
                 sizes, splits = cases[at]
-                found.append((at, exchange_once(exchange, splits[rank], sizes, None, torch.bfloat16)))
+                found.append((at, exchange_once(reducer, splits[rank], sizes, None, torch.bfloat16)))
         if turn % 10 == 0:
             again = step(pairs[0][0], whole, "zigzag", causal=True)
             assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), f"rank {rank}, turn {turn}"
         torch.cuda.synchronize()
         for at, out in found:
             assert all(map(torch.equal, out, wanted[at])), f"rank {rank}, turn {turn}"
-    for ring, exchange in pairs:
-        exchange.check()
+    for ring, reducer in pairs:
+        reducer.check()
         ring.close()
 
 
 def _unlike(rank: int, world_size: int) -> None:
-    ring, exchange = open_exchange()
+    ring, reducer = open_exchange()
     heads = 4 if rank else 8
     sizes = (1, 1, heads, 64)
     with pytest.raises(ValueError, match="an exchange must be the same on all ranks"):
-        exchange_once(exchange, draw(0, 1, sizes)[0], sizes, None, torch.bfloat16)
+        exchange_once(reducer, draw(0, 1, sizes)[0], sizes, None, torch.bfloat16)
     sizes = (1, 1, 8, 64)
     splits = draw(0, world_size, sizes)
     assert_near(
-        exchange_once(exchange, splits[rank], sizes, None, torch.bfloat16), expect(splits, sizes), f"rank {rank}"
+        exchange_once(reducer, splits[rank], sizes, None, torch.bfloat16), expect(splits, sizes), f"rank {rank}"
     )
     wrong = torch.zeros(4, 8 if rank else 16, device="cuda")
     with pytest.raises(ValueError, match="an exchange must be the same on all ranks"):
-        total(exchange, wrong, torch.bfloat16)
+        total(reducer, wrong, torch.bfloat16)
     with pytest.raises(ValueError, match="an exchange must be the same on all ranks"):
-        side_by_side(exchange, wrong, world_size)
+        side_by_side(reducer, wrong, world_size)
     ones = torch.ones(4, 8, device="cuda")
-    assert (total(exchange, ones, torch.bfloat16) == world_size).all()
+    assert (total(reducer, ones, torch.bfloat16) == world_size).all()
     ring.close()
 
 
 def _absent(rank: int, world_size: int) -> None:
     """The last rank stops to come: the others find NaN and its name, in time, also in a graph; it comes too late, and fails too."""
-    _, exchange = open_exchange(timeout=SHORT)
+    _, reducer = open_exchange(timeout=SHORT)
     sizes, absent = SIZES[0], world_size - 1
     splits = draw(0, world_size, sizes)
     out = outputs(sizes)
-    exchange.finish(splits[rank], *sizes, None, *out)
+    reducer.merge_partials(splits[rank], *sizes, None, *out)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for _ in range(50):
-            exchange.finish(splits[rank], *sizes, None, *out)
+            reducer.merge_partials(splits[rank], *sizes, None, *out)
     torch.cuda.synchronize()
     dist.barrier()
     torch.cuda.synchronize()
@@ -372,11 +372,11 @@ def _absent(rank: int, world_size: int) -> None:
             named = rf"{named}|ring ranks \[[0-{absent - 1}, ]+\] have failed"
     else:
         time.sleep(SHORT.total_seconds() + 2.5)
-        exchange.finish(splits[rank], *sizes, None, *out)
+        reducer.merge_partials(splits[rank], *sizes, None, *out)
         torch.cuda.synchronize()
         named = rf"ring ranks {list(range(absent))} have failed".replace("[", r"\[").replace("]", r"\]")
     assert all(bool(x.isnan().all()) for x in out), f"rank {rank} holds numbers"
-    for call in (exchange.check, lambda: exchange.finish(splits[rank], *sizes, None, *out)):
+    for call in (reducer.check, lambda: reducer.merge_partials(splits[rank], *sizes, None, *out)):
         with pytest.raises(RuntimeError, match=named):
             call()
 

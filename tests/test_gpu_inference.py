@@ -180,7 +180,7 @@ def _rooms(rank: int, world_size: int) -> None:
         for index in range(chunks):
             step = cache.extend([request], [chunk])
             attend(step, 0, *(step.take(x) for x in draw(chunk, seed=index)), comm_mode="keys")
-            transport: Any = ring._mover
+            transport: Any = ring.context.transport
             held.append(transport.num_bytes())
         assert len(set(held)) == 1, f"rank {rank}, {name}: {held}"
 

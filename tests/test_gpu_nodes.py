@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn import Ring, ring_attention, simulate_ring
 from ringattn.launch.check.stress import poison_buffers
 from ringattn.launch.runtime.slow_link import slow_down
-from ringattn.transport.copy_engine import CopyEngineTransport
+from ringattn.transport.copy_engine.transport import CopyEngineTransport
 from tests.test_copy_engine_gpu import RANKS, SHARED, run
 from tests.test_gpu_ring import PATIENCE, PLENTY, assert_same, check_replays, draw, step
 
@@ -64,7 +64,7 @@ def _bits(rank: int, world_size: int) -> None:
             for _ in range(3):
                 assert_same(step(ring, whole, layout, **mask), expected, f"rank {rank}, {name}, {layout}, {mask}")
     for name, (ring, _) in rings.items():
-        assert isinstance(ring.seat.transport, CopyEngineTransport) == (name != "process group"), str(ring.transport)
+        assert isinstance(ring.context.transport, CopyEngineTransport) == (name != "process group"), str(ring.transport)
 
 
 def _queries_move(rank: int, world_size: int) -> None:

@@ -194,7 +194,8 @@ def _keys_in_place(rank: int, world_size: int) -> None:
 
 def _keys_kept(rank: int, world_size: int) -> None:
     rings = [
-        Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE, keep_keys=keep) for keep in (False, True)
+        Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE, save_gathered_kv=keep)
+        for keep in (False, True)
     ]
     n = 300 * world_size + 1
 
@@ -278,7 +279,7 @@ def _come_again(rank: int, world_size: int) -> None:
                     x.copy_(y.detach())
                 del o, grads
             torch.cuda.current_stream().wait_stream(stream)
-        transport: Any = ring.seat.transport
+        transport: Any = ring.context.transport
         graphs.append(sum(len(one.graphs) for one in transport._graphs._calls.values()))
     torch.cuda.synchronize()
     for (seed, kind), here in found.items():

@@ -418,7 +418,7 @@ def count_comparisons() -> list[int]:
     ring = Ring()
     cache = small(ring, layers=4)
     calls = []
-    agreement: Any = ring._agreement
+    agreement: Any = ring._consensus
     compare = agreement.compare
     agreement.compare = lambda *texts: (calls.append(texts), compare(*texts))[1]
     request, found = cache.add_request(140), []
@@ -468,7 +468,7 @@ def announce(reserve: int) -> tuple[list[int], int]:
     ring = Ring()
     cache = small(ring, layers=1, pages=600)
     said, largest = [], 0
-    transport: Any = ring.seat.transport
+    transport: Any = ring.context.transport
     post = transport.post
 
     def watched(sends: Any, receives: Any, what: str) -> Any:
@@ -500,7 +500,7 @@ def order_of_events() -> list[str]:
     events: list[str] = []
     request = cache.add_request(100)
     attend(step := cache.extend([request], [40]), 0, **rows_of(step))
-    transport: Any = ring.seat.transport
+    transport: Any = ring.context.transport
     post, take = transport.post, cache.take
     transport.post = lambda *given: (events.append(given[-1].partition(" ")[2]), post(*given))[1]
     cache.take = lambda *given: (events.append("pages"), take(*given))[1]

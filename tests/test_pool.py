@@ -22,7 +22,7 @@ pytestmark = pytest.mark.dist
 
 
 @dataclass
-class Parcel:
+class Message:
     number: int
 
 
@@ -41,8 +41,8 @@ def place() -> tuple[int, int, int, int]:
     return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), os.getpid()
 
 
-def echo(parcel: Parcel, *, scale: int) -> Parcel:
-    return Parcel(parcel.number * scale + dist.get_rank())
+def echo(parcel: Message, *, scale: int) -> Message:
+    return Message(parcel.number * scale + dist.get_rank())
 
 
 def draw() -> Tensor:
@@ -93,7 +93,7 @@ def test_ranks_share_a_group(pool, world_size):
 
 
 def test_types_of_the_test_file_travel_both_ways(pool):
-    assert pool(2).run(echo, Parcel(7), scale=10) == [Parcel(70), Parcel(71)]
+    assert pool(2).run(echo, Message(7), scale=10) == [Message(70), Message(71)]
 
 
 def test_strides_survive_the_trip(pool):

@@ -70,13 +70,13 @@ class Neighbours:
         assert list(lengths) == [part.shape[dim] for part in self.parts]
         return self.parts
 
-    def shared_refusals(self) -> AbstractContextManager[None]:
+    def propagate_errors(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def refuse(self, error: Exception) -> NoReturn:
+    def raise_on_all_ranks(self, error: Exception) -> NoReturn:
         raise error
 
-    def agree_once(self, what: str, text: str, doing: str = "") -> None:
+    def assert_equal_once(self, what: str, text: str, doing: str = "") -> None:
         pass
 
 
@@ -261,12 +261,12 @@ def _settle_wrongly() -> tuple[str, str]:
     ring = Ring(timeout=timedelta(seconds=20), transport="copy_engine")
     try:
         ring.sharding(9 - 9 * ring.rank)
-        ring.settle(torch.device("cpu"))
+        ring.init_transport(torch.device("cpu"))
     except ValueError as error:
         said.append(str(error))
     try:
         ring = Ring(timeout=timedelta(seconds=20), nodes=1 if ring.rank else "auto")
-        ring.least(1)
+        ring.all_reduce_min(1)
     except ValueError as error:
         said.append(str(error))
     refused, differing = said

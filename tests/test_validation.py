@@ -216,7 +216,7 @@ OF_ANOTHER_KIND: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a word as budget": (Ring, {"memory_budget": "1G"}, "memory_budget must be an integer, got '1G'"),
     "no number as budget": (Ring, {"memory_budget": float("nan")}, "memory_budget must be an integer, got nan"),
     "an unknown impl": (Ring, {"impl": "foo"}, 'impl must be "auto" or one of hopper, portable, eager, got \'foo\''),
-    "a word as permission": (Ring, {"keep_keys": "no"}, "keep_keys must be True or False, got 'no'"),
+    "a word as permission": (Ring, {"save_gathered_kv": "no"}, "save_gathered_kv must be True or False, got 'no'"),
     "a word as limit": (Ring, {"nccl_max_ctas": "4"}, "nccl_max_ctas must be an integer, got '4'"),
     "no partial": (Partial, {"m": None, "l": x(2), "o": x(2, 3)}, "m must be a tensor, got NoneType"),
     "no scores": (Partial.from_scores, {"s": None, "v": x(2, 3)}, "s must be a tensor, got NoneType"),
@@ -253,7 +253,7 @@ WHOLE: dict[str, tuple[dict[str, Any], str]] = {
     "nodes": ({"nodes": None}, "nodes must be an integer, got None"),
     "documents": ({"documents": (0, 3.0, 8)}, "documents must be of integers, got 3.0"),
     "seed": ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed must be an integer, got 1.5"),
-    "keep_keys": ({"keep_keys": "no"}, "keep_keys must be True or False, got 'no'"),
+    "save_gathered_kv": ({"save_gathered_kv": "no"}, "save_gathered_kv must be True or False, got 'no'"),
     "memory_budget": ({"memory_budget": "1G"}, "memory_budget must be an integer, got '1G'"),
     "balance": ({"balance": {"causal": True}}, "balance must be given with layout='balanced' only"),
 }

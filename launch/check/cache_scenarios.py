@@ -166,8 +166,8 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
                     **tensors,
                 ).cpu()
                 answer.layers.append(o if rows is None else o[:, rows])
-                if ring.seat.buffers.num_bytes():
-                    ring.seat.buffers.poison()
+                if ring.context.buffers.num_bytes():
+                    ring.context.buffers.poison()
             answer.moved = step.comm_modes
             answers.append(answer)
     return answers

@@ -14,7 +14,7 @@ Note [Faults]
 Note [Steps]
     training: attention over a sharded sequence, forward and backward. decode: a token more of a request that a cache holds, which
     is then forgotten, so that it goes on for ever. graph: the same from a CUDA graph, whose replays make no call of the host
-    that could raise, and which no watchdog knows; after each the ring waits for it (`Ring.wait`).
+    that could raise, and which no watchdog knows; after each the ring waits for it (`Ring.synchronize`).
 
 Note [Verdict]
     A survivor is every rank that was not killed and did not stop. It must end with an exception or a non-zero code within the
@@ -53,7 +53,7 @@ from torch.distributed import distributed_c10d
 from ringattn.launch.runtime.distributed import choose_backend, resolve_device
 from ringattn.launch.runtime.ring_variants import SCHEDULES, ScheduleName, check_nodes
 from ringattn.launch.runtime.session import parse, table, write_json
-from ringattn.transport.symmetric import may_share_gpus
+from ringattn.transport.gpu_sharing import may_share_gpus
 
 if TYPE_CHECKING:
     import ringattn
@@ -333,7 +333,7 @@ def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> 
             layers(said, 2 * kv_heads)
         else:
             graph.replay()
-        ring.wait(where, what=f"decoding step {next(numbers)}")
+        ring.synchronize(where, what=f"decoding step {next(numbers)}")
 
     return step
 

@@ -163,7 +163,7 @@ def prepare(case: Case, ring: ringattn.Ring, args: CheckArgs, session: Session, 
         if not ratio <= 1:
             tally.red.append(f"{_title(case)}: calm {name} is {ratio:.3g} x its budget")
     if one.deterministic:
-        gathers = ring.seat.transport.gatherer() is not None and ring.seat.budget > 0
+        gathers = ring.context.transport.kv_gather() is not None and ring.context.budget > 0
         budget = check.PLENTY if gathers else 0
         whole, _ = check.solve_simulated(case, layout, ring.world_size, inputs, args, budget)
         wrong = [name for name, x in one.calm.items() if not torch.equal(x, local(name, whole[name]))]
@@ -191,10 +191,10 @@ def poison_buffers(ring: ringattn.Ring) -> None:
     Every rank calls it between the same two calls, outside of captures and after `torch.cuda.synchronize()`; work
     enqueued later on the current stream finds NaN wherever nothing has come since. What `kv_buffer` lent is left alone.
     """
-    spoil = getattr(ring.seat.transport, "poison", None)
+    spoil = getattr(ring.context.transport, "poison", None)
     if spoil is not None:
         spoil()
-    ring.seat.buffers.poison()
+    ring.context.buffers.poison()
 
 
 def soak(args: CheckArgs, session: Session) -> Tally:
@@ -263,7 +263,7 @@ def _run(args: CheckArgs, session: Session, ring: ringattn.Ring, ready: Sequence
             if session.maximum([float(len(tally.red))])[0] >= ENOUGH:
                 return
     _compare(waiting, same, tally)
-    tally.repeated = getattr(ring.seat.transport, "repeated", 0)
+    tally.repeated = ring.context.transport.graph_launches
 
 
 def _look(number: int, one: Prepared, found: dict[str, Tensor], same: list[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ringattn.transport.symmetric import may_share_gpus
+from ringattn.transport.gpu_sharing import may_share_gpus
 
 T = TypeVar("T")
 

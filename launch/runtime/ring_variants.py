@@ -20,7 +20,7 @@ ScheduleName = Literal["auto", "gathered", "kept", "in_place", "staged", "proces
 SCHEDULES: dict[str, dict[str, Any]] = {
     "auto": {},
     "gathered": {"transport": "copy_engine"},
-    "kept": {"transport": "copy_engine", "keep_keys": True},
+    "kept": {"transport": "copy_engine", "save_gathered_kv": True},
     "in_place": {"transport": "copy_engine"},
     "staged": {"transport": "copy_engine", "memory_budget": 0},
     "process_group": {"transport": "process_group"},

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from ringattn.ring import Ring
-from ringattn.transport.base import Parcel, Pending, Transport
+from ringattn.transport.base import Message, Transport, Work
 
 
 def slow_down(ring: Ring, gbps: float) -> Ring:
@@ -27,12 +27,12 @@ def slow_down(ring: Ring, gbps: float) -> Ring:
     Raises:
         ValueError: The ring has one node, or the rate is not a positive number.
     """
-    between = ring.seat.between_nodes
+    between = ring.context.between_nodes
     if between is None:
         raise ValueError(
             f"the ring must have several nodes to have a link between them, got one; leave gbps={gbps} out"
         )
-    ring.seat = replace(ring.seat, between_nodes=Throttled(between, gbps))
+    ring.context = replace(ring.context, between_nodes=Throttled(between, gbps))
     return ring
 
 
@@ -61,7 +61,7 @@ class Throttled:
         self._free_at = 0.0
         self._stream: torch.cuda.Stream | None = None
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
         parcels = [*sends, *receives]
         if not any(x.numel() for _, x in parcels):
@@ -79,7 +79,7 @@ class Throttled:
         """See `Transport.reserve`."""
         self._transport.reserve(num_bytes, replies)
 
-    def gatherer(self) -> None:
+    def kv_gather(self) -> None:
         """A slow link is crossed transfer by transfer."""
         return
 
@@ -103,7 +103,7 @@ class _Alarm:
 class _Later:
     """A transfer that is over when it is over and the time of the link has passed."""
 
-    def __init__(self, transfer: Pending, passed: Callable[[], None]) -> None:
+    def __init__(self, transfer: Work, passed: Callable[[], None]) -> None:
         self._transfer = transfer
         self._passed = passed
 
@@ -112,7 +112,7 @@ class _Later:
         self._passed()
 
 
-def _bytes(parcels: Sequence[Parcel]) -> int:
+def _bytes(parcels: Sequence[Message]) -> int:
     return sum(x.numel() * x.element_size() for _, x in parcels)
 
 

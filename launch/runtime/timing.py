@@ -32,7 +32,7 @@ from typing import Any, Literal
 import torch
 
 from ringattn.launch.runtime.session import Session
-from ringattn.transport.patience import Marks, await_end, mark_now
+from ringattn.transport.timeout import EventPair, record_events, wait_until_done
 
 Timing = Literal["calls", "graph", "both"]
 TURN_MS = 40.0
@@ -98,21 +98,21 @@ def clock(call: Callable[[], Any], calls: int, device: torch.device) -> float:
     for _ in range(calls):
         call()
     stop.record()
-    settle(Marks(start, stop))
+    settle(EventPair(start, stop))
     return start.elapsed_time(stop) / calls
 
 
-def settle(marks: Marks, patience_s: float = SURE_S) -> None:
+def settle(events: EventPair, patience_s: float = SURE_S) -> None:
     """Waits for the device, in a way that ends: a replay whose peer has died is known to no watchdog.
 
     Args:
-        marks: Of what is waited for.
+        events: Of what is waited for.
         patience_s: Seconds from its beginning.
 
     Raises:
         RuntimeError: It has not ended in time.
     """
-    if not await_end(marks, patience_s):
+    if not wait_until_done(events, patience_s):
         raise RuntimeError(
             f"calls that are timed must end within {patience_s:g} s, got some that did not; look for an error on another rank"
         )
@@ -159,7 +159,7 @@ def capture_together(
     if said or graph is None:
         return None, "; ".join(sorted(set(said.values())))
     graph.replay()
-    settle(mark_now(session.device))
+    settle(record_events(session.device))
     session.barrier()
     return graph.replay, None
 

@@ -31,7 +31,7 @@ from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.launch.serve.messages import Logprob
 from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score, to_device
 from ringattn.launch.serve.scheduler import Plan
-from ringattn.transport.patience import Marks
+from ringattn.transport.timeout import EventPair
 
 if TYPE_CHECKING:
     from ringattn.integrations.transformers.cuda_graph_runner import GraphCapturer
@@ -176,7 +176,7 @@ class ModelRunner:
             )
             self._local_tokens[:count].copy_(chosen.tokens)
             chosen = replace(chosen, scores=tuple(self._score(plan, scored))).on_host()
-        ring.exchange(device).gather(*self._bits)
+        ring.partial_reducer(device).all_gather_columns(*self._bits)
         # what is no number ends its request, and what a failed exchange leaves ends the server: both must be tokens until then
         self._chosen = self._all[:count].clamp(min=0)
         self._steps += 1
@@ -190,16 +190,16 @@ class ModelRunner:
         self._local_tokens, self._all = new(tokens), new(self._cache.ring.world_size * tokens)
         self._bits = [x.view(torch.float32)[None] for x in (self._local_tokens, self._all)]
 
-    def await_end(self, step: PendingStep) -> None:
+    def wait_until_done(self, step: PendingStep) -> None:
         """See `PendingStep.wait`."""
         if step.end is None:
             return
         if not any(step.kind[:3]):
             step.end.synchronize()
             return
-        marks = Marks(step.begun, step.end, self._typical_s.get(step.kind, 0.0))
-        self._cache.ring.wait(self._cache.device, marks=marks, what=step.what)
-        self._typical_s[step.kind] = marks.lasted_s
+        events = EventPair(step.begun, step.end, self._typical_s.get(step.kind, 0.0))
+        self._cache.ring.synchronize(self._cache.device, events=events, what=step.what)
+        self._typical_s[step.kind] = events.lasted_s
 
     def _compute(self, plan: Plan) -> tuple[Tensor, list[Tensor]]:
         """Return the logits `wanted vocab` of a step, which the next one may overwrite, and `rows vocab` of each scored request."""
@@ -304,9 +304,9 @@ class PendingStep:
         """Waits for its end.
 
         Raises:
-            RuntimeError: A rank did not come in time; see `Ring.wait`.
+            RuntimeError: A rank did not come in time; see `Ring.synchronize`.
         """
-        self.model_runner.await_end(self)
+        self.model_runner.wait_until_done(self)
 
     def read(self) -> list[tuple[int | None, Logprob | None]]:
         """Wait, and return the sampled tokens and their logprobs, on rank 0."""

@@ -146,7 +146,7 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner, str
         problem = f"{args.model} cannot be served: {error}" if not isinstance(error, Refusal) else str(error)
     try:
         shown = dataclasses.asdict(dataclasses.replace(args, api_key=None))
-        ring.agree("flags and model", problem or f"{shown} {served.facts if served else ''}")
+        ring.assert_equal_across_ranks("flags and model", problem or f"{shown} {served.facts if served else ''}")
     except ValueError as error:
         raise Refusal(str(error)) from None
     if served is None:

@@ -124,7 +124,7 @@ def attend(
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
         options = (causal, resolve_window(window), scale, softcap, chunk_len, comm_mode, kv_access)
     except Exception as error:
-        step.cache.ring.refuse(error)
+        step.cache.ring.raise_on_all_ranks(error)
     return run(step, layer, given, options)
 
 
@@ -153,7 +153,7 @@ def _attend(step: ForwardBatch, layer: int, given: Given, wanted: Wanted) -> Ten
             options = _Options(*wanted)
             found = _decide(step, options, q, sinks, alibi_slopes)
         except Exception as error:
-            step.cache.ring.refuse(error)
+            step.cache.ring.raise_on_all_ranks(error)
         step.cache.consistency.check_batch(step, _kind(options, given), q.device)
         known = step.calls[key] = found.ready(step, q)
     else:
@@ -209,7 +209,7 @@ class _Prefill:
             torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
             for d in (cache.head_dim, cache.v_head_dim)
         )
-        plan = make_execution_plan(spec, q, k, v, self.tensors, kernels, cache.ring.seat)
+        plan = make_execution_plan(spec, q, k, v, self.tensors, kernels, cache.ring.context)
         return Prefill(plan, comm_mode, kv_access, fresh, query_plan, paged_rows, growth_limit(step))
 
 
@@ -274,7 +274,7 @@ class _Decode:
         o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, h, s, dtype=wide, device=q.device)
         if wide == torch.float32:
-            cache.ring.exchange(q.device).finish(parts, b, s, h, dv, sinks, o, lse)
+            cache.ring.partial_reducer(q.device).merge_partials(parts, b, s, h, dv, sinks, o, lse)
             return o.view(step.batch, step.rows, h, dv)
         # exchanges are of fp32
         mine = torch.empty_like(parts[:1])

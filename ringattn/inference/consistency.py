@@ -97,11 +97,13 @@ class ConsistencyChecker:
         self._discard_after_failure()
         same = self._is_known(step)
         if not same or kind not in self._kinds:
-            self._ring.agree("attend: a step and its options", f"{step.describe()}, {kind}{self._take_records()}")
+            self._ring.assert_equal_across_ranks(
+                "attend: a step and its options", f"{step.describe()}, {kind}{self._take_records()}"
+            )
         step.compared = True
         self._kinds.add(kind)
         if device not in self._initialized:
-            self._ring.settle(device)
+            self._ring.init_transport(device)
             self._initialized.add(device)
 
     def record(self, words: str, *tensors: Tensor) -> None:
@@ -131,7 +133,7 @@ class ConsistencyChecker:
         """
         self._discard_after_failure()
         if self._records:
-            self._ring.agree(what, self._take_records().removeprefix(", "))
+            self._ring.assert_equal_across_ranks(what, self._take_records().removeprefix(", "))
 
     def _discard_after_failure(self) -> None:
         """Forgets what was compared and noted before a call failed (Note [After a refusal])."""

@@ -136,7 +136,7 @@ class ForwardBatch:
             self.check_rows(layer, k, v)
         except (ValueError, NotImplementedError) as error:
             # rows differ by rank, so perhaps nobody else refuses
-            self.cache.ring.refuse(error)
+            self.cache.ring.raise_on_all_ranks(error)
         return self.cache.put_rows(layer, self.slots, k, v, contain=contain)
 
     def check_rows(self, layer: int, k: Tensor, v: Tensor) -> None:

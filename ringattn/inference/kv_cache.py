@@ -281,7 +281,7 @@ class PagedKVCache(KVPool):
             ValueError: The layer or a shape, dtype or device does not fit the cache, or a request of the step is gone.
         """
         if step.cache is not self:
-            self.ring.refuse(
+            self.ring.raise_on_all_ranks(
                 ValueError("step must be made by this cache, got one of another cache; make it with extend")
             )
         return step.put(layer, k, v, contain=contain)
@@ -329,7 +329,7 @@ class _Refusals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, CacheFull):
-            self._ring.shared_refusals().__exit__(kind, error, trace)
+            self._ring.propagate_errors().__exit__(kind, error, trace)
 
 
 def _whole(number: SupportsIndex | None) -> int | None:

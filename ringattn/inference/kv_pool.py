@@ -66,7 +66,7 @@ class KVPool:
         kv_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        with ring.shared_refusals():
+        with ring.propagate_errors():
             if device is None:
                 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
             device = torch.device(device)
@@ -76,7 +76,7 @@ class KVPool:
         self.layers, self.kv_heads, self.dtype = layers, kv_heads, dtype
         self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
-        with ring.shared_refusals():
+        with ring.propagate_errors():
             self._check_sizes(pages, memory)
             scales = 2 * torch.float32.itemsize if self.is_quantised else 0
             row = (self.head_dim + self.v_head_dim) * self.kv_dtype.itemsize + scales
@@ -93,12 +93,12 @@ class KVPool:
                 memory,
                 device.type,
             )
-        ring.agree("a cache of keys and values", " ".join(map(str, wanted)))
+        ring.assert_equal_across_ranks("a cache of keys and values", " ".join(map(str, wanted)))
         least = None
         if device.type == "cuda":
             # what torch keeps for later is free as well
             torch.cuda.empty_cache()
-            least = ring.least(torch.cuda.mem_get_info(device)[0])
+            least = ring.all_reduce_min(torch.cuda.mem_get_info(device)[0])
         page_bytes = page_size * self.bytes_per_token
         if pages is None:
             size = memory if memory is not None else int(DEFAULT_SHARE * (least or 0))
@@ -119,7 +119,7 @@ class KVPool:
         self.reserved_bytes: dict[str, tuple[int, ...]] = {}
         shape = (layers, pages, kv_heads, page_size)
         # rows are written inside of inference mode and outside
-        with ring.shared_refusals(), torch.inference_mode(False):
+        with ring.propagate_errors(), torch.inference_mode(False):
             self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
             self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
             self.k_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
@@ -201,7 +201,7 @@ class KVPool:
             for name, x, shape in zip(("k", "v"), out, shapes, strict=True):
                 self._check_tensor(f"out {name}", x, shape, "the slots")
         except (ValueError, NotImplementedError) as error:
-            self.ring.refuse(error)
+            self.ring.raise_on_all_ranks(error)
         rows.take(self.k[layer], self.v[layer], slots.contiguous(), *out, *self.scales(layer))
         return out
 

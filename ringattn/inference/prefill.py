@@ -71,7 +71,7 @@ from ringattn.plan.device_tables import moving_key, stationary_key
 from ringattn.plan.ring_plan import Plan, RingStep, Rows
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import message_bytes, slices
-from ringattn.transport.base import Parcel, Pending, Reply, Seat, span
+from ringattn.transport.base import GradMessage, Message, RingContext, Work, span
 
 COMM_MODES = ("auto", "keys", "queries")
 SLACK = 1.05
@@ -121,12 +121,14 @@ class Prefill:
         alibi_slopes: Tensor | None,
     ) -> Tensor:
         """O `b s h dv` of this rank's new rows, whose keys the cache has."""
-        cache, plan, seat = step.cache, self.plan, step.cache.ring.seat
+        cache, plan, context = step.cache, self.plan, step.cache.ring.context
         q = _rows(q)
         score = plan.spec.score(q.dtype, 0, ScoreTensors(sinks, alibi_slopes))
         # Note [What queries wait for]
         in_flight = (
-            None if self.query_plan is None else _post_queries(q.contiguous(), cache.v_head_dim, seat, self.query_plan)
+            None
+            if self.query_plan is None
+            else _post_queries(q.contiguous(), cache.v_head_dim, context, self.query_plan)
         )
         if self.kv_access == "pages":
             if in_flight is None:
@@ -140,7 +142,7 @@ class Prefill:
                 assert self.paged_rows is not None, "rows that visit have rectangles"
                 self.paged_rows.visit(cache, layer, rows, score, carry)
 
-            return _attend_and_merge(in_flight, cache.v_head_dim, score, seat, over_pages)
+            return _attend_and_merge(in_flight, cache.v_head_dim, score, context, over_pages)
         keys, values = k, v
         if not self.fresh:
             assert step.kept_slots is not None, "a step of prefill knows where keys are kept"
@@ -148,15 +150,15 @@ class Prefill:
         keys, values = _rows(keys), _rows(values)
         if in_flight is None:
             if not self._has_reserved:
-                _reserve_ahead(keys, values, plan, seat, self.growth_factor, cache.reserved_bytes)
+                _reserve_ahead(keys, values, plan, context, self.growth_factor, cache.reserved_bytes)
                 self._has_reserved.append(True)
-            return run_forward(q, keys, values, score, plan, seat)[0]
+            return run_forward(q, keys, values, score, plan, context)[0]
         query_plan = in_flight.query_plan
 
         def over_copies(rows: Tensor, carry: SoftmaxState) -> None:
-            _attend_copies(rows, keys, values, score, plan, seat, query_plan, carry)
+            _attend_copies(rows, keys, values, score, plan, context, query_plan, carry)
 
-        return _attend_and_merge(in_flight, cache.v_head_dim, score, seat, over_copies)
+        return _attend_and_merge(in_flight, cache.v_head_dim, score, context, over_copies)
 
 
 def find_paged_rows(
@@ -206,7 +208,7 @@ def resolve_comm_mode(wanted: str, step: ForwardBatch, spec: AttentionSpec, q: T
     cache = step.cache
     if cache.ring.world_size == 1 or fresh:
         return "keys"
-    nodes = cache.ring.seat.nodes
+    nodes = cache.ring.context.nodes
     _, _, h, d = q.shape
     element, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
     keys = max(part.received_rows for part in spec.plan("keys", nodes).ranks)
@@ -223,7 +225,7 @@ def _reserve_ahead(
     k: Tensor,
     v: Tensor,
     plan: ExecutionPlan,
-    seat: Seat,
+    context: RingContext,
     growth_factor: float,
     reserved: dict[str, tuple[int, ...]],
 ) -> None:
@@ -235,26 +237,26 @@ def _reserve_ahead(
         k: `b t hk d`.
         v: `b t hk dv`.
         plan: The resolved call.
-        seat: This rank's place in the ring.
+        context: This rank's place in the ring.
         growth_factor: At least 1.
         reserved: Bytes that earlier calls have reserved; updated.
     """
-    if seat.world_size == 1:
+    if context.world_size == 1:
         return
-    fused, gatherer = plan.fused_forward, seat.transport.gatherer()
-    if fused is None or gatherer is None:
+    fused, kv_gather = plan.fused_forward, context.transport.kv_gather()
+    if fused is None or kv_gather is None:
         moving = [(k, 1), (v, 1)]
         rows = (plan.ring_plan.largest_send, plan.ring_plan.largest_remote_send)
         sizes = _reserved_bytes(reserved, "stepwise", tuple(message_bytes(moving, n) for n in rows), growth_factor)
-        for transport, size in zip((seat.transport, seat.slow_transport), sizes, strict=True):
+        for transport, size in zip((context.transport, context.slow_transport), sizes, strict=True):
             if size:
                 transport.reserve(size)
         return
     b, _, hk, d = k.shape
     row, gather_plan = b * hk * (d + v.shape[-1]) * k.element_size(), fused.gather_plan
-    most = max(1.0, min(growth_factor, seat.budget / max(1, fused.num_bytes)))
+    most = max(1.0, min(growth_factor, context.budget / max(1, fused.num_bytes)))
     sizes = _reserved_bytes(reserved, "fused", (gather_plan.slot_rows * row, gather_plan.most_remote_rows * row), most)
-    gatherer.make_room(*sizes, remote_shards=seat.nodes is not None)
+    kv_gather.reserve_gather(*sizes, remote_shards=context.nodes is not None)
 
 
 def _reserved_bytes(
@@ -345,39 +347,43 @@ class InFlightQueries:
 
     q: Tensor
     query_plan: QueryPlan
-    arriving: list[tuple[Tensor | None, list[Pending]]]
+    arriving: list[tuple[Tensor | None, list[Work]]]
 
 
-def _post_queries(q: Tensor, dv: int, seat: Seat, query_plan: QueryPlan) -> InFlightQueries:
+def _post_queries(q: Tensor, dv: int, context: RingContext, query_plan: QueryPlan) -> InFlightQueries:
     """Sends this rank's rows to those who keep keys that they see, and lets theirs come; returns at once.
 
     Args:
         q: `b s h d`, this rank's rows, contiguous.
         dv: Width of values.
-        seat: This rank's place at the ring.
+        context: This rank's place at the ring.
         query_plan: From `plan_queries`.
     """
     b, _, h, d = q.shape
     largest = query_plan.plan.largest_send * b * h
-    _reserve(seat, largest * d * q.element_size(), size(largest, dv) * accumulation_dtype(q.dtype).itemsize)
+    _reserve(context, largest * d * q.element_size(), size(largest, dv) * accumulation_dtype(q.dtype).itemsize)
     by_rank = {segment.rank: segment for segment in query_plan.segments}
-    plan, arriving = query_plan.plan.ranks[seat.rank], []
-    for step in range(1, seat.world_size):
-        sends: list[Parcel] = []
-        recvs: list[Parcel] = []
+    plan, arriving = query_plan.plan.ranks[context.rank], []
+    for step in range(1, context.world_size):
+        sends: list[Message] = []
+        recvs: list[Message] = []
         part = None
-        send, segment = plan.sends[step], by_rank.get((seat.rank - step) % seat.world_size)
+        send, segment = plan.sends[step], by_rank.get((context.rank - step) % context.world_size)
         if send is not None:
             sends = [(send.peer, _select_rows(q, send.rows))]
         if segment is not None:
-            part = seat.buffers.take(f"visitors {step}", (b, segment.count, h, d), q.dtype, q.device)
+            part = context.buffers.take(f"visitors {step}", (b, segment.count, h, d), q.dtype, q.device)
             recvs = [(segment.rank, part)]
-        arriving.append((part, _post(seat, sends, recvs, f"prefill, queries for ring step {step}")))
+        arriving.append((part, _post(context, sends, recvs, f"prefill, queries for ring step {step}")))
     return InFlightQueries(q, query_plan, arriving)
 
 
 def _attend_and_merge(
-    in_flight: InFlightQueries, dv: int, score: Score, seat: Seat, visit: Callable[[Tensor, SoftmaxState], None]
+    in_flight: InFlightQueries,
+    dv: int,
+    score: Score,
+    context: RingContext,
+    visit: Callable[[Tensor, SoftmaxState], None],
 ) -> Tensor:
     """The finished attention of this rank's query rows over the keys of all ranks.
 
@@ -385,7 +391,7 @@ def _attend_and_merge(
         in_flight: From `_post_queries`.
         dv: Head dim of the values.
         score: How scores are made.
-        seat: This rank's place at the ring.
+        context: This rank's place at the ring.
         visit: Writes the partial of all rows that visit, `b total h d`, over this rank's keys into a carry.
 
     Returns:
@@ -393,8 +399,8 @@ def _attend_and_merge(
     """
     q, query_plan = in_flight.q, in_flight.query_plan
     b, s, h, _ = q.shape
-    wide, take = accumulation_dtype(q.dtype), seat.buffers.take
-    rows = _gather_queries(in_flight, seat)
+    wide, take = accumulation_dtype(q.dtype), context.buffers.take
+    rows = _gather_queries(in_flight, context)
     shape = (b, h, query_plan.total)
     carry = SoftmaxState(
         m=take("visitors m", shape, wide, q.device),
@@ -402,9 +408,9 @@ def _attend_and_merge(
         acc=take("visitors acc", (b, query_plan.total, h, dv), wide, q.device),
     )
     if query_plan.total:
-        with span("all queries visit the keys of rank {}", seat.rank):
+        with span("all queries visit the keys of rank {}", context.rank):
             visit(rows, carry)
-    stack = _return_partials(carry, s, seat, query_plan)
+    stack = _return_partials(carry, s, context, query_plan)
     o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
     if o.numel():
         finish_parts(stack, b * s * h, dv, score.sinks, o, take("visitors end", (b, h, s), wide, q.device))
@@ -417,13 +423,13 @@ def _attend_copies(
     v: Tensor,
     score: Score,
     plan: ExecutionPlan,
-    seat: Seat,
+    context: RingContext,
     query_plan: QueryPlan,
     carry: SoftmaxState,
 ) -> None:
     """The forward of training of rows `b total h d` over k `b t hk d` and v `b t hk dv`, as a carry."""
     b, total, h, d = rows.shape
-    dv, take = v.shape[-1], seat.buffers.take
+    dv, take = v.shape[-1], context.buffers.take
     plan.kernels.forward(
         rows,
         k,
@@ -441,45 +447,45 @@ def _attend_copies(
     )
 
 
-def _gather_queries(in_flight: InFlightQueries, seat: Seat) -> Tensor:
+def _gather_queries(in_flight: InFlightQueries, context: RingContext) -> Tensor:
     """The query rows of all ranks that see a key of this one, `b total h d`, by position."""
     q, query_plan = in_flight.q, in_flight.query_plan
     b, _, h, d = q.shape
-    found = seat.buffers.take("visitors", (b, query_plan.total, h, d), q.dtype, q.device)
+    found = context.buffers.take("visitors", (b, query_plan.total, h, d), q.dtype, q.device)
     by_rank = {segment.rank: segment for segment in query_plan.segments}
-    if seat.rank in by_rank:
-        own = by_rank[seat.rank]
+    if context.rank in by_rank:
+        own = by_rank[context.rank]
         found.index_copy_(1, own.indices, _select_rows(q, own.rows))
     for step, (part, pending) in enumerate(in_flight.arriving, 1):
         for one in pending:
             one.wait()
         if part is not None:
-            found.index_copy_(1, by_rank[(seat.rank - step) % seat.world_size].indices, part)
+            found.index_copy_(1, by_rank[(context.rank - step) % context.world_size].indices, part)
     return found
 
 
-def _return_partials(carry: SoftmaxState, s: int, seat: Seat, query_plan: QueryPlan) -> Tensor:
+def _return_partials(carry: SoftmaxState, s: int, context: RingContext, query_plan: QueryPlan) -> Tensor:
     """The partials of this rank's rows from all ranks: a stack of packed parts in the order of ranks."""
     b, _, h, dv = carry.acc.shape
-    wide, device, me = carry.acc.dtype, carry.acc.device, seat.rank
+    wide, device, me = carry.acc.dtype, carry.acc.device, context.rank
     by_rank = {segment.rank: segment for segment in query_plan.segments}
     plan, returning = query_plan.plan.ranks[me], []
-    stack = seat.buffers.take("visitors home", (seat.world_size, size(b * s * h, dv)), wide, device)
-    for step in range(1, seat.world_size):
-        sends: list[Parcel] = []
-        recvs: list[Parcel] = []
-        segment, send = by_rank.get((me - step) % seat.world_size), plan.sends[step]
-        peer, part = (me + step) % seat.world_size, None
+    stack = context.buffers.take("visitors home", (context.world_size, size(b * s * h, dv)), wide, device)
+    for step in range(1, context.world_size):
+        sends: list[Message] = []
+        recvs: list[Message] = []
+        segment, send = by_rank.get((me - step) % context.world_size), plan.sends[step]
+        peer, part = (me + step) % context.world_size, None
         if segment is not None:
-            made = seat.buffers.take(f"visitors made {step}", (size(b * segment.count * h, dv),), wide, device)
+            made = context.buffers.take(f"visitors made {step}", (size(b * segment.count * h, dv),), wide, device)
             _pack_partial(carry, segment, made)
-            sends = [Reply(segment.rank, made)]
+            sends = [GradMessage(segment.rank, made)]
         if send is not None and send.num_rows == s:
-            recvs = [Reply(peer, stack[peer])]
+            recvs = [GradMessage(peer, stack[peer])]
         elif send is not None:
-            part = seat.buffers.take(f"visitors back {step}", (size(b * send.num_rows * h, dv),), wide, device)
-            recvs = [Reply(peer, part)]
-        returning.append((peer, send, part, _post(seat, sends, recvs, f"prefill, partials of ring step {step}")))
+            part = context.buffers.take(f"visitors back {step}", (size(b * send.num_rows * h, dv),), wide, device)
+            recvs = [GradMessage(peer, part)]
+        returning.append((peer, send, part, _post(context, sends, recvs, f"prefill, partials of ring step {step}")))
     if me in by_rank and s:
         _pack_partial(carry, by_rank[me], stack[me])
     else:
@@ -524,13 +530,13 @@ def _select_rows(q: Tensor, rows: Rows) -> Tensor:
     return found[0].contiguous()
 
 
-def _post(seat: Seat, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: str) -> list[Pending]:
+def _post(context: RingContext, sends: Sequence[Message], recvs: Sequence[Message], what: str) -> list[Work]:
     """One post per level of the ring: all ranks make the same ones."""
-    if seat.nodes is None:
-        return [seat.transport.post(sends, recvs, what)]
-    near = next(set(node) for node in seat.nodes if seat.rank in node)
+    if context.nodes is None:
+        return [context.transport.post(sends, recvs, what)]
+    near = next(set(node) for node in context.nodes if context.rank in node)
     posts = []
-    for transport, within in ((seat.transport, True), (seat.slow_transport, False)):
+    for transport, within in ((context.transport, True), (context.slow_transport, False)):
         posts.append(
             transport.post(
                 [one for one in sends if (one[0] in near) == within],
@@ -541,9 +547,9 @@ def _post(seat: Seat, sends: Sequence[Parcel], recvs: Sequence[Parcel], what: st
     return posts
 
 
-def _reserve(seat: Seat, num_bytes: int, replies: int) -> None:
+def _reserve(context: RingContext, num_bytes: int, replies: int) -> None:
     # in powers of two: prompts differ in length from step to step
-    for transport in {id(one): one for one in (seat.transport, seat.slow_transport)}.values():
+    for transport in {id(one): one for one in (context.transport, context.slow_transport)}.values():
         transport.reserve(_rounded(num_bytes), _rounded(replies))
 
 

@@ -35,15 +35,15 @@ class Gathering(Protocol):
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
         ...
 
-    def shared_refusals(self) -> AbstractContextManager[None]:
+    def propagate_errors(self) -> AbstractContextManager[None]:
         """Lets the other ranks know of what is raised inside."""
         ...
 
-    def refuse(self, error: Exception) -> NoReturn:
+    def raise_on_all_ranks(self, error: Exception) -> NoReturn:
         """Raises an error of which the other ranks hear."""
         ...
 
-    def agree_once(self, what: str, text: str, doing: str = "") -> None:
+    def assert_equal_once(self, what: str, text: str, doing: str = "") -> None:
         """Raises on every rank where a text that is new differs between ranks."""
         ...
 
@@ -239,12 +239,12 @@ class Sharding:
             kind = f"{x_local.dtype} {x_local.device.type}"
             differentiable = torch.is_grad_enabled() and x_local.requires_grad
             text = f"{shape} {kind} with gradients: {differentiable}"
-            ring.agree_once("a tensor to unshard", text, f"Sharding.unshard({shape}, {kind})")
+            ring.assert_equal_once("a tensor to unshard", text, f"Sharding.unshard({shape}, {kind})")
         return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
 
     def _shared_refusals(self) -> AbstractContextManager[None]:
         """Lets the other ranks of the ring, if there is one, know of what is raised inside."""
-        return nullcontext() if self._ring is None else self._ring.shared_refusals()
+        return nullcontext() if self._ring is None else self._ring.propagate_errors()
 
     @staticmethod
     def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:

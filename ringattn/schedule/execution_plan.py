@@ -25,7 +25,7 @@ from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.device_tables import FusedTables, StepTables, fused_tables, step_tables
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, moved_rows
-from ringattn.transport.base import Seat
+from ringattn.transport.base import RingContext
 from ringattn.transport.call_order import CallMark
 
 PUSH_SECONDS = 50e-6
@@ -99,7 +99,13 @@ class ExecutionPlan:
 
 
 def make_execution_plan(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, kernels: KernelSet, seat: Seat
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: ScoreTensors,
+    kernels: KernelSet,
+    context: RingContext,
 ) -> ExecutionPlan:
     """Return the plan of a validated call.
 
@@ -110,14 +116,14 @@ def make_execution_plan(
         v: `b t hk dv`.
         tensors: The optional tensors of the score.
         kernels: The kernel set.
-        seat: This rank's place in the ring.
+        context: This rank's place in the ring.
     """
-    ring_plan = spec.plan("keys", seat.nodes)
-    steps = [step for step, ring_step in enumerate(ring_plan.ranks[seat.rank].ring_steps) if ring_step is not None]
+    ring_plan = spec.plan("keys", context.nodes)
+    steps = [step for step, ring_step in enumerate(ring_plan.ranks[context.rank].ring_steps) if ring_step is not None]
     has_no_tensors = all(x is None for x in tensors)
-    moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=seat.nodes)
-    fused = [_fuse(spec, q, k, v, tensors, kernels, seat, backward=backward) for backward in (False, True)]
-    tables = step_tables(spec, "keys", q.device, seat.nodes)
+    moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
+    fused = [_fuse(spec, q, k, v, tensors, kernels, context, backward=backward) for backward in (False, True)]
+    tables = step_tables(spec, "keys", q.device, context.nodes)
     return ExecutionPlan(
         spec=spec,
         kernels=kernels,
@@ -129,8 +135,8 @@ def make_execution_plan(
         fused_forward=fused[0],
         fused_backward=fused[1],
         backward_moving=moving,
-        backward_plan=ring_plan if moving == "keys" else spec.plan(moving, seat.nodes),
-        backward_tables=tables if moving == "keys" else step_tables(spec, moving, q.device, seat.nodes),
+        backward_plan=ring_plan if moving == "keys" else spec.plan(moving, context.nodes),
+        backward_tables=tables if moving == "keys" else step_tables(spec, moving, q.device, context.nodes),
     )
 
 
@@ -214,18 +220,18 @@ def _fuse(
     v: Tensor,
     tensors: ScoreTensors,
     kernels: KernelSet,
-    seat: Seat,
+    context: RingContext,
     *,
     backward: bool,
 ) -> FusedPlan | None:
     """Return the fused plan of a direction; None: the stepwise schedule serves it."""
     serves: Any = getattr(kernels, "can_fuse", None)
-    nodes, key_bias = seat.nodes, tensors.key_bias
-    members = seat.world_size if nodes is None else len(nodes[0])
+    nodes, key_bias = context.nodes, tensors.key_bias
+    members = context.world_size if nodes is None else len(nodes[0])
     # a node of one rank has no peer to gather from, and a bias of keys does not cross between nodes
     if members == 1 or serves is None or (nodes is not None and key_bias is not None):
         return None
-    if (backward and spec.backward == "queries") or seat.transport.gatherer() is None:
+    if (backward and spec.backward == "queries") or context.transport.kv_gather() is None:
         return None
     score = spec.score(q.dtype, 0, tensors)
     shards = (*spec.sharding.shards, *spec.kv_sharding.shards)
@@ -236,10 +242,10 @@ def _fuse(
     num_bytes = fused_bytes(
         k, v, gather_plan, members, backward=backward, bias_bytes=bias_bytes, hierarchical=nodes is not None
     )
-    if num_bytes > seat.budget:
+    if num_bytes > context.budget:
         return None
     b, _, h, d = q.shape
     seconds = 2 * spec.pairs(b) * h * (d + v.shape[-1]) / KERNEL_RATE * (2.5 if backward else 1.0)
-    groups = choose_groups(k, v, gather_plan, seat.push_rate)
+    groups = choose_groups(k, v, gather_plan, context.push_rate)
     tables = fused_tables(spec, q.device, nodes)
     return FusedPlan(cast(FusedKernelSet, kernels), gather_plan, tables, groups, num_bytes, seconds < SHORT_SECONDS)

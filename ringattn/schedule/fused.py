@@ -28,11 +28,11 @@ from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan, FusedPlan
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
-from ringattn.transport.base import Gatherer, Gathering, Seat, span
+from ringattn.transport.base import KVGather, KVGatherHandle, RingContext, span
 
 
 def fused_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, seat: Seat, *, keep: bool = False
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext, *, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the finished attention of this rank's query rows over the keys of all ranks, in one launch.
 
@@ -42,13 +42,13 @@ def fused_forward(
         v: `b t hk dv`, this rank's rows.
         score: How scores are computed; key_bias holds this rank's keys.
         plan: The resolved call, which has a fused forward.
-        seat: This rank's place in the ring.
+        context: This rank's place in the ring.
         keep: Save the gathered K/V for `fused_backward` (Note [Saved K/V]); the same on all ranks.
 
     Returns:
         o `b s h dv` in q's dtype, lse `b h s`, and the saved K/V, `b remote_rows hk (d + dv)`; None: nothing was saved.
     """
-    fused, gatherer = _parts(plan.fused_forward, seat)
+    fused, kv_gather = _parts(plan.fused_forward, context)
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -58,22 +58,20 @@ def fused_forward(
     def enqueue() -> tuple[Any, ...]:
         nonlocal saved
         rows, keys = find(fused.tables.rows), find(fused.tables.keys[0])
-        gathering = gatherer.gather(
-            k, v, fused.gather_plan, fused.groups, "forward", key_bias=score.key_bias, keep=keep
-        )
-        far, there = (gathering.k, gathering.v), _with_bias(score, gathering)
+        handle = kv_gather.gather(k, v, fused.gather_plan, fused.groups, "forward", key_bias=score.key_bias, keep=keep)
+        far, there = (handle.k, handle.v), _with_bias(score, handle)
         fused.kernels.forward_fused(
-            q, (k, v), far, rows, keys, there, gathering.ready_flags, o=o, lse=lse, sm_margin=gatherer.sm_margin
+            q, (k, v), far, rows, keys, there, handle.ready_flags, o=o, lse=lse, sm_margin=kv_gather.sm_margin
         )
-        gathering.close()
-        saved = gathering.kept
+        handle.close()
+        saved = handle.saved
         return rows, keys
 
     with span("ring forward: all visits in one launch"):
         if keep or not fused.is_short:
             enqueue()
         else:
-            _repeat(gatherer, fused, ("forward",), plan, score, (q, k, v), (o, lse), enqueue)
+            _repeat(kv_gather, fused, ("forward",), plan, score, (q, k, v), (o, lse), enqueue)
     return o, lse, saved
 
 
@@ -87,7 +85,7 @@ def fused_backward(
     lse: Tensor,
     score: Score,
     plan: ExecutionPlan,
-    seat: Seat,
+    context: RingContext,
     wanted: WantedGrads,
     *,
     saved: Tensor | None = None,
@@ -104,11 +102,11 @@ def fused_backward(
         lse: From the forward.
         score: As in the forward.
         plan: The resolved call, which has a fused backward.
-        seat: As in the forward.
+        context: As in the forward.
         wanted: Which gradients of optional tensors to compute; that of bias is no part of this schedule.
         saved: The K/V that the forward saved; None: they are gathered again.
     """
-    fused, gatherer = _parts(plan.fused_backward, seat)
+    fused, kv_gather = _parts(plan.fused_backward, context)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     b, _, hk, d = k.shape
@@ -125,17 +123,17 @@ def fused_backward(
         tables = fused.tables
         rows, keys, returning = find(tables.rows), find(tables.keys[0]), find(tables.returning[0])
         shape = (b, hk, d + v.shape[-1])
-        home = gatherer.homecoming(shape, fused.gather_plan, q.device, "backward", biased=wanted.key_bias)
+        grad_return = kv_gather.grad_return(shape, fused.gather_plan, q.device, "backward", biased=wanted.key_bias)
         there = score
         if saved is None:
-            gathering = gatherer.gather(
-                k, v, fused.gather_plan, fused.groups, "backward", key_bias=score.key_bias, home=home
+            handle = kv_gather.gather(
+                k, v, fused.gather_plan, fused.groups, "backward", key_bias=score.key_bias, grad_return=grad_return
             )
-            far, ready_flags, there = (gathering.k, gathering.v), gathering.ready_flags, _with_bias(score, gathering)
+            far, ready_flags, there = (handle.k, handle.v), handle.ready_flags, _with_bias(score, handle)
         else:
             far = saved[..., :d], saved[..., d:]
-            ready_flags = gatherer.arrived(fused.gather_plan, fused.groups, q.device)
-            home.begin()
+            ready_flags = kv_gather.saved_ready_flags(fused.gather_plan, fused.groups, q.device)
+            grad_return.begin()
         fused.kernels.backward_fused(
             do,
             q,
@@ -147,23 +145,23 @@ def fused_backward(
             keys,
             there,
             ready_flags,
-            home.addresses,
-            home.rows,
+            grad_return.addresses,
+            grad_return.rows,
             dq=dq,
             dalibi=dalibi,
-            bias_grad_buffers=home.bias_addresses,
+            bias_grad_buffers=grad_return.bias_addresses,
             deterministic=plan.spec.deterministic,
-            sm_margin=gatherer.sm_margin,
+            sm_margin=kv_gather.sm_margin,
             o=o,
             dlse=dlse,
         )
         if not is_short:
             dk, dv = _like(k, v)
-        parts, bias_parts = home.receive()
-        fused.kernels.reduce_kv_grads(dk, dv, home.own, parts, returning)
-        if dkey_bias is not None and home.own_bias is not None:
-            fused.kernels.reduce_key_bias_grads(dkey_bias, home.own_bias, bias_parts, returning)
-        home.close()
+        parts, bias_parts = grad_return.receive()
+        fused.kernels.reduce_kv_grads(dk, dv, grad_return.local_grads, parts, returning)
+        if dkey_bias is not None and grad_return.local_bias_grads is not None:
+            fused.kernels.reduce_key_bias_grads(dkey_bias, grad_return.local_bias_grads, bias_parts, returning)
+        grad_return.close()
         return rows, keys, returning
 
     with span("ring backward: all visits in one launch"):
@@ -172,7 +170,7 @@ def fused_backward(
         else:
             key = "backward", dlse is None, dalibi is None
             given, made = (do, q, k, v, o, lse, *_present(dlse)), (delta, dq, dk, dv, *_present(dalibi))
-            _repeat(gatherer, fused, key, plan, score, given, made, enqueue)
+            _repeat(kv_gather, fused, key, plan, score, given, made, enqueue)
     return Gradients(
         dq=dq,
         dk=dk,
@@ -184,15 +182,15 @@ def fused_backward(
     )
 
 
-def _parts(fused: FusedPlan | None, seat: Seat) -> tuple[FusedPlan, Gatherer]:
-    gatherer = seat.transport.gatherer()
+def _parts(fused: FusedPlan | None, context: RingContext) -> tuple[FusedPlan, KVGather]:
+    kv_gather = context.transport.kv_gather()
     assert fused is not None, "the fused schedule runs calls that were resolved to it"
-    assert gatherer is not None, "the fused schedule needs a transport that gathers"
-    return fused, gatherer
+    assert kv_gather is not None, "the fused schedule needs a transport that gathers"
+    return fused, kv_gather
 
 
 def _repeat(
-    gatherer: Gatherer,
+    kv_gather: KVGather,
     fused: FusedPlan,
     key: tuple[Hashable, ...],
     plan: ExecutionPlan,
@@ -208,7 +206,7 @@ def _repeat(
         return
     key = (*key, id(plan), score.sinks is None, score.alibi_slopes is None)
     given += _present(score.sinks) + _present(score.alibi_slopes)
-    gatherer.repeat(key, given, made, enqueue, (plan,))
+    kv_gather.repeat(key, given, made, enqueue, (plan,))
 
 
 def _like(*tensors: Tensor) -> list[Tensor]:
@@ -220,6 +218,6 @@ def _present(x: Tensor | None) -> tuple[Tensor, ...]:
     return () if x is None else (x,)
 
 
-def _with_bias(score: Score, gathering: Gathering) -> Score:
+def _with_bias(score: Score, handle: KVGatherHandle) -> Score:
     """Return the score of a fused launch, whose bias table holds local and remote keys."""
-    return score if score.key_bias is None else dataclasses.replace(score, key_bias=gathering.key_bias)
+    return score if score.key_bias is None else dataclasses.replace(score, key_bias=handle.key_bias)

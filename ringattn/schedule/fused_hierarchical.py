@@ -49,11 +49,11 @@ from ringattn.plan.ring_plan import RankPlan, Rows
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import PackedMessage, add_rows_, make_message, slices
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
-from ringattn.transport.base import SM_MARGIN, Buffers, Gatherer, Parcel, Pending, Reply, Seat, span
+from ringattn.transport.base import COMM_SMS, Buffers, GradMessage, KVGather, Message, RingContext, Work, span
 
 
 def hierarchical_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, seat: Seat
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
 ) -> tuple[Tensor, Tensor]:
     """Return the finished attention of this rank's query rows in a ring of two levels, one launch per outer step.
 
@@ -63,15 +63,15 @@ def hierarchical_forward(
         v: `b t hk dv`, this rank's rows.
         score: How scores are computed, without terms by key.
         plan: The resolved call, which has a fused forward.
-        seat: This rank's place in a ring of two levels.
+        context: This rank's place in a ring of two levels.
 
     Returns:
         o `b s h dv` in q's dtype and lse `b h s`.
     """
-    fused, gatherer = plan.fused_forward, seat.transport.gatherer()
+    fused, kv_gather = plan.fused_forward, context.transport.kv_gather()
     assert fused is not None, "the fused schedule runs calls that were resolved to it"
-    assert gatherer is not None, "the fused schedule needs a transport that gathers"
-    mine = plan.ring_plan.ranks[seat.rank]
+    assert kv_gather is not None, "the fused schedule needs a transport that gathers"
+    mine = plan.ring_plan.ranks[context.rank]
     b, s, h, _ = q.shape
     dv, wide = v.shape[-1], accumulation_dtype(q.dtype)
     seeing = [outer for outer in range(len(mine.remote_shards)) if _sees(mine, outer)]
@@ -83,27 +83,27 @@ def hierarchical_forward(
         sums = torch.empty(len(seeing), b, h, s, dtype=wide, device=q.device)
     rows = find(fused.tables.rows)
     remote_shards = _RemoteShards(
-        k, v, mine, plan.spec.gather_plan(seat.nodes).slot_rows, seat, gatherer, Buffers(), "forward"
+        k, v, mine, plan.spec.gather_plan(context.nodes).slot_rows, context, kv_gather, Buffers(), "forward"
     )
     for outer in range(len(mine.remote_shards)):
         held = remote_shards.arrive(outer)
-        gathering = gatherer.gather(*held, plan.spec.gather_plan(seat.nodes, outer), fused.groups, "forward")
+        handle = kv_gather.gather(*held, plan.spec.gather_plan(context.nodes, outer), fused.groups, "forward")
         if outer in seeing:
             place = seeing.index(outer)
             with span("ring forward: all visits of outer step {} in one launch", outer):
                 fused.kernels.forward_fused(
                     q,
                     held,
-                    (gathering.k, gathering.v),
+                    (handle.k, handle.v),
                     rows,
                     find(fused.tables.keys[outer]),
                     score if place == 0 else dataclasses.replace(score, sinks=None),
-                    gathering.ready_flags,
+                    handle.ready_flags,
                     o=outs[place],
                     lse=sums[place],
-                    sm_margin=max(gatherer.sm_margin, SM_MARGIN * remote_shards.crossing),
+                    sm_margin=max(kv_gather.sm_margin, COMM_SMS * remote_shards.crossing),
                 )
-        gathering.close()
+        handle.close()
     if len(seeing) > 1:
         _merge(outs, sums, o, lse)
     return o, lse
@@ -119,7 +119,7 @@ def hierarchical_backward(
     lse: Tensor,
     score: Score,
     plan: ExecutionPlan,
-    seat: Seat,
+    context: RingContext,
     wanted: WantedGrads,
 ) -> Gradients:
     """Return the gradients of `hierarchical_forward`: dq stays, dk and dv are returned to their owners.
@@ -134,14 +134,14 @@ def hierarchical_backward(
         lse: From the forward.
         score: As in the forward.
         plan: The resolved call, which has a fused backward.
-        seat: As in the forward.
+        context: As in the forward.
         wanted: Which gradients of optional tensors to compute: of sinks and alibi_slopes at most.
     """
-    fused, gatherer = plan.fused_backward, seat.transport.gatherer()
+    fused, kv_gather = plan.fused_backward, context.transport.kv_gather()
     assert fused is not None, "the fused schedule runs calls that were resolved to it"
-    assert gatherer is not None, "the fused schedule needs a transport that gathers"
-    nodes, device = seat.nodes, q.device
-    kernels, mine = fused.kernels, plan.ring_plan.ranks[seat.rank]
+    assert kv_gather is not None, "the fused schedule needs a transport that gathers"
+    nodes, device = context.nodes, q.device
+    kernels, mine = fused.kernels, plan.ring_plan.ranks[context.rank]
     b, _, hk, d = k.shape
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
@@ -153,14 +153,14 @@ def hierarchical_backward(
     # of this call: a graph that captured it must not lose them to a larger one
     buffers = Buffers()
     remote_shards = _RemoteShards(
-        k, v, mine, plan.spec.gather_plan(seat.nodes).slot_rows, seat, gatherer, buffers, "backward"
+        k, v, mine, plan.spec.gather_plan(context.nodes).slot_rows, context, kv_gather, buffers, "backward"
     )
-    home_again = _Sums(dk, dv, mine, seat, buffers, "backward, gradients")
+    home_again = _Sums(dk, dv, mine, context, buffers, "backward, gradients")
     for outer in range(len(mine.remote_shards)):
         held = remote_shards.arrive(outer)
         gather_plan = plan.spec.gather_plan(nodes, outer)
-        home = gatherer.homecoming((b, hk, d + v.shape[-1]), gather_plan, device, "backward")
-        gathering = gatherer.gather(*held, gather_plan, fused.groups, "backward", home=home)
+        grad_return = kv_gather.grad_return((b, hk, d + v.shape[-1]), gather_plan, device, "backward")
+        handle = kv_gather.gather(*held, gather_plan, fused.groups, "backward", grad_return=grad_return)
         if _sees(mine, outer):
             # the first launch overwrites, the others add
             part = dq if outer == 0 else buffers.take("dq", dq.shape, dq.dtype, device)
@@ -172,30 +172,32 @@ def hierarchical_backward(
                     do,
                     q,
                     held,
-                    (gathering.k, gathering.v),
+                    (handle.k, handle.v),
                     lse,
                     delta,
                     rows,
                     find(fused.tables.keys[outer]),
                     score,
-                    gathering.ready_flags,
-                    home.addresses,
-                    home.rows,
+                    handle.ready_flags,
+                    grad_return.addresses,
+                    grad_return.rows,
                     dq=part,
                     dalibi=slopes,
                     bias_grad_buffers=None,
                     deterministic=plan.spec.deterministic,
-                    sm_margin=max(gatherer.sm_margin, SM_MARGIN * (remote_shards.crossing or home_again.crossing)),
+                    sm_margin=max(kv_gather.sm_margin, COMM_SMS * (remote_shards.crossing or home_again.crossing)),
                 )
             if outer:
                 dq.add_(part)
             if outer and dalibi is not None and slopes is not None:
                 dalibi.add_(slopes)
         else:
-            home.own[:, : mine.held(outer).num_rows].zero_()
+            grad_return.local_grads[:, : mine.held(outer).num_rows].zero_()
         into = home_again.room(outer)
-        kernels.reduce_kv_grads(into[0], into[1], home.own, home.receive()[0], find(fused.tables.returning[outer]))
-        home.close()
+        kernels.reduce_kv_grads(
+            into[0], into[1], grad_return.local_grads, grad_return.receive()[0], find(fused.tables.returning[outer])
+        )
+        grad_return.close()
         home_again.cross(outer)
     home_again.land()
     return Gradients(
@@ -242,19 +244,19 @@ class _RemoteShards:
         v: Tensor,
         plan: RankPlan,
         slot_rows: int,
-        seat: Seat,
-        gatherer: Gatherer,
+        context: RingContext,
+        kv_gather: KVGather,
         buffers: Buffers,
         what: str,
     ) -> None:
         self._keys = k, v
         self._plan = plan
         self._slot_rows = slot_rows
-        self._seat = seat
-        self._gatherer = gatherer
+        self._context = context
+        self._gatherer = kv_gather
         self._buffers = buffers
         self._what = what
-        self._pending: Pending | None = None
+        self._pending: Work | None = None
         self._moves = False
         self._room: Tensor | None = None
         self._packed: tuple[Rows, Tensor] | None = None
@@ -284,16 +286,16 @@ class _RemoteShards:
         send, remote_shard = self._plan.sends[step], self._plan.remote_shards[outer]
         shape, dims = (k.shape[0], self._slot_rows, k.shape[2]), (k.shape[-1], v.shape[-1])
         rows = self._plan.held(outer).num_rows
-        self._room = self._gatherer.remote_shard(outer % 2, shape, rows, dims, k.dtype, k.device)
-        gives: list[Parcel] = []
-        recvs: list[Parcel] = []
+        self._room = self._gatherer.remote_shard_buffer(outer % 2, shape, rows, dims, k.dtype, k.device)
+        gives: list[Message] = []
+        recvs: list[Message] = []
         if send is not None:
             gives = [(send.peer, x) for x in self._messages(self._export(send.rows))]
         if remote_shard is not None:
             recvs = [(remote_shard.owner, x) for x in self._messages(self._room)]
         self._moves = bool(gives or recvs)
         what = f"{self._what}, keys for ring step {step}, between nodes"
-        self._pending = self._seat.slow_transport.post(gives, recvs, what)
+        self._pending = self._context.slow_transport.post(gives, recvs, what)
 
     def _messages(self, x: Tensor) -> list[Tensor]:
         """Rows as they lie in the place of a guest: one message where nothing lies between its batch elements."""
@@ -318,15 +320,17 @@ class _Sums:
     The sums of a step cross while the next one is computed, and are added at home in the order of steps.
     """
 
-    def __init__(self, dk: Tensor, dv: Tensor, plan: RankPlan, seat: Seat, buffers: Buffers, what: str) -> None:
+    def __init__(
+        self, dk: Tensor, dv: Tensor, plan: RankPlan, context: RingContext, buffers: Buffers, what: str
+    ) -> None:
         self._home = [(dk, 1), (dv, 1)]
         self._plan = plan
-        self._seat = seat
+        self._context = context
         self._buffers = buffers
         self._what = what
         self._sums: PackedMessage | None = None
         self._landing: list[Tensor] = []
-        self._pending: Pending | None = None
+        self._pending: Work | None = None
         self._moves = False
         self._crossing = 0
 
@@ -348,18 +352,18 @@ class _Sums:
             return
         self.land()
         remote_shard, send = self._plan.remote_shards[outer], self._plan.sends[outer * self._plan.local_size]
-        gives: list[Parcel] = []
-        recvs: list[Parcel] = []
+        gives: list[Message] = []
+        recvs: list[Message] = []
         if remote_shard is not None:
             assert self._sums is not None, "sums are made before they are sent"
-            gives = [Reply(remote_shard.owner, self._sums.message)]
+            gives = [GradMessage(remote_shard.owner, self._sums.message)]
         if send is not None:
             bundle = self._bundle(send.num_rows, "landing")
             self._landing = bundle.parts
-            recvs = [Reply(send.peer, bundle.message)]
+            recvs = [GradMessage(send.peer, bundle.message)]
         self._moves = bool(gives or recvs)
         what = f"{self._what} of ring step {outer * self._plan.local_size}, between nodes"
-        self._pending, self._crossing = self._seat.slow_transport.post(gives, recvs, what), outer
+        self._pending, self._crossing = self._context.slow_transport.post(gives, recvs, what), outer
 
     def land(self) -> None:
         """Adds what is on its way, if anything is."""

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import Score
 from ringattn.plan.ring_plan import Plan, RankPlan, Rows
-from ringattn.transport.base import Buffers, Parcel, Pending, Reply, Seat
+from ringattn.transport.base import Buffers, GradMessage, Message, RingContext, Work
 
 Moving = Sequence[tuple[Tensor, int]]
 """What travels together: (tensor, its row dimension)."""
@@ -47,16 +47,16 @@ def moving_tensors(moving: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *
     return [(q.contiguous(), 1), *((x.contiguous(), 1 if x.dim() == 4 else 2) for x in rows)]
 
 
-def reserve(plan: Plan, seat: Seat, moving: Moving, returned: Moving = ()) -> None:
+def reserve(plan: Plan, context: RingContext, moving: Moving, returned: Moving = ()) -> None:
     """Announces the largest messages of a call to the transports.
 
     Args:
         plan: The plan.
-        seat: This rank's place at the ring.
+        context: This rank's place at the ring.
         moving: What travels.
         returned: What goes home.
     """
-    for transport, rows in ((seat.transport, plan.largest_send), (seat.slow_transport, plan.largest_remote_send)):
+    for transport, rows in ((context.transport, plan.largest_send), (context.slow_transport, plan.largest_remote_send)):
         if rows:
             transport.reserve(message_bytes(moving, rows), message_bytes(returned, rows) if returned else 0)
 
@@ -67,18 +67,18 @@ class KVPrefetcher:
     Args:
         moving: What travels: this rank's own rows.
         plan: This rank's part of the plan.
-        seat: This rank's place at the ring.
+        context: This rank's place at the ring.
         what: Names the direction in errors and traces.
     """
 
-    def __init__(self, moving: Moving, plan: RankPlan, seat: Seat, what: str) -> None:
+    def __init__(self, moving: Moving, plan: RankPlan, context: RingContext, what: str) -> None:
         self._plan = plan
-        self._seat = seat
+        self._context = context
         self._what = what
         self._own = moving
         self._held = moving  # what inner sends are cut from: the own shard, or a guest
-        self._near: Pending | None = None
-        self._far: Pending | None = None
+        self._near: Work | None = None
+        self._far: Work | None = None
         self._coming: PackedMessage | None = None
         self._remote_shard: PackedMessage | None = None
         self._whole: Tensor | None = None
@@ -91,7 +91,7 @@ class KVPrefetcher:
             self._near = None
         if step == 0:
             return [x for x, _ in self._own]
-        if step >= self._seat.world_size:
+        if step >= self._context.world_size:
             return []
         if step % self._plan.local_size:
             return [] if self._coming is None else self._coming.parts
@@ -103,7 +103,9 @@ class KVPrefetcher:
         self._cut = None
         return parts
 
-    def post(self, step: int, sends: Sequence[Parcel] = (), receives: Sequence[Parcel] = (), besides: str = "") -> None:
+    def post(
+        self, step: int, sends: Sequence[Message] = (), receives: Sequence[Message] = (), besides: str = ""
+    ) -> None:
         """Starts bringing what comes after `step`, together with other parcels within the node.
 
         Args:
@@ -116,10 +118,10 @@ class KVPrefetcher:
         outer, inner = divmod(step, plan.local_size)
         if inner == 0 and outer + 1 < len(plan.remote_shards):
             self._cross(outer + 1)
-        gives: list[Parcel] = []
-        recvs: list[Parcel] = []
+        gives: list[Message] = []
+        recvs: list[Message] = []
         self._coming = None
-        if coming < self._seat.world_size and coming % plan.local_size:
+        if coming < self._context.world_size and coming % plan.local_size:
             send, ring_step = plan.sends[coming], plan.ring_steps[coming]
             if send is not None:
                 gives = [(send.peer, self._message(send.rows))]
@@ -127,14 +129,14 @@ class KVPrefetcher:
                 self._coming = self._room(ring_step.num_rows, f"receive {coming % 2}")
                 recvs = [(ring_step.source, self._coming.message)]
         what = f"{self._what} for ring step {coming}{besides}"
-        self._near = self._seat.transport.post([*gives, *sends], [*recvs, *receives], what)
+        self._near = self._context.transport.post([*gives, *sends], [*recvs, *receives], what)
 
     def _cross(self, outer: int) -> None:
         """Sends this rank's rows to another node and receives the next guest."""
         step = outer * self._plan.local_size
         send, remote_shard = self._plan.sends[step], self._plan.remote_shards[outer]
-        gives: list[Parcel] = []
-        recvs: list[Parcel] = []
+        gives: list[Message] = []
+        recvs: list[Message] = []
         if send is not None:
             gives = [(send.peer, self._export(send.rows))]
         self._remote_shard = None
@@ -142,7 +144,7 @@ class KVPrefetcher:
             self._remote_shard = self._room(remote_shard.num_rows, f"guest {outer % 2}")
             recvs = [(remote_shard.owner, self._remote_shard.message)]
         what = f"{self._what} for ring step {step}, between nodes"
-        self._far = self._seat.slow_transport.post(gives, recvs, what)
+        self._far = self._context.slow_transport.post(gives, recvs, what)
 
     def _export(self, rows: Rows) -> Tensor:
         if self._is_whole(rows, self._own):
@@ -173,12 +175,12 @@ class KVPrefetcher:
             message = in_place([(x.narrow(dim, offset, length), dim) for x, dim in moving])
             if message is not None:
                 return message
-        bundle = make_message(moving, sum(length for _, length in rows), self._seat.buffers, name)
+        bundle = make_message(moving, sum(length for _, length in rows), self._context.buffers, name)
         pack_(moving, rows, bundle)
         return bundle.message
 
     def _room(self, rows: int, name: str) -> PackedMessage:
-        return make_message(self._own, rows, self._seat.buffers, name)
+        return make_message(self._own, rows, self._context.buffers, name)
 
     @staticmethod
     def _is_whole(rows: Rows, moving: Moving) -> bool:
@@ -193,21 +195,21 @@ class GradReturner:
     the last, and `finish`. Sums are made in the order of steps on every rank.
 
     Args:
-        home: Where contributions to this rank's own rows are added; step 0 writes it.
+        grad_return: Where contributions to this rank's own rows are added; step 0 writes it.
         plan: This rank's part of the plan.
-        seat: This rank's place at the ring.
+        context: This rank's place at the ring.
         what: Names the direction in errors and traces.
     """
 
-    def __init__(self, home: Moving, plan: RankPlan, seat: Seat, what: str) -> None:
-        self._home = home
+    def __init__(self, grad_return: Moving, plan: RankPlan, context: RingContext, what: str) -> None:
+        self._home = grad_return
         self._plan = plan
-        self._seat = seat
+        self._context = context
         self._what = what
         self._made: PackedMessage | None = None
         self._returning: list[Tensor] = []
         self._sums: dict[int, PackedMessage] = {}  # by outer step: what this node has for a guest
-        self._far: Pending | None = None
+        self._far: Work | None = None
         self._landing: list[Tensor] = []
         self._crossing = 0  # the outer step whose sums are between nodes; 0: none
 
@@ -242,21 +244,21 @@ class GradReturner:
             if plan.ring_steps[step] is None:
                 self._sums[outer].message.zero_()
 
-    def parcels(self, step: int) -> tuple[list[Parcel], list[Parcel]]:
+    def parcels(self, step: int) -> tuple[list[Message], list[Message]]:
         """What leaves and comes back within the node while `step` is computed: contributions of the step before."""
         last = step - 1
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
-        if not 0 < last < self._seat.world_size or last % self._plan.local_size == 0:
+        sends: list[Message] = []
+        receives: list[Message] = []
+        if not 0 < last < self._context.world_size or last % self._plan.local_size == 0:
             return sends, receives
         ring_step, send = self._plan.ring_steps[last], self._plan.sends[last]
         if ring_step is not None:
             assert self._made is not None, "a visit writes its contribution before the next step is posted"
-            sends = [Reply(ring_step.source, self._made.message)]
+            sends = [GradMessage(ring_step.source, self._made.message)]
         if send is not None:
             bundle = self._bundle(send.num_rows, "returning")
             self._returning = bundle.parts
-            receives = [Reply(send.peer, bundle.message)]
+            receives = [GradMessage(send.peer, bundle.message)]
         return sends, receives
 
     def cross(self, step: int) -> None:
@@ -267,17 +269,17 @@ class GradReturner:
         if rest or not 0 < outer < len(self._plan.remote_shards):
             return
         remote_shard, send = self._plan.remote_shards[outer], self._plan.sends[outer * size]
-        gives: list[Parcel] = []
-        recvs: list[Parcel] = []
+        gives: list[Message] = []
+        recvs: list[Message] = []
         self._crossing, self._landing = outer, []
         if remote_shard is not None:
-            gives = [Reply(remote_shard.owner, self._sums[outer].message)]
+            gives = [GradMessage(remote_shard.owner, self._sums[outer].message)]
         if send is not None:
             bundle = self._bundle(send.num_rows, "landing")
             self._landing = bundle.parts
-            recvs = [Reply(send.peer, bundle.message)]
+            recvs = [GradMessage(send.peer, bundle.message)]
         what = f"{self._what} of ring step {outer * size}, between nodes"
-        self._far = self._seat.slow_transport.post(gives, recvs, what)
+        self._far = self._context.slow_transport.post(gives, recvs, what)
 
     def finish(self) -> None:
         """Adds the last that is on its way."""
@@ -301,7 +303,7 @@ class GradReturner:
             add_rows_(x, dim, rows, part)
 
     def _bundle(self, rows: int, name: str) -> PackedMessage:
-        return make_message(self._home, rows, self._seat.buffers, name)
+        return make_message(self._home, rows, self._context.buffers, name)
 
 
 @dataclass(frozen=True)

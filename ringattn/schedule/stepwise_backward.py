@@ -23,7 +23,7 @@ from ringattn.kernels.interface import Grads, Score, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import GradReturner, KVPrefetcher, moving_tensors, reserve
-from ringattn.transport.base import Seat, span
+from ringattn.transport.base import RingContext, span
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def stepwise_backward(
     lse: Tensor,
     score: Score,
     plan: ExecutionPlan,
-    seat: Seat,
+    context: RingContext,
     wanted: WantedGrads,
 ) -> Gradients:
     """Return the gradients of `stepwise_forward`.
@@ -92,15 +92,15 @@ def stepwise_backward(
         lse: From the forward.
         score: As in the forward.
         plan: As in the forward.
-        seat: As in the forward.
+        context: As in the forward.
         wanted: Which gradients of optional tensors to compute.
     """
     wide, kernels, moving = accumulation_dtype(q.dtype), plan.kernels, plan.backward_moving
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
-    everyone, mine = plan.backward_plan, plan.backward_plan.ranks[seat.rank]
+    everyone, mine = plan.backward_plan, plan.backward_plan.ranks[context.rank]
     # a single rank computes one step, and the kernel that prepares its rows makes delta too
-    alone = seat.world_size == 1 and mine.ring_steps[0] is not None
+    alone = context.world_size == 1 and mine.ring_steps[0] is not None
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format) if alone else kernels.delta(o, do, dlse)
     stationary = find(plan.backward_tables.stationary)
     payload = moving_tensors(moving, q, k, v, score, do, lse, delta)
@@ -111,15 +111,15 @@ def stepwise_backward(
 
     def grad_like(x: Tensor) -> Tensor:
         # alone there is one visit: nothing is added to what it writes, so it may round at once
-        return torch.empty_like(x, memory_format=torch.contiguous_format) if seat.world_size == 1 else wide_like(x)
+        return torch.empty_like(x, memory_format=torch.contiguous_format) if context.world_size == 1 else wide_like(x)
 
     key_side = [grad_like(k), grad_like(v)] + ([wide_like(k[..., 0, 0])] if wanted.key_bias else [])
     query_side = [grad_like(q)] + ([wide_like(lse)] if wanted.alibi_slopes else [])
     dbias = torch.zeros(b, h, s, plan.spec.kv_sharding.seq_len, dtype=wide, device=q.device) if wanted.bias else None
-    home, stay = (key_side, query_side) if moving == "keys" else (query_side, key_side)
+    grad_return, stay = (key_side, query_side) if moving == "keys" else (query_side, key_side)
     row_dims = [1, 1, 1] if moving == "keys" else [1, 2]
     if mine.ring_steps[0] is None:
-        for x in (*home, *stay):
+        for x in (*grad_return, *stay):
             x.zero_()
 
     def gradients() -> Gradients:
@@ -164,23 +164,23 @@ def stepwise_backward(
             dlse=dlse if alone else None,
         )
 
-    if seat.world_size == 1:
+    if context.world_size == 1:
         if mine.ring_steps[0] is not None:
             with span("ring step 0 backward: {} of rank 0", moving):
-                compute(0, [x for x, _ in payload], home)
+                compute(0, [x for x, _ in payload], grad_return)
         return gradients()
-    returned = list(zip(home, row_dims, strict=False))
-    reserve(everyone, seat, payload, returned)
-    traffic = KVPrefetcher(payload, mine, seat, f"backward, {moving}")
-    homeward = GradReturner(returned, mine, seat, "backward, gradients")
+    returned = list(zip(grad_return, row_dims, strict=False))
+    reserve(everyone, context, payload, returned)
+    traffic = KVPrefetcher(payload, mine, context, f"backward, {moving}")
+    homeward = GradReturner(returned, mine, context, "backward, gradients")
     # two steps past the last: one sends its contributions home, one adds them
-    for step in range(seat.world_size + 2):
+    for step in range(context.world_size + 2):
         held = traffic.arrive(step)
         homeward.add(step)
-        if step <= seat.world_size:
+        if step <= context.world_size:
             traffic.post(step, *homeward.parcels(step), f" and gradients of step {step - 1}")
         homeward.cross(step)
-        ring_step = mine.ring_steps[step] if step < seat.world_size else None
+        ring_step = mine.ring_steps[step] if step < context.world_size else None
         if ring_step is None:
             continue
         with span("ring step {} backward: {} of rank {}", step, moving, ring_step.owner):

@@ -14,11 +14,11 @@ from ringattn.kernels.interface import Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import KVPrefetcher, moving_tensors, reserve
-from ringattn.transport.base import Seat, span
+from ringattn.transport.base import RingContext, span
 
 
 def stepwise_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, seat: Seat
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
 ) -> tuple[Tensor, Tensor]:
     """Return the finished attention of this rank's query rows over the keys of all ranks.
 
@@ -28,7 +28,7 @@ def stepwise_forward(
         v: `b t hk dv`, this rank's rows.
         score: How scores are computed; key_bias holds this rank's keys.
         plan: The resolved call.
-        seat: This rank's place in the ring.
+        context: This rank's place in the ring.
 
     Returns:
         o `b s h dv` in q's dtype and lse `b h s` (natural log, accumulation dtype).
@@ -36,8 +36,8 @@ def stepwise_forward(
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
-    rows, ring_steps = find(plan.tables.stationary), plan.ring_plan.ranks[seat.rank].ring_steps
-    carry = _carry(o, lse, seat) if plan.last_step > plan.first_step else None
+    rows, ring_steps = find(plan.tables.stationary), plan.ring_plan.ranks[context.rank].ring_steps
+    carry = _carry(o, lse, context) if plan.last_step > plan.first_step else None
     if plan.first_step < 0 and s:
         # this rank sees no key at all: one step over an empty buffer writes the empty rows
         keys = find(plan.tables.nothing)
@@ -46,9 +46,9 @@ def stepwise_forward(
         )
     moving = moving_tensors("keys", q, k, v, score)
     prefetcher = None
-    if seat.world_size > 1:
-        reserve(plan.ring_plan, seat, moving)
-        prefetcher = KVPrefetcher(moving, plan.ring_plan.ranks[seat.rank], seat, "forward, keys")
+    if context.world_size > 1:
+        reserve(plan.ring_plan, context, moving)
+        prefetcher = KVPrefetcher(moving, plan.ring_plan.ranks[context.rank], context, "forward, keys")
     held = [x for x, _ in moving]
     for step, (ring_step, keys) in enumerate(zip(ring_steps, plan.tables.moving, strict=True)):
         if prefetcher is not None:
@@ -73,8 +73,8 @@ def stepwise_forward(
     return o, lse
 
 
-def _carry(o: Tensor, lse: Tensor, seat: Seat) -> SoftmaxState:
-    take = seat.buffers.take
+def _carry(o: Tensor, lse: Tensor, context: RingContext) -> SoftmaxState:
+    take = context.buffers.take
     return SoftmaxState(
         m=take("carry m", lse.shape, lse.dtype, lse.device),
         l=take("carry l", lse.shape, lse.dtype, lse.device),

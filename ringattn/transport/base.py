@@ -19,12 +19,12 @@ from torch.autograd import profiler
 from ringattn.kernels.interface import ReadyFlags
 from ringattn.plan.ring_plan import GatherPlan, Nodes
 
-Parcel = tuple[int, Tensor]
+Message = tuple[int, Tensor]
 """(ring rank of the peer, contiguous tensor)."""
 
 
-class Reply(NamedTuple):
-    """A parcel that answers one of an earlier post; in every other way a `Parcel`.
+class GradMessage(NamedTuple):
+    """A parcel that answers one of an earlier post; in every other way a `Message`.
 
     Attributes:
         peer: Ring rank.
@@ -48,7 +48,7 @@ def span(name: str, *values: object) -> AbstractContextManager[Any]:
     return profiler.record_function(name.format(*values)) if profiler._is_profiler_enabled else _NO_SPAN
 
 
-SM_MARGIN = 4
+COMM_SMS = 4
 """Multiprocessors that a launch leaves to what moves bytes by them beside it: as many as a ring's NCCL communicator may take."""
 
 
@@ -69,7 +69,7 @@ class Choice:
         return f"{self.name}: {self.why}"
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """Sends and receives that are under way."""
 
     def wait(self) -> None:
@@ -81,22 +81,31 @@ class Pending(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """Moves tensors between the ranks of one ring."""
+class Transport:
+    """Moves tensors between the ranks of one ring; base class of all transports.
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    Every transport implements `post` and `reserve`. The other methods have defaults, for transports that hold no memory of
+    their own.
+
+    Attributes:
+        graph_launches: Calls that were launched as one graph since memory was made.
+    """
+
+    graph_launches: int = 0
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """Starts one group of transfers and returns at once.
 
         Between two ranks, the n-th send of a group meets the n-th receive of the same group on the other side. Empty
         tensors are not moved. All ranks make the same posts in the same order, also those in which they move nothing. In
-        one post a rank sends plain parcels to one peer at most and replies to one at most; a `Reply` is received as such.
+        one post a rank sends plain parcels to one peer at most and replies to one at most; a `GradMessage` is received as such.
 
         Args:
             sends: What goes out; must not change until the wait returns.
             receives: Where incoming bytes land.
             what: Names the ring step in errors and traces; the same on all ranks.
         """
-        ...
+        raise NotImplementedError(f"a transport must implement post, got {type(self).__name__}; define it")
 
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Announces how much one post will send at most, so that nothing is allocated between two steps.
@@ -105,58 +114,110 @@ class Transport(Protocol):
             num_bytes: Of plain parcels, the largest over all ranks: every rank passes the same number.
             replies: Of replies, likewise.
         """
-        ...
+        raise NotImplementedError(f"a transport must implement reserve, got {type(self).__name__}; define it")
 
-    def gatherer(self) -> Gatherer | None:
-        """What brings all owners' keys at once while one kernel computes; None where this transport cannot."""
-        ...
+    def kv_gather(self) -> KVGather | None:
+        """Return the all-gather of KV that runs beside one kernel; None where this transport has none."""
+        return None
+
+    def zero_copy_kv(
+        self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return K and V buffers that a gather of exactly these tensors does not pack; None where there are none.
+
+        Args:
+            name: Name of the buffer.
+            batch: Batch elements.
+            rows: Rows of the longest shard.
+            mine: Rows of this rank's shard.
+            heads: Key heads.
+            dims: Head dims of k and of v.
+            dtype: Dtype of both.
+
+        Returns:
+            K `b t hk d` and v `b t hk dv`, views of one buffer.
+        """
+        del name, batch, rows, mine, heads, dims, dtype
+        return None
+
+    def one_shot(self, consensus: Any, why: str) -> Any:
+        """Return a `PartialReducer` in this transport's memory; None where there is none. Every rank calls it.
+
+        Args:
+            consensus: `RankConsensus` of the ring.
+            why: The reason for this reducer.
+        """
+        del consensus, why
+        return None
+
+    def watch_transport(self, link: Transport) -> Transport | None:
+        """Return a transport between nodes whose waits this one's watchdog observes; None where there is no watchdog.
+
+        Args:
+            link: The transport between nodes.
+        """
+        del link
+        return None
+
+    def check(self) -> None:
+        """Raise if the transport has failed.
+
+        Raises:
+            RuntimeError: It has; the message names this rank, the step and the peers.
+        """
+
+    def poison(self) -> None:
+        """Fill idle buffers with NaN, for tests; every rank calls it."""
+
+    def close(self) -> None:
+        """Release all memory and communicators; every rank calls it. Later calls make them anew."""
 
 
-class Gathering(Protocol):
+class KVGatherHandle(Protocol):
     """Keys of other owners that are on their way.
 
     Attributes:
-        far: `b remote_rows hk (d + dv)`: fills while kernels wait for `ready_flags`; guard rows are zero.
+        remote: `b remote_rows hk (d + dv)`: fills while kernels wait for `ready_flags`; guard rows are zero.
         k: `b remote_rows hk d`, the keys in it.
         v: `b remote_rows hk dv`, the values in it.
-        kept: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
+        saved: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
         key_bias: `b t+remote_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
         ready_flags: How kernels wait; None when everything is there.
     """
 
-    far: Tensor
+    remote: Tensor
     k: Tensor
     v: Tensor
-    kept: Tensor | None
+    saved: Tensor | None
     key_bias: Tensor | None
     ready_flags: ReadyFlags | None
 
     def close(self) -> None:
-        """To be called once the kernels that read far are launched, on the same stream; `Homecoming.receive` may do it.
+        """To be called once the kernels that read far are launched, on the same stream; `GradReturn.receive` may do it.
 
         Work that is enqueued later may overwrite this rank's k, v and key_bias, and far.
         """
         ...
 
 
-class Homecoming(Protocol):
+class GradReturn(Protocol):
     """Contributions to gradients on their way to their owners.
 
     It begins with a gather that is given it, or by itself.
 
     Attributes:
         addresses: int64, one per side of the gathered visit: where the backward writes (`KernelSet.backward_fused`).
-        own: `b grad_buffer_rows hk (d + dv)` fp32: the contribution of this rank to its own rows (addresses[0] points at it).
+        local_grads: `b grad_buffer_rows hk (d + dv)` fp32: the contribution of this rank to its own rows (addresses[0] points at it).
         rows: grad_buffer_rows of every region.
         bias_addresses: Likewise, of what goes to the gradient of key_bias; None: it is not wanted.
-        own_bias: `b hk grad_buffer_rows` fp32, likewise.
+        local_bias_grads: `b hk grad_buffer_rows` fp32, likewise.
     """
 
     addresses: Tensor
-    own: Tensor
+    local_grads: Tensor
     rows: int
     bias_addresses: Tensor | None
-    own_bias: Tensor | None
+    local_bias_grads: Tensor | None
 
     def begin(self) -> None:
         """To be called in front of the backward where nothing is gathered: its owners let this rank write."""
@@ -177,28 +238,27 @@ class Homecoming(Protocol):
         ...
 
 
-class Gatherer(Protocol):
+class KVGather(Protocol):
     """Brings the keys of all owners at once (Note [Fused call] of the interface of the kernels).
 
     Attributes:
-        sm_margin: Multiprocessors that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other
-            ranks, and some for copies from a GPU to itself, which are kernels that would never begin behind one that waits for
-            them.
+        sm_margin: SMs that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other ranks, and
+            some for copies from a GPU to itself, which are kernels that would never begin behind one that waits for them.
     """
 
     sm_margin: int
 
-    def make_room(self, slot_bytes: int, far_bytes: int, *, remote_shards: bool = False) -> None:
+    def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
         """Announces the largest gathers to come, so that nothing is allocated between them; every rank passes the same.
 
         Args:
             slot_bytes: Of the longest shard's keys and values, and its biases.
-            far_bytes: Of far on the rank that has the largest, its biases, and their table.
+            remote_bytes: Of far on the rank that has the largest, its biases, and their table.
             remote_shards: There will be guests, of a longest shard each.
         """
         ...
 
-    def remote_shard(
+    def remote_shard_buffer(
         self,
         turn: int,
         shape: tuple[int, int, int],
@@ -235,8 +295,8 @@ class Gatherer(Protocol):
         *,
         key_bias: Tensor | None = None,
         keep: bool = False,
-        home: Homecoming | None = None,
-    ) -> Gathering:
+        grad_return: GradReturn | None = None,
+    ) -> KVGatherHandle:
         """Starts bringing this rank's keys to their readers, and those of others here, and returns at once.
 
         Args:
@@ -248,11 +308,11 @@ class Gatherer(Protocol):
             key_bias: `b t`, what is added to the scores of this rank's keys; it comes with the first group of their heads.
                 All ranks give one or none does.
             keep: What comes is also copied into a tensor of the caller's own. Not with key_bias.
-            home: That of the same backward; it begins with the gather, and must not begin by itself.
+            grad_return: That of the same backward; it begins with the gather, and must not begin by itself.
         """
         ...
 
-    def arrived(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags | None:
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags | None:
         """How kernels wait for rows that an earlier gather has brought and kept: as there, and not at all.
 
         Args:
@@ -262,7 +322,7 @@ class Gatherer(Protocol):
         """
         ...
 
-    def homecoming(
+    def grad_return(
         self,
         shape: tuple[int, int, int],
         gather_plan: GatherPlan,
@@ -270,7 +330,7 @@ class Gatherer(Protocol):
         what: str,
         *,
         biased: bool = False,
-    ) -> Homecoming:
+    ) -> GradReturn:
         """Regions for the gradients of one gathered backward, which has to begin next.
 
         Args:
@@ -311,20 +371,16 @@ class Done:
         """Returns."""
 
 
-class NoTransport:
+class NoTransport(Transport):
     """The transport of a ring of one rank: there is nobody to talk to."""
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """Accepts only empty groups."""
         assert len(sends) + len(receives) == 0, f"a ring of one rank has no peers, yet {what} wants to move tensors"
         return Done()
 
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Nothing is ever sent."""
-
-    def gatherer(self) -> None:
-        """There is nothing to gather."""
-        return
 
 
 class Buffers:
@@ -370,7 +426,7 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RingContext:
     """One rank's place at the ring, which is all that the loops know of it.
 
     Attributes:

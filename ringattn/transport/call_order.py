@@ -22,7 +22,8 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from ringattn.transport.process_group import Agreement, ProcessGroupTransport
+from ringattn.transport.consensus import RankConsensus
+from ringattn.transport.process_group import ProcessGroupTransport
 
 COMPARED = 1024
 """Calls after which ranks compare marks again where these do not travel with rows."""
@@ -53,16 +54,16 @@ class CallOrder:
     """The calls of one rank, and their comparison with those of the other ranks (Note [Call marks]).
 
     Args:
-        agreement: How ranks compare.
+        consensus: How ranks compare.
         link: What moves marks, where it can.
 
     Attributes:
         count: Calls so far.
     """
 
-    def __init__(self, agreement: Agreement, link: ProcessGroupTransport) -> None:
+    def __init__(self, consensus: RankConsensus, link: ProcessGroupTransport) -> None:
         self.count = 0
-        self._agreement = agreement
+        self._consensus = consensus
         self._link = link
         self._made: list[_Made] = []
 
@@ -96,9 +97,9 @@ class CallOrder:
     def _compare(self) -> None:
         made, self._made = self._made, []
         marks = [one.mark for one in made]
-        if len(set(self._agreement.share("a check of the calls so far", hash(tuple(marks))))) == 1:
+        if len(set(self._consensus.share("a check of the calls so far", hash(tuple(marks))))) == 1:
             return
-        found = self._agreement.share("the marks of the calls so far", marks)
+        found = self._consensus.share("the marks of the calls so far", marks)
         first = next(i for i, column in enumerate(zip(*found, strict=False)) if len(set(column)) > 1)
         self._differ(made[first], self.count - len(made) + 1 + first)
 
@@ -106,4 +107,4 @@ class CallOrder:
         words = made.call.words + (f" with dropout_seed={made.seed}" if made.seed else "")
         if made.forward != FORWARD:
             words = f"the backward of call {made.forward}, {words}"
-        self._agreement.differ(words, f"call {number} of the ring")
+        self._consensus.differ(words, f"call {number} of the ring")

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from ringattn.kernels.interface import ReadyFlags
 from ringattn.plan.ring_plan import GatherPlan, Nodes
-from ringattn.transport.base import Homecoming, Parcel, Pending, Reply, Seat
+from ringattn.transport.base import GradMessage, GradReturn, Message, RingContext, Transport, Work
 
 T = TypeVar("T")
 
-Mark = tuple[int, bool]
+MessageTag = tuple[int, bool]
 """(number of the post, a reply or not): equal on both sides (`Transport.post`)."""
 
 
-class _Receipt:
-    def __init__(self, hub: _Hub, rank: int, receives: list[tuple[Parcel, Mark]], what: str) -> None:
+class _SimulatedWork:
+    def __init__(self, hub: _Hub, rank: int, receives: list[tuple[Message, MessageTag]], what: str) -> None:
         self._hub = hub
         self._rank = rank
         self._receives = receives
@@ -46,15 +46,15 @@ class _Hub:
         self.world_size = world_size
         self._running = world_size
         self._waiting: dict[int, int] = {}
-        self._mail: dict[tuple[int, int], deque[tuple[Tensor, Mark | None]]] = {
+        self._mail: dict[tuple[int, int], deque[tuple[Tensor, MessageTag | None]]] = {
             (a, b): deque() for a in range(world_size) for b in range(world_size)
         }
 
-    def deliver(self, source: int, target: int, x: Tensor, mark: Mark | None = None) -> None:
+    def deliver(self, source: int, target: int, x: Tensor, mark: MessageTag | None = None) -> None:
         self._mail[source, target].append((x.clone(), mark))
         self.baton.notify_all()
 
-    def collect(self, source: int, target: int, what: str, mark: Mark | None = None) -> Tensor:
+    def collect(self, source: int, target: int, what: str, mark: MessageTag | None = None) -> Tensor:
         box = self._mail[source, target]
         self._waiting[target] = source
         while not box:
@@ -76,19 +76,19 @@ class _Hub:
             self._mail[source, target] for target, source in self._waiting.items()
         )
 
-    def leave(self, error: BaseException | None) -> None:
+    def end_rank(self, error: BaseException | None) -> None:
         self._running -= 1
         self.failed = self.failed or error
         self.baton.notify_all()
 
 
-class SimulatedTransport:
+class SimulatedTransport(Transport):
     """One rank's end of the mailboxes.
 
     Args:
         hub: The mailboxes.
         rank: This rank.
-        sm_margin: See `Gatherer.sm_margin`.
+        sm_margin: See `KVGather.sm_margin`.
     """
 
     def __init__(self, hub: _Hub, rank: int, sm_margin: int = 0) -> None:
@@ -97,36 +97,40 @@ class SimulatedTransport:
         self._sm_margin = sm_margin
         self._posts = 0
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], what: str) -> Pending:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
         self._posts += 1
         peers: dict[bool, int] = {}
-        for parcel in sends:
-            peer, x = parcel
+        for message in sends:
+            peer, x = message
             if x.numel():
-                assert peers.setdefault(isinstance(parcel, Reply), peer) == peer, f"{what}: one peer per kind of parcel"
-                self._hub.deliver(self._rank, peer, x, (self._posts, isinstance(parcel, Reply)))
+                assert peers.setdefault(isinstance(message, GradMessage), peer) == peer, (
+                    f"{what}: one peer per kind of parcel"
+                )
+                self._hub.deliver(self._rank, peer, x, (self._posts, isinstance(message, GradMessage)))
         for _, x in receives:
             # all bits set is NaN in every float dtype, in messages of bytes too
             x.view(-1).view(torch.uint8).fill_(255)
-        expected = [(parcel, (self._posts, isinstance(parcel, Reply))) for parcel in receives if parcel[1].numel()]
-        return _Receipt(self._hub, self._rank, expected, what)
+        expected = [
+            (message, (self._posts, isinstance(message, GradMessage))) for message in receives if message[1].numel()
+        ]
+        return _SimulatedWork(self._hub, self._rank, expected, what)
 
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """Mailboxes hold whatever is sent."""
 
-    def gatherer(self) -> SimulatedGatherer:
+    def kv_gather(self) -> SimulatedKVGather:
         """Everything is fetched before the kernel starts."""
-        return SimulatedGatherer(self._hub, self._rank, self._sm_margin)
+        return SimulatedKVGather(self._hub, self._rank, self._sm_margin)
 
 
-class SimulatedGatherer:
+class SimulatedKVGather:
     """Gathers by mail: what a kernel reads and writes is poisoned unless it is owed to it.
 
     Args:
         hub: The mailboxes.
         rank: This rank.
-        sm_margin: See `Gatherer.sm_margin`.
+        sm_margin: See `KVGather.sm_margin`.
     """
 
     def __init__(self, hub: _Hub, rank: int, sm_margin: int) -> None:
@@ -134,10 +138,10 @@ class SimulatedGatherer:
         self._rank = rank
         self.sm_margin = sm_margin
 
-    def make_room(self, slot_bytes: int, far_bytes: int, *, remote_shards: bool = False) -> None:
+    def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
         """Mailboxes hold whatever is sent."""
 
-    def remote_shard(
+    def remote_shard_buffer(
         self,
         turn: int,
         shape: tuple[int, int, int],
@@ -146,7 +150,7 @@ class SimulatedGatherer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """See `Gatherer.remote_shard`."""
+        """See `KVGather.remote_shard_buffer`."""
         del turn  # nobody reads here what has been delivered
         return torch.full((*shape, sum(dims)), float("nan"), dtype=dtype, device=device)[:, :rows]
 
@@ -160,12 +164,12 @@ class SimulatedGatherer:
         *,
         key_bias: Tensor | None = None,
         keep: bool = False,
-        home: Homecoming | None = None,
-    ) -> _Gathered:
-        """See `Gatherer.gather`."""
+        grad_return: GradReturn | None = None,
+    ) -> _SimulatedHandle:
+        """See `KVGather.gather`."""
         assert k.shape[2] % groups == 0, "head groups divide the key heads"
         mine = torch.cat((k, v), -1)
-        far = self._fetch(
+        remote = self._fetch(
             mine, mine.new_zeros(mine.shape[0], gather_plan.remote_rows, *mine.shape[2:]), gather_plan, what
         )
         table = None
@@ -173,14 +177,16 @@ class SimulatedGatherer:
             # what belongs to nobody is no number
             nobody = key_bias.new_full((key_bias.shape[0], gather_plan.remote_rows), float("nan"))
             table = torch.cat((key_bias, self._fetch(key_bias, nobody, gather_plan, what)), 1)
-        ready_flags = self.arrived(gather_plan, groups, k.device)
-        kept = far.clone() if keep else None
-        gathered = _Gathered(far, far[..., : k.shape[-1]], far[..., k.shape[-1] :], kept, table, ready_flags)
-        if home is not None:
-            assert isinstance(home, _Homes), "a homecoming of the same ring"
-            home.begin()
-            home.gathered = gathered
-        return gathered
+        ready_flags = self.saved_ready_flags(gather_plan, groups, k.device)
+        saved = remote.clone() if keep else None
+        handle = _SimulatedHandle(
+            remote, remote[..., : k.shape[-1]], remote[..., k.shape[-1] :], saved, table, ready_flags
+        )
+        if grad_return is not None:
+            assert isinstance(grad_return, _SimulatedGradReturn), "a homecoming of the same ring"
+            grad_return.begin()
+            grad_return.handle = handle
+        return handle
 
     def repeat(
         self,
@@ -190,11 +196,11 @@ class SimulatedGatherer:
         enqueue: Callable[[], object],
         held: tuple[Any, ...],
     ) -> None:
-        """See `Gatherer.repeat`; each call is a new one."""
+        """See `KVGather.repeat`; each call is a new one."""
         del key, given, made, held
         enqueue()
 
-    def _fetch(self, mine: Tensor, far: Tensor, gather_plan: GatherPlan, what: str) -> Tensor:
+    def _fetch(self, mine: Tensor, remote: Tensor, gather_plan: GatherPlan, what: str) -> Tensor:
         """Far, with the rows of all others in it; rows are dimension 1."""
         for reader in gather_plan.sends:
             self._hub.deliver(
@@ -206,17 +212,17 @@ class SimulatedGatherer:
             rows = self._hub.collect(
                 fetch.owner, self._rank, f"{what}, keys of ring step {gather_plan.first + fetch.step}"
             )
-            far[:, fetch.at : fetch.at + rows.shape[1]] = rows
-        return far
+            remote[:, fetch.at : fetch.at + rows.shape[1]] = rows
+        return remote
 
-    def arrived(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags:
-        """See `Gatherer.arrived`."""
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags:
+        """See `KVGather.saved_ready_flags`."""
         del gather_plan
         # there from the start, but said as on real ranks, so that the same kernels run
         flags = torch.ones(groups, self._hub.world_size, dtype=torch.int32, device=device)
         return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=device), timeout_ns=10**9)
 
-    def homecoming(
+    def grad_return(
         self,
         shape: tuple[int, int, int],
         gather_plan: GatherPlan,
@@ -224,28 +230,28 @@ class SimulatedGatherer:
         what: str,
         *,
         biased: bool = False,
-    ) -> _Homes:
-        """See `Gatherer.homecoming`."""
-        return _Homes(self._hub, self._rank, shape, gather_plan, device, what, biased=biased)
+    ) -> _SimulatedGradReturn:
+        """See `KVGather.grad_return`."""
+        return _SimulatedGradReturn(self._hub, self._rank, shape, gather_plan, device, what, biased=biased)
 
 
 @dataclass
-class _Gathered:
-    far: Tensor
+class _SimulatedHandle:
+    remote: Tensor
     k: Tensor
     v: Tensor
-    kept: Tensor | None
+    saved: Tensor | None
     key_bias: Tensor | None
     ready_flags: ReadyFlags | None
 
     def close(self) -> None:
         # a kernel that is launched later would be too late
-        self.far.fill_(float("nan"))
+        self.remote.fill_(float("nan"))
         if self.key_bias is not None:
             self.key_bias.fill_(float("nan"))
 
 
-class _Homes:
+class _SimulatedGradReturn:
     def __init__(
         self,
         hub: _Hub,
@@ -260,16 +266,18 @@ class _Homes:
         b, hk, width = shape
         self._hub, self._rank, self._gather_plan, self._what = hub, rank, gather_plan, what
         self.rows = gather_plan.slot_rows
-        self.gathered: _Gathered | None = None
+        self.handle: _SimulatedHandle | None = None
         self._begun = False
         sides = len(gather_plan.recvs) + 1
-        self._made = torch.full((sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device)
-        self.own = self._made[0]
-        self.addresses = _addresses(self._made)
+        self._contributions = torch.full(
+            (sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device
+        )
+        self.local_grads = self._contributions[0]
+        self.addresses = _addresses(self._contributions)
         self._biases = None
         if biased:
             self._biases = torch.full((sides, b, hk, self.rows), float("nan"), dtype=torch.float32, device=device)
-        self.own_bias = None if self._biases is None else self._biases[0]
+        self.local_bias_grads = None if self._biases is None else self._biases[0]
         self.bias_addresses = None if self._biases is None else _addresses(self._biases)
 
     def begin(self) -> None:
@@ -277,9 +285,9 @@ class _Homes:
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
         assert self._begun, "a homecoming begins before its backward"
-        if self.gathered is not None:
-            self.gathered.close()
-        return self._exchange(self._made), [] if self._biases is None else self._exchange(self._biases)
+        if self.handle is not None:
+            self.handle.close()
+        return self._exchange(self._contributions), [] if self._biases is None else self._exchange(self._biases)
 
     def _exchange(self, regions: Tensor) -> list[Tensor]:
         for fetch, made in zip(self._gather_plan.recvs, regions[1:], strict=True):
@@ -294,7 +302,7 @@ class _Homes:
         ]
 
     def close(self) -> None:
-        self._made.fill_(float("nan"))
+        self._contributions.fill_(float("nan"))
         if self._biases is not None:
             self._biases.fill_(float("nan"))
 
@@ -305,7 +313,12 @@ def _addresses(regions: Tensor) -> Tensor:
 
 
 def run_ranks(
-    world_size: int, body: Callable[[Seat], T], nodes: Nodes | None = None, *, budget: int = 0, sm_margin: int = 0
+    world_size: int,
+    body: Callable[[RingContext], T],
+    nodes: Nodes | None = None,
+    *,
+    budget: int = 0,
+    sm_margin: int = 0,
 ) -> list[T]:
     """Runs `body` once per rank in lockstep and returns the results in rank order.
 
@@ -313,8 +326,8 @@ def run_ranks(
         world_size: Ranks to simulate.
         body: The work of one rank.
         nodes: Who shares a node, in a ring of two levels.
-        budget: Bytes that gathered keys may take on a rank (`Seat.budget`); 0: visits one by one.
-        sm_margin: See `Gatherer.sm_margin`.
+        budget: Bytes that gathered keys may take on a rank (`RingContext.budget`); 0: visits one by one.
+        sm_margin: See `KVGather.sm_margin`.
 
     Raises:
         BaseException: Whatever the first failing rank raised.
@@ -332,11 +345,11 @@ def run_ranks(
                     torch.cuda.set_device(device)
                 with torch.set_grad_enabled(grad):
                     transport = SimulatedTransport(hub, rank, sm_margin)
-                    seat = Seat(rank, world_size, transport, budget=budget, nodes=nodes)
-                    results[rank] = body(seat)
+                    context = RingContext(rank, world_size, transport, budget=budget, nodes=nodes)
+                    results[rank] = body(context)
             except BaseException as caught:  # the caller's thread raises it
                 error = caught
-            hub.leave(error)
+            hub.end_rank(error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"ring rank {rank}") for rank in range(world_size)]
     for thread in threads:

@@ -108,22 +108,22 @@ def _held(problem: Any, layout: str, world_size: int, rank: int) -> int:
     dealt = ring_bench.deal(problem, ring, layout)  # pyright: ignore[reportArgumentType]
     sharding = Sharding(problem.seq_len, layout, dealt.shards, rank, problem.documents)
     spec = AttentionSpec.deserialize(serialize(sharding, softmax_scale=1.0, impl="eager", **problem.options), rank)
-    seat = base.Seat(rank, world_size, _NoWire())
+    context = base.RingContext(rank, world_size, _NoWire())
     kernels: Any = _NoKernels()
 
     def step() -> list[torch.Tensor]:
         q, k, v, do = (x.detach() for x in workloads.draw_inputs(problem, sharding.shard_len, torch.device("cpu")))
-        plan = make_execution_plan(spec, q, k, v, ScoreTensors(), kernels, seat)
-        o, lse = stepwise_forward(q, k, v, Score(1.0), plan, seat)
-        grads = stepwise_backward(do, None, q, k, v, o, lse, Score(1.0), plan, seat, WantedGrads())
+        plan = make_execution_plan(spec, q, k, v, ScoreTensors(), kernels, context)
+        o, lse = stepwise_forward(q, k, v, Score(1.0), plan, context)
+        grads = stepwise_backward(do, None, q, k, v, o, lse, Score(1.0), plan, context, WantedGrads())
         return [grads.dq.to(q.dtype), grads.dk.to(q.dtype), grads.dv.to(q.dtype)]
 
     step()
-    kept = seat.buffers.num_bytes()
+    kept = context.buffers.num_bytes()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         step()
-    assert seat.buffers.num_bytes() == kept
+    assert context.buffers.num_bytes() == kept
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]

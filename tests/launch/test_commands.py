@@ -30,7 +30,7 @@ from ringattn.launch.runtime import ring_variants, session
 from ringattn.launch.runtime.distributed import REFUSED, choose_backend, resolve_device
 from ringattn.launch.runtime.session import check_numbers, check_output
 from ringattn.launch.train import cli as train_command
-from ringattn.transport.symmetric import SHARE
+from ringattn.transport.gpu_sharing import SHARE
 from tests.drawing import figures
 from tests.launch.common import ROOT, TINY
 

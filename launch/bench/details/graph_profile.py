@@ -37,8 +37,9 @@ from ringattn.launch.bench.ring_baselines import prepare_ours
 from ringattn.launch.bench.workloads import DTypeName, MaskName, Problem, same_work
 from ringattn.launch.runtime.ring_variants import ScheduleName, lonely_ring, make_ring
 from ringattn.launch.runtime.session import Session, describe, keeper, machine, open_session, parse, table
-from ringattn.launch.runtime.timing import capture_together, mark_now, settle, time_together
-from ringattn.transport.symmetric import may_share_gpus
+from ringattn.launch.runtime.timing import capture_together, settle, time_together
+from ringattn.transport.gpu_sharing import may_share_gpus
+from ringattn.transport.timeout import record_events
 
 REPLAYS = 3
 """Graphs that are replayed under the profiler; the last one is looked at."""
@@ -199,7 +200,7 @@ def profile(replay: Callable[[], Any], session: Session) -> list[Event]:
     with profiler_of(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(REPLAYS):
             replay()
-            settle(mark_now(session.device))
+            settle(record_events(session.device))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -43,7 +43,7 @@ class Host:
         batch: Batch elements.
         dtype: Of q, k and v.
         impl: Kernels: "auto", or the name of a kernel set.
-        keep: Keys of the forward are kept for the backward (`Ring(keep_keys=True)`).
+        keep: Keys of the forward are kept for the backward (`Ring(save_gathered_kv=True)`).
         layers: Of the chain.
         calls: Calls that are timed; the median counts.
         device: GPUs where there are any, or the CPU.
@@ -122,7 +122,7 @@ def bench_host(args: Host, session: Session) -> list[dict[str, Any]]:
     The backward is also split (`split_us`), in autograd's own thread and in the caller's; its operator is also called directly.
     """
     problem = args.problem(session.world_size)
-    ring = ringattn.Ring(keep_keys=args.keep)
+    ring = ringattn.Ring(save_gathered_kv=args.keep)
     sharding = ring.sharding(problem.seq_len, documents=problem.documents)
     q, k, v, do = draw_inputs(problem, sharding.shard_len, session.device)
 

@@ -237,7 +237,7 @@ def _memory_row(args: Memory, problem: Problem, who: str, ring: ringattn.Ring, s
     layout = best_layout(problem, ring.world_size) if args.layout == "best" else args.layout
     kind = "staged"
     if who in ("auto", "gathered", "kept") and session.device.type == "cuda":
-        kind = "kept" if ring.keep_keys else "gathered"
+        kind = "kept" if ring.save_gathered_kv else "gathered"
     boxes = BOXES if ring.transport.name == "copy_engine" else 0
     parts = predict_bytes(problem, ring.world_size, kind, layout, boxes=boxes)
     return {

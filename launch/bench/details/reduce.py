@@ -23,7 +23,7 @@ from ringattn.launch.bench.workloads import DTypeName
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.session import Session
 from ringattn.launch.runtime.timing import time_together
-from ringattn.transport.exchange import Exchange
+from ringattn.transport.reduce.base import PartialReducer
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Case:
 
     title: str
     facts: dict[str, Any]
-    make: Callable[[Exchange], Callable[[], list[Tensor]]]
+    make: Callable[[PartialReducer], Callable[[], list[Tensor]]]
     expect: Callable[[], dict[str, tuple[Tensor, float]]]
 
 
@@ -105,11 +105,11 @@ def finishing(args: Reduce, rows: int, session: Session) -> Case:
         o = torch.empty(b, 1, h, dv, dtype=DTYPES[args.dtype], device=device)
         return o, torch.empty(b, h, 1, device=device)
 
-    def make(exchange: Exchange) -> Callable[[], list[Tensor]]:
+    def make(exchange: PartialReducer) -> Callable[[], list[Tensor]]:
         o, lse = outputs(session.device)
 
         def call() -> list[Tensor]:
-            exchange.finish(splits, b, 1, h, dv, None, o, lse)
+            exchange.merge_partials(splits, b, 1, h, dv, None, o, lse)
             return [o, lse]
 
         return call
@@ -134,11 +134,11 @@ def summing(args: Reduce, rows: int, session: Session) -> Case:
     """Addends in fp32, as all ranks' shares of a product."""
     x = draw_numbers(session.rank, rows, args.hidden, torch.float32).to(session.device)
 
-    def make(exchange: Exchange) -> Callable[[], list[Tensor]]:
+    def make(exchange: PartialReducer) -> Callable[[], list[Tensor]]:
         out = torch.empty_like(x, dtype=DTYPES[args.dtype])
 
         def call() -> list[Tensor]:
-            exchange.sum(x, out)
+            exchange.all_reduce(x, out)
             return [out]
 
         return call
@@ -156,11 +156,11 @@ def gathering(args: Reduce, rows: int, session: Session) -> Case:
     dtype = DTYPES[args.dtype]
     x = draw_numbers(session.rank, rows, args.columns, dtype).to(session.device)
 
-    def make(exchange: Exchange) -> Callable[[], list[Tensor]]:
+    def make(exchange: PartialReducer) -> Callable[[], list[Tensor]]:
         out = x.new_empty(rows, session.world_size * args.columns)
 
         def call() -> list[Tensor]:
-            exchange.gather(x, out)
+            exchange.all_gather_columns(x, out)
             return [out]
 
         return call
@@ -192,9 +192,9 @@ def bench_reduce(args: Reduce, session: Session) -> list[dict[str, Any]] | None:
     rings = [ringattn.Ring()]
     if session.world_size > 1:
         rings.append(ringattn.Ring(transport="process_group"))
-    exchanges: dict[str, Exchange] = {}
+    exchanges: dict[str, PartialReducer] = {}
     for ring in rings:
-        exchange = ring.exchange(session.device)
+        exchange = ring.partial_reducer(session.device)
         exchanges.setdefault(exchange.choice.name, exchange)
         session.say(exchange)
     found: list[dict[str, Any]] = []

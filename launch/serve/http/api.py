@@ -489,11 +489,11 @@ class ResponseWriter:
 
     def _form(self, index: int) -> tuple[bytes, ...]:
         """Return the constant parts around the text, the tokens and the logprobs in all pieces of a choice."""
-        text, ids, logprobs = marks = [f"{self._common['id']} {x}" for x in range(3)]
+        text, ids, logprobs = events = [f"{self._common['id']} {x}" for x in range(3)]
         body: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
         body |= {"token_ids": ids} if self._with_ids else {}
         rest, form = sse_line(self._chunk(index, body, logprobs, None)), []
-        for mark in marks:
+        for mark in events:
             before, found, after = rest.partition(to_json(mark))
             form.append(before if found else b"")
             rest = after if found else before

@@ -190,7 +190,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             sharding, kv_sharding = self._find_shardings(query, key, row_dim, found, kv_sharding is not None)
         keys = sharding if kv_sharding is None else kv_sharding
         # what is refused here on one rank, others hear of
-        with sharding.ring.shared_refusals():
+        with sharding.ring.propagate_errors():
             key_bias, bias, causal = self._resolve_masks(
                 query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, keys
             )
@@ -203,7 +203,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                     )
         if not torch.compiler.is_compiling():
             # weights take a collective more, which no call shows
-            sharding.ring.agree_once("need_weights", f"{need_weights}")
+            sharding.ring.assert_equal_once("need_weights", f"{need_weights}")
         b, s, h, _ = q.shape
         wide = accumulation_dtype(q.dtype)
         dropout_p = self.dropout if self.training else 0.0
@@ -257,7 +257,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         ring = self._held.ring
         if ring is None and isinstance(sharding, Sharding):
             ring = sharding.ring
-        return nullcontext() if ring is None else ring.shared_refusals()
+        return nullcontext() if ring is None else ring.propagate_errors()
 
     def _find_shardings(
         self, query: Tensor, key: Tensor, dim: int, found: tuple[Sharding, Sharding | None] | None, given: bool

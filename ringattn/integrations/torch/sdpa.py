@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
     sharding, kv_sharding = found
     keys = sharding if kv_sharding is None else kv_sharding
     # what is refused here on one rank, others hear of
-    with sharding.ring.shared_refusals():
+    with sharding.ring.propagate_errors():
         is_causal, enable_gqa = resolve_flag("is_causal", is_causal), resolve_flag("enable_gqa", enable_gqa)
         dropout_p = resolve_real("dropout_p", dropout_p)
         _check_heads(query, key, value, enable_gqa)

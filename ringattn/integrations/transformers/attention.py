@@ -127,7 +127,7 @@ def attend(
     )
     lengths = key_bias = tokens = None
     # an error raised here on one rank is raised on the others too
-    with nullcontext() if ring is None else ring.shared_refusals():
+    with nullcontext() if ring is None else ring.propagate_errors():
         check_supported(others, "attention")
         if sharding is not None:
             check_supported(others, "sharded attention")

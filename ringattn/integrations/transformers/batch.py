@@ -78,7 +78,7 @@ def shard_batch(
         >>> part["labels"].tolist(), part["num_items_in_batch"].item()
         ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
-    with ring.shared_refusals():
+    with ring.propagate_errors():
         _check_entries(batch)
         tokens = batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
         b, n = tokens.shape[:2]
@@ -244,6 +244,6 @@ def _compare(tokens: Tensor, ring: Ring) -> None:
         return
     there = tokens.detach().contiguous().cpu().view(torch.uint8)
     text = f"{list(tokens.shape)} with checksum {zlib.crc32(there.numpy().tobytes()):08x}"
-    ring.agree("the tokens of a batch", text)
+    ring.assert_equal_across_ranks("the tokens of a batch", text)
     # not before: a rank whose batch was refused did not take part
     _compared[ring] = compared + 1

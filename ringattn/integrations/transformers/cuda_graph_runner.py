@@ -33,7 +33,7 @@ Note [All ranks alike]
 
 Note [A replay that does not end]
     A rank that dies leaves the others in a replay whose all-reduce never ends, and torch's watchdog does not see it. So after a
-    replay the host waits with a timeout (`Ring.wait`), before anything blocks to read the result. A caller that enqueues calls
+    replay the host waits with a timeout (`Ring.synchronize`), before anything blocks to read the result. A caller that enqueues calls
     before it reads earlier results waits so itself (`awaited=False`).
 """
 
@@ -53,7 +53,7 @@ from ringattn.inference import PagedKVCache, StaticBatch
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.inference.static_batch import max_blocks_after
 from ringattn.integrations.transformers.model_forward import forward_step, rms_difference
-from ringattn.transport.patience import Marks
+from ringattn.transport.timeout import EventPair
 
 LEAST_BLOCKS = 1024
 """Blocks of a request on one rank for which a first graph has room."""
@@ -75,7 +75,7 @@ class CaptureError(RuntimeError):
 class GraphCapturer(Protocol):
     """Captures a call so that it can be replayed at the same addresses."""
 
-    def capture(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
+    def capture(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], EventPair | None]]:
         """Capture a call, after calling it to warm up.
 
         Args:
@@ -103,7 +103,7 @@ class CUDAGraphCapturer:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Marks | None]]:
+    def capture(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], EventPair | None]]:
         """See `GraphCapturer.capture`."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -131,14 +131,14 @@ class CUDAGraphCapturer:
             raise CaptureError(f"{type(error).__name__}: {lines[0]}") from error
         current.wait_stream(self._stream)
         begun, ended = torch.cuda.Event(), torch.cuda.Event()
-        marks = Marks(begun, ended)
+        events = EventPair(begun, ended)
 
-        def replay() -> Marks:
+        def replay() -> EventPair:
             stream = torch.cuda.current_stream(self._device)
             begun.record(stream)
             graph.replay()
             ended.record(stream)
-            return marks
+            return events
 
         return out, replay
 
@@ -202,9 +202,9 @@ def capture_obstacle(model: nn.Module, cache: PagedKVCache) -> str | None:
     device = cache.device
     if device.type != "cuda":
         return f"graphs need a GPU, and the cache is in {device.type} memory"
-    exchange = cache.ring.exchange(device)
-    if not exchange.capturable:
-        return f"the exchange of partials can not be captured ({exchange})"
+    reducer = cache.ring.partial_reducer(device)
+    if not reducer.capturable:
+        return f"the exchange of partials can not be captured ({reducer})"
     elsewhere = sorted({str(x.device) for x in model.parameters() if x.device != device})
     if elsewhere:
         return f"the model has weights on {', '.join(elsewhere)} beside {device}"
@@ -275,7 +275,7 @@ class _Captured:
     tokens: Tensor
     wanted: range | Tensor
     logits: Tensor
-    replay: Callable[[], Marks | None]
+    replay: Callable[[], EventPair | None]
     kind: Callable[..., Any]
     checked: bool = False
 
@@ -382,7 +382,7 @@ class CUDAGraphRunner:
         Raises:
             ValueError: See `PagedKVCache.extend`.
             CacheFull: See `PagedKVCache.extend`.
-            RuntimeError: A rank did not join within the ring's timeout; of a replay see `Ring.wait`.
+            RuntimeError: A rank did not join within the ring's timeout; of a replay see `Ring.synchronize`.
         """
         b, new = tokens.shape
         captured = self._find(requests, new, last)
@@ -449,14 +449,14 @@ class CUDAGraphRunner:
 
     def _check_ring(self) -> None:
         """Raise if the ring has failed, which a replay does not check."""
-        self._cache.ring.exchange(self._cache.device).check()
+        self._cache.ring.partial_reducer(self._cache.device).check()
 
     def _replay(self, captured: _Captured, name: str, described: str) -> Tensor:
         """Return all logits of a call whose inputs are written (Note [A replay that does not end]); the texts are for errors."""
-        marks, ring = captured.replay(), self._cache.ring
+        events, ring = captured.replay(), self._cache.ring
         self._replays += 1
         if ring.world_size > 1 and (self._awaited or not captured.checked):
-            ring.wait(self._cache.device, marks=marks, what=f"replayed {name} {self._replays} ({described})")
+            ring.synchronize(self._cache.device, events=events, what=f"replayed {name} {self._replays} ({described})")
         return captured.logits
 
     def _find(self, requests: Sequence[int], new: int, last: int) -> _Captured | None:
@@ -517,7 +517,7 @@ class CUDAGraphRunner:
                 made = _Captured(step, tokens, wanted, logits, replay, kinds[-1])
             except CaptureError as error:
                 why = str(error)
-        if not cache.ring.least(int(made is not None)):
+        if not cache.ring.all_reduce_min(int(made is not None)):
             self._refuse(why or "another rank could not capture a call", own=bool(why))
             return None
         assert made is not None, "the least of all ranks is not more than this one's"
@@ -531,7 +531,7 @@ class CUDAGraphRunner:
         # NaN in both is equal
         difference, size = rms_difference(found.float().nan_to_num(), plain.float().nan_to_num())
         good = difference <= 4 * torch.finfo(plain.dtype).eps * size
-        captured.checked = bool(self._cache.ring.least(int(good)))
+        captured.checked = bool(self._cache.ring.all_reduce_min(int(good)))
         if captured.checked:
             return found
         self._graphs = {shape: one for shape, one in self._graphs.items() if one is not captured}

@@ -77,7 +77,7 @@ def compile_for_decode(model: PreTrainedModel, ring: Ring, *, backend: str | Cal
         for one in compiled:
             digest.update(one.digest.digest())
         try:
-            ring.agree("the output of compiled layers", digest.hexdigest())
+            ring.assert_equal_across_ranks("the output of compiled layers", digest.hexdigest())
         except ValueError as error:
             failure = str(error)
     if failure:

@@ -127,7 +127,7 @@ def run_step(model: nn.Module, step: ForwardBatch, tokens: Tensor, *, wanted: Se
         >>> run_step(model, step, torch.cat([prompt, other]), wanted=[1]).shape  # doctest: +SKIP
         torch.Size([1, 32000])
     """
-    with step.cache.ring.shared_refusals():
+    with step.cache.ring.propagate_errors():
         tokens = tokens[None] if tokens.dim() == 1 else tokens
         new = _new_tokens(step)
         if tuple(tokens.shape) != (step.batch, new):
@@ -273,7 +273,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def failure_on_any_rank(failure: str, ring: Ring) -> str:
     """Return this rank's failure, or that another rank has one; empty when none has. Collective over the ring."""
-    if ring.least(int(not failure)):
+    if ring.all_reduce_min(int(not failure)):
         return ""
     return failure or "another rank failed"
 

@@ -116,7 +116,7 @@ class RingCache(Cache):
         kv_dtype: torch.dtype | None = None,
         graphs: bool | GraphCapturer | None = None,
     ) -> None:
-        with ring.shared_refusals():
+        with ring.propagate_errors():
             for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}")
@@ -151,10 +151,12 @@ class RingCache(Cache):
         self._calling = False  # a call of the model has begun and has not ended
         self._forked = False  # sequences were repeated; different ranks may then hold their last pages
         self._unwrap: Callable[[], None] | None = None
-        with ring.shared_refusals():
+        with ring.propagate_errors():
             self._capturer = select_capturer(graphs, model, self.kv)
         # neither the cache nor every call compares these
-        ring.agree("a RingCache", f"max_tokens={max_tokens}, batch={batch}, CUDA graphs: {self._capturer is not None}")
+        ring.assert_equal_across_ranks(
+            "a RingCache", f"max_tokens={max_tokens}, batch={batch}, CUDA graphs: {self._capturer is not None}"
+        )
         # by number of layers (Note [Drafts]); made with the model's own forward, at the first call
         self._runners: dict[int, CUDAGraphRunner] = {}
 
@@ -209,7 +211,7 @@ class RingCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: a negative number of them, or, in older releases, all beyond a length."""
         length = self.get_seq_length()
-        with self.ring.shared_refusals():
+        with self.ring.propagate_errors():
             tokens_to_remove = int(tokens_to_remove)  # it may be a tensor
             if CROPS_BY_COUNT and tokens_to_remove > 0:
                 raise ValueError(
@@ -280,7 +282,7 @@ class RingCache(Cache):
     def _generate(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's own generate with this cache (Note [Same tokens on all ranks])."""
         kv = self._open()
-        with self.ring.shared_refusals():
+        with self.ring.propagate_errors():
             call = GenerateCall(self._model, args, kwargs, self.ring.world_size, self.get_seq_length())
             check_supported(call, "generate")
         if self.ring.world_size == 1:
@@ -288,7 +290,7 @@ class RingCache(Cache):
         given = {name: value for name, value in kwargs.items() if name not in _PER_RANK}
         text = _describe([*args, given, self._model.generation_config])
         digest = blake2b(text.encode(), digest_size=8).hexdigest()
-        self.ring.agree("what generate is called with", f"{text[:MAX_SHOWN]}, digest {digest}")
+        self.ring.assert_equal_across_ranks("what generate is called with", f"{text[:MAX_SHOWN]}, digest {digest}")
         _share_generators(self.ring, kv.device)
         self._compared = self._calling = False
         try:
@@ -297,7 +299,7 @@ class RingCache(Cache):
             if self._calling:
                 raise  # raised on all ranks, or published to them
             kv.consistency.discard()
-            self.ring.refuse(error)
+            self.ring.raise_on_all_ranks(error)
         kv.consistency.record("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
         kv.consistency.check_recorded("what generate returns")
         return out
@@ -430,7 +432,7 @@ class RingCache(Cache):
 
         Raises what is wrong, or differs between ranks.
         """
-        with self.ring.shared_refusals():
+        with self.ring.propagate_errors():
             paddings = self._read(given, name)
         if self.ring.world_size == 1:
             return paddings, True
@@ -452,7 +454,9 @@ class RingCache(Cache):
             int(_hash(x))
             for x in (new, torch.tensor(paddings, device="cpu"), *(() if positions is None else (positions,)))
         ]
-        self.ring.agree("what the model is called with", f"{text}, digests of tokens, padding and places {numbers}")
+        self.ring.assert_equal_across_ranks(
+            "what the model is called with", f"{text}, digests of tokens, padding and places {numbers}"
+        )
         self._compared = True
         return paddings, True
 
@@ -539,7 +543,7 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
     def call_without(cache: Any, /, *args: Any, **kwargs: Any) -> Any:
         if generating and cache is None:
             generating[-1]._calling = True
-            generating[-1].ring.refuse(
+            generating[-1].ring.raise_on_all_ranks(
                 NotImplementedError(
                     f"generation must hand the RingCache to every call of the model, got one of {type(model).__name__} without, "
                     "which drops a cache at this length to compute all tokens anew (Phi 3 and its kin do beyond "
@@ -559,7 +563,7 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
             return call_without(cache, *args, **kwargs)
         if cache._model is not model:
             cache._calling = True
-            cache.ring.refuse(
+            cache.ring.raise_on_all_ranks(
                 ValueError(
                     f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
                     f"another {type(cache._model).__name__}; make each model a RingCache of its own"

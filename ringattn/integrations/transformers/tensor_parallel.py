@@ -119,7 +119,7 @@ def _compare(modules: list[_Parallel], ring: Ring) -> str:
     failure = failure_on_any_rank(failure, ring)
     if not failure:
         try:
-            ring.agree("the output of tensor parallel modules", digest.hexdigest())
+            ring.assert_equal_across_ranks("the output of tensor parallel modules", digest.hexdigest())
         except ValueError as error:
             failure = str(error)
     return failure
@@ -254,14 +254,14 @@ class _RowParallelLinear(nn.Module):
 @untraced
 def _all_reduce(contributions: Tensor, dtype: torch.dtype, ring: Ring) -> Tensor:
     out = torch.empty(contributions.shape, dtype=dtype, device=contributions.device)
-    ring.exchange(out.device).sum(contributions, out)
+    ring.partial_reducer(out.device).all_reduce(contributions, out)
     return out
 
 
 @untraced
 def _all_gather(columns: Tensor, total: int, ring: Ring) -> Tensor:
     out = torch.empty(columns.shape[0], total, dtype=columns.dtype, device=columns.device)
-    ring.exchange(out.device).gather(columns, out)
+    ring.partial_reducer(out.device).all_gather_columns(columns, out)
     return out
 
 

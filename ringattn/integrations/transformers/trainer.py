@@ -51,10 +51,10 @@ class RingTrainer(Trainer):
         self.ring = collator.ring
         self._max_positions = max_learned_positions(self.model)
         self._loss_checked = False
-        with self.ring.shared_refusals():
+        with self.ring.propagate_errors():
             self._check_options()
         # ranks wait for each other when the model is wrapped, and would for one whose options were refused
-        self.ring.agree("the model of a RingTrainer", type(self.model).__name__)
+        self.ring.assert_equal_across_ranks("the model of a RingTrainer", type(self.model).__name__)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return Trainer's, with the same samples and worker seeds on all ranks of a ring."""
@@ -113,7 +113,7 @@ class RingTrainer(Trainer):
                 "prediction_loss_only must be True where ranks share a sequence, got False: logits and labels would be those of "
                 "shards, each in the order of its rows; set args.prediction_loss_only = True, or predict on one process"
             )
-            self.ring.refuse(error)
+            self.ring.raise_on_all_ranks(error)
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None and self.ring.world_size > 1:
             shares = self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)
@@ -144,7 +144,7 @@ class RingTrainer(Trainer):
                 losses.append(float(loss))
         # a rank without labels has a loss of 0, and passes
         halved = not abs(losses[0] - 2 * losses[1]) > abs(losses[0]) / 4
-        if not self.ring.least(int(halved)):
+        if not self.ring.all_reduce_min(int(halved)):
             raise NotImplementedError(
                 "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of "
                 f"{type(self.model).__name__}, which is averaged over the labels of each rank; train this model on one process, or "

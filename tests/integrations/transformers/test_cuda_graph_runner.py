@@ -306,7 +306,7 @@ def test_generation_by_replays_is_generation(pool: Pools) -> None:
 def hung(timeout: float) -> tuple[str, int, float]:
     """What `generate` says when its third replay does not end, whose pages it has then, and how long that took."""
     ring = Ring()
-    ring._patience._timeout = timeout
+    ring._bounded_wait._timeout = timeout
     model = make("llama", "ringattn", torch.float32).eval()
     recorder = Hung(good=2)
     with RingCache(model, ring, max_tokens=64, page_size=4, graphs=recorder) as cache:
@@ -342,13 +342,13 @@ def go_down(folder: str) -> None:
     from ringattn.launch.serve.engine import Engine
     from ringattn.launch.serve.sampling import Sampling
     from ringattn.launch.serve.scheduler import Request
-    from ringattn.transport import patience
+    from ringattn.transport import timeout
 
     descriptor = os.open(f"{folder}/{Ring().rank}", os.O_WRONLY | os.O_CREAT)
     for standard in (1, 2):
         os.dup2(descriptor, standard)
     cuda_graph_runner.select_capturer = lambda *_: Hung(good=1)  # pyright: ignore[reportAttributeAccessIssue]
-    patience.Patience.bound_s, run.FAREWELL_S = 0.3, 0.1  # pyright: ignore[reportAttributeAccessIssue]
+    timeout.BoundedWait.bound_s, run.FAREWELL_S = 0.3, 0.1  # pyright: ignore[reportAttributeAccessIssue]
     serve = Engine.run
 
     def ask_first(engine: Engine) -> None:

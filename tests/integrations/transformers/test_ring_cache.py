@@ -669,7 +669,7 @@ class Counted:
 
     def __init__(self, ring: Ring) -> None:
         self.count = 0
-        agreement: Any = ring._agreement
+        agreement: Any = ring._consensus
         for owner, name in ((agreement, "compare"), (ring, "gather"), (ring, "sum")):
             setattr(owner, name, self.counting(getattr(owner, name)))
 

@@ -13,7 +13,7 @@ from ringattn.plan.attention_spec import ScoreTensors, serialize
 from ringattn.plan.layouts import zigzag
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule.stepwise_backward import WantedGrads
-from ringattn.transport.base import Seat
+from ringattn.transport.base import RingContext
 from ringattn.transport.simulated import run_ranks
 
 
@@ -89,13 +89,13 @@ def test_dropout_seeds_that_differ_give_the_gradients_of_what_each_rank_dropped(
     q, k, v, do = torch.randn(4, 1, n, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     shardings = [Sharding(n, "zigzag", zigzag(n, world), rank) for rank in range(world)]
 
-    def run(seat: Seat) -> tuple[Tensor, Any]:
-        mine = shardings[seat.rank]
+    def run(context: RingContext) -> tuple[Tensor, Any]:
+        mine = shardings[context.rank]
         text = serialize(mine, softmax_scale=0.25, causal=True, dropout_p=0.4, impl="eager")
         local = mine.shard(q), mine.shard(k), mine.shard(v)
-        plan, score = resolve_simulated(*local, ScoreTensors(), 5 + seat.rank, seat, text)
-        o, lse, _ = run_forward(*local, score, plan, seat)
-        return o, run_backward(mine.shard(do), None, *local, o, lse, score, plan, seat, WantedGrads())
+        plan, score = resolve_simulated(*local, ScoreTensors(), 5 + context.rank, context, text)
+        o, lse, _ = run_forward(*local, score, plan, context)
+        return o, run_backward(mine.shard(do), None, *local, o, lse, score, plan, context, WantedGrads())
 
     with torch.no_grad():
         parts = run_ranks(world, run)

@@ -1,6 +1,6 @@
 """The one-shot exchange of several ranks in one process: what is stored where, who reads what, and who gives up.
 
-The interpreter runs one program at a time and knows no inline assembly. So `meet` is a function of this file: it sets the flags
+The interpreter runs one program at a time and knows no inline assembly. So `barrier` is a function of this file: it sets the flags
 and looks at them once. A launch of all ranks is made twice, first to store and set flags, then, with the numbers of the launches
 put back, to find everything there.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.contract.test_packed import Sizes
-from tests.test_exchange import add, assert_bits, draw, draw_bits, draw_shares, simulate
+from tests.transport.test_reduce import add, assert_bits, draw, draw_bits, draw_shares, simulate
 
 SLOT = 4096
 Found = TypeVar("Found")
@@ -55,7 +55,7 @@ class Ranks:
         shared = [x.data_ptr() for x in (*self.boxes, *self.controls)]
         self.tables = [torch.tensor([*shared, errors.data_ptr()]) for errors in self.errors]
 
-    def meet(
+    def barrier(
         self,
         controls: Any,
         flags: Any,
@@ -133,7 +133,7 @@ def make_ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def make(ranks: int) -> Ranks:
         made = Ranks(ranks)
-        monkeypatch.setattr(one_shot_triton, "meet", made.meet)
+        monkeypatch.setattr(one_shot_triton, "meet", made.barrier)
         return made
 
     return make

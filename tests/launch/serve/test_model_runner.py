@@ -230,7 +230,11 @@ def test_what_a_failed_exchange_leaves_is_a_token_to_the_next_step(monkeypatch: 
     model_runner = ModelRunner(served.model, cache, 4, False)
     scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, max_waiting=1, keep=False)
     scheduler.add(requests()[:1])
-    monkeypatch.setattr(type(cache.ring.exchange(CPU)), "gather", lambda self, x, out: out.view(torch.int64).fill_(-1))
+    monkeypatch.setattr(
+        type(cache.ring.partial_reducer(CPU)),
+        "all_gather_columns",
+        lambda self, x, out: out.view(torch.int64).fill_(-1),
+    )
     plan = scheduler.plan()
     assert plan is not None
     assert plan.wanted

@@ -1,0 +1,338 @@
+"""What one rank holds for its ring: memory that only grows, and what was made ready for it.
+
+Owns making buffers and stations, giving up what they outgrow, telling the watch of every address that its way out must know, and
+the table of what earlier calls have made. Refuses to know what is enqueued, and what a program says.
+
+Note [Seen before]
+    Whatever follows from shapes and plans alone is made at first sight: programs, views, tables of addresses. A later call
+    finds it by one look into a table and enqueues it: a gather costs the host four driver calls and a launch, a homecoming that
+    begins with it one more, a post one driver call per copy and one or two more. Growing buffers forget
+    the table, so what is found there fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.kv.pack import Cleared
+from ringattn.transport.copy_engine.graph_cache import GraphCache
+from ringattn.transport.copy_engine.peer_buffers import PAYLOAD_ALIGNMENT, PeerBuffer, RemoteKVBuffer
+from ringattn.transport.copy_engine.semaphores import Semaphores
+from ringattn.transport.copy_engine.streams import Streams
+from ringattn.transport.copy_engine.symmetric_memory import Memory, aligned
+from ringattn.transport.copy_engine.watchdog import DEVICE_INTS, ERROR, GATE, HOST_INTS, PROCEED, Watchdog
+
+T = TypeVar("T")
+S = TypeVar("S", bound=PeerBuffer)
+
+MAX_PROGRAMS = 256
+"""Constant programs that a ring keeps."""
+PAYLOADS = 16
+"""Tensors of one kind that one post may send beyond what it reserved, as padding."""
+PLAIN, REPLIES = KINDS = range(2)
+"""Kinds of parcels; each has outboxes of its own."""
+BOX_NAMES = ("outboxes", "outboxes of replies")
+
+
+@dataclass(eq=False)
+class ZeroCopyKV:
+    """A slot that the caller fills itself, or that rows of another node come into.
+
+    Attributes:
+        slot: `b rows hk (d + dv)`.
+        k: The keys in it, of this rank's rows.
+        v: Likewise the values.
+        infos: Keys of what was made for it (`RankBuffers.keep`).
+    """
+
+    slot: Tensor
+    k: Tensor
+    v: Tensor
+    infos: set[Any] = field(default_factory=set)
+
+
+outside_inference_mode = torch.inference_mode(False)
+"""Decorates what makes tensors that outlive a call: a call outside of inference mode must be able to write and to save them."""
+
+
+class RankBuffers:
+    """What a rank holds. A base and not a part of what calls are made on: these come many times per step, and look up little.
+
+    Args:
+        rank: This rank within the ring.
+        members: The ranks of the ring that reach each other's memory, in the order of the regions' addresses: all, or those
+            of a node.
+        name: The ring's name.
+        streams: The way to the device.
+        memory: Where regions come from.
+        timeout: Seconds that the ring may stand still.
+
+    Attributes:
+        watchdog: What looks after the ring.
+        semaphores: What programs of this rank say beside rows.
+    """
+
+    @outside_inference_mode
+    def __init__(
+        self, rank: int, members: Sequence[int], name: str, streams: Streams, memory: Memory, timeout: float
+    ) -> None:
+        self._rank = rank
+        self._members = tuple(members)
+        self._name = name
+        self.streams = streams
+        self._memory = memory
+        self._timeout = timeout
+        # the watch comes first: it says what is missing. Twice as long: also without it a kernel ends
+        self._timeout_ns = int(2 * timeout * 1e9)
+        self._host = memory.pinned_ints(HOST_INTS)
+        self._control = memory.region(aligned(4 * DEVICE_INTS), "words")
+        control = self._control.local[: 4 * DEVICE_INTS].view(torch.int32)
+        control[[GATE, PROCEED]] = 1
+        self._error = control[ERROR : ERROR + 1]
+        memory.barrier("words begin")
+        place = self._members.index(rank)
+        device = tuple(self._control.addresses[place] + 4 * i for i in range(DEVICE_INTS))
+        self.watchdog = Watchdog(rank, name, self._host, device, streams, timeout)
+        others = [address for other, address in enumerate(self._control.addresses) if other != place]
+        self.watchdog.recovery.gates.update(address + 4 * GATE for address in others)
+        self.watchdog.recovery.errors.update(address + 4 * ERROR for address in others)
+        self.semaphores = Semaphores(rank, self._members, device, self._host.data_ptr(), streams, self.watchdog)
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=memory.device)
+        self._stretches: OrderedDict[tuple[tuple[int, int], ...], Tensor] = OrderedDict()
+        self._programs: OrderedDict[Any, Any] = OrderedDict()
+        self._captured = False
+        self._reset()
+
+    def _reset(self) -> None:
+        """Holds nothing: at the beginning, and when all is given up."""
+        self._programs.clear()
+        self._graphs = GraphCache()
+        self._remote_buffers: list[RemoteKVBuffer] = []
+        self._grad_buffers: list[PeerBuffer] = []
+        self._boxes: tuple[list[PeerBuffer], ...] = tuple([] for _ in KINDS)
+        self._reserved = [0 for _ in KINDS]
+        self._zero_copy: dict[tuple[str, tuple[Any, ...]], ZeroCopyKV] = {}
+        self._zero_copy_at: dict[int, ZeroCopyKV] = {}  # by the address of their memory
+        self._slot = self._flags = self._local_grads = self._nothing
+        self._shard_buffers = [self._nothing, self._nothing]
+        self._raised: dict[int, Tensor] = {}  # by head groups: flags of rows that are there
+        self._remote_layout: object = None  # of the gather whose guard rows are zero in far
+        here = self.watchdog.recovery
+        semaphores = here.reusable, here.ready, here.turn, here.grad_return
+        for known in (*semaphores, here.flags, here.raised, here.local_grads, here.received, here.kept):
+            known.clear()
+
+    def num_bytes(self) -> int:
+        """Bytes of device memory held now."""
+        zero_copy = (zero_copy.slot for zero_copy in self._zero_copy.values())
+        local = (self._slot, self._flags, self._local_grads, *self._shard_buffers, *zero_copy, *self._raised.values())
+        peer_buffers = sum(peer_buffer.region.local.numel() for peer_buffer in self._peer_buffers())
+        return peer_buffers + self.streams.graph_bytes() + sum(x.untyped_storage().nbytes() for x in local)
+
+    def find(self, key: Any) -> Any:
+        """What an earlier call has made (Note [Seen before]); None: nothing.
+
+        Args:
+            key: What that follows from.
+        """
+        found = self._programs.get(key)
+        if found is not None:
+            self._programs.move_to_end(key)
+        return found
+
+    def keep(self, key: Any, made: T) -> T:
+        """Remembers it, and hands it back.
+
+        Args:
+            key: What it follows from.
+            made: What was made.
+        """
+        self._programs[key] = made
+        if len(self._programs) > MAX_PROGRAMS:
+            _, old = self._programs.popitem(last=False)
+            self._retire(old)
+        return made
+
+    def _forget_programs(self) -> None:
+        self._retire(list(self._programs.values()))
+        self._programs.clear()
+        self._graphs.clear()
+
+    def _retire(self, old: Any) -> None:
+        """Lets go, unless a captured graph may use it (Note [Old memory] of symmetric_memory.py)."""
+        if self._captured:
+            self.watchdog.recovery.kept.append(old)
+
+    def _refuse_in_capture(self, what: str) -> None:
+        if self.streams.capturing():
+            raise RuntimeError(
+                f"{what} must have its buffers before a capture begins, got a larger or new shape in a capture; "
+                "make the same call once before capturing it"
+            )
+
+    def _peer_buffers(self) -> list[PeerBuffer]:
+        """Wherever rows wait for peers or come from them."""
+        return [*self._remote_buffers, *self._grad_buffers, *chain(*self._boxes)]
+
+    @outside_inference_mode
+    def _grow(
+        self, kind: list[S], num_bytes: int, what: str, make: Callable[..., S] = PeerBuffer, turns: int = 2
+    ) -> list[S]:
+        """The stations of a kind, at least so large. `num_bytes` is the same on all ranks, and so is growing."""
+        if not kind or kind[0].num_bytes < num_bytes:
+            self._refuse_in_capture(what)
+            if kind:
+                # whoever still reads the old ones is let finish, on all ranks
+                self._memory.barrier(f"{what} grow")
+                for peer_buffer in kind:
+                    self._forget(peer_buffer)
+            self._forget_programs()
+            kind[:] = [make(self._memory, self._members, num_bytes, f"{what} {turn}") for turn in range(turns)]
+            for peer_buffer in kind:
+                self._know(peer_buffer)
+        return kind
+
+    def _know(self, peer_buffer: PeerBuffer) -> None:
+        here, me, peers = self.watchdog.recovery, self._rank, self.semaphores.peers
+        (here.turn if isinstance(peer_buffer, RemoteKVBuffer) else here.reusable).update(
+            peer_buffer.reusable(me, peer) for peer in peers
+        )
+        ready = here.grad_return if peer_buffer in self._grad_buffers else here.ready
+        ready.update(peer_buffer.ready(me, peer, g) for peer in peers for g in range(peer_buffer.groups))
+
+    def _forget(self, peer_buffer: PeerBuffer) -> None:
+        if self._captured:
+            self._retire(peer_buffer)
+            return
+        here = self.watchdog.recovery
+        for peer in self.semaphores.peers:
+            for addresses in (here.reusable, here.turn):
+                addresses.discard(peer_buffer.reusable(self._rank, peer))
+            for addresses in (here.ready, here.grad_return):
+                addresses.difference_update(peer_buffer.ready(self._rank, peer, g) for g in range(peer_buffer.groups))
+
+    @outside_inference_mode
+    def _local(self, old: Tensor, num_bytes: int, known: set[tuple[int, int]] | None, unit: int) -> Tensor:
+        """A plain buffer of at least so many bytes; the old one where it is large enough."""
+        if old.numel() >= num_bytes:
+            return old
+        self._refuse_in_capture("a buffer")
+        if old.numel():
+            self.streams.synchronize()
+            self._forget_programs()
+            if self._captured:
+                self._retire(old)
+            elif known is not None:
+                known.discard((old.data_ptr(), old.numel() // unit))
+        new = torch.empty(aligned(num_bytes), dtype=torch.uint8, device=self._memory.device)
+        if known is not None:
+            known.add((new.data_ptr(), new.numel() // unit))
+        return new
+
+    def _make_remote_buffer(self, num_bytes: int) -> RemoteKVBuffer:
+        before = self._remote_buffers[:]
+        (remote,) = self._grow(
+            self._remote_buffers, num_bytes, "far", functools.partial(RemoteKVBuffer, self._rank), turns=1
+        )
+        if remote not in before:
+            self._remote_layout = None
+        return remote
+
+    def _make_grad_buffers(self, num_bytes: int) -> list[PeerBuffer]:
+        return self._grow(self._grad_buffers, len(self.semaphores.peers) * aligned(num_bytes), "homes")
+
+    def _make_boxes(self, kind: int, num_bytes: int) -> None:
+        self._grow(self._boxes[kind], aligned(num_bytes + PAYLOADS * PAYLOAD_ALIGNMENT), BOX_NAMES[kind])
+        self._reserved[kind] = num_bytes
+
+    def _make_slot(self, num_bytes: int) -> Tensor:
+        self._slot = self._local(self._slot, num_bytes, None, 1)
+        return self._slot
+
+    def _make_shard_buffer(self, turn: int, num_bytes: int) -> Tensor:
+        before = self._shard_buffers[turn]
+        flat = self._shard_buffers[turn] = self._local(before, num_bytes, None, 1)
+        if flat is not before:
+            self._zero_copy_at.pop(before.untyped_storage().data_ptr(), None)
+        return flat
+
+    def _make_local_grads(self, num_bytes: int) -> Tensor:
+        self._local_grads = self._local(self._local_grads, num_bytes, self.watchdog.recovery.local_grads, 1)
+        return self._local_grads
+
+    def _make_flags(self, groups: int) -> Tensor:
+        """`groups world_size` flags of rows that are to come."""
+        count = groups * len(self._members)
+        self._flags = self._local(self._flags, 4 * count, self.watchdog.recovery.flags, 4)
+        return self._flags.view(torch.int32)[:count].view(groups, len(self._members))
+
+    @outside_inference_mode
+    def _make_raised(self, groups: int) -> Tensor:
+        """Likewise of rows that are there."""
+        self._refuse_in_capture("save_gathered_kv")
+        self.watchdog.check()
+        flags = torch.ones(groups, len(self._members), dtype=torch.int32, device=self._memory.device)
+        self.watchdog.recovery.raised.add((flags.data_ptr(), flags.numel()))
+        self._raised[groups] = flags
+        return flags
+
+    def _make_cleared(
+        self, flags: Tensor, remote: Tensor, stretches: tuple[tuple[int, int], ...]
+    ) -> tuple[Cleared, Cleared]:
+        """What is cleared without stretches of far, and with them."""
+        there = self._stretches.get(stretches)
+        if there is None:
+            self._refuse_in_capture("guards")
+            there = torch.tensor(stretches, dtype=torch.int32, pin_memory=flags.is_cuda, device="cpu").to(
+                flags.device, non_blocking=True
+            )
+            self._stretches[stretches] = there
+            if len(self._stretches) > MAX_PROGRAMS:
+                self._retire(self._stretches.popitem(last=False)[1])
+        else:
+            self._stretches.move_to_end(stretches)
+        longest = max(end - start for start, end in stretches)
+        without = Cleared(flags, self._error, remote, there, longest, stretches=False)
+        return without, dataclasses.replace(without, stretches=True)
+
+    def _make_saved(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._memory.device)
+
+    @outside_inference_mode
+    def _make_zero_copy(self, key: tuple[str, tuple[Any, ...]], mine: int) -> ZeroCopyKV:
+        name, (shape, d, dtype) = key
+        self._refuse_in_capture(f"kv_buffer {name!r}")
+        self._graphs.clear()  # they know these addresses as other tensors, or as a slot that goes
+        for old in [other for other in self._zero_copy if other[0] == name]:
+            self.streams.synchronize()
+            gone = self._zero_copy.pop(old)
+            del self._zero_copy_at[gone.slot.untyped_storage().data_ptr()]
+            self._retire((gone, [self._programs.pop(key, None) for key in gone.infos]))
+        slot = torch.empty(shape, dtype=dtype, device=self._memory.device)
+        zero_copy = self._zero_copy[key] = ZeroCopyKV(slot, slot[:, :mine, :, :d], slot[:, :mine, :, d:])
+        self._zero_copy_at[slot.untyped_storage().data_ptr()] = zero_copy
+        return zero_copy
+
+    def _find_zero_copy(self, k: Tensor, v: Tensor) -> ZeroCopyKV | None:
+        zero_copy = self._zero_copy_at.get(k.untyped_storage().data_ptr())
+        return zero_copy if zero_copy is not None and _same(k, zero_copy.k) and _same(v, zero_copy.v) else None
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    # an empty tensor has no address, but it has a storage
+    return bool(
+        x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+        and x.storage_offset() == y.storage_offset()
+        and x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.dtype == y.dtype
+    )

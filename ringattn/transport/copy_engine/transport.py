@@ -1,0 +1,720 @@
+"""Shards between the GPUs of one host by copy engine: whoever owns keys pushes them into the memory of who reads them.
+
+Owns the calls: what each enqueues on which stream and in which order, what it leaves open, and how that is joined. Refuses to
+know devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU, in any interleaving. Which
+words are said and waited for, and which bytes are copied, is in constant programs (kv_gather.py, grad_return.py,
+send_recv.py); where they lie in peer_buffers.py and semaphores.py; who makes room for them in buffers.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.interface import ReadyFlags
+from ringattn.kernels.kv.pack import pack
+from ringattn.plan.ring_plan import GatherPlan
+from ringattn.transport.base import Done, GradMessage, GradReturn, KVGatherHandle, Message, Transport, Work
+from ringattn.transport.consensus import RankConsensus
+from ringattn.transport.copy_engine.buffers import (
+    KINDS,
+    PLAIN,
+    REPLIES,
+    RankBuffers,
+    ZeroCopyKV,
+    outside_inference_mode,
+)
+from ringattn.transport.copy_engine.grad_return import CombinedPrograms, GradReturnPrograms, grad_return_programs
+from ringattn.transport.copy_engine.graph_cache import SEEN, CachedCall
+from ringattn.transport.copy_engine.kv_gather import Bias, GatherMemory, GatherPrograms, gather_programs, pad_rows
+from ringattn.transport.copy_engine.peer_buffers import MOST_GROUPS, padded, view_bytes
+from ringattn.transport.copy_engine.send_recv import SendRecvPrograms, send_recv_programs
+from ringattn.transport.copy_engine.streams import Program, Streams
+from ringattn.transport.copy_engine.symmetric_memory import Memory
+from ringattn.transport.copy_engine.watchdog import POSTS
+from ringattn.transport.copy_engine.watched_transport import WatchedTransport
+from ringattn.transport.reduce.one_shot import OneShotReducer
+
+AIMED = 256
+"""Addresses of kept rows for which one gather has its copies ready."""
+RECEIVED = 256
+"""Tensors that posts received into which the way out of a failure remembers."""
+
+
+class CopyEngineTransport(RankBuffers, Transport):
+    """One rank's end: the calls on what it holds. Takes the arguments of `RankBuffers`.
+
+    Args:
+        start_watchdog: Start the thread of the watchdog.
+        sm_margin: See `KVGather.sm_margin`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: Sequence[int],
+        name: str,
+        streams: Streams,
+        memory: Memory,
+        timeout: float,
+        *,
+        start_watchdog: bool = True,
+        sm_margin: int = 0,
+    ) -> None:
+        super().__init__(rank, members, name, streams, memory, timeout)
+        self.sm_margin = sm_margin
+        self._grad_turn = self._post_turn = 0
+        self._posted = 0
+        self._kept: list[Any] | None = None  # by the graph that is being captured, so that it lives as long
+        self._stream: int | None = None
+        self._handle: CopyEngineGather | None = None
+        self._grad_return: CopyEngineGradReturn | None = None
+        self._posts: list[CopyEngineWork | None] = [None] * POSTS
+        if start_watchdog:
+            self.watchdog.start()
+
+    def __del__(self) -> None:
+        watchdog = getattr(self, "watch", None)
+        if watchdog is not None:
+            watchdog.stop()
+
+    def kv_gather(self) -> CopyEngineTransport:
+        """See `Transport.kv_gather`."""
+        return self
+
+    def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
+        """See `KVGather.reserve_gather`."""
+        remote_capacity = self._remote_buffers[0].num_bytes if self._remote_buffers else 0
+        shard_capacity = min(x.numel() for x in self._shard_buffers) if remote_shards else slot_bytes
+        if slot_bytes > min(self._slot.numel(), shard_capacity) or remote_bytes > remote_capacity:
+            self._enter()
+            self._make_slot(slot_bytes)
+            for turn in range(2 * remote_shards):
+                self._make_shard_buffer(turn, slot_bytes)
+            self._make_remote_buffer(remote_bytes)
+
+    def gather(
+        self,
+        k: Tensor,
+        v: Tensor,
+        gather_plan: GatherPlan,
+        groups: int,
+        what: str,
+        *,
+        key_bias: Tensor | None = None,
+        keep: bool = False,
+        grad_return: GradReturn | None = None,
+    ) -> KVGatherHandle:
+        """See `KVGather.gather`."""
+        assert key_bias is None or not keep, "what is kept has no room for a bias"
+        assert grad_return is None or isinstance(grad_return, CopyEngineGradReturn), "a homecoming of this transport"
+        stream, capturing = self._enter()
+        # what was lent has no room for a bias either: such keys are packed like others
+        zero_copy = self._find_zero_copy(k, v) if self._zero_copy_at and key_bias is None else None
+        of_bias = None if key_bias is None else key_bias.dtype
+        # a captured call is launched again without coming here, and keeps its name
+        how = what if self._kept is not None else capturing
+        key = (id(gather_plan), k.shape, k.dtype, v.shape[-1], groups, id(zero_copy), how, keep, of_bias)
+        found: GatherPrograms | None = self.find(key)
+        if found is None:
+            found = self.keep(key, self._prepare_gather(k, v, gather_plan, groups, zero_copy, what, of_bias, keep=keep))
+            if zero_copy is not None:
+                zero_copy.infos.add(key)
+            if grad_return is not None:
+                self.keep(grad_return.key, grad_return.plans)  # which growing for the gather has forgotten
+        found.info.what = found.pushing.what = what
+        if self._kept is not None:
+            self._kept.append(found)
+
+        launch, streams = self.streams.launch, self.streams
+        remote, flag_program, saved = found.remote[0], found.flag_program, None
+        combined = None if grad_return is None else grad_return.plan.beside(found, streams)
+        start = found.start if combined is None else combined.start
+        places = []
+        if self._captured or (found.layout is not self._remote_layout and found.layout != self._remote_layout):
+            places.append(remote)
+        if keep:
+            saved = self._make_saved(tuple(remote.shape), k.dtype)
+            flag_program = self._aimed(found, saved.data_ptr())
+            places.append(saved)
+        if not found.starts_last:
+            launch(start, stream)
+        if found.opening is not None:
+            streams.order(stream, streams.copy_stream)
+            launch(found.opening, streams.copy_stream)
+        cleared = None
+        if found.cleared is not None:
+            cleared = found.cleared[remote is next(iter(places), None)]
+            places = [place for place in places if place is not remote]
+        for place in places:
+            for first, last in found.pad_rows:
+                streams.call(place[:, first:last].zero_)
+        self._remote_layout = found.layout
+        if found.packed is not None:
+            slot = found.packed
+            streams.call(lambda: pack(slot, k, v, cleared))
+        if found.bias is not None and key_bias is not None:
+            for target in found.bias[:2]:
+                if target is not None:
+                    streams.call(functools.partial(target.copy_, key_bias))
+        if found.starts_last:
+            launch(start, stream)
+        if found.push is not None:
+            if capturing:
+                streams.order(stream, streams.copy_stream)
+            launch(found.push, streams.copy_stream)
+        # behind the push: where they share a queue, nobody's rows wait for those of others
+        if flag_program is not None:
+            if capturing:
+                streams.order(stream, streams.flag_stream)
+            launch(flag_program, streams.flag_stream)
+        self._handle = handle = CopyEngineGather(self, found, saved, flagged=flag_program is not None)
+        if grad_return is not None and combined is not None:
+            grad_return.begin_with(handle, combined)
+        return handle
+
+    def remote_shard_buffer(
+        self,
+        turn: int,
+        shape: tuple[int, int, int],
+        rows: int,
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        """See `KVGather.remote_shard_buffer`."""
+        del device  # that of this transport
+        self._enter()
+        key = ("guest", turn, shape, rows, dims, dtype)
+        found: ZeroCopyKV | None = self.find(key)
+        if found is None:
+            found = self.keep(key, self._prepare_shard_buffer(turn, (*shape, sum(dims)), rows, dims[0], dtype))
+        self._zero_copy_at[found.slot.untyped_storage().data_ptr()] = found
+        return found.slot[:, :rows]
+
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags | None:
+        """See `KVGather.saved_ready_flags`."""
+        del device  # that of this transport
+        if not gather_plan.recvs:
+            return None
+        flags = self._raised.get(groups)
+        if flags is None:
+            flags = self._make_raised(groups)
+        return ReadyFlags(flags, self._error, self._timeout_ns)
+
+    def grad_return(
+        self,
+        shape: tuple[int, int, int],
+        gather_plan: GatherPlan,
+        device: torch.device,
+        what: str,
+        *,
+        biased: bool = False,
+    ) -> GradReturn:
+        """See `KVGather.grad_return`."""
+        del device  # that of this transport
+        if self._grad_return is not None:
+            self._grad_return.receive()
+            self._grad_return.close()
+        key = (id(gather_plan), shape, biased)
+        plans: tuple[GradReturnPrograms, GradReturnPrograms] | None = self.find(key)
+        if plans is None:
+            self._enter()
+            plans = self.keep(key, self._prepare_grad_return(gather_plan, shape, what, biased=biased))
+        plans[self._grad_turn].info.what = what
+        if self._kept is not None:
+            self._kept.append(plans)
+        return CopyEngineGradReturn(self, key, plans)
+
+    def repeat(
+        self,
+        key: tuple[Hashable, ...],
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        enqueue: Callable[[], object],
+        held: tuple[Any, ...],
+    ) -> None:
+        """See `KVGather.repeat`, and Note [Graph cache] of graph_cache.py."""
+        _, capturing = self._enter()
+        if capturing or self._grad_return is not None:
+            enqueue()
+            return
+        known = self._graphs.find(key, given, made, held)
+        graph = self._graph_of(known, enqueue) if known.can_capture and known.seen >= SEEN else None
+        if graph is not None:
+            self._graphs.launched += 1
+            self.streams.launch(graph, self.streams.main())
+            return
+        turn = self._grad_turn
+        enqueue()
+        known.seen = min(known.seen + 1, SEEN)
+        known.layout, known.takes_turn = self._remote_layout, self._grad_turn != turn
+
+    def _graph_of(self, known: CachedCall, enqueue: Callable[[], object]) -> Program | None:
+        """The graph of a call, made now or found; updates the state that the call changes. None: it cannot be captured."""
+        turn, layout = self._grad_turn, self._remote_layout
+        clears = self._captured or (known.layout is not layout and known.layout != layout)
+        which = clears, turn if known.takes_turn else 0
+        found = known.graphs.get(which)
+        if found is not None:
+            self._remote_layout, self._grad_turn = known.layout, 1 - turn if known.takes_turn else turn
+            return found[0]
+        if not self._graphs.may_capture():
+            return None
+        kept: list[Any] = []
+        self._kept, graph = kept, None
+        try:
+            graph = self.streams.record(lambda: kept.append(enqueue()))
+        except RuntimeError:
+            pass  # piece by piece the call may succeed, or raise the error again
+        finally:
+            self._kept = None
+            if graph is None:
+                # nothing of it has run
+                known.can_capture = False
+                self._grad_turn, self._remote_layout = turn, layout
+                self._handle = self._grad_return = None
+        if graph is not None:
+            known.graphs[which] = graph, kept
+            self._graphs.captured += 1
+        return graph
+
+    def one_shot(self, consensus: RankConsensus, why: str) -> OneShotReducer:
+        """An exchange through memory that is mapped as this transport's is. Every member calls it.
+
+        Args:
+            consensus: How ranks compare.
+            why: Why this exchange was chosen.
+        """
+        return OneShotReducer(
+            self._members.index(self._rank),
+            len(self._members),
+            self._name,
+            self.streams,
+            self._memory,
+            consensus,
+            self.watchdog,
+            self._timeout,
+            why,
+        )
+
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+        """See `Transport.reserve`."""
+        for kind, size in zip(KINDS, (num_bytes, replies), strict=True):
+            if size > self._reserved[kind]:
+                self._enter()
+                self._make_boxes(kind, size)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
+        """See `Transport.post`, and Note [A post] of send_recv.py."""
+        out, into = self._payloads(sends, what), self._payloads(receives, what)
+        if len({kind for _, kind in out}) < len(out):
+            raise RuntimeError(
+                f"ring rank {self._rank}: {what}: a post must send parcels of one kind to one peer at most, got ring ranks "
+                f"{[peer for peer, _ in out]}; make more posts"
+            )
+        turn = self._post_turn
+        self._post_turn = 1 - turn
+        if not out and not into:
+            return Done()
+        stream, capturing = self._enter()
+        index = next((i for i, pending in enumerate(self._posts) if pending is None), None)
+        if index is None:  # the oldest is joined a little early
+            oldest = min((pending for pending in self._posts if pending is not None), key=lambda pending: pending.order)
+            oldest.wait()
+            index = oldest.index
+        key = (tuple(out), tuple(into), turn, index, capturing)
+        found: SendRecvPrograms | None = self.find(key)
+        if found is None:
+            boxes = {kind: self._boxes[kind][turn] for _, kind in (*out, *into)}
+            found = self.keep(key, send_recv_programs(self.semaphores, boxes, tuple(out), tuple(into), index, what))
+        found.info.what = what
+        streams = self.streams
+        streams.launch(found.begin, stream)
+        for box, messages in zip(found.boxes, out.values(), strict=True):
+            for _, address, num_bytes in messages:
+                streams.copy(box, address, num_bytes, stream)
+                box += padded(num_bytes)
+        streams.launch(found.end, stream)
+        if not into:
+            return Done()
+        if capturing:
+            streams.order(stream, streams.copy_stream)
+        copy_stream, received = streams.copy_stream, self.watchdog.recovery.received
+        for program, box, messages in zip(found.copy_programs, found.sources, into.values(), strict=False):
+            streams.launch(program, copy_stream)
+            for x, address, num_bytes in messages:
+                if (address, num_bytes) not in received:
+                    self._remember_received(x, address, num_bytes)
+                streams.copy(address, box, num_bytes, copy_stream)
+                box += padded(num_bytes)
+        streams.launch(found.copy_programs[-1], copy_stream)
+        self._posted += 1
+        pending = CopyEngineWork(self, index, found, self._posted)
+        self._posts[index] = pending
+        return pending
+
+    def watch_transport(self, link: Transport) -> Transport:
+        """A link between nodes whose waits the watch over this node sees and names.
+
+        Args:
+            link: What crosses.
+        """
+        return WatchedTransport(self, link)
+
+    def zero_copy_kv(
+        self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """A slot that the caller fills itself, so that a gather of exactly these tensors packs nothing.
+
+        Joins a gather that the caller has left open, so that nobody reads what was there before.
+
+        Args:
+            name: Which slot.
+            batch: Batch elements.
+            rows: Rows of the longest shard.
+            mine: Rows of this rank's shard.
+            heads: Key heads.
+            dims: Head dims of k and of v.
+            dtype: Of both.
+
+        Returns:
+            K `b t hk d` and v `b t hk dv`, views of one buffer.
+        """
+        self._enter()
+        d, dv = dims
+        shape = (batch, rows, heads, d + dv)
+        key = (name, (shape, d, dtype))
+        zero_copy = self._zero_copy.get(key)
+        if zero_copy is None:
+            zero_copy = self._make_zero_copy(key, mine)
+        if zero_copy.k.shape[1] != mine:
+            # another sharding of as many rows on the longest shard
+            zero_copy.k, zero_copy.v = zero_copy.slot[:, :mine, :, :d], zero_copy.slot[:, :mine, :, d:]
+        return zero_copy.k, zero_copy.v
+
+    @property
+    def graph_launches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See `Transport`, and Note [Graph cache] of graph_cache.py."""
+        return self._graphs.launched
+
+    def check(self) -> None:
+        """See `Transport.check`."""
+        self.watchdog.check()
+
+    def poison(self) -> None:
+        """Sets all bits wherever rows are kept between two calls; every rank calls it. What was lent is left alone."""
+        if self.streams.capturing():
+            raise RuntimeError("poison must be called outside of a capture, got one; poison between replays")
+        self._enter()
+        self._finish()
+        # twice: nothing is left here, and then nothing is left anywhere that may read what is overwritten
+        self._memory.barrier("poison comes")
+        self._memory.barrier("poison begins")
+        for peer_buffer in self._peer_buffers():
+            self.streams.call(peer_buffer.poison)
+        for local in (self._slot, self._local_grads, *self._shard_buffers):
+            self.streams.call(lambda local=local: local.fill_(255))
+        self._remote_layout = None
+        self._memory.barrier("poison ends")
+
+    def close(self) -> None:
+        """Lets go of all memory; every rank of the ring calls it. A later call makes what it needs anew."""
+        self._finish()
+        if self.watchdog.failure is None:
+            self._memory.barrier("close")
+        else:
+            self.streams.synchronize()
+        self._grad_turn = self._post_turn = 0
+        self._reset()
+
+    def _finish(self) -> None:
+        """Joins whatever the caller has left open."""
+        if self._handle is not None:
+            self._handle.close()
+        if self._grad_return is not None:
+            self._grad_return.receive()
+            self._grad_return.close()
+        for pending in self._posts:
+            if pending is not None:
+                pending.wait()
+
+    def _enter(self) -> tuple[int, bool]:
+        """The beginning of every call: refuses on a failed ring and orders the call behind the one before.
+
+        Returns:
+            The caller's stream, and whether it is being captured.
+        """
+        if self._handle is not None:
+            self._handle.close()
+        if self.watchdog.failure is not None:
+            self.watchdog.check()
+        stream, capturing = self.streams.main(), self.streams.capturing()
+        if capturing:
+            self._captured |= self._kept is None
+        elif stream != self._stream:
+            if self._stream is not None:
+                self.streams.order(self._stream, stream)
+            self._stream = stream
+        return stream, capturing
+
+    @outside_inference_mode
+    def _prepare_gather(
+        self,
+        k: Tensor,
+        v: Tensor,
+        gather_plan: GatherPlan,
+        groups: int,
+        zero_copy: ZeroCopyKV | None,
+        what: str,
+        of_bias: torch.dtype | None,
+        *,
+        keep: bool,
+    ) -> GatherPrograms:
+        b, t, hk, d = k.shape
+        width = d + v.shape[-1]
+        if hk % groups or groups > MOST_GROUPS:
+            raise ValueError(f"groups must divide the {hk} key heads, and be at most {MOST_GROUPS}, got {groups}")
+        row, slot_rows = hk * width * k.element_size(), gather_plan.slot_rows
+        # a bias stands behind the rows; what peers write is as large on all ranks, so that growing is collective
+        size = 0 if of_bias is None else of_bias.itemsize
+        slot_bytes = b * slot_rows * row
+        most = gather_plan.most_remote_rows
+        most_bytes = b * most * row
+        if size:
+            most_bytes = padded(most_bytes) + b * (slot_rows + most) * size
+        peer_buffer = self._make_remote_buffer(most_bytes)
+        remote, bias, of_slot = peer_buffer.view((b, gather_plan.remote_rows, hk, width), k.dtype), None, None
+        if zero_copy is not None:
+            slot = zero_copy.slot
+        else:
+            behind = padded(slot_bytes) if size else slot_bytes
+            flat = self._make_slot(behind + b * slot_rows * size)
+            slot = view_bytes(flat, (b, slot_rows, hk, width), k.dtype)
+            of_slot = None if of_bias is None else view_bytes(flat[behind:], (b, slot_rows), of_bias)
+        if of_slot is not None and of_bias is not None:
+            of_all = (b, t + gather_plan.remote_rows)
+            if gather_plan.recvs:
+                table = peer_buffer.view(of_all, of_bias, padded(remote.numel() * remote.element_size()))
+            else:  # far may be written to meanwhile: it is not this call's turn to read it
+                table = torch.empty(of_all, dtype=of_bias, device=self._memory.device)
+            bias = Bias(slot=of_slot, table=table, local=t)
+        flags = self._make_flags(groups)
+        packed = slot[:, :t] if zero_copy is None and gather_plan.sends else None
+        cleared = None
+        if packed is not None and gather_plan.recvs:
+            cleared = self._make_cleared(flags, remote, tuple(pad_rows(gather_plan.remote_rows, gather_plan.recvs)))
+        here = GatherMemory(
+            peer_buffer,
+            remote=remote,
+            dim=d,
+            slot=slot,
+            packed=packed,
+            bias=bias,
+            ready_flags=ReadyFlags(flags, self._error, self._timeout_ns),
+            cleared=cleared,
+            keep=(gather_plan, zero_copy),
+        )
+        return gather_programs(self.semaphores, here, gather_plan, what, keep=keep)
+
+    def _aimed(self, plan: GatherPrograms, address: int) -> Program | None:
+        """What the herald does for a gather whose rows are kept, to where they are kept."""
+        if plan.aim is None:
+            return None
+        aimed = plan.aimed
+        found = aimed.get(address)
+        if found is None:
+            found = aimed[address] = self.streams.compile(plan.aim(address))
+            if len(aimed) > AIMED:
+                _, old = aimed.popitem(last=False)
+                self._retire(old)
+        else:
+            aimed.move_to_end(address)
+        return found
+
+    @outside_inference_mode
+    def _prepare_shard_buffer(
+        self, turn: int, shape: tuple[int, ...], rows: int, d: int, dtype: torch.dtype
+    ) -> ZeroCopyKV:
+        slot = view_bytes(self._make_shard_buffer(turn, math.prod(shape) * dtype.itemsize), shape, dtype)
+        return ZeroCopyKV(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:])
+
+    @outside_inference_mode
+    def _prepare_grad_return(
+        self, gather_plan: GatherPlan, shape: tuple[int, int, int], what: str, *, biased: bool
+    ) -> tuple[GradReturnPrograms, GradReturnPrograms]:
+        b, hk, width = shape
+        size = b * gather_plan.slot_rows * hk * (width + biased) * 4
+        grad_buffers, local_grads = self._make_grad_buffers(size), self._make_local_grads(size)
+        self._refuse_in_capture("homecoming")
+        # both at once: a capture may begin at either
+        first, second = (
+            grad_return_programs(self.semaphores, gather_plan, peer_buffer, local_grads, shape, what, biased=biased)
+            for peer_buffer in grad_buffers
+        )
+        return first, second
+
+    def _payloads(self, messages: Sequence[Message], what: str) -> dict[tuple[int, int], list[tuple[Tensor, int, int]]]:
+        """(tensor, address, bytes) of what is not empty, by (peer, kind)."""
+        found: dict[tuple[int, int], list[tuple[Tensor, int, int]]] = {}
+        for message in messages:
+            peer, x = message
+            num_bytes = x.numel() * x.element_size()
+            if not num_bytes:
+                continue
+            if not x.is_contiguous():
+                raise RuntimeError(f"ring rank {self._rank}: {what}: what is posted must be contiguous, got strides")
+            kind = REPLIES if isinstance(message, GradMessage) else PLAIN
+            found.setdefault((peer, kind), []).append((x, x.data_ptr(), num_bytes))
+        for (peer, kind), tensors in found.items():
+            total, reserved = sum([num_bytes for _, _, num_bytes in tensors]), self._reserved[kind]
+            capacity = self._boxes[kind][0].num_bytes if reserved else 0
+            if total > reserved or sum([padded(num_bytes) for _, _, num_bytes in tensors]) > capacity:
+                raise RuntimeError(
+                    f"ring rank {self._rank}: {what}: a post must move at most the {reserved} bytes per peer that were "
+                    f"reserved, got {total} in {len(tensors)} tensors with ring rank {peer}; reserve more before the loop"
+                )
+        return found
+
+    def _remember_received(self, x: Tensor, address: int, num_bytes: int) -> None:
+        received = self.watchdog.recovery.received
+        received[address, num_bytes] = x
+        if len(received) > RECEIVED and not self._captured:
+            received.pop(next(iter(received)), None)
+
+
+class CopyEngineGather:
+    """See `KVGatherHandle`."""
+
+    __slots__ = ("_flagged", "_plan", "_transport", "k", "key_bias", "ready_flags", "remote", "saved", "v")
+
+    def __init__(
+        self, transport: CopyEngineTransport, plan: GatherPrograms, saved: Tensor | None, *, flagged: bool
+    ) -> None:
+        self._transport = transport
+        self._plan: GatherPrograms | None = plan
+        self._flagged = flagged
+        self.remote, self.k, self.v = plan.remote
+        self.saved = saved
+        self.key_bias = None if plan.bias is None else plan.bias[2]
+        self.ready_flags = plan.ready_flags
+
+    def close(self) -> None:
+        """See `KVGatherHandle.close`."""
+        self.finish()
+
+    def finish(self, combined: CombinedPrograms | None = None) -> bool:
+        """As `close`, together with what a homecoming says; False: it was closed before, and nothing is said."""
+        plan, self._plan = self._plan, None
+        if plan is None:
+            return False
+        here = self._transport
+        if here._handle is self:
+            here._handle = None
+        streams = here.streams
+        stream = streams.main()
+        if streams.capturing():
+            # a graph holds event dependencies only; the place is written before the join (Note [The way out] of watchdog.py)
+            streams.launch(plan.joining if combined is None else combined.joining, stream)
+            if plan.push is not None:
+                streams.order(streams.copy_stream, stream)
+            if self._flagged:
+                streams.order(streams.flag_stream, stream)
+        streams.launch(plan.join if combined is None else combined.receive, stream)
+        return True
+
+
+class CopyEngineGradReturn:
+    """See `GradReturn`."""
+
+    __slots__ = (
+        "_begun", "_closed", "_combined", "_handle", "_received", "_transport",
+        "addresses", "bias_addresses", "key", "local_bias_grads", "local_grads", "plan", "plans", "rows",
+    )  # fmt: skip
+
+    def __init__(
+        self, transport: CopyEngineTransport, key: Any, plans: tuple[GradReturnPrograms, GradReturnPrograms]
+    ) -> None:
+        self._transport = transport
+        self.key, self.plans = key, plans
+        self.plan = plan = plans[transport._grad_turn]
+        self._begun = self._received = self._closed = False
+        self._handle: CopyEngineGather | None = None
+        self._combined: CombinedPrograms | None = None
+        self.addresses = plan.addresses
+        self.local_grads = plan.local_grads
+        self.rows = plan.local_grads.shape[1]
+        self.bias_addresses, self.local_bias_grads = (None, None) if plan.bias is None else plan.bias[:2]
+
+    def begin(self) -> None:
+        """See `GradReturn.begin`."""
+        stream, _ = self._transport._enter()
+        self._begin()
+        self._transport.streams.launch(self.plan.start, stream)
+
+    def begin_with(self, handle: CopyEngineGather, combined: CombinedPrograms) -> None:
+        """It has begun with a gather, which is closed by what both say together."""
+        self._begin()
+        self._handle, self._combined = handle, combined
+
+    def _begin(self) -> None:
+        assert not self._begun, "a homecoming begins once"
+        self._begun = True
+        here = self._transport
+        here._grad_return, here._grad_turn = self, 1 - here._grad_turn
+
+    def receive(self) -> tuple[list[Tensor], list[Tensor]]:
+        """See `GradReturn.receive`."""
+        if not self._received:
+            assert self._begun, "a homecoming begins in front of its backward"
+            self._received = True
+            handle, combined = self._handle, self._combined
+            if handle is None or combined is None or not handle.finish(combined):
+                streams = self._transport.streams
+                streams.launch(self.plan.receive, streams.main())
+        bias = self.plan.bias
+        return self.plan.regions, [] if bias is None else bias[2]
+
+    def close(self) -> None:
+        """See `GradReturn.close`."""
+        if not self._closed:
+            self._closed = True
+            if self._transport._grad_return is self:
+                self._transport._grad_return = None
+            streams = self._transport.streams
+            streams.launch(self.plan.close, streams.main())
+
+
+class CopyEngineWork:
+    """See `Work`."""
+
+    __slots__ = ("_plan", "_transport", "_waited", "index", "order")
+
+    def __init__(self, transport: CopyEngineTransport, index: int, plan: SendRecvPrograms, order: int) -> None:
+        self._transport = transport
+        self.index = index
+        self._plan = plan
+        self._waited = False
+        self.order = order
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        if self._waited:
+            return
+        self._waited = True
+        here = self._transport
+        if here._posts[self.index] is self:
+            here._posts[self.index] = None
+        streams = here.streams
+        stream = streams.main()
+        if streams.capturing():
+            streams.launch(self._plan.fetching, stream)
+            streams.order(streams.copy_stream, stream)
+        streams.launch(self._plan.join, stream)
+        if here.watchdog.failure is not None:
+            here.watchdog.check()

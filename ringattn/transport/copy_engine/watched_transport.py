@@ -1,0 +1,69 @@
+"""A link between nodes whose waits the watch over one node sees and names.
+
+Owns the words around such a wait. Refuses to know how the link moves bytes, and who sits in the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringattn.transport.base import Message, Transport, Work
+from ringattn.transport.copy_engine.buffers import RankBuffers
+from ringattn.transport.copy_engine.streams import Program
+from ringattn.transport.copy_engine.watchdog import BETWEEN_NODES, ProgramInfo
+
+
+class WatchedTransport(Transport):
+    """A `Transport` between nodes.
+
+    Args:
+        here: What this rank holds for its node.
+        link: What crosses.
+    """
+
+    def __init__(self, here: RankBuffers, link: Transport) -> None:
+        self._here = here
+        self._link = link
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
+        """See `Transport.post`."""
+        pending = self._link.post(sends, receives, what)
+        peers = tuple(sorted({peer for peer, x in (*sends, *receives) if x.numel()}))
+        return _WatchedWork(self._here, pending, peers, what) if peers else pending
+
+    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+        """See `Transport.reserve`."""
+        self._link.reserve(num_bytes, replies)
+
+
+class _WatchedWork:
+    """See `Work`: the caller's stream says where it is as long as it waits."""
+
+    __slots__ = ("_here", "_peers", "_pending", "_what")
+
+    def __init__(self, here: RankBuffers, pending: Work, peers: tuple[int, ...], what: str) -> None:
+        self._here = here
+        self._pending = pending
+        self._peers = peers
+        self._what = what
+
+    def wait(self) -> None:
+        here = self._here
+        streams = here.streams
+        key = ("crossing", self._peers)
+        found: tuple[ProgramInfo, Program, Program] | None = here.find(key)
+        if found is None:
+            info = ProgramInfo(self._what, self._peers, since=None)
+            number = here.watchdog.number(info)
+            begin, end = (
+                streams.compile([here.semaphores.report_place(number, BETWEEN_NODES)]),
+                streams.compile(here.semaphores.exit_ring()),
+            )
+            found = here.keep(key, (info, begin, end))
+        found[0].what = self._what
+        stream = streams.main()
+        streams.launch(found[1], stream)
+        self._pending.wait()
+        streams.launch(found[2], stream)
+        if here.watchdog.failure is not None:
+            here.watchdog.check()

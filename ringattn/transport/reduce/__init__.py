@@ -1,0 +1,1 @@
+"""Reduction of partial results across ranks, as decode needs it."""

@@ -1,0 +1,206 @@
+"""Which transport a ring takes, and why: decided by all ranks together, so that they decide alike.
+
+Owns the question whether the GPUs of a group can reach each other, and the memory that gathered keys may take. Refuses to
+know how either transport works.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ringattn.plan.ring_plan import Nodes
+from ringattn.transport.base import Choice, Transport
+from ringattn.transport.consensus import RankConsensus
+from ringattn.transport.copy_engine.symmetric_memory import Memory
+from ringattn.transport.gpu_sharing import SHARE, may_share_gpus, ranks_per_gpu, sm_margin_of
+from ringattn.transport.process_group import name_part
+
+TRANSPORTS = ("auto", "copy_engine", "process_group")
+PROBE_BYTES = 16 * 2**20
+"""What is pushed once to learn how fast a link is: large enough to run at full speed."""
+
+
+def look(device: torch.device) -> dict[str, Any]:
+    """What this rank can do for a copy engine, ready to be compared with the others."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    missing = None
+    if device.type != "cuda":
+        missing = f"its tensors are in {device.type} memory"
+    elif torch.version.hip is not None:
+        missing = "it has an AMD GPU"
+    elif importlib.util.find_spec("torch.distributed._symmetric_memory") is None:
+        missing = "torch has no symmetric memory"
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if missing is None else None
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    return {"host": host, "missing": missing, "uuid": uuid, "free": free, "ranks": ranks_per_gpu()}
+
+
+def find_obstacle(
+    rank: int, device: torch.device, found: Sequence[dict[str, Any]], nodes: Nodes | None = None
+) -> str | None:
+    """Why the GPU of this rank and those of the others of its node can not reach each other; None where they can.
+
+    Args:
+        rank: This ring rank.
+        device: Its device.
+        found: What `look` said on every rank.
+        nodes: Who shares a node; None: all.
+    """
+    for peer, other in enumerate(found):
+        if other["missing"] is not None:
+            return f"ring rank {peer} can not take part: {other['missing']}"
+    mates = node_of(rank, nodes, len(found))
+    if len(mates) == 1:
+        return "a node of one rank has nobody within"
+    for peer in mates:
+        if found[peer]["host"] != found[rank]["host"]:
+            hint = '; pass nodes="auto" for a ring of several hosts' if nodes is None else ""
+            return f"ring ranks {rank} and {peer} are on different hosts{hint}"
+    here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    mine = here.get(found[rank]["uuid"])
+    for peer in mates:
+        if peer == rank:
+            continue
+        theirs = here.get(found[peer]["uuid"])
+        if theirs is None:
+            return f"ring rank {rank} does not see the GPU of ring rank {peer}; do not hide it by CUDA_VISIBLE_DEVICES"
+        if theirs == mine and not may_share_gpus():
+            return f"ring ranks {rank} and {peer} share a GPU; {SHARE}=1 allows it, to try a ring on one GPU"
+        if theirs != mine and not torch.cuda.can_device_access_peer(device, theirs):
+            return f"the GPU of ring rank {rank} has no access to that of ring rank {peer}"
+    return None
+
+
+def most_on_one_gpu(found: Sequence[dict[str, Any]]) -> int:
+    """How many ranks the fullest GPU has, of this ring or of all, by what `look` said on every rank."""
+    here = Counter((one["host"], one["uuid"]) for one in found)
+    return max(*here.values(), *(one["ranks"] for one in found))
+
+
+def node_of(rank: int, nodes: Nodes | None, world_size: int) -> tuple[int, ...]:
+    """The ranks that share a node with a rank, itself among them, in the order of their places.
+
+    Example:
+        >>> node_of(2, ((0, 1), (2, 3)), 4)
+        (2, 3)
+    """
+    return tuple(range(world_size)) if nodes is None else next(node for node in nodes if rank in node)
+
+
+class Clock(Protocol):
+    """What measures a copy (`CudaStreams`)."""
+
+    def time_copy(self, target: int, source: int, num_bytes: int) -> float:
+        """Seconds of one copy between addresses."""
+        ...
+
+
+def measure_push(place: int, size: int, clock: Clock, memory: Memory, consensus: RankConsensus) -> float:
+    """Bytes per second at which the slowest rank pushes to the next one while all do; the same on all ranks.
+
+    Args:
+        place: This rank's among those that share memory.
+        size: How many these are.
+        clock: What measures.
+        memory: Where regions come from.
+        consensus: How all ranks of the ring compare.
+    """
+    source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=memory.device)
+    region = memory.region(PROBE_BYTES, "probe")
+    seconds = clock.time_copy(region.addresses[(place + 1) % size], source.data_ptr(), PROBE_BYTES)
+    # whoever still pushes is let finish before the region goes
+    memory.barrier("probe ends")
+    return min(consensus.share("bytes per second", PROBE_BYTES / seconds))
+
+
+def choose(
+    wanted: str,
+    group_name: str,
+    rank: int,
+    world_size: int,
+    name: str,
+    device: torch.device,
+    consensus: RankConsensus,
+    timeout: timedelta,
+    memory_budget: int | None,
+    fallback: Transport,
+    nodes: Nodes | None = None,
+) -> tuple[Transport, Choice, int, float]:
+    """How a ring moves shards. Every rank calls it.
+
+    Args:
+        wanted: One of `TRANSPORTS`.
+        group_name: Name of the process group.
+        rank: This ring rank.
+        world_size: Ranks of the ring.
+        name: The ring's name.
+        device: Where this rank's tensors are.
+        consensus: How ranks compare.
+        timeout: How long the ring may stand still.
+        memory_budget: Bytes; None for a quarter of what is free on the fullest device.
+        fallback: The transport over the process group.
+        nodes: Who shares a node; the transport then serves within this rank's. None: one level.
+
+    Returns:
+        The transport, the reason, the bytes that gathered keys may take per rank, and `RingContext.push_rate`.
+
+    Raises:
+        ValueError: The memory budgets differ; raised on every rank.
+        RuntimeError: `copy_engine` was asked for and can not serve; raised on every rank.
+    """
+    if wanted == "process_group":
+        return fallback, Choice("process_group", "asked for"), memory_budget or 0, 0.0
+    here = look(device) | {"memory_budget": memory_budget}
+    found = consensus.share("place", here)
+    budgets = [other["memory_budget"] for other in found]
+    if len(set(budgets)) > 1:
+        raise ValueError(f"memory_budget must be the same on all ring ranks, got {budgets} by rank; pass one number")
+    budget = memory_budget if memory_budget is not None else min(other["free"] for other in found) // 4
+    transport, rate, obstacle = None, 0.0, find_obstacle(rank, device, found, nodes)
+    obstacle = next((text for text in consensus.share("obstacle", obstacle) if text is not None), None)
+    if obstacle is None:
+        from ringattn.transport.copy_engine.cuda_driver import CudaStreams
+        from ringattn.transport.copy_engine.symmetric_memory import SymmetricMemory
+        from ringattn.transport.copy_engine.transport import CopyEngineTransport
+
+        try:
+            streams = CudaStreams(device)
+            error = None
+        except RuntimeError as refusal:
+            streams, error = None, f"ring rank {rank}: {refusal}"
+        # one rank may have a broken installation: nobody makes memory before all are ready
+        obstacle = next((text for text in consensus.share("error", error) if text is not None), None)
+        if obstacle is None and streams is not None:
+            mates, within, together = node_of(rank, nodes, world_size), group_name, consensus
+            if nodes is not None:
+                place = mates.index(rank)
+                within = f"ringattn/{name}/node {nodes.index(mates)}"
+                name_part(within, group_name, place, len(mates))
+                together = RankConsensus(group_name, place, len(mates), within, timeout)
+            memory = SymmetricMemory(within, together, device, streams.synchronize)
+            rate = measure_push(mates.index(rank), len(mates), streams, memory, consensus)
+            sm_margin = sm_margin_of(device, most_on_one_gpu(found))
+            transport = CopyEngineTransport(
+                rank, mates, name, streams, memory, timeout.total_seconds(), sm_margin=sm_margin
+            )
+    if transport is not None:
+        why = f"the {world_size} GPUs of the ring are on one host and reach each other"
+        if nodes is not None:
+            why = f"the {world_size // len(nodes)} GPUs of each of {len(nodes)} nodes reach each other"
+        why = "asked for" if wanted == "copy_engine" else why
+        return transport, Choice("copy_engine", f"{why}, {rate / 1e9:.0f} GB/s"), budget, rate
+    if wanted == "copy_engine":
+        raise RuntimeError(
+            f"transport 'copy_engine' must have GPUs of one host that reach each other, in every node, got: {obstacle}; "
+            "use transport='auto' or 'process_group'"
+        )
+    return fallback, Choice("process_group", f"{obstacle}"), budget, 0.0

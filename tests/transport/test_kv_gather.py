@@ -1,0 +1,268 @@
+"""All visits in one launch: the loops, held against the definition and against the visits one by one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn import dispatch, simulate
+from ringattn.kernels.attention import eager
+from ringattn.kernels.interface import PAD_ROWS
+from ringattn.kernels.runtime.table_cache import find
+from ringattn.numerics.reference import attention_reference
+from ringattn.plan.attention_spec import AttentionSpec, serialize
+from ringattn.plan.device_tables import fused_tables, returning_key, step_tables
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.mask import AttentionMask
+from ringattn.plan.ring_plan import GatherPlan, make_gather_plan, make_plan
+from ringattn.plan.sharding import Sharding
+from ringattn.schedule.execution_plan import choose_groups, fused_bytes
+from ringattn.simulate import simulate_ring
+from tests import gathering_kernels
+
+PLENTY = 2**40
+CASES = {
+    "causal": {"causal": True},
+    "full": {},
+    "window": {"causal": True, "window": 9},
+    "two-sided window": {"window": (5, 11)},
+    "lengths": {"causal": True, "lengths": ((0, 61), (13, 40))},
+    "documents": {"causal": True, "documents": (0, 7, 31, 32, 61)},
+}
+
+
+@pytest.fixture
+def gathering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The eager kernels, with gathered visits; says which were asked for."""
+    asked: list[str] = []
+
+    def noted(name: str):
+        def call(*args, **kwargs):
+            asked.append(name)
+            return getattr(gathering_kernels, name)(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(dispatch, "_plans", {})
+    for name in (
+        "can_fuse",
+        "can_capture",
+        "forward_fused",
+        "backward_fused",
+        "reduce_kv_grads",
+        "reduce_key_bias_grads",
+    ):
+        monkeypatch.setattr(eager, name, noted(name), raising=False)
+    return asked
+
+
+def draw(n: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(n * heads)
+    shapes = [(2, n, heads, 16), (2, n, kv_heads, 16), (2, n, kv_heads, 8), (2, n, heads, 8)]
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def draw_bias(n: int) -> Tensor:
+    """Numbers, and some keys that nobody sees."""
+    generator = torch.Generator().manual_seed(n)
+    bias = torch.randn(2, n, generator=generator)
+    bias[1, n // 3 : n // 2] = -torch.inf
+    return bias
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "balanced"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_one_launch_gives_what_the_visits_give(gathering, case, layout, world_size):
+    q, k, v, do = draw(61, 4, 2)
+    options = {"layout": layout, "do": do, "dlse": torch.ones(2, 4, 61), **CASES[case]}
+    gathered = simulate_ring(q, k, v, world_size, memory_budget=PLENTY, **options)
+    assert gathering.count("forward_fused") == gathering.count("backward_fused") == world_size
+    staged = simulate_ring(q, k, v, world_size, **options)
+    assert gathering.count("forward_fused") == world_size
+    assert gathered.grads is not None
+    assert staged.grads is not None
+    torch.testing.assert_close(gathered.o, staged.o, rtol=0, atol=0)
+    torch.testing.assert_close(gathered.lse, staged.lse, rtol=0, atol=0)
+    for name in ("q", "k", "v"):
+        torch.testing.assert_close(gathered.grads[name], staged.grads[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("layout", "world_size"), [("zigzag", 2), ("contiguous", 3)])
+def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, case, layout, world_size):
+    q, k, v, do = draw(61, 4, 2)
+    options = {"layout": layout, "do": do, "key_bias": draw_bias(61), **CASES[case]}
+    gathered = simulate_ring(q, k, v, world_size, memory_budget=PLENTY, **options)
+    assert gathering.count("forward_fused") == gathering.count("reduce_key_bias_grads") == world_size
+    staged = simulate_ring(q, k, v, world_size, **options)
+    assert gathering.count("forward_fused") == world_size
+    assert gathered.grads is not None
+    assert staged.grads is not None
+    torch.testing.assert_close(gathered.o, staged.o, rtol=0, atol=0)
+    torch.testing.assert_close(gathered.lse, staged.lse, rtol=0, atol=0)
+    for name in ("q", "k", "v", "key_bias"):
+        torch.testing.assert_close(gathered.grads[name], staged.grads[name], rtol=1e-5, atol=1e-5)
+
+
+def test_keys_that_have_a_bias_are_not_kept_but_fetched_again(gathering):
+    q, k, v, do = draw(61, 4, 2)
+    options = {"causal": True, "do": do, "key_bias": draw_bias(61), "memory_budget": PLENTY}
+    fetched, kept = (simulate_ring(q, k, v, 2, save_gathered_kv=keep, **options) for keep in (False, True))
+    assert gathering.count("backward_fused") == 4
+    assert fetched.grads is not None
+    assert kept.grads is not None
+    for name in ("q", "k", "v", "key_bias"):
+        assert torch.equal(kept.grads[name], fetched.grads[name])
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "key bias"])
+def test_one_launch_gives_the_definition(gathering, biased):
+    q, k, v, do = draw(45, 4, 2)
+    given: dict[str, Any] = {"q": q, "k": k, "v": v} | ({"key_bias": draw_bias(45)} if biased else {})
+    found = simulate_ring(**given, world_size=3, causal=True, memory_budget=PLENTY, do=do)
+    leaves: dict[str, Any] = {name: x.double().requires_grad_() for name, x in given.items()}
+    o = attention_reference(**leaves, causal=True)
+    expected = torch.autograd.grad(o, list(leaves.values()), do.double())
+    assert "backward_fused" in gathering
+    assert found.grads is not None
+    torch.testing.assert_close(found.o.double(), o, rtol=1e-5, atol=1e-5)
+    for name, grad in zip(leaves, expected, strict=True):
+        torch.testing.assert_close(found.grads[name].double(), grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory_budget": 0},
+        {"memory_budget": 1000},
+        {"bias": torch.zeros(1, 1, 61, 61)},
+    ],
+    ids=["no budget", "too small a budget", "bias"],
+)
+def test_what_one_launch_cannot_serve_goes_visit_by_visit(gathering, options):
+    q, k, v, do = draw(61, 4, 2)
+    simulate_ring(q, k, v, 2, causal=True, do=do, **{"memory_budget": PLENTY, **options})
+    assert "forward_fused" not in gathering
+    assert "backward_fused" not in gathering
+
+
+def test_each_direction_is_gathered_where_it_fits(gathering):
+    q, k, v, do = draw(61, 4, 2)
+    mask = AttentionMask(61, 61, causal=True)
+    shards = make_shards("zigzag", 61, 3)
+    gather_plan = make_gather_plan(make_plan(shards, shards, mask, "keys"), 0, PAD_ROWS)
+    forward, backward = (fused_bytes(k, v, gather_plan, 3, backward=either) for either in (False, True))
+    found = []
+    for budget in (forward - 1, forward, backward - 1, backward):
+        gathering.clear()
+        simulate_ring(q, k, v, 3, layout="zigzag", causal=True, do=do, memory_budget=budget)
+        found.append(("forward_fused" in gathering, "backward_fused" in gathering))
+    assert found == [(False, False), (True, False), (True, False), (True, True)]
+
+
+def test_ranks_without_rows_are_visited_one_by_one(gathering):
+    q, k, v, do = draw(3, 4, 2)
+    simulate_ring(q, k, v, 4, layout="contiguous", memory_budget=PLENTY, do=do)
+    assert "forward_fused" not in gathering
+
+
+def test_one_launch_leaves_room_for_copies_that_need_it(gathering, monkeypatch):
+    found = []
+    for name in ("forward_fused", "backward_fused"):
+
+        def noted(*args, name=name, **kwargs):
+            found.append((name, kwargs["sm_margin"]))
+            return getattr(gathering_kernels, name)(*args, **kwargs)
+
+        monkeypatch.setattr(eager, name, noted, raising=False)
+    q, k, v, do = draw(61, 4, 2)
+    simulate_ring(q, k, v, 2, memory_budget=PLENTY, do=do, causal=True)
+    assert Counter(found) == {("forward_fused", 0): 2, ("backward_fused", 0): 2}
+    found.clear()
+    monkeypatch.setattr(simulate, "sm_margin_of", lambda device, ranks: 4)
+    simulate_ring(q, k, v, 2, memory_budget=PLENTY, do=do, causal=True)
+    assert Counter(found) == {("forward_fused", 4): 2, ("backward_fused", 4): 2}
+    found.clear()
+    simulate_ring(q, k, v, 4, nodes=2, memory_budget=PLENTY, do=do, causal=True)
+    assert {sm_margin for _, sm_margin in found} == {4}
+
+
+def test_queries_move_visit_by_visit_when_they_are_asked_to(gathering):
+    q, k, v, do = draw(61, 4, 2)
+    simulate_ring(q, k, v, 2, causal=True, memory_budget=PLENTY, do=do, backward="queries")
+    assert "forward_fused" in gathering
+    assert "backward_fused" not in gathering
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "balanced"])
+@pytest.mark.parametrize("window", [None, (9, 0), (4, 70)])
+def test_what_is_fetched_is_what_is_read(layout, window):
+    n, world_size = 501, 4
+    mask = AttentionMask(n, n, window=window, causal=window is None)
+    shards = make_shards(layout, n, world_size, mask)
+    plan = make_plan(shards, shards, mask, "keys")
+    parts = [make_gather_plan(plan, rank, PAD_ROWS) for rank in range(world_size)]
+    sent = {(rank, reader.peer, reader.step): reader.rows for rank, part in enumerate(parts) for reader in part.sends}
+    fetched = {(fetch.owner, rank, fetch.step): fetch.rows for rank, part in enumerate(parts) for fetch in part.recvs}
+    assert sent == fetched
+    for part in parts:
+        end = 0
+        for fetch in part.recvs:
+            assert fetch.at % PAD_ROWS == 0
+            assert fetch.at >= end
+            end = fetch.at + sum(length for _, length in fetch.rows) + PAD_ROWS
+        assert end <= part.remote_rows <= part.most_remote_rows
+        assert part.slot_rows == max(sum(run.length for run in shard) for shard in shards)
+
+
+def test_one_table_holds_the_bounds_of_all_sources():
+    n, world_size = 301, 3
+    shards = make_shards("zigzag", n, world_size, AttentionMask(n, n, causal=True))
+    for rank in range(world_size):
+        sharding = Sharding(n, "zigzag", shards, rank)
+        call = AttentionSpec.deserialize(serialize(sharding, softmax_scale=1.0, causal=True, window=50), rank)
+        keys = fused_tables(call, torch.device("cpu")).keys[0]
+        moving = step_tables(call, "keys", torch.device("cpu")).moving
+        found = find(keys)
+        assert found is find(keys)
+        assert found.steps[0] == 0
+        assert list(found.steps) == sorted(found.steps)
+        for step, side in zip(found.steps, found.sides, strict=True):
+            key = moving[step]
+            assert key is not None
+            alone = find(key)
+            first = side.run_list[0][0] + (found.local_rows if step else 0)
+            place = slice(first, first + alone.positions.shape[0])
+            for name in ("positions", "lo", "hi"):
+                assert torch.equal(getattr(side, name), getattr(alone, name))
+                assert torch.equal(getattr(found, name)[..., place], getattr(alone, name))
+            assert torch.equal(side.lo_host, alone.lo_host)
+            assert torch.equal(side.hi_host, alone.hi_host)
+
+
+def test_every_returning_row_finds_its_own():
+    n, world_size = 90, 3
+    mask = AttentionMask(n, n, causal=True, window=(19, 0))
+    plan = make_plan(*(2 * [make_shards("zigzag", n, world_size, mask)]), mask, "keys")
+    sends = make_gather_plan(plan, 1, PAD_ROWS).sends
+    table = find(returning_key(sends, 30, "cpu"))
+    for line, reader in zip(table, sends, strict=True):
+        own = [x for offset, length in reader.rows for x in range(offset, offset + length)]
+        assert line[own].tolist() == list(range(len(own)))
+        assert int((line >= 0).sum()) == len(own)
+
+
+def test_head_groups_keep_pushes_large_and_divide_the_heads():
+    def groups(rows: int, heads: int) -> int:
+        k = torch.empty(1, 0, heads, 128, dtype=torch.bfloat16)
+        return choose_groups(k, k, GatherPlan((), (), 0, rows, 0))
+
+    assert [groups(n, 8) for n in (1024, 4096, 65536)] == [1, 1, 1]
+    assert [groups(n, 32) for n in (1024, 2048, 4096, 65536)] == [1, 2, 4, 4]
+    assert [groups(n, 64) for n in (4096, 65536)] == [8, 8]
+    assert groups(4096, 24) == 2

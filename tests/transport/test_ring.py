@@ -1,0 +1,750 @@
+"""Is the distribution right? Ranks equal the simulated ring to the bit, and the simulated ring stays in the budget."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import itertools
+import pickle
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ringattn import Ring, attention_reference, ring_attention, ring_attention_with_lse, simulate_ring
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.mask import AttentionMask
+from ringattn.plan.ring_plan import make_plan
+from ringattn.transport.simulated import SimulatedTransport
+from tests.budget import assert_within_budget
+from tests.cases import Attention
+from tests.pool import Pool, Pools
+
+LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
+ROW_DIMS = {"q": 1, "k": 1, "v": 1, "key_bias": 1, "bias": 2}
+
+
+def attend(case: Attention, layout: str, backward: str = "auto", nodes: int = 1) -> dict[str, Tensor]:
+    """One rank: shards the whole tensors, attends, and returns whole outputs and gradients."""
+    ring = Ring(nodes=nodes)
+    sharding = ring.sharding(case.seq_len, layout, case.documents)
+    keys = sharding if case.kv_len is None else ring.sharding(case.kv_len, layout)
+    whole = case.tensors()
+    local = {
+        name: (sharding if name in ("q", "bias") else keys).shard(x, ROW_DIMS[name]) if name in ROW_DIMS else x
+        for name, x in whole.items()
+    }
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in local.items()}
+    q, k, v = (leaves[name] for name in "qkv")
+    extras: dict[str, Any] = {name: x for name, x in leaves.items() if name not in "qkv"}
+    o, lse = ring_attention_with_lse(
+        q,
+        k,
+        v,
+        sharding,
+        kv_sharding=None if keys is sharding else keys,
+        backward=backward,
+        **case.mask,
+        **case.options,
+        **extras,
+    )
+    do, dlse = case.cotangents()
+    grads = torch.autograd.grad((o, lse), list(leaves.values()), (sharding.shard(do, 1), sharding.shard(dlse, 2)))
+    found = {"o": sharding.unshard(o.detach(), 1), "lse": sharding.unshard(lse.detach(), 2)}
+    for name, grad in zip(leaves, grads, strict=True):
+        if name in ROW_DIMS:
+            found["d" + name] = (sharding if name in ("q", "bias") else keys).unshard(grad, ROW_DIMS[name])
+        else:
+            parts = [torch.empty_like(grad) for _ in range(dist.get_world_size())] if ring.world_size > 1 else [grad]
+            if ring.world_size > 1:
+                dist.all_gather(parts, grad.contiguous())
+            found["d" + name] = torch.stack(parts).sum(0)
+    return found
+
+
+def simulate(
+    case: Attention, layout: str, world_size: int, backward: str = "auto", nodes: int = 1
+) -> dict[str, Tensor]:
+    do, dlse = case.cotangents()
+    result = simulate_ring(
+        **case.tensors(),
+        world_size=world_size,
+        nodes=nodes,
+        layout=layout,
+        documents=case.documents,
+        do=do,
+        dlse=dlse,
+        backward=backward,
+        **case.mask,
+        **case.options,
+    )
+    assert result.grads is not None
+    return {"o": result.o, "lse": result.lse} | {"d" + name: grad for name, grad in result.grads.items()}
+
+
+def define(case: Attention, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The definition in the given dtype, by plain autograd."""
+    leaves = {name: x.to(dtype).requires_grad_() for name, x in case.tensors().items()}
+    o, lse = attention_reference(**leaves, documents=case.documents, return_lse=True, **case.mask, **case.options)
+    do, dlse = case.cotangents()
+    grads = torch.autograd.grad((o, lse), list(leaves.values()), (do.to(o.dtype), dlse.to(lse.dtype)))
+    return {"o": o.detach(), "lse": lse.detach()} | {"d" + name: g for name, g in zip(leaves, grads, strict=True)}
+
+
+class Standard:
+    """What a case should give, and how far a result may be from it."""
+
+    def __init__(self, case: Attention) -> None:
+        self.case = case
+        self.exact, self.low = (
+            define(case, torch.float64),
+            define(case, min(case.dtype, torch.float32, key=lambda d: d.itemsize)),
+        )
+
+    def check(self, found: dict[str, Tensor]) -> None:
+        assert found.keys() == self.exact.keys()
+        for name, exact in self.exact.items():
+            # a slope multiplies distances of up to n, and so its gradient a rounding of a score's: it is judged in units of n
+            unit = self.case.seq_len if name == "dalibi_slopes" else 1
+            mine, low = found[name] / unit, self.low[name] / unit
+            assert_within_budget(mine, exact / unit, low, f"{name} of {self.case}", self.case.dtype)
+
+
+CASES = {
+    "plain": Attention(),
+    "causal": Attention(mask={"causal": True}, num_heads=4, num_kv_heads=2),
+    "window": Attention(seq_len=41, mask={"causal": True, "window": (5, 0)}),
+    "both sides": Attention(mask={"window": (3, 6)}),
+    "documents": Attention(seq_len=37, mask={"causal": True}, documents=(0, 3, 3, 20, 37)),
+    "prefix": Attention(mask={"causal": True, "prefix_len": 9}),
+    "chunks": Attention(mask={"chunk_len": 7}),
+    "lengths": Attention(batch=3, mask={"causal": True, "lengths": ((0, 33), (4, 20), (9, 9))}),
+    "sinks": Attention(mask={"causal": True}, features=("sinks",)),
+    "alibi": Attention(mask={"causal": True}, features=("alibi_slopes",)),
+    "key_bias": Attention(batch=2, features=("key_bias",)),
+    "bias": Attention(batch=2, features=("bias",), mask={"causal": True}),
+    "softcap": Attention(options={"softcap": 2.0}, mask={"causal": True}),
+    "dropout": Attention(options={"dropout_p": 0.3, "dropout_seed": 2**40 + 5}, mask={"causal": True}),
+    "cross": Attention(seq_len=19, kv_len=30),
+    "cross causal": Attention(seq_len=19, kv_len=7, mask={"causal": True}),
+    "many heads": Attention(num_heads=8, num_kv_heads=1, head_dim=24, v_head_dim=40),
+    "everything": Attention(
+        batch=2,
+        num_heads=4,
+        num_kv_heads=2,
+        mask={"causal": True, "window": (12, 0)},
+        documents=(0, 10, 33),
+        features=("sinks", "alibi_slopes", "key_bias", "bias"),
+        options={"softcap": 3.0, "dropout_p": 0.2, "dropout_seed": 3, "softmax_scale": 0.3},
+    ),
+    "short": Attention(seq_len=3, mask={"causal": True}),
+    "one token": Attention(seq_len=1),
+}
+
+
+WORLDS = [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulated_ring_is_attention_at_every_world_size(name: str, world_size: int) -> None:
+    standard = Standard(CASES[name])
+    # half of the layouts at one world size, and the others at the next: a case meets each of them
+    for layout in LAYOUTS[WORLDS.index(world_size) % 2 :: 2]:
+        standard.check(simulate(CASES[name], layout, world_size))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_errors_do_not_grow_with_the_number_of_ranks(dtype: torch.dtype) -> None:
+    case = Attention(
+        seq_len=64, num_heads=4, num_kv_heads=2, head_dim=32, v_head_dim=32, dtype=dtype, mask={"causal": True}
+    )
+    standard = Standard(case)
+    for world_size in (1, 2, 4, 8):
+        standard.check(simulate(case, "zigzag", world_size))
+
+
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+@pytest.mark.parametrize("name", [name for name in CASES if "bias" not in CASES[name].features])
+def test_gradients_come_home_whatever_moves(name: str, backward: str) -> None:
+    standard = Standard(CASES[name])
+    for world_size in (3, 4):
+        standard.check(simulate(CASES[name], "zigzag", world_size, backward))
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Makes new memory NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+SPARSE = {
+    "few tokens": Attention(mask={"lengths": ((4, 7),)}, features=("sinks", "alibi_slopes", "key_bias")),
+    "no tokens": Attention(batch=2, mask={"lengths": ((9, 9), (9, 9))}),
+    "fewer tokens than ranks": Attention(seq_len=3, features=("alibi_slopes", "key_bias")),
+    "keys of a few ranks": Attention(seq_len=30, kv_len=3),
+    "keys out of reach": Attention(seq_len=30, kv_len=3, mask={"window": (2, 0)}, features=("sinks",)),
+    "queries of a few ranks": Attention(seq_len=3, kv_len=30, features=("key_bias",)),
+}
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+@pytest.mark.parametrize("name", SPARSE)
+def test_ranks_that_meet_nothing_leave_no_memory_as_it_came(name: str, backward: str) -> None:
+    standard = Standard(SPARSE[name])
+    for world_size, layout in itertools.product((1, 2, 8), ("contiguous", "striped")):
+        standard.check(simulate(SPARSE[name], layout, world_size, backward))
+
+
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+def test_cotangents_of_rows_that_saw_nothing_are_not_read(backward: str) -> None:
+    case = Attention(mask={"lengths": ((4, 20),)})
+    do, dlse = case.cotangents()
+    sinks = torch.tensor([float("-inf"), 0.5])
+    found = []
+    for nothing in (0.0, float("nan")):
+        dlse[:, 0, :4], dlse[:, 0, 20:] = nothing, nothing
+        options = {"backward": backward, "sinks": sinks, **case.mask}
+        found.append(simulate_ring(**case.tensors(), world_size=3, do=do, dlse=dlse, **options).grads)
+    for name, grad in found[0].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("window", [None, (4, 0), (0, 8)])
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+@pytest.mark.parametrize("v_head_dim", [4, 16, 96])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_backward_moves_the_side_of_which_the_busiest_rank_moves_fewer_bytes(
+    monkeypatch: pytest.MonkeyPatch, window: tuple[int, int] | None, num_heads: int, v_head_dim: int, dtype: torch.dtype
+) -> None:
+    case = Attention(64, num_heads=num_heads, v_head_dim=v_head_dim, dtype=dtype, mask={"window": window})
+    moved: Counter[int] = Counter()
+    post = SimulatedTransport.post
+
+    def count(self: SimulatedTransport, sends: Any, receives: Any, what: str) -> Any:
+        if what.startswith("backward"):
+            moved[self._rank] += sum(x.numel() for _, x in (*sends, *receives))
+        return post(self, sends, receives, what)
+
+    monkeypatch.setattr(SimulatedTransport, "post", count)
+    busiest = {}
+    for backward in ("keys", "queries", "auto"):
+        moved.clear()
+        simulate(case, "contiguous", 4, backward)
+        busiest[backward] = max(moved.values())
+    assert busiest["keys"] != busiest["queries"]
+    assert busiest["auto"] == min(busiest.values()), busiest
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_equal_the_simulated_ring_to_the_bit(pool: Pools, name: str, world_size: int) -> None:
+    for layout in LAYOUTS[world_size % 2 :: 2]:
+        expected = simulate(CASES[name], layout, world_size)
+        for found in pool(world_size).run(attend, CASES[name], layout):
+            for key, x in expected.items():
+                torch.testing.assert_close(found[key], x, rtol=0, atol=0, equal_nan=True, msg=f"{key} {layout}")
+
+
+@st.composite
+def attentions(draw: st.DrawFn) -> Attention:
+    n = draw(st.integers(1, 40))
+    hk, g = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 4]))
+    batch = draw(st.integers(1, 2))
+    mask: dict[str, Any] = {"causal": draw(st.booleans())}
+    side = st.one_of(st.none(), st.integers(0, 12))
+    if draw(st.booleans()):
+        mask["window"] = (draw(side), draw(side))
+    if mask["causal"] and draw(st.booleans()):
+        mask["prefix_len"] = draw(st.integers(0, n))
+    if draw(st.booleans()):
+        mask["chunk_len"] = draw(st.integers(1, n + 2))
+    if draw(st.booleans()):
+        mask["lengths"] = tuple(tuple(sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))) for _ in range(batch))
+    cuts = draw(st.lists(st.integers(0, n), max_size=4))
+    names = ("sinks", "alibi_slopes", "key_bias", "bias")
+    options: dict[str, Any] = {"softcap": draw(st.sampled_from([0.0, 2.0]))}
+    if draw(st.booleans()):
+        options |= {"dropout_p": 0.25, "dropout_seed": draw(st.integers(0, 2**63 - 1))}
+    return Attention(
+        seq_len=n,
+        batch=batch,
+        num_heads=hk * g,
+        num_kv_heads=hk,
+        features=tuple(name for name in names if draw(st.booleans())),
+        mask=mask,
+        documents=(0, *sorted(cuts), n) if cuts else None,
+        options=options,
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(case=attentions(), layout=st.sampled_from(LAYOUTS), world_size=st.integers(1, 8))
+def test_any_call_on_any_ring_is_attention(case: Attention, layout: str, world_size: int) -> None:
+    Standard(case).check(simulate(case, layout, world_size))
+
+
+@pytest.mark.dist
+@settings(max_examples=25, deadline=None)
+@given(case=attentions(), layout=st.sampled_from(LAYOUTS), world_size=st.integers(1, 4))
+def test_any_call_on_real_ranks_equals_the_simulated_ring(
+    pool: Pools, case: Attention, layout: str, world_size: int
+) -> None:
+    expected = simulate(case, layout, world_size)
+    for found in pool(world_size).run(attend, case, layout):
+        for key, x in expected.items():
+            torch.testing.assert_close(found[key], x, rtol=0, atol=0, equal_nan=True, msg=key)
+
+
+def test_dropout_is_the_same_at_every_world_size() -> None:
+    case = Attention(seq_len=24, dtype=torch.float64, options={"dropout_p": 0.5, "dropout_seed": 7})
+    one = simulate(case, "zigzag", 1)["o"]
+    for world_size, layout in itertools.product((2, 5), LAYOUTS):
+        torch.testing.assert_close(simulate(case, layout, world_size)["o"], one)
+
+
+def test_a_sink_of_minus_infinity_has_no_gradient_even_where_rows_see_nothing() -> None:
+    inputs = Attention(mask={"lengths": ((4, 20),)}, dtype=torch.float64)
+    tensors, (do, _) = inputs.tensors(), inputs.cotangents()
+    sinks = torch.tensor([float("-inf"), 0.5], dtype=torch.float64, requires_grad=True)
+    attention_reference(**tensors, **inputs.mask, sinks=sinks).backward(do)
+    found = simulate_ring(**tensors, **inputs.mask, sinks=sinks.detach(), world_size=2, do=do).grads
+    assert found is not None
+    torch.testing.assert_close(found["sinks"], sinks.grad)
+
+
+def test_a_window_moves_only_its_halo() -> None:
+    mask = AttentionMask(seq_len=400, kv_len=400, causal=True, window=(10, 0))
+    shards = make_shards("contiguous", 400, 4, mask)
+    plan = make_plan(shards, shards, mask, "keys")
+    received = [sum(v.num_rows for v in rank.ring_steps if v is not None and v.step) for rank in plan.ranks]
+    assert received == [0, 10, 10, 10]
+
+
+def refuse(kind: str) -> None:
+    ring = Ring()
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 16)
+    odd = ring.rank == 1
+    options: dict[str, Any] = {"causal": True}
+    q = x
+    if kind == "mask":
+        options["causal"] = not odd
+    elif kind == "dtype" and odd:
+        q = x = x.half()
+    elif kind == "rows" and odd:
+        q = x = x[:, :-1]
+    elif kind == "heads" and odd:
+        q = x = torch.cat([x, x], 2)
+    elif kind == "mixed" and odd:
+        q = x.double()
+    ring_attention(q, x, x, sharding, **options)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["mask", "dtype", "rows", "heads", "mixed"])
+def test_disagreeing_ranks_all_refuse_and_name_the_odd_one(pool: Pools, kind: str) -> None:
+    with pytest.raises(ValueError, match="must") as caught:
+        pool(3).run(refuse, kind)
+    every_rank = str(caught.value.__cause__)
+    assert every_rank.count("ValueError: ") >= 3
+    assert "ring ranks [1]" in every_rank or "ring rank 1 refused" in every_rank
+
+
+def absent() -> None:
+    ring = Ring(timeout=datetime.timedelta(seconds=5))
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 16)
+    if ring.rank != 1:
+        ring_attention(x, x, x, sharding)
+
+
+@pytest.mark.dist
+def test_a_missing_rank_is_named(pool: Pools) -> None:
+    with pytest.raises(RuntimeError, match=r"ring ranks \[1\] did not make this attention call"):
+        pool(3).run(absent)
+
+
+def come_late() -> tuple[str, list[float]]:
+    ring = Ring(timeout=datetime.timedelta(seconds=1))
+    sharding = ring.sharding(16)
+    x = torch.full((1, sharding.shard_len, 2, 16), 3.0)
+    said = ""
+    if ring.rank == 1:
+        time.sleep(2)
+    try:
+        ring_attention(x, x, x, sharding)
+    except RuntimeError as error:
+        said = str(error)
+    dist.barrier()
+    return said, ring_attention(x, x, x, sharding, window=2).unique().tolist()
+
+
+@pytest.mark.dist
+def test_who_comes_after_the_timeout_is_told_and_later_calls_are_compared_again(pool: Pools) -> None:
+    (first, *results), (second, *others) = pool(2).run(come_late)
+    assert first.startswith("ring rank 0: ring ranks [1] did not make this attention call within 0:00:01")
+    assert second.startswith("ring rank 1: ring ranks [0] waited 0:00:01 for this attention call and gave it up")
+    assert results == others == [[3.0]]
+
+
+def stop_answering() -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    assert isinstance(group, dist.ProcessGroup)
+    ring = Ring(group)
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 16)
+    ring_attention(x, x, x, sharding)
+    if ring.rank != 1:
+        ring_attention(x, x, x, sharding)
+    else:
+        time.sleep(4)
+
+
+@pytest.mark.dist
+def test_a_transfer_that_never_comes_names_rank_and_step(pool: Pools) -> None:
+    message = (
+        r"ring rank [02]: forward, keys for ring step \d: the transfer with ring ranks \[.*1.*\] failed or timed out"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        pool(3).run(stop_answering)
+
+
+def leave_a_backward_out() -> None:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    assert isinstance(group, dist.ProcessGroup)
+    ring = Ring(group)
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 16, requires_grad=True)
+    o = ring_attention(x, x, x, sharding)
+    if ring.rank != 1:
+        o.sum().backward()
+    else:
+        ring_attention(x, x, x, sharding)
+
+
+@pytest.mark.dist
+def test_the_next_call_of_a_rank_that_left_a_backward_out_is_not_taken_for_it(pool: Pools) -> None:
+    call = r"ring_attention\(16 tokens, zigzag\), digest [0-9a-f]{6}"
+    message = (
+        rf"the backward of call 1, {call} on ring ranks \[0\] and {call} on ring ranks \[1\] as call 2 of the ring"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        pool(2).run(leave_a_backward_out)
+    assert len(re.findall(message, str(caught.value.__cause__))) == 2
+
+
+def attend_in_two_threads() -> list[Tensor]:
+    rings = [Ring(), Ring()]
+    for ring in rings:
+        errors_of_equal_values(ring, 0.0, 1)
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(errors_of_equal_values, rings, (1.0, 2.0), (100, 100)))
+
+
+def errors_of_equal_values(ring: Ring, number: float, calls: int) -> Tensor:
+    sharding = ring.sharding(16)
+    x = torch.full((1, sharding.shard_len, 2, 16), number)
+    return torch.stack([(ring_attention(x, x, x, sharding) - number).abs().max() for _ in range(calls)])
+
+
+def meet_in_opposite_order() -> list[Tensor]:
+    rings = [Ring(timeout=datetime.timedelta(seconds=20)) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        calls = []
+        for ring in rings if dist.get_rank() else reversed(rings):
+            calls.append(threads.submit(errors_of_equal_values, ring, 1.0, 1))
+            time.sleep(0.3)  # the first one waits for the other rank by now
+        return [call.result() for call in calls]
+
+
+@pytest.mark.dist
+def test_first_calls_in_two_threads_may_come_in_any_order(pool: Pools) -> None:
+    for found in pool(2).run(meet_in_opposite_order):
+        assert not torch.stack(found).any()
+
+
+@pytest.mark.dist
+def test_rings_in_two_threads_keep_to_themselves(pool: Pools) -> None:
+    for found in pool(2).run(attend_in_two_threads):
+        assert not torch.stack(found).any()
+
+
+def use_a_ring_in_another_group(meeting: str) -> None:
+    ring = Ring()
+    sharding = ring.sharding(16)
+    x = torch.ones(1, sharding.shard_len, 2, 16)
+    ring_attention(x, x, x, sharding)
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=1 - ring.rank, world_size=2)
+    for call in (lambda: ring_attention(x, x, x, sharding), lambda: sharding.unshard(x), lambda: ring.sum(x)):
+        with pytest.raises(
+            RuntimeError, match=f"as rank {ring.rank} of 2, got another one .* rank {1 - ring.rank} of 2"
+        ):
+            call()
+    dist.barrier()
+
+
+@pytest.mark.dist
+def test_a_ring_is_not_used_in_another_group_of_the_same_name(tmp_path: Path) -> None:
+    pool = Pool(2)
+    try:
+        pool.run(use_a_ring_in_another_group, str(tmp_path / "meeting"))
+    finally:
+        pool.close(kill=True)
+
+
+def attend_on_a_mesh(cases: tuple[Attention, Attention]) -> tuple[int, dict[str, Tensor]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    replica = mesh["dp"].get_local_rank()
+    ring = Ring(mesh["cp"])
+    case = cases[replica]
+    sharding = ring.sharding(case.seq_len, "zigzag")
+    leaves = {name: sharding.shard(x, 1).requires_grad_() for name, x in case.tensors().items()}
+    o, lse = ring_attention_with_lse(leaves["q"], leaves["k"], leaves["v"], sharding, **case.mask)
+    do, dlse = case.cotangents()
+    grads = torch.autograd.grad((o, lse), list(leaves.values()), (sharding.shard(do, 1), sharding.shard(dlse, 2)))
+    found = {"o": sharding.unshard(o.detach(), 1), "lse": sharding.unshard(lse.detach(), 2)}
+    return replica, found | {"d" + name: sharding.unshard(g, 1) for name, g in zip(leaves, grads, strict=True)}
+
+
+@pytest.mark.dist
+def test_rings_of_a_mesh_keep_to_themselves(pool: Pools) -> None:
+    cases = (CASES["causal"], Attention(seq_len=21, seed=9, mask={"causal": True}))
+    expected = [simulate(case, "zigzag", 2) for case in cases]
+    for replica, found in pool(4).run(attend_on_a_mesh, cases):
+        for key, x in expected[replica].items():
+            torch.testing.assert_close(found[key], x, rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.dist
+def test_a_mesh_of_two_dimensions_is_refused(pool: Pools) -> None:
+    with pytest.raises(ValueError, match=r"a mesh must have one dimension, got 2; pass a slice such as mesh\['cp'\]"):
+        pool(4).run(ring_of_a_whole_mesh)
+
+
+def ring_of_a_whole_mesh() -> None:
+    Ring(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")))
+
+
+def rings_of_others() -> None:
+    made: list[Any] = [dist.new_group([0]), DeviceMesh("cpu", [0])]
+    for others in made:
+        if dist.get_rank() == 0:
+            assert Ring(others).world_size == 1
+        else:
+            with pytest.raises(ValueError, match="this process must be a member of the group"):
+                Ring(others)
+
+
+@pytest.mark.dist
+def test_a_group_of_others_is_refused(pool: Pools) -> None:
+    pool(2).run(rings_of_others)
+    with pytest.raises(TypeError, match="group must be a ProcessGroup, a DeviceMesh or None, got str"):
+        Ring("cp")  # pyright: ignore[reportArgumentType]
+
+
+def reuse() -> tuple[int, int]:
+    ring = Ring()
+    sharding = ring.sharding(64)
+    x = torch.randn(1, sharding.shard_len, 2, 16, requires_grad=True)
+    sizes = []
+    for _ in range(3):
+        ring_attention(x, x, x, sharding, causal=True).sum().backward()
+        sizes.append(ring.context.buffers.num_bytes())
+    assert sizes[0] == sizes[2] > 0
+    ring.close()
+    return sizes[0], ring.context.buffers.num_bytes()
+
+
+def test_copies_of_a_ring_are_the_ring() -> None:
+    ring = Ring()
+    for copied in (copy.copy(ring), copy.deepcopy(ring), pickle.loads(pickle.dumps(ring))):
+        assert copied is ring
+    stored = pickle.dumps(ring)
+    del ring, copied
+    with pytest.raises(RuntimeError, match="is gone"):
+        pickle.loads(stored)
+
+
+@pytest.mark.dist
+def test_buffers_are_reused_across_calls(pool: Pools) -> None:
+    for held, left in pool(2).run(reuse):
+        assert held > 0
+        assert left == 0
+
+
+def evaluate_then_train() -> None:
+    ring = Ring()
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 8)
+
+    def step(x: Tensor) -> Tensor:
+        k, v = ring.kv_buffer(sharding, 1, 2, 8, dtype=x.dtype, name="a layer")
+        k.copy_(x)
+        v.copy_(x)
+        return ring_attention(x, k, v, sharding, causal=True)
+
+    with torch.inference_mode():
+        expected = step(x)
+    found = step(x.clone().requires_grad_())
+    found.sum().backward()
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.dist
+def test_a_ring_that_began_in_inference_mode_serves_training(pool: Pools) -> None:
+    pool(2).run(evaluate_then_train)
+    pool(1).run(evaluate_then_train)
+
+
+def test_keys_written_in_place_are_differentiable_step_after_step() -> None:
+    ring = Ring()
+    sharding = ring.sharding(24)
+    x, weight = torch.randn(1, 24, 2, 8), torch.randn(8, 8, requires_grad=True)
+    q = torch.randn(1, 24, 4, 8)
+    for _ in range(3):
+        k, v = ring.kv_buffer(sharding, 1, 2, 8, dtype=torch.float32, name="layer 0")
+        k.copy_(x @ weight)
+        v.copy_(x)
+        found = torch.autograd.grad(ring_attention(q, k, v, sharding, causal=True).square().sum(), weight)[0]
+        o = ring_attention(q, x @ weight, x, sharding, causal=True)
+        torch.testing.assert_close(found, torch.autograd.grad(o.square().sum(), weight)[0])
+
+
+def test_keys_overwritten_before_the_backward_are_refused() -> None:
+    ring = Ring()
+    sharding = ring.sharding(8)
+    held = ring.kv_buffer(sharding, 1, 1, 8, dtype=torch.float32, name="layer 0")
+    k, v = (x.normal_().requires_grad_() for x in held)
+    o = ring_attention(torch.randn(1, 8, 1, 8, requires_grad=True), k, v, sharding)
+    for x in ring.kv_buffer(sharding, 1, 1, 8, dtype=torch.float32, name="layer 0"):
+        x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def differentiate_twice_alone() -> list[str]:
+    """What a rank hears of steps of two calls; in the first step rank 1 alone wants a gradient of gradients."""
+    ring, said = Ring(timeout=datetime.timedelta(seconds=20)), []
+    sharding = ring.sharding(8)
+    for wrong in (ring.rank == 1, False):
+        x = torch.ones(1, 4, 2, 8, requires_grad=True)
+        try:
+            (dx,) = torch.autograd.grad(ring_attention(x, x, x, sharding).sum(), x, create_graph=wrong)
+            if wrong:
+                torch.autograd.grad(dx.sum(), x)
+            ring_attention(x, x, x, sharding, causal=True)
+            said.append("")
+        except (NotImplementedError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+def test_gradients_of_gradients_on_one_rank_are_refused_on_all(pool: Pools) -> None:
+    for refused, after in pool(2).run(differentiate_twice_alone):
+        assert "ring attention must be differentiated once" in refused
+        assert after == ""
+
+
+def refuse_alone() -> Tensor:
+    """Rank 1 makes a ring that cannot be, says so, and goes on."""
+    if dist.get_rank():
+        wrongs: list[dict[str, Any]] = [{"nodes": 3}, {"nodes": "some"}, {"nccl_max_ctas": 0}]
+        for wrong in wrongs:
+            with pytest.raises(ValueError, match=r"nodes|nccl_max_ctas"):
+                Ring(**wrong)
+    ring = Ring(timeout=datetime.timedelta(seconds=20))
+    x = torch.ones(1, 4, 2, 8)
+    return ring_attention(x, x, x, ring.sharding(8), causal=True)
+
+
+@pytest.mark.dist
+def test_a_ring_that_one_rank_was_refused_has_no_name(pool: Pools) -> None:
+    """The rank would look for the others under the name of its second ring."""
+    for found in pool(2).run(refuse_alone):
+        assert torch.equal(found, torch.ones(1, 4, 2, 8))
+
+
+def _refused_budget(rank_budgets: tuple[int, ...]) -> str:
+    ring = Ring(transport="copy_engine", memory_budget=rank_budgets[dist.get_rank()])
+    sharding = ring.sharding(4)
+    x = torch.zeros(1, sharding.shard_len, 1, 16)
+    try:
+        ring_attention(x, x, x, sharding)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+def test_budgets_that_differ_are_refused_by_every_rank(pool: Pools) -> None:
+    for said in pool(2).run(_refused_budget, (0, 1000)):
+        assert "memory_budget must be the same on all ring ranks, got [0, 1000]" in said
+    # with one budget the refusal is about the transport
+    for said in pool(2).run(_refused_budget, (1000, 1000)):
+        assert "must have GPUs of one host that reach each other" in said
+
+
+def do_other_things(kind: str) -> str:
+    """The error of a rank where rank 1 does something else than ranks 0 and 2, which attend."""
+    ring = Ring(timeout=datetime.timedelta(seconds=2 if kind == "rings" else 20))
+    if kind == "rings" and ring.rank == 1:
+        ring = Ring(timeout=datetime.timedelta(seconds=2))
+    sharding = ring.sharding(15)
+    x = torch.ones(1, sharding.shard_len, 2, 16)
+    try:
+        if ring.rank != 1 or kind == "rings":
+            ring_attention(x, x, x, sharding, causal=True)
+        elif kind == "unshard":
+            sharding.unshard(x)
+        else:
+            ring.assert_equal_across_ranks("a RingCache", "batch=1")
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+OTHER = {
+    "unshard": r"Sharding.unshard([1, (5, 5, 5), 2, 16], torch.float32 cpu)",
+    "agree": "a RingCache: batch=1",
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", OTHER)
+def test_ranks_that_do_different_things_hear_what_each_did(pool: Pools, kind: str) -> None:
+    for said in pool(3).run(do_other_things, kind):
+        assert said.startswith(
+            f"all ranks must make the same calls in the same order, got ring_attention(15 tokens, zigzag, causal=True) on "
+            f"ring ranks [0, 2] and {OTHER[kind]} on ring ranks [1]"
+        )
+
+
+@pytest.mark.dist
+def test_ranks_that_wait_in_different_rings_hear_where_the_others_wait(pool: Pools) -> None:
+    here, there, _ = pool(3).run(do_other_things, "rings")
+    call = r"ring_attention\(15 tokens, zigzag, causal=True\) of ring '0#\d+'"
+    assert re.search(rf"ranks \[1\] did not .* \(this rank is in {call}, ring rank 1 in {call}\)", here)
+    assert re.search(
+        rf"ranks \[0, 2\] did not .* \(this rank is in {call}, ring rank 0 in {call}, ring rank 2 in", there
+    )
+    assert len(set(re.findall(r"of ring '(0#\d+)'", here))) == 2
