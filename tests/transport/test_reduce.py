@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.transport.reduce import base as exchange_module
+from ringattn.transport.reduce import stacked
 from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.reduce.stacked import SimulatedReducer
 from ringattn.transport.simulated import run_ranks
@@ -366,7 +366,7 @@ def _lost() -> str:
         raise RuntimeError("connection closed by peer")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_module, "_gather", fail)
+        patch.setattr(stacked, "_gather", fail)
         try:
             _finish(reducer, 1, 1, 2, 4)
         except RuntimeError as error:

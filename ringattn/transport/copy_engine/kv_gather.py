@@ -229,8 +229,8 @@ def gather_programs(
     joining = [semaphores.report_place(number, JOINING)]
     # in a capture it is said in front of the events by which streams join
     ending = [
-        *(semaphores.join_stream(DONE) if copy_programs else []),
-        *(semaphores.join_stream(FLAG_DONE) if recvs else []),
+        *(semaphores.wait_stream(DONE) if copy_programs else []),
+        *(semaphores.wait_stream(FLAG_DONE) if recvs else []),
     ]
     turn = [here.peer_buffer.turn(semaphores.prev_rank, semaphores.rank)] if recvs else []
     ending += [semaphores.proceed, *signal(turn)]

@@ -88,7 +88,7 @@ class Semaphores:
         """The caller's stream starts the one that waits for this word."""
         return [] if self.streams.capturing() else [Write(self._device[start], 1)]
 
-    def join_stream(self, done: int) -> list[Op]:
+    def wait_stream(self, done: int) -> list[Op]:
         """The caller's stream joins the one that ends with this word."""
         return [] if self.streams.capturing() else wait_and_reset(self._device[done])
 

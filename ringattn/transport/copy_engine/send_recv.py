@@ -86,7 +86,7 @@ def send_recv_programs(
     if into:
         copy_programs.append(compile_([*copy_stream, *semaphores.end_stream(COPY, POSTED + index)]))
     fetching = [semaphores.report_place(number, FETCHING)]
-    join = [*fetching, *semaphores.join_stream(POSTED + index), semaphores.proceed, *semaphores.exit_ring()]
+    join = [*fetching, *semaphores.wait_stream(POSTED + index), semaphores.proceed, *semaphores.exit_ring()]
     return SendRecvPrograms(
         info,
         begin=compile_(begin),
