@@ -342,7 +342,7 @@ def _facts(x: Tensor | None) -> Any:
 
 
 def _kind(options: _Options, given: Given) -> str:
-    """What must be the same on all ranks, but for rows."""
+    """Return a text of all that must be equal on all ranks; rows may differ."""
     shapes = [
         None
         if x is None
@@ -363,7 +363,7 @@ def _check_gradients(given: Given) -> None:
 
 
 def _check_tensors(step: ForwardBatch, q: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
-    """What the cache does not look at."""
+    """Check the tensors that the cache does not check."""
     cache = step.cache
     for name, x in (("q", q), ("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if x is None:

@@ -99,7 +99,7 @@ class BlockTable:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """What the books say of a request: for reading only.
+    """State of a request in the page allocator; read-only elsewhere.
 
     Attributes:
         name: What it is called by.
@@ -163,7 +163,7 @@ def first_difference(a: BlockTable, b: BlockTable, same: int) -> int:
 
 
 def common_blocks(a: BlockTable, b: BlockTable) -> int:
-    """How many blocks two tables begin with in common, their last ones aside."""
+    """Return the number of equal blocks at the beginning of two tables, not counting their last ones."""
     low, high = 0, max(0, min(len(a), len(b)) - 1)
     while low < high:
         middle = (low + high + 1) // 2

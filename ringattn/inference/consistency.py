@@ -63,7 +63,7 @@ class Comparable(Protocol):
 
 
 class ConsistencyChecker:
-    """What the ranks of one cache have agreed upon.
+    """Comparisons between the ranks of one cache.
 
     Args:
         ring: The ranks.
@@ -106,16 +106,16 @@ class ConsistencyChecker:
             self._ring.init_transport(device)
             self._initialized.add(device)
 
-    def record(self, words: str, *tensors: Tensor) -> None:
+    def record(self, text: str, *tensors: Tensor) -> None:
         """Keeps what must be the same on all ranks until they compare (Note [Recorded results]).
 
         Args:
-            words: Any.
+            text: Any text.
             tensors: Small ones of integers; they may change afterwards.
         """
         if self._ring.world_size > 1:
             self._discard_after_failure()
-            self._records.append((words, tuple(x.detach().clone() for x in tensors)))
+            self._records.append((text, tuple(x.detach().clone() for x in tensors)))
 
     def discard(self) -> None:
         """Drops what was noted: a call has failed, perhaps on this rank alone."""
@@ -142,7 +142,7 @@ class ConsistencyChecker:
             self._records.clear()
 
     def _take_records(self) -> str:
-        """What was noted, as words for a comparison."""
+        """Return a digest of what was recorded since the last comparison, and discard it."""
         if not self._records:
             return ""
         noted, self._records = self._records, []

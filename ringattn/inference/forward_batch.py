@@ -112,12 +112,12 @@ class ForwardBatch:
 
     @property
     def comm_modes(self) -> tuple[str, ...]:
-        """What went round the ring in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
+        """Tensors sent in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
         return tuple(known.comm_mode for known in self.calls.values() if hasattr(known, "comm_mode"))
 
     @property
     def kv_accesses(self) -> tuple[str, ...]:
-        """How each kind of call of this step so far read what was kept: "copies" or "pages"; empty for decode."""
+        """Access to cached rows of each kind of call of this step so far: "copies" or "pages"; empty for decode."""
         return tuple(known.kv_access for known in self.calls.values() if hasattr(known, "kv_access"))
 
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:

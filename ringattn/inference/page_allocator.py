@@ -163,7 +163,7 @@ class PageAllocator:
         return tuple(sorted(found, key=lambda block: block.start))
 
     def page_spans(self, request: int, start: int = 0) -> list[PageSpan]:
-        """Where a request's tokens from `start` on are, ascending."""
+        """Return the places of a request's tokens from `start` on, ascending."""
         found = []
         for block in self.blocks(request):
             skipped = max(0, start - block.start)
@@ -597,7 +597,7 @@ class PageAllocator:
         one.full = min(one.reserved_tokens, one.length + self._free_rows(one))
 
     def _free_rows_after(self, one: Request, rank: int, page: int, rows: int) -> int:
-        """What `_free_rows` is when a request's last block is this one."""
+        """Return `_free_rows` of a request whose last block is this one."""
         if self._users[rank][page] > 1 and (self._writer[rank][page] != one.name or rows < self._seen[rank][page]):
             return 0
         return self.page_size - rows

@@ -106,7 +106,7 @@ def is_paged_faster(
 
 
 def resolve_kv_access(wanted: str, step: ForwardBatch, q: Tensor, left: int | None, fresh: bool) -> str:
-    """What is read: as wanted, or by Note [In place or copied] from numbers that are equal on all ranks.
+    """Return how cached rows are read: as wanted, or by Note [In place or copied] from numbers that are equal on all ranks.
 
     Args:
         wanted: One of READS.
@@ -211,7 +211,7 @@ def plan_paged_rows(
     chunk_len: int | None,
     device: torch.device,
 ) -> PagedRows | None:
-    """How rows attend over this rank's pages.
+    """Plan the attention of rows over this rank's pages.
 
     Args:
         step: Whose requests.

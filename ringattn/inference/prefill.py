@@ -80,7 +80,7 @@ SLACK = 1.05
 
 @dataclass(frozen=True, eq=False)
 class Prefill:
-    """What is decided about a kind of call when a step of prefill meets it first.
+    """Resolved kind of call of a prefill; found at its first call.
 
     Attributes:
         plan: The resolved spec.
@@ -194,7 +194,7 @@ def find_paged_rows(
 
 
 def resolve_comm_mode(wanted: str, step: ForwardBatch, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:
-    """What moves: as wanted, or by Note [What moves] from numbers that are equal on all ranks.
+    """Return what is sent: as wanted, or by Note [What moves] from numbers that are equal on all ranks.
 
     Args:
         wanted: One of MOVES.
@@ -271,7 +271,7 @@ def _reserved_bytes(
 
 
 def growth_limit(step: ForwardBatch) -> float:
-    """How many times as many tokens the requests of a step may have as they have now, and SLACK."""
+    """Return the ratio of the tokens that the requests of a step may have to those they have now, times SLACK."""
     allocator = step.cache.allocator
     reserved_tokens, there = sum(map(allocator.reserved, step.requests)), sum(step.lengths)
     return max(1.0, reserved_tokens / there) * SLACK
@@ -296,7 +296,7 @@ class QuerySegment:
 
 @dataclass(frozen=True, eq=False)
 class QueryPlan:
-    """How the queries of a step move (Note [Queries move]), seen from this rank.
+    """Routing of the queries of a step (Note [Queries move]), seen from this rank.
 
     Attributes:
         plan: Every rank's part.
