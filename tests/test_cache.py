@@ -830,10 +830,10 @@ class Comparing:
     def __init__(self) -> None:
         self.compared: list[str] = []
 
-    def agree(self, what: str, text: str) -> None:
+    def assert_equal_across_ranks(self, what: str, text: str) -> None:
         self.compared.append(text)
 
-    def settle(self, device: torch.device) -> None:
+    def init_transport(self, device: torch.device) -> None:
         """Rows move somehow."""
 
 
