@@ -94,7 +94,7 @@ def test_nothing_is_decided_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         (device_tables, "_make"),
     ):
         monkeypatch.setattr(module, name, decided)
-    monkeypatch.setattr(type(RING), "refusals", decided)
+    monkeypatch.setattr(type(RING), "consistent_call", decided)
     step()
 
 

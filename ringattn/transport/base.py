@@ -207,7 +207,7 @@ class GradReturn(Protocol):
 
     Attributes:
         addresses: int64, one per side of the gathered visit: where the backward writes (`KernelSet.backward_fused`).
-        local_grads: `b grad_buffer_rows hk (d + dv)` fp32: the contribution of this rank to its own rows (addresses[0] points at it).
+        local_grads: `b grad_buffer_rows hk (d + dv)` fp32: contributions of this rank to its own rows; addresses[0] points at it.
         rows: grad_buffer_rows of every region.
         bias_addresses: Likewise, of what goes to the gradient of key_bias; None: it is not wanted.
         local_bias_grads: `b hk grad_buffer_rows` fp32, likewise.

@@ -72,9 +72,9 @@ def test_bench_reduce_gives_no_speed_to_a_wrong_answer(
 ) -> None:
     words = ["--rows", "4", "--heads", "4", "--head-dim", "16", "--rounds", "1", "--device", "cpu", *SHARES]
     for broken, said in (
-        ("exchange.finish_parts", "alone, 4 rows: o is"),
-        ("exchange.AloneExchange.sum", "alone, a sum of 3 x 8: the sum is"),
-        ("exchange.AloneExchange.gather", "alone, columns 2 x 5: the whole is"),
+        ("reduce.stacked.finish_parts", "alone, 4 rows: o is"),
+        ("reduce.stacked.LocalReducer.all_reduce", "alone, a sum of 3 x 8: the sum is"),
+        ("reduce.stacked.LocalReducer.all_gather_columns", "alone, columns 2 x 5: the whole is"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(f"ringattn.transport.{broken}", lambda *args: [x.fill_(0.5) for x in args[-2:]])

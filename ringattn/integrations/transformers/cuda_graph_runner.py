@@ -33,8 +33,8 @@ Note [All ranks alike]
 
 Note [A replay that does not end]
     A rank that dies leaves the others in a replay whose all-reduce never ends, and torch's watchdog does not see it. So after a
-    replay the host waits with a timeout (`Ring.synchronize`), before anything blocks to read the result. A caller that enqueues calls
-    before it reads earlier results waits so itself (`awaited=False`).
+    replay the host waits with a timeout (`Ring.synchronize`), before anything blocks to read the result. A caller that
+    enqueues calls before it reads earlier results waits so itself (`awaited=False`).
 """
 
 from __future__ import annotations

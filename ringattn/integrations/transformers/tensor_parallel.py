@@ -283,6 +283,7 @@ class WeightGuard:
             if x is not None
         ]
 
+    @untraced  # Dynamo of torch 2.11 cannot compare addresses
     def is_valid(self) -> bool:
         """Return whether no weight or child was replaced, and no gradient of a weight is wanted."""
         return (

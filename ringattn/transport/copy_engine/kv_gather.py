@@ -26,10 +26,10 @@ Note [A gather]
     turn. `close` joins all three streams. So the slot is free when it has returned, as is what was lent; and `turn` and `ready` of
     a call have been taken by all before anybody says them again: an owner takes each `turn` before it says the `ready` of that
     push, and the reader says `turn` again once it has taken every `ready`, whereupon the others follow in turn.
-    Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted (kernels/attention/hopper/
-    NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows come later. And why turns:
-    halves of shards are of different lengths, owners drift apart, and two that meet at one reader go at less than half the
-    speed each.
+    Why pushes: reads queue their requests behind rows that the GPU sends at the same time, writes are posted
+    (kernels/attention/hopper/NOTES.md has the numbers). Why one stream of them: several share the link, and the first rows come
+    later. And why turns: halves of shards are of different lengths, owners drift apart, and two that meet at one reader go at
+    less than half the speed each.
 
 Note [Kept rows]
     What a gather keeps lands in far like all rows, where its kernel reads it. Behind the last flag the herald copies it into a

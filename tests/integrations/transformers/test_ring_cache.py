@@ -117,7 +117,7 @@ def several_turns(kind: str, implementation: str) -> list[Tensor]:
         ids = turn(cache, tokens(0, 2), tokens(23, 2))
         length = cache.get_seq_length()
         turn(cache, ids, tokens(5, 2, seed=1))
-        cache.truncate(length - cache.get_seq_length())
+        cache.crop(length - cache.get_seq_length())
         assert cache.get_seq_length() == length
         turn(cache, ids, tokens(31, 2, seed=2))
         return found

@@ -135,7 +135,8 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, list[float], int, 
                 if event.token is not None:
                     tokens.append(event.token)
                 said = [event.details.logprob, *event.details.top] if event.details else None
-                answers[event.request_id] = tokens, event.finish or event.failure or said
+                failure = event.failure and event.failure[1]
+                answers[event.request_id] = tokens, event.finish or failure or said
                 if sum(isinstance(end, str) for _, end in answers.values()) == len(every):
                     engine.stop(0.0)
 
@@ -203,13 +204,14 @@ class _Waits:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def wait(self, device: torch.device, *, marks: Any, what: str) -> None:
-        assert (device, marks.begun, marks.ended) == (CPU, self, self)
-        self.asked.append((what, marks.lasted_s))
-        marks.lasted_s = 0.25
-
-    def synchronize(self) -> None:
-        self.asked.append("synchronize")
+    def synchronize(self, device: torch.device | None = None, *, events: Any = None, what: str = "synchronize") -> None:
+        """Wait as a ring does for events; as an event does without a device."""
+        if device is None:
+            self.asked.append(what)
+            return
+        assert (device, events.begun, events.ended) == (CPU, self, self)
+        self.asked.append((what, events.lasted_s))
+        events.lasted_s = 0.25
 
 
 def test_what_may_be_a_replay_is_waited_for_in_a_wait_that_ends_and_a_long_prompt_as_long_as_it_takes():
