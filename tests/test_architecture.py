@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -317,3 +318,43 @@ def test_what_is_thinned_exists():
     for name in EVERY:
         file, _, test = name.partition("::")
         assert any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file)), name
+
+
+FOLDERS = ["kernels", "plan", "transport", "schedule", "", "numerics", "inference", "integrations", "launch"]
+"""From the bottom: each may import those before it; "" is the modules directly in ringattn/."""
+SHARED = {"ringattn.tensor_checks", "ringattn.ring_registry", "ringattn.sharding_context"}
+"""Modules directly in ringattn/ that stand below all folders but kernels."""
+MOST_MODULES = 16
+
+
+def _level(module: str) -> int:
+    parts = module.split(".")
+    folder = parts[1] if len(parts) > 1 and parts[1] in FOLDERS else ""
+    return FOLDERS.index("plan" if module in SHARED else folder)
+
+
+def _imported_modules(module: str) -> set[str]:
+    """Modules of ours that a module imports, in functions and for type checkers too."""
+    names = imports(module, MODULES[module])
+    return {name for name in names if name in MODULES and name != module and MODULES[name].name != "__init__.py"}
+
+
+@everywhere
+def test_folders_import_those_below_them_only(module):
+    if module == "ringattn":
+        return  # its lazy names come from everywhere
+    above = [name for name in _imported_modules(module) if _level(name) > _level(module)]
+    assert not above, f"{module} imports {above}, which stand above it"
+
+
+def test_no_modules_import_each_other():
+    left = {module: _imported_modules(module) for module in MODULES}
+    while free := {module for module, needed in left.items() if not needed & left.keys()}:
+        for module in free:
+            del left[module]
+    assert not left, f"in cycles or above them: {sorted(left)}"
+
+
+def test_no_folder_is_crowded():
+    counts = Counter(path.parent for path in MODULES.values() if path.name not in ("__init__.py", "__main__.py"))
+    assert max(counts.values()) <= MOST_MODULES, counts.most_common(2)
