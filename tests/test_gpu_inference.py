@@ -30,7 +30,7 @@ PLENTY = 2**40
 PATIENCE = timedelta(seconds=60)
 BF16 = torch.bfloat16
 # A kernel is compiled for every power of two of requests and of new tokens, for every head_dim and combination of scores: seconds
-# each. So histories here keep to a few of them; launch/histories.py has some of all, for machines that need not compile.
+# each. So histories here keep to a few of them; launch/check/cache_scenarios.py has some of all, where none need compile.
 SIZES = Sizes(4, 2, 128, 128, page_size=16, pages=400, dtype=BF16)
 SMALL = Sizes(4, 2, 64, 64, page_size=16, pages=60, dtype=BF16)
 LIFE: tuple[Op, ...] = (

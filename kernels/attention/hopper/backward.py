@@ -1,7 +1,7 @@
 """The fused backward kernel for sm_90: one pass over the scores makes dq, dk and dv (five products instead of seven).
 
 Owns the gradients of one ring step for head dims up to 128. Refuses to know how it is launched, how work is dealt
-(`plan.py`), and what runs before and after it (`around.py`).
+(`tile_scheduler.py`), and what runs before and after it (`backward_pre_post.py`).
 
 Note [Tile of keys]
     A tile is 128 keys of one key head: two consumer warpgroups of 64 keys each. Blocks of BM queries of every query head of

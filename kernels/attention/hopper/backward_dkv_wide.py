@@ -1,7 +1,8 @@
 """dk and dv for head dims beyond 128: the two consumers share a tile of keys by role, not by rows.
 
-Owns dk, dv and dkey_bias of one ring step, or of all in one launch, in a fixed order of sums; dq is the business of `rows.py`.
-Refuses to know how it is launched, how work is dealt (`plan.py`), and who prepares lse and delta (`around.py`).
+Owns dk, dv and dkey_bias of one ring step, or of all in one launch, in a fixed order of sums; dq is the business of
+`backward_dq.py`. Refuses to know how it is launched, how work is dealt (`tile_scheduler.py`), and who prepares lse and delta
+(`backward_pre_post.py`).
 
 Note [Roles of the wide kernel]
     At 256 columns the accumulators of dk and dv of 64 keys fill the registers of two warpgroups, 128 each per thread. A

@@ -1,7 +1,7 @@
 """The Hopper forward: a tile of queries in registers, blocks of keys and values streaming past it, from carry to output.
 
 Owns the pipeline between the copy engine, the tensor cores and the online softmax of Note [Softmax state], and the merge of tiles
-that were split among programs. Refuses to know how it is launched, and which blocks a tile meets: that is data (plan.py).
+that were split among programs. Refuses to know how it is launched, and which blocks a tile meets: that is data (tile_scheduler.py).
 
 Note [Pipeline]
     One producer warp copies; each consumer warpgroup owns 64 rows of the tile and keeps q . k of block j and p v of
@@ -176,7 +176,7 @@ def _producer(
 
 @gluon.jit
 def _segment(segments, i):
-    """(row, blocks, begin, end, origin, stride) of segment i; Note [Work] in plan.py."""
+    """(row, blocks, begin, end, origin, stride) of segment i; Note [Work] in tile_scheduler.py."""
     base = segments + i * 8
     return gl.load(base), gl.load(base + 1), gl.load(base + 2), gl.load(base + 3), gl.load(base + 4), gl.load(base + 5)
 
@@ -555,7 +555,7 @@ def _consumer(
         x = this_row + r // PACK
         head_of_row = h * PACK + r % PACK
         exists = x < rows
-        whole = this_slot < 0  # the parts of a split tile start from nothing; finish.py lets the carry join
+        whole = this_slot < 0  # the parts of a split tile start from nothing; forward_combine.py lets the carry join
         if not FIRST or not LAST:
             place, inside = _place(
                 INDEX, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT

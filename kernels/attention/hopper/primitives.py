@@ -25,7 +25,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-EPOCH = gl.constexpr(64)  # blocks between two looks at the board; Note [Pace] in pace.py
+EPOCH = gl.constexpr(64)  # blocks between two looks at the board; Note [Pace] in progress_barrier.py
 LEFT = gl.constexpr(2**30)  # beyond every epoch
 
 
@@ -185,7 +185,7 @@ def load_from(local, remote, step, place, full, target):
 
 @gluon.jit
 def entry(work, at):
-    """(head, row, segment, masked, full, masked_blocks, full_blocks, slot) of entry `at`; Note [Work] in plan.py."""
+    """(head, row, segment, masked, full, masked_blocks, full_blocks, slot) of entry `at`; Note [Work] in tile_scheduler.py."""
     base = work + at * 8
     return (
         gl.load(base), gl.load(base + 1), gl.load(base + 2), gl.load(base + 3),

@@ -1,6 +1,6 @@
 """The engine as the HTTP process sees it: sends requests to it, and passes on what happens to them.
 
-Owns the ids of requests, which event belongs to which answer, and the last known state of the engine. Routes are in http.py; the
+Owns the ids of requests, which event belongs to which answer, and the last known state of the engine. Routes are in app.py; the
 other ends of the sockets in engine_server.py.
 
 Note [One turn for a step]

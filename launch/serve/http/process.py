@@ -1,6 +1,6 @@
 """The process that serves HTTP: python -m ringattn.launch.serve.http.process PORT LINK FOLDER, as rank 0 starts it.
 
-Owns the life of the process: its settings, and when it ends. Routes are in http.py; rank 0's side is engine_server.py. It
+Owns the life of the process: its settings, and when it ends. Routes are in app.py; rank 0's side is engine_server.py. It
 touches no GPU and joins no process group.
 """
 

@@ -19,11 +19,10 @@ Note [Batches]
     again.
 
 Note [Mixed calls]
-    A prompt of a few hundred tokens is a call with few rows and as many launches as any other, so it is replayed too: as a packed
-    step (Note [Pieces] of inference/static.py), with a number of pieces that doubles from shape to shape. Prompts, or parts of
-    prompts, share a call as far as there are pieces. In pieces of a single row they share it with the next tokens of answers,
-    which would leave 15 of 16 rows of a larger piece empty; but every row then reads the keys before it separately.
-
+    A prompt of a few hundred tokens is a call with few rows and as many launches as any other, so it is replayed too: as a
+    packed step (Note [Pieces] of inference/static_batch.py), with a number of pieces that doubles from shape to shape. Prompts,
+    or parts of prompts, share a call as far as there are pieces. In pieces of a single row they share it with the next tokens
+    of answers, which would leave 15 of 16 rows of a larger piece empty; but every row then reads the keys before it separately.
 Note [All ranks alike]
     Captures and replays follow from numbers that all ranks hold alike. Before a capture the call is made once with no requests,
     which compiles kernels and lets ranks compare what they have not compared, and once more with waits for the device as errors.
