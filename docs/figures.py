@@ -31,8 +31,10 @@ COLORS = {
 }
 RING_NAMES = {
     "auto": "ringattn",
-    "gathered": "ringattn gathered",
-    "staged": "ringattn staged",
+    "fused": "ringattn fused",
+    "fused_kv_buffer": "ringattn fused, KV buffer",
+    "fused_saved_kv": "ringattn fused, saved KV",
+    "stepwise": "ringattn stepwise",
     "ring": "ringattn",
     "ring_recomputed": "ringattn, attention recomputed",
     "nccl": "ringattn NCCL",
@@ -44,8 +46,8 @@ RING_NAMES = {
 """What rings are called in tables and figures, in the order they are shown."""
 RING_COLORS = {
     "auto": "#e5484d",
-    "gathered": "#e5484d",
-    "staged": "#f0883e",
+    "fused": "#e5484d",
+    "stepwise": "#f0883e",
     "ring": "#e5484d",
     "ring_recomputed": "#f0883e",
     "nccl": "#bf8700",

@@ -33,13 +33,14 @@ NAMES = {
     "hopper": "ringattn hopper",
     "portable": "ringattn portable",
     "auto": "ringattn auto",
-    "in_place": "ringattn in place",
     "cudnn": "cuDNN",
     "fa2": "FA2",
     "flex": "FlexAttention",
     "fa4": "FA4",
 }
 """Contenders in the order they are shown."""
+OLD_SCHEDULES = {"gathered": "fused", "kept": "fused_saved_kv", "in_place": "fused_kv_buffer", "staged": "stepwise"}
+"""Names of schedules in rows and commands of before 1.0."""
 RING_PROBLEM = ("world_size", "mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window")
 WAYS = ("forward", "both")
 
@@ -97,8 +98,15 @@ def runs_of(kind: str) -> list[Any]:
             raise SystemExit(
                 f"error: docs/results/{path.name} must be what a bench wrote, got no rows, machine and date; remove it"
             )
+        run["rows"] = [_renamed(row) for row in run["rows"]]
         found.append(run)
     return sorted(found, key=lambda one: one["machine"]["date"])
+
+
+def _renamed(row: Row) -> Row:
+    """Return a row whose schedule has its present name."""
+    names = {field: OLD_SCHEDULES.get(row[field], row[field]) for field in ("who", "schedule") if field in row}
+    return {**row, **names}
 
 
 def correctness() -> str:
@@ -116,7 +124,7 @@ def correctness() -> str:
         lines.append(
             [
                 len(machine["gpus"]),
-                asked[1] if asked else "auto",
+                OLD_SCHEDULES.get(asked[1], asked[1]) if asked else "auto",
                 f"{sum(row['ratio'] <= 1 for row in rows)} of {len(rows)}",
                 *(f"{max(ratios):.2f} ({len(ratios)})" if ratios else "-" for ratios in worst),
                 index + 1,
@@ -304,8 +312,8 @@ def ring_rows(runs: list[Any]) -> list[Row]:
 
 
 def main_ring(rows: list[Row]) -> list[Row]:
-    """Our rows of the ring that users get: auto where it was measured, else gathered, else whichever there is."""
-    order = ("auto", "gathered", "staged")
+    """Our rows of the ring that users get: auto where it was measured, else fused, else whichever there is."""
+    order = ("auto", "fused", "stepwise")
     chosen: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         if row["ours"] and "refused" not in row:

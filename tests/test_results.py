@@ -149,16 +149,18 @@ def test_rings_and_peers_stand_in_one_line_per_problem(results: ModuleType) -> N
     _keep(results, "ring4.json", "2026-01-01", rows)
     results.draw_figures()
     text = results.ring()
-    head = "| mask | layout | tokens per GPU | heads | kernel alone | ringattn gathered | ringattn staged | ringattn NCCL |"
+    head = (
+        "| mask | layout | tokens per GPU | heads | kernel alone | ringattn fused | ringattn stepwise | ringattn NCCL |"
+    )
     assert f"{head} torch CP all-to-all |" in text
     cells = "450 (90%) / 400 (80%)"
     assert f"| causal | zigzag | 1024 | 32/8 | 500 / 500 | {cells} | {cells} | {cells} | {cells} |" in text
-    assert "| causal, 1024, 32/8 | ringattn gathered | 0.25 / 0.25 | 120 / 120 | 95% / 95% | 1.50 |" in text
+    assert "| causal, 1024, 32/8 | ringattn fused | 0.25 / 0.25 | 120 / 120 | 95% / 95% | 1.50 |" in text
     assert "Without a speed: ring_flash_attn: wrong answer: differs from ours in dk by 9%." in text
     assert "scaling" not in text
     assert results.figures_are_true()
     drawn = (results.HERE / "ring-speed.svg").read_text()
-    names = ("ringattn gathered", "ringattn staged", "ringattn NCCL", "torch CP all-to-all", "forward + backward")
+    names = ("ringattn fused", "ringattn stepwise", "ringattn NCCL", "torch CP all-to-all", "forward + backward")
     assert all(name in drawn for name in (*names, "causal, 32/8 heads", "16K"))
     assert "ring-flash-attention" not in drawn
     _keep(results, "ring4.json", "2026-01-01", rows[:-2])
@@ -234,7 +236,7 @@ def test_memory_shows_the_prediction_beside_the_peak(results: ModuleType) -> Non
     full = _ring_row("alone", 1, 2**20, tensors_gib=80.0, predicted_gib=200.0, peak_gib=float("inf"))
     _keep(results, "memory.json", "2026-01-01", [row, full])
     text = results.memory()
-    assert "| 1,048,576 | 4 | 32/8 | ringattn gathered | 20.00 | 42.12 | 43.00 |" in text
+    assert "| 1,048,576 | 4 | 32/8 | ringattn fused | 20.00 | 42.12 | 43.00 |" in text
     assert "| 1,048,576 | 1 | 32/8 | alone | 80.00 | 200.00 | does not fit |" in text
 
 

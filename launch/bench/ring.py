@@ -53,9 +53,9 @@ class Ring:
         masks: What is visible.
         layouts: How positions are dealt out; "best": zigzag, under a window zigzag or contiguous, whichever moves fewer
             rows, and balanced for documents.
-        schedules: Our rings: "auto" as users get it; "gathered": one launch; "kept": likewise, whose
-            backward has the keys that the forward brought; "in_place": likewise, of keys
-            that were written where they leave from; "staged": step by step over the copy engine;
+        schedules: Our rings: "auto" as users get it; "fused": one launch; "fused_saved_kv": likewise, whose
+            backward has the keys that the forward brought; "fused_kv_buffer": likewise, of keys
+            that were written where they leave from; "stepwise": step by step over the copy engine;
             "process_group": step by step over NCCL or gloo.
         peers: Others in the same turns, under a causal mask.
         heads: Query heads.
@@ -226,10 +226,10 @@ def red_rings(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Why rows of `bench_ring` are no good: each of our rings that answers wrongly, or all of them where none was timed.
 
     Example:
-        >>> rows = [{"who": who, "ours": True, "refused": "no memory"} for who in ("auto", "staged")]
-        >>> red_rings(rows[:1]), red_rings([*rows, {"who": "kept", "ours": True, "refused": "wrong answer: o"}])
-        (['auto: no memory'], ['auto: no memory', 'staged: no memory', 'kept: wrong answer: o'])
-        >>> red_rings([rows[0], {"who": "staged", "ours": True, "forward_ms": 1.0}])
+        >>> rows = [{"who": who, "ours": True, "refused": "no memory"} for who in ("auto", "stepwise")]
+        >>> red_rings(rows[:1]), red_rings([*rows, {"who": "fused_saved_kv", "ours": True, "refused": "wrong answer: o"}])
+        (['auto: no memory'], ['auto: no memory', 'stepwise: no memory', 'fused_saved_kv: wrong answer: o'])
+        >>> red_rings([rows[0], {"who": "stepwise", "ours": True, "forward_ms": 1.0}])
         []
     """
     ours = [row for row in rows if row["ours"]]
@@ -272,8 +272,8 @@ def measure(
     seed = session.rank
     makers: dict[str, Callable[[], RingContender]] = {}
     for name, ring in rings.items():
-        makers[name] = lambda ring=ring, in_place=name == "in_place": prepare_ours(
-            problem, ring, layout, session.device, args.impl, seed, in_place=in_place
+        makers[name] = lambda ring=ring, kv_buffer=name == "fused_kv_buffer": prepare_ours(
+            problem, ring, layout, session.device, args.impl, seed, kv_buffer=kv_buffer
         )
     if layout == "zigzag":
         for who in dict.fromkeys(args.peers):

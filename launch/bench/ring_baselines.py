@@ -71,12 +71,12 @@ def prepare_ours(
     impl: str,
     seed: int,
     *,
-    in_place: bool = False,
+    kv_buffer: bool = False,
 ) -> RingContender:
-    """Our attention on this rank's rows of a problem; in_place: its keys lie where they leave from."""
+    """Our attention on this rank's rows of a problem; kv_buffer: its keys lie where they leave from."""
     sharding = deal(problem, ring, layout)
     q, k, v, do = draw_inputs(problem, sharding.shard_len, device, seed)
-    if in_place:
+    if kv_buffer:
         sizes = problem.batch, problem.kv_heads, problem.head_dim
         held = ring.kv_buffer(sharding, *sizes, dtype=k.dtype, name="bench", device=device)
         with torch.no_grad():

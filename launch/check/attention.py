@@ -73,8 +73,8 @@ class CheckArgs:
     Attributes:
         full: Real sizes, all dtypes, head dims and head groups, both directions under every mask: many kernels to compile.
         impl: Kernels to use: "auto", or the name of a kernel set.
-        schedule: How keys move: "auto", "gathered" (one launch), "kept" (likewise, and backwards use the keys of their
-            forwards), "in_place" (here as "gathered"), "staged" (step by step over the copy engine) or "process_group"
+        schedule: How keys move: "auto", "fused" (one launch), "fused_saved_kv" (likewise, and backwards use the keys of their
+            forwards), "fused_kv_buffer" (here as "fused"), "stepwise" (step by step over the copy engine) or "process_group"
             (step by step over NCCL or gloo).
         device: GPUs where there are any, or the CPU.
         simulate: Ranks of the simulated ring in a single process; 0 for none.
@@ -407,7 +407,7 @@ def solvers(
         if ring.world_size > 1:
             yield layout, functools.partial(solve, case, layout, ring, inputs, args, session)
         elif args.simulate:
-            budget = PLENTY if args.schedule == "gathered" else 0
+            budget = PLENTY if args.schedule == "fused" else 0
             yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args, budget)
 
 
@@ -450,8 +450,8 @@ def compile_ahead(cases: Sequence[Case | InferenceCase], args: CheckArgs, ranks:
         for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"):
             alone.pop(key, None)
         command = [sys.executable, "-m", "ringattn.launch.check", "--impl", args.impl, "--only", args.only]
-        gathers = args.schedule == "gathered" or (args.schedule == "auto" and session.world_size > 1)
-        command += ["--schedule", "gathered"] if gathers else []
+        gathers = args.schedule == "fused" or (args.schedule == "auto" and session.world_size > 1)
+        command += ["--schedule", "fused"] if gathers else []
         command += ["--full"] if args.full else []
         command += ["--nodes", str(args.nodes), "--simulate", str(ranks), "--compile-share"]
         session.say(f"compiling in {jobs} processes first (--no-ahead: as kernels are met)")

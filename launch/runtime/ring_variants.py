@@ -16,18 +16,18 @@ from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Session
 from ringattn.plan.ring_plan import make_nodes
 
-ScheduleName = Literal["auto", "gathered", "kept", "in_place", "staged", "process_group"]
+ScheduleName = Literal["auto", "fused", "fused_saved_kv", "fused_kv_buffer", "stepwise", "process_group"]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "auto": {},
-    "gathered": {"transport": "copy_engine"},
-    "kept": {"transport": "copy_engine", "save_gathered_kv": True},
-    "in_place": {"transport": "copy_engine"},
-    "staged": {"transport": "copy_engine", "memory_budget": 0},
+    "fused": {"transport": "copy_engine"},
+    "fused_saved_kv": {"transport": "copy_engine", "save_gathered_kv": True},
+    "fused_kv_buffer": {"transport": "copy_engine"},
+    "stepwise": {"transport": "copy_engine", "memory_budget": 0},
     "process_group": {"transport": "process_group"},
 }
 """What a ring of each name is made with. Without a budget for other ranks' keys, they come step by step.
 
-"in_place" is "gathered" for callers whose keys were written into the ring's own memory (`Ring.kv_buffer`)."""
+"fused_kv_buffer" is "fused" for callers whose keys were written into the ring's own memory (`Ring.kv_buffer`)."""
 
 
 def make_ring(schedule: str, group: dist.ProcessGroup | None = None, **options: Any) -> ringattn.Ring:

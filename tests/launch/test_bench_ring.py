@@ -62,10 +62,10 @@ def test_bench_ring_writes_rows(pool, tmp_path: Path) -> None:
 
 def _bench_with_others(out: str) -> int:
     """Two schedules, a third that cannot be, and peers: one right, one that mistakes its order, one that raises."""
-    ring_variants.SCHEDULES.update(staged={}, process_group={})
+    ring_variants.SCHEDULES.update(stepwise={}, process_group={})
 
     def refuse(schedule: str, group: Any = None) -> Any:
-        if schedule == "gathered":
+        if schedule == "fused":
             raise NotImplementedError("peers must reach each other's memory, got CPUs; use process_group")
         return make(schedule, group)
 
@@ -81,7 +81,7 @@ def _bench_with_others(out: str) -> int:
     make, peer_ring = ring_variants.make_ring, ringattn.Ring()
     ring_variants.make_ring = refuse
     ring_baselines.Peers.prepare = peer
-    words = ["--schedules", "gathered", "staged", "process_group", "--tokens", "24", "--rounds", "1", "--device", "cpu"]
+    words = ["--schedules", "fused", "stepwise", "process_group", "--tokens", "24", "--rounds", "1", "--device", "cpu"]
     words += ["--peers", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn", "--no-graphs", "--out", out]
     return bench.main(["ring", *TINY, *words])
 
@@ -94,8 +94,8 @@ def test_rings_and_peers_take_turns_and_a_wrong_one_has_no_speed(pool, tmp_path:
     finally:
         workers.close(kill=True)  # what was patched there ends with them
     rows = {row["who"]: row for row in json.loads((tmp_path / "ring.json").read_text())["rows"]}
-    assert list(rows) == ["staged", "gloo", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"]
-    assert [who for who, row in rows.items() if "forward_ms" in row] == ["staged", "gloo", "torch_cp_allgather"]
+    assert list(rows) == ["stepwise", "gloo", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"]
+    assert [who for who, row in rows.items() if "forward_ms" in row] == ["stepwise", "gloo", "torch_cp_allgather"]
     assert rows["torch_cp_alltoall"]["refused"].startswith("wrong answer: differs from ours in o by ")
     assert rows["ring_flash_attn"]["refused"] == "not installed"
     assert (rows["gloo"]["ours"], rows["torch_cp_allgather"]["ours"]) == (True, False)
@@ -109,9 +109,9 @@ def test_bench_ring_fails_when_none_of_its_rings_was_timed(
 
     monkeypatch.setattr(ringattn.Ring, "kv_buffer", refuse)
     words = ["ring", *TINY, "--tokens", "24", "--rounds", "1", "--no-graphs", "--device", "cpu", "--out", str(tmp_path)]
-    assert bench.main([*words, "--schedules", "in_place"]) == 1
-    assert capsys.readouterr().err.endswith("error: in_place: RuntimeError: no room for keys\n")
-    assert bench.main([*words, "--schedules", "in_place", "auto"]) == 0
+    assert bench.main([*words, "--schedules", "fused_kv_buffer"]) == 1
+    assert capsys.readouterr().err.endswith("error: fused_kv_buffer: RuntimeError: no room for keys\n")
+    assert bench.main([*words, "--schedules", "fused_kv_buffer", "auto"]) == 0
     assert "error:" not in capsys.readouterr().err
 
 
@@ -122,13 +122,15 @@ def test_a_bench_without_a_ring_says_why(kind: str, monkeypatch: Any, tmp_path: 
 
     monkeypatch.setattr(ring_variants, "make_ring", refuse)
     assert (
-        bench.main([*kind.split(), *TINY, "--device", "cpu", "--schedules", "gathered", "kept", "--out", str(tmp_path)])
+        bench.main(
+            [*kind.split(), *TINY, "--device", "cpu", "--schedules", "fused", "fused_saved_kv", "--out", str(tmp_path)]
+        )
         == 1
     )
     said = capsys.readouterr()
     assert said.err.endswith(
-        "error: one of the schedules must give a ring here, got none (gathered: rank 0: RuntimeError: no GPUs; "
-        "kept: rank 0: RuntimeError: no GPUs); choose another schedule\n"
+        "error: one of the schedules must give a ring here, got none (fused: rank 0: RuntimeError: no GPUs; "
+        "fused_saved_kv: rank 0: RuntimeError: no GPUs); choose another schedule\n"
     )
     assert "check is green" not in said.out
 

@@ -264,9 +264,9 @@ def _refusal(name: str, words: list[str]) -> str:
 @pytest.mark.dist
 def test_schedules_and_nodes_that_cannot_be_are_refused_on_every_rank(pool) -> None:
     for name, words in (
-        ("bench", ["inference", "--prefill", "--schedule", "gathered"]),
-        ("bench", ["ring", "--trace", "--schedule", "staged"]),
-        ("check", ["--schedule", "kept"]),
+        ("bench", ["inference", "--prefill", "--schedule", "fused"]),
+        ("bench", ["ring", "--trace", "--schedule", "stepwise"]),
+        ("check", ["--schedule", "fused_saved_kv"]),
     ):
         for said in pool(2).run(_refusal, name, words):
             assert said.startswith(f"one of the schedules must give a ring here, got none ({words[-1]}: rank 0: "), said

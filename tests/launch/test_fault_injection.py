@@ -131,7 +131,7 @@ def test_graphs_are_refused_without_gpus() -> None:
         (["--nodes", "3"], "nodes must divide the ring of 4 ranks, got 3"),
         (["--timeout", "0"], "timeout must be above 0 and finite, got 0"),
         (["--timeout", "inf"], "timeout must be above 0 and finite, got inf"),
-        (["--schedule", "staged"], "--schedule staged must have GPUs, got the CPU; use --schedule process_group"),
+        (["--schedule", "stepwise"], "--schedule stepwise must have GPUs, got the CPU; use --schedule process_group"),
     ],
 )
 def test_rings_that_cannot_be_are_refused_before_they_are_tried(words: list[str], said: str, tmp_path: Path) -> None:

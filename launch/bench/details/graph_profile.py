@@ -76,7 +76,7 @@ class ProfileArgs:
     window: int = 4096
     layout: Literal["contiguous", "striped", "zigzag", "balanced"] = "zigzag"
     ways: tuple[Literal["forward", "both"], ...] = ("forward", "both")
-    schedule: ScheduleName = "gathered"
+    schedule: ScheduleName = "fused"
     calls: int = 4
     dtype: DTypeName = "bf16"
     impl: str = "auto"

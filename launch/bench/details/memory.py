@@ -90,7 +90,7 @@ class Memory:
 def predict_bytes(
     problem: Problem,
     world_size: int,
-    schedule: str = "staged",
+    schedule: str = "stepwise",
     layout: str = "best",
     slots: int = SLOTS,
     boxes: int = 0,
@@ -100,7 +100,7 @@ def predict_bytes(
     Args:
         problem: What is computed.
         world_size: Ranks.
-        schedule: "gathered", "kept", or anything else for step by step.
+        schedule: "fused", "fused_saved_kv", or anything else for step by step.
         layout: How positions are dealt out.
         slots: Of a gathered ring.
         boxes: Outboxes of each kind, step by step; 0 where messages leave from where they are.
@@ -135,12 +135,12 @@ def _predict_rank(
         found["gradients"] = max(gradients, delta + gradients)
         return dict(found)
     plan = make_plan(shards, shards, mask, "keys")
-    if schedule in ("gathered", "kept"):
+    if schedule in ("fused", "fused_saved_kv"):
         gather_plan = make_gather_plan(plan, rank, PAD_ROWS)
         per_row = b * hk * 2 * d
         found["slots"] = slots * e * gather_plan.slot_rows * per_row
         found["far"] = e * gather_plan.most_remote_rows * per_row
-        found["kept"] = e * gather_plan.remote_rows * per_row * (schedule == "kept")
+        found["fused_saved_kv"] = e * gather_plan.remote_rows * per_row * (schedule == "fused_saved_kv")
         found["homes"] = w * (2 * (world_size - 1) + 1) * gather_plan.slot_rows * per_row
         found["accumulators"] = w * queries if w > e else 0
         found["gradients"] = max(gradients, delta + 2 * e * keys)
@@ -235,9 +235,9 @@ def _gib(size: float | None) -> str:
 
 def _memory_row(args: Memory, problem: Problem, who: str, ring: ringattn.Ring, session: Session) -> dict[str, Any]:
     layout = best_layout(problem, ring.world_size) if args.layout == "best" else args.layout
-    kind = "staged"
-    if who in ("auto", "gathered", "kept") and session.device.type == "cuda":
-        kind = "kept" if ring.save_gathered_kv else "gathered"
+    kind = "stepwise"
+    if who in ("auto", "fused", "fused_saved_kv") and session.device.type == "cuda":
+        kind = "fused_saved_kv" if ring.save_gathered_kv else "fused"
     boxes = BOXES if ring.transport.name == "copy_engine" else 0
     parts = predict_bytes(problem, ring.world_size, kind, layout, boxes=boxes)
     return {
