@@ -15,14 +15,6 @@ PARTS = {
     "check.fuzz": "check --fuzz",
     "check.stress": "check --soak",
     "check.fault_injection": "check faults",
-    "bench.details.softmax": "bench kernels --softmax",
-    "bench.details.host": "bench ring --host",
-    "bench.details.memory": "bench ring --memory",
-    "bench.details.step_trace": "bench ring --trace",
-    "bench.details.graph_profile": "bench ring --profile",
-    "bench.details.decode": "bench inference --decode",
-    "bench.details.prefill": "bench inference --prefill",
-    "bench.details.reduce": "bench inference --reduce",
 }
 """What runs modules that a command has under another name."""
 BENCHES = ("kernels", "ring", "model", "inference", "server")

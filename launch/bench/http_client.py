@@ -1,24 +1,11 @@
-"""Asks an OpenAI-compatible server for streamed answers, and notes when each token came.
+"""A client of OpenAI-compatible servers that asks for streamed completions and takes the time of each token.
 
-Owns one request: what is asked, the events of a stream, and what counts as a failure. Refuses to know HTTP (that is aiohttp's), how
-many requests there are, and what is made of their times (`server`).
-
-Note [What is timed]
-    Each request has a connection of its own, and the clock starts when that stands and aiohttp is about to write the request, put
-    together, to it: looking up the name, connecting and TLS are not in the time to the first token. What came is noted where
-    `iter_any` of aiohttp gives it: in the turn of the event loop after the one that read it from the socket, behind all that
-    was read with it. On a busy core of a small machine that was 0.1 ms after its reading with one stream, and 1.0 ms (p95 1.6 to
-    2.4) with 32 whose tokens come at the same moment; a first token is late by that, the times between tokens by its changes.
-
-Note [What the client costs]
-    Who measures must cost less than what is measured. 64 streams of 313 tokens per second each, all of a step at once (19,900
-    tokens per second), took 21 to 23 us of a core per token, so 41 to 45% of it; the process that serves HTTP took 21 to 22 in
-    the same runs (two, of 4 s, on 2 cores of a virtual machine that others used too). httpx took 2.7 times as much as aiohttp with
-    32 streams. `server` says beside each speed how busy the client was.
-
-Note [Tokens, not texts]
-    A token that the server holds back, because it is no text by itself yet, would be missing from a stream of texts:
-    `return_token_ids` gives each token a chunk, and its number.
+Note [Times of a request]
+    Each request has a connection of its own, and the clock starts when aiohttp is about to write the request to it: looking
+    up the name, connecting and TLS are not in the time to the first token. A token has the time at which `iter_any` of aiohttp
+    returns it, one turn of the event loop after its reading: on a busy core 0.1 ms late with one stream, and 1.0 ms (p95
+    1.6 to 2.4) with 32 whose tokens come at the same moment. 19,900 tokens per second took 21 to 23 us of a core per token;
+    `server` reports how busy the client was. `return_token_ids` gives each token a chunk, even one that is no text yet.
 """
 
 from __future__ import annotations
@@ -41,17 +28,15 @@ _read = json.JSONDecoder().raw_decode  # json.loads looks for the encoding first
 
 @dataclass
 class Answer:
-    """What came back for one prompt.
+    """Answer to one prompt.
 
     Attributes:
-        wanted: Tokens that were asked for.
+        wanted: Number of tokens that were asked for.
         status: Of HTTP; 0 while there is none.
-        failure: Why this is no answer; empty while it is one.
-        began: When it was asked, seconds on the clock of `time.perf_counter`.
-        ended: When all had come; likewise.
-        times: When each token came; likewise.
-        tokens: Which they were.
-        cached: How many tokens of the prompt the server says it had.
+        failure: Reason why this is no answer; empty while it is one.
+        began: Seconds on the clock of `time.perf_counter`, like `ended` and `times`.
+        times: Of each token.
+        cached: Tokens of the prompt that the server had cached.
     """
 
     wanted: int
@@ -65,43 +50,36 @@ class Answer:
 
     @property
     def good(self) -> bool:
-        """Whether it has ended, with all tokens."""
+        """Return whether it has ended, with all tokens."""
         return self.ended > 0 and not self.failure
 
     @property
     def first_s(self) -> float:
-        """Seconds to the first token."""
+        """Return the seconds to the first token."""
         return self.times[0] - self.began
 
     @property
     def per_token_s(self) -> float | None:
-        """The mean of the seconds that the later tokens took; None where there are none."""
+        """Return the mean seconds of the later tokens; None where there are none."""
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else None
 
     @property
     def gaps_s(self) -> list[float]:
-        """Seconds from each token to the next."""
+        """Return the seconds from each token to the next."""
         return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
 
 
 class Events:
-    """The tokens of a stream of completions.
-
-    Args:
-        answer: Where they go.
-
-    Attributes:
-        done: Whether the server has said that nothing follows.
-    """
+    """Parser of a stream of completions, whose tokens go into `answer`; `done` once nothing follows."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer, self._rest, self.done = answer, b"", False
 
     def feed(self, data: bytes, now: float) -> None:
-        """Takes a part of the stream that came at a time.
+        """Parse a part of the stream that came at time `now`.
 
         Raises:
-            ValueError: An event is none of completions.
+            ValueError: An event is no completion.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
@@ -136,7 +114,7 @@ class Events:
 
 
 def message_of(content: Any) -> str:
-    """What an error of OpenAI's format says; anything else as it is, shortened.
+    """Return the message of an error in OpenAI's format; anything else as it is, shortened.
 
     Example:
         >>> message_of({"error": {"message": "no room", "type": "x"}}), message_of("Bad Gateway")
@@ -148,15 +126,12 @@ def message_of(content: Any) -> str:
 
 
 class ServerClient:
-    """Asks one server; connections are open within `async with`.
+    """Client of one server; connections are open within `async with`.
 
     Args:
-        url: Where it is: "http://127.0.0.1:8000"; "/v1" at its end is understood.
-        key: What it wants as a bearer token; None for none.
+        url: Such as "http://127.0.0.1:8000"; a "/v1" at its end is removed.
+        key: Bearer token; None for none.
         timeout_s: Seconds in which an answer must have ended.
-
-    Attributes:
-        url: Where it is, without "/v1".
 
     Raises:
         ValueError: The URL is none of HTTP, or has a user in it.
@@ -182,12 +157,12 @@ class ServerClient:
                 answer.began = answer.began or time.perf_counter()
 
         trace = aiohttp.TraceConfig()
-        trace.on_request_chunk_sent.append(begin)  # called before a part of the body is sent; ours has one
-        headers = {"Accept-Encoding": "identity"}  # what compresses may hold back tokens
+        trace.on_request_chunk_sent.append(begin)  # called before the only part of the body is sent
+        headers = {"Accept-Encoding": "identity"}  # a compressor may hold back tokens
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # nobody waits for a connection
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # no request waits for a connection
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=self.timeout_s),
@@ -201,23 +176,16 @@ class ServerClient:
             self._session = None
 
     async def get(self, path: str) -> tuple[int, Any]:
-        """Status and content of a path: JSON where it is that, else text.
+        """Return status and content of a path: JSON where it is that, else text.
 
         Raises:
-            OSError: The server can not be reached, does not answer in time, or not in HTTP.
+            OSError: The server cannot be reached, does not answer in time, or not in HTTP.
         """
         async with self._answered("GET", path) as response:
             return response.status, _content(await response.read())
 
     async def ask(self, model: str, prompt: Sequence[int], tokens: int, answer: Answer | None = None) -> Answer:
-        """The greedy answer to a prompt; a failure is told in it, not raised.
-
-        Args:
-            model: The model's name.
-            prompt: Its tokens.
-            tokens: Tokens to ask for; it gets as many, whichever they are.
-            answer: Where it goes, for those who look at it before its end.
-        """
+        """Return the greedy answer of `tokens` tokens to a prompt, in `answer` if given; a failure is in it, not raised."""
         answer = Answer(tokens) if answer is None else answer
         body = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "ignore_eos": True, "return_token_ids": True}
@@ -239,7 +207,7 @@ class ServerClient:
     async def _answered(
         self, method: str, path: str, body: bytes | None = None, answer: Answer | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to a request, once its head has come; what fails until it has been read is an OSError."""
+        """Yield the response once its head has come; errors until it has been read are OSErrors."""
         import aiohttp
 
         assert self._session is not None, "a client asks within `async with`"

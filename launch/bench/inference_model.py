@@ -1,19 +1,12 @@
-"""What inference is measured on: a Llama-shaped model of transformers with random weights, and caches that are full already.
+"""A Llama-shaped model of transformers with random weights and caches full of random numbers, to measure inference on.
 
-Owns how they are made, the work and the bytes they stand for, and how requests go on token by token. Refuses to know clocks, rows
-and contenders. transformers is imported where it is used.
+transformers is imported where it is used.
 
-Note [Cost of a prompt]
-    Model FLOPs: 2 per parameter and token (the embedding's rows are looked up, and the head is needed for the last token
-    only), and 4 * heads * head_dim per layer and visible pair.
-
-Note [Cost of a token]
-    A decoding step reads every parameter but the embedding once, and every key and value of its requests. Of these a rank reads
-    its own. Nothing is faster than these bytes at the bandwidth of memory.
-
-Note [Full without work]
-    Decoding costs the same whatever the numbers are, as long as they are finite. So a cache is filled with random ones, all pages
-    at once, and its books are told that requests of a length are there: no prefill is computed.
+Note [Cost of tokens]
+    FLOPs until the first token: 2 per parameter and token (the embedding's rows are looked up, and the head is needed for the
+    last token only), and 4 * heads * head_dim per layer and visible pair. A decode step reads every parameter but the embedding
+    once, and every key and value of its requests: of these a rank reads its own. No step is faster than these bytes at
+    the bandwidth of memory.
 """
 
 from __future__ import annotations
@@ -40,17 +33,7 @@ PAGE_SIZE = 64
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a Llama model.
-
-    Attributes:
-        dim: Width of the residual stream.
-        layers: Decoder layers.
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        head_dim: Of q, k and v.
-        mlp_dim: Hidden width of SwiGLU.
-        vocab_size: Tokens in the vocabulary.
-    """
+    """Shape of a Llama model; `mlp_dim` is the hidden width of SwiGLU."""
 
     dim: int
     layers: int
@@ -62,7 +45,7 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of the matrices of one layer.
+        """Parameters of the matrices of one layer.
 
         Example:
             >>> Shape(4096, 32, 32, 8, 128, 14336, 128256).layer_parameters
@@ -73,11 +56,11 @@ class Shape:
 
     @property
     def head_parameters(self) -> int:
-        """Of the head, which makes logits."""
+        """Parameters of the head, which makes logits."""
         return self.dim * self.vocab_size
 
     def prompt_flops(self, tokens: int) -> int:
-        """Model FLOPs until the first token (Note [Cost of a prompt]).
+        """Return the FLOPs until the first token (Note [Cost of tokens]).
 
         Example:
             >>> Shape(4, 1, 1, 1, 4, 8, 3).prompt_flops(2)
@@ -88,15 +71,13 @@ class Shape:
         )
 
     def attention_flops(self, tokens: int) -> int:
-        """The part of them that is attention."""
+        """Return the part of them that is attention."""
         return 4 * self.heads * self.head_dim * self.layers * (tokens * (tokens + 1) // 2)
 
     def weight_bytes(self, itemsize: int, sharing: int = 1) -> int:
-        """What a rank reads of the model in a decoding step (Note [Cost of a token]).
+        """Return the bytes of parameters that a rank reads in a decode step (Note [Cost of tokens]).
 
-        Args:
-            itemsize: Bytes of a parameter.
-            sharing: Ranks that read a slice each of MLPs and of the head.
+        `sharing` ranks read a slice each of MLPs and of the head.
 
         Example:
             >>> shape = Shape(4096, 32, 32, 8, 128, 14336, 128256)
@@ -109,14 +90,7 @@ class Shape:
 
 
 def make_model(shape: Shape, longest: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model of random weights, made where it is used; the same on every rank with the same kind of device.
-
-    Args:
-        shape: Its shape.
-        longest: Positions that it may meet.
-        dtype: Of parameters and activations.
-        device: Where.
-    """
+    """Make a model of random weights for up to `longest` positions; the same on every rank with the same kind of device."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from ringattn.integrations.transformers import NAME, register
@@ -134,7 +108,7 @@ def make_model(shape: Shape, longest: int, dtype: torch.dtype, device: torch.dev
         rope_theta=500000.0,  # pyright: ignore[reportCallIssue]
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
-        # nothing that is drawn ends a text
+        # no random token ends a text
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
@@ -146,8 +120,8 @@ def make_model(shape: Shape, longest: int, dtype: torch.dtype, device: torch.dev
 
 
 @contextmanager
-def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Inside, another implementation of attention serves the model."""
+def use_attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Let another implementation of attention serve the model inside the context."""
     before = model.config._attn_implementation or "eager"
     model.set_attn_implementation(implementation)
     try:
@@ -157,15 +131,15 @@ def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 
 def draw_tokens(count: int, vocab_size: int, device: torch.device, seed: int = 0) -> Tensor:
-    """Random tokens, the same on every rank: `count` int64."""
+    """Draw random tokens, the same on every rank: `count` int64."""
     return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def pages_for(batch: int, tokens: int, world_size: int, page_size: int = PAGE_SIZE) -> int:
-    """Pages that every rank needs for requests of equal length.
+    """Return the pages that every rank needs for requests of equal length.
 
     Example:
-        >>> pages_for(2, 1000, 4, page_size=64)  # 16 pages of each, 4 on each rank, and room for a rank's uneven part
+        >>> pages_for(2, 1000, 4, page_size=64)  # 16 pages of each, 4 on each rank, and two for uneven shares
         12
     """
     pages = math.ceil(tokens / page_size)
@@ -180,7 +154,7 @@ def make_cache(
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
 ) -> PagedKVCache:
-    """An empty cache for a model, with so many pages on every rank."""
+    """Make an empty cache for a model, with `pages` pages on every rank."""
     return PagedKVCache(
         ring,
         layers=shape.layers,
@@ -199,24 +173,16 @@ def full_cache(
     shape: Shape,
     batch: int,
     tokens: int,
-    room: int,
+    new_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[PagedKVCache, list[int]]:
-    """A cache with requests of equal length, and these (Note [Full without work]).
+    """Make a cache with `batch` requests of `tokens` tokens each, and return both; each may get `new_tokens` more.
 
-    Args:
-        ring: The ranks.
-        shape: For its layers and heads.
-        batch: Requests.
-        tokens: Of each.
-        room: Tokens that each may still get.
-        dtype: Of the model.
-        device: Where.
-        kv_dtype: What keys and values are kept in; None: dtype.
+    The cache is filled with random numbers and no prefill is computed: decoding costs the same whatever the numbers are.
     """
-    pages = pages_for(batch, tokens + room, ring.world_size)
+    pages = pages_for(batch, tokens + new_tokens, ring.world_size)
     cache = make_cache(ring, shape, pages, dtype, device, kv_dtype)
     for pool in (cache.k, cache.v):
         if pool.dtype == dtype:
@@ -227,32 +193,26 @@ def full_cache(
     for scale in (cache.k_scale, cache.v_scale):
         if scale is not None:
             scale.fill_(1.0)
-    requests = [cache.add_request(reserve=tokens + room) for _ in range(batch)]
+    requests = [cache.add_request(reserve=tokens + new_tokens) for _ in range(batch)]
     for request in requests:
         cache.extend([request], [tokens], mode="prefill")
     return cache, requests
 
 
 def local_bytes(step: ForwardBatch) -> int:
-    """Bytes of K and V of one layer that this rank reads in a step of decoding, by the step's own table."""
+    """Return the bytes of K and V of one layer that this rank reads in a decode step, by the step's own table."""
     table, cache = step.table, step.cache
-    assert table is not None, "a step of decoding has a table"
+    assert table is not None, "a decode step has a table"
     there = torch.arange(table.lengths.shape[1], device=table.lengths.device) < table.counts[:, None]
     return int((table.lengths * there).sum()) * cache.bytes_per_token // cache.layers
 
 
 class Decoder:
-    """Requests that go on token by token: each step takes the likeliest token of each.
-
-    Args:
-        model: Attends with ringattn.
-        cache: Where the requests are.
-        requests: Which.
-        recorder: What records steps, to replay them; None: each is a plain call.
+    """Greedy decoding of requests, one token per step; with `capturer` as a CUDA graph.
 
     Attributes:
-        tokens: `b 1`: what the next step brings.
-        logits: `b vocab` of the last step; of a step that was replayed they are overwritten by the next.
+        tokens: `b 1`: tokens of the next step.
+        logits: `b vocab` of the last step; those of a replayed step are overwritten by the next.
     """
 
     logits: Tensor
@@ -262,39 +222,28 @@ class Decoder:
         model: PreTrainedModel,
         cache: PagedKVCache,
         requests: Sequence[int],
-        recorder: GraphCapturer | None = None,
+        capturer: GraphCapturer | None = None,
     ) -> None:
         from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner
 
         self._requests = list(requests)
-        self._decoding = CUDAGraphRunner(model, cache, recorder)
+        self._runner = CUDAGraphRunner(model, cache, capturer)
         self.tokens = torch.zeros(len(requests), 1, dtype=torch.int64, device=cache.device)
 
     @property
     def refusal(self) -> str | None:
-        """Why steps are not replayed."""
-        return self._decoding.refusal
+        """Reason for steps that are not replayed."""
+        return self._runner.refusal
 
     def next_tokens(self) -> list[list[int]]:
-        """One token more of each request, on the host."""
-        self.logits = self._decoding.run(self._requests, self.tokens).logits[:, -1]
+        """Return the next token of each request, on the host."""
+        self.logits = self._runner.run(self._requests, self.tokens).logits[:, -1]
         torch.argmax(self.logits, -1, keepdim=True, out=self.tokens)
         return self.tokens.tolist()
 
 
 def fill_by_prompt(model: PreTrainedModel, cache: PagedKVCache, request: int, prompt: Tensor, chunk: int) -> Tensor:
-    """Brings a prompt to a cache, in chunks, over all ranks.
-
-    Args:
-        model: Attends with ringattn.
-        cache: Where to.
-        request: Whose prompt.
-        prompt: `n` tokens, the same on every rank.
-        chunk: Tokens of a call, of all ranks together.
-
-    Returns:
-        Logits of the last token, `1 vocab`, on every rank.
-    """
+    """Bring a prompt `n` to a cache in chunks over all ranks; return the logits of its last token, `1 vocab`, on every rank."""
     from ringattn.integrations.transformers import run_step
 
     logits: Any = None

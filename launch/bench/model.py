@@ -1,19 +1,13 @@
-"""A whole model in training: speed and memory of an 8B-shaped transformer against its context, beside torch's own attention.
+"""Speed and memory of training steps of an 8B-shaped transformer by context, with our attention and with torch's.
 
-Owns what is measured of a training step and the rows. Refuses to know how attention is computed, and how rows are shown.
-Prints no speed of a model whose loss differs from ours.
-
-Note [The same step]
-    Everybody trains the same parameters on the same tokens of zigzag shards: FSDP2 over all ranks (parameters gathered in
-    bf16, gradients reduced in fp32, AdamW on fp32 shards), blocks checkpointed, the loss of the vocabulary in pieces of
-    rows, and SwiGLU too where a rank has many. Only the attention differs, and that "ring" keeps what attention returned
-    (one operator, which selective checkpointing can name), while the others compute it again in the backward, as
-    checkpointing of whole blocks does. torch's context parallelism knows no grouped heads, so keys and values are repeated
-    to the query heads inside its step, as models for it do.
+All implementations train the same parameters on the same tokens of zigzag shards: FSDP2 over all ranks (parameters gathered in
+bf16, gradients reduced in fp32, AdamW on fp32 shards), blocks checkpointed, the loss and SwiGLU in pieces of rows. Only attention
+differs, and that "ring" saves its output (selective checkpointing of one operator) while the others compute it again in the
+backward. torch's context parallelism has no grouped heads: keys and values are repeated to the query heads inside its step.
 
 Note [MFU]
     Model FLOPs of a step: 6 per parameter (the embedding's rows are looked up, not multiplied) and token, and
-    12 * heads * head_dim per layer and visible pair: forward once, backward twice, nothing for what is computed again
+    12 * heads * head_dim per layer and visible pair: forward once, backward twice, nothing for recomputation
     (Chowdhery et al. 2022, "PaLM", appendix B, with pairs instead of all keys). MFU is their part of the peak in the
     datasheet (`train/metrics.py`: 989 TFLOP/s for H100 and H200).
 """
@@ -21,7 +15,6 @@ Note [MFU]
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import statistics
 import time
@@ -36,12 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
-from ringattn.launch.bench.baselines import Refused
-from ringattn.launch.bench.ring import GIB, outside_torch, verify
-from ringattn.launch.bench.workloads import Problem
+from ringattn.launch.bench.baselines import Unsupported
+from ringattn.launch.bench.correctness import check_rings
+from ringattn.launch.bench.rows import Rows
+from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Keep, Session, check_numbers
+from ringattn.launch.runtime.timing import reason
 from ringattn.launch.train.metrics import mfu, peak_flops
 from ringattn.launch.train.model import Block, ModelConfig, Transformer, recompute_
 
@@ -55,8 +50,8 @@ class Model:
     Attributes:
         lengths: Context in tokens: the whole sequence.
         layers: Blocks at each length; one number for all. 32 is the whole 8B model.
-        attentions: Who computes attention: "ring"; "ring_recomputed", whose backward computes attention again like everything
-            else in a block; or torch's context parallelism by its rotate method, likewise.
+        attentions: "ring"; "ring_recomputed", whose backward computes attention again like everything else in a block; or torch's
+            context parallelism by its rotate method, which is also recomputed.
         dim: Width of the residual stream.
         heads: Query heads.
         kv_heads: Key/value heads.
@@ -65,11 +60,11 @@ class Model:
         vocab_size: Tokens in the vocabulary.
         dtype: Of gathered parameters and activations.
         steps: Steps that are timed, after one that is not; the median counts.
-        mlp_rows: Of more rows than these per rank, so many go through SwiGLU at a time, and again in the backward.
-        patience_s: A contender whose first step takes longer is not asked for more: that step counts.
+        mlp_rows: Rows per rank that go through SwiGLU at a time.
+        max_step_s: A first step that takes longer is the only one, and counts.
         device: GPUs where there are any, or the CPU.
-        out: Folder for the JSON and the plot.
-        name: Of the files.
+        out: Folder for the JSON.
+        name: Of the JSON.
     """
 
     lengths: tuple[int, ...] = (131072, 262144, 524288, 1048576)
@@ -84,20 +79,20 @@ class Model:
     dtype: Literal["bf16", "fp32"] = "bf16"
     steps: int = 2
     mlp_rows: int = 131072
-    patience_s: float = 60.0
+    max_step_s: float = 60.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     out: Path = Path("runs/bench")
     name: str = "model"
 
     def __post_init__(self) -> None:
-        """Gives every length its layers, and refuses shapes that no model has."""
+        """Raise for shapes that no model has."""
         if len(self.layers) not in (1, len(self.lengths)):
             raise ValueError(f"layers must be one number or one per length, got {self.layers} for {self.lengths}")
         check_numbers(self)
         self.config(self.layers[0])
 
     def config(self, layers: int) -> ModelConfig:
-        """The shape of a model of so many blocks."""
+        """Return the shape of a model of so many blocks."""
         return ModelConfig(
             dim=self.dim,
             num_layers=layers,
@@ -111,13 +106,7 @@ class Model:
 
 
 def model_flops(config: ModelConfig, num_parameters: int, tokens: int, pairs: int) -> int:
-    """FLOPs that the model asks of a step (Note [MFU]).
-
-    Args:
-        config: Its shape.
-        num_parameters: All of them.
-        tokens: In the whole sequence.
-        pairs: Visible (query, key) pairs of a layer.
+    """Return the FLOPs of a step over `tokens` tokens; `pairs` are visible (query, key) pairs of a layer (Note [MFU]).
 
     Example:
         >>> model_flops(ModelConfig(8, 1, 1, 1, 8, 8, vocab_size=4, tie_embeddings=False), 132, 10, 55)
@@ -129,7 +118,7 @@ def model_flops(config: ModelConfig, num_parameters: int, tokens: int, pairs: in
 
 
 def open_model(args: Model, layers: int, session: Session) -> tuple[Transformer, torch.optim.Optimizer]:
-    """A model of random weights that is sharded over all ranks, and its optimiser; no rank ever holds it whole."""
+    """Make a model of random weights sharded over all ranks, and its optimizer; no rank ever holds it whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -155,27 +144,27 @@ def open_model(args: Model, layers: int, session: Session) -> tuple[Transformer,
 
 
 @contextlib.contextmanager
-def attending(model: Transformer, who: str, session: Session) -> Iterator[None]:
-    """Inside, the model's attention is computed by `who`.
+def use_attention(model: Transformer, who: str, session: Session) -> Iterator[None]:
+    """Let `who` compute the model's attention inside the context.
 
     Raises:
-        Refused: It cannot be, here.
+        Unsupported: It cannot be used here.
     """
     for block in model.blocks:
-        block.__dict__.pop("forward", None)  # what the last one recomputed
+        block.__dict__.pop("forward", None)  # checkpointing of the last one
     recompute_([*model.blocks], "selective" if who == "ring" else "full")
     if who.startswith("ring"):
         yield
         return
     if session.device.type != "cuda" or session.world_size == 1:
-        raise Refused("runs among several GPUs only")
+        raise Unsupported("runs among several GPUs only")
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sharding: ringattn.Sharding, **mask: Any) -> Tensor:
-        del sharding, mask  # causal over zigzag shards is all it knows
+        del sharding, mask  # supports causal over zigzag shards only
         group = q.shape[2] // k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -184,7 +173,7 @@ def attending(model: Transformer, who: str, session: Session) -> Iterator[None]:
 
     set_rotate_method(who.removeprefix("torch_cp_"))
     mesh = init_device_mesh("cuda", (session.world_size,))
-    # it wants a sequence to shard, though ours come sharded
+    # requires a sequence to shard, though ours is sharded already
     sequence = torch.zeros(1, 128 * session.world_size, device=session.device)
     attentions = [cast(Block, block).attention for block in model.blocks]
     with context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1]):
@@ -199,7 +188,7 @@ def attending(model: Transformer, who: str, session: Session) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's rows of one sequence."""
+    """Rows of one sequence that this rank holds."""
 
     tokens: Tensor
     targets: Tensor
@@ -207,34 +196,34 @@ class Batch:
 
     @staticmethod
     def draw(ring: ringattn.Ring, length: int, vocab_size: int, device: torch.device) -> Batch:
-        """Random tokens, the same whole sequence on every rank."""
+        """Draw random tokens, the same whole sequence on every rank."""
         whole = torch.randint(vocab_size, (1, length + 1), generator=torch.Generator().manual_seed(length))
         sharding = ring.sharding(length, layout="zigzag", device=device)
         tokens, targets = (sharding.shard(x, dim=1).to(device) for x in (whole[:, :-1], whole[:, 1:]))
         return Batch(tokens, targets, sharding)
 
     def loss(self, model: Transformer) -> Tensor:
-        """What a rank differentiates: FSDP divides gradients by the ranks, which the loss makes up for."""
+        """Return the loss that a rank differentiates: FSDP divides gradients by the ranks, so it is multiplied by them."""
         return model(self.tokens, self.sharding, self.targets) * (self.sharding.world_size / self.sharding.seq_len)
 
 
 def disagreement(args: Model, model: Transformer, ring: ringattn.Ring, session: Session) -> dict[str, str]:
-    """Who computes another loss or gradient than our attention, at a short length, and how far off it is."""
+    """Return the implementations whose loss or gradients differ from ours at a short length, and how far."""
     batch = Batch.draw(ring, 1024 * session.world_size, args.vocab_size, session.device)
     found: dict[str, list[float]] = {}
     wrong: dict[str, str] = {}
     for who in dict.fromkeys(("ring", *args.attentions)):
         try:
-            with attending(model, who, session):
+            with use_attention(model, who, session):
                 loss = batch.loss(model)
                 loss.backward()
-        except Refused as refusal:
-            wrong[who] = str(refusal)
+        except Unsupported as error:
+            wrong[who] = str(error)
             continue
         except Exception as error:
             if who.startswith("ring"):
                 raise
-            wrong[who] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            wrong[who] = reason(error)
             model.zero_grad(set_to_none=True)
             continue
         square = sum((p.grad.to_local().double() ** 2).sum() for p in model.parameters() if p.grad is not None)  # pyright: ignore[reportAttributeAccessIssue]
@@ -251,12 +240,7 @@ def disagreement(args: Model, model: Transformer, ring: ringattn.Ring, session: 
 
 
 def bench_model(args: Model, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
-    """Rows of training steps, one per length and attention; None when the check is red.
-
-    Args:
-        args: What.
-        session: The ranks.
-        keep: Who gets the rows.
+    """Return the rows of training steps, one per length and attention; None when the check is red.
 
     Raises:
         Refusal: There is no process group, over which FSDP2 could shard.
@@ -267,57 +251,41 @@ def bench_model(args: Model, session: Session, keep: Keep) -> list[dict[str, Any
             "start it with torchrun --nproc_per_node 1 -m ringattn.launch.bench model"
         )
     problem = Problem("causal", 4096, 1, args.heads, args.kv_heads, args.head_dim, args.dtype, 4096)
-    if session.device.type == "cuda" and not verify([problem], ("zigzag",), session, "auto"):
+    if session.device.type == "cuda" and not check_rings([problem], ("zigzag",), session, "auto"):
         return None
-    rows: list[dict[str, Any]] = []
+    shape = {name: getattr(args, name) for name in ("dim", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab_size")}
+    rows = Rows(session, keep, {"bench": "model", "world_size": session.world_size, **shape})
     depths = args.layers if len(args.layers) > 1 else args.layers * len(args.lengths)
     for length, layers in zip(args.lengths, depths, strict=True):
         ring = ringattn.Ring()
         model, optimizer = open_model(args, layers, session)
         wrong = disagreement(args, model, ring, session)
         for who in args.attentions:
-            row = {"bench": "model", "world_size": session.world_size, "seq_len": length, "who": who, "layers": layers}
-            row |= {
-                name: getattr(args, name) for name in ("dim", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab_size")
-            }
+            row: dict[str, Any] = {"seq_len": length, "who": who, "layers": layers}
             row["recompute"] = "selective" if who == "ring" else "full"
             row["parameters"] = sum(p.numel() for p in model.parameters())
             if who in wrong:
                 row["refused"] = wrong[who]
             else:
-                with attending(model, who, session):
-                    row |= _measure(
-                        args, model, optimizer, Batch.draw(ring, length, args.vocab_size, session.device), session
-                    )
-            rows.append(row)
-            session.say(f"  {length} tokens, {layers} layers, {who}: {_said(row)}")
-            keep(rows)
+                with use_attention(model, who, session):
+                    batch = Batch.draw(ring, length, args.vocab_size, session.device)
+                    row |= _measure(args, model, optimizer, batch, session)
+            rows.add(row)
         ring.close()
         del model, optimizer
-        gc.collect()
-        if session.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return rows
-
-
-def _said(row: dict[str, Any]) -> str:
-    if "refused" in row:
-        return str(row["refused"])
-    mfu = "" if row["mfu_percent"] is None else f", MFU {row['mfu_percent']:.1f}%"
-    return f"{row['step_s']:.2f} s, {row['tokens_per_s_per_gpu']:.0f} tokens/s per GPU{mfu}, loss {row['loss']:.4f}"
+        free_memory()
+    return rows.rows
 
 
 def _measure(
     args: Model, model: Transformer, optimizer: torch.optim.Optimizer, batch: Batch, session: Session
 ) -> dict[str, Any]:
-    cuda = session.device.type == "cuda"
-    outside = outside_torch(session.device) if cuda else 0
-    if cuda:
+    if session.device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(session.device)
+    memory = PeakMemory(session)
     taken: list[float] = []
     losses: list[float] = []
-    while len(taken) < 1 + args.steps and (not taken or taken[0] <= args.patience_s):
+    while len(taken) < 1 + args.steps and (not taken or taken[0] <= args.max_step_s):
         session.barrier()
         began, loss = time.perf_counter(), None
         try:
@@ -336,11 +304,10 @@ def _measure(
     seconds = statistics.median(taken[1:] or taken)
     tokens, ranks = batch.sharding.seq_len, session.world_size
     flops = model_flops(model.config, sum(p.numel() for p in model.parameters()), tokens, tokens * (tokens + 1) // 2)
-    peak = peak_flops(torch.cuda.get_device_name(session.device) if cuda else "CPU", DTYPES[args.dtype])
-    share = mfu(flops, seconds, ranks, peak)
-    held = (
-        torch.cuda.max_memory_allocated(session.device) + max(0, outside_torch(session.device) - outside) if cuda else 0
+    peak = peak_flops(
+        torch.cuda.get_device_name(session.device) if session.device.type == "cuda" else "CPU", DTYPES[args.dtype]
     )
+    share = mfu(flops, seconds, ranks, peak)
     return {
         "step_s": seconds,
         "steps_s": taken,
@@ -349,5 +316,5 @@ def _measure(
         "tokens_per_s_per_gpu": tokens / seconds / ranks,
         "model_tflops_per_gpu": flops / seconds / ranks / 1e12,
         "mfu_percent": None if share is None else 100 * share,
-        "peak_gib": session.maximum([held / GIB])[0] if cuda else None,
+        "peak_gib": memory.gib(),
     }

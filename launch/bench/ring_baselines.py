@@ -1,17 +1,8 @@
-"""Who computes attention over several GPUs, and how each is called: our rings, and those of others.
+"""Implementations of attention over several GPUs: our rings, torch's context parallelism, and ring-flash-attn.
 
-Owns the calls, each in the memory layout its callee likes, and whether two answers agree. Refuses to know clocks.
-
-Note [Peers]
-    torch's context parallelism runs cuDNN's kernels in its own ring, with either of its rotate methods. It knows causal
-    masks over zigzag shards only, and no grouped heads: keys and values are repeated to the query heads beforehand,
-    which costs it no time here, and their gradients are summed for judging. ring-flash-attn is a wheel that calls
-    flash_attn; where that is not installed, the FlashAttention-2 inside torch answers under its name (`lend_flash_attn`).
-
-Note [Agreement]
-    Our answers are held against the definition at a length it can afford. At the measured length everybody is held
-    against our first ring: the root mean square of the difference over that of ours, for o, dq, dk and dv, may be four
-    machine epsilons of the dtype (3% for bf16). That finds wrong masks, orders and signs, not rounding.
+torch's context parallelism knows causal masks over zigzag shards only, and no grouped heads: keys and values are repeated to
+the query heads before they are timed, and their gradients are summed before they are compared. ring-flash-attn calls flash_attn;
+where that is not installed it runs on the FlashAttention-2 inside torch (`provide_flash_attn`).
 """
 
 from __future__ import annotations
@@ -19,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import math
 import sys
 import types
 from collections.abc import Callable
@@ -31,13 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
-from ringattn.launch.bench.baselines import Refused
+from ringattn.launch.bench.baselines import Unsupported
 from ringattn.launch.bench.workloads import Problem, draw_inputs
-from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.session import Session
+from ringattn.launch.runtime.timing import reason
 
 PeerName = Literal["torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"]
-NAMES = ("o", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True)
@@ -47,8 +36,8 @@ class RingContender:
     Attributes:
         forward: The forward, recorded for a backward.
         both: The forward and its backward.
-        answers: o, dq, dk and dv of this rank's rows, `b s h d`, in the order of NAMES; for judging, not for timing.
-        note: What a reader of its times must know.
+        answers: o, dq, dk and dv of this rank's rows, `b s h d`; to be compared, not timed.
+        note: Shown with its times.
     """
 
     forward: Callable[[], Any]
@@ -57,8 +46,8 @@ class RingContender:
     note: str = ""
 
 
-def deal(problem: Problem, ring: ringattn.Ring, layout: str) -> ringattn.Sharding:
-    """Who holds which positions; "balanced" is balanced for the mask of the problem."""
+def make_sharding(problem: Problem, ring: ringattn.Ring, layout: str) -> ringattn.Sharding:
+    """Shard a problem; "balanced" is balanced for its mask."""
     balance = problem.options if layout == "balanced" else None
     return ring.sharding(problem.seq_len, layout=layout, documents=problem.documents, balance=balance)
 
@@ -73,8 +62,8 @@ def prepare_ours(
     *,
     kv_buffer: bool = False,
 ) -> RingContender:
-    """Our attention on this rank's rows of a problem; kv_buffer: its keys lie where they leave from."""
-    sharding = deal(problem, ring, layout)
+    """Prepare our attention on this rank's rows; kv_buffer: KV lies in the ring's own memory."""
+    sharding = make_sharding(problem, ring, layout)
     q, k, v, do = draw_inputs(problem, sharding.shard_len, device, seed)
     if kv_buffer:
         sizes = problem.batch, problem.kv_heads, problem.head_dim
@@ -91,7 +80,7 @@ def prepare_ours(
 
 
 def _differentiable(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], do: Tensor) -> RingContender:
-    """A contender of one function and autograd, in our memory layout."""
+    """Make a contender of one function and autograd, in our memory layout."""
 
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), leaves, do)
@@ -104,7 +93,7 @@ def _differentiable(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], d
 
 
 class Peers:
-    """Those of others, opened when they are first asked for. A context: what was opened is put back at its end."""
+    """Other implementations, set up at their first use; a context manager that undoes the setup."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -112,34 +101,28 @@ class Peers:
         self._patched = False
 
     def __enter__(self) -> Peers:
-        """Nothing is opened yet."""
+        """Set up nothing yet."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Puts back what was patched."""
+        """Undo the setup."""
         self._stack.close()
 
     def prepare(self, who: str, problem: Problem, seed: int) -> RingContender:
-        """The peer called `who`.
-
-        Args:
-            who: A PeerName.
-            problem: What to compute; q, k, v and do are those of `prepare_ours` with the same seed under zigzag.
-            seed: Of this rank's inputs.
+        """Prepare the peer called `who`, on the inputs of `prepare_ours` with the same seed under zigzag.
 
         Raises:
-            Refused: It cannot compute the problem here.
-            Exception: Whatever a peer raises.
+            Unsupported: It cannot compute the problem here.
         """
         world_size = self._session.world_size
         if problem.mask != "causal":
-            raise Refused(f"no {problem.mask} mask over load-balanced shards")
+            raise Unsupported(f"no {problem.mask} mask over load-balanced shards")
         if problem.seq_len % (2 * world_size):
-            raise Refused(f"seq_len must be a multiple of {2 * world_size}, got {problem.seq_len}")
+            raise Unsupported(f"seq_len must be a multiple of {2 * world_size}, got {problem.seq_len}")
         if self._session.device.type != "cuda":
-            raise Refused("runs on GPUs only")
+            raise Unsupported("runs on GPUs only")
         if world_size == 1:
-            raise Refused("runs among several ranks only")
+            raise Unsupported("runs among several ranks only")
         inputs = draw_inputs(problem, problem.seq_len // world_size, self._session.device, seed)
         if who == "ring_flash_attn":
             return self._ring_flash_attn(inputs)
@@ -186,30 +169,29 @@ class Peers:
         from torch.distributed.tensor.experimental import context_parallel
 
         mesh = init_device_mesh("cuda", (self._session.world_size,))
-        # it wants a sequence to shard, though ours come sharded
+        # requires a sequence to shard, though ours is sharded already
         sequence = torch.zeros(1, 128 * self._session.world_size, device=self._session.device)
         self._stack.enter_context(context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1]))
         self._patched = True
 
 
 def find_ring_flash_attn() -> Callable[..., Tensor]:
-    """The zigzag attention of ring-flash-attn.
+    """Return the zigzag attention of ring-flash-attn.
 
     Raises:
-        Refused: It is not installed.
+        Unsupported: It is not installed.
     """
     if importlib.util.find_spec("ring_flash_attn") is None:
-        raise Refused("not installed (pip install --no-deps ring-flash-attn)")
-    lend_flash_attn()
+        raise Unsupported("not installed (pip install --no-deps ring-flash-attn)")
+    provide_flash_attn()
     return importlib.import_module("ring_flash_attn").zigzag_ring_flash_attn_func
 
 
-def lend_flash_attn() -> None:
-    """Lets ring-flash-attn be imported without flash_attn and without an old transformers.
+def provide_flash_attn() -> None:
+    """Let ring-flash-attn be imported without flash_attn and without an old transformers.
 
-    Where flash_attn is not installed, modules of its name offer the four functions that are imported from it, on the
-    FlashAttention-2 inside torch. The adapter for transformers wants private names of old versions; it is not used here, and
-    an empty module takes its place.
+    Without flash_attn, modules of its name offer the four functions that are imported from it, on the FlashAttention-2 inside
+    torch. The adapter for transformers imports private names of old versions; an empty module takes its place.
     """
     adapters = types.ModuleType("ring_flash_attn.adapters")
     for name in ("substitute_hf_flash_attn", "update_ring_flash_attn_params"):
@@ -219,28 +201,28 @@ def lend_flash_attn() -> None:
         return
     package, interface = (types.ModuleType(name) for name in ("flash_attn", "flash_attn.flash_attn_interface"))
     package.__path__ = []
-    lent: dict[str, Any] = {
-        "_flash_attn_forward": _lent_forward,
-        "_flash_attn_backward": _lent_backward,
-        "_flash_attn_varlen_forward": _not_lent,
-        "_flash_attn_varlen_backward": _not_lent,
+    functions: dict[str, Any] = {
+        "_flash_attn_forward": _flash_forward,
+        "_flash_attn_backward": _flash_backward,
+        "_flash_attn_varlen_forward": _no_varlen,
+        "_flash_attn_varlen_backward": _no_varlen,
     }
-    for name, function in lent.items():
+    for name, function in functions.items():
         setattr(interface, name, function)
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
 
 
-def _lent_forward(
+def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, **others: Any
 ) -> tuple[Tensor, Tensor, None, Tensor]:
-    _refuse_others(others)
+    _check_unused(others)
     attention = torch.ops.aten._flash_attention_forward
     # no cumulative lengths, no dropout, no debug mask
     o, lse, state, *_ = attention(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=softmax_scale)
     return o, lse, None, state
 
 
-def _lent_backward(
+def _flash_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -254,74 +236,32 @@ def _lent_backward(
     causal: bool = False,
     **others: Any,
 ) -> None:
-    _refuse_others(others)
+    _check_unused(others)
     # the state of a random generator that is not used
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     attention = torch.ops.aten._flash_attention_backward
+    n, n_kv = q.shape[1], k.shape[1]
     found = attention(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse,
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        0.0,
-        causal,
-        state,
-        state,
-        scale=softmax_scale,
+        *(dout, q, k, v, out, softmax_lse, None, None, n, n_kv, 0.0, causal, state, state), scale=softmax_scale
     )
     for x, gradient in zip((dq, dk, dv), found, strict=True):
         x.copy_(gradient)
 
 
-def _not_lent(*_: Any, **__: Any) -> None:
+def _no_varlen(*_: Any, **__: Any) -> None:
     raise NotImplementedError(
         "variable lengths must come from flash_attn itself, got the functions inside torch; install it"
     )
 
 
-def _refuse_others(options: dict[str, Any]) -> None:
+def _check_unused(options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value not in (None, False, 0, -1, (-1, -1)) and name != "rng_state":
             raise NotImplementedError(f"{name} must be left out, got {value}; install flash_attn")
 
 
-def distance(found: list[Tensor], ours: list[Tensor]) -> dict[str, float]:
-    """Root mean square of the difference over that of ours, by tensor; infinite where a shape or a number is wrong."""
-    distances = {}
-    for name, x, y in zip(NAMES, found, ours, strict=True):
-        if x.shape != y.shape:
-            distances[name] = math.inf
-            continue
-        scale = max(float(y.float().norm()), 1e-30)
-        ratio = float((x.float() - y.float()).norm()) / scale
-        distances[name] = ratio if math.isfinite(ratio) else math.inf
-    return distances
-
-
-def allowed_distance(dtype: str) -> float:
-    """What Note [Agreement] allows; never below what the order of sums costs in fp32."""
-    return max(4 * torch.finfo(DTYPES[dtype]).eps, 1e-5)
-
-
-def judge(found: list[Tensor], ours: list[Tensor], dtype: str, session: Session) -> str | None:
-    """Why an answer is wrong, if it is; the same on every rank."""
-    distances = distance(found, ours)
-    worst = session.maximum([distances[name] for name in NAMES])
-    wrong = {name: far for name, far in zip(NAMES, worst, strict=True) if not far <= allowed_distance(dtype)}
-    if not wrong:
-        return None
-    listed = ", ".join(f"{name} by {100 * far:.3g}%" for name, far in wrong.items())
-    return f"wrong answer: differs from ours in {listed}"
-
-
 def attempt(prepare: Callable[[], RingContender], session: Session) -> tuple[RingContender | None, list[Tensor], str]:
-    """Prepares a contender and has it answer once, on every rank or on none.
+    """Prepare a contender and compute its answers once, on every rank or on none.
 
     Returns:
         The contender and its answers, or None and the reason, the same on every rank.
@@ -330,12 +270,10 @@ def attempt(prepare: Callable[[], RingContender], session: Session) -> tuple[Rin
     try:
         contender = prepare()
         answers = contender.answers()
-    except Refused as refusal:
-        why = str(refusal)
+    except Unsupported as error:
+        why = str(error)
     except Exception as error:
-        lines = str(error).strip().splitlines() or ["no message"]
-        why = f"{type(error).__name__}: {lines[0]}"[:300]
-    said = sorted({one for one in session.gather(why) if one})
-    if said:
-        return None, [], "; ".join(said)
+        why = reason(error)
+    if reasons := sorted({one for one in session.gather(why) if one}):
+        return None, [], "; ".join(reasons)
     return contender, answers, ""

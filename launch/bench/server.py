@@ -1,29 +1,17 @@
-"""A running server, asked over HTTP: times of one request, times and tokens of many at once, and how many hold a latency.
+"""Speed of a running server over HTTP: of single requests, of many clients, and the clients that it serves within a latency.
 
-Owns what is measured, and the rows. Refuses to know how a request is asked (`http_client`), what serves, and how rows are shown.
-Answers are compared before anything is timed; what fails or differs is counted in the rows, and failures are in the exit code.
+Answers are compared before anything is timed. Rows count failures and differences; failures make the exit code 1.
 
-Note [Numbers of an answer]
-    ttft: from the request to its first token (Note [What is timed] of `http_client`), with the queue, the prompt and the network.
-    tpot: the mean time of an answer's later tokens; median and p95 are over answers. gap: from one token to the next; p95 and p99
-    are over all tokens, so a stall behind somebody's prompt is seen there first.
-
-Note [A load]
-    Each of N clients asks for its next answer when it has the last one: a closed loop. Its first answer is of a random length and
-    not measured, or all would ask at the same moments for ever. When every client has had it the window opens; it closes
-    when as many answers as are wanted have begun and ended in it. Tokens/s and requests/s are those of the window, of all clients;
-    ttft, tpot and gaps those of the measured answers. What is under way then is cut off.
-
-Note [New prompts]
-    Tokens are drawn at random, so no prompt begins like another, and a server that keeps prefixes finds none. A second run with
-    the same seed would ask for the same ones again: so a seed is drawn where none is given. How many tokens of prompts the server
-    says it had is in every row (`cached_tokens`); a warning says so where there should have been none.
-
-Note [What is compared]
-    Some prompts are answered alone, then again all at once, among as many as `--clients` has at most. Greedy answers are the same
-    but where the two largest scores differ by less than rounding, which batches may change. So a difference is counted and shown,
-    with the token at which it begins, and does not end the run. A server that keeps prefixes takes the prompts' keys from the
-    first time; one with `--no-keep-prefixes` computes them again.
+Note [Measured loads]
+    ttft: from the request to its first token, with the queue, the prompt and the network (Note [Times of a request] of
+    `http_client`). tpot: the mean time of an answer's later tokens; median and p95 are over answers. gap: from one token to the
+    next; p95 and p99 are over all tokens, so a stall behind another request's prompt is seen there first.
+    Each of N clients asks for its next answer when it has the last one: a closed loop. Its first answer has a random length and
+    is not measured, so that clients do not ask in step. When every client has had it the window opens; it closes when the wanted
+    number of answers have begun and ended in it. Tokens/s and requests/s are of the window, of all clients; ttft, tpot and gaps of
+    the measured answers. Requests under way at its end are cancelled.
+    Prompts are random tokens, so a server that keeps prefixes finds none. The same seed draws the same prompts again: so a seed
+    is drawn where none is given, and a warning reports cached tokens of prompts that should have been new.
 """
 
 from __future__ import annotations
@@ -33,6 +21,7 @@ import importlib.util
 import math
 import os
 import random
+import re
 import secrets
 import time
 from collections import Counter
@@ -42,44 +31,45 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ringattn.launch.bench.http_client import Answer, ServerClient, message_of
-from ringattn.launch.runtime.session import Keep, check_numbers
+from ringattn.launch.bench.rows import Rows
+from ringattn.launch.runtime.session import Session, check_numbers
 from ringattn.launch.serve.config import KEY
 
-WARM_TOKENS = 2
-"""Tokens of an answer that only warms."""
+WARMUP_TOKENS = 2
+"""Tokens of an answer that is not timed."""
 BUSY_PERCENT = 70.0
-"""A client that is busier than this is said to be: its own delays begin to be in the times."""
+"""A client busier than this gets a warning: its own delays begin to be in the times."""
 
 
 class CannotBench(RuntimeError):
-    """The server can not be measured; the message says why, and what to do."""
+    """The server cannot be measured; the message has the reason, and what to do."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server: what it takes over HTTP, for one client and for many.
+    """A running server: its speed over HTTP, for one client and for many.
 
     Attributes:
-        url: Where it is; any that speaks OpenAI's completions with `ignore_eos` and `return_token_ids`.
-        api_key: What it wants as a bearer token; better given by the environment variable RINGATTN_API_KEY.
+        url: Of any server with OpenAI's completions, `ignore_eos` and `return_token_ids`.
+        api_key: Bearer token; better given by the environment variable RINGATTN_API_KEY.
         model: The model to ask; by default the first that the server names.
-        parts: "alone": one request at a time; "load": so many clients at once; "latency": the most clients whose tokens hold a
+        parts: "alone": one request at a time; "load": several clients at once; "latency": the most clients whose tokens hold a
             latency.
         contexts: "alone": tokens of prompts.
         repeats: "alone": answers that are timed of each.
-        clients: "load": how many at once.
-        prompt_lengths: "load", "latency": tokens of prompts, drawn from the first to the second.
+        clients: "load": clients at once.
+        prompt_lengths: "load", "latency": fewest and most tokens of prompts.
         tokens: New tokens of an answer.
         requests: "load", "latency": answers that are timed at least; each client has two on average, too.
-        latency_ms: "latency": what the 95th percentile of the time per output token may be.
-        most_clients: "latency": more are not tried; nor are more than the server says it computes at a time.
-        sample: Prompts whose answers are compared, alone and beside others.
+        latency_ms: "latency": limit of the 95th percentile of the time per output token.
+        most_clients: "latency": more are not tried; nor are more than the server computes at a time.
+        sample: Prompts whose answers are compared, alone and among others.
         reuse: "alone": ask the same prompt again and again, so that a server that keeps prefixes has it.
-        vocab_size: Tokens are drawn below it; by default what the server says.
+        vocab_size: Tokens are drawn below it; by default the server's.
         seed: Of prompts and lengths; drawn when it is left out.
         timeout_s: Seconds in which an answer must have ended.
         out: Folder for the JSON.
-        name: Of the file.
+        name: Of the JSON.
     """
 
     url: str = "http://127.0.0.1:8000"
@@ -103,7 +93,7 @@ class Server:
     name: str = "server"
 
     def __post_init__(self) -> None:
-        """Refuses numbers that mean nothing."""
+        """Raise for numbers that mean nothing."""
         check_numbers(self)
         if self.prompt_lengths[0] > self.prompt_lengths[1]:
             raise ValueError(f"prompt_lengths must be the fewest and the most tokens, got {self.prompt_lengths}")
@@ -113,24 +103,17 @@ class Server:
 
 
 def without_key(command: str) -> str:
-    """A command line that may be kept.
+    """Return a command line without the key.
 
     Example:
         >>> without_key("bench server --api-key abc --url u"), without_key("bench server --api_key=abc")
         ('bench server --api-key ... --url u', 'bench server --api_key=...')
     """
-    words = command.split(" ")
-    for place, word in enumerate(words):
-        name, equals, _ = word.partition("=")
-        if name.replace("_", "-") == "--api-key":
-            words[place] = f"{name}=..." if equals else word
-            if not equals and place + 1 < len(words):
-                words[place + 1] = "..."
-    return " ".join(words)
+    return re.sub(r"(--api[-_]key[ =])\S+", r"\1...", command)
 
 
 def quantile(values: Iterable[float], share: float) -> float | None:
-    """The value that a share of all lie below, between the two next to it in proportion; None of none.
+    """Return a quantile, interpolated linearly; None of no values.
 
     Example:
         >>> quantile([4.0, 1.0, 2.0], 0.5), quantile([0.0, 10.0], 0.95), quantile([], 0.5)
@@ -146,7 +129,7 @@ def quantile(values: Iterable[float], share: float) -> float | None:
 
 
 def numbers_of(answers: Sequence[Answer]) -> dict[str, float | None]:
-    """Times of good answers in milliseconds (Note [Numbers of an answer])."""
+    """Return the times of good answers in milliseconds (Note [Measured loads])."""
     gaps = [gap for answer in answers for gap in answer.gaps_s]
     firsts = [answer.first_s for answer in answers]
     means = [mean for answer in answers if (mean := answer.per_token_s) is not None]
@@ -161,24 +144,14 @@ def numbers_of(answers: Sequence[Answer]) -> dict[str, float | None]:
     return {name: None if value is None else 1e3 * value for name, value in found.items()}
 
 
-def doubling(most: int) -> list[int]:
-    """1, 2, 4, ... and no more than that.
-
-    Example:
-        >>> doubling(12), doubling(1)
-        ([1, 2, 4, 8], [1])
-    """
-    return [2**x for x in range(most.bit_length())]
-
-
 def holds(row: dict[str, Any], latency_ms: float) -> bool:
-    """Whether all answers of a load came, and the 95th percentile of their times per token is within a latency."""
+    """Return whether all answers of a load came, and the 95th percentile of their times per token is within a latency."""
     value = row.get("tpot_p95_ms")
     return not row["failed"] and value is not None and value <= latency_ms
 
 
 def mark_largest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Says of each row of a latency whether it has the most clients that hold it, with nobody below who does not.
+    """Mark the row with the most clients that hold a latency, with no fewer clients that miss it.
 
     Example:
         >>> rows = [{"clients": n, "within": n in (1, 2, 8)} for n in (1, 2, 4, 8)]
@@ -192,13 +165,13 @@ def mark_largest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass
 class Target:
-    """What the server says of itself.
+    """The server under test.
 
     Attributes:
-        model: What it serves.
-        length: Tokens of a prompt and its answer at most; None where it does not say.
+        model: Name of its model.
+        length: Most tokens of a prompt and its answer; None if unknown.
         vocab_size: Tokens are below it.
-        about: What it runs on, as `/state` of ours says it; empty elsewhere.
+        about: The machine and flags of ours, from `/state`; empty for other servers.
     """
 
     model: str
@@ -208,20 +181,20 @@ class Target:
 
     @property
     def most_running(self) -> int | None:
-        """Requests that it computes at a time, if it says so."""
+        """Requests that it computes at a time, if known."""
         return (self.about.get("flags") or {}).get("max_running")
 
 
-def _object(said: Any) -> dict[str, Any]:
-    """What another server may have said with JSON of its own: an object, or one without anything."""
-    return said if isinstance(said, dict) else {}
+def _object(content: Any) -> dict[str, Any]:
+    """Return JSON of another server if it is an object, or an empty one."""
+    return content if isinstance(content, dict) else {}
 
 
-async def meet(client: ServerClient, args: Server) -> Target:
-    """Asks the server who it is.
+async def query_server(client: ServerClient, args: Server) -> Target:
+    """Return the model, limits and flags of a server.
 
     Raises:
-        CannotBench: It does not answer, wants a key, or does not say what must be known.
+        CannotBench: It does not answer, requires a key, or does not report what must be known.
     """
     where = client.url
     try:
@@ -233,7 +206,7 @@ async def meet(client: ServerClient, args: Server) -> Target:
             "start one with: python -m ringattn.launch.serve --model PATH"
         ) from None
     if status == 401:
-        raise CannotBench(f"{where} wants a key: {message_of(models)}; set {KEY}, or pass --api-key")
+        raise CannotBench(f"{where} must be asked with a key: {message_of(models)}; set {KEY}, or pass --api-key")
     listed = _object(models).get("data") if status == 200 else None
     cards = [one for one in listed if isinstance(_object(one).get("id"), str)] if isinstance(listed, list) else []
     if not cards:
@@ -242,49 +215,37 @@ async def meet(client: ServerClient, args: Server) -> Target:
     if card is None:
         names = ", ".join(one["id"] for one in cards)
         raise CannotBench(f"model must be one of {names}, got {args.model}")
-    told = _object(_object(state[1]).get("server")) if state[0] == 200 else {}
-    about = told if told.keys() >= {"vocab_size", "gpus", "flags"} else {}  # what others say there is their own
+    info = _object(_object(state[1]).get("server")) if state[0] == 200 else {}
+    about = info if info.keys() >= {"vocab_size", "gpus", "flags"} else {}  # other servers have a state of their own
     vocab = args.vocab_size or about.get("vocab_size")
     if vocab is None:
-        raise CannotBench(f"{where} does not say how many tokens its vocabulary has; pass --vocab-size")
+        raise CannotBench(f"the size of the vocabulary must be known, got none from {where}; pass --vocab-size")
     return Target(card["id"], card.get("max_model_len"), vocab, about)
 
 
 class Prompts:
-    """Random prompts (Note [New prompts]).
-
-    Args:
-        seed: Of all of them.
-        vocab_size: Tokens are below it.
-        lengths: How many tokens those have whose length is drawn: from the first to the second.
-    """
+    """Random prompts; `lengths` are the fewest and the most tokens of those whose length is drawn."""
 
     def __init__(self, seed: int, vocab_size: int, lengths: tuple[int, int]) -> None:
         self._random, self._tokens, self._lengths = random.Random(seed), range(vocab_size), lengths
 
-    def of(self, length: int) -> list[int]:
-        """A prompt of so many tokens."""
-        return self._random.choices(self._tokens, k=length)
-
-    def any(self) -> list[int]:
-        """A prompt of a drawn length."""
-        return self.of(self._random.randint(*self._lengths))
+    def draw(self, length: int | None = None) -> list[int]:
+        """Draw a prompt of so many tokens; None: of a random length."""
+        return self._random.choices(self._tokens, k=length or self._random.randint(*self._lengths))
 
     def count(self, most: int) -> int:
-        """A number from 1 to `most`."""
+        """Draw a number from 1 to `most`."""
         return self._random.randint(1, most)
 
 
 @dataclass
 class Load:
-    """What came of a load (Note [A load]).
+    """Answers of a load (Note [Measured loads]), whose window is from `opened` to `closed`.
 
     Attributes:
-        opened: When the window opened.
-        closed: When it closed.
-        asked: All answers, those that were cut off too.
+        asked: All answers, those that were cancelled too.
         measured: Those that began and ended in the window.
-        busy_s: Seconds in which this process computed, of the window.
+        busy_s: Seconds of the window in which this process computed.
     """
 
     opened: float = math.inf
@@ -294,10 +255,9 @@ class Load:
     busy_s: float = 0.0
 
     def row(self) -> dict[str, Any]:
-        """Its numbers."""
+        """Return its numbers."""
         good = [answer for answer in self.measured if answer.good]
         ended = [answer for answer in self.asked if answer.ended]
-        failures = Counter(answer.failure for answer in ended if answer.failure)
         seconds = max(self.closed - self.opened, 1e-9)
         tokens = sum(self.opened < one <= self.closed for answer in self.asked for one in answer.times)
         return {
@@ -306,22 +266,19 @@ class Load:
             "requests_per_s": sum(a.good and self.opened < a.ended <= self.closed for a in ended) / seconds,
             "tokens_per_s": tokens / seconds,
             **numbers_of(good),
-            "failed": sum(failures.values()),
-            "statuses": {str(status): n for status, n in sorted(Counter(a.status for a in ended).items())},
-            "failures": dict(failures.most_common(3)),
-            "cached_tokens": sum(answer.cached for answer in ended),
+            **counted(ended),
             "client_busy_percent": 100 * self.busy_s / seconds,
         }
 
 
 async def run_load(bench: Bench, clients: int, wanted: int) -> Load:
-    """Lets so many clients ask, until as many answers as are wanted were measured (Note [A load])."""
+    """Let so many clients ask, until `wanted` answers were measured (Note [Measured loads])."""
     load, warm, busy = Load(), 0, 0.0
 
     async def ask(tokens: int) -> Answer:
         answer = Answer(tokens)
         load.asked.append(answer)
-        return await bench.client.ask(bench.target.model, bench.prompts.any(), tokens, answer)
+        return await bench.client.ask(bench.target.model, bench.prompts.draw(), tokens, answer)
 
     async def work() -> None:
         nonlocal warm, busy
@@ -353,115 +310,89 @@ async def run_load(bench: Bench, clients: int, wanted: int) -> Load:
 
 @dataclass
 class Bench:
-    """What all measurements share.
-
-    Attributes:
-        args: What is asked for.
-        client: Who asks.
-        target: Who answers.
-        prompts: Where prompts come from.
-        keep: Who gets the rows.
-        rows: So far.
-    """
+    """State of a run."""
 
     args: Server
     client: ServerClient
     target: Target
     prompts: Prompts
-    keep: Keep
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    rows: Rows
 
     def add(self, row: dict[str, Any]) -> None:
-        """Completes a row, says it and keeps it."""
-        shared = {"bench": "server", "model": self.target.model, "world_size": self.target.about.get("world_size")}
-        self.rows.append({**shared, "tokens": self.args.tokens, **row})
-        print(f"  {describe_row(self.rows[-1])}", flush=True)
-        for line in warnings_of(self.rows[-1]):
+        """Add a row and print its warnings."""
+        self.rows.add(row)
+        for line in warnings_of(row):
             print(f"  warning: {line}", flush=True)
-        self.keep(self.rows)
 
     async def ask(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """One answer."""
+        """Return one answer."""
         return await self.client.ask(self.target.model, prompt, tokens)
 
 
-def describe_row(row: dict[str, Any]) -> str:
-    """A row for people who wait."""
-    many = "" if row.get("clients") == 1 else "s"
-    where = {
-        "check": "{prompts} prompts, alone and among {clients}",
-        "alone": "alone, {context} tokens of prompt",
-        "load": f"{{clients}} client{many}",
-        "latency": f"{{clients}} client{many}, {{latency_ms:g}} ms",
-    }[row["part"]].format(**row)
-    forms = {
-        "differ": "{} differ",
-        "requests_per_s": "{:.2f} requests/s",
-        "tokens_per_s": "{:.0f} tokens/s",
-        "ttft_ms": "first token {:.1f} ms",
-        "ttft_p95_ms": "(p95 {:.1f})",
-        "tpot_ms": "later ones {:.2f} ms",
-        "tpot_p95_ms": "(p95 {:.2f})",
-        "refused": "{}",
+def counted(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return how many answers failed, by status and by reason, and how many tokens of prompts were cached."""
+    failures = Counter(answer.failure for answer in answers if answer.failure)
+    return {
+        "failed": sum(failures.values()),
+        "statuses": {str(status): n for status, n in sorted(Counter(answer.status for answer in answers).items())},
+        "failures": dict(failures.most_common(3)),
+        "cached_tokens": sum(answer.cached for answer in answers),
     }
-    said = [form.format(row[name]) for name, form in forms.items() if row.get(name) is not None]
-    said += [f"within: {'yes' if row['within'] else 'no'}"] if "within" in row else []
-    said += [f"{row['failed']} failed"] if row.get("failed") else []
-    return f"{where}: {', '.join(said).replace(', (', ' (')}"
 
 
 def warnings_of(row: dict[str, Any]) -> Iterator[str]:
-    """What is to be known before the numbers of a row are believed."""
+    """Yield the warnings of a row."""
     if row["part"] == "check":
         if row["differ"]:
             at = ", ".join(str(place) for place in row["first_differences"])
-            yield f"{row['differ']} answers differ beside others, from tokens {at} on: by rounding, or wrong"
+            yield f"{row['differ']} answers differ among others, from tokens {at} on: by rounding, or wrong"
         return
     if row.get("cached_tokens") and not row.get("reuse"):
         yield (
             f"the server had {row['cached_tokens']} tokens of prompts that should have been new: first tokens came too "
-            "soon; start it again, or leave --seed out"
+            "soon; restart it, or leave --seed out"
         )
     if (row.get("client_busy_percent") or 0) > BUSY_PERCENT:
         yield f"this client was busy for {row['client_busy_percent']:.0f}% of the time: its own delays are in the times"
 
 
 async def compare(bench: Bench) -> None:
-    """A row: whether prompts get beside others what they get alone (Note [What is compared]).
+    """Row of answers that differ among others from those alone, token by token.
+
+    Greedy answers are the same unless the two largest scores differ by less than rounding, which batches may change: so a
+    difference is counted and does not end the run. A server that keeps prefixes has the prompts' keys from the first time.
 
     Raises:
-        CannotBench: One of them was not answered.
+        CannotBench: A prompt alone was not answered.
     """
     args = bench.args
     clients = max(*args.clients, args.sample)
-    prompts = [bench.prompts.any() for _ in range(args.sample)]
+    prompts = [bench.prompts.draw() for _ in range(args.sample)]
     alone = []
     for prompt in prompts:
         alone.append(await bench.ask(prompt, args.tokens))
         if not alone[-1].good:
             raise CannotBench(f"the first prompts must be answered, got: {alone[-1].failure}")
-    others = [bench.prompts.any() for _ in range(clients - args.sample)]
+    others = [bench.prompts.draw() for _ in range(clients - args.sample)]
     together = await asyncio.gather(*(bench.ask(prompt, args.tokens) for prompt in [*prompts, *others]))
     pairs = [(one, two) for one, two in zip(alone, together, strict=False) if two.good]
-    failed = [answer for answer in together if not answer.good]
     differ = [first_difference(one.tokens, two.tokens) for one, two in pairs if one.tokens != two.tokens]
+    found = {"differ": len(differ), "first_differences": sorted(differ)}
+    cached = sum(two.cached for _, two in pairs)
     bench.add(
         {
             "part": "check",
             "clients": clients,
             "prompts": args.sample,
-            "differ": len(differ),
-            "first_differences": sorted(differ),
-            "failed": len(failed),
-            "statuses": {str(status): n for status, n in sorted(Counter(a.status for a in together).items())},
-            "failures": dict(Counter(answer.failure for answer in failed).most_common(3)),
-            "cached_tokens": sum(two.cached for _, two in pairs),
+            **found,
+            **counted(together),
+            "cached_tokens": cached,
         }
     )
 
 
 def first_difference(one: Sequence[int], two: Sequence[int]) -> int:
-    """Where two lists of tokens begin to differ.
+    """Return the index where two lists of tokens begin to differ.
 
     Example:
         >>> first_difference([1, 2, 3], [1, 2, 4]), first_difference([1], [1, 2])
@@ -471,37 +402,33 @@ def first_difference(one: Sequence[int], two: Sequence[int]) -> int:
 
 
 async def measure_alone(bench: Bench, context: int) -> None:
-    """A row: one request at a time, after prompts of a length."""
+    """Row of one request at a time, after prompts of a length."""
     args, target = bench.args, bench.target
     row: dict[str, Any] = {"part": "alone", "clients": 1, "context": context, "reuse": args.reuse, "failed": 0}
     if target.length is not None and context + args.tokens > target.length:
-        what = f"{context} + {args.tokens} tokens do not fit into the {target.length} that the server takes"
+        what = f"{context} + {args.tokens} tokens do not fit into the {target.length} of the server"
         bench.add(row | {"refused": f"left out: {what}"})
         return
-    prompt = bench.prompts.of(context)
-    answers = [await bench.ask(prompt, min(WARM_TOKENS, args.tokens))]
+    prompt = bench.prompts.draw(context)
+    answers = [await bench.ask(prompt, min(WARMUP_TOKENS, args.tokens))]
     busy, began = time.process_time(), time.perf_counter()
     while len(answers) <= args.repeats and not answers[-1].failure:
-        answers.append(await bench.ask(prompt if args.reuse else bench.prompts.of(context), args.tokens))
+        answers.append(await bench.ask(prompt if args.reuse else bench.prompts.draw(context), args.tokens))
     seconds = time.perf_counter() - began
     good = [answer for answer in answers[1:] if answer.good]
-    failures = Counter(answer.failure for answer in answers if answer.failure)
     found = numbers_of(good)
     row |= {
         "answers": len(good),
         **found,
         "prompt_tokens_per_s": None if found["ttft_ms"] is None else 1e3 * context / found["ttft_ms"],
-        "failed": sum(failures.values()),
-        "statuses": {str(status): n for status, n in sorted(Counter(a.status for a in answers).items())},
-        "failures": dict(failures),
-        "cached_tokens": sum(answer.cached for answer in answers),
+        **counted(answers),
         "client_busy_percent": 100 * (time.process_time() - busy) / max(seconds, 1e-9),
     }
     bench.add(row)
 
 
 async def measure_load(bench: Bench, clients: int) -> dict[str, Any]:
-    """The numbers of so many clients."""
+    """Return the numbers of so many clients."""
     load = await run_load(bench, clients, max(bench.args.requests, 2 * clients))
     return {"clients": clients, "prompt_lengths": list(bench.args.prompt_lengths), **load.row()}
 
@@ -509,14 +436,12 @@ async def measure_load(bench: Bench, clients: int) -> dict[str, Any]:
 async def measure_latency(bench: Bench, known: dict[int, dict[str, Any]]) -> None:
     """Rows by clients: doubled until tokens take too long; the most that hold the latency are marked.
 
-    Args:
-        bench: What is asked for.
-        known: Loads that were measured already, by clients.
+    `known` are loads that were measured already, by clients.
     """
     args = bench.args
     most = min(args.most_clients, bench.target.most_running or args.most_clients)
     rows: list[dict[str, Any]] = []
-    for clients in doubling(most):
+    for clients in (2**x for x in range(most.bit_length())):
         row = known.get(clients) or await measure_load(bench, clients)
         rows.append({"part": "latency", "latency_ms": args.latency_ms, **row, "within": holds(row, args.latency_ms)})
         if not rows[-1]["within"]:
@@ -525,22 +450,18 @@ async def measure_latency(bench: Bench, known: dict[int, dict[str, Any]]) -> Non
         bench.add(row)
 
 
-async def measure(args: Server, client: ServerClient, target: Target, seed: int, keep: Keep) -> list[dict[str, Any]]:
-    """Compares answers, then measures the parts that are asked for.
-
-    Returns:
-        The rows.
+async def measure(bench: Bench) -> None:
+    """Compare answers, then measure the parts that are asked for.
 
     Raises:
         CannotBench: The server does not answer the first prompts.
     """
-    lengths = args.prompt_lengths
-    if target.length is not None and lengths[1] + args.tokens > target.length:
+    args, length = bench.args, bench.target.length
+    if length is not None and args.prompt_lengths[1] + args.tokens > length:
         raise CannotBench(
-            f"prompt_lengths and tokens must fit into the {target.length} tokens that the server takes, got {lengths[1]} + "
+            f"prompt_lengths and tokens must fit into the {length} tokens of the server, got {args.prompt_lengths[1]} + "
             f"{args.tokens}; pass other --prompt-lengths or --tokens"
         )
-    bench = Bench(args, client, target, Prompts(seed, target.vocab_size, lengths), keep)
     await compare(bench)
     if "alone" in args.parts:
         for context in args.contexts:
@@ -552,63 +473,52 @@ async def measure(args: Server, client: ServerClient, target: Target, seed: int,
             bench.add({"part": "load", **known[clients]})
     if "latency" in args.parts:
         await measure_latency(bench, known)
-    return bench.rows
 
 
-def bench_server(args: Server, client_line: dict[str, Any], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Measures a running server.
+def bench_server(
+    args: Server, session: Session, line: dict[str, Any], keep: Callable[[dict[str, Any]], None]
+) -> list[dict[str, Any]]:
+    """Return the rows of a running server.
 
     Args:
-        args: What.
-        client_line: What this process runs on.
-        keep: Called with all that is known after each measurement: a run that is cut off keeps what it has.
-
-    Returns:
-        What is kept: machine (the server's where it says so; the command is this one), client, seed and rows.
+        args: The command.
+        session: This process.
+        line: The machine line of this process.
+        keep: Called with the whole JSON after each measurement: machine (the server's if known; the command is this one),
+            client, seed and rows.
 
     Raises:
-        CannotBench: The server can not be measured, or aiohttp is not installed.
+        CannotBench: The server cannot be measured, or aiohttp is not installed.
     """
     if importlib.util.find_spec("aiohttp") is None:
         raise CannotBench("bench server needs aiohttp; install it with: pip install 'ringattn[launch]'")
-    key = args.api_key or os.environ.get(KEY) or None
     try:
-        client = ServerClient(args.url, key, args.timeout_s)
+        client = ServerClient(args.url, args.api_key or os.environ.get(KEY) or None, args.timeout_s)
     except ValueError as error:
         raise CannotBench(str(error)) from None
     seed = secrets.randbits(32) if args.seed is None else args.seed
+    line = line | {"command": without_key(line["command"])}
 
-    async def run() -> dict[str, Any]:
+    async def run() -> list[dict[str, Any]]:
         async with client:
-            return await run_all(await meet(client, args))
-
-    async def run_all(target: Target) -> dict[str, Any]:
-        command = without_key(client_line["command"])
-        told = {"model": target.model, "max_model_len": target.length, "vocab_size": target.vocab_size}
-        machine = {**(target.about or client_line), **told, "command": command, "date": client_line["date"]}
-        content: dict[str, Any] = {
-            "machine": machine,
-            "client": client_line | {"command": command},
-            "seed": seed,
-            "rows": [],
-        }
-
-        def keep_rows(rows: list[dict[str, Any]]) -> None:
-            content["rows"] = rows
-            keep(content)
-
-        print(f"{target.model} at {args.url}, {describe_target(target)}; seed {seed}", flush=True)
-        await measure(args, client, target, seed, keep_rows)
-        return content
+            target = await query_server(client, args)
+            facts = {"model": target.model, "max_model_len": target.length, "vocab_size": target.vocab_size}
+            facts |= {"command": line["command"], "date": line["date"]}
+            content = {"machine": {**(target.about or line), **facts}, "client": line, "seed": seed}
+            common = {"bench": "server", "model": target.model, "world_size": target.about.get("world_size")}
+            rows = Rows(session, lambda rows: keep({**content, "rows": rows}), {**common, "tokens": args.tokens})
+            print(f"{target.model} at {args.url}, {describe_target(target)}; seed {seed}", flush=True)
+            await measure(Bench(args, client, target, Prompts(seed, target.vocab_size, args.prompt_lengths), rows))
+            return rows.rows
 
     return asyncio.run(run())
 
 
 def describe_target(target: Target) -> str:
-    """What answers, in a few words."""
+    """Return the server's machine and flags as text."""
     about = target.about
     if not about:
-        return "which says nothing of what it runs on"
+        return "machine unknown"
     gpus, flags = about["gpus"], about["flags"]
     device = f"{len(gpus)} x {gpus[0]}" if about["device"] == "cuda" else about["cpu"]
     words = [f"{about['world_size']} rank(s)", device, about["dtype"], f"torch {about['torch']}"]
@@ -617,10 +527,10 @@ def describe_target(target: Target) -> str:
 
 
 def red_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What failed, in words: one line per row with failures."""
+    """Return a line for each row with failures."""
     lines = []
     for row in rows:
         if row.get("failed"):
             first, count = next(iter(row["failures"].items()))
-            lines.append(f"{describe_row(row).partition(':')[0]}: {row['failed']} failed, {count} x {first}")
+            lines.append(f"{row['part']}, {row['clients']} clients: {row['failed']} failed, {count} x {first}")
     return lines

@@ -1,16 +1,16 @@
-"""What is computed when attention is measured: masks, lengths, inputs, and how many operations they stand for.
-
-Owns the measured problems and the formula of FLOPs. Refuses to know who computes them, and how time is taken.
+"""Attention problems that benches measure: masks, lengths, inputs, and the FLOPs they stand for.
 
 Note [FLOPs]
     Forward: 4 * b * h * d * pairs (two matrix products, a multiplication and an addition each), backward 2.5 times that
-    (five products), forward and backward 3.5 times. `pairs` counts the (query, key) pairs the mask lets through and
-    nothing else. A rank's share is the total over the number of ranks, whatever the layout gives it.
+    (five products), forward and backward 3.5 times. `pairs` counts the visible (query, key) pairs only. A rank's share is
+    the total over the number of ranks, whatever the layout gives it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 import math
 import random
@@ -22,6 +22,10 @@ import torch
 from torch import Tensor
 
 from ringattn.launch.check.attention import DTYPES
+from ringattn.launch.runtime.session import Session
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.mask import AttentionMask
+from ringattn.plan.ring_plan import make_plan, moved_rows
 
 MaskName = Literal["full", "causal", "window", "documents"]
 DTypeName = Literal["bf16", "fp16", "fp32", "fp64"]
@@ -31,16 +35,10 @@ FACTORS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention: what everybody who is timed computes.
+    """One attention that all implementations compute.
 
     Attributes:
-        mask: One of the four kinds; window and documents are causal too.
-        seq_len: Tokens of the whole sequence.
-        batch: Batch elements.
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        head_dim: Of q, k and v.
-        dtype: Of q, k and v.
+        mask: One of four kinds; window and documents are causal, too.
         window: Tokens to the left under the window mask.
         document: Tokens of each document; 0 for documents as `pack_documents` draws them.
     """
@@ -83,10 +81,7 @@ class Problem:
 
 
 def pack_documents(seq_len: int) -> tuple[int, ...]:
-    """Boundaries of documents as packed training data has them: many short, a few long, 1850 tokens on average.
-
-    Always the same documents; the last one is cut where the sequence ends.
-    """
+    """Boundaries of documents as packed training data has them: many short, a few long, 1850 tokens on average; always the same."""
     draw, ends = random.Random(0), [0]
     while ends[-1] < seq_len:
         ends.append(min(seq_len, ends[-1] + 1 + int(draw.lognormvariate(math.log(900), 1.2))))
@@ -94,22 +89,11 @@ def pack_documents(seq_len: int) -> tuple[int, ...]:
 
 
 def visible_pairs(mask: MaskName, seq_len: int, window: int, documents: Sequence[int] | None = None) -> int:
-    """Counts the (query, key) pairs a mask lets through.
-
-    Args:
-        mask: "full", or one of "causal", "window" and "documents", which are all causal.
-        seq_len: Tokens.
-        window: Under "window": a query at i sees keys i - window .. i.
-        documents: Under "documents": their cumulative boundaries.
-
-    Returns:
-        The count.
+    """Count the (query, key) pairs of a mask; `documents` are cumulative boundaries.
 
     Example:
-        >>> visible_pairs("causal", 4, 0)
-        10
-        >>> visible_pairs("window", 4, 1)
-        7
+        >>> visible_pairs("causal", 4, 0), visible_pairs("window", 4, 1)
+        (10, 7)
     """
     if mask == "full":
         return seq_len * seq_len
@@ -120,7 +104,7 @@ def visible_pairs(mask: MaskName, seq_len: int, window: int, documents: Sequence
 
 
 def visible_rows(problem: Problem, start: int, stop: int, device: torch.device) -> Tensor:
-    """The mask of the queries start .. stop - 1 over all keys, straight from its definition: boolean `1 s n`."""
+    """Return the mask of the queries start .. stop - 1 over all keys, from its definition: boolean `1 s n`."""
     i = torch.arange(start, stop, device=device)[:, None]
     j = torch.arange(problem.seq_len, device=device)[None, :]
     visible = torch.ones(stop - start, problem.seq_len, dtype=torch.bool, device=device)
@@ -135,13 +119,13 @@ def visible_rows(problem: Problem, start: int, stop: int, device: torch.device) 
 
 
 def document_of(problem: Problem, device: torch.device) -> Tensor:
-    """The number of the document each position lies in: `n` int64."""
+    """Return the index of the document of each position: `n` int64."""
     ends = torch.tensor((problem.documents or (0, problem.seq_len))[1:], device=device)
     return torch.bucketize(torch.arange(problem.seq_len, device=device), ends, right=True)
 
 
 def same_work(problem: Problem, world_size: int) -> Problem:
-    """The shortest problem under the same mask with at least a rank's share of the pairs."""
+    """Return the shortest problem under the same mask with at least a rank's share of the pairs."""
     low, high = 1, problem.seq_len
     while low < high:
         middle = (low + high) // 2
@@ -152,8 +136,32 @@ def same_work(problem: Problem, world_size: int) -> Problem:
     return dataclasses.replace(problem, seq_len=low)
 
 
+def mask_of(problem: Problem) -> AttentionMask:
+    """Return the mask of a problem."""
+    return AttentionMask(problem.seq_len, problem.seq_len, documents=problem.documents, **problem.options)
+
+
+def best_layout(problem: Problem, world_size: int) -> str:
+    """Return the layout that "best" stands for: under a window the one that moves fewer rows.
+
+    Example:
+        >>> best_layout(Problem("window", 4096, 1, 1, 1, 16, "bf16", window=7), 4)
+        'contiguous'
+    """
+    if problem.mask == "documents":
+        return "balanced"
+    if problem.mask != "window":
+        return "zigzag"
+    mask = mask_of(problem)
+    rows = {}
+    for layout in ("contiguous", "zigzag"):
+        shards = make_shards(layout, problem.seq_len, world_size, mask)
+        rows[layout] = moved_rows(make_plan(shards, shards, mask, "keys"))
+    return min(rows, key=lambda layout: rows[layout])
+
+
 def draw_inputs(problem: Problem, rows: int, device: torch.device, seed: int = 0) -> list[Tensor]:
-    """q, k, v and do of `rows` tokens, `b s h d`; the first three require gradients."""
+    """Draw q, k, v and do of `rows` tokens, `b s h d`; the first three require gradients."""
     generator = torch.Generator(device).manual_seed(seed)
     drawn = []
     for heads in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads):
@@ -163,6 +171,69 @@ def draw_inputs(problem: Problem, rows: int, device: torch.device, seed: int = 0
     return drawn
 
 
+class Inputs:
+    """Tensors of a problem, drawn once and kept in each memory layout that an implementation takes."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        self.problem, self.device = problem, device
+        self._tensors: dict[str, list[Tensor]] = {}
+
+    def take(self, layout: str) -> list[Tensor]:
+        """Return q, k, v and do as "bshd", "bhsd", or "thd" (batch elements one after the other)."""
+        if layout not in self._tensors:
+            if layout == "bshd":
+                self._tensors[layout] = draw_inputs(self.problem, self.problem.seq_len, self.device)
+            else:
+                drawn = [x.detach() for x in self.take("bshd")]
+                same = [x.transpose(1, 2).contiguous() if layout == "bhsd" else x.flatten(0, 1) for x in drawn]
+                self._tensors[layout] = [x.requires_grad_(index < 3) for index, x in enumerate(same)]
+        return self._tensors[layout]
+
+
 def teraflops(flops: float, ms: float) -> float:
     """10^12 operations per second."""
     return flops / ms / 1e9
+
+
+def own_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context with a stream of its own: graphs cannot be captured from the default stream."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def free_memory() -> None:
+    """Free the memory of one measurement before the next begins."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def outside_torch(device: torch.device) -> int:
+    """Return the bytes in use on a GPU outside of torch's allocator, such as memory that ranks map into each other."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+class PeakMemory:
+    """Peak memory of a rank from here on, in torch's allocator and outside; earlier allocations count unless subtracted."""
+
+    def __init__(self, session: Session, *, subtract_allocated: bool = False) -> None:
+        self._session, self._cuda = session, session.device.type == "cuda"
+        self._outside = outside_torch(session.device)
+        self._before = torch.cuda.memory_allocated(session.device) if self._cuda and subtract_allocated else 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the peak so far."""
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats(self._session.device)
+
+    def gib(self) -> float | None:
+        """Return the peak of the rank that holds most; None on a CPU. Collective."""
+        if not self._cuda:
+            return None
+        device = self._session.device
+        peak = torch.cuda.max_memory_allocated(device) - self._before
+        peak += max(0, outside_torch(device) - self._outside)
+        return self._session.maximum([peak / 2**30])[0]

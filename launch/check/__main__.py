@@ -29,7 +29,7 @@ from ringattn.launch.check.attention import (
     show,
 )
 from ringattn.launch.check.inference import inference_cases
-from ringattn.launch.runtime.ring_variants import check_nodes, check_schedules
+from ringattn.launch.runtime.ring_variants import check_nodes, check_schedule
 from ringattn.launch.runtime.session import Session, describe, machine, open_session, parse, table, write_json
 
 
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.say(describe(line))
         if args.fuzz is not None:
             return fuzz_all(args, session, line)
-        check_schedules([args.schedule], session, nodes=args.nodes)
+        check_schedule(args.schedule, session, nodes=args.nodes)
         if args.soak:
             return soak_all(args, session, line)
         make = full_cases if args.full else default_cases

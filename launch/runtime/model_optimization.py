@@ -1,8 +1,4 @@
-"""Tensor parallelism and compilation of a model before it decodes, the same in the server and in the bench.
-
-Owns the order of both, that one goes on without the other, and the messages about it. Refuses to know how modules are changed
-(`ringattn.integrations.transformers`), and whether a model is asked for it.
-"""
+"""Tensor parallelism and compilation of a model before it decodes, the same in the server and in the bench."""
 
 from __future__ import annotations
 
@@ -15,13 +11,7 @@ from ringattn.ring import Ring
 
 @dataclass(frozen=True)
 class Changed:
-    """The modules that were changed.
-
-    Attributes:
-        fused: Modules that were compiled; 0: none.
-        split: Modules of which each rank reads a shard; 0: none.
-        said: The same as text, a line for each that was tried.
-    """
+    """Numbers of compiled and of split modules, 0 for none, and messages about them."""
 
     fused: int
     split: int
@@ -29,14 +19,7 @@ class Changed:
 
 
 def change_model(model: Any, ring: Ring, *, fused: bool, split: bool) -> Changed:
-    """Apply tensor parallelism to a model and compile it, for decode on GPUs; collective over the ring.
-
-    Args:
-        model: Of transformers; on its device.
-        ring: All ranks.
-        fused: Whether to compile it.
-        split: Whether to apply tensor parallelism, where there are several ranks.
-    """
+    """Apply tensor parallelism to a model of transformers and compile it, for decode on GPUs; collective over the ring."""
     from ringattn.integrations import transformers
 
     said, compiled, parallel, began = list[str](), 0, 0, time.monotonic()

@@ -1,7 +1,4 @@
-"""A slow link between the nodes of a ring, so that one host can stand for several in checks and measurements.
-
-Owns the delay of each transfer. Refuses to know what is sent, and how nodes are laid out.
-"""
+"""A slow link between the nodes of a ring, so that one host can stand for several in checks and measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +15,7 @@ from ringattn.transport.base import Message, Transport, Work
 
 
 def slow_down(ring: Ring, gbps: float) -> Ring:
-    """Lets nothing pass between the nodes of a ring faster than so many gigabits per second; returns the ring.
+    """Limit the link between the nodes of a ring to `gbps` gigabits per second in each direction; return the ring.
 
     Args:
         ring: A ring of several nodes that has made no call yet.
@@ -37,15 +34,11 @@ def slow_down(ring: Ring, gbps: float) -> Ring:
 
 
 class Throttled:
-    """A link that is not faster than a given rate: a measuring aid, so that one machine can stand for several.
+    """A transport no faster than a given rate.
 
-    A transfer is complete when the transport below says so, and not before its bytes would have passed a link of that
-    rate in each direction, one transfer after another. The time begins when the inputs of a transfer are ready. No SM
-    is spent on waiting: on CUDA a stream of its own sleeps in a host function; on a CPU the wait sleeps.
-
-    Args:
-        transport: What moves the bytes.
-        gbps: Gigabits per second in each direction.
+    A transfer is complete when the transport below has completed it, and not before its bytes would have passed a link of
+    that rate, one transfer after another. Its time begins when its inputs are ready. No SM is spent on waiting: on CUDA a
+    stream sleeps in a host function; on a CPU the wait sleeps.
 
     Raises:
         ValueError: The rate is not a positive number.
@@ -63,24 +56,27 @@ class Throttled:
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
-        parcels = [*sends, *receives]
-        if not any(x.numel() for _, x in parcels):
+        messages = [*sends, *receives]
+        if not any(x.numel() for _, x in messages):
             return self._transport.post(sends, receives, what)
-        seconds = max(_bytes(sends), _bytes(receives)) * self._seconds_per_byte
-        device = parcels[0][1].device
+        seconds = max(_num_bytes(sends), _num_bytes(receives)) * self._seconds_per_byte
+        device = messages[0][1].device
         if device.type == "cuda":
-            passed = self._sleep_on_stream(device, seconds)
+            wait_for_link = self._sleep_on_stream(device, seconds)
         else:
-            self._free_at = max(self._free_at, time.monotonic()) + seconds
-            passed = _Alarm(self._free_at).wait
-        return _Later(self._transport.post(sends, receives, what), passed)
+            free_at = self._free_at = max(self._free_at, time.monotonic()) + seconds
+
+            def wait_for_link() -> None:
+                time.sleep(max(0.0, free_at - time.monotonic()))
+
+        return _ThrottledWork(self._transport.post(sends, receives, what), wait_for_link)
 
     def reserve(self, num_bytes: int, replies: int = 0) -> None:
         """See `Transport.reserve`."""
         self._transport.reserve(num_bytes, replies)
 
     def kv_gather(self) -> None:
-        """A slow link is crossed transfer by transfer."""
+        """Return None: a slow link is crossed transfer by transfer."""
         return
 
     def _sleep_on_stream(self, device: torch.device, seconds: float) -> Callable[[], None]:
@@ -92,32 +88,22 @@ class Throttled:
         return lambda: torch.cuda.current_stream(device).wait_event(event)
 
 
-class _Alarm:
-    def __init__(self, at: float) -> None:
-        self._at = at
+@dataclass(frozen=True)
+class _ThrottledWork:
+    work: Work
+    wait_for_link: Callable[[], None]
 
     def wait(self) -> None:
-        time.sleep(max(0.0, self._at - time.monotonic()))
+        self.work.wait()
+        self.wait_for_link()
 
 
-class _Later:
-    """A transfer that is over when it is over and the time of the link has passed."""
-
-    def __init__(self, transfer: Work, passed: Callable[[], None]) -> None:
-        self._transfer = transfer
-        self._passed = passed
-
-    def wait(self) -> None:
-        self._transfer.wait()
-        self._passed()
-
-
-def _bytes(parcels: Sequence[Message]) -> int:
-    return sum(x.numel() * x.element_size() for _, x in parcels)
+def _num_bytes(messages: Sequence[Message]) -> int:
+    return sum(x.numel() * x.element_size() for _, x in messages)
 
 
 def _sleep(stream: torch.cuda.Stream, seconds: float) -> None:
-    """Lets a stream sleep: the C library's usleep, called by the driver, with no SM and no interpreter involved."""
+    """Let a stream sleep: the driver calls the C library's usleep, with no SM and no interpreter involved."""
     driver, usleep = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None).usleep
     left = round(seconds * 1e6)
     while left > 0:

@@ -1,22 +1,12 @@
-"""How long things take, side by side: contenders take turns, and a time is the median over rounds.
-
-Owns clocks, rounds and CUDA graphs of calls. Refuses to know what is timed.
+"""Timing of calls in turns: the median over rounds, as plain calls and as replays of CUDA graphs.
 
 Note [Times]
-    One time is the median over rounds; in a round every contender has one turn, several calls back to back between two
-    CUDA events, so that a machine that slows down slows all of them. Clocks follow the power that was drawn in the last
-    tens of milliseconds: a turn on a GPU therefore begins with calls that are not timed (a call much longer than that needs
-    none), and rounds go in shuffled order, so that nobody always follows the one who leaves the chip cool. With ranks, a
-    round is as slow as its slowest rank. On a CPU a clock takes the place of the events.
-
-Note [Graphs]
-    Calls back to back still show the host wherever it is slower than the device. So the same calls are captured, where
-    they can be, into one CUDA graph that holds several of them, and its replays take turns like everybody else: time
-    without a host. What cannot be captured keeps its plain time, and the reason is kept with it.
-
-Note [Host time]
-    What a call costs its host is the time until it returns while the device has room in its queue: short bursts of calls,
-    each taken alone, after the device has come to rest. The median over all of them, on the rank where it is largest.
+    A time is the median over rounds. In a round every call has one turn: several calls back to back between two CUDA events,
+    so that a machine that slows down slows all of them. A turn on a GPU begins with untimed calls, because clocks follow the
+    power drawn in the last tens of milliseconds. Rounds are shuffled, so that no call always runs on the chip that another left
+    cool. A round is as slow as its slowest rank. On a CPU the host's clock replaces the events.
+    Plain calls show the host where it is slower than the device. A CUDA graph of several calls takes turns, too: its time
+    has no host in it. A call that cannot be captured keeps its plain time, and the reason is reported.
 """
 
 from __future__ import annotations
@@ -36,30 +26,28 @@ from ringattn.transport.timeout import EventPair, record_events, wait_until_done
 
 Timing = Literal["calls", "graph", "both"]
 TURN_MS = 40.0
-"""What the timed part of a turn should last on a GPU: many short calls, or one long one."""
-WARM_MS = 40.0
-"""What comes before it untimed."""
+"""Target length of the timed part of a turn on a GPU, and of the untimed part before it."""
 LONG_MS = 100.0
-"""A call beyond this hides its host; it is not timed both ways."""
+"""Calls beyond this hide their host: they are not timed in both ways, and need no untimed calls."""
 BURST, BURSTS = 4, 6
-"""Calls that are enqueued without a pause, and how often, to find the host's time (Note [Host time])."""
-SURE_S = 600.0
-"""Seconds after which calls of a turn do not end any more."""
-INSIDE = 10
-"""Calls of several ranks that one graph holds at most."""
+"""Calls that are enqueued without a pause to time the host, and how often that is done."""
+HANG_S = 600.0
+"""Seconds after which the calls of a turn are taken to hang."""
+CALLS_PER_GRAPH = 10
+"""Limit of the calls of several ranks in one graph."""
 
 
 @dataclass
 class Time:
-    """What one contender took.
+    """Times of one call.
 
     Attributes:
         calls_ms: Milliseconds per plain call.
-        graph_ms: Milliseconds per call inside a replayed CUDA graph (Note [Graphs]).
-        graph_refused: Why there is no graph, if one was wanted.
-        refused: Why there is no time at all.
-        host_us: Microseconds until a plain call returns (Note [Host time]).
-        rounds: Rounds the medians are taken over.
+        graph_ms: Milliseconds per call inside a replayed CUDA graph.
+        graph_refused: Reason for having no graph, if one was wanted.
+        refused: Reason for having no time at all.
+        host_us: Microseconds until a plain call returns.
+        rounds: Rounds of the medians.
     """
 
     calls_ms: float | None = None
@@ -72,22 +60,27 @@ class Time:
 
 @dataclass
 class _Turn:
+    """`repeats` timed runs of `call`, each of `inside` calls, after `warm` untimed ones."""
+
     call: Callable[[], Any]
     repeats: int
     inside: int
     warm: int
-    expected_ms: float
     once_ms: float
+
+    @property
+    def expected_ms(self) -> float:
+        return (self.repeats + self.warm) * self.inside * self.once_ms
 
 
 def reason(error: BaseException) -> str:
-    """What an exception says, short enough for a row."""
+    """Return the type and first line of an exception, short enough for a row."""
     lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:300]
 
 
 def clock(call: Callable[[], Any], calls: int, device: torch.device) -> float:
-    """Milliseconds per call, over `calls` calls back to back."""
+    """Return the milliseconds per call, over `calls` calls back to back."""
     if device.type != "cuda":
         started = time.perf_counter()
         for _ in range(calls):
@@ -98,51 +91,29 @@ def clock(call: Callable[[], Any], calls: int, device: torch.device) -> float:
     for _ in range(calls):
         call()
     stop.record()
-    settle(EventPair(start, stop))
+    wait_for_events(EventPair(start, stop))
     return start.elapsed_time(stop) / calls
 
 
-def settle(events: EventPair, patience_s: float = SURE_S) -> None:
-    """Waits for the device, in a way that ends: a replay whose peer has died is known to no watchdog.
-
-    Args:
-        events: Of what is waited for.
-        patience_s: Seconds from its beginning.
+def wait_for_events(events: EventPair, timeout_s: float = HANG_S) -> None:
+    """Wait for the device with a timeout: no watchdog covers a replay whose peer has died.
 
     Raises:
-        RuntimeError: It has not ended in time.
+        RuntimeError: The events have not ended `timeout_s` seconds after their beginning.
     """
-    if not wait_until_done(events, patience_s):
+    if not wait_until_done(events, timeout_s):
         raise RuntimeError(
-            f"calls that are timed must end within {patience_s:g} s, got some that did not; look for an error on another rank"
+            f"calls that are timed must end within {timeout_s:g} s, got some that did not; look for an error on another rank"
         )
-
-
-def capture(call: Callable[[], Any], calls: int) -> Callable[[], None]:
-    """One CUDA graph of `calls` calls, as something to call.
-
-    The current stream is captured, so it must not be the default one, and what `call` differentiates must have been
-    computed on it: autograd runs a backward on the stream of its forward.
-    """
-    graph = _record(call, calls)
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph.replay
-
-
-def _record(call: Callable[[], Any], calls: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-        for _ in range(calls):
-            call()
-    return graph
 
 
 def capture_together(
     call: Callable[[], Any], calls: int, session: Session
 ) -> tuple[Callable[[], None] | None, str | None]:
-    """`capture` on every rank, or on none.
+    """Capture one CUDA graph of `calls` calls on every rank, or on none.
+
+    The current stream is captured, so it must not be the default one, and tensors that `call` differentiates must have
+    been computed on it: autograd runs a backward on the stream of its forward.
 
     Returns:
         The replay, or None and the reason, the same on every rank.
@@ -152,28 +123,35 @@ def capture_together(
     try:
         if session.device.type != "cuda":
             raise NotImplementedError("graphs need a GPU")
-        graph = _record(call, calls)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            for _ in range(calls):
+                call()
     except Exception as error:
         why = reason(error)
-    said = {rank: one for rank, one in enumerate(session.gather(why)) if one is not None}
-    if said or graph is None:
-        return None, "; ".join(sorted(set(said.values())))
+    reasons = {one for one in session.gather(why) if one is not None}
+    if reasons or graph is None:
+        return None, "; ".join(sorted(reasons))
     graph.replay()
-    settle(record_events(session.device))
+    wait_for_events(record_events(session.device))
     session.barrier()
     return graph.replay, None
 
 
-def host_us(call: Callable[[], Any], session: Session) -> float:
-    """Microseconds until a call returns (Note [Host time])."""
-    found = []
-    for _ in range(BURSTS):
+def host_us(call: Callable[[], Any], session: Session, bursts: int = BURSTS, burst: int = BURST) -> float:
+    """Return the microseconds until a call returns while the device has room in its queue.
+
+    The median over `bursts` times `burst` calls back to back, each burst on an idle device, on the slowest rank.
+    """
+    taken = []
+    for _ in range(bursts):
         session.barrier()
-        for _ in range(BURST):
+        for _ in range(burst):
             began = time.perf_counter()
             call()
-            found.append((time.perf_counter() - began) * 1e6)
-    return session.maximum([statistics.median(found)])[0]
+            taken.append((time.perf_counter() - began) * 1e6)
+    return session.maximum([statistics.median(taken)])[0]
 
 
 def time_together(
@@ -183,16 +161,16 @@ def time_together(
     seconds: float = math.inf,
     captured: Collection[str] = (),
 ) -> dict[str, Time]:
-    """Times calls that several ranks make together (Note [Times]); the same answer on every rank.
+    """Time calls that several ranks make together (Note [Times]); the same answer on every rank.
 
     A call that raises on one rank ends the run: the others may be waiting for it.
 
     Args:
-        calls: The contenders.
+        calls: Calls by name.
         session: The ranks.
-        rounds: Rounds; fewer, but three at least, where they would take more than `seconds`.
-        seconds: What all rounds together should take.
-        captured: Those that are also replayed from a CUDA graph, where one can be made, and whose host is timed.
+        rounds: Rounds; fewer, but at least three, where they would take more than `seconds`.
+        seconds: Limit for all rounds together.
+        captured: Names of calls up to LONG_MS whose graph and whose host are timed, too.
     """
     found = {name: Time() for name in calls}
     turns: dict[tuple[str, str], _Turn] = {}
@@ -200,30 +178,21 @@ def time_together(
         turn = turns[name, "calls"] = _plan(call, session)
         if name in captured and turn.once_ms <= LONG_MS:
             found[name].host_us = host_us(call, session)
-            inside = min(INSIDE, turn.repeats)
-            graph, found[name].graph_refused = capture_together(call, inside, session)
-            if graph is not None:
-                repeats, warm = (-(-count // inside) for count in (turn.repeats, turn.warm))
-                turns[name, "graph"] = _Turn(graph, repeats, inside, warm, turn.expected_ms, turn.once_ms)
-    expected = sum(turn.expected_ms for turn in turns.values())
-    rounds = _fitting(rounds, expected, seconds)
-    for (name, how), ms in _run(turns, session, rounds).items():
-        setattr(found[name], f"{how}_ms", ms)
-        found[name].rounds = rounds
-    return found
+            _add_graph(turns, name, session, turn, found[name])
+    return _run(turns, session, rounds, seconds, found)
 
 
 def time_calls(
     calls: dict[str, Callable[[], Any]], session: Session, rounds: int, timing: Timing, seconds: float = math.inf
 ) -> dict[str, Time]:
-    """Times every contender, as plain calls and as graphs; what raises is said in its `Time` and stops nobody else.
+    """Time calls of one rank as plain calls and as graphs; an exception becomes the reason of its call and stops no other.
 
     Args:
-        calls: The contenders.
+        calls: Calls by name.
         session: One rank: an exception on one of several would leave the others waiting.
-        rounds: Rounds; fewer, but three at least, where they would take more than `seconds`.
-        timing: Plain calls, graphs where they can be made and plain calls elsewhere, or both for calls up to LONG_MS.
-        seconds: What all rounds together should take.
+        rounds: See `time_together`.
+        timing: Plain calls; graphs where they can be captured and plain calls elsewhere; or both for calls up to LONG_MS.
+        seconds: See `time_together`.
     """
     found = {name: Time() for name in calls}
     turns: dict[tuple[str, str], _Turn] = {}
@@ -231,48 +200,37 @@ def time_calls(
         try:
             turn = _plan(call, session)
             if session.device.type == "cuda":
-                _refuse_other_streams(call, session.device)
+                _check_stream(call, session.device)
         except Exception as error:
             found[name].refused = reason(error)
             continue
         if timing != "calls":
-            try:
-                if session.device.type != "cuda":
-                    raise NotImplementedError("graphs need a GPU")
-                graph = capture(call, turn.repeats)
-                warm = -(-turn.warm // turn.repeats)
-                turns[name, "graph"] = _Turn(graph, 1, turn.repeats, warm, turn.expected_ms, turn.once_ms)
-            except Exception as error:
-                found[name].graph_refused = reason(error)
-        wanted = timing == "calls" or (timing == "both" and turn.expected_ms <= LONG_MS * (turn.repeats + turn.warm))
-        if wanted or (name, "graph") not in turns:
+            _add_graph(turns, name, session, turn, found[name])
+        if timing == "calls" or (timing == "both" and turn.once_ms <= LONG_MS) or found[name].graph_refused is not None:
             turns[name, "calls"] = turn
-    expected = sum(turn.expected_ms for turn in turns.values())
-    rounds = _fitting(rounds, expected, seconds)
-    for (name, how), ms in _run(turns, session, rounds).items():
-        setattr(found[name], f"{how}_ms", ms)
-        found[name].rounds = rounds
-    return found
-
-
-def _fitting(rounds: int, each_ms: float, seconds: float) -> int:
-    """Rounds of so many milliseconds that fit, but three, or all where they are fewer."""
-    return rounds if rounds * each_ms <= 1e3 * seconds else max(min(rounds, 3), int(1e3 * seconds / each_ms))
+    return _run(turns, session, rounds, seconds, found)
 
 
 def _plan(call: Callable[[], Any], session: Session) -> _Turn:
     call()
     session.barrier()
     once = session.maximum([clock(call, 1, session.device)])[0]
-    gpu = session.device.type == "cuda"
-    repeats, warm = (max(1, min(100, math.ceil(ms / once))) if gpu else n for ms, n in ((TURN_MS, 1), (WARM_MS, 0)))
-    if once > LONG_MS:
-        warm = 0
-    return _Turn(call, repeats, 1, warm, (repeats + warm) * once, once)
+    if session.device.type != "cuda":
+        return _Turn(call, 1, 1, 0, once)
+    repeats = max(1, min(100, math.ceil(TURN_MS / once)))
+    return _Turn(call, repeats, 1, 0 if once > LONG_MS else repeats, once)
 
 
-def _refuse_other_streams(call: Callable[[], Any], device: torch.device) -> None:
-    """Raises when the device is busy well after the events of a call say that it is done (thrice: hosts may pause)."""
+def _add_graph(turns: dict[tuple[str, str], _Turn], name: str, session: Session, turn: _Turn, found: Time) -> None:
+    inside = turn.repeats if session.world_size == 1 else min(CALLS_PER_GRAPH, turn.repeats)
+    graph, found.graph_refused = capture_together(turn.call, inside, session)
+    if graph is not None:
+        repeats, warm = (-(-count // inside) for count in (turn.repeats, turn.warm))
+        turns[name, "graph"] = _Turn(graph, repeats, inside, warm, turn.once_ms)
+
+
+def _check_stream(call: Callable[[], Any], device: torch.device) -> None:
+    """Raise if the device is busy long after the events of a call have ended (three times: hosts may pause)."""
     for _ in range(3):
         torch.cuda.synchronize(device)
         began = time.perf_counter()
@@ -283,7 +241,12 @@ def _refuse_other_streams(call: Callable[[], Any], device: torch.device) -> None
     raise RuntimeError("its work must run on the current stream, got work elsewhere; it cannot be timed here")
 
 
-def _run(turns: dict[tuple[str, str], _Turn], session: Session, rounds: int) -> dict[tuple[str, str], float]:
+def _run(
+    turns: dict[tuple[str, str], _Turn], session: Session, rounds: int, seconds: float, found: dict[str, Time]
+) -> dict[str, Time]:
+    expected_ms = sum(turn.expected_ms for turn in turns.values())
+    if rounds * expected_ms > 1e3 * seconds:
+        rounds = max(min(rounds, 3), int(1e3 * seconds / expected_ms))
     times: dict[tuple[str, str], list[float]] = {key: [] for key in turns}
     order = list(turns)
     for number in range(rounds):
@@ -294,4 +257,7 @@ def _run(turns: dict[tuple[str, str], _Turn], session: Session, rounds: int) -> 
             for _ in range(turn.warm):
                 turn.call()
             times[key].append(clock(turn.call, turn.repeats, session.device) / turn.inside)
-    return {key: statistics.median(session.maximum(found)) for key, found in times.items()}
+    for (name, how), taken in times.items():
+        setattr(found[name], f"{how}_ms", statistics.median(session.maximum(taken)))
+        found[name].rounds = rounds
+    return found

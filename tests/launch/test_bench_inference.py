@@ -14,7 +14,7 @@ import torch
 from ringattn import Ring
 from ringattn.inference import attend
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import inference, inference_checks, inference_model
+from ringattn.launch.bench import correctness, inference, inference_model, rows
 from ringattn.launch.bench.inference import Inference
 from ringattn.launch.bench.inference_model import Shape, full_cache, local_bytes
 from ringattn.launch.runtime.session import open_session
@@ -87,7 +87,7 @@ def _forgetful(step, layer, q, k, v):
 
 
 def test_wrong_attention_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference_checks, "attend", _forgetful)
+    monkeypatch.setattr(correctness, "attend", _forgetful)
     assert _bench(str(tmp_path), "--lengths", "64", "--parts", "attention") == 1
     assert not (tmp_path / "inference.json").exists()
 
@@ -125,7 +125,7 @@ def test_layers_belong_to_lengths() -> None:
 
 
 def test_examples_run() -> None:
-    for module in (inference, inference_model, inference_checks):
+    for module in (inference, inference_model, rows):
         assert doctest.testmod(module).failed == 0
 
 

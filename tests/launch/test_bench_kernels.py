@@ -18,7 +18,7 @@ import torch
 import ringattn
 from ringattn.kernels.attention import eager
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import baselines, kernels, workloads
+from ringattn.launch.bench import baselines, correctness, kernels, softmax, workloads
 from ringattn.numerics.reference import visible_pairs
 from tests.launch.common import ROOT, _off_by_a_little
 
@@ -83,7 +83,7 @@ def test_bench_kernels_times_the_carry_beside_the_same_kernel_without(tmp_path: 
 
 
 def test_bench_kernels_leaves_out_what_the_budget_does_not_reach(tmp_path: Path) -> None:
-    kept = _rows(tmp_path, "--who", "auto", "--groups", "lengths", "--budget-s", "1e-3")
+    kept = _rows(tmp_path, "--who", "auto", "--groups", "lengths", "--budget-s", "1e-9")
     assert kept["rows"] == []
     assert {(one["mask"], one["seq_len"]) for one in kept["left_out"]} == {
         (mask, n) for mask in ("full", "causal", "window", "documents") for n in (32, 64)
@@ -102,11 +102,24 @@ def test_bench_kernels_gives_no_speed_to_a_wrong_answer(
     assert "red, and so without a speed: auto op, full b1 n64 h2 d16 fp32: wrong answer: o " in capsys.readouterr().out
 
 
+def test_softmax_is_a_group_whose_wrong_answers_have_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = _rows(tmp_path, "--groups", "softmax")["rows"]
+    assert [(row["dtype"], row["n"]) for row in rows] == [(x, n) for x in ("fp32", "bf16") for n in (1024, 2048, 4096)]
+    for row in rows:
+        size = row["n"] * row["m"] * {"fp32": 4, "bf16": 2}[row["dtype"]]
+        assert row["ours_gbps"] * row["ours_ms"] * 1e6 == pytest.approx(3 * size)
+        assert row["share_of_copy"] == pytest.approx(row["ours_gbps"] / row["copy_gbps"])
+    monkeypatch.setattr(softmax, "online_softmax", lambda x, dim=-1: 1.001 * torch.softmax(x, dim))
+    assert bench.main([*SMALL, "--groups", "softmax", "--out", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert all("wrong answer: y " in row["refused"] and "ours_gbps" not in row for row in rows)
+
+
 def test_a_peer_that_raises_stops_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks(inputs: baselines.Inputs) -> baselines.Contender:
+    def breaks(inputs: workloads.Inputs) -> baselines.Contender:
         raise AssertionError("only SM100 is supported")
 
-    def half(inputs: baselines.Inputs) -> baselines.Contender:
+    def half(inputs: workloads.Inputs) -> baselines.Contender:
         whole = baselines.prepare("auto", "op", inputs, ringattn.Ring())
 
         def answers() -> Any:
@@ -137,7 +150,7 @@ def test_a_contender_that_does_not_answer_ends_the_run_and_is_named(tmp_path: Pa
         "import sys, time\nfrom ringattn.launch.bench import __main__ as bench, baselines\n"
         "baselines.prepare_flex = lambda inputs: time.sleep(100)\nsys.exit(bench.main(sys.argv[1:]))"
     )
-    words = ["--who", "flex", "--groups", "target", "--patience-s", "8", "--out", str(tmp_path)]
+    words = ["--who", "flex", "--groups", "target", "--timeout-s", "8", "--out", str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program, *SMALL, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -158,20 +171,20 @@ def test_what_matters_most_is_measured_first() -> None:
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
-def test_the_standard_of_a_problem_is_the_reference_on_its_last_heads(mask: Any, monkeypatch: Any) -> None:
-    monkeypatch.setitem(baselines.CHUNK_ELEMENTS, "cpu", 300)
+def test_the_expected_answer_of_a_problem_is_the_reference_on_its_last_heads(mask: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(correctness.CHUNK_ELEMENTS, "cpu", 300)
     problem = workloads.Problem(mask, 41, 2, 4, 2, 16, "fp32", window=7, document=9)
-    inputs = baselines.Inputs(problem, torch.device("cpu"))
-    standard = baselines.make_standard(inputs)
+    inputs = workloads.Inputs(problem, torch.device("cpu"))
+    expected = correctness.make_expected(inputs)
     leaves = [x.detach().double().requires_grad_() for x in inputs.take("bshd")[:3]]
     o = ringattn.attention_reference(*leaves, documents=problem.documents, **problem.options)
     grads = torch.autograd.grad(o, leaves, inputs.take("bshd")[3].double())
     for name, x in zip(("o", "dq", "dk", "dv"), (o, *grads), strict=True):
         head = slice(2, 4) if name in ("o", "dq") else slice(1, 2)
-        torch.testing.assert_close(standard.tensors[name][0], x[-1:, :, head].detach())
-        assert standard.ratio(name, x.detach().float()) < 1
-        assert standard.ratio(name, x.detach().float() * 1.01) > 1
-        assert standard.ratio(name, x.detach().float().index_fill(0, torch.tensor([0]), math.nan)) == math.inf
+        torch.testing.assert_close(expected.tensors[name][0], x[-1:, :, head].detach())
+        assert expected.ratio(name, x.detach().float()) < 1
+        assert expected.ratio(name, x.detach().float() * 1.01) > 1
+        assert expected.ratio(name, x.detach().float().index_fill(0, torch.tensor([0]), math.nan)) == math.inf
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])

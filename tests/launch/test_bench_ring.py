@@ -71,7 +71,7 @@ def _bench_with_others(out: str) -> int:
 
     def peer(self: Any, who: str, problem: Any, seed: int) -> ring_baselines.RingContender:
         if who == "ring_flash_attn":
-            raise baselines.Refused("not installed")
+            raise baselines.Unsupported("not installed")
         ring = peer_ring
         right = ring_baselines.prepare_ours(problem, ring, "zigzag", torch.device("cpu"), "auto", seed)
         if who == "torch_cp_allgather":
@@ -115,7 +115,7 @@ def test_bench_ring_fails_when_none_of_its_rings_was_timed(
     assert "error:" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["ring", "ring --memory"])
+@pytest.mark.parametrize("kind", ["ring", "ring --host"])
 def test_a_bench_without_a_ring_says_why(kind: str, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no GPUs")
@@ -135,27 +135,42 @@ def test_a_bench_without_a_ring_says_why(kind: str, monkeypatch: Any, tmp_path: 
     assert "check is green" not in said.out
 
 
-def test_a_window_is_dealt_out_so_that_fewer_rows_move() -> None:
+def _bench_host(out: str) -> int:
+    words = ["--tokens", "8", "--kv-heads", "2", "--calls", "25", "--device", "cpu", "--out", out]
+    return bench.main(["ring", "--host", *TINY, *words])
+
+
+@pytest.mark.dist
+def test_bench_ring_host_times_every_direction(pool, tmp_path: Path) -> None:
+    assert pool(2).run(_bench_host, str(tmp_path)) == [0, 0]
+    (row,) = json.loads((tmp_path / "host.json").read_text())["rows"]
+    assert (row["bench"], row["world_size"], row["who"]) == ("host", 2, "auto")
+    # which takes longer is for a quiet machine to tell
+    times = ("inference", "forward", "both", "both_in_one_thread", "layer", "layer_in_one_thread")
+    assert min(row[f"{name}_us"] for name in times) > 0
+
+
+def test_the_layout_of_a_window_moves_fewer_rows() -> None:
     wide = workloads.Problem("window", 4 * 32768, 1, 32, 8, 128, "bf16", window=4095)
-    assert ring_bench.best_layout(wide, 4) == "contiguous"
+    assert workloads.best_layout(wide, 4) == "contiguous"
     moved = {}
     for world_size in (2, 4, 8):
         problem = dataclasses.replace(wide, seq_len=world_size * 32768)
-        sharding = ring_bench.deal(problem, FakeRing(world_size), "contiguous")  # pyright: ignore[reportArgumentType]
+        sharding = ring_baselines.make_sharding(problem, FakeRing(world_size), "contiguous")  # pyright: ignore[reportArgumentType]
         moved[world_size] = ring_bench.bytes_received(problem, sharding)["forward_most"]
     assert set(moved.values()) == {4095 * 2 * 8 * 128 * 2}, "the halo, at any number of ranks"
 
 
-def test_the_flash_attn_that_is_lent_answers_ring_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_inside_torch_serves_ring_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    with pytest.raises(baselines.Refused, match="not installed"):
+    with pytest.raises(baselines.Unsupported, match="not installed"):
         ring_baselines.find_ring_flash_attn()
-    ring_baselines.lend_flash_attn()
-    lent = sys.modules["flash_attn.flash_attn_interface"]
-    signature = inspect.signature(lent._flash_attn_backward)
+    ring_baselines.provide_flash_attn()
+    provided = sys.modules["flash_attn.flash_attn_interface"]
+    signature = inspect.signature(provided._flash_attn_backward)
     assert {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "causal"} <= set(signature.parameters)
     with pytest.raises(NotImplementedError, match="window_size_left must be left out, got 5"):
-        lent._flash_attn_forward(None, None, None, window_size_left=5)
+        provided._flash_attn_forward(None, None, None, window_size_left=5)
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(math.inf, 5), (0.0, 3), (1e3, 5)])

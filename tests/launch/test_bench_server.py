@@ -25,7 +25,9 @@ from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import http_client
 from ringattn.launch.bench import server as server_bench
 from ringattn.launch.bench.http_client import Answer, Events, ServerClient
+from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.server import Bench, Load, Prompts, Server, Target, holds, mark_largest, quantile, run_load
+from ringattn.launch.runtime.session import Session
 from ringattn.launch.serve.http.app import Limits
 from tests.support.serving import VOCAB, FakeRunner, FakeServer, follow
 
@@ -275,7 +277,8 @@ def test_a_load_has_all_its_clients_under_way_and_never_more(clients: int):
 
     async def run(url: str) -> Load:
         async with ServerClient(url) as client:
-            made = Bench(args, client, target, Prompts(0, VOCAB, (3, 9)), lambda _: None)
+            rows = Rows(Session(0, 1, torch.device("cpu"), None), lambda _: None, {})
+            made = Bench(args, client, target, Prompts(0, VOCAB, (3, 9)), rows)
             return await run_load(made, clients, 3 * clients)
 
     with serving(FakeRunner(pages=2000, step_s=0.002)) as served:
@@ -358,14 +361,14 @@ class WrongBesideOthers(FakeRunner):
         return logits
 
 
-def test_answers_that_differ_beside_others_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_answers_that_differ_among_others_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with serving(WrongBesideOthers(pages=2000, step_s=0.01)) as served:
         code, rows = run_bench(served.url, tmp_path, "--parts", "alone", "--contexts", "8")
     assert code == 0
     # one that comes before the others, or stays behind, may be alone at some tokens
     assert len(rows[0]["first_differences"]) == rows[0]["differ"] >= 1
     assert all(2 <= place < 6 for place in rows[0]["first_differences"])
-    assert f"{rows[0]['differ']} answers differ beside others" in capsys.readouterr().out
+    assert f"{rows[0]['differ']} answers differ among others" in capsys.readouterr().out
 
 
 def test_a_server_that_refuses_some_is_red_and_says_how_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -378,7 +381,7 @@ def test_a_server_that_refuses_some_is_red_and_says_how_many(tmp_path: Path, cap
     assert load["failed"] == load["statuses"]["429"] > 0
     assert check["statuses"]["200"] == 12 - check["failed"]
     errors = capsys.readouterr().err
-    assert f"error: 1 prompts, alone and among 12: {check['failed']} failed" in errors
+    assert f"error: check, 12 clients: {check['failed']} failed" in errors
     assert "status 429: " in errors
 
 
@@ -387,7 +390,7 @@ def test_a_prompt_that_does_not_fit_is_left_out_and_says_so(tmp_path: Path):
         code, rows = run_bench(served.url, tmp_path, "--parts", "alone")
         assert [row.get("refused") for row in rows[1:]] == [
             None,
-            "left out: 40 + 6 tokens do not fit into the 40 that the server takes",
+            "left out: 40 + 6 tokens do not fit into the 40 of the server",
         ]
         assert code == 0
         code, _ = run_bench(served.url, tmp_path, "--prompt-lengths", "5", "35")
@@ -403,8 +406,8 @@ def test_a_server_that_cannot_be_measured_is_named_and_nothing_is_written(
         return capsys.readouterr().err
 
     with serving(key="secret") as served:
-        assert "wants a key" in error(served.url)
-        assert "wants a key" in error(served.url, "--api-key", "other")
+        assert "must be asked with a key" in error(served.url)
+        assert "must be asked with a key" in error(served.url, "--api-key", "other")
         assert "model must be one of fake, got else" in error(served.url, "--api-key", "secret", "--model", "else")
     assert "url must be that of a running server" in error(served.url)
     assert "url must be such as" in error("127.0.0.1:8000")
@@ -425,8 +428,16 @@ def test_a_server_that_cannot_be_measured_is_named_and_nothing_is_written(
         ({"data": ["x"]}, {}, "/v1/models must name a model, got status 200: {'data': ['x']}"),
         ({"data": {"id": "x"}}, {}, "/v1/models must name a model"),
         ({"data": [{}]}, {}, "/v1/models must name a model"),
-        ({"data": [{"id": "m"}]}, {"server": "nginx"}, "does not say how many tokens its vocabulary has"),
-        ({"data": [{"id": "m"}]}, {"server": {"vocab_size": 9}}, "does not say how many tokens its vocabulary has"),
+        (
+            {"data": [{"id": "m"}]},
+            {"server": "nginx"},
+            "the size of the vocabulary must be known, got none from http://other",
+        ),
+        (
+            {"data": [{"id": "m"}]},
+            {"server": {"vocab_size": 9}},
+            "the size of the vocabulary must be known, got none from http://other",
+        ),
     ],
 )
 def test_json_of_another_server_is_no_crash(models: Any, state: Any, said: str):
@@ -438,7 +449,7 @@ def test_json_of_another_server_is_no_crash(models: Any, state: Any, said: str):
 
     client: Any = Other()
     with pytest.raises(server_bench.CannotBench) as caught:
-        asyncio.run(server_bench.meet(client, server_bench.Server(model="m")))
+        asyncio.run(server_bench.query_server(client, server_bench.Server(model="m")))
     assert said in str(caught.value)
 
 

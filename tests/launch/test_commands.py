@@ -22,7 +22,6 @@ from ringattn.launch import doctor
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import ring as ring_bench
 from ringattn.launch.bench import workloads
-from ringattn.launch.bench.details import graph_profile, memory, step_trace
 from ringattn.launch.check import __main__ as check_command
 from ringattn.launch.check import attention as check
 from ringattn.launch.check import fault_injection as faults
@@ -77,13 +76,13 @@ def test_modules_that_are_no_commands_say_which_is() -> None:
         (bench, ["ring", "--seconds", "nan"], "seconds must be at least 0, got nan; pass another --seconds"),
         (bench, ["ring", "--tokens"], "tokens must have at least one value, got none; pass another --tokens"),
         (bench, ["ring", "--total", "-4"], "total must be at least 1, got -4; pass another --total"),
-        (bench, ["ring", "--host", "--calls", "0"], "calls must be at least 1, got 0; pass another --calls"),
-        (bench, ["ring", "--memory", "--kv-heads", "0"], "kv_heads must be at least 1, got 0; pass another --kv-heads"),
+        (bench, ["ring", "--calls", "0"], "calls must be at least 1, got 0; pass another --calls"),
+        (bench, ["ring", "--kv-heads", "0"], "kv_heads must be at least 1, got 0; pass another --kv-heads"),
         (check_command, ["--simulate", "-1"], "simulate must be at least 0, got -1; pass another --simulate"),
         (check_command, ["--seed", str(2**64)], r"seed must be from -2\*\*63 to 2\*\*64 - 1, as .* got 184.*; pass another --seed"),
         (check_command, ["--fuzz-seed", str(-(2**63) - 1)], r"fuzz_seed must be from .* got -9223.*; pass another --fuzz-seed"),
         (check_command, ["faults", "--times", "0"], "times must be at least 1, got 0; pass another --times"),
-        (bench, ["ring", "--trace", "--head-dim", "0"], "head_dim must be at least 1, got 0; pass another --head-dim"),
+        (bench, ["ring", "--head-dim", "0"], "head_dim must be at least 1, got 0; pass another --head-dim"),
     ],
 )  # fmt: skip
 def test_numbers_that_mean_nothing_are_refused(command: Any, words: list[str], said: str) -> None:
@@ -94,15 +93,11 @@ def test_numbers_that_mean_nothing_are_refused(command: Any, words: list[str], s
 def test_every_count_of_a_command_has_a_least() -> None:
     kinds = [
         bench.Kernels,
-        bench.Decode,
         bench.Ring,
-        bench.Memory,
         bench.Model,
-        bench.Host,
-        bench.Reduce,
     ]
-    kinds += [bench.Prefill, bench.Inference, bench.Server, check.CheckArgs, doctor.DoctorArgs]
-    kinds += [faults.FaultArgs, graph_profile.ProfileArgs, step_trace.TraceArgs]
+    kinds += [bench.Inference, bench.Server, check.CheckArgs, doctor.DoctorArgs]
+    kinds += [faults.FaultArgs]
     for kind in kinds:
         check_numbers(kind())
         for field in dataclasses.fields(kind):
@@ -120,11 +115,9 @@ def test_every_count_of_a_command_has_a_least() -> None:
     [
         (bench, ["ring", "--out"]),
         (bench, ["server", "--out"]),
-        (bench, ["kernels", "--softmax", "--json"]),
         (check_command, ["--json"]),
         (doctor, ["--json"]),
         (check_command, ["faults", "--out"]),
-        (bench, ["ring", "--trace", "--out"]),
     ],
 )
 def test_results_that_could_not_be_kept_are_not_measured(command: Any, words: list[str], tmp_path: Path) -> None:
@@ -144,7 +137,7 @@ def test_names_that_no_file_can_have_are_refused_before_anything_is_measured(
     name: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "taken.json").mkdir()
-    for kind in ("ring", "ring --memory", "kernels", "server"):
+    for kind in ("ring", "ring --host", "kernels", "server"):
         with pytest.raises(SystemExit, match=f"^name must be that of a file, got {said}; pass another --name$"):
             bench.main([*kind.split(), "--out", str(tmp_path), "--name", name])
 
@@ -187,9 +180,8 @@ def test_json_is_whole_beside_another_writer_and_a_full_disk_leaves_the_last_one
         (check_command, ["--fuzz", "1"]),
         (check_command, []),
         (check_command, ["faults"]),
-        (bench, ["ring", "--trace"]),
+        (bench, ["ring"]),
         (bench, ["ring", "--host"]),
-        (bench, ["inference", "--prefill"]),
     ],
 )
 def test_kernels_that_nobody_knows_are_refused_at_once(command: Any, words: list[str]) -> None:
@@ -207,23 +199,6 @@ def test_contenders_that_nobody_knows_are_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (
-            lambda: bench.Decode(tokens=4, batch=8),
-            "must have its new tokens, got 0 tokens of which 1 are new in group batch",
-        ),
-        (
-            lambda: bench.Decode(tokens=8, groups=("tokens",)),
-            "got 1 tokens of which 4 are new in group tokens; pass more --tokens",
-        ),
-        (lambda: bench.Decode(lengths=(0,)), "lengths must be at least 1, got 0"),
-        (
-            lambda: bench.Decode(configs=("64,4",)),
-            "configs must be chosen or block_n,warps,stages,per_sm, got 64,4; pass such as",
-        ),
-        (
-            lambda: bench.Prefill(total=(4096,)),
-            "turns must be at most the tokens of each prompt, got 8192 of 4096; pass other",
-        ),
         (lambda: bench.Model(head_dim=3), "head_dim must be even, got 3"),
         (lambda: bench.Inference(head_dim=3), "head_dim must be even, got 3"),
     ],
@@ -236,8 +211,6 @@ def test_shapes_that_a_bench_cannot_measure_are_refused(make: Any, said: str) ->
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(ValueError, match="grouped must be query heads and a divisor of them, got"):
         bench.Kernels(grouped=(3, 2))
-    with pytest.raises(ValueError, match="rows must be multiples of the 3 heads, got 32"):
-        bench.Reduce(heads=3)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +237,7 @@ def _refusal(name: str, words: list[str]) -> str:
 @pytest.mark.dist
 def test_schedules_and_nodes_that_cannot_be_are_refused_on_every_rank(pool) -> None:
     for name, words in (
-        ("bench", ["inference", "--prefill", "--schedule", "fused"]),
-        ("bench", ["ring", "--trace", "--schedule", "stepwise"]),
+        ("check", ["--schedule", "stepwise"]),
         ("check", ["--schedule", "fused_saved_kv"]),
     ):
         for said in pool(2).run(_refusal, name, words):
@@ -278,10 +250,9 @@ def test_schedules_and_nodes_that_cannot_be_are_refused_on_every_rank(pool) -> N
 
 
 @pytest.mark.parametrize("share", ["x", "1/", "-1/2", "2/2"])
-@pytest.mark.parametrize(("command", "words"), [(bench, ["kernels"]), (check_command, [])])
-def test_shares_of_compiling_that_are_none_are_refused(command: Any, words: list[str], share: str) -> None:
+def test_shares_of_compiling_that_are_none_are_refused(share: str) -> None:
     with pytest.raises(SystemExit, match=f"^compile_share must be i/n with i below n, got {share}; pass such as"):
-        command.main([*words, f"--compile-share={share}", "--device", "cpu"])
+        check_command.main([f"--compile-share={share}", "--device", "cpu"])
 
 
 def _wait_for(what: Any, seconds: float = 180.0) -> None:
@@ -292,25 +263,21 @@ def _wait_for(what: Any, seconds: float = 180.0) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("module", ["kernels", "check"])
-def test_processes_that_compile_end_with_the_one_that_started_them(module: str, how: int, tmp_path: Path) -> None:
+def test_processes_that_compile_end_with_the_one_that_started_them(how: int, tmp_path: Path) -> None:
     share = (
         "import os, sys, time; from pathlib import Path; from ringattn.launch.runtime.session import share_of\n"
         "for item in share_of(range(12000), '0/1'): Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(0.05)"
     )
     starter = (
-        "import signal, subprocess, sys, torch; from ringattn.launch.bench import __main__ as bench, kernels\n"
+        "import os, signal, subprocess, sys, torch\n"
         "from ringattn.launch.check import attention as check; from ringattn.launch.runtime import session\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what is started in the background ignores it
         "start, words = subprocess.Popen, sys.argv[1:]\n"
         "subprocess.Popen = lambda *_, **options: start([sys.executable, '-c', *words])\n"
-        "kernels.os.cpu_count = lambda: 2\n"
+        "os.cpu_count = lambda: 2\n"
         "one = session.Session(0, 1, torch.device('cpu'), None)\n"
     )
-    starter += {
-        "kernels": "kernels.compile_ahead(bench.Kernels(), [], one)",
-        "check": "check.compile_ahead([], check.CheckArgs(), 1, one)",
-    }[module]
+    starter += "check.compile_ahead([], check.CheckArgs(), 1, one)"
     said = tmp_path / "pid"
     command = [sys.executable, "-c", starter, share, str(said)]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
@@ -325,13 +292,7 @@ def test_processes_that_compile_end_with_the_one_that_started_them(module: str, 
     ("kind", "words", "first", "rows"),
     [
         ("ring", [*TINY, "--tokens", "24", "48", "--rounds", "1", "--no-graphs"], 24, 1),
-        ("ring --memory", [*TINY, "--lengths", "24", "48"], 24, 1),
-        (
-            "inference --prefill",
-            [*TINY, "--total", "24", "48", "--chunks", "16", "--turns", "4", "--rounds", "1"],
-            24,
-            5,
-        ),
+        ("ring --host", [*TINY, "--tokens", "24", "48", "--calls", "4"], 24, 1),
     ],
 )
 def test_a_bench_that_is_cut_off_leaves_what_it_has_measured(
@@ -353,7 +314,7 @@ def test_a_bench_that_is_cut_off_leaves_what_it_has_measured(
 
 
 @pytest.mark.usefixtures("_wrong_backward")
-@pytest.mark.parametrize("kind", ["ring", "ring --memory", "ring --host"])
+@pytest.mark.parametrize("kind", ["ring", "ring --host"])
 def test_no_speed_is_shown_on_a_red_check(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([*kind.split(), *TINY, "--device", "cpu", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().out
@@ -400,9 +361,7 @@ def test_commands_refuse_devices_that_are_not_there_in_a_line(command: Any, monk
         command.main(["--device", "cuda"])
 
 
-@pytest.mark.parametrize(
-    "module", [workloads, check, step_trace, graph_profile, ring_variants, ring_bench, memory, figures, session]
-)
+@pytest.mark.parametrize("module", [workloads, check, ring_variants, ring_bench, figures, session])
 def test_examples_run(module: Any) -> None:
     import doctest
 

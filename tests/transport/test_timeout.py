@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.launch.runtime.timing import settle
+from ringattn.launch.runtime.timing import wait_for_events
 from ringattn.transport import process_group
 from ringattn.transport.timeout import MOST_PAUSE_S, BoundedWait, EventPair
 from tests.pool import Pools
@@ -179,6 +179,6 @@ def test_letting_go_aborts_every_communicator_of_the_ring_and_leaves_none_to_be_
 
 
 def test_what_is_timed_ends_or_is_an_error() -> None:
-    settle(EventPair(None, At(Time(), 0.0)))
+    wait_for_events(EventPair(None, At(Time(), 0.0)))
     with pytest.raises(RuntimeError, match=r"calls that are timed must end within 0\.01 s, got some that did not"):
-        settle(EventPair(None, At(Time(), math.inf)), 0.01)
+        wait_for_events(EventPair(None, At(Time(), math.inf)), 0.01)

@@ -12,7 +12,7 @@ import torch
 
 from ringattn.integrations.transformers import cuda_graph_runner
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import inference_checks, inference_model
+from ringattn.launch.bench import correctness, inference_model
 from ringattn.launch.bench.inference_model import Shape
 from tests.drawing import figures
 from tests.recording import Reruns
@@ -98,7 +98,7 @@ def test_a_wrong_model_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         shorter = torch.cat((prompt[:1].expand(chunk), prompt[chunk:]))
         return inference_model.fill_by_prompt(model, cache, request, shorter, chunk)
 
-    monkeypatch.setattr(inference_checks, "fill_by_prompt", drop_a_chunk)
+    monkeypatch.setattr(correctness, "fill_by_prompt", drop_a_chunk)
     assert _bench(str(tmp_path), "--lengths", "64", "--parts", "first") == 1
 
 

@@ -1,0 +1,106 @@
+"""Rows of results: kept on disk as they come, printed as they come and as a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ringattn.launch.runtime.session import Keep, Session, table
+
+_ANSWERS = "ttft_ms ttft_p95_ms tpot_ms tpot_p95_ms gap_p95_ms gap_p99_ms failed cached_tokens client_busy_percent"
+_LOADS = f"answers seconds requests_per_s tokens_per_s {_ANSWERS}"
+_DECODED = "world_size seq_len layers batch how ms_per_token"
+_TOKENS = f"{_DECODED} worst_ms tokens_per_s bound_ms ratio"
+_DIRECTIONS = " ".join(
+    f"{way}_{name}"
+    for way in ("forward", "both")
+    for name in ("ms", "tflops", "percent", "exposed_ms", "host_us", "graph_ms", "graph_percent")
+)
+_COLUMNS: dict[str, str] = {
+    "ring": f"world_size layout mask tokens_per_rank heads kv_heads who {_DIRECTIONS} peak_gib",
+    "host": "world_size layout mask tokens_per_rank heads kv_heads who inference_us forward_us both_us both_in_one_thread_us "
+    "layer_us layer_in_one_thread_us",
+    "model": "world_size seq_len layers who recompute step_s tokens_per_s_per_gpu model_tflops_per_gpu mfu_percent peak_gib",
+    "kernels: softmax": "dtype n copy_gbps ours_gbps torch_gbps lse_gbps ours_backward_gbps torch_backward_gbps share_of_copy",
+    "inference: bandwidth": "who read_gbps",
+    "inference: prefill": "world_size seq_len who chunk ms tflops percent_of_training",
+    "inference: attention": "world_size seq_len batch how us_per_layer bound_us ratio ratio_with_15us goal_us goal_met "
+    "calls_us_per_layer host_us_per_layer",
+    "inference: first": "world_size seq_len layers chunk ttft_s tokens_per_s tflops mfu_percent peak_gib",
+    "inference: token": _TOKENS,
+    "inference: written": _TOKENS,
+    "inference: throughput": f"{_DECODED} tokens_per_s latency_ms within largest",
+    "inference: generate": "world_size seq_len layers who batch ttft_s ms_per_token worst_ms",
+    "server: check": "prompts clients differ failed cached_tokens",
+    "server: alone": f"context answers {_ANSWERS} prompt_tokens_per_s",
+    "server: load": f"clients {_LOADS}",
+    "server: latency": f"clients latency_ms within largest {_LOADS}",
+}
+"""Columns of the table of each kind of row."""
+
+
+def _kind(row: dict[str, Any]) -> str:
+    part = row.get("part") or row.get("group")
+    return f"{row['bench']}: {part}" if part else row["bench"]
+
+
+def _cell(name: str, value: object) -> str:
+    """Return a value as text: percents without decimals, other numbers with four digits.
+
+    Example:
+        >>> _cell("forward_percent", 34.25), _cell("tokens_per_s", 31364.2), _cell("ms", 4.74321), _cell("heads", 32)
+        ('34%', '31364', '4.743', '32')
+    """
+    if "percent" in name:
+        return f"{value:.0f}%"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value)
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    """Return a row as one line of text."""
+    names = [name for name in _COLUMNS[_kind(row)].split() if row.get(name) is not None]
+    cells = [f"{name.replace('_', ' ')} {_cell(name, row[name])}" for name in names if name != "who"]
+    who = [str(row["who"])] if "who" in row else []
+    return ", ".join([*(_kind(row).split(": ")[1:]), *who, *cells, *([row["refused"]] if "refused" in row else [])])
+
+
+def print_tables(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a table for each kind of row, and below it the reasons for missing speeds and graphs."""
+    for kind in dict.fromkeys(map(_kind, rows)):
+        some = [row for row in rows if _kind(row) == kind]
+        columns = [name for name in _COLUMNS[kind].split() if any(row.get(name) is not None for row in some)]
+        cells = [[None if row.get(name) is None else _cell(name, row[name]) for name in columns] for row in some]
+        table(f"bench {kind}", [name.replace("_", " ") for name in columns], cells)
+    reasons: dict[str, int] = {}
+    for row in rows:
+        for name in ("refused", "forward_graph_refused", "both_graph_refused", "graph_refused", "note"):
+            if row.get(name):
+                line = f"{row.get('who', _kind(row))}, {name.replace('_', ' ')}: {row[name]}"
+                reasons[line] = reasons.get(line, 0) + 1
+    for line, count in reasons.items():
+        print(f"{line} ({count} x)")
+
+
+@dataclass
+class Rows:
+    """Rows so far, the same on every rank.
+
+    Attributes:
+        session: The ranks.
+        keep: Called with all rows after each measurement: a run that is cut off keeps what it has.
+        common: Fields of all rows.
+    """
+
+    session: Session
+    keep: Keep
+    common: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Complete a row, print it and keep it."""
+        self.rows.append({**self.common, **row})
+        self.session.say(f"  {describe_row(self.rows[-1])}")
+        self.keep(self.rows)
