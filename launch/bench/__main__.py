@@ -20,7 +20,7 @@ from ringattn.launch.bench.kernels import Kernels, bench_kernels, print_results
 from ringattn.launch.bench.model import Model, bench_model
 from ringattn.launch.bench.ring import Ring, bench_ring, red_rings
 from ringattn.launch.bench.rows import print_tables
-from ringattn.launch.bench.server import CannotBench, Server, bench_server, red_rows
+from ringattn.launch.bench.server import Server, bench_server, red_rows
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Session, describe, keeper, machine, open_session, parse, write_json
 
@@ -76,7 +76,7 @@ def _run_server(args: Server) -> int:
     session = Session(0, 1, torch.device("cpu"), None)
     try:
         rows = bench_server(args, session, machine(session), lambda content: write_json(path, content))
-    except CannotBench as error:
+    except Refusal as error:
         return _fail([str(error)])
     print_tables(rows)
     print(f"rows: {path}")

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +72,6 @@ class Kernels:
         rounds: Rounds; the median counts.
         round_s: Seconds that all rounds of one problem may take; there are three rounds at least.
         budget_s: Problems that would begin later than this are left out; 0 for no limit.
-        timeout_s: A contender that does not answer for so long ends the run, and is named in its row.
         device: GPUs where there are any, or the CPU.
         out: Folder for the JSON.
         name: Of the JSON.
@@ -100,7 +96,6 @@ class Kernels:
     rounds: int = 9
     round_s: float = 4.0
     budget_s: float = 0.0
-    timeout_s: float = 240.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     out: Path = Path("runs/bench")
     name: str = "kernels"
@@ -169,40 +164,11 @@ class Results:
         self.left_out: list[dict[str, Any]] = []
         self.red: list[str] = []
         self._path, self._machine = path, machine
-        self._lock = threading.Lock()
 
     def write(self) -> None:
         """Write everything, whole or not at all."""
-        with self._lock:
-            content = {"machine": self._machine, "red": self.red, "left_out": self.left_out, "rows": self.rows}
-            write_json(self._path, content)
-
-
-class Deadline:
-    """A timer that ends the process, with a row, when a contender does not answer: a hung kernel cannot be interrupted."""
-
-    def __init__(self, results: Results, timeout_s: float) -> None:
-        self._results, self._timeout_s = results, timeout_s
-        self._timer: threading.Timer | None = None
-
-    def start(self, row: dict[str, Any], what: str) -> None:
-        """Start waiting for the contender of `row`."""
-        self.cancel()
-        self._timer = threading.Timer(self._timeout_s, self._exit, (row, what))
-        self._timer.daemon = True
-        self._timer.start()
-
-    def cancel(self) -> None:
-        """Stop waiting."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _exit(self, row: dict[str, Any], what: str) -> None:
-        why = f"no answer in {self._timeout_s:.0f} s: {what}"
-        self._results.rows.append(row | {"refused": why})
-        self._results.write()
-        print(f"{row['who']} {row['level']} {row['mask']} {row['seq_len']}: {why}", file=sys.stderr, flush=True)
-        os._exit(3)
+        content = {"machine": self._machine, "red": self.red, "left_out": self.left_out, "rows": self.rows}
+        write_json(self._path, content)
 
 
 @dataclass
@@ -243,19 +209,16 @@ def measure(
     ring: ringattn.Ring,
     session: Session,
     results: Results,
-    deadline: Deadline,
 ) -> list[dict[str, Any]]:
     """Return the rows of one problem: all contenders checked on it, then timed in turns."""
     directions: tuple[str, ...] = ("forward",) if group == "carry" else args.directions
     inputs = Inputs(problem, session.device)
     common = {"bench": "kernels", "group": group, **dataclasses.asdict(problem), "pairs": problem.pairs}
     everybody = common | {"who": "everybody", "level": "op", "direction": directions[0]}
-    deadline.start(everybody, "the definition")
     expected = make_expected(inputs, backward="backward" in directions)
     entries = [_Entry(who, level) for who, level in names(args, group)]
     for entry in entries:
         asked = common | {"who": entry.who, "level": entry.level, "direction": directions[0]}
-        deadline.start(asked, "first calls, compilation included")
         try:
             entry.contender = prepare(entry.who, entry.level, inputs, ring)
             check_answers(entry, expected, directions)
@@ -276,13 +239,11 @@ def measure(
             if entry.refused is None and (call := getattr(entry.contender, direction)) is not None
         }
         asked = everybody | {"direction": direction}
-        deadline.start(asked, "the rounds")
         times = time_calls(calls, session, args.rounds, args.timing, args.round_s)
         exit_if_device_lost(asked | {"refused": "the device was lost while turns were taken"}, session, results)
         for entry in entries:
             time_ = times.get(f"{entry.who} {entry.level}", Time(refused=entry.refused or f"no {direction}"))
             rows.append(make_row(common, problem, direction, entry, time_))
-    deadline.cancel()
     if group == "carry":
         add_costs(rows)
     return rows
@@ -368,7 +329,6 @@ def _measure_all(
     args: Kernels, session: Session, results: Results, planned: list[tuple[Group, Problem]], began: float
 ) -> None:
     ring = ringattn.Ring()
-    deadline = Deadline(results, args.timeout_s)
     for index, (group, problem) in enumerate(planned):
         if args.budget_s and time.monotonic() - began > args.budget_s:
             results.left_out.append({"group": group, **dataclasses.asdict(problem)})
@@ -376,9 +336,8 @@ def _measure_all(
             continue
         started = time.monotonic()
         try:
-            rows = measure(args, group, problem, ring, session, results, deadline)
+            rows = measure(args, group, problem, ring, session, results)
         except torch.OutOfMemoryError as error:
-            deadline.cancel()
             rows = [{"bench": "kernels", "group": group, **dataclasses.asdict(problem), "pairs": problem.pairs}]
             rows[0] |= {"who": "everybody", "level": "op", "direction": "forward", "refused": reason(error)}
         took = time.monotonic() - started

@@ -25,13 +25,16 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from ringattn.launch.bench.http_client import Answer, ServerClient, message_of
 from ringattn.launch.bench.rows import Rows
+from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Session, check_numbers
 from ringattn.launch.serve.config import KEY
 
@@ -39,10 +42,6 @@ WARMUP_TOKENS = 2
 """Tokens of an answer that is not timed."""
 BUSY_PERCENT = 70.0
 """A client busier than this gets a warning: its own delays begin to be in the times."""
-
-
-class CannotBench(RuntimeError):
-    """The server cannot be measured; the message has the reason, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -109,23 +108,7 @@ def without_key(command: str) -> str:
         >>> without_key("bench server --api-key abc --url u"), without_key("bench server --api_key=abc")
         ('bench server --api-key ... --url u', 'bench server --api_key=...')
     """
-    return re.sub(r"(--api[-_]key[ =])\S+", r"\1...", command)
-
-
-def quantile(values: Iterable[float], share: float) -> float | None:
-    """Return a quantile, interpolated linearly; None of no values.
-
-    Example:
-        >>> quantile([4.0, 1.0, 2.0], 0.5), quantile([0.0, 10.0], 0.95), quantile([], 0.5)
-        (2.0, 9.5, None)
-    """
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return re.sub(r"(--api[-_]key[ =])(?:'[^']*'|\S)+", r"\1...", command)
 
 
 def numbers_of(answers: Sequence[Answer]) -> dict[str, float | None]:
@@ -133,7 +116,11 @@ def numbers_of(answers: Sequence[Answer]) -> dict[str, float | None]:
     gaps = [gap for answer in answers for gap in answer.gaps_s]
     firsts = [answer.first_s for answer in answers]
     means = [mean for answer in answers if (mean := answer.per_token_s) is not None]
-    found = {
+
+    def quantile(seconds: Sequence[float], share: float) -> float | None:
+        return 1e3 * torch.tensor(seconds, dtype=torch.float64).quantile(share).item() if seconds else None
+
+    return {
         "ttft_ms": quantile(firsts, 0.5),
         "ttft_p95_ms": quantile(firsts, 0.95),
         "tpot_ms": quantile(means, 0.5),
@@ -141,7 +128,6 @@ def numbers_of(answers: Sequence[Answer]) -> dict[str, float | None]:
         "gap_p95_ms": quantile(gaps, 0.95),
         "gap_p99_ms": quantile(gaps, 0.99),
     }
-    return {name: None if value is None else 1e3 * value for name, value in found.items()}
 
 
 def holds(row: dict[str, Any], latency_ms: float) -> bool:
@@ -150,27 +136,12 @@ def holds(row: dict[str, Any], latency_ms: float) -> bool:
     return not row["failed"] and value is not None and value <= latency_ms
 
 
-def mark_largest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mark the row with the most clients that hold a latency, with no fewer clients that miss it.
-
-    Example:
-        >>> rows = [{"clients": n, "within": n in (1, 2, 8)} for n in (1, 2, 4, 8)]
-        >>> [row["clients"] for row in mark_largest(rows) if row["largest"]]
-        [2]
-    """
-    ordered = sorted(rows, key=lambda row: row["clients"])
-    misses = next((place for place, row in enumerate(ordered) if not row["within"]), len(ordered))
-    return [row | {"largest": place == misses - 1} for place, row in enumerate(ordered)]
-
-
 @dataclass
 class Target:
     """The server under test.
 
     Attributes:
-        model: Name of its model.
         length: Most tokens of a prompt and its answer; None if unknown.
-        vocab_size: Tokens are below it.
         about: The machine and flags of ours, from `/state`; empty for other servers.
     """
 
@@ -178,11 +149,6 @@ class Target:
     length: int | None
     vocab_size: int
     about: dict[str, Any]
-
-    @property
-    def most_running(self) -> int | None:
-        """Requests that it computes at a time, if known."""
-        return (self.about.get("flags") or {}).get("max_running")
 
 
 def _object(content: Any) -> dict[str, Any]:
@@ -194,32 +160,32 @@ async def query_server(client: ServerClient, args: Server) -> Target:
     """Return the model, limits and flags of a server.
 
     Raises:
-        CannotBench: It does not answer, requires a key, or does not report what must be known.
+        Refusal: It does not answer, requires a key, or does not report what must be known.
     """
     where = client.url
     try:
         status, models = await client.get("/v1/models")
         state = await client.get("/state")
     except (OSError, ValueError) as error:
-        raise CannotBench(
+        raise Refusal(
             f"url must be that of a running server, got {where}: {error}; "
             "start one with: python -m ringattn.launch.serve --model PATH"
         ) from None
     if status == 401:
-        raise CannotBench(f"{where} must be asked with a key: {message_of(models)}; set {KEY}, or pass --api-key")
+        raise Refusal(f"{where} must be asked with a key: {message_of(models)}; set {KEY}, or pass --api-key")
     listed = _object(models).get("data") if status == 200 else None
     cards = [one for one in listed if isinstance(_object(one).get("id"), str)] if isinstance(listed, list) else []
     if not cards:
-        raise CannotBench(f"{where}/v1/models must name a model, got status {status}: {message_of(models)}")
+        raise Refusal(f"{where}/v1/models must name a model, got status {status}: {message_of(models)}")
     card = cards[0] if args.model is None else next((one for one in cards if one["id"] == args.model), None)
     if card is None:
         names = ", ".join(one["id"] for one in cards)
-        raise CannotBench(f"model must be one of {names}, got {args.model}")
+        raise Refusal(f"model must be one of {names}, got {args.model}")
     info = _object(_object(state[1]).get("server")) if state[0] == 200 else {}
     about = info if info.keys() >= {"vocab_size", "gpus", "flags"} else {}  # other servers have a state of their own
     vocab = args.vocab_size or about.get("vocab_size")
     if vocab is None:
-        raise CannotBench(f"the size of the vocabulary must be known, got none from {where}; pass --vocab-size")
+        raise Refusal(f"the size of the vocabulary must be known, got none from {where}; pass --vocab-size")
     return Target(card["id"], card.get("max_model_len"), vocab, about)
 
 
@@ -361,9 +327,6 @@ async def compare(bench: Bench) -> None:
 
     Greedy answers are the same unless the two largest scores differ by less than rounding, which batches may change: so a
     difference is counted and does not end the run. A server that keeps prefixes has the prompts' keys from the first time.
-
-    Raises:
-        CannotBench: A prompt alone was not answered.
     """
     args = bench.args
     clients = max(*args.clients, args.sample)
@@ -372,23 +335,14 @@ async def compare(bench: Bench) -> None:
     for prompt in prompts:
         alone.append(await bench.ask(prompt, args.tokens))
         if not alone[-1].good:
-            raise CannotBench(f"the first prompts must be answered, got: {alone[-1].failure}")
+            raise Refusal(f"the first prompts must be answered, got: {alone[-1].failure}")
     others = [bench.prompts.draw() for _ in range(clients - args.sample)]
     together = await asyncio.gather(*(bench.ask(prompt, args.tokens) for prompt in [*prompts, *others]))
     pairs = [(one, two) for one, two in zip(alone, together, strict=False) if two.good]
     differ = [first_difference(one.tokens, two.tokens) for one, two in pairs if one.tokens != two.tokens]
-    found = {"differ": len(differ), "first_differences": sorted(differ)}
-    cached = sum(two.cached for _, two in pairs)
-    bench.add(
-        {
-            "part": "check",
-            "clients": clients,
-            "prompts": args.sample,
-            **found,
-            **counted(together),
-            "cached_tokens": cached,
-        }
-    )
+    row = {"part": "check", "clients": clients, "prompts": args.sample, "differ": len(differ)}
+    row |= {"first_differences": sorted(differ), **counted(together)}
+    bench.add(row | {"cached_tokens": sum(two.cached for _, two in pairs)})
 
 
 def first_difference(one: Sequence[int], two: Sequence[int]) -> int:
@@ -439,26 +393,24 @@ async def measure_latency(bench: Bench, known: dict[int, dict[str, Any]]) -> Non
     `known` are loads that were measured already, by clients.
     """
     args = bench.args
-    most = min(args.most_clients, bench.target.most_running or args.most_clients)
+    running = (bench.target.about.get("flags") or {}).get("max_running")
+    most = min(args.most_clients, running or args.most_clients)
     rows: list[dict[str, Any]] = []
     for clients in (2**x for x in range(most.bit_length())):
         row = known.get(clients) or await measure_load(bench, clients)
         rows.append({"part": "latency", "latency_ms": args.latency_ms, **row, "within": holds(row, args.latency_ms)})
         if not rows[-1]["within"]:
             break
-    for row in mark_largest(rows):
-        bench.add(row)
+    held = [row["clients"] for row in rows if row["within"]]
+    for row in rows:
+        bench.add(row | {"largest": row["clients"] == max(held, default=None)})
 
 
 async def measure(bench: Bench) -> None:
-    """Compare answers, then measure the parts that are asked for.
-
-    Raises:
-        CannotBench: The server does not answer the first prompts.
-    """
+    """Compare answers, then measure the parts that are asked for."""
     args, length = bench.args, bench.target.length
     if length is not None and args.prompt_lengths[1] + args.tokens > length:
-        raise CannotBench(
+        raise Refusal(
             f"prompt_lengths and tokens must fit into the {length} tokens of the server, got {args.prompt_lengths[1]} + "
             f"{args.tokens}; pass other --prompt-lengths or --tokens"
         )
@@ -488,14 +440,14 @@ def bench_server(
             client, seed and rows.
 
     Raises:
-        CannotBench: The server cannot be measured, or aiohttp is not installed.
+        Refusal: The server cannot be measured, or aiohttp is not installed.
     """
     if importlib.util.find_spec("aiohttp") is None:
-        raise CannotBench("bench server needs aiohttp; install it with: pip install 'ringattn[launch]'")
+        raise Refusal("bench server needs aiohttp; install it with: pip install 'ringattn[launch]'")
     try:
         client = ServerClient(args.url, args.api_key or os.environ.get(KEY) or None, args.timeout_s)
     except ValueError as error:
-        raise CannotBench(str(error)) from None
+        raise Refusal(str(error)) from None
     seed = secrets.randbits(32) if args.seed is None else args.seed
     line = line | {"command": without_key(line["command"])}
 
