@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ringattn.launch.bench.inference import Inference, bench_inference
-from ringattn.launch.bench.kernels import Kernels, bench_kernels, print_results
+from ringattn.launch.bench.kernels import Kernels, bench_kernels
 from ringattn.launch.bench.model import Model, bench_model
-from ringattn.launch.bench.ring import Ring, bench_ring, red_rings
-from ringattn.launch.bench.rows import print_tables
+from ringattn.launch.bench.ring import Ring, bench_ring
+from ringattn.launch.bench.rows import failures, print_tables
 from ringattn.launch.bench.server import Server, bench_server, red_rows
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Session, describe, keeper, machine, open_session, parse, write_json
@@ -36,27 +36,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with open_session(args.device) as session:
         line = machine(session)
         session.say(describe(line))
-        if isinstance(args, Kernels):
-            return _run_kernels(args, session, line)
         return _run_ranks(args, session, line)
 
 
-def _run_kernels(args: Kernels, session: Session, line: dict[str, Any]) -> int:
-    path = args.out / f"{args.name}.json"
-    results = bench_kernels(args, session, line, path)
-    print_results(results)
-    print(f"rows: {path}")
-    if not results.red and results.rows and all("refused" in row for row in results.rows):
-        return _fail(["every contender was refused, so nothing was timed; --who takes others"])
-    return int(bool(results.red))
-
-
-def _run_ranks(args: Ring | Model | Inference, session: Session, line: dict[str, Any]) -> int:
+def _run_ranks(args: Kernels | Ring | Model | Inference, session: Session, line: dict[str, Any]) -> int:
     name = args.name or ("host" if isinstance(args, Ring) and args.host else type(args).__name__.lower())
     path = args.out / f"{name}.json"
     keep = keeper(path, session, line)
     try:
-        if isinstance(args, Ring):
+        if isinstance(args, Kernels):
+            rows = bench_kernels(args, session, keep)
+        elif isinstance(args, Ring):
             rows = bench_ring(args, session, keep)
         else:
             rows = bench_model(args, session, keep) if isinstance(args, Model) else bench_inference(args, session, keep)
@@ -68,7 +58,7 @@ def _run_ranks(args: Ring | Model | Inference, session: Session, line: dict[str,
     if session.rank == 0:
         print_tables(rows)
         print(f"rows: {path}")
-    return _fail(red_rings(rows), session) if isinstance(args, Ring) and not args.host else 0
+    return _fail(failures(rows) if rows and "ours" in rows[0] else [], session)
 
 
 def _run_server(args: Server) -> int:

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
-from ringattn.kernels.interface import Grads, SoftmaxState, accumulation_dtype
+from ringattn.kernels.interface import Grads, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
 from ringattn.kernels.runtime.table_cache import find
-from ringattn.launch.bench.workloads import Inputs, Problem, document_of
+from ringattn.launch.bench.workloads import Inputs, document_of
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.device_tables import step_tables
 
@@ -32,13 +32,13 @@ class Contender:
 
     Attributes:
         forward: The forward alone.
-        backward: The backward alone, of a forward that was done once; None where there is none.
+        backward: The backward alone, of a forward that was done once.
         answers: Results of these calls by name (o, dq, dk, dv), `b s h d`; to be compared, not timed.
         note: The kernel set that was chosen.
     """
 
     forward: Callable[[], Any]
-    backward: Callable[[], Any] | None
+    backward: Callable[[], Any]
     answers: Callable[[], Iterator[tuple[str, Tensor]]]
     note: str = ""
 
@@ -68,44 +68,11 @@ def _transpose_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-def _describe(problem: Problem, ring: ringattn.Ring, impl: str) -> tuple[ringattn.Sharding, AttentionSpec]:
-    sharding = ring.sharding(problem.seq_len, layout="contiguous", documents=problem.documents)
-    text = serialize(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
-    return sharding, AttentionSpec.deserialize(text, 0)
-
-
-class _OneStep:
-    """The only step of a ring of one, as its kernel set takes it."""
-
-    def __init__(self, inputs: Inputs, ring: ringattn.Ring, impl: str) -> None:
-        problem = inputs.problem
-        self.q, self.k, self.v, self.do = (x.detach() for x in inputs.take("bshd"))
-        self.choice = select_kernels(inputs.device, self.q.dtype, problem.head_dim, problem.head_dim, impl=impl)
-        _, spec = _describe(problem, ring, impl)
-        tables = step_tables(spec, "keys", inputs.device)
-        assert tables.moving[0] is not None, "a ring of one computes its only step"
-        self.rows, self.keys = find(tables.stationary), find(tables.moving[0])
-        self.score = spec.score(self.q.dtype, 0, ScoreTensors())
-        self.o = torch.empty_like(self.q)
-        b, s, h, _ = self.q.shape
-        self.lse = torch.empty(b, h, s, dtype=accumulation_dtype(self.q.dtype), device=inputs.device)
-
-    def forward(self, carry: SoftmaxState | None = None, first: bool = True, last: bool = True) -> None:
-        self.choice.kernels.forward(
-            *(self.q, self.k, self.v, self.rows, self.keys, self.score),
-            carry=carry,
-            first=first,
-            last=last,
-            o=self.o,
-            lse=self.lse,
-        )
-
-
 def prepare_op(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
     """Prepare our public function on a ring of one."""
     problem = inputs.problem
     q, k, v, do = inputs.take("bshd")
-    sharding, _ = _describe(problem, ring, impl)
+    sharding = ring.sharding(problem.seq_len, layout="contiguous", documents=problem.documents)
     choice = select_kernels(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
 
     def forward() -> Tensor:
@@ -116,42 +83,33 @@ def prepare_op(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
 
 def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
     """Prepare our kernel set as the ring calls it, on one step: no autograd, no allocation; the backward makes delta."""
-    step = _OneStep(inputs, ring, impl)
-    grads = Grads(*(torch.empty_like(x) for x in (step.q, step.k, step.v)))
-    delta = torch.empty_like(step.lse)
-
-    def backward() -> None:
-        step.choice.kernels.backward(
-            *(step.do, step.q, step.k, step.v, step.lse, delta, step.rows, step.keys, step.score, grads), o=step.o
-        )
-
-    def answers() -> Iterator[tuple[str, Tensor]]:
-        step.forward()
-        yield "o", step.o
-        backward()
-        yield from zip(("dq", "dk", "dv"), (grads.dq, grads.dk, grads.dv), strict=True)
-
-    return Contender(step.forward, backward, answers, step.choice.name)
-
-
-def prepare_carried(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
-    """Prepare a step in the middle of a ring: the same keys again, with the partial carried in and out.
-
-    The same keys any number of times double, triple, ... both l and acc: acc / l stays the answer.
-    """
-    step = _OneStep(inputs, ring, impl)
-    m, l = torch.empty_like(step.lse), torch.empty_like(step.lse)  # noqa: E741
-    carry = SoftmaxState(m, l, torch.empty_like(step.q, dtype=m.dtype))
-    step.forward(carry, first=True, last=False)
+    problem = inputs.problem
+    q, k, v, do = (x.detach() for x in inputs.take("bshd"))
+    choice = select_kernels(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
+    sharding = ring.sharding(problem.seq_len, layout="contiguous", documents=problem.documents)
+    text = serialize(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
+    spec = AttentionSpec.deserialize(text, 0)
+    tables = step_tables(spec, "keys", inputs.device)
+    assert tables.moving[0] is not None, "a ring of one computes its only step"
+    rows, keys = find(tables.stationary), find(tables.moving[0])
+    score = spec.score(q.dtype, 0, ScoreTensors())
+    o, grads = torch.empty_like(q), Grads(*(torch.empty_like(x) for x in (q, k, v)))
+    b, s, h, _ = q.shape
+    lse, delta = torch.empty(2, b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
 
     def forward() -> None:
-        step.forward(carry, first=False, last=False)
+        choice.kernels.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
+
+    def backward() -> None:
+        choice.kernels.backward(do, q, k, v, lse, delta, rows, keys, score, grads, o=o)
 
     def answers() -> Iterator[tuple[str, Tensor]]:
         forward()
-        yield "o", (carry.acc / carry.l.transpose(1, 2)[..., None]).to(step.q.dtype)
+        yield "o", o
+        backward()
+        yield from zip(("dq", "dk", "dv"), (grads.dq, grads.dk, grads.dv), strict=True)
 
-    return Contender(forward, None, answers, step.choice.name)
+    return Contender(forward, backward, answers, choice.name)
 
 
 def prepare_cudnn(inputs: Inputs) -> Contender:
@@ -182,14 +140,7 @@ def prepare_fa2(inputs: Inputs) -> Contender:
             return attention(q, k, v, None, None, n, n, 0.0, True, False, **windows)[0]
 
         return _differentiable(forward, (q, k, v), do)
-    q, k, v, do = inputs.take("thd")
-    cuts, longest = _cumulative(problem, inputs.device)
-    return _differentiable(
-        lambda: attention(q, k, v, cuts, cuts, longest, longest, 0.0, True, False)[0],
-        (q, k, v),
-        do,
-        lambda x: x.unflatten(0, (problem.batch, problem.seq_len)),
-    )
+    return _packed(inputs, lambda q, k, v, cuts, n: attention(q, k, v, cuts, cuts, n, n, 0.0, True, False)[0])
 
 
 def _sdpa(inputs: Inputs, backend: Any) -> Contender:
@@ -245,14 +196,11 @@ def prepare_fa4(inputs: Inputs) -> Contender:
         raise Unsupported(f"flash_attn.cute cannot be imported: {missing}") from missing
     problem = inputs.problem
     if problem.mask == "documents":
-        q, k, v, do = inputs.take("thd")
-        cuts, longest = _cumulative(problem, inputs.device)
-        bounds = {"cu_seqlens_q": cuts, "cu_seqlens_k": cuts, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        return _differentiable(
-            lambda: flash_attn_varlen_func(q, k, v, causal=True, **bounds)[0],
-            (q, k, v),
-            do,
-            lambda x: x.unflatten(0, (problem.batch, problem.seq_len)),
+        return _packed(
+            inputs,
+            lambda q, k, v, cuts, n: flash_attn_varlen_func(
+                q, k, v, causal=True, cu_seqlens_q=cuts, cu_seqlens_k=cuts, max_seqlen_q=n, max_seqlen_k=n
+            )[0],
         )
     q, k, v, do = inputs.take("bshd")
     mask: dict[str, Any] = {"causal": problem.mask != "full"}
@@ -266,13 +214,16 @@ def _gpu_only(inputs: Inputs) -> None:
         raise Unsupported("runs on GPUs only")
 
 
-def _cumulative(problem: Problem, device: torch.device) -> tuple[Tensor, int]:
-    """Return the boundaries of the documents of all batch elements, int32, and the longest document."""
-    cuts = problem.documents
-    assert cuts is not None, "a problem with documents"
-    ends = [0] + [b * problem.seq_len + cut for b in range(problem.batch) for cut in cuts[1:]]
-    longest = max(stop - start for start, stop in itertools.pairwise(cuts))
-    return torch.tensor(ends, dtype=torch.int32, device=device), longest
+def _packed(inputs: Inputs, attention: Callable[..., Tensor]) -> Contender:
+    """Make a contender of packed documents; `attention` takes q, k, v, boundaries and the longest document."""
+    problem = inputs.problem
+    assert problem.documents is not None, "a problem with documents"
+    q, k, v, do = inputs.take("thd")
+    ends = [0] + [b * problem.seq_len + cut for b in range(problem.batch) for cut in problem.documents[1:]]
+    cuts = torch.tensor(ends, dtype=torch.int32, device=inputs.device)
+    longest = max(stop - start for start, stop in itertools.pairwise(problem.documents))
+    shape = (problem.batch, problem.seq_len)
+    return _differentiable(lambda: attention(q, k, v, cuts, longest), (q, k, v), do, lambda x: x.unflatten(0, shape))
 
 
 def prepare(who: str, level: str, inputs: Inputs, ring: ringattn.Ring) -> Contender:
@@ -280,8 +231,7 @@ def prepare(who: str, level: str, inputs: Inputs, ring: ringattn.Ring) -> Conten
 
     Args:
         who: One of PEERS, "auto", or the name of one of our kernel sets.
-        level: "op": a function with autograd; "kernel": our kernel set alone; "carried": our forward kernel in the
-            middle of a ring.
+        level: "op": a function with autograd; "kernel": our kernel set alone.
         inputs: Of the problem.
         ring: A ring of one.
 
@@ -292,6 +242,6 @@ def prepare(who: str, level: str, inputs: Inputs, ring: ringattn.Ring) -> Conten
     if who in peers:
         return peers[who](inputs)
     try:
-        return {"op": prepare_op, "kernel": prepare_kernels, "carried": prepare_carried}[level](inputs, ring, who)
+        return {"op": prepare_op, "kernel": prepare_kernels}[level](inputs, ring, who)
     except (NotImplementedError, ValueError) as error:
         raise Unsupported(str(error)) from error

@@ -49,12 +49,11 @@ from ringattn.launch.bench.inference_model import (
 )
 from ringattn.launch.bench.ring_baselines import prepare_ours
 from ringattn.launch.bench.rows import Rows
-from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, own_stream, teraflops
+from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent, own_stream, teraflops
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.model_optimization import change_model
 from ringattn.launch.runtime.session import Keep, Session, check_numbers
 from ringattn.launch.runtime.timing import Time, reason, time_together
-from ringattn.launch.train.metrics import mfu, peak_flops
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,16 +78,14 @@ class Inference:
 
     Attributes:
         lengths: Tokens of context, of all ranks together.
-        tokens_per_gpu: Tokens of context per rank instead: the share of one of many GPUs.
         layers: Of the Llama-shaped model, at each length; one number for all. 32 is the whole 8B model.
         batches: Requests that decode together.
         parts: "prefill": attention of a prompt beside the forward of training; "attention": attention of one new token over the
             cache, beside the bandwidth of memory; "first": time to first token; "token": time per token; "written": time per token
-            of the model as transformers writes it; "throughput": tokens/s by batch; "generate": `generate` of transformers, with
-            our cache on all ranks, and with its own on one GPU.
+            of the model as transformers writes it; "throughput": tokens/s by batch at the shortest
+            context; "generate": `generate` of transformers, with our cache on all ranks, and with its own on one GPU.
         chunk: Tokens of a prompt that go through the model at once, of all ranks together.
         latency_ms: "throughput": limit of the time per token.
-        throughput_lengths: "throughput": contexts; none: the shortest of lengths.
         most_batch: "throughput": batches beyond this are not tried.
         dim: Width of the residual stream.
         heads: Query heads.
@@ -110,13 +107,11 @@ class Inference:
     """
 
     lengths: tuple[int, ...] = (32768, 131072, 262144, 524288, 1048576)
-    tokens_per_gpu: tuple[int, ...] = ()
     layers: tuple[int, ...] = (32,)
     batches: tuple[int, ...] = (1, 8)
     parts: tuple[Part, ...] = ("prefill", "attention", "first", "token", "throughput", "generate")
     chunk: int = 131072
     latency_ms: float = 50.0
-    throughput_lengths: tuple[int, ...] = ()
     most_batch: int = 256
     dim: int = 4096
     heads: int = 32
@@ -138,18 +133,17 @@ class Inference:
 
     def __post_init__(self) -> None:
         """Raise for shapes that no model has."""
-        given = self.tokens_per_gpu or self.lengths
-        if len(self.layers) not in (1, len(given)):
-            raise ValueError(f"layers must be one number or one per length, got {self.layers} for {given}")
+        if len(self.layers) not in (1, len(self.lengths)):
+            raise ValueError(f"layers must be one number or one per length, got {self.layers} for {self.lengths}")
         check_numbers(self)
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}; rotary embedding turns pairs")
 
-    def contexts(self, world_size: int) -> dict[int, int]:
-        """Return the layers by tokens of context."""
-        lengths = tuple(n * world_size for n in self.tokens_per_gpu) or self.lengths
-        depths = self.layers if len(self.layers) > 1 else self.layers * len(lengths)
-        return dict(zip(lengths, depths, strict=True))
+    @property
+    def contexts(self) -> dict[int, int]:
+        """Layers by tokens of context."""
+        depths = self.layers if len(self.layers) > 1 else self.layers * len(self.lengths)
+        return dict(zip(self.lengths, depths, strict=True))
 
     def shape(self, layers: int) -> Shape:
         """Return the shape of a model of so many layers."""
@@ -159,7 +153,7 @@ class Inference:
 def bench_inference(args: Inference, session: Session, keep: Keep) -> list[Row] | None:
     """Return the rows of all parts, the same on every rank; None when a check is red."""
     bench = _Bench(args, session, keep)
-    contexts = args.contexts(session.world_size)
+    contexts = args.contexts
     with torch.no_grad(), own_stream(session.device):
         for what, ratio in check_attention(args.shape(1), bench.dtype, bench.ring, session).items():
             session.say(f"check: attention, {what}: {ratio:.2f} of the error budget")
@@ -406,7 +400,7 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
     """Measure all parts that need a model, of so many layers; return whether it is right."""
     args, session = bench.args, bench.session
     shape = args.shape(layers)
-    longest = max(*lengths, *args.throughput_lengths, 1024) + 64 * args.tokens
+    longest = max(*lengths, 1024) + 64 * args.tokens
     built, why = bench.build(lambda: make_model(shape, longest, bench.dtype, session.device))
     if built is None:
         bench.rows.add({"part": "first", "layers": layers, "refused": f"the model does not fit: {why}"})
@@ -445,8 +439,7 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
     if "token" in args.parts:
         measure_tokens("token")
     if "throughput" in args.parts and layers == args.layers[0]:
-        for length in args.throughput_lengths or (min(args.contexts(session.world_size)),):
-            measure_throughput(bench, model, length)
+        measure_throughput(bench, model, min(args.lengths))
     return True
 
 
@@ -470,15 +463,12 @@ def measure_first_token(bench: _Bench, model: _Model, length: int) -> None:
             return ms / 1e3
 
         memory = PeakMemory(session)
-        first_token(
-            min(length, args.chunk + 1024)
-        )  # both kinds of chunks: with nothing before them, and with something
+        # both kinds of chunks: with nothing before them, and with something
+        first_token(min(length, args.chunk + 1024))
         taken: list[float] = []
         while len(taken) < args.rounds and (not taken or sum(taken) + taken[0] <= args.max_prompt_s):
             taken.append(first_token(length))
         seconds, flops = statistics.median(taken), shape.prompt_flops(length)
-        device = torch.cuda.get_device_name(session.device) if session.device.type == "cuda" else "CPU"
-        share = mfu(flops, seconds, session.world_size, peak_flops(device, bench.dtype))
         numbers = {
             "ttft_s": seconds,
             "all_s": taken,
@@ -486,7 +476,7 @@ def measure_first_token(bench: _Bench, model: _Model, length: int) -> None:
             "model_flops": flops,
             "attention_flops": shape.attention_flops(length),
             "tflops": flops / seconds / session.world_size / 1e12,
-            "mfu_percent": None if share is None else 100 * share,
+            "mfu_percent": mfu_percent(flops, seconds, session, bench.dtype),
             "peak_gib": memory.gib(),
         }
         return [numbers]

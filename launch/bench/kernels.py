@@ -1,12 +1,9 @@
 """Speed of kernels on one GPU, ours and others, on a list of problems.
 
-Note [Rows]
-    A row is one implementation in one direction on one problem. `who` is a kernel set of ours or a peer; `level` is "op" for
-    a function with autograd, "kernel" for our kernel set alone (forward; delta and backward), "carried" for our forward
-    kernel with a partial carried in and out. `ms` is `graph_ms` where there is one and `calls_ms` otherwise, and
-    `timing` says which. `ratio` is the part of the error budget that the worst tensor of that direction uses up on the
-    problem itself. A contender that is wrong or cannot compute the problem has `refused` in place of times. A carried row has
-    `plain_ms`, the time of the same kernel without a carry, and `cost_percent`.
+A row is one implementation in one direction on one problem. `who` is a kernel set of ours or a peer; `level` is "op" for a
+function with autograd, "kernel" for our kernel set alone (forward; delta and backward). `ms` is `graph_ms` where there is one and
+`calls_ms` otherwise, and `timing` says which. `ratio` is the part of the error budget that the worst tensor of that direction
+uses up on the problem itself. A contender that is wrong or cannot compute the problem has `refused` in place of times.
 """
 
 from __future__ import annotations
@@ -14,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +21,7 @@ import torch
 import ringattn
 from ringattn.launch.bench.baselines import PEERS, Contender, Unsupported, prepare
 from ringattn.launch.bench.correctness import Expected, make_expected
-from ringattn.launch.bench.rows import print_tables
+from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.softmax import softmax_rows
 from ringattn.launch.bench.workloads import (
     FACTORS,
@@ -36,12 +33,12 @@ from ringattn.launch.bench.workloads import (
     own_stream,
     teraflops,
 )
-from ringattn.launch.runtime.session import Session, check_kernels, table, write_json
+from ringattn.launch.runtime.session import Keep, Session, check_kernels
 from ringattn.launch.runtime.timing import Time, Timing, reason, time_calls
 
-Group = Literal["target", "batch", "masks", "grouped", "carry", "lengths", "softmax"]
+Group = Literal["target", "batch", "masks", "grouped", "lengths", "softmax"]
 Direction = Literal["forward", "backward"]
-GROUPS: tuple[Group, ...] = ("target", "batch", "masks", "grouped", "carry", "lengths")
+GROUPS: tuple[Group, ...] = ("target", "batch", "masks", "grouped", "lengths")
 TENSORS = {"forward": ("o",), "backward": ("dq", "dk", "dv")}
 PEER_BUDGET = 4.0
 """Error budgets that a peer, which may accumulate in other dtypes, may use up and still be timed."""
@@ -52,8 +49,8 @@ class Kernels:
     """One GPU: our kernel sets beside cuDNN, FlashAttention-2 and FlexAttention as torch ships them, and FlashAttention-4.
 
     Attributes:
-        groups: Problems: the target table, many short sequences, masks, grouped heads, the carry, lengths; and by name only
-            "softmax", the online softmax.
+        groups: Problems: the target table, many short sequences, masks, grouped heads, lengths; and by name only "softmax", the
+            online softmax.
         head_dims: Of q, k and v, most important first.
         masks: Masks.
         directions: Forward, backward.
@@ -64,7 +61,6 @@ class Kernels:
         heads: Query heads, and as many key/value heads, but in grouped.
         grouped: Query heads and key/value heads of grouped.
         batch: Batch elements and tokens of batch.
-        carry_length: Tokens of carry.
         window: Tokens to the left a query sees under the window mask.
         document: Tokens of each document.
         dtype: Of q, k and v.
@@ -88,7 +84,6 @@ class Kernels:
     heads: int = 16
     grouped: tuple[int, int] = (32, 4)
     batch: tuple[int, int] = (4, 4096)
-    carry_length: int = 8192
     window: int = 4095
     document: int = 4096
     dtype: DTypeName = "bf16"
@@ -119,56 +114,22 @@ def schedule(args: Kernels) -> list[tuple[Group, Problem]]:
     causal: tuple[MaskName, ...] = ("causal", "full")
     # under these masks a short sequence is just a causal one
     cut: dict[MaskName, int] = {"window": args.window + 1, "documents": args.document}
-    heads, dims = (args.heads, args.heads), args.head_dims
-    carried = (128,) if 128 in dims else dims[:1]
-    cases: list[tuple[Group, tuple[MaskName, ...], tuple[int, ...], int, tuple[int, int], tuple[int, ...]]] = [
-        ("target", causal[::-1], (args.length,), 1, heads, dims),
-        ("batch", causal[::-1], args.batch[1:], args.batch[0], heads, dims),
-        ("masks", tuple(cut), (args.length,), 1, heads, dims),
-        ("grouped", causal, (args.length,), 1, args.grouped, dims),
-        ("carry", causal if "forward" in args.directions else (), (args.carry_length,), 1, heads, carried),
-        ("lengths", causal, args.lengths, 1, heads, dims),
-        ("lengths", tuple(cut), args.lengths, 1, heads, dims),
+    heads = (args.heads, args.heads)
+    cases: list[tuple[Group, tuple[MaskName, ...], tuple[int, ...], int, tuple[int, int]]] = [
+        ("target", causal[::-1], (args.length,), 1, heads),
+        ("batch", causal[::-1], args.batch[1:], args.batch[0], heads),
+        ("masks", tuple(cut), (args.length,), 1, heads),
+        ("grouped", causal, (args.length,), 1, args.grouped),
+        ("lengths", causal, args.lengths, 1, heads),
+        ("lengths", tuple(cut), args.lengths, 1, heads),
     ]
-    wanted: dict[tuple[bool, Problem], Group] = {}
-    for group, masks, lengths, batch, (h, hk), head_dims in cases:
-        for d, n, mask in itertools.product(head_dims, lengths, masks):
+    wanted: dict[Problem, Group] = {}
+    for group, masks, lengths, batch, (h, hk) in cases:
+        for d, n, mask in itertools.product(args.head_dims, lengths, masks):
             if group in args.groups and mask in args.masks and (group != "lengths" or n > cut.get(mask, 0)):
                 problem = Problem(mask, n, batch, h, hk, d, args.dtype, args.window, args.document)
-                wanted.setdefault((group == "carry", problem), group)
-    return [(group, problem) for (_, problem), group in wanted.items()]
-
-
-def names(args: Kernels, group: Group) -> list[tuple[str, str]]:
-    """Return (who, level) of all contenders of a group."""
-    found = []
-    for who in args.who:
-        if group == "carry":
-            found += [] if who in PEERS else [(who, "kernel"), (who, "carried")]
-        else:
-            found += [(who, "op")] if who in PEERS else [(who, level) for level in args.levels]
-    return found
-
-
-class Results:
-    """Rows so far, on disk after every change.
-
-    Attributes:
-        rows: Note [Rows].
-        left_out: Problems that the budget did not reach.
-        red: Wrong answers of ours.
-    """
-
-    def __init__(self, path: Path, machine: dict[str, Any]) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.left_out: list[dict[str, Any]] = []
-        self.red: list[str] = []
-        self._path, self._machine = path, machine
-
-    def write(self) -> None:
-        """Write everything, whole or not at all."""
-        content = {"machine": self._machine, "red": self.red, "left_out": self.left_out, "rows": self.rows}
-        write_json(self._path, content)
+                wanted.setdefault(problem, group)
+    return [(group, problem) for problem, group in wanted.items()]
 
 
 @dataclass
@@ -203,55 +164,42 @@ def check_answers(entry: _Entry, expected: Expected, directions: Sequence[str]) 
 
 
 def measure(
-    args: Kernels,
-    group: Group,
-    problem: Problem,
-    ring: ringattn.Ring,
-    session: Session,
-    results: Results,
-) -> list[dict[str, Any]]:
-    """Return the rows of one problem: all contenders checked on it, then timed in turns."""
-    directions: tuple[str, ...] = ("forward",) if group == "carry" else args.directions
+    args: Kernels, group: Group, problem: Problem, ring: ringattn.Ring, session: Session
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of one problem: all contenders checked on it, then timed in turns.
+
+    Raises:
+        SystemExit: The device no longer answers: later errors would be blamed on other contenders.
+    """
     inputs = Inputs(problem, session.device)
-    common = {"bench": "kernels", "group": group, **dataclasses.asdict(problem), "pairs": problem.pairs}
-    everybody = common | {"who": "everybody", "level": "op", "direction": directions[0]}
-    expected = make_expected(inputs, backward="backward" in directions)
-    entries = [_Entry(who, level) for who, level in names(args, group)]
+    expected = make_expected(inputs, backward="backward" in args.directions)
+    entries = [_Entry(who, level) for who in args.who for level in (("op",) if who in PEERS else args.levels)]
     for entry in entries:
-        asked = common | {"who": entry.who, "level": entry.level, "direction": directions[0]}
         try:
             entry.contender = prepare(entry.who, entry.level, inputs, ring)
-            check_answers(entry, expected, directions)
+            check_answers(entry, expected, args.directions)
         except Unsupported as error:
             entry.refused = str(error)
         except Exception as error:
             # one that fails in the backward still has a forward
             if not entry.ratios:
                 entry.refused = reason(error)
-            exit_if_device_lost(asked | {"refused": reason(error)}, session, results)
-        if entry.refused and entry.ours and entry.refused.startswith("wrong answer"):
-            results.red.append(f"{entry.who} {entry.level}, {describe_problem(problem)}: {entry.refused}")
-    rows = []
-    for direction in directions:
-        calls = {
-            f"{entry.who} {entry.level}": call
-            for entry in entries
-            if entry.refused is None and (call := getattr(entry.contender, direction)) is not None
-        }
-        asked = everybody | {"direction": direction}
+            _check_device(entry.who, session)
+    for direction in args.directions:
+        able = [entry for entry in entries if entry.refused is None]
+        calls = {f"{entry.who} {entry.level}": getattr(entry.contender, direction) for entry in able}
         times = time_calls(calls, session, args.rounds, args.timing, args.round_s)
-        exit_if_device_lost(asked | {"refused": "the device was lost while turns were taken"}, session, results)
+        _check_device("one of the contenders", session)
         for entry in entries:
-            time_ = times.get(f"{entry.who} {entry.level}", Time(refused=entry.refused or f"no {direction}"))
-            rows.append(make_row(common, problem, direction, entry, time_))
-    if group == "carry":
-        add_costs(rows)
-    return rows
+            time_ = times.get(f"{entry.who} {entry.level}", Time(refused=entry.refused))
+            yield {"group": group, **dataclasses.asdict(problem), "pairs": problem.pairs} | make_row(
+                problem, direction, entry, time_
+            )
 
 
-def make_row(common: dict[str, Any], problem: Problem, direction: str, entry: _Entry, time_: Time) -> dict[str, Any]:
-    """Make one row (Note [Rows])."""
-    row = common | {"who": entry.who, "level": entry.level, "direction": direction}
+def make_row(problem: Problem, direction: str, entry: _Entry, time_: Time) -> dict[str, Any]:
+    """Make the row of one contender in one direction."""
+    row: dict[str, Any] = {"who": entry.who, "ours": entry.ours, "level": entry.level, "direction": direction}
     if entry.contender is not None and entry.contender.note:
         row["kernels"] = entry.contender.note
     ratios = [entry.ratios[name] for name in TENSORS[direction] if name in entry.ratios]
@@ -259,51 +207,31 @@ def make_row(common: dict[str, Any], problem: Problem, direction: str, entry: _E
         row["ratio"] = max(ratios)
     if time_.refused is not None:
         return row | {"refused": time_.refused}
-    graphed = time_.graph_ms is not None
-    ms = time_.graph_ms if time_.graph_ms is not None else time_.calls_ms
+    ms = time_.calls_ms if time_.graph_ms is None else time_.graph_ms
     assert ms is not None, "a contender without a reason has a time"
-    flops = FACTORS[direction] * problem.flops
-    row |= {"calls_ms": time_.calls_ms, "graph_ms": time_.graph_ms, "graph_refused": time_.graph_refused}
     return row | {
-        "timing": "graph" if graphed else "calls",
+        "calls_ms": time_.calls_ms,
+        "graph_ms": time_.graph_ms,
+        "graph_refused": time_.graph_refused,
+        "timing": "calls" if time_.graph_ms is None else "graph",
         "rounds": time_.rounds,
         "ms": ms,
-        "tflops": teraflops(flops, ms),
+        "tflops": teraflops(FACTORS[direction] * problem.flops, ms),
     }
 
 
-def add_costs(rows: list[dict[str, Any]]) -> None:
-    """Add the cost of the carry over the same kernel without it, timed in the same way."""
-    plain = {row["who"]: row for row in rows if row["level"] == "kernel" and "ms" in row}
-    for row in rows:
-        beside = plain.get(row["who"])
-        if row["level"] == "carried" and "ms" in row and beside is not None and beside["timing"] == row["timing"]:
-            row["plain_ms"] = beside["ms"]
-            row["cost_percent"] = 100 * (row["ms"] / beside["ms"] - 1)
+def _check_device(who: str, session: Session) -> None:
+    if session.device.type == "cuda":
+        try:
+            torch.cuda.synchronize(session.device)
+        except Exception as error:
+            raise SystemExit(
+                f"the device must answer, got {reason(error)} after {who}; start again without it"
+            ) from error
 
 
-def exit_if_device_lost(row: dict[str, Any], session: Session, results: Results) -> None:
-    """Keep a row and exit if the device no longer answers: later errors would be blamed on other contenders."""
-    if session.device.type != "cuda":
-        return
-    try:
-        torch.cuda.synchronize(session.device)
-    except Exception as error:
-        results.rows.append(row)
-        results.write()
-        raise SystemExit(
-            f"the device must answer, got {reason(error)} after {row['who']}; start again without it"
-        ) from error
-
-
-def describe_problem(problem: Problem) -> str:
-    """Return the sizes as text."""
-    heads = f"h{problem.heads}/{problem.kv_heads}" if problem.heads != problem.kv_heads else f"h{problem.heads}"
-    return f"{problem.mask} b{problem.batch} n{problem.seq_len} {heads} d{problem.head_dim} {problem.dtype}"
-
-
-def bench_kernels(args: Kernels, session: Session, machine: dict[str, Any], path: Path) -> Results:
-    """Measure the problems of `args` in one process, as far as the budget goes; `machine` is kept in the JSON at `path`."""
+def bench_kernels(args: Kernels, session: Session, keep: Keep) -> list[dict[str, Any]]:
+    """Return the rows of all problems, measured in one process, as far as the budget goes."""
     if session.world_size > 1:
         raise SystemExit("bench kernels must run in one process; start it with python -m, and bench ring with torchrun")
     planned = schedule(args)
@@ -311,81 +239,21 @@ def bench_kernels(args: Kernels, session: Session, machine: dict[str, Any], path
         raise SystemExit(
             "bench kernels must have a problem to measure, got none; pass other --groups, --masks or --lengths"
         )
-    began = time.monotonic()
-    results = Results(path, machine)
+    rows, ring, began = Rows(session, keep, {"bench": "kernels"}), ringattn.Ring(), time.monotonic()
     with own_stream(session.device):
-        _measure_all(args, session, results, planned, began)
+        for group, problem in planned:
+            case = {"group": group, **dataclasses.asdict(problem), "who": "everybody", "ours": False, "level": "op"}
+            if args.budget_s and time.monotonic() - began > args.budget_s:
+                rows.add({**case, "direction": "forward", "refused": f"left out: {args.budget_s:g} s were over"})
+                continue
+            try:
+                for row in measure(args, group, problem, ring, session):
+                    rows.add(row)
+            except torch.OutOfMemoryError as error:
+                rows.add({**case, "direction": "forward", "refused": reason(error)})
+            torch.compiler.reset()
+            free_memory()
         if "softmax" in args.groups:
             for row in softmax_rows(session, args.rounds, args.round_s):
-                results.rows.append(row)
-                results.red += (
-                    [f"softmax, {row['dtype']} rows of {row['n']}: {row['refused']}"] if "refused" in row else []
-                )
-                results.write()
-    return results
-
-
-def _measure_all(
-    args: Kernels, session: Session, results: Results, planned: list[tuple[Group, Problem]], began: float
-) -> None:
-    ring = ringattn.Ring()
-    for index, (group, problem) in enumerate(planned):
-        if args.budget_s and time.monotonic() - began > args.budget_s:
-            results.left_out.append({"group": group, **dataclasses.asdict(problem)})
-            results.write()
-            continue
-        started = time.monotonic()
-        try:
-            rows = measure(args, group, problem, ring, session, results)
-        except torch.OutOfMemoryError as error:
-            rows = [{"bench": "kernels", "group": group, **dataclasses.asdict(problem), "pairs": problem.pairs}]
-            rows[0] |= {"who": "everybody", "level": "op", "direction": "forward", "refused": reason(error)}
-        took = time.monotonic() - started
-        results.rows += [row | {"problem_s": round(took, 1)} for row in rows]
-        results.write()
-        session.say(f"{index + 1}/{len(planned)} {group}: {describe_problem(problem)}, {took:.0f} s")
-        for direction in args.directions:
-            if cells := [f"{_name(row)} {_speed(row) or '-'}" for row in rows if row["direction"] == direction]:
-                session.say(f"  {direction:8} {', '.join(cells)}")
-        torch.compiler.reset()
-        free_memory()
-
-
-def _name(row: dict[str, Any]) -> str:
-    return f"{row['who']} {row['level']}".removesuffix(" op")
-
-
-def _speed(row: dict[str, Any]) -> str | None:
-    return f"{row['tflops']:.3g}{'' if row['timing'] == 'graph' else '*'}" if "tflops" in row else None
-
-
-def print_results(results: Results) -> None:
-    """Print a line per problem and direction, a column per contender: TFLOP/s, with a star where plain calls were timed.
-
-    Below it are the reasons for missing speeds, the cost of the carry, and the problems that were left out.
-    """
-    rows = [row for row in results.rows if row["group"] != "softmax"]
-    columns = list(dict.fromkeys(_name(row) for row in rows if "tflops" in row))
-    lines: dict[tuple[str, ...], dict[str, str | None]] = {}
-    refusals: dict[str, list[str]] = {}
-    for row in rows:
-        shape = describe_problem(Problem(**{one.name: row[one.name] for one in dataclasses.fields(Problem)}))
-        lines.setdefault((row["direction"], shape), {})[_name(row)] = _speed(row)
-        if "refused" in row:
-            refusals.setdefault(f"{_name(row)} {row['direction']}: {row['refused']}", []).append(shape)
-    if rows:
-        table(
-            "bench kernels: TFLOP/s over visible pairs",
-            ["direction", "problem", *columns],
-            [[*key, *(line.get(name) for name in columns)] for key, line in lines.items()],
-        )
-    print_tables([row for row in results.rows if row["group"] == "softmax"])
-    for refusal, shapes in refusals.items():
-        print(f"refused: {refusal} ({len(shapes)} x, first {shapes[0]})")
-    for row in rows:
-        if "cost_percent" in row:
-            print(f"carry in and out: {row['who']}, {row['mask']} n{row['seq_len']}: {row['cost_percent']:+.1f}%")
-    if results.left_out:
-        print(f"left out for want of time: {len(results.left_out)} problems")
-    for one in results.red:
-        print(f"red, and so without a speed: {one}")
+                rows.add(row)
+    return rows.rows

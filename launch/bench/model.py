@@ -31,13 +31,13 @@ from torch import Tensor
 import ringattn
 from ringattn.launch.bench.baselines import Unsupported
 from ringattn.launch.bench.correctness import check_rings
+from ringattn.launch.bench.ring_baselines import torch_context_parallel
 from ringattn.launch.bench.rows import Rows
-from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory
+from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Keep, Session, check_numbers
 from ringattn.launch.runtime.timing import reason
-from ringattn.launch.train.metrics import mfu, peak_flops
 from ringattn.launch.train.model import Block, ModelConfig, Transformer, recompute_
 
 Attention = Literal["ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"]
@@ -158,8 +158,6 @@ def use_attention(model: Transformer, who: str, session: Session) -> Iterator[No
         return
     if session.device.type != "cuda" or session.world_size == 1:
         raise Unsupported("runs among several GPUs only")
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -172,11 +170,8 @@ def use_attention(model: Transformer, who: str, session: Session) -> Iterator[No
             return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
     set_rotate_method(who.removeprefix("torch_cp_"))
-    mesh = init_device_mesh("cuda", (session.world_size,))
-    # requires a sequence to shard, though ours is sharded already
-    sequence = torch.zeros(1, 128 * session.world_size, device=session.device)
     attentions = [cast(Block, block).attention for block in model.blocks]
-    with context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1]):
+    with torch_context_parallel(session):
         try:
             for attention in attentions:
                 attention.attend = attend
@@ -304,10 +299,6 @@ def _measure(
     seconds = statistics.median(taken[1:] or taken)
     tokens, ranks = batch.sharding.seq_len, session.world_size
     flops = model_flops(model.config, sum(p.numel() for p in model.parameters()), tokens, tokens * (tokens + 1) // 2)
-    peak = peak_flops(
-        torch.cuda.get_device_name(session.device) if session.device.type == "cuda" else "CPU", DTYPES[args.dtype]
-    )
-    share = mfu(flops, seconds, ranks, peak)
     return {
         "step_s": seconds,
         "steps_s": taken,
@@ -315,6 +306,6 @@ def _measure(
         "losses": losses,
         "tokens_per_s_per_gpu": tokens / seconds / ranks,
         "model_tflops_per_gpu": flops / seconds / ranks / 1e12,
-        "mfu_percent": None if share is None else 100 * share,
+        "mfu_percent": mfu_percent(flops, seconds, session, DTYPES[args.dtype]),
         "peak_gib": memory.gib(),
     }

@@ -168,22 +168,6 @@ def bench_ring(args: Ring, session: Session, keep: Keep) -> list[dict[str, Any]]
     return rows.rows
 
 
-def red_rings(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the reasons to fail: each of our rings with a wrong answer, or all of them where none was timed.
-
-    Example:
-        >>> rows = [{"who": who, "ours": True, "refused": "no memory"} for who in ("auto", "stepwise")]
-        >>> red_rings(rows[:1]), red_rings([*rows, {"who": "fused", "ours": True, "refused": "wrong answer: o"}])
-        (['auto: no memory'], ['auto: no memory', 'stepwise: no memory', 'fused: wrong answer: o'])
-        >>> red_rings([rows[0], {"who": "stepwise", "ours": True, "forward_ms": 1.0}])
-        []
-    """
-    ours = [row for row in rows if row["ours"]]
-    timed = any("refused" not in row for row in ours)
-    reasons = [(row["who"], row["refused"]) for row in ours if "refused" in row]
-    return list(dict.fromkeys(f"{who}: {why}" for who, why in reasons if not timed or why.startswith("wrong answer")))
-
-
 def measure(
     args: Ring,
     problem: Problem,

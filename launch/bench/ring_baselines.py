@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -92,21 +92,26 @@ def _differentiable(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], d
     return RingContender(forward, both, answers)
 
 
-class Peers:
+@contextlib.contextmanager
+def torch_context_parallel(session: Session) -> Iterator[None]:
+    """Let torch's context parallelism replace scaled_dot_product_attention inside the context."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cuda", (session.world_size,))
+    # requires a sequence to shard, though ours is sharded already
+    sequence = torch.zeros(1, 128 * session.world_size, device=session.device)
+    with context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1]):
+        yield
+
+
+class Peers(contextlib.ExitStack):
     """Other implementations, set up at their first use; a context manager that undoes the setup."""
 
     def __init__(self, session: Session) -> None:
+        super().__init__()
         self._session = session
-        self._stack = contextlib.ExitStack()
         self._patched = False
-
-    def __enter__(self) -> Peers:
-        """Set up nothing yet."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Undo the setup."""
-        self._stack.close()
 
     def prepare(self, who: str, problem: Problem, seed: int) -> RingContender:
         """Prepare the peer called `who`, on the inputs of `prepare_ours` with the same seed under zigzag.
@@ -138,7 +143,9 @@ class Peers:
         from torch.nn import functional
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        self._patch_attention()
+        if not self._patched:
+            self.enter_context(torch_context_parallel(self._session))
+            self._patched = True
         group = problem.heads // problem.kv_heads
         drawn = [x.detach().transpose(1, 2) for x in inputs]
         q, k, v, do = (x.repeat_interleave(problem.heads // x.shape[1], 1).contiguous() for x in drawn)
@@ -161,18 +168,6 @@ class Peers:
 
         note = "cuDNN kernels" + ("; keys and values repeated to the query heads beforehand" if group > 1 else "")
         return RingContender(forward, both, answers, note)
-
-    def _patch_attention(self) -> None:
-        if self._patched:
-            return
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.experimental import context_parallel
-
-        mesh = init_device_mesh("cuda", (self._session.world_size,))
-        # requires a sequence to shard, though ours is sharded already
-        sequence = torch.zeros(1, 128 * self._session.world_size, device=self._session.device)
-        self._stack.enter_context(context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1]))
-        self._patched = True
 
 
 def find_ring_flash_attn() -> Callable[..., Tensor]:

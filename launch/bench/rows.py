@@ -22,6 +22,7 @@ _COLUMNS: dict[str, str] = {
     "host": "world_size layout mask tokens_per_rank heads kv_heads who inference_us forward_us both_us both_in_one_thread_us "
     "layer_us layer_in_one_thread_us",
     "model": "world_size seq_len layers who recompute step_s tokens_per_s_per_gpu model_tflops_per_gpu mfu_percent peak_gib",
+    "kernels": "group direction mask batch seq_len heads kv_heads head_dim dtype who level timing ms tflops ratio",
     "kernels: softmax": "dtype n copy_gbps ours_gbps torch_gbps lse_gbps ours_backward_gbps torch_backward_gbps share_of_copy",
     "inference: bandwidth": "who read_gbps",
     "inference: prefill": "world_size seq_len who chunk ms tflops percent_of_training",
@@ -41,8 +42,7 @@ _COLUMNS: dict[str, str] = {
 
 
 def _kind(row: dict[str, Any]) -> str:
-    part = row.get("part") or row.get("group")
-    return f"{row['bench']}: {part}" if part else row["bench"]
+    return f"{row['bench']}: {row['part']}" if "part" in row else row["bench"]
 
 
 def _cell(name: str, value: object) -> str:
@@ -82,6 +82,22 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
                 reasons[line] = reasons.get(line, 0) + 1
     for line, count in reasons.items():
         print(f"{line} ({count} x)")
+
+
+def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the reasons to fail: each wrong answer of ours, or all reasons where nothing of ours was timed.
+
+    Example:
+        >>> rows = [{"who": who, "ours": True, "refused": "no memory"} for who in ("auto", "stepwise")]
+        >>> failures(rows[:1]), failures([*rows, {"who": "fused", "ours": True, "refused": "wrong answer: o"}])
+        (['auto: no memory'], ['auto: no memory', 'stepwise: no memory', 'fused: wrong answer: o'])
+        >>> failures([rows[0], {"who": "stepwise", "ours": True, "forward_ms": 1.0}])
+        []
+    """
+    ours = [row for row in rows if row["ours"]] or rows
+    timed = any("refused" not in row for row in ours)
+    reasons = [(row["who"], row["refused"]) for row in ours if "refused" in row]
+    return list(dict.fromkeys(f"{who}: {why}" for who, why in reasons if not timed or why.startswith("wrong answer")))
 
 
 @dataclass

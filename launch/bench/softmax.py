@@ -34,7 +34,15 @@ def softmax_rows(session: Session, rounds: int, seconds: float) -> Iterator[dict
             shape = (max(elements // n, 2), n)
             x = torch.randn(shape, device=session.device, dtype=dtype, generator=generator) * 4
             x[1] = float("-inf")
-            row = {"bench": "kernels", "group": "softmax", "dtype": name, "n": n, "m": shape[0]}
+            row = {
+                "group": "softmax",
+                "part": "softmax",
+                "who": "online_softmax",
+                "ours": True,
+                "dtype": name,
+                "n": n,
+                "m": shape[0],
+            }
             wrong = check_softmax(x)
             yield row | (
                 {"refused": f"wrong answer: {'; '.join(wrong)}"} if wrong else _measure(x, session, rounds, seconds)

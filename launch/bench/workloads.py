@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.session import Session
+from ringattn.launch.train.metrics import mfu, peak_flops
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_plan, moved_rows
@@ -213,6 +214,13 @@ def outside_torch(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
+
+
+def mfu_percent(flops: float, seconds: float, session: Session, dtype: torch.dtype) -> float | None:
+    """Return the share of the datasheet's FLOP/s that all ranks reach; None on a device without one."""
+    device = torch.cuda.get_device_name(session.device) if session.device.type == "cuda" else "CPU"
+    share = mfu(flops, seconds, session.world_size, peak_flops(device, dtype))
+    return None if share is None else 100 * share
 
 
 class PeakMemory:

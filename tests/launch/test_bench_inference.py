@@ -116,8 +116,8 @@ def test_a_full_cache_is_full_of_finite_numbers_on_all_its_pages() -> None:
 
 
 def test_layers_belong_to_lengths() -> None:
-    assert Inference(lengths=(8, 16), layers=(3, 4)).contexts(2) == {8: 3, 16: 4}
-    assert Inference(tokens_per_gpu=(8, 16), layers=(3,)).contexts(4) == {32: 3, 64: 3}
+    assert Inference(lengths=(8, 16), layers=(3, 4)).contexts == {8: 3, 16: 4}
+    assert Inference(lengths=(8, 16), layers=(3,)).contexts == {8: 3, 16: 3}
     with pytest.raises(ValueError, match="layers must be one number or one per length"):
         Inference(lengths=(1, 2, 3), layers=(4, 5))
     with pytest.raises(ValueError, match="chunk must be at least 1"):

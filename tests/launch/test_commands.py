@@ -20,7 +20,7 @@ import torch
 from ringattn import launch
 from ringattn.launch import doctor
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import ring as ring_bench
+from ringattn.launch.bench import rows as bench_rows
 from ringattn.launch.bench import workloads
 from ringattn.launch.check import __main__ as check_command
 from ringattn.launch.check import attention as check
@@ -361,7 +361,7 @@ def test_commands_refuse_devices_that_are_not_there_in_a_line(command: Any, monk
         command.main(["--device", "cuda"])
 
 
-@pytest.mark.parametrize("module", [workloads, check, ring_variants, ring_bench, figures, session])
+@pytest.mark.parametrize("module", [workloads, check, ring_variants, bench_rows, figures, session])
 def test_examples_run(module: Any) -> None:
     import doctest
 
