@@ -1,8 +1,4 @@
-"""Pictures of measured rows that can be read on a light and on a dark page.
-
-Owns how the speeds of kernels and rings are drawn. Refuses to know how they were measured, and which rows are good enough
-to be shown.
-"""
+"""Pictures of measured rows that can be read on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ NAMES = {
     "flex": "FlexAttention",
     "fa4": "FlashAttention-4",
 }
-"""What contenders are called in tables and figures, in the order they are shown."""
+"""Names of kernels in figures, in the order they are shown."""
 COLORS = {
     "hopper": "#e5484d",
     "portable": "#f0883e",
@@ -43,7 +39,7 @@ RING_NAMES = {
     "torch_cp_alltoall": "torch CP all-to-all",
     "ring_flash_attn": "ring-flash-attention",
 }
-"""What rings are called in tables and figures, in the order they are shown."""
+"""Names of rings in tables and figures, in the order they are shown."""
 RING_COLORS = {
     "auto": "#e5484d",
     "fused": "#e5484d",
@@ -63,7 +59,7 @@ INFERENCE = {
     "attention": ("attention of a token", "times its bytes / bandwidth"),
     "prefill": ("attention of a prompt", "% of training's forward"),
 }
-"""What is drawn of inference, in this order, and in which unit."""
+"""Panels of inference, in this order, and their units."""
 INK = "#7d8590"
 """Gray that stands out from white and from near black alike."""
 STYLE: Any = {
@@ -151,7 +147,7 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
 
 
 def thousands(n: int) -> str:
-    """A length as people write it.
+    """Return a length with a unit.
 
     Example:
         >>> thousands(512), thousands(65536), thousands(1048576)

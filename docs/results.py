@@ -4,8 +4,7 @@
                                       of README.md, which has those that say most; and the figures
     python docs/results.py --check    fails when one of them is not what the rows say
 
-Owns the shape of the tables. Refuses to know how anything was measured: every file says that itself. What has no rows has
-no section.
+A section without rows is left out. Every file of rows has the command that measured it.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def drawing() -> ModuleType:
 
 
 def load(name: str) -> Any:
-    """The content of a result file.
+    """Return the content of a result file.
 
     Raises:
         SystemExit: It is no JSON; the message names it.
@@ -70,13 +69,13 @@ def load(name: str) -> Any:
 
 
 def table(heads: list[str], rows: Iterable[list[object]]) -> str:
-    """A markdown table."""
+    """Return a markdown table."""
     lines = [heads, ["---"] * len(heads), *([str(cell) for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def source(machine: Row) -> str:
-    """One line that says where numbers come from."""
+    """Return the machine, versions, commit and command of a run as one line."""
     gpus = machine.get("gpus") or [machine.get("device")]
     version = f"commit {machine['commit'][:12]}" if machine["commit"] else f"ringattn {machine['ringattn']}"
     return (
@@ -86,10 +85,10 @@ def source(machine: Row) -> str:
 
 
 def runs_of(kind: str) -> list[Any]:
-    """The content of every file of one bench, oldest first.
+    """Return the content of every file of one bench, oldest first, with the present names of schedules.
 
     Raises:
-        SystemExit: One is of no bench; the message names it.
+        SystemExit: A file was not written by a bench; the message names it.
     """
     found = []
     for path in sorted((HERE / "results").glob(f"{kind}*.json")):
@@ -141,24 +140,29 @@ def correctness() -> str:
     return "\n\n".join([*parts, *(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))])
 
 
-def kernel_runs() -> list[Any]:
-    """The content of every file of `bench kernels`, oldest first."""
-    return runs_of("kernels")
-
-
-def kernel_rows(runs: list[Any]) -> list[Row]:
-    """The rows of all runs; a problem that several runs measured is shown from the last one alone.
+def latest(runs: list[Any], key: Callable[[Row], object]) -> list[Row]:
+    """Return the rows of all runs, with the index of their run; of rows with equal keys only those of the last run.
 
     Contenders are compared within one run only: they took turns there.
     """
-    last: dict[tuple[Any, ...], list[Row]] = {}
+    last: dict[object, list[Row]] = {}
     for index, run in enumerate(runs):
-        found: dict[tuple[Any, ...], list[Row]] = {}
+        found: dict[object, list[Row]] = {}
         for row in run["rows"]:
-            key = (row["group"] == "carry", *(row.get(name) for name in PROBLEM))
-            found.setdefault(key, []).append(row | {"run": index})
+            found.setdefault(key(row), []).append(row | {"run": index})
         last |= found
     return [row for rows in last.values() for row in rows]
+
+
+def values_of(row: Row, names: Iterable[str]) -> tuple[Any, ...]:
+    """Return some fields of a row, None where they are missing."""
+    return tuple(row.get(name) for name in names)
+
+
+def kernel_rows(runs: list[Any]) -> list[Row]:
+    """Return the rows of attention of all runs, a problem from the last run that measured it."""
+    rows = latest(runs, lambda row: (row["group"] in ("carry", "softmax"), values_of(row, PROBLEM)))
+    return [row for row in rows if row["group"] != "softmax"]
 
 
 def shown_names(rows: list[Row]) -> list[str]:
@@ -214,7 +218,7 @@ def kernels_alone(rows: list[Row]) -> str:
 
 
 def carries(rows: list[Row]) -> str:
-    """What the carry costs, in words."""
+    """Return the cost of the carry as text."""
     found = [row for row in rows if row["level"] == "carried" and "cost_percent" in row]
     return "; ".join(
         f"{row['who']}, {row['mask']}, {row['seq_len']} tokens, head_dim {row['head_dim']}: {row['cost_percent']:+.1f}%"
@@ -224,7 +228,7 @@ def carries(rows: list[Row]) -> str:
 
 def kernels() -> str:
     """TFLOP/s of the contenders."""
-    runs = kernel_runs()
+    runs = runs_of("kernels")
     rows = kernel_rows(runs)
     by_group: dict[str, list[Row]] = {}
     for row in rows:
@@ -253,17 +257,17 @@ def kernels() -> str:
 
 
 def digest(rows: list[Row]) -> str:
-    """What a figure was drawn from."""
+    """Return a digest of the rows of a figure."""
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def figure_rows() -> list[Row]:
-    """The rows a figure is drawn from."""
-    return [row for row in kernel_rows(kernel_runs()) if row["group"] != "carry"]
+    """Return the rows of the figure of kernels."""
+    return [row for row in kernel_rows(runs_of("kernels")) if row["group"] != "carry"]
 
 
 def figures() -> Iterator[tuple[str, Callable[..., bool], list[Row], bool]]:
-    """Every figure: its file, what draws it, the rows it is drawn from, and whether they give a line."""
+    """Yield every figure: its file, the function that draws it, its rows, and whether they give a line."""
     module = drawing()
     rows = figure_rows()
     yield FIGURE, module.draw_lengths, rows, bool(module.lines_over_length(rows))
@@ -288,7 +292,7 @@ def draw_figures() -> None:
 
 
 def figures_are_true() -> bool:
-    """Whether every figure says that it was drawn from the committed rows; true too where there is none to draw."""
+    """Return whether every figure says that it was drawn from the committed rows; true too where there is none to draw."""
     for name, _, rows, any_line in figures():
         path = HERE / name
         if path.exists() != any_line or (any_line and f"rows {digest(rows)}" not in path.read_text()):
@@ -297,18 +301,16 @@ def figures_are_true() -> bool:
 
 
 def ring_rows(runs: list[Any]) -> list[Row]:
-    """The rows of all runs of `bench ring`; a problem that several runs measured is shown from the last one alone."""
-    last: dict[tuple[Any, ...], list[Row]] = {}
-    for index, run in enumerate(runs):
-        found: dict[tuple[Any, ...], list[Row]] = {}
-        for row in run["rows"]:
-            row = {"who": run["machine"].get("backend") or "auto", "ours": True, **row, "run": index}
-            if "refused" not in row:
-                for way in WAYS:
-                    row.setdefault(f"{way}_alone_tflops", row[f"{way}_tflops"] * 100 / row[f"{way}_percent"])
-            found.setdefault(tuple(row[name] for name in RING_PROBLEM), []).append(row)
-        last |= found
-    return [row for key in sorted(last, key=lambda key: tuple(map(str, key))) for row in last[key]]
+    """Return the rows of all runs of `bench ring`, a problem from the last run that measured it."""
+    rows = latest(runs, lambda row: values_of(row, RING_PROBLEM))
+    for row in rows:
+        # rows of before there were names
+        row.setdefault("who", runs[row["run"]]["machine"].get("backend") or "auto")
+        row.setdefault("ours", True)
+        if "refused" not in row:
+            for way in WAYS:
+                row.setdefault(f"{way}_alone_tflops", row[f"{way}_tflops"] * 100 / row[f"{way}_percent"])
+    return sorted(rows, key=lambda row: tuple(map(str, values_of(row, RING_PROBLEM))))
 
 
 def main_ring(rows: list[Row]) -> list[Row]:
@@ -331,7 +333,7 @@ def heads(row: Row) -> str:
 
 
 def mask_of(row: Row) -> str:
-    """The mask in words."""
+    """Return the mask as text."""
     return f"window {row['window'] + 1}" if row["mask"] == "window" else row["mask"]
 
 
@@ -373,7 +375,7 @@ def table_of_shares(rows: list[Row]) -> str:
 
 
 def table_of_costs(rows: list[Row]) -> str:
-    """What a call of the ring costs besides arithmetic: exposed time, host time, memory; and the share as a CUDA graph."""
+    """Costs of a call besides arithmetic: exposed time, host time, memory; and the share as a CUDA graph."""
     lines = []
     for row in by_length([row for row in rows if row["ours"] and row.get("forward_host_us") is not None]):
 
@@ -502,16 +504,13 @@ def ring() -> str:
 
 
 def replay_rows(runs: list[Any]) -> list[Row]:
-    """The rows of all runs of `bench ring --profile`; a call that several runs looked at is shown from the last one alone."""
-    last = {}
-    for index, run in enumerate(runs):
-        for row in run["rows"]:
-            last[tuple(row[name] for name in (*RING_PROBLEM, "way", "layout", "schedule"))] = row | {"run": index}
-    return sorted(last.values(), key=lambda row: (-row["world_size"], row["kv_heads"], row["tokens_per_rank"]))
+    """Return the rows of all runs of the profiles of replayed calls, a call from the last run that profiled it."""
+    rows = latest(runs, lambda row: values_of(row, (*RING_PROBLEM, "way", "layout", "schedule")))
+    return sorted(rows, key=lambda row: (-row["world_size"], row["kv_heads"], row["tokens_per_rank"]))
 
 
 def replays() -> str:
-    """Where the time of calls goes that are replayed from a graph."""
+    """Time of calls that are replayed from a graph, by its parts."""
     runs = runs_of("replays")
     rows = replay_rows(runs)
     if not rows:
@@ -527,8 +526,8 @@ def replays() -> str:
     parts = [
         "### Where a short call's time goes\n\nCalls in a row, replayed from a CUDA graph under the profiler, in microseconds, on "
         "average over ranks. A call takes the time of the same work alone, the time that its kernels take longer (they wait for "
-        "rows), and the time in which no kernel runs (words in stream order, and launches). Copies run beside. "
-        "`launch/bench/details/graph_profile.py` has the definitions.",
+        "rows), and the time in which no kernel runs (semaphores in stream order, and launches). Copies run beside. "
+        "The command that measured it went with version 1.0.",
         *(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs)),
         table(["GPUs", "heads", "tokens per GPU", "call", "takes", "alone", "waiting", "idle", "copies"], lines),
     ]
@@ -540,11 +539,8 @@ def replays() -> str:
 def memory() -> str:
     """Peak memory of a step, measured and predicted, from the last run of each problem."""
     runs = runs_of("memory")
-    last: dict[tuple[Any, ...], Row] = {}
-    for run in runs:
-        for row in run["rows"]:
-            last[tuple(row[name] for name in (*RING_PROBLEM, "who"))] = row
-    if not last:
+    rows = latest(runs, lambda row: values_of(row, (*RING_PROBLEM, "who")))
+    if not rows:
         return ""
 
     def size(value: float | None) -> str:
@@ -564,19 +560,20 @@ def memory() -> str:
                 size(row["predicted_gib"]),
                 size(row["peak_gib"]),
             ]
-            for row in sorted(last.values(), key=lambda row: (row["seq_len"], -row["world_size"], row["kv_heads"]))
+            for row in sorted(rows, key=lambda row: (row["seq_len"], -row["world_size"], row["kv_heads"]))
         ),
     )
     said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))
     return (
         "### Memory\n\nThe peak of one forward and backward on the fullest GPU, inputs and gradients included; predicted from "
-        f"integers before anything is allocated (`launch/bench/details/memory.py`). {said}\n\n{body}"
+        f"integers before anything is allocated. The command that measured it went with version 1.0. {said}\n\n{body}"
     )
 
 
 def softmax() -> str:
     """Bandwidth of the online softmax as a share of a device copy."""
-    rows = load("softmax.json")
+    rows = [{**row, **run["machine"]} for run in runs_of("kernels") for row in run["rows"] if row["group"] == "softmax"]
+    rows = [row for row in rows if "refused" not in row] or load("softmax.json")
     body = table(
         ["dtype", "row length", "online_softmax", "torch.softmax", "online backward", "torch backward"],
         (
@@ -603,13 +600,9 @@ def softmax() -> str:
 
 
 def training_rows(runs: list[Any]) -> list[Row]:
-    """The rows of all runs of the training job by context and number of GPUs; of several alike the last one's."""
-    last = {
-        (row["seq_len"], row["world_size"], row["parameters"]): row | {"run": index}
-        for index, run in enumerate(runs)
-        for row in run["rows"]
-    }
-    return [last[key] for key in sorted(last)]
+    """Return the rows of all runs of the training job by context and number of GPUs."""
+    names = ("seq_len", "world_size", "parameters")
+    return sorted(latest(runs, lambda row: values_of(row, names)), key=lambda row: values_of(row, names))
 
 
 def training() -> str:
@@ -666,14 +659,9 @@ def _millions(rows: list[Row]) -> str:
 
 
 def model_rows(runs: list[Any]) -> list[Row]:
-    """The rows of all runs of `bench model`, shortest context first; what several runs measured is shown from the last one."""
-    last: dict[tuple[Any, ...], list[Row]] = {}
-    for index, run in enumerate(runs):
-        found: dict[tuple[Any, ...], list[Row]] = {}
-        for row in run["rows"]:
-            found.setdefault((row["world_size"], row["seq_len"], row["layers"]), []).append(row | {"run": index})
-        last |= found
-    return [row for key in sorted(last) for row in last[key]]
+    """Return the rows of all runs of `bench model`, shortest context first."""
+    names = ("world_size", "seq_len", "layers")
+    return sorted(latest(runs, lambda row: values_of(row, names)), key=lambda row: values_of(row, names))
 
 
 def models() -> str:
@@ -731,19 +719,15 @@ def models() -> str:
 
 
 def inference_rows(runs: list[Any]) -> list[Row]:
-    """The rows of all runs of `bench inference`, fewest GPUs first; what several runs measured is shown from the last one."""
+    """Return the rows of all runs of `bench inference`, fewest GPUs first."""
     naming = ("part", "world_size", "seq_len", "batch", "layers", "kv_dtype", "chunk", "who", "how")
-    last: dict[tuple[Any, ...], Row] = {}
-    for index, run in enumerate(runs):
-        for row in run["rows"]:
-            if row["part"] != "bandwidth":
-                last[tuple(row.get(name) for name in naming)] = row | {"run": index}
+    rows = [row for row in latest(runs, lambda row: values_of(row, naming)) if row["part"] != "bandwidth"]
     order = ("world_size", "seq_len", "batch", "layers")
-    return sorted(last.values(), key=lambda row: tuple(row.get(name) or 0 for name in order))
+    return sorted(rows, key=lambda row: tuple(row.get(name) or 0 for name in order))
 
 
 def cell_of(row: Row | None, name: str, form: str) -> str:
-    """A number of a row; a dash where there is none."""
+    """Return a number of a row; a dash where there is none."""
     return "-" if row is None or row.get(name) is None else form.format(row[name])
 
 
@@ -789,7 +773,7 @@ def table_of_prompt_attention(rows: list[Row]) -> str:
 
 
 def kept_in(kv_dtype: str | None, row: Row | None) -> str:
-    """What keys and values are kept in."""
+    """Return the dtype of keys and values in the cache."""
     return "-" if row is None else row["dtype"] if kv_dtype in (None, "same") else kv_dtype
 
 
@@ -955,20 +939,22 @@ def inference() -> str:
 
 
 def server_rows(runs: list[Any]) -> list[Row]:
-    """The rows of all runs of `bench server`, fewest GPUs first; of a server that several runs measured alike, the last one's."""
+    """Return the rows of all runs of `bench server`, fewest GPUs first; of a server that several runs measured alike, the last."""
     naming = ("part", "model", "world_size", "context", "clients", "tokens", "prompt_lengths", "reuse", "latency_ms")
-    last: dict[str, Row] = {}
-    for index, run in enumerate(runs):
+
+    def key(row: Row) -> str:
+        return json.dumps([row["how"], values_of(row, naming)])
+
+    for run in runs:
         machine = run["machine"]
         how = [machine.get("flags"), machine.get("dtype"), bool(machine.get("graphs"))]
-        for row in run["rows"]:
-            last[json.dumps([how, *(row.get(name) for name in naming)])] = row | {"run": index}
+        run["rows"] = [row | {"how": how} for row in run["rows"]]
     order = ("world_size", "context", "clients", "run")
-    return sorted(last.values(), key=lambda row: tuple(row.get(name) or 0 for name in order))
+    return sorted(latest(runs, key), key=lambda row: tuple(row.get(name) or 0 for name in order))
 
 
 def server_told(machine: Row) -> str:
-    """How a server was started, in words."""
+    """Return how a server was started."""
     if not machine.get("flags"):
         return f"{machine['model']}, by a server that does not say more"
     flags = ", ".join(f"{name} {value}" for name, value in machine["flags"].items())
@@ -1120,7 +1106,7 @@ def everything() -> list[str]:
 
 
 def shortened(body: str) -> str:
-    """A section as the README has it: without what stands elsewhere, of which it keeps figures and a link."""
+    """Return a section for the README: of parts that are on the results page only it keeps figures and a link."""
     kept, links = list[str](), list[str]()
     for part in re.split(r"\n\n(?=####? )", body):
         title = part.splitlines()[0].lstrip("# ")
@@ -1136,7 +1122,7 @@ def shortened(body: str) -> str:
 
 
 def written(path: Path, sections: Iterable[str]) -> str:
-    """A file with these sections between its marks."""
+    """Return the text of a file with these sections between its marks."""
     before, rest = path.read_text().split(BEGIN)
     after = rest.split(END)[1]
     return f"{before}{BEGIN}\n\n" + "\n\n".join(sections) + f"\n\n{END}{after}"

@@ -3,8 +3,7 @@
     python docs/tables.py            rewrites what stands between `<!-- table: name -->` and `<!-- end of table -->`
     python docs/tables.py --check    fails when a page does not say what the library says
 
-Owns the shape of these tables. Refuses to know any of their content: work and rows are counted by the plan, kernels are asked what
-they serve. Nothing is measured here; what was measured is written by results.py.
+Work and rows are counted by the plan; the registry answers which kernels support a call. Measured tables are written by results.py.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PACKED = (0, 28000, 30400, 32400, 35600, 52000, 58000, 58800, SEQ_LEN)
 
 
 def table(heads: list[str], rows: Iterable[list[object]]) -> str:
-    """A markdown table."""
+    """Return a markdown table."""
     lines = [heads, ["---"] * len(heads), *([str(cell) for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -67,7 +66,7 @@ def work() -> str:
 def _answers(
     dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, v_head_dim: int | None = None, feature: str | None = None
 ) -> dict[str, str]:
-    """What each kernel set says on the GPU that suits it."""
+    """Return whether each kernel set supports a call on the GPU that suits it."""
     found = {}
     fitting = SimpleNamespace(__version__=f"{registry.HOPPER_TRITON[0]}.0")
     with (
@@ -132,12 +131,12 @@ TABLES = {"work": work, "kernels": kernels, "moved": moved}
 
 
 def fill(page: str) -> str:
-    """A page with its tables made anew."""
+    """Return a page with its tables computed again."""
     return MARKED.sub(lambda at: f"<!-- table: {at[1]} -->\n\n{TABLES[at[1]]()}\n\n<!-- end of table -->", page)
 
 
 def pages() -> list[Path]:
-    """The pages that ask for a table of this script."""
+    """Return the pages with tables of this script."""
     found = (path for path in sorted(HERE.glob("*.md")) if "<!-- end of table -->" in path.read_text())
     return [path for path in found if path.name != "online_softmax.md"]
 

@@ -88,7 +88,7 @@ def test_the_target_table_has_a_column_per_contender_and_full_beside_causal(resu
 def test_a_problem_is_shown_from_the_last_run_that_measured_it(results: ModuleType) -> None:
     _keep(results, "kernels-b.json", "2026-01-01", [_row("fa4", "forward", tflops=1.0), _row("cudnn", "forward")])
     _keep(results, "kernels-a.json", "2026-01-02", [_row("fa4", "forward", tflops=2.0)])
-    rows = results.kernel_rows(results.kernel_runs())
+    rows = results.kernel_rows(results.runs_of("kernels"))
     assert [(row["who"], row["tflops"], row["run"]) for row in rows] == [("fa4", 2.0, 1)]
 
 
