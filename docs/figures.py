@@ -296,7 +296,7 @@ def _draw_panels(panels: Panels, path: Path, note: str, x: str, y: str, top: flo
 
 
 def replay_panels(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of `bench ring --profile`: the shortest call that was looked at on the most GPUs, forward, then both ways."""
+    """Choose rows of replayed calls: the shortest call that was profiled on the most GPUs, forward, then both ways."""
     order = {way: place for place, way in enumerate(DIRECTIONS)}
     chosen: dict[str, dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: (-row["world_size"], row["tokens_per_rank"], row["kv_heads"])):
@@ -309,7 +309,7 @@ def draw_replays(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
     """Draws what each device did in a few calls in a row: kernels, and copies below them.
 
     Args:
-        rows: Of `bench ring --profile`.
+        rows: Profiles of replayed calls.
         path: An .svg or .png.
         note: Kept in an SVG as its description.
 

@@ -1,1 +1,1 @@
-"""How fast it is on this machine: `python -m ringattn.launch.bench`."""
+"""Benchmarks: `python -m ringattn.launch.bench`."""

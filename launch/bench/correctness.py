@@ -245,7 +245,7 @@ def check_decoded(step: ForwardBatch, layer: int, q: Tensor, o: Tensor, session:
     """
     worst = 0.0
     for i in {0, step.batch - 1}:
-        parts = session.gather(tuple(x.cpu() for x in _plain_partial(step, layer, q[i, 0], i)))
+        parts = session.gather(tuple(x.cpu() for x in _torch_partial(step, layer, q[i, 0], i)))
         m, total, acc = (torch.stack(x) for x in zip(*parts, strict=True))
         weights = torch.exp(m - m.amax(0))
         wanted = (weights[..., None] * acc).sum(0) / (weights * total).sum(0)[:, None]
@@ -254,7 +254,7 @@ def check_decoded(step: ForwardBatch, layer: int, q: Tensor, o: Tensor, session:
     return session.maximum([worst])[0]
 
 
-def _plain_partial(step: ForwardBatch, layer: int, q: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
+def _torch_partial(step: ForwardBatch, layer: int, q: Tensor, i: int) -> tuple[Tensor, Tensor, Tensor]:
     """M `h` (natural log), l `h` and acc `h dv` of a request's keys on this rank, some pages at a time."""
     cache, table = step.cache, step.table
     assert table is not None, "a decode step has a table"

@@ -15,11 +15,7 @@ from ringattn.transport.base import Message, Transport, Work
 
 
 def slow_down(ring: Ring, gbps: float) -> Ring:
-    """Limit the link between the nodes of a ring to `gbps` gigabits per second in each direction; return the ring.
-
-    Args:
-        ring: A ring of several nodes that has made no call yet.
-        gbps: Gigabits per second in each direction.
+    """Limit the link between the nodes of a ring that has made no call yet to `gbps` gigabits per second; return the ring.
 
     Raises:
         ValueError: The ring has one node, or the rate is not a positive number.

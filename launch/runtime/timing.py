@@ -39,15 +39,11 @@ CALLS_PER_GRAPH = 10
 
 @dataclass
 class Time:
-    """Times of one call.
+    """Times of one plain call, of one inside a replayed CUDA graph, and of the host until a plain call returns.
 
     Attributes:
-        calls_ms: Milliseconds per plain call.
-        graph_ms: Milliseconds per call inside a replayed CUDA graph.
         graph_refused: Reason for having no graph, if one was wanted.
         refused: Reason for having no time at all.
-        host_us: Microseconds until a plain call returns.
-        rounds: Rounds of the medians.
     """
 
     calls_ms: float | None = None
@@ -96,11 +92,7 @@ def clock(call: Callable[[], Any], calls: int, device: torch.device) -> float:
 
 
 def wait_for_events(events: EventPair, timeout_s: float = HANG_S) -> None:
-    """Wait for the device with a timeout: no watchdog covers a replay whose peer has died.
-
-    Raises:
-        RuntimeError: The events have not ended `timeout_s` seconds after their beginning.
-    """
+    """Wait for the device, and raise after a timeout: no watchdog covers a replay whose peer has died."""
     if not wait_until_done(events, timeout_s):
         raise RuntimeError(
             f"calls that are timed must end within {timeout_s:g} s, got some that did not; look for an error on another rank"
@@ -168,8 +160,8 @@ def time_together(
     Args:
         calls: Calls by name.
         session: The ranks.
-        rounds: Rounds; fewer, but at least three, where they would take more than `seconds`.
-        seconds: Limit for all rounds together.
+        rounds: Rounds; fewer, but at least three, where they would take more than `seconds` together.
+        seconds: See `rounds`.
         captured: Names of calls up to LONG_MS whose graph and whose host are timed, too.
     """
     found = {name: Time() for name in calls}
@@ -185,14 +177,9 @@ def time_together(
 def time_calls(
     calls: dict[str, Callable[[], Any]], session: Session, rounds: int, timing: Timing, seconds: float = math.inf
 ) -> dict[str, Time]:
-    """Time calls of one rank as plain calls and as graphs; an exception becomes the reason of its call and stops no other.
+    """Time calls of a single rank like `time_together`; an exception becomes the reason of its call and stops no other.
 
-    Args:
-        calls: Calls by name.
-        session: One rank: an exception on one of several would leave the others waiting.
-        rounds: See `time_together`.
-        timing: Plain calls; graphs where they can be captured and plain calls elsewhere; or both for calls up to LONG_MS.
-        seconds: See `time_together`.
+    `timing` is plain calls; graphs where they can be captured and plain calls elsewhere; or both for calls up to LONG_MS.
     """
     found = {name: Time() for name in calls}
     turns: dict[tuple[str, str], _Turn] = {}
