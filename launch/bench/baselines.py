@@ -93,7 +93,7 @@ def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     assert tables.moving[0] is not None, "a ring of one computes its only step"
     rows, keys = find(tables.stationary), find(tables.moving[0])
     score = spec.score(q.dtype, 0, ScoreTensors())
-    o, grads = torch.empty_like(q), Grads(*(torch.empty_like(x) for x in (q, k, v)))
+    o, grads = torch.empty_like(q), Grads(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     b, s, h, _ = q.shape
     lse, delta = torch.empty(2, b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
 

@@ -51,7 +51,7 @@ from ringattn.launch.bench.ring_baselines import prepare_ours
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent, own_stream, teraflops
 from ringattn.launch.check.attention import DTYPES
-from ringattn.launch.runtime.model_optimization import change_model
+from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.runtime.session import Keep, Session, check_numbers
 from ringattn.launch.runtime.timing import Time, reason, time_together
 
@@ -427,9 +427,9 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
     if "written" in args.parts:
         measure_tokens("written")
     if session.device.type == "cuda":
-        found = change_model(built, bench.ring, fused=args.fuse, split=args.split)
+        found = optimize_model(built, bench.ring, fused=args.fuse, split=args.split)
         model.changed = {"fused": found.fused, "split": found.split}
-        for line in found.said:
+        for line in found.messages:
             session.say(line)
         if any(model.changed.values()) and not is_right():
             return False

@@ -242,7 +242,7 @@ def bench_kernels(args: Kernels, session: Session, keep: Keep) -> list[dict[str,
     rows, ring, began = Rows(session, keep, {"bench": "kernels"}), ringattn.Ring(), time.monotonic()
     with own_stream(session.device):
         for group, problem in planned:
-            case = {"group": group, **dataclasses.asdict(problem), "who": "everybody", "ours": False, "level": "op"}
+            case = {"group": group, **dataclasses.asdict(problem), "who": "all", "ours": False, "level": "op"}
             if args.budget_s and time.monotonic() - began > args.budget_s:
                 rows.add({**case, "direction": "forward", "refused": f"left out: {args.budget_s:g} s were over"})
                 continue

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from ringattn.launch.runtime.distributed import Rank, Refusal, join_ranks
-from ringattn.launch.runtime.model_optimization import change_model
+from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.runtime.session import Session, machine
 from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, raise_file_limit
 from ringattn.launch.serve.engine import Engine, worker_loop
@@ -154,7 +154,7 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner, str
     if served.random_weights:
         broadcast_weights(served.model, rank)
     if rank.device.type == "cuda":
-        for line in change_model(served.model, ring, fused=args.fuse, split=args.split).said:
+        for line in optimize_model(served.model, ring, fused=args.fuse, split=args.split).messages:
             if rank.first:
                 print(line, flush=True)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)

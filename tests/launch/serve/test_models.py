@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.runtime.distributed import Rank, Refusal
-from ringattn.launch.runtime.model_optimization import change_model
+from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.config import check_model
 from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings
@@ -509,9 +509,9 @@ def test_a_model_that_can_not_be_changed_is_served_as_it_is(monkeypatch, flags, 
     monkeypatch.setattr(transformers, "apply_tensor_parallel", apply)
     monkeypatch.setattr(transformers, "compile_for_decode", compile_)
     ring: Any = SimpleNamespace(world_size=flags.get("ranks", 2))
-    found = change_model(None, ring, fused=flags.get("fuse", True), split=flags.get("split", True))
+    found = optimize_model(None, ring, fused=flags.get("fuse", True), split=flags.get("split", True))
     assert calls == asked
     done = set(asked) - {fails}
     assert (found.fused, found.split) == (7 * ("compile" in done), 3 * ("parallel" in done))
-    assert len(found.said) == len(said)
-    assert all(words in line for words, line in zip(said, found.said, strict=True))
+    assert len(found.messages) == len(said)
+    assert all(words in line for words, line in zip(said, found.messages, strict=True))
