@@ -12,9 +12,8 @@ Note [Bounds of tokens]
     bound ms of a token = (the parameters that a rank reads + keys and values on a rank) / the same bandwidth. With fewer layers
     than a model has, times do not simply scale: the head is read once whatever the layers.
 
-Note [Models]
-    "generate" and "written" are measured with the model as transformers writes it. The others, on GPUs, use the model of the
-    server: tensor parallel and compiled, checked once more. `--no-split` and `--no-fuse` leave these out.
+"generate" and "written" use the model as transformers writes it. The others, on GPUs, use that of the server: tensor parallel and
+compiled, checked once more.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ class Inference:
         vocab_size: Tokens in the vocabulary.
         dtype: Of parameters, activations, keys and values.
         kv_dtype: Store keys and values in fp8 ("fp8"), or in dtype ("same").
-        fuse: Compile decoder layers for decode (Note [Models]).
-        split: Read a slice of MLPs and of the head on each rank in decode.
+        fuse: Compile decoder layers for decode, as the server does.
+        split: Apply tensor parallelism for decode, as the server does.
         tokens: Tokens that are timed one by one.
         rounds: Rounds of everything else; fewer where one takes long.
         max_prompt_s: A prompt that takes longer is timed once, and transformers does not run one that is expected to.

@@ -4,12 +4,7 @@ All implementations train the same parameters on the same tokens of zigzag shard
 bf16, gradients reduced in fp32, AdamW on fp32 shards), blocks checkpointed, the loss and SwiGLU in pieces of rows. Only attention
 differs, and that "ring" saves its output (selective checkpointing of one operator) while the others compute it again in the
 backward. torch's context parallelism has no grouped heads: keys and values are repeated to the query heads inside its step.
-
-Note [MFU]
-    Model FLOPs of a step: 6 per parameter (the embedding's rows are looked up, not multiplied) and token, and
-    12 * heads * head_dim per layer and visible pair: forward once, backward twice, nothing for recomputation
-    (Chowdhery et al. 2022, "PaLM", appendix B, with pairs instead of all keys). MFU is their part of the peak in the
-    datasheet (`train/metrics.py`: 989 TFLOP/s for H100 and H200).
+MFU is the part of the datasheet's peak (`train/metrics.py`: 989 TFLOP/s for H100 and H200) that `model_flops` makes.
 """
 
 from __future__ import annotations
@@ -106,7 +101,11 @@ class Model:
 
 
 def model_flops(config: ModelConfig, num_parameters: int, tokens: int, pairs: int) -> int:
-    """Return the FLOPs of a step over `tokens` tokens; `pairs` are visible (query, key) pairs of a layer (Note [MFU]).
+    """Return the FLOPs of a step over `tokens` tokens; `pairs` are visible (query, key) pairs of a layer.
+
+    6 per parameter (the embedding's rows are looked up, not multiplied) and token, and 12 * heads * head_dim per layer and
+    visible pair: forward once, backward twice, nothing for recomputation (Chowdhery et al. 2022, "PaLM", appendix B, with pairs
+    instead of all keys).
 
     Example:
         >>> model_flops(ModelConfig(8, 1, 1, 1, 8, 8, vocab_size=4, tie_embeddings=False), 132, 10, 55)

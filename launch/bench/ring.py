@@ -1,10 +1,8 @@
 """Speed of the ring over several GPUs, beside other implementations and beside one GPU with the same work.
 
-Note [Same work]
-    The ring is compared with a ring of one rank on the same GPUs, at the length where the same mask gives it a rank's share
-    of the pairs: one GPU with a rank's share of the work and no rank to wait for.
-    percent = 100 * (TFLOP/s per GPU of the ring) / (TFLOP/s of that); exposed ms = time of the ring minus that time,
-    both for the same number of FLOPs.
+The ring is compared with a ring of one rank on the same GPUs, at the length where the same mask gives it a rank's share of the
+pairs: one GPU with a rank's share of the work and no rank to wait for. percent = 100 * (TFLOP/s per GPU of the ring) / (TFLOP/s of
+that); exposed ms = time of the ring minus that time, both for the same number of FLOPs.
 """
 
 from __future__ import annotations

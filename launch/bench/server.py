@@ -3,7 +3,7 @@
 Answers are compared before anything is timed. Rows count failures and differences; failures make the exit code 1.
 
 Note [Measured loads]
-    ttft: from the request to its first token, with the queue, the prompt and the network (Note [Times of a request] of
+    ttft: from the request to its first token, with the queue, the prompt and the network (not the connection, see
     `http_client`). tpot: the mean time of an answer's later tokens; median and p95 are over answers. gap: from one token to the
     next; p95 and p99 are over all tokens, so a stall behind another request's prompt is seen there first.
     Each of N clients asks for its next answer when it has the last one: a closed loop. Its first answer has a random length and
