@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ RING_NAMES = {
 RING_COLORS = {
     "auto": "#e5484d",
     "fused": "#e5484d",
+    "fused_kv_buffer": "#db61a2",
+    "fused_saved_kv": "#a371f7",
     "stepwise": "#f0883e",
     "ring": "#e5484d",
     "ring_recomputed": "#f0883e",
@@ -52,6 +54,9 @@ RING_COLORS = {
     "torch_cp_alltoall": "#388bfd",
     "ring_flash_attn": "#8b949e",
 }
+PEERS = {"cudnn", "fa2", "flex", "fa4", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"}
+"""Implementations of others, which have thin lines."""
+PALETTE = ("#e5484d", "#f0883e", "#bf8700", "#2da44e", "#388bfd", "#a371f7", "#db61a2", "#6e40c9")
 DIRECTIONS = {"forward": "forward", "both": "forward + backward", "model": "training step"}
 INFERENCE = {
     "first": ("time to first token", "s"),
@@ -76,13 +81,16 @@ STYLE: Any = {
 }
 
 
-def lines_over_length(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str, str], dict[str, list[tuple[int, float]]]]:
+Lines = dict[str, list[tuple[int, float]]]
+Panels = dict[tuple[Any, str], Lines]
+
+
+def lines_over_length(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str, str], Lines]:
     """Per (head_dim, mask, direction), per contender: (tokens, TFLOP/s), shortest first.
 
-    One sequence, as many key/value heads as query heads, operators with autograd; what does not vary in length is left
-    out.
+    One sequence, as many key/value heads as query heads, operators with autograd; panels of a single length are left out.
     """
-    panels: dict[tuple[int, str, str], dict[str, list[tuple[int, float]]]] = {}
+    panels: dict[tuple[int, str, str], Lines] = {}
     for row in rows:
         alike = row["batch"] == 1 and row["heads"] == row["kv_heads"] and row["level"] == "op"
         if alike and "tflops" in row:
@@ -93,7 +101,7 @@ def lines_over_length(rows: Sequence[dict[str, Any]]) -> dict[tuple[int, str, st
 
 
 def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draws TFLOP/s over length: a column per mask, a row per direction and head_dim, a line per contender.
+    """Draw TFLOP/s over length: a column per mask, a row per direction and head_dim, a line per contender.
 
     Args:
         rows: Of `bench kernels`.
@@ -101,49 +109,16 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
         note: Kept in an SVG as its description.
 
     Returns:
-        Whether there was anything to draw: nothing is written when every contender met one length only.
+        Whether there was anything to draw; nothing is written otherwise.
     """
-    import matplotlib as mpl
+    masks = ("full", "causal", "window", "documents")
+    found = {((way, dim), mask): lines for (dim, mask, way), lines in lines_over_length(rows).items()}
+    order = sorted(found, key=lambda key: (key[0][0] != "forward", key[0][1], masks.index(key[1])))
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    def title(row: tuple[str, int], mask: str) -> str:
+        return f"{row[0]}, {mask}, head_dim {row[1]}"
 
-    panels = lines_over_length(rows)
-    if not panels:
-        return False
-    masks = [one for one in ("full", "causal", "window", "documents") if any(key[1] == one for key in panels)]
-    rank = {"forward": 0, "backward": 1}
-    kinds = sorted({(direction, dim) for dim, _, direction in panels}, key=lambda kind: (rank[kind[0]], kind[1]))
-    lengths = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
-    with mpl.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            len(kinds), len(masks), figsize=(2.7 * len(masks), 2.1 * len(kinds) + 0.6), squeeze=False, sharex=True
-        )
-        for i, (direction, dim) in enumerate(kinds):
-            for axis, mask in zip(axes[i], masks, strict=True):
-                lines = panels.get((dim, mask, direction), {})
-                for who in [*NAMES, *sorted(set(lines) - set(NAMES))]:
-                    if who in lines:
-                        ours = who in ("hopper", "portable", "auto")
-                        axis.plot(
-                            *zip(*lines[who], strict=True),
-                            color=COLORS.get(who, INK),
-                            marker="o",
-                            markersize=3,
-                            linewidth=2.0 if ours else 1.2,
-                            label=NAMES.get(who, who),
-                        )
-                axis.set_xscale("log", base=2)
-                axis.set_ylim(bottom=0)
-                axis.grid(color=INK, alpha=0.25, linewidth=0.6)
-                axis.set_title(f"{direction}, {mask}, head_dim {dim}", fontsize=9)
-                axis.set_xticks(lengths, [thousands(n) for n in lengths])
-                axis.minorticks_off()
-            axes[i][0].set_ylabel("TFLOP/s")
-        for axis in axes[-1]:
-            axis.set_xlabel("tokens")
-        _finish(figure, _lines_in(axes), path, note)
-    return True
+    return _draw({key: found[key] for key in order}, path, note, title, "tokens", "TFLOP/s", NAMES, COLORS)
 
 
 def thousands(n: int) -> str:
@@ -159,26 +134,96 @@ def thousands(n: int) -> str:
     return str(n)
 
 
-def _lines_in(axes: Any) -> dict[str, Any]:
-    """The lines of all panels by their names, each name once."""
-    return {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+def _draw(
+    panels: Panels,
+    path: Path,
+    note: str,
+    title: Callable[[Any, str], str],
+    x: str,
+    y: str | Mapping[str, str],
+    names: Mapping[str, str],
+    colors: Mapping[str, str],
+    *,
+    top: float | None = None,
+    log: Sequence[str] = (),
+) -> bool:
+    """Draw a grid of panels, which are keyed by row and column; return whether there is any.
+
+    Args:
+        panels: Lines by name.
+        path: The file.
+        note: Kept in an SVG as its description.
+        title: Returns the title of a panel.
+        x: Label of the horizontal axes.
+        y: Label of each row's vertical axis, or labels by column.
+        names: Labels of lines, in order; other lines follow under their names.
+        colors: Of lines; others have those of PALETTE.
+        top: End of the vertical axes.
+        log: Columns with a logarithmic vertical axis.
+    """
+    if not panels:
+        return False
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows, columns = (list(dict.fromkeys(key[place] for key in panels)) for place in (0, 1))
+    ticks = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
+    there = list(dict.fromkeys(who for lines in panels.values() for who in lines))
+    order = [*(who for who in names if who in there), *(who for who in there if who not in names)]
+    palette = {who: PALETTE[place % len(PALETTE)] for place, who in enumerate(order)} | dict(colors)
+    with mpl.rc_context(STYLE):
+        size = (3.1 * len(columns) + 0.4, 2.3 * len(rows) + 0.4 + _legend_height(len(order)))
+        figure, axes = plt.subplots(len(rows), len(columns), figsize=size, squeeze=False, sharex=True)
+        for i, row in enumerate(rows):
+            for axis, column in zip(axes[i], columns, strict=True):
+                lines = panels.get((row, column), {})
+                for who in order:
+                    if who in lines:
+                        thin = who in PEERS or who.startswith("transformers")
+                        axis.plot(
+                            *zip(*lines[who], strict=True),
+                            color=INK if who.startswith("transformers") else palette[who],
+                            marker="o",
+                            markersize=3,
+                            linewidth=1.2 if thin else 2.0,
+                            label=names.get(who, who),
+                        )
+                axis.set_xscale("log", base=2)
+                if column in log:
+                    axis.set_yscale("log")
+                else:
+                    axis.set_ylim(bottom=0, top=top)
+                axis.grid(color=INK, alpha=0.25, linewidth=0.6)
+                axis.set_title(title(row, column), fontsize=9)
+                axis.set_xticks(ticks, [thousands(n) for n in ticks])
+                axis.minorticks_off()
+                if not isinstance(y, str):
+                    axis.set_ylabel(y[column])
+            if isinstance(y, str):
+                axes[i][0].set_ylabel(y)
+        for axis in axes[-1]:
+            axis.set_xlabel(x)
+        shown = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
+        _finish(figure, {names.get(who, who): shown[names.get(who, who)] for who in order}, path, note)
+    return True
+
+
+def _legend_height(lines: int) -> float:
+    return 0.25 + 0.25 * -(-lines // min(4, lines))
 
 
 def _finish(figure: Any, shown: dict[str, Any], path: Path, note: str) -> None:
-    """One legend below all panels, of what is shown by name, and the file."""
+    """Add one legend below all panels, and write the file."""
     from matplotlib import pyplot as plt
 
-    columns = min(4, len(shown))
-    figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=columns, frameon=False)
-    deep = 0.25 + 0.25 * -(-len(shown) // columns)
-    figure.tight_layout(rect=(0, deep / figure.get_figheight(), 1, 1))
+    figure.legend(shown.values(), shown.keys(), loc="lower center", ncols=min(4, len(shown)), frameon=False)
+    figure.tight_layout(rect=(0, _legend_height(len(shown)) / figure.get_figheight(), 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"Date": None, "Description": note} if path.suffix == ".svg" else None
     figure.savefig(path, dpi=130, metadata=metadata)
     plt.close(figure)
-
-
-Panels = dict[tuple[str, str], dict[str, list[tuple[int, float]]]]
 
 
 def ring_lines(rows: Sequence[dict[str, Any]]) -> Panels:
@@ -225,74 +270,25 @@ def _with_a_line(panels: Panels) -> Panels:
 
 
 def draw_ring(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draws percent of the kernel alone over tokens per GPU: a column per mask and heads, a row per direction.
-
-    Args:
-        rows: Of `bench ring`, of one world size.
-        path: An .svg or .png.
-        note: Kept in an SVG as its description.
-
-    Returns:
-        Whether there was anything to draw.
-    """
-    return _draw_panels(ring_lines(rows), path, note, "tokens per GPU", "% of the kernel alone", 105.0)
+    """Draw the percent of the kernel alone over tokens per GPU, of rows of one world size; see `draw_lengths`."""
+    return _draw_rings(ring_lines(rows), path, note, "tokens per GPU", "% of the kernel alone", 105.0)
 
 
 def draw_scaling(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draws TFLOP/s per GPU over the number of GPUs, a line per length per GPU; arguments as in `draw_ring`."""
-    return _draw_panels(scaling_lines(rows), path, note, "GPUs", "TFLOP/s per GPU", None)
+    """Draw TFLOP/s per GPU over the number of GPUs, a line per length per GPU; see `draw_lengths`."""
+    return _draw_rings(scaling_lines(rows), path, note, "GPUs", "TFLOP/s per GPU", None)
 
 
 def draw_model(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draws the MFU of training steps over the context, a line per attention; arguments as in `draw_ring`."""
-    return _draw_panels(model_lines(rows), path, note, "tokens of context", "MFU, %", None)
+    """Draw the MFU of training steps over the context, a line per attention; see `draw_lengths`."""
+    return _draw_rings(model_lines(rows), path, note, "tokens of context", "MFU, %", None)
 
 
-def _draw_panels(panels: Panels, path: Path, note: str, x: str, y: str, top: float | None) -> bool:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    if not panels:
-        return False
-    ways = [way for way in DIRECTIONS if any(key[0] == way for key in panels)]
-    kinds = list(dict.fromkeys(kind for _, kind in panels))
-    ticks = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
-    names = list(dict.fromkeys(who for lines in panels.values() for who in lines))
-    names = [*(who for who in RING_NAMES if who in names), *(who for who in names if who not in RING_NAMES)]
-    palette = dict(
-        zip(names, ["#e5484d", "#f0883e", "#bf8700", "#2da44e", "#388bfd", "#a371f7", "#8b949e"], strict=False)
+def _draw_rings(panels: Panels, path: Path, note: str, x: str, y: str, top: float | None) -> bool:
+    ordered = {key: panels[key] for way in DIRECTIONS for key in panels if key[0] == way}
+    return _draw(
+        ordered, path, note, lambda way, kind: f"{DIRECTIONS[way]}, {kind}", x, y, RING_NAMES, RING_COLORS, top=top
     )
-    with mpl.rc_context(STYLE):
-        size = (3.1 * len(kinds) + 0.4, 2.3 * len(ways) + 0.8)
-        figure, axes = plt.subplots(len(ways), len(kinds), figsize=size, squeeze=False, sharex=True)
-        for i, way in enumerate(ways):
-            for axis, kind in zip(axes[i], kinds, strict=True):
-                lines = panels.get((way, kind), {})
-                for who in names:
-                    if who in lines:
-                        axis.plot(
-                            *zip(*lines[who], strict=True),
-                            color=RING_COLORS.get(who, palette.get(who, INK)),
-                            marker="o",
-                            markersize=3,
-                            linewidth=1.2
-                            if who in ("torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn")
-                            else 2.0,
-                            label=RING_NAMES.get(who, who),
-                        )
-                axis.set_xscale("log", base=2)
-                axis.set_ylim(bottom=0, top=top)
-                axis.grid(color=INK, alpha=0.25, linewidth=0.6)
-                axis.set_title(f"{DIRECTIONS[way]}, {kind}", fontsize=9)
-                axis.set_xticks(ticks, [thousands(n) for n in ticks])
-                axis.minorticks_off()
-            axes[i][0].set_ylabel(y)
-        for axis in axes[-1]:
-            axis.set_xlabel(x)
-        _finish(figure, _lines_in(axes), path, note)
-    return True
 
 
 def replay_panels(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -306,16 +302,7 @@ def replay_panels(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw_replays(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draws what each device did in a few calls in a row: kernels, and copies below them.
-
-    Args:
-        rows: Profiles of replayed calls.
-        path: An .svg or .png.
-        note: Kept in an SVG as its description.
-
-    Returns:
-        Whether there was anything to draw.
-    """
+    """Draw kernels of each device in a few replayed calls in a row, and copies below them; see `draw_lengths`."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -401,54 +388,9 @@ def inference_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[
 
 
 def draw_inference(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draws what prompts and tokens take over the context, a panel per quantity.
-
-    Args:
-        rows: Of `bench inference`.
-        path: An .svg or .png.
-        note: Kept in an SVG as its description.
-
-    Returns:
-        Whether there was anything to draw.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    panels = inference_lines(rows)
-    if not panels:
-        return False
-    names = list(dict.fromkeys(label for lines in panels.values() for label in sorted(lines)))
-    ours = [name for name in names if not name.startswith("transformers")]
-    palette = ["#e5484d", "#f0883e", "#bf8700", "#a371f7", "#388bfd", "#2da44e", "#db61a2", "#6e40c9"]
-    colors = {name: palette[i % len(palette)] for i, name in enumerate(ours)}
-    ticks = sorted({n for lines in panels.values() for points in lines.values() for n, _ in points})
-    with mpl.rc_context(STYLE):
-        size = (3.1 * len(panels) + 0.4, 3.4)
-        figure, axes = plt.subplots(1, len(panels), figsize=size, squeeze=False)
-        for axis, (part, lines) in zip(axes[0], panels.items(), strict=True):
-            for name in names:
-                if name in lines:
-                    mine = name in colors
-                    axis.plot(
-                        *zip(*lines[name], strict=True),
-                        color=colors.get(name, INK),
-                        marker="o",
-                        markersize=3,
-                        linewidth=2.0 if mine else 1.2,
-                        label=name,
-                    )
-            axis.set_xscale("log", base=2)
-            if part == "first":
-                axis.set_yscale("log")
-            else:
-                axis.set_ylim(bottom=0)
-            axis.grid(color=INK, alpha=0.25, linewidth=0.6)
-            axis.set_title(INFERENCE[part][0], fontsize=9)
-            axis.set_ylabel(INFERENCE[part][1])
-            axis.set_xlabel("tokens of context")
-            axis.set_xticks(ticks, [thousands(n) for n in ticks])
-            axis.minorticks_off()
-        _finish(figure, _lines_in(axes), path, note)
-    return True
+    """Draw times of prompts and tokens over the context, a panel per quantity; see `draw_lengths`."""
+    panels = {(0, part): dict(sorted(lines.items())) for part, lines in inference_lines(rows).items()}
+    units = {part: unit for part, (_, unit) in INFERENCE.items()}
+    return _draw(
+        panels, path, note, lambda _, part: INFERENCE[part][0], "tokens of context", units, {}, {}, log=("first",)
+    )

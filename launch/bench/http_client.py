@@ -1,10 +1,10 @@
 """A client of OpenAI-compatible servers that asks for streamed completions and takes the time of each token.
 
 Each request has a connection of its own, and the clock starts when aiohttp is about to write the request to it: looking up the
-name, connecting and TLS are not in the time to the first token. A token has the time at which `iter_any` of aiohttp returns it, one
-turn of the event loop after its reading: on a busy core 0.1 ms late with one stream, and 1.0 ms (p95 1.6 to 2.4) with 32 whose tokens
-come at the same moment. 19,900 tokens per second took 21 to 23 us of a core per token; `server` reports how busy the client was.
-`return_token_ids` gives each token a chunk, even one that is no text yet.
+name, connecting and TLS are not in the time to the first token. A token has the time at which `iter_any` of aiohttp returns it,
+one turn of the event loop after its reading: on a busy core 0.1 ms late with one stream, and 1.0 ms (p95 1.6 to 2.4) with 32
+whose tokens come at the same moment. 19,900 tokens per second took 21 to 23 us of a core per token; `server` reports how busy the
+client was. `return_token_ids` gives each token a chunk, even one that is no text yet.
 """
 
 from __future__ import annotations
