@@ -23,7 +23,7 @@ def test_result_tables_of_the_readme_are_written_from_their_rows() -> None:
     assert done.returncode == 0, "run `python docs/results.py`"
 
 
-def test_the_readme_has_a_figure_or_a_link_for_what_it_leaves_to_the_page(results: ModuleType) -> None:
+def test_sections_that_the_readme_leaves_out_have_a_figure_or_a_link(results: ModuleType) -> None:
     text = "### One\n\nSaid.\n\n#### 2 GPUs\n\n| a |\n\n![b](docs/c.svg)\n\n#### More\n\nd\n\n#### generate()\n\ne"
     links = "[2 GPUs](docs/results.md#2-gpus), [generate()](docs/results.md#generate)"
     assert results.shortened(text) == f"### One\n\nSaid.\n\n![b](docs/c.svg)\n\n#### More\n\nd\n\nAnd: {links}."
@@ -34,13 +34,13 @@ def test_the_readme_has_a_figure_or_a_link_for_what_it_leaves_to_the_page(result
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"rows": []}', '{"machine": {}, "rows": []}'])
-def test_a_file_that_no_bench_wrote_is_named(results: ModuleType, content: str) -> None:
+def test_an_error_names_a_file_that_no_bench_wrote(results: ModuleType, content: str) -> None:
     (results.HERE / "results" / "check2.json").write_text(content)
     with pytest.raises(SystemExit, match=r"^error: docs/results/check2\.json must be "):
         results.correctness()
 
 
-def test_a_line_of_correctness_says_how_keys_moved_and_the_worst_of_each_dtype(results: ModuleType) -> None:
+def test_a_line_of_correctness_has_the_schedule_and_the_worst_of_each_dtype(results: ModuleType) -> None:
     rows = [{"dtype": "bf16", "ratio": 0.5}, {"dtype": "bf16", "ratio": 1.5}, {"dtype": "fp32", "ratio": 0.25}]
     _keep(results, "check1.json", "2026-01-01", rows)
     assert "| 1 | auto | 2 of 3 | 1.50 (2) | 0.25 (1) | 1 |" in results.correctness()
@@ -92,7 +92,7 @@ def test_a_problem_is_shown_from_the_last_run_that_measured_it(results: ModuleTy
     assert [(row["who"], row["tflops"], row["run"]) for row in rows] == [("fa4", 2.0, 1)]
 
 
-def test_other_shapes_say_their_mask_and_heads(results: ModuleType) -> None:
+def test_other_shapes_are_shown_with_mask_and_heads(results: ModuleType) -> None:
     rows = [_row("hopper", "forward", mask, group="masks") for mask in ("window", "documents")]
     rows += [_row("hopper", "backward", "causal", group="grouped", heads=32, kv_heads=4)]
     _keep(results, "kernels.json", "2026-01-01", rows)
@@ -167,7 +167,7 @@ def test_rings_and_peers_stand_in_one_line_per_problem(results: ModuleType) -> N
     assert not results.figures_are_true()
 
 
-def test_the_time_of_short_calls_is_told_and_drawn_of_the_most_gpus(results: ModuleType) -> None:
+def test_the_time_of_short_calls_is_shown_and_drawn_of_the_most_gpus(results: ModuleType) -> None:
     for size in (2, 4):
         rows = []
         for way, tokens in itertools.product(("both", "forward"), (2048, 1024)):
@@ -222,13 +222,28 @@ def test_runs_of_several_numbers_of_gpus_are_merged_into_scaling(results: Module
     assert results.figures_are_true()
 
 
-def test_rows_of_before_there_were_names_are_still_shown(results: ModuleType) -> None:
+def test_rows_without_names_are_still_shown(results: ModuleType) -> None:
     row = _ring_row("", 4, 1024)
     for name in ("who", "ours", "forward_alone_tflops", "both_alone_tflops", "forward_host_us", "both_host_us"):
         del row[name]
     _keep(results, "ring.json", "2026-01-01", [row])
     text = results.ring()
     assert "| causal | zigzag | 1024 | 32/8 | 500 / 500 | 450 (90%) / 400 (80%) |" in text
+
+
+def test_old_names_of_schedules_are_shown_as_the_present_ones(results: ModuleType) -> None:
+    old = ("gathered", "kept", "in_place", "staged")
+    _keep(results, "ring.json", "2026-01-01", [_ring_row(who, 4, 1024) for who in old])
+    names = "ringattn fused | ringattn fused, KV buffer | ringattn fused, saved KV | ringattn stepwise"
+    assert f"| kernel alone | {names} |" in results.ring()
+
+
+def test_softmax_is_shown_from_rows_of_bench_kernels(results: ModuleType) -> None:
+    names = ("share_of_copy", "torch_share_of_copy", "backward_share_of_copy", "torch_backward_share_of_copy")
+    row = {"group": "softmax", "dtype": "bf16", "n": 1024, **dict.fromkeys(names, 0.873)}
+    _keep(results, "kernels.json", "2026-01-01", [row, _row("hopper", "forward")])
+    assert "| bf16 | 1024 | 87% | 87% | 87% | 87% |" in results.softmax()
+    assert "softmax" not in results.kernels()
 
 
 def test_memory_shows_the_prediction_beside_the_peak(results: ModuleType) -> None:
@@ -246,7 +261,7 @@ def _model(who: str, n: int, **other: Any) -> dict[str, Any]:
     return {"world_size": 2, "seq_len": n, "layers": 8, "who": who, **shape, **measured, **other}
 
 
-def test_whole_models_have_a_line_per_attention_and_say_who_did_not_run(results: ModuleType) -> None:
+def test_whole_models_have_a_line_per_attention_and_reasons_of_those_that_did_not_run(results: ModuleType) -> None:
     assert results.models() == ""
     refused = {"world_size": 2, "seq_len": 4096, "layers": 8, "who": "torch_cp_alltoall", "refused": "out of memory"}
     refused |= {
@@ -331,7 +346,7 @@ def _server(part: str, clients: int, **other: Any) -> dict[str, Any]:
     return row | other
 
 
-def test_a_server_stands_by_requests_loads_and_latencies_and_says_how_it_was_started(results: ModuleType) -> None:
+def test_a_server_is_shown_by_requests_loads_and_latencies_with_its_flags(results: ModuleType) -> None:
     assert results.serving() == ""
     told = {"model": "llama", "parameters": 8.03e9, "dtype": "bfloat16", "graphs": 7, "flags": {"chunk": 4096}}
     rows = [_server("check", 64, prompts=8, differ=1)]

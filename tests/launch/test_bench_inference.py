@@ -73,7 +73,7 @@ def test_attention_over_fp8_is_right_at_its_size(dtype: str, tmp_path: Path) -> 
     assert last["kv_bytes"] == 2 * 131 * 2 * (2 * 16 + 2 * 4)  # a scale for each row of K and of V
 
 
-def test_what_the_time_does_not_allow_is_left_out_and_says_so(tmp_path: Path) -> None:
+def test_measurements_beyond_the_budget_have_a_row_with_the_reason(tmp_path: Path) -> None:
     assert _bench(str(tmp_path), "--lengths", "64", "--parts", "prefill", "attention", "--budget-s", "0") == 0
     first, *others = _rows(tmp_path)
     assert first["part"] == "bandwidth"

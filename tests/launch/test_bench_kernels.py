@@ -33,7 +33,7 @@ def _rows(tmp_path: Path, *words: str) -> dict[str, Any]:
     return json.loads((tmp_path / "kernels.json").read_text())
 
 
-def test_bench_kernels_says_who_was_refused_and_why(tmp_path: Path) -> None:
+def test_unsupported_contenders_have_a_row_with_the_reason(tmp_path: Path) -> None:
     groups = ["target", "masks", "grouped"]
     kept = _rows(tmp_path, "--who", "auto", "portable", "cudnn", "fa2", "flex", "fa4", "--groups", *groups)
     rows = kept["rows"]
@@ -54,7 +54,7 @@ def test_bench_kernels_says_who_was_refused_and_why(tmp_path: Path) -> None:
             assert row["kernels"] == "eager"
 
 
-def test_bench_kernels_fails_when_nobody_was_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_kernels_fails_when_nothing_was_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--who", "fa2", "portable", "--groups", "target", "--out", str(tmp_path)]
     assert bench.main([*SMALL, *words]) == 1
     assert capsys.readouterr().err.startswith(
@@ -72,7 +72,7 @@ def test_bench_kernels_fails_when_nobody_was_timed(tmp_path: Path, capsys: pytes
     assert not (tmp_path / "none").exists()
 
 
-def test_bench_kernels_leaves_out_what_the_budget_does_not_reach(tmp_path: Path) -> None:
+def test_problems_beyond_the_budget_have_a_row_with_the_reason(tmp_path: Path) -> None:
     assert bench.main([*SMALL, "--groups", "lengths", "--budget-s", "1e-9", "--out", str(tmp_path)]) == 1
     kept = json.loads((tmp_path / "kernels.json").read_text())
     assert {row["refused"] for row in kept["rows"]} == {"left out: 1e-09 s were over"}
@@ -81,7 +81,7 @@ def test_bench_kernels_leaves_out_what_the_budget_does_not_reach(tmp_path: Path)
     }
 
 
-def test_bench_kernels_gives_no_speed_to_a_wrong_answer(
+def test_wrong_kernels_have_no_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(eager, "forward", _off_by_a_little(eager.forward, "o"))
@@ -105,7 +105,7 @@ def test_softmax_is_a_group_whose_wrong_answers_have_no_speed(tmp_path: Path, mo
     assert all("wrong answer: y " in row["refused"] and "ours_gbps" not in row for row in rows)
 
 
-def test_a_peer_that_raises_stops_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_raises_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(inputs: workloads.Inputs) -> baselines.Contender:
         raise AssertionError("only SM100 is supported")
 
@@ -135,7 +135,7 @@ def test_a_peer_that_raises_stops_nobody_else(tmp_path: Path, monkeypatch: pytes
     }
 
 
-def test_what_matters_most_is_measured_first() -> None:
+def test_problems_are_ordered_by_importance() -> None:
     planned = kernels.schedule(bench.Kernels())
     groups = [group for group, _ in planned]
     assert list(dict.fromkeys(groups)) == list(kernels.GROUPS)

@@ -40,7 +40,7 @@ def test_every_attention_has_a_row_and_only_those_that_run_have_a_speed(pool, tm
             assert "step_s" not in row
 
 
-def test_a_process_by_itself_is_told_to_start_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_model_needs_a_process_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _bench(str(tmp_path)) == 1
     said = "error: bench model must run in ranks of torchrun, over which FSDP2 shards, got a process by itself; start it with"
     assert capsys.readouterr().err == f"{said} torchrun --nproc_per_node 1 -m ringattn.launch.bench model\n"
@@ -92,7 +92,7 @@ def _disagree() -> dict[str, str]:
 
 
 @pytest.mark.dist
-def test_who_computes_another_loss_is_wrong(pool) -> None:
+def test_an_attention_with_another_loss_has_no_speed(pool) -> None:
     for wrong in pool(2).run(_disagree):
         assert set(wrong) == {"ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"}
         assert wrong["ring_recomputed"].startswith("wrong ")

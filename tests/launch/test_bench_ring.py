@@ -116,7 +116,9 @@ def test_bench_ring_fails_when_none_of_its_rings_was_timed(
 
 
 @pytest.mark.parametrize("kind", ["ring", "ring --host"])
-def test_a_bench_without_a_ring_says_why(kind: str, monkeypatch: Any, tmp_path: Path, capsys: Any) -> None:
+def test_a_bench_without_a_ring_fails_with_the_reasons(
+    kind: str, monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("no GPUs")
 

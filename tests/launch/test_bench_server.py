@@ -171,7 +171,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_what_is_no_answer_says_why(failure: str):
+def test_a_failed_answer_has_its_reason(failure: str):
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
             self.request.recv(10_000)
@@ -353,7 +353,7 @@ def test_answers_that_differ_among_others_are_counted(tmp_path: Path, capsys: py
     assert f"{rows[0]['differ']} answers differ among others" in capsys.readouterr().out
 
 
-def test_a_server_that_refuses_some_is_red_and_says_how_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_failed_answers_are_counted_and_make_the_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ("--parts", "load", "--clients", "12", "--sample", "1")
     with serving(FakeRunner(pages=2000, step_s=0.02), running=4, waiting=2) as served:
         code, rows = run_bench(served.url, tmp_path, *words)
@@ -367,7 +367,7 @@ def test_a_server_that_refuses_some_is_red_and_says_how_many(tmp_path: Path, cap
     assert "status 429: " in errors
 
 
-def test_a_prompt_that_does_not_fit_is_left_out_and_says_so(tmp_path: Path):
+def test_a_prompt_that_does_not_fit_has_a_row_with_the_reason(tmp_path: Path):
     with serving(limits=Limits(length=40)) as served:
         code, rows = run_bench(served.url, tmp_path, "--parts", "alone")
         assert [row.get("refused") for row in rows[1:]] == [
@@ -422,7 +422,7 @@ def test_a_server_that_cannot_be_measured_is_named_and_nothing_is_written(
         ),
     ],
 )
-def test_json_of_another_server_is_no_crash(models: Any, state: Any, said: str):
+def test_unexpected_json_of_another_server_is_an_error_with_a_reason(models: Any, state: Any, said: str):
     class Other:
         url = "http://other"
 
@@ -435,7 +435,7 @@ def test_json_of_another_server_is_no_crash(models: Any, state: Any, said: str):
     assert said in str(caught.value)
 
 
-def test_without_aiohttp_it_says_what_to_install(
+def test_without_aiohttp_the_error_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
