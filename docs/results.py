@@ -74,6 +74,25 @@ def table(heads: list[str], rows: Iterable[list[object]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+Column = tuple[str, str] | Callable[[Row], object]
+
+
+def run_of(row: Row) -> int:
+    """Return the number of the run of a row."""
+    return row["run"] + 1
+
+
+def cell_of(row: Row | None, name: str, form: str) -> str:
+    """Return a number of a row; a dash where there is none."""
+    return "-" if row is None or row.get(name) is None else form.format(row[name])
+
+
+def table_of(rows: Iterable[Row], columns: dict[str, Column]) -> str:
+    """Return a table with a line per row; a column is a field with its format, or a function. Empty without rows."""
+    lines = [[one(row) if callable(one) else cell_of(row, *one) for one in columns.values()] for row in rows]
+    return table(list(columns), lines) if lines else ""
+
+
 def source(machine: Row) -> str:
     """Return the machine, versions, commit and command of a run as one line."""
     gpus = machine.get("gpus") or [machine.get("device")]
@@ -548,20 +567,17 @@ def memory() -> str:
         return "-" if value is None else f"{value:.2f}" if value < 1e6 else "does not fit"
 
     names = drawing().RING_NAMES
-    body = table(
-        ["tokens", "GPUs", "heads", "ring", "tensors GiB", "predicted GiB", "measured GiB"],
-        (
-            [
-                f"{row['seq_len']:,}",
-                row["world_size"],
-                heads(row),
-                names.get(row["who"], row["who"]),
-                size(row["tensors_gib"]),
-                size(row["predicted_gib"]),
-                size(row["peak_gib"]),
-            ]
-            for row in sorted(rows, key=lambda row: (row["seq_len"], -row["world_size"], row["kv_heads"]))
-        ),
+    body = table_of(
+        sorted(rows, key=lambda row: (row["seq_len"], -row["world_size"], row["kv_heads"])),
+        {
+            "tokens": ("seq_len", "{:,}"),
+            "GPUs": ("world_size", "{}"),
+            "heads": heads,
+            "ring": lambda row: names.get(row["who"], row["who"]),
+            "tensors GiB": lambda row: size(row["tensors_gib"]),
+            "predicted GiB": lambda row: size(row["predicted_gib"]),
+            "measured GiB": lambda row: size(row["peak_gib"]),
+        },
     )
     said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))
     return (
@@ -574,25 +590,15 @@ def softmax() -> str:
     """Bandwidth of the online softmax as a share of a device copy."""
     rows = [{**row, **run["machine"]} for run in runs_of("kernels") for row in run["rows"] if row["group"] == "softmax"]
     rows = [row for row in rows if "refused" not in row] or load("softmax.json")
-    body = table(
-        ["dtype", "row length", "online_softmax", "torch.softmax", "online backward", "torch backward"],
-        (
-            [
-                row["dtype"],
-                row["n"],
-                *(
-                    f"{100 * row[key]:.0f}%"
-                    for key in (
-                        "share_of_copy",
-                        "torch_share_of_copy",
-                        "backward_share_of_copy",
-                        "torch_backward_share_of_copy",
-                    )
-                ),
-            ]
-            for row in rows
-        ),
-    )
+    shares = {
+        "online_softmax": "share_of_copy",
+        "torch.softmax": "torch_share_of_copy",
+        "online backward": "backward_share_of_copy",
+        "torch backward": "torch_backward_share_of_copy",
+    }
+    columns: dict[str, Column] = {"dtype": ("dtype", "{}"), "row length": ("n", "{}")}
+    columns |= {name: lambda row, field=field: f"{100 * row[field]:.0f}%" for name, field in shares.items()}
+    body = table_of(rows, columns)
     return (
         "### Online softmax\n\nBytes per second, counted as two reads and one write of every element, as a share of a device "
         f"copy in the same run; above 100% where the second read hits the cache. {source(rows[0])}\n\n{body}"
@@ -611,32 +617,19 @@ def training() -> str:
     rows = training_rows(runs)
     if not rows:
         return ""
-    body = table(
-        [
-            "GPUs",
-            "context",
-            "loss, first step",
-            "loss, last step",
-            "tokens/s",
-            "MFU",
-            "exposed ms",
-            "GiB per GPU",
-            "run",
-        ],
-        (
-            [
-                row["world_size"],
-                f"{row['seq_len']:,}",
-                f"{row['losses'][0]:.4f}",
-                f"{row['losses'][-1]:.4f} ({row['steps']})",
-                f"{row['tokens_per_s']:,.0f}",
-                "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%",
-                cell_of(row, "exposed_ms", "{:.1f}"),
-                f"{max(row['peak_memory_mib']) / 1024:.1f}",
-                row["run"] + 1,
-            ]
-            for row in rows
-        ),
+    body = table_of(
+        rows,
+        {
+            "GPUs": ("world_size", "{}"),
+            "context": ("seq_len", "{:,}"),
+            "loss, first step": lambda row: f"{row['losses'][0]:.4f}",
+            "loss, last step": lambda row: f"{row['losses'][-1]:.4f} ({row['steps']})",
+            "tokens/s": ("tokens_per_s", "{:,.0f}"),
+            "MFU": lambda row: "-" if row["mfu"] is None else f"{100 * row['mfu']:.1f}%",
+            "exposed ms": ("exposed_ms", "{:.1f}"),
+            "GiB per GPU": lambda row: f"{max(row['peak_memory_mib']) / 1024:.1f}",
+            "run": run_of,
+        },
     )
     shown = {row["run"] for row in rows}
     said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs) if index in shown)
@@ -672,38 +665,23 @@ def models() -> str:
         return ""
     names = drawing().RING_NAMES
     first = rows[0]
-    body = table(
-        [
-            "GPUs",
-            "context",
-            "layers",
-            "attention",
-            "seconds per step",
-            "tokens/s per GPU",
-            "MFU",
-            "GiB per GPU",
-            "run",
-        ],
-        (
-            [
-                row["world_size"],
-                f"{row['seq_len']:,}",
-                row["layers"],
-                names.get(row["who"], row["who"]),
-                *(
-                    [row["refused"], "", "", ""]
-                    if "refused" in row
-                    else [
-                        f"{row['step_s']:.2f}",
-                        f"{row['tokens_per_s_per_gpu']:,.0f}",
-                        "-" if row["mfu_percent"] is None else f"{row['mfu_percent']:.1f}%",
-                        "-" if row["peak_gib"] is None else f"{row['peak_gib']:.1f}",
-                    ]
-                ),
-                row["run"] + 1,
-            ]
-            for row in rows
-        ),
+
+    def timed(name: str, form: str) -> Callable[[Row], str]:
+        return lambda row: "" if "refused" in row else cell_of(row, name, form)
+
+    body = table_of(
+        rows,
+        {
+            "GPUs": ("world_size", "{}"),
+            "context": ("seq_len", "{:,}"),
+            "layers": ("layers", "{}"),
+            "attention": lambda row: names.get(row["who"], row["who"]),
+            "seconds per step": lambda row: row["refused"] if "refused" in row else f"{row['step_s']:.2f}",
+            "tokens/s per GPU": timed("tokens_per_s_per_gpu", "{:,.0f}"),
+            "MFU": timed("mfu_percent", "{:.1f}%"),
+            "GiB per GPU": timed("peak_gib", "{:.1f}"),
+            "run": run_of,
+        },
     )
     said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs))
     text = (
@@ -726,25 +704,27 @@ def inference_rows(runs: list[Any]) -> list[Row]:
     return sorted(rows, key=lambda row: tuple(row.get(name) or 0 for name in order))
 
 
-def cell_of(row: Row | None, name: str, form: str) -> str:
-    """Return a number of a row; a dash where there is none."""
-    return "-" if row is None or row.get(name) is None else form.format(row[name])
-
-
 def table_of_prompts(rows: list[Row]) -> str:
     """Time to first token, ours and transformers'."""
     peers = {(row["seq_len"], row["layers"]): row for row in rows if row.get("who") == "transformers"}
-    lines = []
-    for row in rows:
-        if row["part"] == "first" and "ttft_s" in row:
-            peer = peers.get((row["seq_len"], row["layers"]))
-            line = [row["world_size"], f"{row['seq_len']:,}", row["layers"], f"{row['chunk']:,}"]
-            line += [cell_of(row, "ttft_s", "{:.2f}"), cell_of(row, "tokens_per_s", "{:,.0f}")]
-            line += [cell_of(row, "tflops", "{:.0f}"), cell_of(row, "mfu_percent", "{:.1f}%")]
-            line += [cell_of(peer, "ttft_s", "{:.2f}"), cell_of(row, "peak_gib", "{:.1f}"), row["run"] + 1]
-            lines.append(line)
-    columns = ["GPUs", "context", "layers", "chunk", "seconds", "tokens/s", "TFLOP/s per GPU", "MFU"]
-    return table([*columns, "transformers, 1 GPU, s", "GiB per GPU", "run"], lines) if lines else ""
+    return table_of(
+        (row for row in rows if row["part"] == "first" and "ttft_s" in row),
+        {
+            "GPUs": ("world_size", "{}"),
+            "context": ("seq_len", "{:,}"),
+            "layers": ("layers", "{}"),
+            "chunk": ("chunk", "{:,}"),
+            "seconds": ("ttft_s", "{:.2f}"),
+            "tokens/s": ("tokens_per_s", "{:,.0f}"),
+            "TFLOP/s per GPU": ("tflops", "{:.0f}"),
+            "MFU": ("mfu_percent", "{:.1f}%"),
+            "transformers, 1 GPU, s": lambda row: cell_of(
+                peers.get((row["seq_len"], row["layers"])), "ttft_s", "{:.2f}"
+            ),
+            "GiB per GPU": ("peak_gib", "{:.1f}"),
+            "run": run_of,
+        },
+    )
 
 
 def table_of_prompt_attention(rows: list[Row]) -> str:
@@ -803,72 +783,54 @@ def table_of_tokens(rows: list[Row]) -> str:
 def table_of_generate(rows: list[Row]) -> str:
     """`generate`, ours and transformers' own."""
     names = {"ringattn": "ringattn", "transformers": "transformers, sdpa"}
-    lines = [
-        [
-            row["world_size"] if row["who"] == "ringattn" else 1,
-            f"{row['seq_len']:,}",
-            row["layers"],
-            names[row["who"]],
-            cell_of(row, "ttft_s", "{:.2f}"),
-            cell_of(row, "ms_per_token", "{:.2f}"),
-            row["run"] + 1,
-        ]
-        for row in rows
-        if row["part"] == "generate" and "ttft_s" in row
-    ]
-    columns = ["GPUs", "context", "layers", "cache and attention", "first token s", "ms per token", "run"]
-    return table(columns, lines) if lines else ""
+    return table_of(
+        (row for row in rows if row["part"] == "generate" and "ttft_s" in row),
+        {
+            "GPUs": lambda row: row["world_size"] if row["who"] == "ringattn" else 1,
+            "context": ("seq_len", "{:,}"),
+            "layers": ("layers", "{}"),
+            "cache and attention": lambda row: names[row["who"]],
+            "first token s": ("ttft_s", "{:.2f}"),
+            "ms per token": ("ms_per_token", "{:.2f}"),
+            "run": run_of,
+        },
+    )
 
 
 def table_of_cached_attention(rows: list[Row]) -> str:
     """One layer's attention over the cache beside its bytes."""
-    lines = [
-        [
-            row["world_size"],
-            f"{row['seq_len']:,}",
-            kept_in(row.get("kv_dtype"), row),
-            row["batch"],
-            f"{row['us_per_layer']:.1f}{'' if row['how'] == 'graph' else '*'}",
-            f"{row['bound_us']:.1f}",
-            f"{row['ratio']:.2f}",
-            f"{row['ratio_with_15us']:.2f}",
-            f"{row['goal_us']:.1f}, {'met' if row['goal_met'] else 'missed'}",
-            row["run"] + 1,
-        ]
-        for row in rows
-        if row["part"] == "attention" and "us_per_layer" in row
-    ]
-    columns = [
-        "GPUs",
-        "context",
-        "K/V",
-        "batch",
-        "us per layer",
-        "bytes / bandwidth us",
-        "ratio",
-        "ratio with 15 us more",
-    ]
-    return table([*columns, "goal us", "run"], lines) if lines else ""
+    return table_of(
+        (row for row in rows if row["part"] == "attention" and "us_per_layer" in row),
+        {
+            "GPUs": ("world_size", "{}"),
+            "context": ("seq_len", "{:,}"),
+            "K/V": lambda row: kept_in(row.get("kv_dtype"), row),
+            "batch": ("batch", "{}"),
+            "us per layer": lambda row: f"{row['us_per_layer']:.1f}{'' if row['how'] == 'graph' else '*'}",
+            "bytes / bandwidth us": ("bound_us", "{:.1f}"),
+            "ratio": ("ratio", "{:.2f}"),
+            "ratio with 15 us more": ("ratio_with_15us", "{:.2f}"),
+            "goal us": lambda row: f"{row['goal_us']:.1f}, {'met' if row['goal_met'] else 'missed'}",
+            "run": run_of,
+        },
+    )
 
 
 def table_of_throughput(rows: list[Row]) -> str:
     """Tokens per second by batch, and which batch is the largest within the latency."""
-    lines = [
-        [
-            row["world_size"],
-            f"{row['seq_len']:,}",
-            row["layers"],
-            f"**{row['batch']}**" if row.get("largest") else row["batch"],
-            f"{row['ms_per_token']:.2f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{'yes' if row['within'] else 'no'} ({row['latency_ms']:g} ms)",
-            row["run"] + 1,
-        ]
-        for row in rows
-        if row["part"] == "throughput" and "ms_per_token" in row
-    ]
-    columns = ["GPUs", "context", "layers", "batch", "ms per token", "tokens/s", "within the latency", "run"]
-    return table(columns, lines) if lines else ""
+    return table_of(
+        (row for row in rows if row["part"] == "throughput" and "ms_per_token" in row),
+        {
+            "GPUs": ("world_size", "{}"),
+            "context": ("seq_len", "{:,}"),
+            "layers": ("layers", "{}"),
+            "batch": lambda row: f"**{row['batch']}**" if row.get("largest") else row["batch"],
+            "ms per token": ("ms_per_token", "{:.2f}"),
+            "tokens/s": ("tokens_per_s", "{:,.0f}"),
+            "within the latency": lambda row: f"{'yes' if row['within'] else 'no'} ({row['latency_ms']:g} ms)",
+            "run": run_of,
+        },
+    )
 
 
 def inference() -> str:
@@ -962,69 +924,60 @@ def server_told(machine: Row) -> str:
     return f"{machine['model']} ({machine['parameters'] / 1e9:.2f} billion parameters, {machine['dtype']}), {graphs}, {flags}"
 
 
-def with_p95(row: Row, name: str, form: str) -> str:
-    """The median and the 95th percentile of a time."""
-    return f"{cell_of(row, f'{name}_ms', form)} / {cell_of(row, f'{name}_p95_ms', form)}"
+def with_p95(name: str, form: str) -> Callable[[Row], str]:
+    """Return a column of the median and the 95th percentile of a time."""
+    return lambda row: f"{cell_of(row, f'{name}_ms', form)} / {cell_of(row, f'{name}_p95_ms', form)}"
 
 
 def table_of_lone_requests(rows: list[Row]) -> str:
     """One request at a time."""
-    lines = [
-        [
-            cell_of(row, "world_size", "{}"),
-            row["model"],
-            f"{row['context']:,}{' again' if row.get('reuse') else ''}",
-            with_p95(row, "ttft", "{:,.1f}"),
-            with_p95(row, "tpot", "{:.2f}"),
-            cell_of(row, "gap_p99_ms", "{:.2f}"),
-            row["run"] + 1,
-        ]
-        for row in rows
-        if row["part"] == "alone" and "refused" not in row
-    ]
-    columns = ["GPUs", "model", "tokens of prompt", "first token ms", "ms per token", "p99 between tokens ms", "run"]
-    return table(columns, lines) if lines else ""
+    return table_of(
+        (row for row in rows if row["part"] == "alone" and "refused" not in row),
+        {
+            "GPUs": ("world_size", "{}"),
+            "model": ("model", "{}"),
+            "tokens of prompt": lambda row: f"{row['context']:,}{' again' if row.get('reuse') else ''}",
+            "first token ms": with_p95("ttft", "{:,.1f}"),
+            "ms per token": with_p95("tpot", "{:.2f}"),
+            "p99 between tokens ms": ("gap_p99_ms", "{:.2f}"),
+            "run": run_of,
+        },
+    )
 
 
 def table_of_loads(rows: list[Row]) -> str:
     """Many clients at once."""
-    lines = [
-        [
-            cell_of(row, "world_size", "{}"),
-            row["model"],
-            row["clients"],
-            "{} to {}, {}".format(*row["prompt_lengths"], row["tokens"]),
-            f"{row['requests_per_s']:.2f}",
-            f"{row['tokens_per_s']:,.0f}",
-            with_p95(row, "ttft", "{:,.1f}"),
-            with_p95(row, "tpot", "{:.2f}"),
-            row["failed"],
-            row["run"] + 1,
-        ]
-        for row in rows
-        if row["part"] == "load"
-    ]
-    columns = ["GPUs", "model", "clients", "tokens of prompts, new", "requests/s", "tokens/s", "first token ms"]
-    return table([*columns, "ms per token", "failed", "run"], lines) if lines else ""
+    return table_of(
+        (row for row in rows if row["part"] == "load"),
+        {
+            "GPUs": ("world_size", "{}"),
+            "model": ("model", "{}"),
+            "clients": ("clients", "{}"),
+            "tokens of prompts, new": lambda row: "{} to {}, {}".format(*row["prompt_lengths"], row["tokens"]),
+            "requests/s": ("requests_per_s", "{:.2f}"),
+            "tokens/s": ("tokens_per_s", "{:,.0f}"),
+            "first token ms": with_p95("ttft", "{:,.1f}"),
+            "ms per token": with_p95("tpot", "{:.2f}"),
+            "failed": ("failed", "{}"),
+            "run": run_of,
+        },
+    )
 
 
 def table_of_held_latencies(rows: list[Row]) -> str:
-    """Clients by the latency that they have, and which number is the largest within it."""
-    lines = [
-        [
-            cell_of(row, "world_size", "{}"),
-            row["model"],
-            f"**{row['clients']}**" if row["largest"] else row["clients"],
-            cell_of(row, "tpot_p95_ms", "{:.2f}"),
-            f"{row['tokens_per_s']:,.0f}",
-            f"{'yes' if row['within'] else 'no'} ({row['latency_ms']:g} ms)",
-            row["run"] + 1,
-        ]
-        for row in rows
-        if row["part"] == "latency"
-    ]
-    columns = ["GPUs", "model", "clients", "ms per token, p95", "tokens/s", "within the latency", "run"]
-    return table(columns, lines) if lines else ""
+    """Clients by their time per token; the largest number within the latency is bold."""
+    return table_of(
+        (row for row in rows if row["part"] == "latency"),
+        {
+            "GPUs": ("world_size", "{}"),
+            "model": ("model", "{}"),
+            "clients": lambda row: f"**{row['clients']}**" if row["largest"] else row["clients"],
+            "ms per token, p95": ("tpot_p95_ms", "{:.2f}"),
+            "tokens/s": ("tokens_per_s", "{:,.0f}"),
+            "within the latency": lambda row: f"{'yes' if row['within'] else 'no'} ({row['latency_ms']:g} ms)",
+            "run": run_of,
+        },
+    )
 
 
 def serving() -> str:
