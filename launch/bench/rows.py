@@ -9,7 +9,7 @@ from typing import Any
 from ringattn.launch.runtime.session import Keep, Session, table
 
 _ANSWERS = "ttft_ms ttft_p95_ms tpot_ms tpot_p95_ms gap_p95_ms gap_p99_ms failed cached_tokens client_busy_percent"
-_LOADS = f"answers seconds requests_per_s tokens_per_s {_ANSWERS}"
+_LOADS = f"answers requests_per_s tokens_per_s {_ANSWERS}"
 _DECODED = "world_size seq_len layers batch how ms_per_token"
 _TOKENS = f"{_DECODED} worst_ms tokens_per_s bound_ms ratio"
 _DIRECTIONS = " ".join(
