@@ -1,4 +1,4 @@
-"""`check` is red when something is wrong, and says what."""
+"""`check` is red when something is wrong, and prints where."""
 
 from __future__ import annotations
 
@@ -111,16 +111,16 @@ def test_check_is_red_when_nothing_was_checked(capsys: pytest.CaptureFixture[str
 
 
 def test_nan_is_outside_every_budget() -> None:
-    case = check.Case("x", "fp32", 3)
+    session, case = Session(0, 1, torch.device("cpu"), None), check.Case("x", "fp32", 3)
     exact = torch.zeros(3, dtype=torch.float64)
     standard: check.Standard = {"o": (exact, Budget(1.0, 1.0))}
     for wrong in (math.nan, math.inf, -math.inf):
         x = torch.tensor([0.0, wrong, 0.0])
-        finding = check.examine(case, "zigzag", lambda x=x: ({"o": x}, lambda x, name: x), standard)
+        finding = check.examine("zigzag", lambda x=x: ({"o": x}, lambda x, name: x), standard)
         assert finding.ratios["o"] > 1
-        verdict = check.agree(Session(0, 1, torch.device("cpu"), None), [finding], [])
+        verdict = check.Verdict(check.merge_findings(session, case, [finding]))
         assert [row["tensor"] for row in verdict.red] == ["o"]
-    assert Session(0, 1, torch.device("cpu"), None).maximum([math.nan, 1.0]) == [math.inf, 1.0]
+    assert session.maximum([math.nan, 1.0]) == [math.inf, 1.0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -136,8 +136,8 @@ def test_every_layout_meets_every_mask_and_option(make: Any, world_size: int, de
     assert {"keys", "queries"} <= {case.backward for case in cases}
 
 
-def test_compilers_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(check, "SAY_SECONDS", 0.2)
+def test_progress_of_compiling_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(check, "PROGRESS_SECONDS", 0.2)
     shares = [subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({s})"]) for s in (0, 1)]
     check.wait_for(shares, Session(0, 1, torch.device("cpu"), None))
     said = capsys.readouterr().out.splitlines()
@@ -148,7 +148,7 @@ def test_compilers_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_few_kernels_are_compiled_by_default(device: str) -> None:
-    # each differs in dozens of kernels, and sixteen processes share them: a newcomer waits a minute for these
+    # each differs in dozens of kernels, and sixteen processes share them: a first run waits a minute for these
     args, session = check.CheckArgs(), Session(0, 1, torch.device("cpu"), None)
     cases = list(check.default_cases(4, device))
     assert len(check.distinct_kernels(cases, args, session)) <= 16
