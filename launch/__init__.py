@@ -22,15 +22,7 @@ BENCHES = ("kernels", "ring", "model", "inference", "server")
 
 
 def _check_command(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
-    """Ends a process that runs a module of this package which is no command.
-
-    Args:
-        argv: `sys.argv`, whose first word is -m while Python looks for the module that it will run.
-        orig_argv: `sys.orig_argv`, which has the module's name.
-
-    Raises:
-        SystemExit: Says what to run instead.
-    """
+    """Ends a process that runs a module of this package which is no command."""
     if argv[:1] != ["-m"] or len(orig_argv) <= len(argv):
         return
     flags, here, rest = orig_argv[-len(argv)].partition(__name__)  # flags: python -mNAME

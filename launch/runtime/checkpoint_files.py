@@ -1,7 +1,4 @@
-"""Configurations and weights of transformers' models, whole or not at all.
-
-Owns what is said of those that are not there or cannot be read. Refuses to know what the model is for.
-"""
+"""Configurations and weights of transformers' models, read whole or refused."""
 
 from __future__ import annotations
 
@@ -14,14 +11,7 @@ from ringattn.launch.runtime.distributed import Refusal
 
 
 def read_config(path: str) -> Any:
-    """The configuration of a model.
-
-    Args:
-        path: A config.json, or a folder with one. Nothing is fetched, and no code is run.
-
-    Raises:
-        Refusal: transformers cannot read it.
-    """
+    """The configuration of a model."""
     from transformers import AutoConfig
 
     place = str(Path(path).expanduser())
@@ -39,16 +29,7 @@ def has_weights(place: Path) -> bool:
 
 
 def read_model(folder: Path, **options: Any) -> Any:
-    """The causal language model of a folder, all of whose weights are there.
-
-    Args:
-        folder: Where it is. Nothing is fetched, and no code in it is run.
-        options: Of transformers' `from_pretrained`.
-
-    Raises:
-        Refusal: Files cannot be read or are not of this model, or weights of it are in none: transformers would draw them at
-            random, and go on.
-    """
+    """The causal language model of a folder, all of whose weights are there."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from ringattn.launch.runtime.distributed import Rank, Refusal, join_ranks
+from ringattn.launch.runtime.distributed import Rank, Refusal, init_ranks
 from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.runtime.session import Session, machine
 from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, raise_file_limit
@@ -94,7 +94,7 @@ def run_rank(args: ServeArgs) -> int:
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with join_ranks(args.device, args.timeout) as rank, contextlib.ExitStack() as stack:
+        with init_ranks(args.device, args.timeout) as rank, contextlib.ExitStack() as stack:
             fatal_exit = FatalExit(rank)
             channel = RankChannel(rank, args.timeout)
             stack.callback(channel.close)

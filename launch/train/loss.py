@@ -30,14 +30,8 @@ def cross_entropy_sum(
     """The sum over rows of -ln softmax(hidden @ weight.T)[target], in fp32 (Note [Chunks]); differentiable once.
 
     Args:
-        hidden: Rows, `... dim`.
-        weight: The output projection, `vocab dim`, in the dtype of hidden.
-        targets: One token per row, `...` int64; rows of `IGNORED` count nothing.
         softcap: Logits become `softcap * tanh(logit / softcap)` first; 0.0 for none.
         chunk_elements: How many logits may exist at a time; at least one row's.
-
-    Returns:
-        A scalar, fp32; 0 where there are no rows.
     """
     total: Tensor = _CrossEntropySum.apply(hidden.flatten(0, -2), weight, targets.flatten(), softcap, chunk_elements)  # type: ignore[assignment]
     return total

@@ -74,12 +74,7 @@ def peak_memory_mib(device: torch.device, so_far: float) -> float:
 
 
 class ForwardFlops:
-    """Counts FLOPs inside `with`, in this process, separately for attention and for everything else.
-
-    Attributes:
-        attention: FLOPs of this package's operators.
-        others: All other FLOPs.
-    """
+    """Counts FLOPs inside `with`, in this process, separately for attention and for everything else."""
 
     attention = 0
     others = 0
@@ -102,9 +97,6 @@ class AttentionTimer(TorchDispatchMode):
     """Times the attention operators of what runs inside `with`, forward and backward, on the GPU (Note [Exposed communication]).
 
     Keep one for the whole run: it caches the time of a visible pair without communication.
-
-    Args:
-        group: A process group of this rank alone.
     """
 
     def __init__(self, group: Any) -> None:
@@ -144,16 +136,7 @@ class AttentionTimer(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Timed:
-    """One call of an operator.
-
-    Attributes:
-        name: "forward" or "backward".
-        begin: Before it.
-        end: After it.
-        pairs: Visible pairs that it computed.
-        widths: Of q, k and v: heads and width of a head.
-        dtype: Of q.
-    """
+    """One call of an operator."""
 
     name: str
     begin: torch.cuda.Event

@@ -29,16 +29,7 @@ class ModelConfig:
     """The shape of a model.
 
     Attributes:
-        dim: Width of the residual stream.
-        num_layers: Blocks.
-        num_heads: Query heads.
-        num_kv_heads: Key/value heads; divides num_heads.
-        head_dim: Width of a head; even.
-        mlp_dim: Hidden width of SwiGLU.
-        vocab_size: Tokens in the vocabulary.
         window: Each token sees the last `window` tokens, itself among them; None: all before it.
-        rope_theta: Base of the rotary frequencies.
-        tie_embeddings: Whether the output projection is the embedding.
     """
 
     dim: int
@@ -81,11 +72,6 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
 
     Frequency i is `theta ** (-2 i / d)` (Su et al., "RoFormer", equation 15). Angles are made in fp64: at position
     1,000,000 an fp32 angle is wrong by hundredths of a radian.
-
-    Args:
-        positions: Of the rows, `s`.
-        head_dim: Width of a head.
-        theta: Base of the frequencies.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.to(torch.float64)[:, None] * theta**-exponents
@@ -172,12 +158,7 @@ def _selective_contexts() -> tuple[Any, Any]:
 
 
 def recompute_(blocks: Sequence[nn.Module], how: str) -> None:
-    """Makes the backward recompute blocks instead of keeping what is inside them.
-
-    Args:
-        blocks: Modules whose forward is a function of its arguments.
-        how: "none"; "selective", everything but attention; "full", everything.
-    """
+    """Makes the backward recompute blocks instead of keeping what is inside them."""
     if how == "none":
         return
     options = {"context_fn": _selective_contexts} if how == "selective" else {}
@@ -187,11 +168,7 @@ def recompute_(blocks: Sequence[nn.Module], how: str) -> None:
 
 
 class Transformer(nn.Module):
-    """Tokens of one shard to the logits of the tokens after them, or to their loss.
-
-    Args:
-        config: The shape of the model.
-    """
+    """Tokens of one shard to the logits of the tokens after them, or to their loss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -221,17 +198,7 @@ class Transformer(nn.Module):
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
     def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
-        """The logits of this rank's rows, or their loss.
-
-        Args:
-            tokens: `b s` integers, the rows of `sharding` that this rank holds.
-            sharding: Who holds which positions; gives the positions, from each document's start, that RoPE turns by.
-            targets: `b s`: the token after each row, or `IGNORED`.
-
-        Returns:
-            `b s vocab_size`, row x predicting the token after the global position of row x; with targets the sum of
-            their losses, natural log, fp32.
-        """
+        """The logits of this rank's rows, or their loss."""
         positions = document_positions(sharding).to(tokens.device)
         cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
         x = self.embedding(tokens)

@@ -28,13 +28,6 @@ import ringattn
 def mesh_sizes(text: str | None, world_size: int | None) -> tuple[int, int]:
     """The sizes of dp and cp that a flag asks for.
 
-    Args:
-        text: "dp=2,cp=2", either of them alone, or None: all ranks on cp.
-        world_size: Ranks in all; None: whatever the flag says, the absent size being 1.
-
-    Raises:
-        ValueError: The text says something else, or its product is not the number of ranks.
-
     Example:
         >>> mesh_sizes("dp=2", 8), mesh_sizes(None, 4), mesh_sizes("cp=2,dp=3", None)
         ((2, 4), (1, 4), (3, 2))
@@ -64,10 +57,7 @@ class Parallel:
 
     Attributes:
         dp: Groups of different sequences.
-        dp_rank: This rank's group.
-        ring: The ranks that share its sequences.
         all_ranks: All ranks, as a mesh of one dimension: parameters are sharded over it.
-        device: Where this rank computes.
     """
 
     dp: int
@@ -94,13 +84,7 @@ class Parallel:
 
 
 def make_parallel(device: torch.device, text: str | None = None, timeout_s: float = 600.0) -> Parallel:
-    """Build the mesh of all ranks. A collective; the process group must exist.
-
-    Args:
-        device: Where this rank computes.
-        text: As in `mesh_sizes`.
-        timeout_s: Seconds after which ranks of a ring that wait for each other give up.
-    """
+    """Build the mesh of all ranks. A collective; the process group must exist."""
     world_size = dist.get_world_size()
     dp, cp = mesh_sizes(text, world_size)
     mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
@@ -137,13 +121,6 @@ def shard_model_(
 
     Parameters, gradients and optimiser state stay float32; a unit is gathered in `dtype` where it is used. Gradients are
     *added* over ranks in float32, not averaged.
-
-    Args:
-        model: The whole, on any device; equal on all ranks. Each keeps its part.
-        blocks: The submodules that are gathered one at a time.
-        all_ranks: The ranks.
-        dtype: Of the computation.
-        reshard: Whether a block's gathered parameters are dropped between forward and backward.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,

@@ -23,11 +23,7 @@ NUM_BYTES = 256
 
 
 def check_model(path: str) -> None:
-    """Refuse a path that is neither a configuration nor a folder with one.
-
-    Raises:
-        Refusal: There is no such file, or no config.json in the folder.
-    """
+    """Refuse a path that is neither a configuration nor a folder with one."""
     place = Path(path).expanduser()
     if not (place.is_file() or (place / "config.json").is_file()):
         raise Refusal(f"model must be a config.json or a folder with one, got {path}; download it first")
@@ -54,12 +50,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 class CausalLM(nn.Module):
-    """Causal language model of transformers with the interface of `model.Transformer`.
-
-    Args:
-        model: The model, with ring attention.
-        softcap: Of its logits; 0.0 for none.
-    """
+    """Causal language model of transformers with the interface of `model.Transformer`."""
 
     def __init__(self, model: Any, softcap: float) -> None:
         super().__init__()
@@ -87,16 +78,6 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
     """Build the model of a folder with its weights, or with random ones that depend on the seed and the device type only.
 
     Random weights are made on the device, whole; weights of a folder are read into host memory.
-
-    Args:
-        path: A folder, or a config.json.
-        seed: Of random weights.
-        device: Of the training.
-        vocabulary: Number of different tokens in the data.
-
-    Raises:
-        Refusal: transformers cannot build the model, weights are missing, the vocabulary is too small, or the logits are not
-            the last rows times the output embedding.
     """
     from transformers import AutoModelForCausalLM
 

@@ -58,16 +58,7 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
-    """Return the checkpoint to resume from, the same on every rank, or None for a new run.
-
-    Args:
-        resume: "auto", "never" or a checkpoint. A run that is restarted after a rank died resumes its own, if it has any.
-        out: The folder of the run.
-        rank: This rank.
-
-    Raises:
-        Refusal: The checkpoint does not exist or is damaged, or the folder has checkpoints of another run.
-    """
+    """Return the checkpoint to resume from, the same on every rank, or None for a new run."""
     found = len(rank.broadcast([path.name for path in list_checkpoints(out)]))
     old = rank.broadcast(sorted(path.name for path in out.glob("step-*.pt")))
     if old and not found:
@@ -105,16 +96,7 @@ def _is_same_or_earlier(path: Path, chosen: Path) -> bool:
 
 
 def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> list[str]:
-    """Return descriptions of the flags that changed since a checkpoint; refuse changes that a run cannot resume with.
-
-    Args:
-        config: The flags now.
-        corpus: The data now.
-        facts: Those of the checkpoint.
-
-    Raises:
-        Refusal: The model or the data has changed.
-    """
+    """Return descriptions of the flags that changed since a checkpoint; refuse changes that a run cannot resume with."""
     before, now = facts["config"], dataclasses.asdict(config)
     shape = {field.name for field in dataclasses.fields(ModelConfig)} | {"model"}
     for name in sorted(shape & before.keys()):
@@ -144,20 +126,7 @@ def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> li
 def compare_results(
     single: Sequence[StepResult], ring: Sequence[StepResult], world_size: int, dtype: torch.dtype
 ) -> str:
-    """Compare the first steps on one rank with those on the ring.
-
-    Args:
-        single: Steps of one rank.
-        ring: The same steps of the ring.
-        world_size: Ranks of the ring.
-        dtype: Of the computation.
-
-    Returns:
-        A table.
-
-    Raises:
-        Refusal: A loss or a gradient norm differs by more than rounding; the message holds the table.
-    """
+    """Compare the first steps on one rank with those on the ring."""
     columns = ["loss, 1", f"loss, {world_size}", "difference", "norm, 1", f"norm, {world_size}", "difference"]
     lines = [
         f"first steps on 1 rank and on {world_size} ranks (loss in nats, norm of the gradient)",
@@ -180,16 +149,7 @@ def compare_results(
 
 
 class Run:
-    """State of a run on one rank: flags, data, trainer and progress.
-
-    Args:
-        config: The flags.
-        rank: This rank.
-        corpus: The data.
-
-    Raises:
-        Refusal: The flags, the data or the folder do not allow a run. Raised on every rank.
-    """
+    """State of a run on one rank: flags, data, trainer and progress."""
 
     def __init__(self, config: Config, rank: Rank, corpus: Corpus) -> None:
         self.config, self.rank = config, rank
@@ -262,11 +222,7 @@ class Run:
         return self.rank.lead(lambda: self._run_single_rank(count)) or []
 
     def _run_single_rank(self, count: int) -> list[StepResult]:
-        """Run the first `count` steps on this rank only; empty when its memory is too small.
-
-        Raises:
-            Refusal: A loss or a gradient is not finite.
-        """
+        """Run the first `count` steps on this rank only; empty when its memory is too small."""
         steps = []
         batches = [self.batches.training(step) for step in range(count)]
         lrs = [self.config.lr_at(step) for step in range(count)]
@@ -349,11 +305,7 @@ class Run:
         return result, seconds, max(exposed, default=None)
 
     def train(self) -> bool:
-        """Run the remaining steps.
-
-        Returns:
-            Whether all are done; False when the run was interrupted.
-        """
+        """Run the remaining steps."""
         from tqdm import tqdm
 
         config, world_size = self.config, self.rank.world_size

@@ -42,16 +42,8 @@ class Recipe:
     """Training options of a model, without its data.
 
     Attributes:
-        seed: Of the initialisation, and of dropout where the model has any.
-        layout: Of the sequence shards.
         separator: The last token of each document, when attention stays inside documents; None: it does not.
-        accumulate: Micro-batches of a step.
-        dtype: float32, or bfloat16 for all but parameters, gradients, statistics and the loss.
         recompute: Activations that the backward recomputes: "none"; "selective", everything but attention; "full", everything.
-        reshard: Whether gathered parameters are dropped between forward and backward.
-        compile: Whether blocks are compiled.
-        weight_decay: Of matrices.
-        max_grad_norm: Gradients are scaled down to this norm.
         window: Tokens that each token sees, for balancing work and counting it; None: all before it.
     """
 
@@ -73,8 +65,6 @@ class StepResult:
     """Result of a step, the same on every rank.
 
     Attributes:
-        loss: Mean over all tokens, natural log, before the update.
-        grad_norm: Of the whole gradient, before clipping.
         sums: The values passed to the step, summed over ranks.
     """
 
@@ -84,13 +74,7 @@ class StepResult:
 
 
 class Trainer:
-    """A model sharded over the ranks, and the rows of this one.
-
-    Args:
-        build: Makes the model, equal on every rank: a module with the interface of `Transformer`.
-        recipe: Of the training.
-        parallel: The ranks.
-    """
+    """A model sharded over the ranks, and the rows of this one."""
 
     def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, parallel: Parallel) -> None:
         self.recipe, self.parallel = recipe, parallel
@@ -119,11 +103,7 @@ class Trainer:
         return self.ring.sharding(n, layout, rows.documents, balance=balance)
 
     def micro_batches(self, windows: Tensor) -> Iterator[Rows]:
-        """Yield the rows of this rank's ring, one micro-batch at a time (Note [Rows]).
-
-        Raises:
-            ValueError: The windows cannot be split evenly.
-        """
+        """Yield the rows of this rank's ring, one micro-batch at a time (Note [Rows])."""
         parts = self.recipe.accumulate * self.parallel.dp
         if windows.shape[0] % parts:
             raise ValueError(
@@ -149,15 +129,7 @@ class Trainer:
         """One update from a batch that every rank is given whole (Note [Exact gradient]).
 
         Args:
-            windows: `b n+1` tokens, the same on every rank.
-            lr: Learning rate of this step.
             values: Numbers of this rank to sum over ranks; the same count on every rank.
-
-        Returns:
-            The same result on every rank.
-
-        Raises:
-            FloatingPointError: The loss or the gradient is not finite. Raised on every rank; nothing was updated.
         """
         num_targets = max(1, count_targets(windows, self.recipe.separator))
         self.optimizer.zero_grad()
@@ -206,17 +178,7 @@ class Trainer:
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, length: int, temperature: float, seed: int) -> Tensor:
-        """Continues a text, each token from one forward of the whole ring over prompt and continuation.
-
-        Args:
-            prompt: At least one token, 1-dimensional, the same on every rank.
-            length: Tokens to add.
-            temperature: Of the logits; 0 takes the likeliest token.
-            seed: Of the draws.
-
-        Returns:
-            Prompt and continuation, int64 on the CPU, the same on every rank.
-        """
+        """Continues a text, each token from one forward of the whole ring over prompt and continuation."""
         generator = torch.Generator().manual_seed(seed)
         text = F.pad(prompt.long(), (0, length))
         sharding = self.ring.sharding(text.numel())
@@ -275,18 +237,7 @@ def steps_on_one_rank(
     batches: Sequence[Tensor],
     lrs: Sequence[float],
 ) -> list[StepResult]:
-    """Train a new model on this rank only.
-
-    Args:
-        build: Makes the model.
-        recipe: Of the training.
-        parallel: A mesh of this rank only.
-        batches: One batch per step.
-        lrs: One learning rate per step.
-
-    Returns:
-        One result per step.
-    """
+    """Train a new model on this rank only."""
     trainer = Trainer(build, recipe, parallel)
     results = []
     for step, (windows, lr) in enumerate(zip(batches, lrs, strict=True)):
