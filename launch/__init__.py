@@ -1,7 +1,4 @@
-"""Everything that starts processes or measures.
-
-Owns which of its modules are commands: Python would run any other one with -m, too, to no effect and with the exit code 0.
-"""
+"""Commands, which start processes or measure; other modules of this package are refused by `python -m`."""
 
 import sys
 from collections.abc import Sequence
@@ -9,20 +6,23 @@ from collections.abc import Sequence
 COMMANDS = ("bench", "check", "doctor", "serve", "train")
 """Modules that are run with -m."""
 INSIDE = ("serve.http.process",)
-"""Likewise, by other commands only."""
+"""Modules that are run with -m by other commands only."""
 PARTS = {
     "check.inference": "check --only inference",
     "check.fuzz": "check --fuzz",
     "check.stress": "check --soak",
     "check.fault_injection": "check faults",
 }
-"""What runs modules that a command has under another name."""
+"""Commands that run modules of another name."""
 BENCHES = ("kernels", "ring", "model", "inference", "server")
-"""Commands of `bench`, which are modules of their names."""
+"""Commands of `bench`, each a module of the same name."""
 
 
 def _check_command(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
-    """Ends a process that runs a module of this package which is no command."""
+    """Exit if `python -m` runs a module of this package that is no command, which would do nothing and return 0.
+
+    While Python looks for the module, `sys.argv` begins with -m, and `sys.orig_argv` has the module's name.
+    """
     if argv[:1] != ["-m"] or len(orig_argv) <= len(argv):
         return
     flags, here, rest = orig_argv[-len(argv)].partition(__name__)  # flags: python -mNAME

@@ -1,11 +1,10 @@
 """Cases of ring attention: every layout, mask, option and direction, against the fp64 reference.
 
-Note [What is compared]
-    Every rank draws the same whole-sequence inputs and computes from them, alone, the reference in fp64 and in the dtype
-    under test. The error budget of each tensor (o, lse, dq, dk, dv, and the gradients of tensor-valued options) follows from
-    these two only, so it is the same at every world size. Then the ring runs with random cotangents for o and for lse, and
-    the rows of all ranks are put together; gradients of which every rank has a share are summed. A ratio is the part of
-    the budget that is used up; above 1 the row is red, and the rank with the largest error is named.
+Every rank draws the same whole-sequence inputs and computes from them, alone, the reference in fp64 and in the dtype under
+test. The error budget of each tensor (o, lse, dq, dk, dv, and the gradients of tensor-valued options) follows from these two
+only, so it is the same at every world size. Then the ring runs with random cotangents for o and for lse, and the rows of all
+ranks are put together; gradients of which every rank has a share are summed. A ratio is the part of the budget that is used up;
+above 1 the row is red, and the rank with the largest error is named.
 """
 
 from __future__ import annotations

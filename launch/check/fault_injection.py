@@ -4,15 +4,14 @@
     python -m ringattn.launch.check faults --ranks 2 --times 3 --device cpu
     python -m ringattn.launch.check faults --what graph --faults kill --ranks 4 --times 20
 
-Note [Faults]
-    kill: one rank is killed (SIGKILL) at a random moment of a step. absent: one rank stops making calls, but stays alive.
-    shape: one rank calls with other heads than the rest. The rank, and the number of good steps before, are drawn from a
-    seed per trial. The steps are attention, forward and backward; or one token of decode, which is then truncated; or the
-    same from a CUDA graph, whose replay makes no host call that could raise: the ring waits for it (`Ring.synchronize`).
+kill: one rank is killed (SIGKILL) at a random moment of a step. absent: one rank stops making calls, but stays alive. shape:
+one rank calls with other heads than the rest. The rank, and the number of good steps before, are drawn from a seed per trial.
+The steps are attention, forward and backward; or one token of decode, which is then truncated; or the same from a CUDA graph,
+whose replay makes no host call that could raise: the ring waits for it (`Ring.synchronize`).
 
-    Every rank that was not killed and did not stop is a survivor. It must end with an exception or a non-zero code within
-    the timeout, counted from the fault, and a grace for ending processes; and its output must name a rank and, unless ranks
-    are compared before the first byte, a step. After each batch of trials a fresh process computes on every device.
+Every rank that was not killed and did not stop is a survivor. It must end with an exception or a non-zero code within the
+timeout, counted from the fault, and a grace for ending processes; and its output must name a rank and, unless ranks are
+compared before the first byte, a step. After each batch of trials a fresh process computes on every device.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ def draw_trial(fault: Fault, ranks: int, seed: int) -> Trial:
 
 
 def judge(trial: Trial, outcomes: Sequence[Outcome], happened: bool, timeout: float) -> Verdict:
-    """Judge the ends of all ranks (Note [Faults])."""
+    """Judge the ends of all ranks."""
     # a rank of another shape must raise like the others
     survivors = [one for one in outcomes if one.rank != trial.victim or trial.fault == "shape"]
     ended = all(one.code not in (None, 0) and (one.seconds or 0.0) <= timeout + GRACE_S for one in survivors)

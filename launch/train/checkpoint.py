@@ -1,15 +1,14 @@
 """Checkpoints on disk: published atomically, verified by digests, and written in the background.
 
-Note [Checkpoint folder]
-    A checkpoint is a folder `step-<step>-<digest>`. All ranks write their parts at once (torch.distributed.checkpoint: one
-    file of tensors per rank, and an index) into a folder of another name. Then rank 0 writes `manifest.json`, which holds
-    size and SHA-256 of every file and the facts of the run, and renames the folder; its name has the first 16 hex digits
-    of the SHA-256 of the manifest. One rename publishes the content and its proof together: a process that dies at any
-    moment leaves the older checkpoints or this one whole, and a file that is damaged later does not match. Tensors are
-    stored by name and place, so that ranks of any other mesh read the parts they need.
+A checkpoint is a folder `step-<step>-<digest>`. All ranks write their parts at once (torch.distributed.checkpoint: one file of
+tensors per rank, and an index) into a folder of another name. Then rank 0 writes `manifest.json`, which holds size and SHA-256
+of every file and the facts of the run, and renames the folder; its name has the first 16 hex digits of the SHA-256 of the
+manifest. One rename publishes the content and its proof together: a process that dies at any moment leaves the older
+checkpoints or this one whole, and a file that is damaged later does not match. Tensors are stored by name and place, so that
+ranks of any other mesh read the parts they need.
 
-    A save copies this rank's part to host memory and returns. A thread writes and publishes it, over a gloo group of its
-    own beside the collectives of a step. The next save, or the end of the run, waits for it and raises its error.
+A save copies this rank's part to host memory and returns. A thread writes and publishes it, over a gloo group of its own beside
+the collectives of a step. The next save, or the end of the run, waits for it and raises its error.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from ringattn.launch.train.model import ModelConfig
 from ringattn.launch.train.parallel import mesh_sizes
 from ringattn.launch.train.trainer import Recipe
 
-
 SHAPE = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("vocab_size", "rope_theta")]
 """Flags that are the shape of the model."""
 LEAST = {

@@ -55,7 +55,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def summarise(rows: Sequence[dict[str, Any]], start: int = 0) -> dict[str, Any]:
-    """Summarise the steps of a run."""
+    """Summarise the steps of a run.
+
+    Tokens/s, seconds and MFU are medians of the steps after `start`, the last restart, without the first two, which compile
+    kernels and allocate buffers; exposed communication, of all these steps; peak memory is by rank.
+    """
     steps = [row for row in rows if "loss" in row]
     made = [row for row in steps if row["step"] > start]
     counted = made[2:] or made

@@ -1,8 +1,4 @@
-"""Causal language models of transformers with the trainer's interface.
-
-Loads them (from a configuration, or a folder with weights), checks their vocabulary, and computes the loss from hidden rows. Ring
-attention is in `ringattn.integrations.transformers`.
-"""
+"""Causal language models of transformers with the interface of the trainer."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ NUM_BYTES = 256
 
 
 def check_model(path: str) -> None:
-    """Refuse a path that is neither a configuration nor a folder with one."""
+    """Raise Refusal for a path that is neither a configuration nor a folder with one."""
     place = Path(path).expanduser()
     if not (place.is_file() or (place / "config.json").is_file()):
         raise Refusal(f"model must be a config.json or a folder with one, got {path}; download it first")
@@ -35,7 +31,7 @@ def read_config_json(path: str) -> dict[str, Any]:
     try:
         content = json.loads((place / "config.json" if place.is_dir() else place).read_text())
     except (OSError, ValueError):
-        content = None  # building the model raises the error
+        return {}  # building the model raises the error
     return content if isinstance(content, dict) else {}
 
 
@@ -50,7 +46,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 class CausalLM(nn.Module):
-    """Causal language model of transformers with the interface of `model.Transformer`."""
+    """Causal language model of transformers with the interface of `model.Transformer`; logits have a softcap, or 0.0."""
 
     def __init__(self, model: Any, softcap: float) -> None:
         super().__init__()
