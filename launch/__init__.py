@@ -30,8 +30,8 @@ def _check_command(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
     if not here or (flags and not flags.startswith("-")) or name in (*COMMANDS, *INSIDE):
         return
     command, _, part = name.partition(".")
-    said = PARTS.get(name, f"bench {part}" if command == "bench" and part in BENCHES else None)
-    instead = f"{here}.{said}" if said else f"one of {', '.join(f'{here}.{command}' for command in COMMANDS)}"
+    owner = PARTS.get(name, f"bench {part}" if command == "bench" and part in BENCHES else None)
+    instead = f"{here}.{owner}" if owner else f"one of {', '.join(f'{here}.{command}' for command in COMMANDS)}"
     raise SystemExit(f"the module that is run must be a command, got {here}{rest}; run {instead}")
 
 

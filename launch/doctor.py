@@ -40,7 +40,7 @@ PACKAGES = ("einops", "triton", "numpy", "tyro", "rich", "tqdm", "matplotlib", "
 
 @dataclass(frozen=True)
 class DoctorArgs:
-    """Says what this machine has and what the library would use on it, and why.
+    """Reports what this machine has and what the library would use on it, and why.
 
     Attributes:
         device: GPUs where there are any, or the CPU.
@@ -59,10 +59,10 @@ def list_devices() -> list[dict[str, Any]]:
     """Name, architecture and memory of every GPU that this process can see."""
     rows = []
     for index in range(num_gpus()):
-        known = torch.cuda.get_device_properties(index)
-        facts = {"index": index, "name": known.name, "architecture": f"sm_{known.major}{known.minor}"}
-        memory = round(known.total_memory / 2**30, 1)
-        rows.append(facts | {"multiprocessors": known.multi_processor_count, "memory_gib": memory})
+        gpu = torch.cuda.get_device_properties(index)
+        row = {"index": index, "name": gpu.name, "architecture": f"sm_{gpu.major}{gpu.minor}"}
+        row |= {"multiprocessors": gpu.multi_processor_count, "memory_gib": round(gpu.total_memory / 2**30, 1)}
+        rows.append(row)
     return rows
 
 
@@ -149,8 +149,8 @@ def try_attention(session: Session) -> dict[str, Any]:
     o = ringattn.ring_attention(q, k, v, sharding, causal=True)
     o.sum().backward()
     finite = all(bool(x.isfinite().all()) for x in (o, q.grad, k.grad, v.grad) if x is not None)
-    said = "forward and backward are finite" if finite else "results are not finite"
-    return {"ok": finite, "said": said, "seconds": round(time.perf_counter() - started, 2)}
+    result = "forward and backward are finite" if finite else "results are not finite"
+    return {"ok": finite, "result": result, "seconds": round(time.perf_counter() - started, 2)}
 
 
 def measure_links(session: Session) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def find_faults(report: dict[str, Any]) -> list[str]:
         faults.append("one kernel set must serve this device, got none; see the table of kernels")
     if not report["attention"]["ok"]:
         faults.append(
-            f"a tiny attention must work, got: {report['attention']['said']}; run the check command for details"
+            f"a tiny attention must work, got: {report['attention']['result']}; run the check command for details"
         )
     faults += [
         f"messages of {row['mib']} MiB must arrive whole, got other bytes"
@@ -207,7 +207,7 @@ def examine(session: Session, links: bool = True, nodes: int = 0) -> dict[str, A
     try:
         attention = try_attention(session)
     except Exception as error:  # becomes a fault of the report
-        attention = {"ok": False, "said": f"{type(error).__name__}: {error}", "seconds": None}
+        attention = {"ok": False, "result": f"{type(error).__name__}: {error}", "seconds": None}
     works = session.maximum([0.0 if attention["ok"] else 1.0])[0] == 0
     where = session.gather((session.rank, socket.gethostname(), str(session.device), attention))
     if not works:
@@ -268,7 +268,7 @@ def show(report: dict[str, Any]) -> None:
     elif len(report["ranks"]) == 1:
         print("links: not measured with one rank; start with torchrun --nproc_per_node N\n")
     seconds = report["attention"]["seconds"]
-    print(f"a tiny attention: {report['attention']['said']} ({seconds} s, first compilation included)")
+    print(f"a tiny attention: {report['attention']['result']} ({seconds} s, first compilation included)")
     for fault in report["faults"]:
         print(f"broken: {fault}")
     print("broken" if report["faults"] else "healthy")

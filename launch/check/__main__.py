@@ -21,7 +21,6 @@ from ringattn.launch.check.attention import (
     CheckArgs,
     check,
     compile_ahead,
-    compile_share,
     default_cases,
     full_cases,
     show,
@@ -81,17 +80,14 @@ def run_soak(args: CheckArgs, session: Session) -> Outcome:
     return not red and 0 < args.soak <= tally.calls, text, kept
 
 
-def run_cases(args: CheckArgs, session: Session) -> Outcome | None:
-    """Run the cases of attention and inference; None: a share of them was compiled only."""
+def run_cases(args: CheckArgs, session: Session) -> Outcome:
+    """Run the cases of attention and inference."""
     began = time.perf_counter()
     ranks = max(session.world_size, args.simulate if session.world_size == 1 else 0)
     make, kind = full_cases if args.full else default_cases, session.device.type
     cases = [
         case for case in (*make(ranks, kind), *inference_cases(full=args.full, device=kind)) if args.only in case.name
     ]
-    if args.compile_share:
-        compile_share(cases, args, session)
-        return None
     if args.ahead and kind == "cuda":
         compile_ahead(cases, args, ranks, session)
     verdict = check(session, cases, args, progress=True)
@@ -121,13 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         line = machine(session)
         session.say(describe(line))
         if args.fuzz is not None:
-            found = run_fuzz(args, session, line)
+            green, text, kept = run_fuzz(args, session, line)
         else:
             check_schedule(args.schedule, session, nodes=args.nodes)
-            found = run_soak(args, session) if args.soak else run_cases(args, session)
-        if found is None:
-            return 0
-        green, text, kept = found
+            green, text, kept = run_soak(args, session) if args.soak else run_cases(args, session)
         session.say(f"{'green' if green else 'red'}: {text}")
         if session.rank == 0 and args.json is not None:
             write_json(args.json, {"machine": line, "green": green, **kept})

@@ -9,12 +9,15 @@ above 1 the row is red, and the rank with the largest error is named.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import multiprocessing
 import os
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +29,7 @@ import ringattn
 from ringattn.kernels.registry import FEATURES, select_kernels
 from ringattn.launch.check.inference import DTYPES, MOVES, Finding, InferenceCase, examine_history
 from ringattn.launch.runtime.ring_variants import ScheduleName, make_ring
-from ringattn.launch.runtime.session import Session, ended, share_of, table
+from ringattn.launch.runtime.session import Session, table
 from ringattn.launch.runtime.slow_link import slow_down
 from ringattn.numerics.error_budget import Budget, error
 
@@ -73,7 +76,6 @@ class CheckArgs:
         nodes: Nodes of equal size that the ranks share; more than one makes a ring of two levels.
         outer_gbps: Lets nothing pass between nodes faster than this many gigabits per second; 0 for no limit.
         nccl_max_ctas: Thread blocks that NCCL may use for a transfer; 0 for the group's own communicator.
-        compile_share: "i/n": compile the i-th share of n and stop; what the check starts by itself on GPUs.
     """
 
     full: bool = False
@@ -93,7 +95,6 @@ class CheckArgs:
     nodes: int = 1
     outer_gbps: float = 0.0
     nccl_max_ctas: int = 4
-    compile_share: str = ""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Case:
 
     @property
     def shape(self) -> str:
-        """The sizes, for people."""
+        """Text of the sizes."""
         dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
         return f"b{self.batch} n{self.seq_len} h{self.heads}/{self.kv_heads} d{dims}"
 
@@ -178,7 +179,7 @@ def default_cases(world_size: int, device: str) -> Iterator[Case]:
     yield masked("causal", 1, title="one token", dtype=main, **size)
     if world_size > 2:
         yield masked("causal", world_size - 1, title="fewer tokens than ranks", dtype=main, **size)
-    # long enough for "balanced" to deal out more than one stretch per rank
+    # long enough for "balanced" to give a rank more than one run
     yield masked("documents", 256 * world_size + 1, title="balanced", dtype=main, layouts=("balanced",), **size)
 
 
@@ -224,7 +225,7 @@ def full_cases(world_size: int, device: str) -> Iterator[Case]:
 
 
 def draw(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """The same whole-sequence inputs and cotangents on every rank, in the dtypes the library is given."""
+    """Whole-sequence inputs and cotangents, the same on every rank, in the dtypes of a call."""
     generator = torch.Generator().manual_seed(seed)
     b, n, h, hk, dtype = case.batch, case.seq_len, case.heads, case.kv_heads, DTYPES[case.dtype]
     accumulation = torch.float64 if dtype == torch.float64 else torch.float32
@@ -251,7 +252,7 @@ def draw(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def scalar_options(case: Case, seed: int) -> dict[str, Any]:
-    """The options that are numbers, for the ring and for the definition alike."""
+    """The options that are numbers, the same for the ring and for the reference."""
     options: dict[str, Any] = dict(case.mask)
     if "softmax_scale" in case.options:
         options["softmax_scale"] = 0.7 / case.head_dim**0.5
@@ -374,71 +375,59 @@ def finders(
 def compile_ahead(cases: Sequence[AnyCase], args: CheckArgs, ranks: int, session: Session) -> None:
     """Fill the compiler's cache from many processes, because one process compiles one kernel at a time.
 
-    Each runs a share of the cases that differ in their kernels on a simulated ring of `ranks` and throws the answers away.
-    A share that fails is left to the check itself, which reports the error. All ranks wait for local rank 0.
+    They run the cases that differ in their kernels on a simulated ring of `ranks`, and drop the answers. A case that fails
+    there fails again in the check, which reports it. All ranks wait for local rank 0.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        jobs = max(1, min(os.cpu_count() or 2, 24, len(distinct_kernels(cases, args, session))))
-        ours = (
-            "TORCHELASTIC",
-            "MASTER_",
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "GROUP_RANK",
-            "ROLE_RANK",
-        )
-        alone = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-        command = [sys.executable, "-m", "ringattn.launch.check", "--impl", args.impl, "--only", args.only]
-        gathers = args.schedule == "fused" or (args.schedule == "auto" and session.world_size > 1)
-        command += [*(("--schedule", "fused") if gathers else ()), *(("--full",) if args.full else ())]
-        command += ["--nodes", str(args.nodes), "--simulate", str(ranks), "--compile-share"]
-        options: dict[str, Any] = {"env": alone, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        distinct = distinct_kernels(cases, args, session)
+        jobs = max(1, min(os.cpu_count() or 2, 24, len(distinct)))
         session.say(f"compiling in {jobs} processes first (--no-ahead: as kernels are met)")
-        shares = [subprocess.Popen([*command, f"{job}/{jobs}"], **options) for job in range(jobs)]
-        with ended(shares):
-            wait_for(shares, session)
+        fused = args.schedule == "fused" or (args.schedule == "auto" and session.world_size > 1)
+        alone = dataclasses.replace(args, simulate=ranks, schedule="fused" if fused else "auto")
+        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _init_compiling)
+        began, seconds = time.monotonic(), 0.0
+        try:
+            rest = {pool.submit(compile_case, case, alone, session.device) for case in distinct}
+            while rest and seconds < COMPILE_SECONDS:
+                _, rest = wait(rest, PROGRESS_SECONDS)
+                seconds = time.monotonic() - began
+                session.say(f"  {len(distinct) - len(rest)} of {len(distinct)} cases are compiled, {seconds:.0f} s")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
     session.barrier()
 
 
-def wait_for(shares: Sequence[subprocess.Popen[bytes]], session: Session) -> None:
-    """Wait until all processes have ended, or COMPILE_SECONDS, and print the progress every few seconds."""
-    began, printed = time.monotonic(), 0.0
-    while True:
-        running = sum(share.poll() is None for share in shares)
-        seconds = time.monotonic() - began
-        over = not running or seconds > COMPILE_SECONDS
-        if over or seconds - printed > PROGRESS_SECONDS:
-            printed = seconds
-            session.say(f"  {len(shares) - running} of {len(shares)} processes are done, {seconds:.0f} s")
-        if over:
-            return
-        time.sleep(0.1)
+def _init_compiling() -> None:
+    """Silence a process of `compile_ahead`, and let it end with its parent."""
+    for descriptor in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a process of a pool"
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def compile_case(case: AnyCase, args: CheckArgs, device: torch.device) -> None:
+    """Run a case in one layout, or one history in all its ways, for the kernels that it compiles."""
+    ring, session = ringattn.Ring(), Session(0, 1, device, None)
+    if isinstance(case, InferenceCase):
+        for _, finder in finders(case, ring, args, session):
+            finder()
+        return
+    for layout, solver in solvers(case, ring, draw(case, args.seed, device), args, session):
+        if layout in (ALONE, case.layouts[0]):
+            solver()
 
 
 def distinct_kernels(cases: Sequence[AnyCase], args: CheckArgs, session: Session) -> list[AnyCase]:
-    """One of the cases for each combination of kernels; those with many options come first."""
+    """One of the cases for each combination of kernels; those with many options first."""
     found: dict[Hashable, AnyCase] = {}
     for case in cases:
         if unserved(case, args, session.device) is None:
             what = case.name if isinstance(case, InferenceCase) else (case.backward, case.batch > 1)
             found[case.dtype, case.head_dim, case.v_head_dim, case.options, what] = case
     return sorted(found.values(), key=lambda case: (-len(case.options), case.name))
-
-
-def compile_share(cases: Sequence[AnyCase], args: CheckArgs, session: Session) -> None:
-    """Run one share of `compile_ahead`."""
-    ring = ringattn.Ring()
-    for case in share_of(distinct_kernels(cases, args, session), args.compile_share):
-        if isinstance(case, InferenceCase):
-            for _, finder in finders(case, ring, args, session):
-                finder()
-            continue
-        inputs = draw(case, args.seed, session.device)
-        for layout, solver in solvers(case, ring, inputs, args, session):
-            if layout in (ALONE, case.layouts[0]):
-                solver()
 
 
 def unserved(case: AnyCase, args: CheckArgs, device: torch.device) -> str | None:
@@ -485,7 +474,7 @@ def make_standard(case: Case, inputs: dict[str, Tensor], seed: int) -> Standard:
     exact, rounded = define(case, inputs, seed, torch.float64), define(case, inputs, seed, low)
     standard = {name: (x, Budget.of(x, rounded[name], scaled)) for name, x in exact.items()}
     if few := [name for name in PER_HEAD if name in exact]:
-        # the error of four numbers is luck: one draw may come out ten times better than the next. So the budget is the
+        # the error of four numbers is luck: one draw may be ten times better than the next. So the budget is the
         # largest error in nine draws of the same problem, under the rule for single elements, without the mean
         draws = [(exact, rounded)]
         for other in range(seed + 1, seed + 9):

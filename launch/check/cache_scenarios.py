@@ -80,7 +80,7 @@ class History:
         return [torch.randn(*shape, *row, generator=generator).to(self.sizes.dtype) for row in rows]
 
     def is_batched(self, index: int) -> bool:
-        """Whether the requests of an op are a batch of rows of one length: in decode, or if the op asks for it."""
+        """Whether the requests of an op are a batch of rows of one length: in decode, or with `same_length`."""
         _, _, counts, mode, same_length = self.ops[index]
         few = mode == "auto" and len(set(counts)) == 1 and counts[0] <= 16
         return same_length or mode == "decode" or few

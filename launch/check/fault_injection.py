@@ -61,7 +61,7 @@ NAMES_A_STEP = re.compile(
     r"\bsteps? \d|SeqNum=\d|an exchange of|did not make this attention call|all ranks must make the same call"
     r"|must be the same on all ranks of a ring"
 )
-"""A step, or a decode's exchange, or NCCL's number of an operation, or a comparison that comes before any step."""
+"""A step, or a decode's exchange, or NCCL's number of an operation, or a comparison before any step."""
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,12 @@ class Trial:
 
 @dataclass
 class Outcome:
-    """End of one rank: its output `said`, and its exit code and the seconds from the fault; None when it did not end."""
+    """End of one rank: its output, its exit code and the seconds from the fault; None when it did not end."""
 
     rank: int
     code: int | None
     seconds: float | None
-    said: str
+    output: str
 
 
 @dataclass
@@ -156,7 +156,7 @@ def judge(trial: Trial, outcomes: Sequence[Outcome], happened: bool, timeout: fl
     # a rank of another shape must raise like the others
     survivors = [one for one in outcomes if one.rank != trial.victim or trial.fault == "shape"]
     ended = all(one.code not in (None, 0) and (one.seconds or 0.0) <= timeout + GRACE_S for one in survivors)
-    named = all(NAMES_A_RANK.search(one.said) and NAMES_A_STEP.search(one.said) for one in survivors)
+    named = all(NAMES_A_RANK.search(one.output) and NAMES_A_STEP.search(one.output) for one in survivors)
     slowest = max((one.seconds if one.seconds is not None else float("inf") for one in survivors), default=0.0)
     return Verdict(trial, happened, happened and ended, happened and named, slowest, list(outcomes))
 
@@ -304,7 +304,7 @@ def _barrier(store: Any, what: str, ranks: int) -> None:
     deadline = time.monotonic() + START_S
     while (count := store.add(what, 0)) < ranks:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"all ranks must come to {what!r} within {START_S} s, got {count} of {ranks}")
+            raise TimeoutError(f"all ranks must reach {what!r} within {START_S} s, got {count} of {ranks}")
         time.sleep(0.002)
 
 
@@ -418,24 +418,19 @@ def record(args: FaultArgs, verdicts: Sequence[Verdict], new: Sequence[Verdict])
         for one in verdict.outcomes:
             path = args.out / f"{index}-{verdict.trial.fault}-rank{one.rank}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(one.said)
+            path.write_text(one.output)
     rows = [asdict(one) for one in verdicts]
     for row in rows:
         for outcome in row["outcomes"]:
-            outcome["said"] = outcome["said"][-300:]
+            outcome["output"] = outcome["output"][-300:]
     facts = {"ranks": args.ranks, "timeout": args.timeout, "what": args.what}
     write_json(args.out / "faults.json", facts | {"trials": rows})
 
 
 def show(verdicts: Sequence[Verdict]) -> None:
     """Print a line per fault."""
-    columns = {
-        "happened": "happened",
-        "ended": "survivors ended in time",
-        "named": "rank and step named",
-        "usable": "devices usable",
-        "good": "good",
-    }
+    columns = {"happened": "happened", "ended": "survivors ended in time", "named": "rank and step named"}
+    columns |= {"usable": "devices usable", "good": "good"}
     lines = []
     for fault in FAULTS:
         if found := [one for one in verdicts if one.trial.fault == fault]:

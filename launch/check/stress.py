@@ -85,7 +85,7 @@ def soak_cases(world_size: int, device: str) -> Iterator[Case]:
         if (index + index // len(attention.LAYOUTS)) % 2:
             continue
         n, (heads, kv_heads) = next(lengths), next(groups)
-        # window arithmetic of the masks wants some room
+        # the windows of the masks need a few tokens
         n = max(n, 8) if name != "causal" else n
         yield attention.masked(
             name,

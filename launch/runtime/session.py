@@ -9,7 +9,6 @@ import functools
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -17,16 +16,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.launch.runtime.distributed import RESTARTS, Refusal, gather_objects, init_ranks
+from ringattn.launch.runtime.distributed import RESTARTS, Rank, Refusal, gather_objects, init_ranks
 
-Args = TypeVar("Args")
-Item = TypeVar("Item")
 Keep = Callable[[list[dict[str, Any]]], None]
 """Called with all rows so far after each measurement, on every rank: an aborted run keeps its rows."""
 
@@ -98,7 +95,12 @@ def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Ses
                 f"ranks must meet at MASTER_ADDR:MASTER_PORT, got {place}: {str(error).splitlines()[0]}; "
                 "start them with torchrun, or unset RANK and WORLD_SIZE for one process"
             ) from error
-        yield Session(rank.index, rank.world_size, rank.device, None if rank.backend == "none" else rank.backend)
+        yield session_of(rank)
+
+
+def session_of(rank: Rank) -> Session:
+    """Return the session of a rank."""
+    return Session(rank.index, rank.world_size, rank.device, None if rank.backend == "none" else rank.backend)
 
 
 def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: str) -> Any:
@@ -110,8 +112,6 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
     args = tyro.cli(kind, args=arguments, prog=f"python -m ringattn.launch.{prog}", description=description)
     try:
         check_numbers(args)
-        if getattr(args, "compile_share", ""):
-            read_share(args.compile_share)
         if hasattr(args, "impl"):
             check_kernels(args.impl)
         if os.environ.get("RANK", "0") == "0":
@@ -119,40 +119,6 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
     except ValueError as error:
         raise SystemExit(str(error)) from None
     return args
-
-
-def read_share(text: str) -> tuple[int, int]:
-    """Return the numbers of a flag "i/n"; raise ValueError for anything else.
-
-    Example:
-        >>> read_share("0/4")
-        (0, 4)
-    """
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    if found is None or int(found[1]) >= int(found[2]):
-        raise ValueError(f"compile_share must be i/n with i below n, got {text}; pass such as --compile-share 0/4")
-    return int(found[1]), int(found[2])
-
-
-def share_of(items: Sequence[Item], text: str) -> Iterator[Item]:
-    """Yield the i-th share of n, as long as the process that started this one exists."""
-    job, jobs = read_share(text)
-    starter = os.getppid()
-    for item in items[job::jobs]:
-        if os.getppid() != starter:
-            return
-        yield item
-
-
-@contextlib.contextmanager
-def ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Context that kills the processes at its end."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def check_kernels(name: str) -> None:

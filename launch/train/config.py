@@ -158,19 +158,12 @@ class Config:
     def recipe(self, device: torch.device, separator: int) -> Recipe:
         """Return the training recipe for a device; `separator` is the last token of every document."""
         name = {"cpu": "float32", "cuda": "bfloat16"}[device.type] if self.dtype == "auto" else self.dtype
-        return Recipe(
-            seed=self.seed,
-            layout=("balanced" if self.pack else "zigzag") if self.layout == "auto" else self.layout,
-            separator=separator if self.pack else None,
-            accumulate=self.accumulate,
-            dtype=getattr(torch, name),
-            recompute=self.recompute,
-            reshard=self.reshard,
-            compile=self.compile,
-            weight_decay=self.weight_decay,
-            max_grad_norm=self.max_grad_norm,
-            window=self.window,
-        )
+        same = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(Recipe) if hasattr(self, field.name)
+        }
+        layout = ("balanced" if self.pack else "zigzag") if self.layout == "auto" else self.layout
+        own = {"layout": layout, "separator": separator if self.pack else None, "dtype": getattr(torch, name)}
+        return Recipe(**same | own)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the step after `step` steps: a linear warm-up, then a cosine to a tenth."""
@@ -264,7 +257,7 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Confi
     preset = early.preset
     if preset == "auto":
         preset = "gpu" if early.device != "cpu" and torch.cuda.is_available() else "cpu"
-    # the defaults are of the preset, and an unknown one is left for tyro to refuse
+    # the defaults are of the preset, and tyro refuses an unknown one
     default = replace(PRESETS.get(preset, _CPU), preset="auto")
     parsed = tyro.cli(Config, args=list(arguments), default=default, prog=prog, description=description)
     if parsed.model is not None:

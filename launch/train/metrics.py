@@ -4,7 +4,7 @@ Note [Exposed communication]
     The additional time that the attention operators of a step take on the GPU, compared with the same kernels without a
     ring. On every tenth step CUDA events are recorded around each operator. The time of a visible pair without a ring is
     measured once: a causal call on this rank alone, with the same heads, head_dim and dtype, and with as many visible pairs
-    as an average call of this rank. The difference holds waits, slower kernels during transfers, merging, and a few per
+    as an average call of this rank. The difference includes waits, slower kernels during transfers, merging, and a few per
     cent of error either way. The largest of any rank is reported; there is none on CPUs and where blocks are compiled.
 """
 

@@ -123,6 +123,6 @@ def shard_model_(
     fully_shard(model, mesh=all_ranks, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # a factor alone would ask for a reduction that gloo does not have
+            # with a factor alone FSDP uses a reduction that gloo does not have
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -55,7 +55,7 @@ class CausalLM(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The decoder layers: the longest list of modules that the model holds."""
+        """The decoder layers: the longest list of modules in the model."""
         lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=len)
 
@@ -109,7 +109,7 @@ def _logits(hidden: Tensor, head: Tensor, softcap: float) -> Tensor:
 
 @torch.no_grad()
 def _check_logits(model: Any, softcap: float, path: str) -> None:
-    """Refuse a model whose logits are not its last rows times its output embedding, softly capped."""
+    """Raise Refusal for a model whose logits are not its last rows times its output embedding, softly capped."""
     model.eval()
     tokens = torch.arange(4, device=model.device)[None]
     wanted = model(input_ids=tokens, use_cache=False).logits

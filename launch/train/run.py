@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ringattn.launch.runtime.distributed import Rank, Refusal, was_restarted
-from ringattn.launch.runtime.session import Session, machine, write_json
+from ringattn.launch.runtime.session import machine, session_of, write_json
 from ringattn.launch.train.checkpoint import (
     Checkpoints,
     find_checkpoint,
@@ -396,18 +396,14 @@ class Run:
         if self.start < training[-1]["step"]:
             found = summarise(rows, self.start)
             memory = found["peak_memory_mib"]
-            write_json(self.out / "result.json", {"machine": self._machine(), "rows": [self._facts() | found]})
+            write_json(
+                self.out / "result.json", {"machine": machine(session_of(self.rank)), "rows": [self._facts() | found]}
+            )
         self.print(
             f"loss {training[0]['loss']:.4f} -> {training[-1]['loss']:.4f}, "
             f"validation {validation[0]:.4f} -> {validation[-1]:.4f} nats per {self._unit} over {len(training)} steps\n"
             + (f"peak memory per rank: {', '.join(f'{value:.0f}' for value in memory)} MiB\n" if memory else "")
             + f"log, curve, sample and checkpoints: {self.out}/{{log.jsonl,result.json,loss.png,sample.txt,step-*}}"
-        )
-
-    def _machine(self) -> dict[str, Any]:
-        rank = self.rank
-        return machine(
-            Session(rank.index, rank.world_size, rank.device, None if rank.backend == "none" else rank.backend)
         )
 
     def _facts(self) -> dict[str, Any]:

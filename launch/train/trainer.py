@@ -93,18 +93,12 @@ class Trainer:
 
     def micro_batches(self, windows: Tensor) -> Iterator[Rows]:
         """Yield the rows of this rank's ring, one micro-batch at a time: windows are split by micro-batch, then by dp rank."""
-        parts = self.recipe.accumulate * self.parallel.dp
-        if windows.shape[0] % parts:
-            raise ValueError(
-                f"batch_size must be a multiple of accumulate x dp, got {windows.shape[0]} and "
-                f"{self.recipe.accumulate} x {self.parallel.dp}; pass another --batch-size, --accumulate or --mesh"
-            )
         split = windows.unflatten(0, (self.recipe.accumulate, self.parallel.dp, -1))
         for micro in range(self.recipe.accumulate):
             yield make_rows(split[micro, self.parallel.dp_rank], self.recipe.separator)
 
     def loss_sum(self, rows: Rows) -> Tensor:
-        """The loss of this rank's rows: a sum, fp32; 0 where the rank holds nothing."""
+        """The loss of this rank's rows: a sum, fp32; 0 if the rank has none."""
         sharding = self.sharding(rows)
         tokens, targets = (sharding.shard(x.to(self.device), dim=1) for x in (rows.tokens, rows.targets))
         return self.model(tokens, sharding, targets)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,12 +141,34 @@ def test_every_layout_meets_every_mask_and_option(make: Any, world_size: int, de
 
 def test_progress_of_compiling_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(check, "PROGRESS_SECONDS", 0.2)
-    shares = [subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({s})"]) for s in (0, 1)]
-    check.wait_for(shares, Session(0, 1, torch.device("cpu"), None))
+    session, cases = Session(0, 1, torch.device("cpu"), None), [check.masked("causal", 8, dtype="fp32")]
+    check.compile_ahead(cases, check.CheckArgs(), 2, session)
     said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("compiling in 1 processes first")
+    assert said[-1].startswith("  1 of 1 cases are compiled, ")
     assert len(said) > 2
-    assert said[-1].startswith("  2 of 2 processes are done, ")
-    assert [share.returncode for share in shares] == [0, 0]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_processes_that_compile_end_with_the_one_that_started_them(how: int) -> None:
+    starter = (
+        "import signal, torch; from ringattn.launch.check import attention as check\n"
+        "from ringattn.launch.runtime.session import Session\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background processes ignore it
+        "check.compile_ahead(list(check.full_cases(4, 'cpu')), check.CheckArgs(), 4, Session(0, 1, torch.device('cpu'), None))"
+    )
+    process = psutil.Popen(
+        [sys.executable, "-c", starter], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL
+    )
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 120
+    # the first child tracks shared memory, and ends by itself
+    while len(children) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        children = process.children()
+    process.send_signal(how)
+    assert len(children) >= 2
+    assert not psutil.wait_procs([process, *children], 60)[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

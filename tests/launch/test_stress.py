@@ -61,7 +61,7 @@ def _soak_with_a_late_mistake(words: list[str], name: str) -> int:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["forward", "backward"])
-def test_one_wrong_answer_among_many_is_noticed(pool, name: str, tmp_path: Path) -> None:
+def test_one_wrong_answer_among_many_is_red(pool, name: str, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     words = ["--soak", "40", "--only", "documents", "--json", str(path)]
     assert pool(2).run(_soak_with_a_late_mistake, words, name) == [1, 1]

@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, damage):
 
 
 @pytest.mark.parametrize("moment", ["torch.save", "os.fsync", "pathlib.Path.rename"])
-def test_a_save_that_fails_is_said_and_leaves_the_older_checkpoint_and_nothing_else(tmp_path, monkeypatch, moment):
+def test_a_save_that_fails_raises_and_leaves_only_the_older_checkpoint(tmp_path, monkeypatch, moment):
     [older] = saved(tmp_path, 5)
 
     def fail(*_: object, **__: object) -> None:
@@ -290,7 +290,7 @@ def test_a_run_continues_only_with_the_configuration_of_its_model(tmp_path):
     assert check_continues(config, corpus, facts) == [], "a checkpoint of 0.16 does not know"
 
 
-def test_the_log_forgets_what_is_repeated_and_what_was_cut_short(tmp_path):
+def test_the_log_drops_rows_that_are_repeated_or_cut_short(tmp_path):
     history = MetricsLog(tmp_path, 0, writes=True)
     for step in range(1, 6):
         history.add(step=step, loss=1 / step)
@@ -469,7 +469,7 @@ def why_refused(out: Path, **flags: Any) -> str:
 
 
 @pytest.mark.dist
-def test_every_rank_hears_that_a_step_of_one_rank_alone_is_not_finite(pool, tmp_path):
+def test_every_rank_raises_if_a_step_of_one_rank_is_not_finite(pool, tmp_path):
     for said in pool(2).run(why_refused, tmp_path / "run", lr=1e30, warmup_steps=0):
         assert said.startswith("loss and gradient norm must be finite")
 
@@ -571,7 +571,7 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str], saved: i
 
 
 @pytest.mark.dist
-def test_a_run_whose_rank_is_killed_comes_back_by_itself_and_repeats_every_bit(whole_run, tmp_path):
+def test_a_run_whose_rank_is_killed_restarts_and_repeats_every_bit(whole_run, tmp_path):
     process = start(tmp_path, *SLOW)
     wait_for_step(tmp_path, 7, process, saved=5)
     victim = ranks_of(process.pid)[1]

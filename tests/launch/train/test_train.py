@@ -328,12 +328,6 @@ def test_the_positions_of_packed_rows_begin_at_each_document():
     assert document_positions(ringattn.Ring().sharding(4)).tolist() == [0, 1, 2, 3]
 
 
-def test_a_batch_that_cannot_be_dealt_out_is_refused(alone):
-    trainer = Trainer(make_model, Recipe(accumulate=3), alone)
-    with pytest.raises(ValueError, match="batch_size must be a multiple of accumulate x dp, got 4 and 3 x 1"):
-        trainer.step(some_tokens(4, 9), 1e-3)
-
-
 def bf16_steps() -> dict[str, object]:
     """A few steps in bfloat16, and what the parameters, gradients and states are kept in."""
     with single_process_group(CPU):
