@@ -276,7 +276,8 @@ def define(case: Case, inputs: dict[str, Tensor], seed: int, dtype: torch.dtype)
     """The reference on the whole sequence, computed in `dtype`."""
     cast = {name: x.to(dtype) if torch.float64 in (dtype, x.dtype) else x for name, x in inputs.items()}
     options = scalar_options(case, seed) | {"documents": case.documents, "return_lse": True}
-    return gradients(functools.partial(ringattn.attention_reference, **options), cast)
+    reference: Any = functools.partial(ringattn.attention_reference, **options)
+    return gradients(reference, cast)
 
 
 def solve(

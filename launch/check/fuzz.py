@@ -283,8 +283,11 @@ def define(case: FuzzCase, tensors: dict[str, Tensor], dtype: torch.dtype) -> di
         x["bias"] = x["bias"][..., j]
         dtypes["bias"] = x["bias"].dtype if dtype == DTYPES[case.dtype] else dtype
     leaves = {name: x[name].to(to, copy=True).requires_grad_() for name, to in dtypes.items() if name in x}
+    q, k, v = (leaves[name] for name in "qkv")
     o, lse = dense_attention(
-        *(leaves[name] for name in "qkv"),
+        q,
+        k,
+        v,
         visible,
         q_positions=i,
         k_positions=j,

@@ -464,7 +464,7 @@ def test_no_key_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         (["--latency-ms", "0"], "latency_ms must be above 0"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused(words: list[str], message: str):
+def test_impossible_numbers_are_refused(words: list[str], message: str):
     with pytest.raises((ValueError, SystemExit)) as caught:
         bench.main(["server", *words])
     assert isinstance(caught.value, SystemExit) or message in str(caught.value)

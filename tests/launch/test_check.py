@@ -150,7 +150,7 @@ def test_progress_of_compiling_is_printed(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_processes_that_compile_end_with_the_one_that_started_them(how: int) -> None:
+def test_processes_that_compile_end_with_their_parent(how: int) -> None:
     starter = (
         "import signal, torch; from ringattn.launch.check import attention as check\n"
         "from ringattn.launch.runtime.session import Session\n"

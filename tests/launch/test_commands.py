@@ -1,4 +1,4 @@
-"""Command lines are refused in a line where they mean nothing, and results are kept whole."""
+"""Impossible command lines are refused in one line, and results are written whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.drawing import figures
 from tests.launch.common import ROOT, TINY
 
 
-def test_modules_that_are_no_commands_name_one() -> None:
+def test_running_a_module_that_is_no_command_names_one() -> None:
     files = {
         ".".join(path.relative_to(ROOT / "launch").with_suffix("").parts): path
         for path in (ROOT / "launch").rglob("*.py")
@@ -83,7 +83,7 @@ def test_modules_that_are_no_commands_name_one() -> None:
         (bench, ["ring", "--head-dim", "0"], "head_dim must be at least 1, got 0; pass another --head-dim"),
     ],
 )  # fmt: skip
-def test_numbers_that_mean_nothing_are_refused(command: Any, words: list[str], said: str) -> None:
+def test_impossible_numbers_are_refused(command: Any, words: list[str], said: str) -> None:
     with pytest.raises(SystemExit, match=f"^{said}$"):
         command.main([*words, "--device", "cpu"])
 
@@ -308,7 +308,7 @@ def test_ranks_share_gpus_if_the_environment_allows_it(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("command", [check_command, doctor, train_command])
-def test_commands_refuse_devices_that_are_not_there_in_a_line(command: Any, monkeypatch: Any, capsys: Any) -> None:
+def test_commands_refuse_absent_devices_in_one_line(command: Any, monkeypatch: Any, capsys: Any) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1000", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1000"}.items():
         monkeypatch.setenv(name, value)
     said = "must be at most its number of GPUs, got 1000 ranks and .* or pass --device cpu"

@@ -1,4 +1,4 @@
-"""`doctor` finds what is there and what is broken."""
+"""`doctor` reports versions, devices and faults."""
 
 from __future__ import annotations
 
