@@ -341,21 +341,6 @@ def examine(layout: str, solver: Callable[[], Answer], standard: Standard, *, re
     return finding
 
 
-def solvers(
-    case: Case, ring: ringattn.Ring, inputs: dict[str, Tensor], args: CheckArgs, session: Session
-) -> Iterator[tuple[str, Callable[[], Answer]]]:
-    """The layouts of a case, each with its solver."""
-    if ring.world_size == 1:
-        # all layouts are the same on one rank: they run on the simulated ring, with the same plans, loops and kernels
-        yield ALONE, functools.partial(solve, case, "contiguous", ring, inputs, args, session)
-    for layout in case.layouts:
-        if ring.world_size > 1:
-            yield layout, functools.partial(solve, case, layout, ring, inputs, args, session)
-        elif args.simulate:
-            budget = LARGE_BUDGET if args.schedule == "fused" else 0
-            yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args, budget)
-
-
 def finders(
     case: AnyCase, ring: ringattn.Ring, args: CheckArgs, session: Session
 ) -> Iterator[tuple[str, Callable[[], Finding]]]:
@@ -368,7 +353,17 @@ def finders(
         return
     inputs = draw(case, args.seed, session.device)
     standard = make_standard(case, inputs, args.seed)
-    for layout, solver in solvers(case, ring, inputs, args, session):
+    solvers: dict[str, Callable[[], Answer]] = {}
+    if ring.world_size > 1:
+        for layout in case.layouts:
+            solvers[layout] = functools.partial(solve, case, layout, ring, inputs, args, session)
+    else:
+        # all layouts are the same on one rank: they run on the simulated ring, with the same plans, loops and kernels
+        solvers[ALONE] = functools.partial(solve, case, "contiguous", ring, inputs, args, session)
+        budget = LARGE_BUDGET if args.schedule == "fused" else 0
+        for layout in case.layouts if args.simulate else ():
+            solvers[layout] = functools.partial(solve_simulated, case, layout, args.simulate, inputs, args, budget)
+    for layout, solver in solvers.items():
         repeats = "deterministic" in case.options
         yield layout, functools.partial(examine, layout, solver, standard, repeats=repeats)
 
@@ -410,15 +405,11 @@ def _init_compiling() -> None:
 
 
 def compile_case(case: AnyCase, args: CheckArgs, device: torch.device) -> None:
-    """Run a case in one layout, or one history in all its ways, for the kernels that it compiles."""
-    ring, session = ringattn.Ring(), Session(0, 1, device, None)
-    if isinstance(case, InferenceCase):
-        for _, finder in finders(case, ring, args, session):
+    """Run a case in one layout, or a history in all its ways, for the kernels that it compiles."""
+    first = None if isinstance(case, InferenceCase) else (ALONE, case.layouts[0])
+    for layout, finder in finders(case, ringattn.Ring(), args, Session(0, 1, device, None)):
+        if first is None or layout in first:
             finder()
-        return
-    for layout, solver in solvers(case, ring, draw(case, args.seed, device), args, session):
-        if layout in (ALONE, case.layouts[0]):
-            solver()
 
 
 def distinct_kernels(cases: Sequence[AnyCase], args: CheckArgs, session: Session) -> list[AnyCase]:
@@ -549,12 +540,14 @@ def show(verdict: Verdict) -> None:
     columns = [one for one in (ALONE, *LAYOUTS, *MOVES) if any(row["layout"] == one for row in verdict.rows)]
     lines: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for row in verdict.rows:
-        lines.setdefault((row["case"], row["dtype"], row["shape"]), {})[row["layout"]] = row
+        line = lines.setdefault((row["case"], row["dtype"], row["shape"]), {"worst": row})
+        line[row["layout"]] = row
+        line["worst"] = max(line["worst"], row, key=lambda one: one["ratio"])
     cells = [
         [
             *key,
             *(f"{line[one]['ratio']:.2f}" if one in line else None for one in columns),
-            _name_worst(max(line.values(), key=lambda row: row["ratio"])),
+            _name_worst(line["worst"]),
         ]
         for key, line in lines.items()
     ]
