@@ -7,15 +7,6 @@ COMMANDS = ("bench", "check", "doctor", "serve", "train")
 """Modules that are run with -m."""
 INSIDE = ("serve.http.process",)
 """Modules that are run with -m by other commands only."""
-PARTS = {
-    "check.inference": "check --only inference",
-    "check.fuzz": "check --fuzz",
-    "check.stress": "check --soak",
-    "check.fault_injection": "check faults",
-}
-"""Commands that run modules of another name."""
-BENCHES = ("kernels", "ring", "model", "inference", "server")
-"""Commands of `bench`, each a module of the same name."""
 
 
 def _check_command(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
@@ -29,10 +20,8 @@ def _check_command(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
     name = rest.removeprefix(".")
     if not here or (flags and not flags.startswith("-")) or name in (*COMMANDS, *INSIDE):
         return
-    command, _, part = name.partition(".")
-    owner = PARTS.get(name, f"bench {part}" if command == "bench" and part in BENCHES else None)
-    instead = f"{here}.{owner}" if owner else f"one of {', '.join(f'{here}.{command}' for command in COMMANDS)}"
-    raise SystemExit(f"the module that is run must be a command, got {here}{rest}; run {instead}")
+    commands = ", ".join(f"{here}.{command}" for command in COMMANDS)
+    raise SystemExit(f"the module that is run must be a command, got {here}{rest}; run one of {commands}")
 
 
 _check_command(sys.argv, sys.orig_argv)

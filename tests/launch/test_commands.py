@@ -43,7 +43,6 @@ def test_running_a_module_that_is_no_command_names_one() -> None:
         if '\nif __name__ == "__main__":' in path.read_text()
     }
     assert runs == {*launch.COMMANDS, *launch.INSIDE}
-    assert set(launch.PARTS) <= set(files)
     for name in files:
         name = name.removesuffix(".__init__")
         module = f"ringattn.launch.{name}"
@@ -52,18 +51,16 @@ def test_running_a_module_that_is_no_command_names_one() -> None:
             if name in runs:
                 launch._check_command(*words)
                 continue
-            with pytest.raises(SystemExit, match=f"must be a command, got {module}; run (.*)") as refused:
+            with pytest.raises(
+                SystemExit, match=f"must be a command, got {module}; run one of ringattn.launch.bench, "
+            ):
                 launch._check_command(*words)
-            instead = str(refused.value).rpartition("; run ")[2]
-            if instead.startswith("ringattn.launch.bench "):
-                with pytest.raises(SystemExit, match="0"):
-                    bench.main([*instead.split()[1:], "--help"])
     launch._check_command(["-m"], ["python", "-m", "myringattn.launch.x"])
     done = subprocess.run(
         [sys.executable, "-m", "ringattn.launch.check.fuzz"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.strip().endswith("got ringattn.launch.check.fuzz; run ringattn.launch.check --fuzz")
+    assert "got ringattn.launch.check.fuzz; run one of " in done.stderr
 
 
 @pytest.mark.parametrize(
