@@ -35,10 +35,11 @@ from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.ring_registry import add_ring, find_ring
-from ringattn.transport.base import Buffers, Choice, NoTransport, RingContext, Transport
+from ringattn.transport.base import Buffers, Choice, RingContext, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.hierarchical import WithinNode, group_by_host
+from ringattn.transport.local import LocalTransport
 from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
 from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.reduce.stacked import LocalReducer, ProcessGroupReducer
@@ -169,7 +170,7 @@ class Ring:
             ProcessGroupTransport(self._group_name, self.rank, self.world_size, name, nccl_max_ctas) for name in names
         ]
         self.call_order = None if self._consensus is None else CallOrder(self._consensus, self._links[0])
-        mover: Transport = NoTransport() if alone else self._links[0]
+        mover: Transport = LocalTransport() if alone else self._links[0]
         between: Transport | None = None
         if levels is not None:
             mover, between = WithinNode(mover), self._links[1]

@@ -140,6 +140,26 @@ class Transport:
         del name, batch, rows, mine, heads, dims, dtype
         return None
 
+    def replay_or_enqueue(
+        self,
+        key: tuple[Hashable, ...],
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        enqueue: Callable[[], object],
+        held: tuple[Any, ...],
+    ) -> None:
+        """Enqueue a call; one that comes again with the same tensors may be replayed as a CUDA graph.
+
+        Args:
+            key: Everything beside the tensors that decides what is enqueued; objects by identity.
+            given: Tensors that the call reads.
+            made: Tensors that the call writes, whose shapes, strides and dtypes follow from the others.
+            enqueue: Enqueues the call on the current stream; returns the objects that a graph of it must keep alive.
+            held: The objects that the key names.
+        """
+        del key, given, made, held
+        enqueue()
+
     def one_shot(self, consensus: Any, why: str) -> Any:
         """Return a `PartialReducer` in this transport's memory; None where there is none. Every rank calls it.
 
@@ -342,45 +362,12 @@ class KVGather(Protocol):
         """
         ...
 
-    def repeat(
-        self,
-        key: tuple[Hashable, ...],
-        given: Sequence[Tensor],
-        made: Sequence[Tensor],
-        enqueue: Callable[[], object],
-        held: tuple[Any, ...],
-    ) -> None:
-        """Enqueues a call: a whole gather, a whole homecoming or both, and what is launched between.
-
-        One that comes again with the same tensors may be launched as a graph of what it enqueued before, without asking it.
-
-        Args:
-            key: All that decides what is enqueued beside the tensors; objects by their identity.
-            given: Tensors that it is given.
-            made: Tensors that its caller has made for it, whose shapes, strides and dtypes follow from the others.
-            enqueue: Enqueues it, on the current stream; returns what else must live for as long as it may be repeated.
-            held: The objects that the key names.
-        """
-        ...
-
 
 class Done:
     """Nothing was under way."""
 
     def wait(self) -> None:
         """Returns."""
-
-
-class NoTransport(Transport):
-    """The transport of a ring of one rank: there is nobody to talk to."""
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """Accepts only empty groups."""
-        assert len(sends) + len(receives) == 0, f"a ring of one rank has no peers, yet {what} wants to move tensors"
-        return Done()
-
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        """Nothing is ever sent."""
 
 
 class Buffers:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -187,18 +187,6 @@ class SimulatedKVGather:
             grad_return.begin()
             grad_return.handle = handle
         return handle
-
-    def repeat(
-        self,
-        key: tuple[Hashable, ...],
-        given: Sequence[Tensor],
-        made: Sequence[Tensor],
-        enqueue: Callable[[], object],
-        held: tuple[Any, ...],
-    ) -> None:
-        """See `KVGather.repeat`; each call is a new one."""
-        del key, given, made, held
-        enqueue()
 
     def _fetch(self, mine: Tensor, remote: Tensor, gather_plan: GatherPlan, what: str) -> Tensor:
         """Far, with the rows of all others in it; rows are dimension 1."""
