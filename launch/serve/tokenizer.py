@@ -17,33 +17,31 @@ class ChatTemplateError(ValueError):
 
 
 class Tokenizer(Protocol):
-    """Interface of tokenizers."""
+    """Interface of tokenizers.
+
+    Attributes:
+        stops: Tokens that end an answer.
+        vocab_size: Tokens are below it.
+    """
 
     stops: frozenset[int]
-    """Tokens that end an answer."""
-
     vocab_size: int
-    """Tokens are below it."""
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt.
-
-        Raises:
-            UnicodeEncodeError: It is no text: it has half a surrogate pair.
-        """
+        """Return the tokens of a prompt; raise UnicodeEncodeError for half a surrogate pair."""
         ...
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of messages, up to where the answer begins.
+        """Return the tokens of messages, up to where the answer begins.
 
         Raises:
-            NoTemplate: There is no template, or it refuses the messages.
-            UnicodeEncodeError: As `encode`.
+            ChatTemplateError: There is no template, or it rejects the messages.
+            UnicodeEncodeError: See `encode`.
         """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones; REPLACEMENT for bytes that are no text."""
+        """Return the text of tokens, without special ones; REPLACEMENT for bytes that are not text."""
         ...
 
     def recipe(self) -> dict[str, Any]:
@@ -52,11 +50,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A tokenizer that needs nothing: a token is a byte, one more ends an answer, and those above have no text.
-
-    Args:
-        vocab_size: Of the model: what it may answer with can be sent back in a prompt.
-    """
+    """A tokenizer without files: a token is a byte, one more ends an answer, and those above have no text."""
 
     END = 256
     MIN_VOCAB = 257
@@ -66,16 +60,16 @@ class ByteTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode())
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """One line for each message."""
+        """Return one line for each message."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join([*lines, "assistant: "]))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of bytes."""
+        """Return the text of bytes."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def recipe(self) -> dict[str, Any]:
@@ -87,7 +81,7 @@ class PretrainedTokenizer:
     """The tokenizer in the folder of a model.
 
     Args:
-        folder: Where it is. Only files there are read, and no code in them is run.
+        folder: Only files there are read, and no code in them is run.
         stops: Tokens that end an answer, besides the tokenizer's own.
         vocab_size: Of the model.
     """
@@ -100,19 +94,14 @@ class PretrainedTokenizer:
         own = self.inner.eos_token_id
         self.stops = stops | ({own} if isinstance(own, int) else frozenset())
         self.vocab_size = vocab_size
-        self._plain = _plain_tokenizer(self.inner)
+        self._decoder = _fast_decoder(self.inner)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, with what the tokenizer puts in front."""
+        """Return the tokens of a prompt, with those that the tokenizer puts in front."""
         return self._tokens(text)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """The messages in the model's chat template, which transformers renders in a sandbox.
-
-        Raises:
-            NoTemplate: There is none, or it refuses the messages.
-            UnicodeEncodeError: As `encode`.
-        """
+        """Return the tokens of the model's chat template, which transformers renders in a sandbox."""
         from jinja2 import TemplateError
 
         if not self.inner.chat_template:
@@ -126,31 +115,31 @@ class PretrainedTokenizer:
         return self._tokens(text, add_special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
-        if self._plain is not None:
-            return self._plain.decode(list(tokens), skip_special_tokens=True)
+        """Return the text of tokens."""
+        if self._decoder is not None:
+            return self._decoder.decode(list(tokens), skip_special_tokens=True)
         return self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def recipe(self) -> dict[str, Any]:
-        """Its folder, and what the model says."""
+        """Return the folder, the stops and the vocabulary size."""
         return self._recipe
 
-    def _tokens(self, text: str, **how: bool) -> list[int]:
-        text.encode()  # half a surrogate pair is no text: tokenizers take it for another type, or for something else
-        return list(self.inner(text, **how)["input_ids"])
+    def _tokens(self, text: str, **options: bool) -> list[int]:
+        text.encode()  # half a surrogate pair is not text: tokenizers take it for another type, or for something else
+        return list(self.inner(text, **options)["input_ids"])
 
 
-def _plain_tokenizer(inner: Any) -> Any:
-    """The tokenizer of the tokenizers library where decoding is all its own, at a tenth of the time; None elsewhere."""
+def _fast_decoder(inner: Any) -> Any:
+    """Return the tokenizer of the tokenizers library, which decodes in a tenth of the time; None if a class overrides decoding."""
     from transformers import PreTrainedTokenizerFast
 
     own = [getattr(type(inner), name, None) for name in ("decode", "_decode")]
-    plain = [getattr(PreTrainedTokenizerFast, name, None) for name in ("decode", "_decode")]
-    return inner.backend_tokenizer if own == plain and None not in own else None
+    library = [getattr(PreTrainedTokenizerFast, name, None) for name in ("decode", "_decode")]
+    return inner.backend_tokenizer if own == library and None not in own else None
 
 
 def make_tokenizer(recipe: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a recipe: of a folder, or bytes."""
+    """Return the tokenizer of a recipe: of a folder, or bytes."""
     if "folder" not in recipe:
         return ByteTokenizer(recipe["vocab_size"])
     return PretrainedTokenizer(Path(recipe["folder"]), frozenset(recipe["stops"]), recipe["vocab_size"])

@@ -142,7 +142,7 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(tmp_path: Path)
     tokens = [*plain.encode(WORDS), *plain.stops, *plain.encode("日 plain added")]
     wanted = plain.inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert plain.decode(tokens) == wanted
-    assert plain._plain is not None
+    assert plain._decoder is not None
 
     class Own(type(plain.inner)):
         def _decode(self, *args: Any, **how: Any) -> str:
