@@ -20,8 +20,15 @@ from ringattn.launch.serve.engine import Engine
 from ringattn.launch.serve.engine_server import BACKLOG, EngineServer, bind
 from ringattn.launch.serve.http.app import HttpServer, make_app
 from ringattn.launch.serve.http.engine_client import EngineClient
-from ringattn.launch.serve.messages import Capacity, Logprob, receive_at, send_to, to_engine_address, to_http_address
-from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score
+from ringattn.launch.serve.messages import (
+    Capacity,
+    StepCommand,
+    receive_at,
+    send_to,
+    to_engine_address,
+    to_http_address,
+)
+from ringattn.launch.serve.sampling import Logprob, SampledTokens, Sampling, sample_tokens, score
 from ringattn.launch.serve.scheduler import Plan, Scheduler
 from ringattn.launch.serve.tokenizer import ChatTemplateError
 
@@ -99,25 +106,26 @@ class FakeRunner:
         self._last: FakeStep | None = None
         self._before: FakeStep | None = None
 
-    def start(self, plan: Plan) -> FakeStep:
+    def start(self, plan: StepCommand) -> FakeStep:
         assert self._before is None or self._before.ended, "two steps are under way"
         for i, place in enumerate(plan.from_previous):
             if place >= 0:
                 plan.tokens[i] = self._chosen[place]
                 self.from_previous += 1
         logits = self.run(plan)
-        requests = [plan.requests[place] for place in plan.wanted] if plan.requests else []
-        how = [request.sampling or Sampling(0) for request in requests]
-        chosen = sample_tokens(logits if how else logits[:0], how, [request.prompt for request in requests])
+        # the other ranks have no requests
+        every, wanted = (plan.requests, plan.wanted) if isinstance(plan, Plan) else ([], [])
+        samplings = [every[place].sampling or Sampling(0) for place in wanted]
+        chosen = sample_tokens(logits[: len(samplings)], samplings, [every[place].prompt for place in wanted])
         scores = []
-        for place, targets in zip(plan.scored if plan.requests else (), plan.targets, strict=True):
-            request, tokens = plan.requests[place], torch.tensor(targets)
+        for place, targets in zip(plan.scored, plan.targets, strict=True) if isinstance(plan, Plan) else ():
+            request, tokens = every[place], torch.tensor(targets)
             ends = range(request.num_computed - plan.counts[place] + 1, request.num_computed + 1)
             rows = torch.stack([scores_after(request.prompt[:end]) for end in ends])
-            scores.append(score(rows[: len(targets)], tokens, request.sampling.logprobs if request.sampling else 0))
+            scores.append(score(rows[: len(targets)], tokens, (request.sampling and request.sampling.logprobs) or 0))
         chosen = replace(chosen, scores=tuple(scores))
         # what other ranks get from rank 0 is the same
-        self._chosen = chosen.tokens.clamp(min=0).tolist() if how else logits.argmax(-1).tolist()
+        self._chosen = chosen.tokens.clamp(min=0).tolist() if samplings else logits.argmax(-1).tolist()
         now = time.monotonic()
         busy_until = now if self._last is None or self._last.ends is None else max(now, self._last.ends)
         ends = busy_until + self.step_s if self.step_s or not self.ahead else None
@@ -126,7 +134,7 @@ class FakeRunner:
             self._last.wait()
         return self._last
 
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, plan: StepCommand) -> Tensor:
         self.steps.append(tuple(plan.counts))
         assert not (plan.packed and plan.decodes)
         at = 0

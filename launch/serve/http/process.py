@@ -1,7 +1,7 @@
 """The process that serves HTTP: python -m ringattn.launch.serve.http.process PORT LINK FOLDER, as rank 0 starts it.
 
-Owns the life of the process: its settings, and when it ends. Routes are in app.py; rank 0's side is engine_server.py. It
-touches no GPU and joins no process group.
+Receives its settings, serves, and ends when the engine ends. Rank 0's side is engine_server.py. It touches no GPU and joins no
+process group.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ringattn.launch.serve.messages import (
 from ringattn.launch.serve.tokenizer import make_tokenizer
 
 TURN_S = 0.0005
-"""Seconds for which a thread may keep the others waiting: what reads requests, for one, and what writes to clients."""
-LOOK_S = 1.0
-"""Seconds between looks at whether the thread that serves is still there."""
+"""Seconds after which a thread must let another one run: one thread tokenizes requests, one writes to clients."""
+CHECK_S = 1.0
+"""Seconds between checks that the serving thread is alive."""
 
 
 def main(port: int, link: int, folder: str) -> int:
-    """Serves until the engine sends Stop, or is gone.
+    """Serve until the engine sends Stop, or is gone.
 
     Args:
         port: Descriptor of the socket for clients.
-        link: Descriptor of the socket that ends with the engine's process.
-        folder: Where the sockets are; removed where the engine's process can not do it.
+        link: Descriptor of the socket that closes with the engine's process.
+        folder: Folder of the sockets; removed if the engine's process can not do it.
 
     Returns:
         The exit code: 0 when the engine has sent Stop, or has ended before it began.
@@ -64,7 +64,7 @@ def main(port: int, link: int, folder: str) -> int:
     server.start(app)
     freeze_gc()
     client.send_ready()
-    while not client.ended.wait(LOOK_S):
+    while not client.ended.wait(CHECK_S):
         if not server.alive:
             return 1
     server.stop()
@@ -74,7 +74,7 @@ def main(port: int, link: int, folder: str) -> int:
 
 
 def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> Settings | None:
-    """The first message; None when the engine ends or fails before."""
+    """Return the first message; None when the engine ends or fails before."""
     poller = zmq.Poller()
     poller.register(pull, zmq.POLLIN)
     poller.register(engine, zmq.POLLIN)

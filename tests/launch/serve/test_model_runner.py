@@ -61,11 +61,11 @@ class _Ahead:
     ahead = True
 
     def __init__(self, model_runner: ModelRunner) -> None:
-        self._replica, self.allocator, self.from_previous = model_runner, model_runner.allocator, 0
+        self._model_runner, self.allocator, self.from_previous = model_runner, model_runner.allocator, 0
 
     def start(self, plan: Plan) -> Any:
         self.from_previous += sum(place >= 0 for place in plan.from_previous)
-        return _Later(self._replica.start(plan))
+        return _Later(self._model_runner.start(plan))
 
 
 def requests() -> list[Request]:
@@ -241,4 +241,4 @@ def test_what_a_failed_exchange_leaves_is_a_token_to_the_next_step(monkeypatch: 
     assert plan is not None
     assert plan.wanted
     model_runner.start(plan)
-    assert model_runner._chosen.tolist() == [0] * len(plan.wanted)
+    assert model_runner._previous.tolist() == [0] * len(plan.wanted)

@@ -23,10 +23,9 @@ from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.config import check_model
 from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings
-from ringattn.launch.serve.messages import Logprob
 from ringattn.launch.serve.model_runner import ModelRunner
 from ringattn.launch.serve.models import broadcast_weights, describe_cache, load_model, make_cache
-from ringattn.launch.serve.sampling import Sampling, sample_tokens
+from ringattn.launch.serve.sampling import Logprob, Sampling, sample_tokens
 from ringattn.launch.serve.scheduler import Request, Scheduler
 from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer, ChatTemplateError, PretrainedTokenizer
 from ringattn.launch.train.pretrained import build_causal_lm

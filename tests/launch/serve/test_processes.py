@@ -30,12 +30,13 @@ from ringattn.launch.serve.config import Limits
 from ringattn.launch.serve.engine import Engine
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, requests_of
 from ringattn.launch.serve.http.api import RequestError
-from ringattn.launch.serve.http.engine_client import ENGINE_GONE, submit_of
+from ringattn.launch.serve.http.engine_client import ENGINE_GONE
 from ringattn.launch.serve.messages import (
     Cancel,
     Capacity,
     Event,
-    Logprob,
+    NewRequest,
+    Prompt,
     Ready,
     Rejected,
     Settings,
@@ -51,8 +52,8 @@ from ringattn.launch.serve.messages import (
     to_http_address,
 )
 from ringattn.launch.serve.prefix_cache import prefix_digests
-from ringattn.launch.serve.sampling import Sampling
-from ringattn.launch.serve.scheduler import Request, Scheduler
+from ringattn.launch.serve.sampling import Logprob, Sampling
+from ringattn.launch.serve.scheduler import Scheduler
 from ringattn.launch.serve.tokenizer import ByteTokenizer, make_tokenizer
 from tests.launch.serve.test_http import going_on
 from tests.launch.serve.test_server import FLAGS, Process
@@ -102,29 +103,22 @@ def test_what_is_sent_to_http_is_what_is_received(sent, state):
     st.integers(1, 8),
 )
 def test_requests_that_are_sent_are_those_that_are_received_and_draw_the_same(prompts, asked, size):
-    digests = [prefix_digests(prompt, size) for prompt in prompts]
-    sent = [
-        Request(
-            name,
-            prompts[x % len(prompts)],
-            most,
-            sampling=how,
-            stops=stops,
-            digests=digests[x % len(prompts)],
-            score_prompt=x % 2 == 0,
-        )
-        for name, (x, most, how, stops) in enumerate(asked, 1)
-    ]
-    message = decode_to_engine(encode(submit_of(sent)))
+    sent = Submit(
+        [Prompt(prompt, prefix_digests(prompt, size)) for prompt in prompts],
+        [
+            NewRequest(name, x % len(prompts), most, sorted(stops), sampling, x % 2 == 0)
+            for name, (x, most, sampling, stops) in enumerate(asked, 1)
+        ],
+    )
+    message = decode_to_engine(encode(sent))
+    assert message == sent
     assert isinstance(message, Submit)
-    assert len(message.prompts) == len({x % len(prompts) for x, *_ in asked})  # each is sent once
-    found = requests_of(message)
-    for one, other in zip(sent, found, strict=True):
-        for name in ("id", "prompt", "max_tokens", "stops", "digests", "score_prompt"):
-            assert getattr(one, name) == getattr(other, name)
-        assert one.sampling == other.sampling
-        drawn = [how.draw() for how in (one.sampling, other.sampling)]
-        assert one.sampling.seed is None or drawn[0] == drawn[1]
+    for one, other in zip(sent.requests, requests_of(message), strict=True):
+        prompt = sent.prompts[one.prompt]
+        assert (other.id, other.prompt, other.digests) == (one.id, prompt.tokens, prompt.digests)
+        assert (other.max_tokens, other.stops, other.score_prompt) == (one.max_tokens, {*one.stops}, one.score_prompt)
+        assert other.sampling == one.sampling
+        assert one.sampling.seed is None or other.sampling.draw() == one.sampling.draw()
 
 
 def test_a_tokenizer_is_made_again_from_its_recipe():

@@ -16,8 +16,8 @@ from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.engine import Engine
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.engine_client import EngineClient
-from ringattn.launch.serve.messages import Event, StepOutput
-from ringattn.launch.serve.scheduler import NeverFits, Plan, QueueFull, Request, Scheduler
+from ringattn.launch.serve.messages import Event, StepCommand, StepOutput
+from ringattn.launch.serve.scheduler import NeverFits, QueueFull, Request, Scheduler
 from tests.support.serving import STOP, FakeRunner, FakeStep, Link, answer
 
 
@@ -28,7 +28,7 @@ class Hooked(FakeRunner):
         super().__init__(2, pages, 4, ahead=ahead)
         self.during: Callable[[], object] = lambda: None
 
-    def start(self, plan: Plan) -> FakeStep:
+    def start(self, plan: StepCommand) -> FakeStep:
         self.during()
         return super().start(plan)
 
@@ -196,19 +196,19 @@ def test_at_most_as_many_wait_as_may_and_nobody_is_refused_for_whom_there_is_roo
 def test_kept_prefixes_leave_all_room_to_those_who_come():
     bench = Bench(3, 1, pages=32, keep=True)  # 64 pages of 4
     asked = [[bench.ask(40, 20) for _ in range(5)]]  # 15 pages each
-    num_kept_prefixes: list[int] = []
+    kept: list[int] = []
     take = bench.engine.deliver
 
     def ask_again(events: list[Event], state: dict | None) -> None:
         take(events, state)
         if not bench.here and len(asked) < 4:
-            num_kept_prefixes.append(bench.scheduler.num_kept_prefixes)
+            kept.append(len(bench.scheduler.kept_prefixes))
             asked.append([bench.ask(40, 20) for _ in range(5)])
 
     bench.engine.deliver = ask_again
     bench.run()
     assert asked == [[True] * 4 + [False]] * 4
-    assert min(num_kept_prefixes) > 1
+    assert min(kept) > 1
 
 
 def test_what_an_empty_server_could_not_take_at_once_is_refused_for_good():

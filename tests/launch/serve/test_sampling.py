@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.launch.serve import sampling
-from ringattn.launch.serve.messages import SamplingOptions
 from ringattn.launch.serve.sampling import MIN_TEMPERATURE, Sampling, sample_tokens
 
 INF = float("inf")
@@ -345,7 +344,7 @@ def test_numbers_are_those_of_the_seed_and_evenly_spread() -> None:
 
 def test_options_survive_the_way_and_name_only_tokens_of_the_model() -> None:
     sent = Sampling(0.5, 0.9, -(10**30), 3, 7, 0.1, 1.5, -0.5, 0.25, ((3, 1.5), (70, -100.0)))
-    found = Sampling.of(msgspec.msgpack.decode(msgspec.msgpack.encode(sent.options()), type=SamplingOptions))
+    found = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Sampling)
     assert found == sent
     assert found.draw() == sent.draw()
     # an output head may have fewer tokens than the embedding

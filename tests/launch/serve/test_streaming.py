@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.serve.config import Limits
-from ringattn.launch.serve.http.api import Choice, ResponseWriter, StreamLines
+from ringattn.launch.serve.http.api import Choice, ResponseWriter
 from ringattn.launch.serve.http.app import make_app
-from ringattn.launch.serve.messages import Capacity, Event, Logprob, StepOutput, Stop
+from ringattn.launch.serve.messages import Capacity, Event, StepOutput, Stop
+from ringattn.launch.serve.sampling import Logprob
 from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer
 from tests.support.serving import Letters, Link
 
@@ -37,8 +38,9 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
 
     tokenizer: Any = Said()
     choice = Choice(3, [], tokenizer, [])
-    writer = ResponseWriter(chat, model, tokenizer, with_usage, with_ids)
-    lines, said, offset = StreamLines(writer, {3: choice}, with_ids), "", 0  # type: ignore[arg-type]
+    choices: Any = {3: choice}
+    lines = ResponseWriter(chat, model, tokenizer, [[]], choices, with_usage=with_usage, with_ids=with_ids)
+    said, offset = "", 0
     for token, word in enumerate(words):
         before, held = said, choice.length
         details = Logprob(-0.25 if token else float("-inf"), ((token, -0.25),)) if with_logprobs else None
@@ -73,7 +75,7 @@ def test_bytes_of_a_token_that_is_a_part_of_a_character_are_not_made_up():
     choice = Choice(0, [], ByteTokenizer(), [])
     for token in "aß".encode():
         choice.push(Event(1, token, details=Logprob(-0.5, ((token, -0.5),))))
-    (answer,) = ResponseWriter(True, "bytes", ByteTokenizer()).whole([[1]], [choice])["choices"]
+    (answer,) = ResponseWriter(True, "bytes", ByteTokenizer(), [[1]], [choice]).whole()["choices"]
     said = answer["logprobs"]["content"]
     assert [(entry["token"], entry["bytes"]) for entry in said] == [
         ("a", [97]),
@@ -86,7 +88,7 @@ def test_bytes_of_a_token_that_is_a_part_of_a_character_are_not_made_up():
 def test_of_tokens_with_one_text_the_likeliest_is_said():
     choice = Choice(0, [], ByteTokenizer(), [])
     choice.push(Event(1, 0xC3, details=Logprob(-0.1, ((0xC3, -0.1), (0x61, -3.0), (0xE2, -5.0)))))
-    (answer,) = ResponseWriter(False, "bytes", ByteTokenizer()).whole([[1]], [choice])["choices"]
+    (answer,) = ResponseWriter(False, "bytes", ByteTokenizer(), [[1]], [choice]).whole()["choices"]
     assert list(answer["logprobs"]["top_logprobs"][0].items()) == [(REPLACEMENT, -0.1), ("a", -3.0)]
 
 
