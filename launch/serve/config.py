@@ -123,7 +123,6 @@ class Limits:
     """Limits of requests.
 
     Attributes:
-        body: Bytes.
         length: Tokens of a prompt and its answer, by the model; None for no limit but the cache.
         max_tokens: New tokens of an answer; None for no limit but length.
         default_tokens: New tokens of an answer to a chat that does not say how many.

@@ -1,8 +1,7 @@
 """Engine loop of rank 0, which turns requests into tokens, and the loop of the other ranks.
 
-Owns the order of events in a step, delivery of events, shutdown, and the state of the server. Steps are planned by scheduler.py and
-computed by a `Runner`. The loop runs in the main thread of every rank; `submit`, `cancel`, `stop`, `fail` and `state` may be called
-from any thread.
+Owns the order of events in a step, delivery of events, shutdown, and the state of the server. The loop runs in the main thread of
+every rank; `submit`, `cancel`, `stop`, `fail` and `state` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serve.messages import Event, Heartbeat, StepCommand, Stop, ToRank
+from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.rank_channel import RankChannel
-from ringattn.launch.serve.sampling import Logprob
 from ringattn.launch.serve.scheduler import Plan, Request, Scheduler, apply_changes
 
 BEAT_S = 1.0
@@ -32,43 +30,6 @@ class Closed(RuntimeError):
     """The server accepts no requests: it is stopping, or has lost a rank."""
 
 
-class PendingStep(Protocol):
-    """A step that was started; it may not be computed yet."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has been computed; does not wait."""
-        ...
-
-    def wait(self) -> None:
-        """Wait until it has been computed."""
-        ...
-
-    def read(self) -> list[tuple[int | None, Logprob | None]]:
-        """Wait, and return the token of each request that gets one, and its logprobs, on rank 0; None if not finite."""
-        ...
-
-    def read_scores(self) -> list[tuple[Logprob, ...] | None]:
-        """Wait, and return the logprobs of each of `Plan.targets`, on rank 0; None if not finite."""
-        ...
-
-
-class Runner(Protocol):
-    """Computes steps; every rank has one and starts the same steps.
-
-    Attributes:
-        allocator: Pages of the cache.
-        ahead: Whether `start` returns before a step is computed.
-    """
-
-    allocator: PageAllocator
-    ahead: bool
-
-    def start(self, plan: StepCommand) -> PendingStep:
-        """Start a step, a `Plan` on rank 0; at most one that was started before is not read."""
-        ...
-
-
 @dataclass
 class _RunningStep:
     plan: Plan
@@ -79,19 +40,13 @@ class _RunningStep:
 class Engine:
     """Engine of rank 0.
 
-    Args:
-        runner: Computes steps.
-        scheduler: With the runner's allocator.
-        broadcast: Sends a message to the other ranks.
-        time_limit_s: Seconds that a request may take from its arrival.
-
     Attributes:
         deliver: Called once per step, in the thread of the loop, with events and with the state, None if that is not new; after a
-            failure in the thread that reports it. Set it before requests are submitted.
+            failure in the thread that reports it.
     """
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, broadcast: Callable[[ToRank], None], *, time_limit_s: float
+        self, runner: ModelRunner, scheduler: Scheduler, broadcast: Callable[[ToRank], None], *, time_limit_s: float
     ) -> None:
         self.runner, self.scheduler, self.broadcast, self.time_limit_s = runner, scheduler, broadcast, time_limit_s
         self.deliver: Callable[[list[Event], dict[str, Any] | None], None] = lambda *_: None
@@ -113,13 +68,7 @@ class Engine:
         self._update_state()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Add requests, whose ids are new, to the queue: all of them or none.
-
-        Raises:
-            NeverFits: One is larger than the cache, or an empty server could not take them all.
-            QueueFull: The queue has no room for those of them that would wait.
-            Closed: The server is stopping, or has failed.
-        """
+        """Add requests, whose ids are new, to the queue: all of them, or none with NeverFits, QueueFull or Closed."""
         self.scheduler.check(requests)
         with self._wake:
             if self._closed is not None:
@@ -133,12 +82,7 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, request_id: int, keep: bool = False) -> None:
-        """End a request before its end, without further events; one that has ended already is no error.
-
-        Args:
-            request_id: Of the request.
-            keep: Whether its prefix may serve others: it was answered as far as its client wants.
-        """
+        """End a request without further events; keep: whether its prefix may serve others."""
         with self._wake:
             if request_id in self._open:
                 self._open.discard(request_id)
@@ -266,6 +210,7 @@ class Engine:
         while self._recent and self._recent[0][0] < now - WINDOW_S:
             self._recent.popleft()
         window = min(WINDOW_S, max(now - self._began, 1e-3))
+        prompt, generated = (round(sum(one[kind] for one in self._recent) / window, 1) for kind in (1, 2))
         self._state = {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -280,10 +225,7 @@ class Engine:
             "pages_per_rank": scheduler.allocator.pages,
             "pages": scheduler.pages(),
             "kept_prefixes": len(scheduler.kept_prefixes),
-            "tokens_per_second": {
-                "prompt": round(sum(one[1] for one in self._recent) / window, 1),
-                "generated": round(sum(one[2] for one in self._recent) / window, 1),
-            },
+            "tokens_per_second": {"prompt": prompt, "generated": generated},
             "totals": {
                 "prompt_tokens": scheduler.prefill_tokens,
                 "shared_tokens": scheduler.shared_tokens,
@@ -297,7 +239,7 @@ class Engine:
         return self._state
 
 
-def worker_loop(runner: Runner, channel: RankChannel) -> None:
+def worker_loop(runner: ModelRunner, channel: RankChannel) -> None:
     """Compute the steps that rank 0 plans, on every other rank, until it sends Stop."""
     before: PendingStep | None = None
     while not isinstance(message := channel.receive(), Stop):

@@ -1,19 +1,16 @@
 """Rank 0's side of the HTTP process: starts it, receives requests for the engine, and sends events to it.
 
-The other side is http/process.py and http/engine_client.py.
-
 Note [Two processes]
-    HTTP costs more per token (text, JSON, a write to a socket) than planning and sampling do, and threads of one interpreter take
-    turns. So rank 0 starts one more process, which never touches a GPU and is no rank: it has the listening socket, the tokenizer
-    and all clients. It is started before the model is read, so that both are ready together.
+    HTTP costs more per token (text, JSON, a write to a socket) than planning and sampling do, and threads of one interpreter
+    take turns. So rank 0 starts one more process, before the model is read, with the listening socket, the tokenizer and all
+    clients.
 
-    Messages travel over two ZeroMQ pipes (PUSH to PULL) in a folder that only this user may enter. A send never waits: ZeroMQ's own
-    thread writes what the receiver does not take at once. Beside them the processes share a pair of connected sockets on which
-    nothing is sent: the operating system closes it when either process ends, however it ends. The HTTP process then answers open
-    requests with an error and exits, and with it the port is free. Rank 0 takes the server down when the HTTP process is gone, when
-    it sends no heartbeat for as long as ranks wait for each other, or when it leaves more than MAX_QUEUED messages unread. Signals
-    of a terminal or a launcher, which come to both, are for rank 0 alone: the HTTP process is started with them blocked, and ends
-    with the message Stop.
+    Messages travel over two ZeroMQ pipes (PUSH to PULL) in a folder that only this user may enter; a send never waits. Beside
+    them the processes share a pair of connected sockets on which nothing is sent: the operating system closes it when either
+    process ends. The HTTP process then answers open requests with an error and exits, and with it the port is free. Rank 0
+    takes the server down when the HTTP process is gone, sends no heartbeat, or leaves more than MAX_QUEUED messages unread.
+    Signals of a terminal or a launcher, which come to both, are for rank 0 alone: the HTTP process is started with them
+    blocked, and ends with the message Stop.
 """
 
 from __future__ import annotations
@@ -33,24 +30,8 @@ from typing import Any
 
 import zmq
 
+from ringattn.launch.serve import messages
 from ringattn.launch.serve.engine import Closed, Engine
-from ringattn.launch.serve.messages import (
-    Cancel,
-    Event,
-    Ready,
-    Rejected,
-    Settings,
-    StepOutput,
-    Stop,
-    Submit,
-    ToHttp,
-    decode_to_engine,
-    encode,
-    receive_at,
-    send_to,
-    to_engine_address,
-    to_http_address,
-)
 from ringattn.launch.serve.scheduler import NeverFits, QueueFull, Request
 
 MODULE = "ringattn.launch.serve.http.process"
@@ -67,11 +48,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket with an address (port 0 for any that is free) that clients may connect to once it listens.
-
-    Raises:
-        OSError: The address is taken, or not of this machine.
-    """
+    """Return a socket with an address (port 0 for any that is free), which does not listen yet; raise OSError if it is taken."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,10 +66,7 @@ class HttpProcess:
         bound: The socket for clients, which does not listen yet.
 
     Attributes:
-        port: The port of clients.
-        folder: Folder of the sockets between the processes.
         link: Socket that closes with the process.
-        name: The process in messages.
     """
 
     def __init__(self, bound: socket.socket) -> None:
@@ -117,11 +91,7 @@ class HttpProcess:
         self.name = f"the HTTP process (process {self._process.pid})"
 
     def listen(self) -> None:
-        """Let clients connect, though none is answered yet, and leave the socket to the other process.
-
-        Raises:
-            OSError: Another process listens at the address by now.
-        """
+        """Let clients connect, though none is answered yet; raise OSError if another process listens at the address by now."""
         self._bound.listen(BACKLOG)
         self._bound.close()
 
@@ -143,10 +113,7 @@ class EngineServer:
     """Receives requests for an engine from an `EngineClient`, and sends it their events.
 
     Args:
-        engine: Its `deliver` is set.
-        folder: Folder of the sockets.
         link: Socket that closes with the other process.
-        name: The other process in messages.
         lost: Called, in a thread, with a message when the other process is gone or silent.
         timeout_s: Seconds without a heartbeat after which it counts as lost, once it is ready.
     """
@@ -158,17 +125,13 @@ class EngineServer:
         self._timeout, self._start_timeout = timeout_s, max(timeout_s, START_S)
         self._ready, self._closing = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # a socket is used by one thread at a time
-        self._push = send_to(to_http_address(folder), MAX_QUEUED)
-        self._pull = receive_at(to_engine_address(folder))
+        self._push = messages.send_to(folder, "http", MAX_QUEUED)
+        self._pull = messages.receive_at(folder, "engine")
         engine.deliver = self._deliver
         threading.Thread(target=self._receive, daemon=True, name="engine_server").start()
 
-    def start(self, settings: Settings) -> None:
-        """Send the settings, and return when clients are answered.
-
-        Raises:
-            RuntimeError: They are not, in time.
-        """
+    def start(self, settings: messages.Settings) -> None:
+        """Send the settings, and return when clients are answered; raise RuntimeError if they are not, in time."""
         self._send(settings)
         if not self._ready.wait(self._start_timeout):
             raise RuntimeError(
@@ -177,17 +140,17 @@ class EngineServer:
 
     def stop(self) -> None:
         """Send Stop: the other process lets open answers end, and exits."""
-        self._send(Stop())
+        self._send(messages.Stop())
         self._closing.set()
         with self._lock:
             self._push.close()
 
-    def _deliver(self, events: Sequence[Event], state: dict[str, Any] | None) -> None:
-        self._send(StepOutput(list(events), state))
+    def _deliver(self, events: Sequence[messages.Event], state: dict[str, Any] | None) -> None:
+        self._send(messages.StepOutput(list(events), state))
 
-    def _send(self, message: ToHttp) -> None:
+    def _send(self, message: messages.ToHttp) -> None:
         """Send a message without waiting, in any thread."""
-        data = encode(message)
+        data = messages.encode(message)
         try:
             with self._lock:
                 if not self._push.closed:
@@ -219,16 +182,16 @@ class EngineServer:
             self._lose(problem)
 
     def _handle(self, data: bytes) -> None:
-        message = decode_to_engine(data)
-        if isinstance(message, Submit):
+        message = messages.decode_to_engine(data)
+        if isinstance(message, messages.Submit):
             try:
                 self._engine.submit(requests_of(message))
             except (NeverFits, QueueFull, Closed) as error:
                 request_ids = [request.id for request in message.requests]
-                self._send(Rejected(request_ids, type(error).__name__, str(error)))
-        elif isinstance(message, Cancel):
+                self._send(messages.Rejected(request_ids, type(error).__name__, str(error)))
+        elif isinstance(message, messages.Cancel):
             self._engine.cancel(message.request_id, message.keep)
-        elif isinstance(message, Ready):
+        elif isinstance(message, messages.Ready):
             self._ready.set()
 
     def _lose(self, problem: str) -> None:
@@ -237,7 +200,7 @@ class EngineServer:
             self._lost(f"{self._name} {problem}")
 
 
-def requests_of(message: Submit) -> list[Request]:
+def requests_of(message: messages.Submit) -> list[Request]:
     """Return the requests of a message as the scheduler takes them."""
     return [
         Request(

@@ -24,7 +24,6 @@ class Capacity(msgspec.Struct, frozen=True):
     """Tokens and requests that the engine can hold.
 
     Attributes:
-        tokens: Tokens that the cache of all ranks holds.
         max_waiting: Requests that wait behind the running ones at most (Note [Waiting requests] of scheduler.py).
         page_size: Tokens of a page, and of a block of `Prompt.digests`.
         keep_prefixes: Whether prefixes are shared, for which the digests are needed.
@@ -73,7 +72,7 @@ class Prompt(msgspec.Struct, array_like=True):
 
 
 class NewRequest(msgspec.Struct, array_like=True):
-    """A request for one answer; `prompt` is an index into the prompts of the message. See `scheduler.Request`."""
+    """A request for one answer (see `scheduler.Request`); `prompt` is an index into the prompts of the message."""
 
     id: int
     prompt: int
@@ -115,13 +114,10 @@ class Settings(msgspec.Struct, tag=True):
     """The first message: all that the HTTP process needs to begin.
 
     Attributes:
-        model: The name under which the model is served.
         tokenizer: Argument of `make_tokenizer`.
-        state: The engine's first state.
         key: Bearer token that clients must send; None for none.
         hosts: Names by which clients may call the server; None for any.
         about: Description of the server for /state.
-        connections: Maximum of open connections.
     """
 
     model: str
@@ -208,9 +204,8 @@ ToRank = RankAddress | PortResult | StepCommand | Heartbeat | Stop
 
 
 class Hello(msgspec.Struct):
-    """First message of a rank to rank 0: its index and its process id."""
+    """First message of a rank to rank 0."""
 
-    rank: int
     process: int
 
 
@@ -221,31 +216,16 @@ decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
-def to_engine_address(folder: str) -> str:
-    """Return the address at which the engine receives."""
-    return f"ipc://{folder}/engine"
-
-
-def to_http_address(folder: str) -> str:
-    """Return the address at which the HTTP process receives."""
-    return f"ipc://{folder}/http"
-
-
-def receive_at(address: str) -> zmq.Socket[bytes]:
-    """Return a socket that receives what is sent to an address."""
+def receive_at(folder: str, receiver: str) -> zmq.Socket[bytes]:
+    """Return the socket in a folder at which a receiver, "engine" or "http", receives."""
     pull = zmq.Context.instance().socket(zmq.PULL)
-    pull.bind(address)
+    pull.bind(f"ipc://{folder}/{receiver}")
     return pull
 
 
-def send_to(address: str, most_queued: int = 0) -> zmq.Socket[bytes]:
-    """Return a socket that sends to an address, whether its receiver is there yet or not.
-
-    Args:
-        address: Of the receiver.
-        most_queued: Maximum of messages that wait for the receiver; 0 for any number.
-    """
+def send_to(folder: str, receiver: str, most_queued: int = 0) -> zmq.Socket[bytes]:
+    """Return a socket that sends to a receiver; at most `most_queued` messages wait for the receiver, 0 for any number."""
     push = zmq.Context.instance().socket(zmq.PUSH)
     push.linger, push.sndhwm, push.reconnect_ivl = LINGER_MS, most_queued, RETRY_MS
-    push.connect(address)
+    push.connect(f"ipc://{folder}/{receiver}")
     return push

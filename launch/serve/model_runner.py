@@ -46,24 +46,21 @@ class ModelRunner:
     """Computes the steps of one rank.
 
     Args:
-        model: As loaded.
-        cache: Of the model.
         most: Maximum of requests that decode together.
         graphs: Whether steps of decoding and of short prompts are replayed from CUDA graphs: None: if possible; False: never;
             or the capturer.
 
     Attributes:
-        allocator: Pages of the cache.
         ahead: Whether `start` returns before a step is computed, so that another one may be started.
     """
 
     def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | GraphCapturer | None = None) -> None:
         from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, batch_sizes, select_capturer
 
-        self._model, self._cache = model, cache
+        self._model, self.cache = model, cache
         self.allocator = cache.allocator
         sizes, rows = batch_sizes(most), [most + more for more in MIXED_ROWS]
-        self._decoding = CUDAGraphRunner(
+        self.graph_runner = CUDAGraphRunner(
             model,
             cache,
             select_capturer(graphs, model, cache),
@@ -78,23 +75,8 @@ class ModelRunner:
             0, dtype=torch.int64, device=cache.device
         )  # tokens of the last step, on every rank
         self._allocate_outputs(most)
-        self._typical_s: dict[StepKind, float] = {}  # seconds that waits for steps of a kind took
+        self.typical_s: dict[StepKind, float] = {}  # seconds that waits for steps of a kind took
         self._steps = 0
-
-    @property
-    def graphs(self) -> int:
-        """Number of CUDA graphs that steps are replayed from."""
-        return self._decoding.captured
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of short prompts that a packed step has room for; 0: there are no such steps."""
-        return self._decoding.most_pieces
-
-    @property
-    def rows(self) -> int:
-        """Tokens that a mixed step has room for; 0: there are no such steps."""
-        return self._decoding.most_rows
 
     def prepare(self, longest: int | None = None) -> list[str]:
         """Compute prompts of several lengths and capture graphs, so that no request waits for a compiler; return lines to print.
@@ -103,10 +85,15 @@ class ModelRunner:
             longest: Tokens that the model takes; None: no bound.
         """
         began, lines = time.monotonic(), []
-        self._decoding.prepare()
-        if self.graphs:
-            short = f", and prompts in parts of up to {MAX_DECODE_TOKENS * self.pieces} tokens" * bool(self.pieces)
-            lines.append(f"decoding{short}: {self.graphs} CUDA graphs captured in {time.monotonic() - began:.1f} s")
+        self.graph_runner.prepare()
+        if self.graph_runner.captured:
+            short = (
+                f", and prompts in parts of up to {MAX_DECODE_TOKENS * self.graph_runner.most_pieces} tokens"
+                * bool(self.graph_runner.most_pieces)
+            )
+            lines.append(
+                f"decoding{short}: {self.graph_runner.captured} CUDA graphs captured in {time.monotonic() - began:.1f} s"
+            )
         began = time.monotonic()
         steps = self._warm_up_prefill(longest)
         return [*lines, f"prompts around the ring: {steps} steps computed in {time.monotonic() - began:.1f} s"]
@@ -115,11 +102,11 @@ class ModelRunner:
         """Compute WARM_UP_PROMPTS; return the number of steps."""
         from ringattn.integrations.transformers import run_step
 
-        cache, ranks, steps, logits = self._cache, self._cache.ring.world_size, 0, None
+        cache, ranks, steps, logits = self.cache, self.cache.ring.world_size, 0, None
         room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
         for past, new in WARM_UP_PROMPTS:
             # nothing is compiled for CPUs, where a past takes time
-            packed = not past and ranks * new <= MAX_DECODE_TOKENS * self.pieces
+            packed = not past and ranks * new <= MAX_DECODE_TOKENS * self.graph_runner.most_pieces
             if packed or (past and cache.device.type == "cpu") or ranks * (past + new) > room:
                 continue
             cache_id = cache.add_request(ranks * (past + new))
@@ -142,7 +129,7 @@ class ModelRunner:
         sampled, count = None, len(plan.wanted)
         if count > self._local_tokens.shape[0]:
             self._allocate_outputs(2 * count)
-        if self._cache.ring.rank == 0:
+        if self.cache.ring.rank == 0:
             assert isinstance(plan, Plan), "rank 0 has the requests"
             requests = [plan.requests[place] for place in plan.wanted]
             samplings = [request.sampling or Sampling() for request in requests]
@@ -150,7 +137,7 @@ class ModelRunner:
             self._local_tokens[:count].copy_(sampled.tokens)
             sampled = replace(sampled, scores=tuple(self._score(plan, scored))).on_host()
         # the exchange of attention, whose columns of rank 0 are used: always of one size, so that ranks compare it once
-        self._cache.ring.partial_reducer(self._cache.device).all_gather_columns(*self._bits)
+        self.cache.ring.partial_reducer(self.cache.device).all_gather_columns(*self._bits)
         # a token that is not finite ends its request, and a failed exchange the server: both must be tokens until then
         self._previous = self._all[:count].clamp(min=0)
         self._steps += 1
@@ -160,20 +147,9 @@ class ModelRunner:
 
     def _allocate_outputs(self, tokens: int) -> None:
         """Allocate the sampled tokens of a step, of this rank and of all."""
-        new = partial(torch.zeros, dtype=torch.int64, device=self._cache.device)
-        self._local_tokens, self._all = new(tokens), new(self._cache.ring.world_size * tokens)
+        new = partial(torch.zeros, dtype=torch.int64, device=self.cache.device)
+        self._local_tokens, self._all = new(tokens), new(self.cache.ring.world_size * tokens)
         self._bits = [x.view(torch.float32)[None] for x in (self._local_tokens, self._all)]
-
-    def wait_until_done(self, step: PendingStep) -> None:
-        """Wait for the end of a step; see `PendingStep.wait`."""
-        if step.end is None:
-            return
-        if not any(step.kind[:3]):
-            step.end.synchronize()
-            return
-        events = EventPair(step.begun, step.end, self._typical_s.get(step.kind, 0.0))
-        self._cache.ring.synchronize(self._cache.device, events=events, what=step.what)
-        self._typical_s[step.kind] = events.lasted_s
 
     def _compute(self, plan: StepCommand) -> tuple[Tensor, list[Tensor]]:
         """Return the logits `wanted vocab` of a step, which the next one may overwrite, and `rows vocab` of each scored request."""
@@ -184,7 +160,7 @@ class ModelRunner:
         """Compute a step in which all rows of some requests give logits."""
         from ringattn.integrations.transformers.model_forward import forward_step
 
-        step = self._cache.extend(plan.cache_ids, plan.counts, mode="prefill")
+        step = self.cache.extend(plan.cache_ids, plan.counts, mode="prefill")
         ends = list(accumulate(plan.counts, initial=0))
         rows = {place: range(ends[place + 1] - 1, ends[place + 1]) for place in plan.wanted}
         rows |= {place: range(ends[place], ends[place + 1]) for place in plan.scored}
@@ -208,13 +184,13 @@ class ModelRunner:
         from ringattn.integrations.transformers import run_step
 
         if plan.decodes:
-            return self._decoding.run(plan.cache_ids, tokens[:, None]).logits[:, -1]
+            return self.graph_runner.run(plan.cache_ids, tokens[:, None]).logits[:, -1]
         if plan.packed or plan.mixed:
             piece = 1 if plan.mixed else MAX_DECODE_TOKENS
-            logits = self._decoding.run_mixed(plan.cache_ids, plan.counts, tokens, piece=piece)
+            logits = self.graph_runner.run_mixed(plan.cache_ids, plan.counts, tokens, piece=piece)
             if logits is not None:
                 return logits if len(plan.wanted) == len(logits) else logits[self._upload(plan.wanted)]
-        step = self._cache.extend(plan.cache_ids, plan.counts)
+        step = self.cache.extend(plan.cache_ids, plan.counts)
         if step.mode == "decode":
             tokens = tokens.view(len(plan.cache_ids), -1)
         return run_step(self._model, step, tokens, wanted=plan.wanted)
@@ -232,14 +208,14 @@ class ModelRunner:
 
     def _record_event(self) -> torch.cuda.Event | None:
         """Record an event behind the work enqueued so far; None on CPUs, where it is done."""
-        if self._cache.device.type != "cuda":
+        if self.cache.device.type != "cuda":
             return None
         event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self._cache.device))
+        event.record(torch.cuda.current_stream(self.cache.device))
         return event
 
     def _upload(self, numbers: Sequence[Any]) -> Tensor:
-        return to_device(numbers, torch.int64, self._cache.device)
+        return to_device(numbers, torch.int64, self.cache.device)
 
 
 @dataclass
@@ -271,7 +247,15 @@ class PendingStep:
         Raises:
             RuntimeError: A rank did not come in time; see `Ring.synchronize`.
         """
-        self.model_runner.wait_until_done(self)
+        runner = self.model_runner
+        if self.end is None:
+            return
+        if not any(self.kind[:3]):
+            self.end.synchronize()  # prefill around the ring has the timeouts of plain calls
+            return
+        events = EventPair(self.begun, self.end, runner.typical_s.get(self.kind, 0.0))
+        runner.cache.ring.synchronize(runner.cache.device, events=events, what=self.what)
+        runner.typical_s[self.kind] = events.lasted_s
 
     def read(self) -> list[tuple[int | None, Logprob | None]]:
         """Wait, and return the sampled tokens and their logprobs, on rank 0."""

@@ -43,7 +43,6 @@ class ServedModel:
 
     Attributes:
         model: On its device, with ring attention.
-        name: The name by which requests call it.
         length: Maximum tokens of a sequence, by its config; None if that has none.
         facts: Text that must be the same on all ranks.
         random_weights: They were drawn on a GPU: all ranks must take those of rank 0 (`broadcast_weights`).

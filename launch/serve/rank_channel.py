@@ -13,7 +13,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,27 +29,12 @@ LINGER_MS = 2000
 """Milliseconds in which a message that was sent may leave after its socket was closed."""
 
 
-@dataclass(frozen=True)
-class Peer:
-    """Another rank that has connected to rank 0: its index, its process id, and its name on the ROUTER socket."""
-
-    rank: int
-    process: int
-    identity: bytes
-
-
 def accept_ranks(
     rank: Rank, announce: Callable[[RankAddress], object], timeout_s: float
-) -> tuple[zmq.Socket[bytes], list[Peer]]:
-    """Wait on rank 0 until all other ranks have connected; return a ROUTER socket, and the ranks in order.
+) -> tuple[zmq.Socket[bytes], dict[bytes, str]]:
+    """Wait on rank 0 until all other ranks have connected; return a ROUTER socket, and the names of ranks by identity.
 
-    Args:
-        rank: This rank.
-        announce: Sends the other ranks the address that they pass to `connect_to_rank_0`.
-        timeout_s: Seconds in which they must connect.
-
-    Raises:
-        RuntimeError: A rank did not connect in time.
+    `announce` sends them the address for `connect_to_rank_0`. Raises RuntimeError if a rank did not connect in time.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE") == str(rank.world_size)
     host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -60,16 +44,16 @@ def accept_ranks(
     secret = secrets.token_hex(16)
     expected = {_identity(secret, index): index for index in range(1, rank.world_size)}
     announce(RankAddress(host, port, secret))
-    peers: dict[int, Peer] = {}
+    names: dict[bytes, str] = {}
     deadline = time.monotonic() + timeout_s
-    while missing := sorted(set(expected.values()) - set(peers)):
+    while missing := [index for identity, index in expected.items() if identity not in names]:
         if not router.poll(max(0, int(1000 * (deadline - time.monotonic())))):
             router.close()
             raise RuntimeError(f"ranks {missing} must connect to rank 0 within {timeout_s:g} s, got nothing from them")
         identity, *frames = router.recv_multipart()
         if identity in expected:
-            peers[expected[identity]] = Peer(expected[identity], decode_hello(frames[0]).process, identity)
-    return router, [peers[index] for index in sorted(peers)]
+            names[identity] = f"rank {expected[identity]} (process {decode_hello(frames[0]).process})"
+    return router, names
 
 
 def connect_to_rank_0(rank: Rank, address: RankAddress) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
@@ -78,7 +62,7 @@ def connect_to_rank_0(rank: Rank, address: RankAddress) -> tuple[zmq.Socket[byte
     dealer.linger, dealer.routing_id = LINGER_MS, _identity(address.secret, rank.index)
     ended = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     dealer.connect(f"tcp://{address.host}:{address.port}")
-    dealer.send(encode(Hello(rank.index, os.getpid())))
+    dealer.send(encode(Hello(os.getpid())))
     return dealer, ended
 
 
@@ -97,22 +81,17 @@ class RankChannel:
 
     Every rank makes one, and calls `broadcast` (rank 0) or `receive` (the others) equally often.
 
-    Args:
-        rank: This rank.
-        timeout_s: Seconds after which a wait for a message, or for a receiver, fails.
-
-    Raises:
-        RuntimeError: A rank did not connect in time.
+    A wait for a message, or for a receiver, raises RuntimeError after `timeout_s`.
     """
 
     def __init__(self, rank: Rank, timeout_s: float) -> None:
         self._rank, self._timeout = rank, timeout_s
-        self._peers: list[Peer] = []
+        self._names: dict[bytes, str] = {}
         self._socket: zmq.Socket[bytes] | None = None
         if rank.world_size == 1:
             return
         if rank.first:
-            self._socket, self._peers = accept_ranks(rank, self._share_address, timeout_s)
+            self._socket, self._names = accept_ranks(rank, self._share_address, timeout_s)
             self._socket.sndtimeo = int(1000 * timeout_s)
         else:
             self._socket, ended = connect_to_rank_0(rank, self._share_address())
@@ -123,18 +102,18 @@ class RankChannel:
     def broadcast(self, message: ToRank) -> None:
         """Send a message to all other ranks, on rank 0; raise RuntimeError if one is gone, or does not receive."""
         data = encode(message)
-        for peer in self._peers:
-            assert self._socket is not None, "there are peers"
+        for identity, name in self._names.items():
+            assert self._socket is not None, "there are other ranks"
             try:
-                self._socket.send_multipart([peer.identity, data])
+                self._socket.send_multipart([identity, data])
             except zmq.Again:
                 raise RuntimeError(
-                    f"rank {peer.rank} must receive a message within {self._timeout:g} s, got none received"
+                    f"{name} must receive a message within {self._timeout:g} s, got none received"
                 ) from None
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                raise RuntimeError(f"rank {peer.rank} (process {peer.process}) is gone") from None
+                raise RuntimeError(f"{name} is gone") from None
 
     def receive(self) -> ToRank:
         """Return the next message of rank 0, on any other rank; raise RuntimeError if it is gone, or sends nothing in time."""
@@ -150,7 +129,7 @@ class RankChannel:
         """Close the connections."""
         if self._socket is not None:
             self._socket.close() if self._rank.first else close_dealer(self._socket)
-            self._socket, self._peers = None, []
+            self._socket, self._names = None, {}
 
     def _share_address(self, address: RankAddress | None = None) -> RankAddress:
         """Broadcast the address of rank 0 over a process group of its own: the only message that takes this way."""

@@ -16,7 +16,7 @@ import zmq
 
 from ringattn.launch.runtime.distributed import Rank
 from ringattn.launch.serve.messages import Heartbeat, RankAddress, encode
-from ringattn.launch.serve.rank_channel import Peer, RankChannel, accept_ranks, close_dealer, connect_to_rank_0
+from ringattn.launch.serve.rank_channel import RankChannel, accept_ranks, close_dealer, connect_to_rank_0
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
@@ -32,13 +32,8 @@ class RankLiveness:
     Every rank makes one; it returns when all are connected.
 
     Args:
-        rank: This rank.
-        channel: Carries the address of rank 0 to the others.
         lost: Called, in the thread, with a message that names the rank which is gone or silent.
         timeout_s: Seconds without a heartbeat after which a rank counts as lost, and in which all must connect.
-
-    Raises:
-        RuntimeError: A rank did not connect in time.
     """
 
     def __init__(self, rank: Rank, channel: RankChannel, lost: Callable[[str], None], timeout_s: float) -> None:
@@ -49,8 +44,8 @@ class RankLiveness:
         if rank.world_size == 1:
             return
         if rank.first:
-            router, peers = accept_ranks(rank, channel.broadcast, timeout_s)
-            self._start(lambda: self._watch_ranks(router, peers))
+            router, names = accept_ranks(rank, channel.broadcast, timeout_s)
+            self._start(lambda: self._watch_ranks(router, names))
         else:
             address = channel.receive()
             assert isinstance(address, RankAddress), "all ranks make a RankLiveness at the same time"
@@ -72,13 +67,12 @@ class RankLiveness:
         self._thread = threading.Thread(target=body, daemon=True, name="rank_liveness")
         self._thread.start()
 
-    def _watch_ranks(self, router: zmq.Socket[bytes], peers: list[Peer]) -> None:
+    def _watch_ranks(self, router: zmq.Socket[bytes], connected: dict[bytes, str]) -> None:
         """Receive heartbeats on rank 0, and send some, which raises if a rank is gone."""
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         ended = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         poller.register(ended, zmq.POLLIN)
-        connected = {peer.identity: peer for peer in peers}
         last_message = dict.fromkeys(connected, time.monotonic())
         next_beat = 0.0
         while connected:
@@ -91,7 +85,7 @@ class RankLiveness:
             while ended.poll(0):
                 ended.recv_multipart()
             next_beat = now + BEAT_S
-            for identity, peer in list(connected.items()):
+            for identity, name in list(connected.items()):
                 problem = None
                 if now - last_message[identity] > self._timeout:
                     problem = f"has sent no heartbeat for {self._timeout:g} s"
@@ -103,7 +97,7 @@ class RankLiveness:
                     problem = "is gone"
                 if problem is not None:
                     del connected[identity]
-                    self._lose(f"rank {peer.rank} (process {peer.process}) {problem}")
+                    self._lose(f"{name} {problem}")
         router.disable_monitor()
         router.close()
 

@@ -53,12 +53,7 @@ SHOWN_FLAGS = "kv_dtype page_size chunk max_running queue max_connections keep_p
 
 
 class FatalExit:
-    """Ends the process after a fatal failure: prints the cause, fails all requests, and exits.
-
-    Attributes:
-        engine: Its requests fail with the same message.
-        process: Killed, and with it the port is free.
-    """
+    """Ends the process after a fatal failure: prints the cause, fails all requests, and exits."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -101,7 +96,7 @@ def run_rank(args: ServeArgs) -> int:
                 if bound is not None:
                     fatal_exit.process = HttpProcess(bound)
                     stack.callback(fatal_exit.process.kill)
-                served, model_runner, cache = _prepare(args, rank)  # which may take minutes
+                served, model_runner = _prepare(args, rank)  # which may take minutes
                 _with_port(args, rank, channel, lambda: fatal_exit.process and fatal_exit.process.listen())
                 freeze_gc()
                 liveness = RankLiveness(rank, channel, fatal_exit, args.timeout)
@@ -110,7 +105,7 @@ def run_rank(args: ServeArgs) -> int:
                     worker_loop(model_runner, channel)
                     liveness.close()
                 else:
-                    _serve(args, rank, channel, liveness, served, model_runner, cache, fatal_exit, stops)
+                    _serve(args, rank, channel, liveness, served, model_runner, fatal_exit, stops)
             except Refusal:
                 raise  # on every rank alike
             except Exception as error:
@@ -126,8 +121,8 @@ def run_rank(args: ServeArgs) -> int:
     return 0
 
 
-def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner, str]:
-    """Load the model; return it with its runner and a description of the cache."""
+def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner]:
+    """Load the model; return it with its runner."""
     if args.nproc not in (None, rank.world_size):
         raise Refusal(
             f"nproc must be the number of ranks that torchrun started, got {args.nproc} and {rank.world_size}; leave it out"
@@ -160,7 +155,7 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner, str
     for line in model_runner.prepare(served.length):
         if rank.first:
             print(line, flush=True)
-    return served, model_runner, describe_cache(cache)
+    return served, model_runner
 
 
 def _bind(args: ServeArgs) -> socket.socket:
@@ -199,7 +194,6 @@ def _serve(
     liveness: RankLiveness,
     served: ServedModel,
     model_runner: ModelRunner,
-    cache: str,
     fatal_exit: FatalExit,
     stops: list[int],
 ) -> None:
@@ -212,8 +206,8 @@ def _serve(
         max_running=args.max_running,
         max_waiting=args.queue,
         keep=args.keep_prefixes,
-        pieces=model_runner.pieces,
-        rows=model_runner.rows,
+        pieces=model_runner.graph_runner.most_pieces,
+        rows=model_runner.graph_runner.most_rows,
     )
     engine = Engine(model_runner, scheduler, channel.broadcast, time_limit_s=args.time_limit)
     fatal_exit.engine = engine
@@ -236,7 +230,7 @@ def _serve(
     )
     server = EngineServer(engine, process.folder, process.link, process.name, fatal_exit, args.timeout)
     server.start(settings)
-    print(f"cache: {cache}", flush=True)
+    print(f"cache: {describe_cache(model_runner.cache)}", flush=True)
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
     if rank.backend != "none" and ENDED not in os.environ:
         print(
@@ -268,7 +262,7 @@ def _server_info(args: ServeArgs, rank: Rank, served: ServedModel, model_runner:
         "parameters": sum(x.numel() for x in served.model.parameters()),
         "dtype": str(served.model.dtype).removeprefix("torch."),
         "vocab_size": served.tokenizer.vocab_size,
-        "graphs": model_runner.graphs,
+        "graphs": model_runner.graph_runner.captured,
         "flags": {name: getattr(args, name) for name in SHOWN_FLAGS},
     }
 

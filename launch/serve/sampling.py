@@ -3,17 +3,17 @@
 Legend: b rows, vocab.
 
 Note [Reproducible draws]
-    A row gives the same token whatever is computed beside it. With m the largest logit of a row, the weight of a token with logit
-    x is 2^((x - m) log2(e) / temperature), as a multiple of 2^-40: an integer, rounded to nearest. Sums of integers do not depend
-    on the order of adding. A token less than 2^-41 as likely as the likeliest has weight 0 and is never drawn.
+    A row gives the same token whatever is computed beside it. With m the largest logit of a row, the weight of a token with
+    logit x is 2^((x - m) log2(e) / temperature) as a multiple of 2^-40: an integer, whose sums do not depend on the order of
+    adding.
 
-    top_k keeps the k largest logits. With W the sum of the weights that are left, top_p keeps x >= t, where t is the largest logit
-    such that the weights from there on come to at least top_p W. min_p keeps weights of at least min_p times the largest one. The
-    likeliest token is always kept, and so are tokens exactly as likely as the last one that top_k or top_p keeps.
+    top_k keeps the k largest logits. With W the sum of the weights that are left, top_p keeps x >= t, where t is the largest
+    logit such that the weights from there on come to at least top_p W. min_p keeps weights of at least min_p times the largest
+    one. The likeliest token is always kept, and so are tokens exactly as likely as the last one that top_k or top_p keeps.
 
-    With K the sum of the weights that are kept, and a number u in [0, 1), the sampled token is the first one in the order of the
-    vocabulary up to which the weights come to more than floor(u K); u K is rounded to fp64. The number is a hash of the request's
-    seed and of how many tokens were drawn for it before.
+    With K the sum of the weights that are kept, and a number u in [0, 1), the sampled token is the first one in the order of
+    the vocabulary up to which the weights come to more than floor(u K); u K is rounded to fp64. The number is a hash of the
+    request's seed and of how many tokens were drawn for it before.
 """
 
 from __future__ import annotations
@@ -130,14 +130,7 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Sampled tokens, enqueued on the device.
-
-    Attributes:
-        tokens: `b` int64; -1 where the largest logit is not finite.
-        logprobs: Of the rows that want any, as `score` returns them; None when no row does.
-        samplings: For each row.
-        scores: Logprobs of prompt tokens, as `score` returns them, one tensor per prompt.
-    """
+    """Sampled tokens on the device, -1 where the largest logit is not finite, and what `score` returns for rows and for prompts."""
 
     tokens: Tensor
     logprobs: Tensor | None
@@ -168,10 +161,7 @@ class SampledTokens:
 
 
 def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequence[Sequence[int]]) -> SampledTokens:
-    """Sample a token for every row of logits, `b vocab`, without waiting for the device.
-
-    Call it once for each token of an answer, in order: the samplings keep what they have drawn and counted.
-    """
+    """Sample a token for every row of logits, `b vocab`, without waiting for the device; call it once per token of an answer."""
     device = logits.device
     counted = [row for row, sampling in enumerate(samplings) if sampling.penalized]
     x = logits
@@ -206,16 +196,13 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequen
 
 
 def draw(logits: Tensor, settings: Tensor | None = None, truncated: Tensor | None = None) -> Tensor:
-    """Return a token for every row, `b` int64; -1 for a row whose largest logit is not finite.
+    """Return a token for every row of logits, `b vocab`; -1 for a row whose largest logit is not finite.
 
     Args:
-        logits: `b vocab`, after penalties and biases.
+        logits: After penalties and biases.
         settings: `b 5` fp64, of each row temperature (0 takes the largest logit, the first of equals), top_k, top_p, min_p, and the
-            number u in [0, 1) (Note [Reproducible draws]); None takes the largest everywhere.
+            number u (Note [Reproducible draws]); None takes the largest everywhere.
         truncated: Rows that have a top_k or a top_p, int64: the others are not sorted. None: no row has.
-
-    Raises:
-        ValueError: Rows hold no logit, or more than MAX_LOGITS.
 
     Example:
         >>> logits = torch.tensor([[1.0, 3.0, 2.0]])
@@ -265,13 +252,7 @@ def _threshold_logit(x: Tensor, weights: Tensor, settings: Tensor) -> Tensor:
 
 
 def penalize(x: Tensor, counts: Tensor, options: Tensor) -> Tensor:
-    """Return logits after penalties.
-
-    Args:
-        x: `b vocab` fp32.
-        counts: `b vocab` int32, as `Sampling.counts` returns them.
-        options: `b 3` fp32, of each row repetition, frequency and presence penalty.
-    """
+    """Return logits, `b vocab` fp32, after repetition, frequency and presence penalty, `b 3`; counts as of `Sampling.counts`."""
     repetition, frequency, presence = options.unsqueeze(-1).unbind(1)
     x = torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x)
     times = counts % IN_PROMPT
@@ -279,13 +260,7 @@ def penalize(x: Tensor, counts: Tensor, options: Tensor) -> Tensor:
 
 
 def score(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """Return of each row the token's logprob, those of the likeliest tokens, and these tokens: `b (1 + 2 most)` fp64.
-
-    Args:
-        logits: `b vocab`.
-        tokens: `b` int64; below 0 for none.
-        most: Number of the likeliest tokens.
-    """
+    """Return of each row the logprob of its token, those of the `most` likeliest, and these tokens: `b (1 + 2 most)` fp64."""
     x = logits.float()
     own = x.gather(1, tokens.clamp(min=0)[:, None])
     values, names = x.topk(min(most, x.shape[1]))

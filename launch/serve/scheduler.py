@@ -1,47 +1,40 @@
-"""Scheduling of requests, and the contents of each step: continuous batching.
-
-Owns the queue, admission to the cache, the sharing of prefixes, and the next step. Steps are computed by model_runner.py and
-driven by engine.py. Integers only, so it is tested without a model.
+"""Scheduling of requests, and the contents of each step: continuous batching. Integers only, so it is tested without a model.
 
 Note [Scheduling policy]
-    Requests are admitted in order of arrival. A request is admitted when the cache has pages for its prompt and for all
-    tokens it may still generate, so every admitted request can finish. It starts with the longest prefix that another request
-    has computed, which is forked and not computed again. A request whose prefix is being computed waits for it, and later
-    ones may pass. Prefixes of finished requests are kept until their pages are needed, and are evicted in the order of their
-    last use.
+    Requests are admitted in order of arrival. A request is admitted when the cache has pages for its prompt and for all tokens
+    it may still generate, so every admitted request can finish. It starts with a fork of the longest prefix that another
+    request has computed. A request whose prefix is being computed waits for it, and later ones may pass. Prefixes of finished
+    requests are kept until their pages are needed, and are evicted in the order of their last use.
 
-    A step computes prompts, or decodes, or both (Note [Short prompts]). If they cannot share a step they alternate:
-    between two tokens of an answer there is at most one chunk of prompts. A chunk has at most `chunk` tokens, of one long
-    prompt or of many short ones. Half of it, or more if the others leave some, belongs to the oldest prompt, and the rest
-    to those that are closest to their end. So a long prompt stalls neither answers nor short prompts, and is not starved by
-    them. A decoding step computes one token of every request that is past its prompt.
+    A step computes prompts, or decodes, or both (Note [Short prompts]). If they cannot share a step they alternate: between two
+    tokens of an answer there is at most one chunk of prompts. Half of a chunk, or more if the others leave some, belongs to the
+    oldest prompt, and the rest to those that are closest to their end: a long prompt stalls neither answers nor short prompts,
+    and is not starved by them.
 
 Note [Waiting requests]
     A limit bounds the requests that wait beyond those that can run. A request is counted when it arrives, which may be in the
-    middle of a step, and with many others. It waits if a request before it waits, if all slots of running requests are taken,
-    or if the cache has fewer pages than it needs by itself. The cache has the pages that running requests do not need, each
-    counted as if it shared nothing, and no less than the pages that are neither used nor promised; kept prefixes do not
-    count. That is cautious if prefixes are shared: a request that was counted as waiting may be admitted by the next step,
-    after which all are counted again. However old a count is, there are never more requests than may run and may wait
-    together.
+    middle of a step. It waits if a request before it waits, if all slots of running requests are taken, or if the cache has
+    fewer pages than it needs by itself. The cache has the pages that running requests do not need, each counted as if it shared
+    nothing, and no less than the pages that are neither used nor promised. That is cautious if prefixes are shared: a request
+    that was counted as waiting may be admitted by the next step, after which all are counted again.
 
 Note [Short prompts]
-    If prompts of a few hundred tokens can be computed like decoding (`pieces`), a step of them takes little longer than
-    one that decodes, and a step around the ring two to ten times as long. So a prompt whose rest fits into PACKED_STEPS such
-    steps is computed that way, and alternates with chunks of longer ones. Every piece reads all keys of its request, so a
-    prompt with few new tokens and a long past counts as long from MAX_KEYS on. If there are steps of single rows (`rows`),
-    short prompts share a step with the tokens of all answers: most of the time of a decoding step is spent on reading the
-    weights, which serve the rows of prompts, too. In such a step every row of a prompt reads all keys before it, and an
-    answer is read by one program per head. So prompts and answers must be no longer than MIXED_LENGTH, and the rows of
-    prompts read no more than MIXED_KEYS together. Requests beyond these limits alternate, as above.
+    A packed step computes prompts like decoding, in `pieces`, and takes little longer than a step that decodes; a step around
+    the ring takes two to ten times as long. So a prompt whose rest fits into PACKED_STEPS such steps is computed that way, and
+    alternates with chunks of longer ones. Every piece reads all keys of its request: a prompt with a long past counts as long
+    from MAX_KEYS on.
+
+    A mixed step computes short prompts, in single `rows`, with the tokens of all answers: most of the time of a decoding step
+    is spent on reading the weights, which serve the rows of prompts, too. Every row of a prompt reads all keys before it, and
+    an answer is read by one program per head, so MIXED_LENGTH and MIXED_KEYS bound them; requests beyond these limits
+    alternate.
 
 Note [Asynchronous steps]
-    If steps are enqueued (`Runner.ahead`), the next one is planned, broadcast and started while one runs, and only then are the
-    tokens of that one read, recorded and delivered. The places of these tokens are known, so the plan refers to a token by its
-    index among those that the previous step samples (`from_previous`). A request that turns out to have ended with its last
-    token, by a stop token or a cancellation, was in one step too many: its token is dropped, and its key is truncated before
-    the prefix is kept. The pages of an ended request are free at once, although a running step still writes there: steps are
-    computed in the order of their plans. At most one step runs when another one is started, on every rank.
+    On GPUs (`ModelRunner.ahead`) the next step is planned, broadcast and started while one runs, and only then are the tokens
+    of that one read, recorded and delivered. The plan refers to such a token by its index among those that the previous step
+    samples (`from_previous`). A request that turns out to have ended with its last token was in one step too many: its token is
+    dropped, and its key is truncated before the prefix is kept. Its pages are free at once, although a running step still
+    writes there: steps are computed in the order of their plans. At most one step runs when another one is started.
 """
 
 from __future__ import annotations
@@ -63,8 +56,7 @@ PACKED_STEPS = 4
 MAX_KEYS = 2**20
 """Keys on a rank that the pieces of a packed step may read together: 4 GiB of each layer for 8 key heads of 128 in bf16."""
 MIXED_LENGTH = 8192
-"""Tokens, on all ranks, of the longest request of a mixed step: half of them, on one of two ranks, are 2 MiB to read for one
-program, some 40 us by count."""
+"""Tokens, on all ranks, of the longest request of a mixed step: half of them are 2 MiB to read for one program, some 40 us."""
 MIXED_KEYS = 2**18
 """Keys on a rank that the rows of prompts of a mixed step may read together: a fourth of MAX_KEYS, because every row reads."""
 MAX_KEPT = 1024
@@ -96,7 +88,6 @@ class AdmissionQueue:
     Attributes:
         slots: Further requests that can run.
         pages: Pages that the cache has for them.
-        waiting: Requests that wait.
 
     Example:
         >>> capacity = Capacity(tokens=64, max_running=4, max_waiting=1, page_size=4, keep_prefixes=True)
@@ -134,16 +125,11 @@ class Request:
     """Request for one answer.
 
     Attributes:
-        prompt: Its tokens, at least one.
-        max_tokens: Maximum of new tokens, at least one.
         deadline: Time, on the clock of the scheduler, after which it fails.
-        sampling: Passed on to the runner; not used here.
-        stops: Tokens that end the answer, and are not part of it.
         digests: Of the prompt (`prefix_digests`).
         score_prompt: Whether the logprobs of the prompt's tokens are wanted. Then all of it is computed, in steps around the ring:
             these give the logits of all rows, a cached prefix has none.
         tokens: The prompt and the answer so far.
-        cache_id: Its id in the cache, once it is admitted.
         num_computed: Tokens that are in the cache, or in a step that was planned.
         num_cached: Tokens of the prompt that were in the cache at its admission.
         pages: Pages reserved for it, shared ones included, once it is admitted.
@@ -188,8 +174,7 @@ class Plan(StepCommand, tag=StepCommand.__name__, dict=True):
     """A step as rank 0 plans it; the other ranks get it as a StepCommand, without these attributes.
 
     Attributes:
-        requests: The requests of the step.
-        answers: The number of them, the first ones, that compute their last token.
+        answers: The number of requests, the first ones, that compute their last token.
         targets: For each scored request the tokens after its rows, without the one after the prompt.
     """
 
@@ -217,11 +202,7 @@ class Plan(StepCommand, tag=StepCommand.__name__, dict=True):
 
 
 def apply_changes(allocator: PageAllocator, changes: Iterable[Sequence[Any]]) -> None:
-    """Apply the changes of rank 0's page allocator to that of this rank.
-
-    Raises:
-        RuntimeError: They give a request different ids: the allocators have diverged.
-    """
+    """Apply the changes of rank 0's page allocator to that of this rank; raise RuntimeError if the two have diverged."""
     for what, cache_id, *rest in changes:
         if what in ("free", "truncate"):
             getattr(allocator, what)(cache_id, *rest)
@@ -236,13 +217,10 @@ class Scheduler:
     """Plans every step (Note [Scheduling policy]).
 
     Args:
-        allocator: Pages of rank 0's cache.
-        chunk: Tokens of prompts per step.
-        max_running: Maximum of requests that are in the cache.
-        max_waiting: Maximum of requests that wait behind them (Note [Waiting requests]).
+        max_waiting: Maximum of requests that wait behind them.
         keep: Whether prefixes are shared, and kept when their requests have ended.
-        pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps (Note [Short prompts]).
-        rows: Tokens that a mixed step has room for; 0: there are no such steps (Note [Short prompts]).
+        pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps.
+        rows: Tokens that a mixed step has room for; 0: there are no such steps.
     """
 
     def __init__(
@@ -276,11 +254,7 @@ class Scheduler:
         self._decoded = self._packed = False
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Refuse requests that could never be accepted together.
-
-        Raises:
-            NeverFits: One is larger than the cache, or an empty server could not take them all at once.
-        """
+        """Raise NeverFits if one request is larger than the cache, or an empty server could not take them all at once."""
         tokens = self.capacity.tokens
         for request in requests:
             if _pages(request.max_length, self.allocator.page_size) > self._all_pages:
@@ -317,12 +291,7 @@ class Scheduler:
             self.waiting.append(request)
 
     def remove(self, request_id: int, keep: bool = False) -> bool:
-        """Remove a request that runs or waits, and return whether it was found; its pages are free at once.
-
-        Args:
-            request_id: Of the request.
-            keep: Whether its prefix may serve others.
-        """
+        """Remove a request, whose prefix may serve others (`keep`), and return whether it was found; its pages are free at once."""
         if (request := self.running.get(request_id)) is not None:
             self._remove(request, keep)
             return True
@@ -347,8 +316,7 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Return the next step; None when there is nothing to do.
 
-        The page allocator is changed when it returns, and the tokens count as computed: run the step, then call `record`. One more
-        may be planned in between (Note [Asynchronous steps]).
+        The tokens count as computed when it returns: run the step, then call `record`. One more may be planned in between.
         """
         self._admit()
         prompts, answers = [], []
@@ -405,8 +373,7 @@ class Scheduler:
 
         Args:
             plan: The step.
-            chosen: By request id: its token, None when the logits are not finite, and its logprobs. Requests that were removed
-                since may be missing.
+            chosen: By request id: its token, None when the logits are not finite, and its logprobs.
             scores: Logprobs of `plan.targets`; None when the logits are not finite.
         """
         events = []
@@ -487,13 +454,7 @@ class Scheduler:
         return [request for request, keys in zip(short, sums, strict=True) if request is short[0] or keys <= most]
 
     def _split_step(self, prompts: list[Request], left: int, granularity: int) -> list[tuple[Request, int]]:
-        """Divide a step among prompts: return the tokens of each prompt that gets any.
-
-        Args:
-            prompts: The oldest first.
-            left: Tokens that fit into the step; a multiple of granularity.
-            granularity: Each prompt takes a multiple of it.
-        """
+        """Divide a step with room for `left` tokens among prompts, the oldest first, each a multiple of granularity."""
         shares: dict[int, int] = {}
 
         def assign(request: Request, most: int) -> None:

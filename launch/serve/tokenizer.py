@@ -17,27 +17,17 @@ class ChatTemplateError(ValueError):
 
 
 class Tokenizer(Protocol):
-    """Interface of tokenizers.
-
-    Attributes:
-        stops: Tokens that end an answer.
-        vocab_size: Tokens are below it.
-    """
+    """Interface of tokenizers."""
 
     stops: frozenset[int]
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt; raise UnicodeEncodeError for half a surrogate pair."""
+        """Return the tokens of a prompt."""
         ...
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of messages, up to where the answer begins.
-
-        Raises:
-            ChatTemplateError: There is no template, or it rejects the messages.
-            UnicodeEncodeError: See `encode`.
-        """
+        """Return the tokens of messages, up to where the answer begins; raise ChatTemplateError if that is not possible."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -83,7 +73,6 @@ class PretrainedTokenizer:
     Args:
         folder: Only files there are read, and no code in them is run.
         stops: Tokens that end an answer, besides the tokenizer's own.
-        vocab_size: Of the model.
     """
 
     def __init__(self, folder: Path, stops: frozenset[int], vocab_size: int) -> None:
@@ -98,7 +87,7 @@ class PretrainedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a prompt, with those that the tokenizer puts in front."""
-        return self._tokens(text)
+        return list(self.inner(text)["input_ids"])
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of the model's chat template, which transformers renders in a sandbox."""
@@ -112,7 +101,7 @@ class PretrainedTokenizer:
             text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ChatTemplateError(f"messages must be such as the model's chat template takes, got: {error}") from None
-        return self._tokens(text, add_special_tokens=False)
+        return list(self.inner(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
@@ -123,10 +112,6 @@ class PretrainedTokenizer:
     def recipe(self) -> dict[str, Any]:
         """Return the folder, the stops and the vocabulary size."""
         return self._recipe
-
-    def _tokens(self, text: str, **options: bool) -> list[int]:
-        text.encode()  # half a surrogate pair is not text: tokenizers take it for another type, or for something else
-        return list(self.inner(text, **options)["input_ids"])
 
 
 def _fast_decoder(inner: Any) -> Any:

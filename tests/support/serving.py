@@ -25,8 +25,6 @@ from ringattn.launch.serve.messages import (
     StepCommand,
     receive_at,
     send_to,
-    to_engine_address,
-    to_http_address,
 )
 from ringattn.launch.serve.sampling import Logprob, SampledTokens, Sampling, sample_tokens, score
 from ringattn.launch.serve.scheduler import Plan, Scheduler
@@ -196,7 +194,7 @@ class Link:
         self.engine, self.http = socket.socketpair()
 
     def client(self, capacity: Capacity, state: dict[str, Any]) -> EngineClient:
-        pull, push = receive_at(to_http_address(self.folder)), send_to(to_engine_address(self.folder))
+        pull, push = receive_at(self.folder, "http"), send_to(self.folder, "engine")
         return EngineClient(pull, push, self.http, capacity, state)
 
     def server(self, engine: Engine, name: str, lost: Callable[[str], None], timeout_s: float) -> EngineServer:

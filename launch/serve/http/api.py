@@ -5,14 +5,13 @@ Nothing is accepted and ignored: a field that is not served may only have a valu
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -258,31 +257,20 @@ class Chat(_Body):
 def read_body(kind: type[Chat] | type[Completion], data: bytes) -> Chat | Completion:
     """Return the body of a request; raise RequestError if it is not JSON, or asks for what is not served."""
     try:
-        content = json.loads(data, parse_constant=_no_constant)
-    except RecursionError:
-        raise RequestError(
-            400, "the body must be JSON, got one that is nested too deeply", code="invalid_json"
-        ) from None
-    except ValueError as error:
-        raise RequestError(400, f"the body must be JSON, got: {ascii_only(str(error))}", code="invalid_json") from None
-    if not isinstance(content, dict):
-        raise RequestError(400, f"the body must be a JSON object, got {type(content).__name__}", code="invalid_json")
-    try:
-        return kind.model_validate(content)
+        return kind.model_validate_json(data)
     except ValidationError as error:
         # of two forms that a field may have, the one that was meant fails further in
         first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
         where = ascii_only(".".join(map(str, first["loc"])))[:100]
-        if first["type"] == "extra_forbidden":
-            raise RequestError(
-                400, f"{where} must be left out: it is not supported", where, "unsupported_parameter"
-            ) from None
         what = ascii_only(first["msg"].removeprefix("Value error, "))
+        if not where:
+            kind_of_body = "JSON" if first["type"] == "json_invalid" else "a JSON object"
+            message = f"the body must be {kind_of_body}, got: {what.removeprefix('Invalid JSON: ')}"
+            raise RequestError(400, message[:500], code="invalid_json") from None
+        if first["type"] == "extra_forbidden":
+            message = f"{where} must be left out: it is not supported"
+            raise RequestError(400, message, where, "unsupported_parameter") from None
         raise RequestError(400, f"{where}: {what}"[:500], where) from None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def ascii_only(text: str) -> str:
@@ -299,16 +287,9 @@ class Choice:
     """State of one answer.
 
     Attributes:
-        index: Its place among the answers to a request.
-        prompt: The tokens of its prompt.
-        stops: Strings that end it.
-        echo: Text that comes before it.
         score_prompt: Whether logprobs of the prompt come, which is echoed.
         silent: Whether it has no tokens: only its prompt is wanted.
-        finish: Reason for its end; None while it has not ended.
         length: Characters of its tokens so far, with those that may yet begin a stop string.
-        num_cached: Tokens of its prompt that were in the cache.
-        ids: Its tokens.
         logprobs: Of its tokens; they begin in the text with the echo.
         echoed: Of its prompt's tokens, whose first one has none.
     """
@@ -384,12 +365,7 @@ class ResponseWriter:
     """The answer to one request: at once, or as the lines of a stream, which accumulate while a client does not read.
 
     Args:
-        chat: Whether it answers a chat.
-        model: The model's name.
-        tokenizer: For the texts of single tokens.
-        prompts: Tokens of the prompts.
         choices: The same number for each prompt, in order.
-        with_usage: Whether a stream has the usage.
         with_ids: Whether answers and chunks have the field `token_ids`, and tokens without text a chunk.
     """
 

@@ -120,10 +120,7 @@ class HeaderMiddleware:
     """Middleware that checks headers first, counts answers, and gives each a request id.
 
     Args:
-        app: The application.
-        key: Expected bearer token; None for none.
         hosts: Allowed values of `Host`; None for any. This refuses pages of other sites whose name resolves to this machine.
-        metrics: Counts answers.
         paths: Paths that are counted by name.
     """
 
@@ -224,15 +221,7 @@ def read_page() -> tuple[str, str]:
 
 
 class HttpServer:
-    """Serves an application in a thread.
-
-    Args:
-        listening: The socket to accept connections from; closed at the end.
-        connections: Maximum of open ones; others get status 503.
-
-    Attributes:
-        port: The port of the socket.
-    """
+    """Serves an application in a thread."""
 
     def __init__(self, listening: socket.socket, connections: int) -> None:
         self._socket, self._connections = listening, connections

@@ -126,15 +126,7 @@ class PreparedRequest:
 
 
 class CompletionHandler:
-    """Answers completions and chats with one model.
-
-    Args:
-        client: Client of the engine.
-        tokenizer: Of the model.
-        model: The name under which it is served.
-        limits: Of requests.
-        metrics: Observed here.
-    """
+    """Answers completions and chats with one model."""
 
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, model: str, limits: Limits, metrics: Metrics
@@ -232,8 +224,8 @@ class CompletionHandler:
         self.check_model(body.model)
         try:
             return self._tokenize(body)
-        except (ChatTemplateError, UnicodeEncodeError) as error:
-            raise RequestError(400, ascii_only(str(error))[:500], "messages" if kind is Chat else "prompt") from None
+        except ChatTemplateError as error:
+            raise RequestError(400, ascii_only(str(error))[:500], "messages") from None
 
     def _tokenize(self, body: Chat | Completion) -> PreparedRequest:
         tokenizer, capacity = self._tokenizer, self.client.capacity

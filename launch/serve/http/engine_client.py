@@ -18,21 +18,9 @@ from typing import Any
 
 import zmq
 
+from ringattn.launch.serve import messages
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.metrics import Metrics
-from ringattn.launch.serve.messages import (
-    Cancel,
-    Capacity,
-    Event,
-    Heartbeat,
-    Ready,
-    Rejected,
-    StepOutput,
-    Stop,
-    ToHttp,
-    decode_to_http,
-    encode,
-)
 from ringattn.launch.serve.scheduler import QueueFull, check_queue
 
 BEAT_S = 1.0
@@ -60,11 +48,7 @@ class EngineClient:
     All methods are called in the event loop's thread, unless they say otherwise.
 
     Args:
-        pull: Receives from an `EngineServer`.
-        push: Sends to it.
         link: Socket that closes with the engine's process.
-        capacity: Of the engine.
-        state: The engine's first state.
 
     Attributes:
         ids: New ids of requests; in any thread.
@@ -77,14 +61,14 @@ class EngineClient:
         pull: zmq.Socket[bytes],
         push: zmq.Socket[bytes],
         link: socket.socket,
-        capacity: Capacity,
+        capacity: messages.Capacity,
         state: dict[str, Any],
     ) -> None:
         self.capacity, self.ids, self.ended, self.stopped = capacity, itertools.count(1), threading.Event(), False
         self._pull, self._push, self._link, self._state = pull, push, link, state
         self._descriptor: Any = pull.fd
         self._closed: str | None = None
-        self._callbacks: dict[int, Callable[[Event | RequestError], object]] = {}
+        self._callbacks: dict[int, Callable[[messages.Event | RequestError], object]] = {}
         self._loop: asyncio.AbstractEventLoop
 
     async def open(self) -> None:
@@ -105,7 +89,7 @@ class EngineClient:
 
     def send_ready(self) -> None:
         """Send the engine that clients are answered; in any thread."""
-        self._loop.call_soon_threadsafe(self._send, encode(Ready()))
+        self._loop.call_soon_threadsafe(self._send, messages.encode(messages.Ready()))
 
     @property
     def closed(self) -> str | None:
@@ -126,15 +110,9 @@ class EngineClient:
             raise error_of("QueueFull", str(error)) from None
 
     def submit(
-        self, request_ids: Sequence[int], encoded: bytes, on_event: Callable[[Event | RequestError], object]
+        self, request_ids: Sequence[int], encoded: bytes, on_event: Callable[[messages.Event | RequestError], object]
     ) -> None:
-        """Send requests to the engine.
-
-        Args:
-            request_ids: Of the requests.
-            encoded: The bytes of their `Submit`.
-            on_event: Called with each event, and must not raise; an error is that of all requests.
-        """
+        """Send requests, encoded as `Submit`; on_event gets each event, or an error of all, and must not raise."""
         if self.ended.is_set():
             on_event(error_of("Closed", self.closed or ENGINE_GONE))
         self._callbacks.update(dict.fromkeys(request_ids, on_event))
@@ -142,27 +120,27 @@ class EngineClient:
 
     def cancel(self, request_id: int, keep: bool = False) -> None:
         """End a request before its end; `keep` as in `Engine.cancel`."""
-        self._send(encode(Cancel(request_id, keep)))
+        self._send(messages.encode(messages.Cancel(request_id, keep)))
 
     def close_requests(self, request_ids: Sequence[int]) -> None:
         """Drop events of these requests from now on."""
         for request_id in request_ids:
             del self._callbacks[request_id]
 
-    def handle(self, message: ToHttp) -> None:
+    def handle(self, message: messages.ToHttp) -> None:
         """Pass on a message of the engine."""
-        if isinstance(message, StepOutput):
+        if isinstance(message, messages.StepOutput):
             if message.state is not None:
                 self._state = message.state
             for event in message.events:
                 if (on_event := self._callbacks.get(event.request_id)) is not None:
                     on_event(event)
-        elif isinstance(message, Rejected):
+        elif isinstance(message, messages.Rejected):
             if message.kind == "Closed":
                 self._closed = message.reason
             if (on_event := self._callbacks.get(message.request_ids[0])) is not None:
                 on_event(error_of(message.kind, message.reason))
-        elif isinstance(message, Stop):
+        elif isinstance(message, messages.Stop):
             self.stopped = True
             self._end()
 
@@ -172,7 +150,7 @@ class EngineClient:
                 data = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self.handle(decode_to_http(data))
+            self.handle(messages.decode_to_http(data))
 
     def _lose(self) -> None:
         """Handle the end of the engine; what it has sent before counts."""
@@ -195,7 +173,7 @@ class EngineClient:
 
     def _beat(self) -> None:
         if not self.ended.is_set():
-            self._send(encode(Heartbeat()))
+            self._send(messages.encode(messages.Heartbeat()))
             self._loop.call_later(BEAT_S, self._beat)
 
 
@@ -213,12 +191,7 @@ class OpenRequests:
     """Events of some requests until all have ended; at the end of the context the others are cancelled.
 
     Args:
-        client: Sends them.
-        metrics: Observed here.
-        request_ids: Of the requests.
-        encoded: The bytes of their `Submit`.
-        take: Called with the place of a request among them and an event of it; returns whether it is finished. `wait` raises the
-            exceptions of it.
+        take: Called with the place of a request and an event of it; returns whether it is finished. `wait` raises its exceptions.
         arrived: Time of the requests' arrival, on the monotonic clock.
         each: Whether `wait` returns for each event, and not only when all requests have ended.
     """
@@ -229,7 +202,7 @@ class OpenRequests:
         metrics: Metrics,
         request_ids: Sequence[int],
         encoded: bytes,
-        take: Callable[[int, Event], bool],
+        take: Callable[[int, messages.Event], bool],
         arrived: float,
         each: bool,
     ) -> None:
@@ -256,7 +229,7 @@ class OpenRequests:
             raise self._error
         return bool(self._unfinished)
 
-    def _on_event(self, event: Event | RequestError) -> None:
+    def _on_event(self, event: messages.Event | RequestError) -> None:
         """Handle an event, in the turn of the event loop that received it.
 
         The tasks of the answers only write, in the next turn, one after the other: a write to a socket wakes the process that reads

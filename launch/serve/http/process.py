@@ -13,17 +13,10 @@ import sys
 
 import zmq
 
+from ringattn.launch.serve import messages
 from ringattn.launch.serve.freeze_gc import freeze_gc
 from ringattn.launch.serve.http.app import HttpServer, make_app
 from ringattn.launch.serve.http.engine_client import EngineClient
-from ringattn.launch.serve.messages import (
-    Settings,
-    decode_to_http,
-    receive_at,
-    send_to,
-    to_engine_address,
-    to_http_address,
-)
 from ringattn.launch.serve.tokenizer import make_tokenizer
 
 TURN_S = 0.0005
@@ -44,7 +37,10 @@ def main(port: int, link: int, folder: str) -> int:
         The exit code: 0 when the engine has sent Stop, or has ended before it began.
     """
     engine = socket.socket(fileno=link)
-    pull, push = receive_at(to_http_address(folder)), send_to(to_engine_address(folder))
+    pull, push = (
+        messages.receive_at(folder, "http"),
+        messages.send_to(folder, "engine"),
+    )
     settings = _receive_settings(pull, engine)
     if settings is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -73,15 +69,15 @@ def main(port: int, link: int, folder: str) -> int:
     return 0 if client.stopped else 1
 
 
-def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> Settings | None:
+def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> messages.Settings | None:
     """Return the first message; None when the engine ends or fails before."""
     poller = zmq.Poller()
     poller.register(pull, zmq.POLLIN)
     poller.register(engine, zmq.POLLIN)
     if pull not in dict(poller.poll()):
         return None
-    message = decode_to_http(pull.recv())
-    return message if isinstance(message, Settings) else None
+    message = messages.decode_to_http(pull.recv())
+    return message if isinstance(message, messages.Settings) else None
 
 
 if __name__ == "__main__":

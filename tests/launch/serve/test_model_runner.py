@@ -217,7 +217,7 @@ class _Waits:
 def test_what_may_be_a_replay_is_waited_for_in_a_wait_that_ends_and_a_long_prompt_as_long_as_it_takes():
     model_runner: Any = ModelRunner.__new__(ModelRunner)
     waits: Any = _Waits()
-    model_runner._cache, model_runner._typical_s = waits, {}
+    model_runner.cache, model_runner.typical_s = waits, {}
     for kind in ((True, False, False, 3), (False, False, False, 12), (True, False, False, 3), (False, True, False, 9)):
         PendingStep(model_runner, kind, None, waits, waits, f"{kind[3]}").wait()
     assert waits.asked == [("3", 0.0), "synchronize", ("3", 0.25), ("9", 0.0)]

@@ -93,15 +93,15 @@ def answered(
         ahead: The next step is started before one is read.
         mixed: Prompts may come together with answers.
     """
-    chunk = 64 if model_runner.pieces else 8
+    chunk = 64 if model_runner.graph_runner.most_pieces else 8
     scheduler = Scheduler(
         model_runner.allocator,
         chunk=chunk,
         max_running=4,
         max_waiting=4,
         keep=False,
-        pieces=min(2, model_runner.pieces),
-        rows=model_runner.rows if mixed else 0,
+        pieces=min(2, model_runner.graph_runner.most_pieces),
+        rows=model_runner.graph_runner.most_rows if mixed else 0,
     )
     answers: dict[int, list[int]] = {name: [] for name in range(len(prompts))}
     pending = [Request(name, prompt, 6, sampling=Sampling(0)) for name, prompt in enumerate(prompts)]
@@ -216,14 +216,6 @@ def test_a_chat_template_comes_from_the_checkpoint(folder):
         ChatTemplateError, match="must have a chat template to chat, got none in its folder; use /v1/completions"
     ):
         tokenizer.chat(messages)
-
-
-def test_half_a_surrogate_pair_is_found_before_a_tokenizer_takes_it_for_something_else(folder):
-    for tokenizer in (ByteTokenizer(), PretrainedTokenizer(folder, frozenset(), 500)):
-        for make in (tokenizer.encode, lambda text, of=tokenizer: of.chat([{"role": "user", "content": text}])):
-            assert make("\U0001f600")
-            with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
-                make("\ud83d")
 
 
 def test_a_template_executes_nothing(folder):

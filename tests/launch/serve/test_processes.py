@@ -48,8 +48,6 @@ from ringattn.launch.serve.messages import (
     encode,
     receive_at,
     send_to,
-    to_engine_address,
-    to_http_address,
 )
 from ringattn.launch.serve.prefix_cache import prefix_digests
 from ringattn.launch.serve.sampling import Logprob, Sampling
@@ -151,7 +149,7 @@ def test_what_is_not_received_at_once_is_sent_later_in_order_and_the_sender_neve
             server._deliver([event], None)
         assert time.monotonic() - began < 2.0
         server.stop()
-        with receive_at(to_http_address(link.folder)) as pull:
+        with receive_at(link.folder, "http") as pull:
             found = []
             while not isinstance(message := decode_to_http(pull.recv()), Stop):
                 assert isinstance(message, StepOutput)
@@ -189,7 +187,7 @@ def wait_for(what: Any, timeout_s: float = 10.0) -> None:
 )
 def test_an_http_process_that_is_gone_silent_or_odd_is_lost(data, message):
     lost: list[str] = []
-    with quiet_http(lost, 0.2) as (_, link), send_to(to_engine_address(link.folder)) as push:
+    with quiet_http(lost, 0.2) as (_, link), send_to(link.folder, "engine") as push:
         if data is None:
             link.http.close()
         else:
@@ -314,7 +312,7 @@ def test_an_engine_that_is_killed_takes_the_process_of_http_with_it_and_the_port
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
     engine = subprocess.Popen(sleep, pass_fds=[link.fileno()])
     link.close()
-    push = send_to(to_http_address(apart.process.folder))
+    push = send_to(apart.process.folder, "http")
     push.send(encode(apart.settings))
     with ThreadPoolExecutor(1) as threads:
         assert httpx.get(f"{apart.url}/health", timeout=30).status_code == 200
