@@ -91,13 +91,11 @@ class Engine:
 
     def stop(self, grace_s: float) -> None:
         """Accept no more requests, fail waiting ones, and end the loop when the running ones end, after grace_s at the latest."""
-        # a signal handler may call this at any moment: it must not wait for the lock
-        if self._stop_deadline is None:
-            self._closed = self._closed or "the server is shutting down"
-            self._stop_deadline = time.monotonic() + grace_s
-        if self._wake.acquire(blocking=False):
+        with self._wake:
+            if self._stop_deadline is None:
+                self._closed = self._closed or "the server is shutting down"
+                self._stop_deadline = time.monotonic() + grace_s
             self._wake.notify()
-            self._wake.release()
 
     def fail(self, why: str) -> None:
         """Fail all requests and accept no more: the loop cannot continue."""
@@ -110,7 +108,7 @@ class Engine:
 
     @property
     def closed(self) -> str | None:
-        """Why no requests are accepted; None while they are."""
+        """Reason why no requests are accepted; None while they are."""
         return self._closed
 
     def state(self) -> dict[str, Any]:

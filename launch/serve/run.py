@@ -159,7 +159,7 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner]:
 
 
 def _bind(args: ServeArgs) -> socket.socket:
-    """Bind the port for clients, and allow as many open files as there may be connections."""
+    """Bind the port for clients, and raise the limit of open files to that of connections."""
     raise_file_limit(args.max_connections)
     return bind(args.host, args.port)
 

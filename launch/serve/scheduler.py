@@ -183,15 +183,27 @@ class Plan(StepCommand, tag=StepCommand.__name__, dict=True):
         self.answers = 0
         self.targets: list[list[int]] = []
 
-    def add(self, request: Request, count: int) -> None:
-        """Add the next tokens of a request; one that is not known yet comes from the previous step."""
+    def add_answers(self, answers: list[Request]) -> None:
+        """Add the next token of each answer; one that is not known yet comes from the previous step."""
+        self.answers, self.requests = len(answers), list(answers)
+        self.cache_ids = [request.cache_id for request in answers]
+        self.counts, self.wanted = [1] * len(answers), list(range(len(answers)))
+        for place, request in enumerate(answers):
+            known = request.num_computed < len(request.tokens)
+            self.tokens.append(request.tokens[request.num_computed] if known else 0)
+            self.from_previous.append(-1 if known else request.output_index)
+            request.num_computed += 1
+            request.pending += 1
+            request.output_index = place
+
+    def add_prompt(self, request: Request, count: int) -> None:
+        """Add the next tokens of a prompt."""
         start = request.num_computed
-        tokens = request.tokens[start : start + count]
         self.cache_ids.append(request.cache_id)
         self.counts.append(count)
         self.requests.append(request)
-        self.tokens += tokens or [0]
-        self.from_previous += [-1] * count if tokens else [request.output_index]
+        self.tokens += request.tokens[start : start + count]
+        self.from_previous += [-1] * count
         if request.score_prompt and (targets := request.prompt[start + 1 : start + count + 1]):
             self.scored.append(len(self.requests) - 1)
             self.targets.append(targets)
@@ -321,9 +333,11 @@ class Scheduler:
         self._admit()
         prompts, answers = [], []
         for request in self.running.values():
-            if request.missing:
+            # `missing` and `has_more`, whose calls would take longer than the rest of the loop
+            prompt = len(request.prompt)
+            if request.num_computed < prompt:
                 prompts.append(request)
-            elif request.has_more:
+            elif len(request.tokens) + request.pending < prompt + request.max_tokens:
                 answers.append(request)
         short, long = self._split_by_length(prompts)
         mixed = self._split_mixed(answers, short)
@@ -331,9 +345,10 @@ class Scheduler:
         self._changes = []
         if answers and not (self._decoded and (long or (short and not mixed))):
             self._decoded = True
-            plan.decodes, plan.mixed, plan.answers = not mixed, bool(mixed), len(answers)
+            plan.decodes, plan.mixed = not mixed, bool(mixed)
             self._packed = self._packed or plan.mixed
-            shares = [(request, 1) for request in answers] + mixed
+            plan.add_answers(answers)
+            shares = mixed
         elif prompts:
             self._decoded = False
             # both kinds alternate
@@ -346,7 +361,7 @@ class Scheduler:
         else:
             return plan if plan.changes else None
         for request, share in shares:
-            plan.add(request, share)
+            plan.add_prompt(request, share)
         self.prefill_tokens += len(plan.tokens) - plan.answers
         if max(plan.from_previous) < 0:
             plan.from_previous = []
@@ -397,7 +412,7 @@ class Scheduler:
                 finish, token, details = "stop", None, None
             else:
                 request.tokens.append(token)
-                if len(request.tokens) >= request.max_length:
+                if len(request.tokens) >= len(request.prompt) + request.max_tokens:
                     finish = "length"
             events.append(Event(request.id, token, finish, None, request.num_cached, details))
             if finish:

@@ -1,4 +1,4 @@
-"""A model for the tests of the server that answers with a function of all tokens it was given, and keeps them in honest books."""
+"""A fake model for the tests of the server: its answer is a function of all tokens, which it stores in real pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from ringattn.launch.serve.http.app import HttpServer, make_app
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.messages import (
     Capacity,
-    StepCommand,
     receive_at,
     send_to,
 )
@@ -35,20 +34,20 @@ STOP = 0
 
 
 def follow(tokens: Sequence[int]) -> int:
-    """The token that follows: one of the printable ones, or now and then STOP."""
+    """Return the next token: a printable one, or now and then STOP."""
     digest = hashlib.sha256(bytes(token % 251 for token in tokens)).digest()
     return STOP if digest[0] == 0 else 32 + digest[1] % 95
 
 
 def scores_after(tokens: Sequence[int]) -> Tensor:
-    """The scores of a next token."""
+    """Return the logits of the next token."""
     logits = torch.zeros(VOCAB)
     logits[follow(tokens)] = 10.0
     return logits
 
 
 def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What a request gets alone."""
+    """Return the answer to a request alone."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens and (token := follow(tokens)) != STOP:
         tokens.append(token)
@@ -59,7 +58,7 @@ class FakeStep:
     """A step of a `FakeRunner`.
 
     Attributes:
-        ends: When its device will have computed it; None: when somebody waits for it.
+        ends: Time at which its device will have computed it; None: at the first `wait`.
     """
 
     def __init__(self, chosen: SampledTokens, ends: float | None) -> None:
@@ -84,11 +83,11 @@ class FakeStep:
 
 
 class FakeRunner:
-    """Keeps each token in the page and row where the books put it, and reads it back from there.
+    """Runner that stores each token in the page and row that the allocator assigns, and reads it back from there.
 
     Args:
-        step_s: What its device needs for a step.
-        ahead: Whether `start` returns before; without step_s such steps end when somebody waits for them, and not before.
+        step_s: Seconds that its device needs for a step.
+        ahead: Whether `start` returns before; without step_s such steps end at the first `wait`.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class FakeRunner:
         self._last: FakeStep | None = None
         self._before: FakeStep | None = None
 
-    def start(self, plan: StepCommand) -> FakeStep:
+    def start(self, plan: Any) -> FakeStep:
         assert self._before is None or self._before.ended, "two steps are under way"
         for i, place in enumerate(plan.from_previous):
             if place >= 0:
@@ -132,7 +131,7 @@ class FakeRunner:
             self._last.wait()
         return self._last
 
-    def run(self, plan: StepCommand) -> Tensor:
+    def run(self, plan: Any) -> Tensor:
         self.steps.append(tuple(plan.counts))
         assert not (plan.packed and plan.decodes)
         at = 0
@@ -151,6 +150,11 @@ class FakeRunner:
                 tokens += self.memory[block.rank][block.page][: block.length]
             logits[row] = scores_after(tokens)
         return logits
+
+
+def make_engine(runner: Any, scheduler: Scheduler, time_limit_s: float = 60.0) -> Engine:
+    """Return an engine with a fake runner and no other ranks."""
+    return Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
 
 
 class Letters:
@@ -175,7 +179,7 @@ class Letters:
 
 
 def text_of(prompt: str, max_tokens: int) -> str:
-    """The text that a prompt gets alone."""
+    """Return the text of the answer to a prompt alone."""
     return Letters().decode(answer(Letters().encode(prompt), max_tokens))
 
 
@@ -210,7 +214,7 @@ class FakeServer:
     """The whole server in this process, both of its processes as threads, with a fake model.
 
     Attributes:
-        lost: What the engine's side has said about the loss of the other.
+        lost: Messages of the engine's side about the loss of the HTTP process.
     """
 
     def __init__(
@@ -229,7 +233,7 @@ class FakeServer:
     ) -> None:
         scheduler = Scheduler(runner.allocator, chunk=64, max_running=running, max_waiting=waiting)
         self.runner = runner
-        self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
+        self.engine = make_engine(runner, scheduler, time_limit_s)
         self.link = Link()
         self.lost: list[str] = []
         self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, timeout_s)
@@ -257,7 +261,7 @@ class FakeServer:
         self.link.close()
 
     def state_when(self, so: Callable[[dict[str, Any]], bool], timeout_s: float = 10.0) -> dict[str, Any]:
-        """The state as soon as something is so."""
+        """Return the state as soon as it fulfils a condition."""
         deadline = time.monotonic() + timeout_s
         while not so(state := self.engine.state()):
             assert time.monotonic() < deadline, state
@@ -265,7 +269,7 @@ class FakeServer:
         return state
 
     def assert_idle(self) -> None:
-        """Nothing runs or waits, and every page is free or holds a prefix that is kept."""
+        """Assert that nothing runs or waits, and every page is free or holds a kept prefix."""
         state = self.state_when(lambda state: not (state["running"] or state["waiting"]))
         assert state["pages"]["running"] == [0] * state["ranks"]
         deadline = time.monotonic() + 10.0
