@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import resource
 from collections.abc import Sequence
@@ -162,6 +163,12 @@ def raise_file_limit(most: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and files > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+def freeze_gc() -> None:
+    """Exclude all existing objects, which live as long as the server, from garbage collection: it would stall the process."""
+    gc.collect()
+    gc.freeze()
 
 
 def check_model(path: str) -> None:

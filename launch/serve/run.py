@@ -30,10 +30,9 @@ from typing import Any, TypeVar
 from ringattn.launch.runtime.distributed import Rank, Refusal, join_ranks
 from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.runtime.session import Session, machine
-from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, raise_file_limit
+from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, freeze_gc, raise_file_limit
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
-from ringattn.launch.serve.freeze_gc import freeze_gc
 from ringattn.launch.serve.messages import PortResult, Settings, Stop
 from ringattn.launch.serve.model_runner import ModelRunner
 from ringattn.launch.serve.models import ServedModel, broadcast_weights, describe_cache, load_model, make_cache

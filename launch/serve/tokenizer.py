@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 REPLACEMENT = "\ufffd"
 """Stands for bytes that are not valid text, or not yet."""
@@ -14,29 +14,6 @@ Message = dict[str, str]
 
 class ChatTemplateError(ValueError):
     """A model has no chat template, or its template rejects the messages."""
-
-
-class Tokenizer(Protocol):
-    """Interface of tokenizers."""
-
-    stops: frozenset[int]
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a prompt."""
-        ...
-
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of messages, up to where the answer begins; raise ChatTemplateError if that is not possible."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones; REPLACEMENT for bytes that are not text."""
-        ...
-
-    def recipe(self) -> dict[str, Any]:
-        """Return the argument with which `make_tokenizer` builds it in another process."""
-        ...
 
 
 class ByteTokenizer:
@@ -90,7 +67,7 @@ class PretrainedTokenizer:
         return list(self.inner(text)["input_ids"])
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of the model's chat template, which transformers renders in a sandbox."""
+        """Return the tokens of the model's chat template, which transformers renders in a sandbox; raises ChatTemplateError."""
         from jinja2 import TemplateError
 
         if not self.inner.chat_template:
@@ -112,6 +89,9 @@ class PretrainedTokenizer:
     def recipe(self) -> dict[str, Any]:
         """Return the folder, the stops and the vocabulary size."""
         return self._recipe
+
+
+Tokenizer = ByteTokenizer | PretrainedTokenizer
 
 
 def _fast_decoder(inner: Any) -> Any:

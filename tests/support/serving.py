@@ -238,7 +238,8 @@ class FakeServer:
         self.lost: list[str] = []
         self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, timeout_s)
         client = self.link.client(scheduler.capacity, self.engine.state())
-        app = make_app(client, Letters(), "fake", limits or Limits(), key=key, hosts=hosts, about=about)
+        tokenizer: Any = Letters()
+        app = make_app(client, tokenizer, "fake", limits or Limits(), key=key, hosts=hosts, about=about)
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)
         self.server = HttpServer(listening, connections)

@@ -384,6 +384,8 @@ class ResponseWriter:
         self._with_usage, self._with_ids = with_usage, with_ids
         name = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self._common = {"id": name, "created": int(time.time()), "model": model}
+        self._chunk = {**self._common, "object": "chat.completion.chunk" if chat else "text_completion"}
+        self._chunk |= {"usage": None} if with_usage else {}
         self._opened: set[int] = set()
         self._lines: list[bytes] = []
 
@@ -425,24 +427,21 @@ class ResponseWriter:
 
     def take(self) -> bytes:
         """Return the lines since the last call."""
-        lines, self._lines = self._lines, []
-        return b"".join(lines)
+        data = b"".join(self._lines)
+        self._lines.clear()
+        return data
 
     def end(self) -> bytes:
         """Return the last lines of the stream."""
-        chunk = {**self._common, "object": self._chunk_kind, "choices": [], "usage": self._usage()}
-        return self.take() + (sse_line(chunk) if self._with_usage else b"") + b"data: [DONE]\n\n"
-
-    @property
-    def _chunk_kind(self) -> str:
-        return "chat.completion.chunk" if self._chat else "text_completion"
+        usage = sse_line({**self._chunk, "choices": [], "usage": self._usage()}) if self._with_usage else b""
+        return self.take() + usage + b"data: [DONE]\n\n"
 
     def _add(
         self, choice: Choice, body: dict[str, Any], rows: Sequence[ScoredToken] = (), finish: str | None = None
     ) -> None:
-        one = {"index": choice.index, **body, "logprobs": self._logprobs(rows), "finish_reason": finish}
-        chunk = {**self._common, "object": self._chunk_kind, "choices": [one]}
-        self._lines.append(sse_line({**chunk, "usage": None} if self._with_usage else chunk))
+        logprobs = self._logprobs(rows) if rows else None
+        one = {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": finish}
+        self._lines.append(sse_line({**self._chunk, "choices": [one]}))
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts; prompts count once, whatever n is."""

@@ -14,7 +14,7 @@ import sys
 import zmq
 
 from ringattn.launch.serve import messages
-from ringattn.launch.serve.freeze_gc import freeze_gc
+from ringattn.launch.serve.config import freeze_gc
 from ringattn.launch.serve.http.app import HttpServer, make_app
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.tokenizer import make_tokenizer

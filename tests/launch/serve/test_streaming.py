@@ -101,7 +101,8 @@ class Steps:
     def __init__(self, tokenizer: Any = None) -> None:
         self.link = Link()
         self.client = self.link.client(Capacity(10**6, 64, 100, 64, False), {"closed": None, "queued": 0})
-        self.app = make_app(self.client, tokenizer or Letters(), "fake", Limits())
+        tokenizer = Letters() if tokenizer is None else tokenizer
+        self.app = make_app(self.client, tokenizer, "fake", Limits())
 
     async def ask(self, send: Callable[[Any], Awaitable[None]], **body: Any) -> tuple[asyncio.Task[None], list[int]]:
         """Start a request; return its task and the ids of its requests once they are submitted."""
