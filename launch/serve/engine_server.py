@@ -159,9 +159,7 @@ class EngineServer:
             self._lose(f"must receive what it is sent, got {MAX_QUEUED} messages that it has left unread")
 
     def _receive(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._pull, zmq.POLLIN)
-        poller.register(self._link, zmq.POLLIN)
+        poller = messages.poller(self._pull, self._link)
         last_message, problem = time.monotonic(), None
         while problem is None and not self._closing.is_set():
             timeout = self._timeout if self._ready.is_set() else self._start_timeout
@@ -171,7 +169,7 @@ class EngineServer:
                 last_message = now
                 try:
                     self._handle(self._pull.recv())
-                except Exception as error:  # nothing may end this thread without a word
+                except Exception as error:  # this thread must not end silently
                     problem = f"must send messages that are understood, got {type(error).__name__}: {error}"
             elif self._link.fileno() in ready:
                 problem = "is gone"

@@ -125,10 +125,10 @@ class Settings(msgspec.Struct, tag=True):
     limits: Limits
     capacity: Capacity
     state: dict[str, Any]
-    key: str | None
-    hosts: tuple[str, ...] | None
-    about: dict[str, Any]
     connections: int
+    key: str | None = None
+    hosts: tuple[str, ...] | None = None
+    about: dict[str, Any] = {}
 
 
 class StepOutput(msgspec.Struct, tag=True, omit_defaults=True):
@@ -229,3 +229,11 @@ def send_to(folder: str, receiver: str, most_queued: int = 0) -> zmq.Socket[byte
     push.linger, push.sndhwm, push.reconnect_ivl = LINGER_MS, most_queued, RETRY_MS
     push.connect(f"ipc://{folder}/{receiver}")
     return push
+
+
+def poller(*sockets: Any) -> zmq.Poller:
+    """Return a poller that waits until one of some sockets can be read."""
+    found = zmq.Poller()
+    for one in sockets:
+        found.register(one, zmq.POLLIN)
+    return found

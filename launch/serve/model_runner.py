@@ -71,29 +71,23 @@ class ModelRunner:
             awaited=False,
         )
         self.ahead = cache.device.type == "cuda"
-        self._previous = torch.empty(
-            0, dtype=torch.int64, device=cache.device
-        )  # tokens of the last step, on every rank
+        # tokens of the last step, on every rank
+        self._previous = torch.empty(0, dtype=torch.int64, device=cache.device)
         self._allocate_outputs(most)
         self.typical_s: dict[StepKind, float] = {}  # seconds that waits for steps of a kind took
         self._steps = 0
 
     def prepare(self, longest: int | None = None) -> list[str]:
-        """Compute prompts of several lengths and capture graphs, so that no request waits for a compiler; return lines to print.
+        """Compute prompts of several lengths, of `longest` tokens at most, and capture graphs, before the first request.
 
-        Args:
-            longest: Tokens that the model takes; None: no bound.
+        Returns lines to print.
         """
-        began, lines = time.monotonic(), []
-        self.graph_runner.prepare()
-        if self.graph_runner.captured:
-            short = (
-                f", and prompts in parts of up to {MAX_DECODE_TOKENS * self.graph_runner.most_pieces} tokens"
-                * bool(self.graph_runner.most_pieces)
-            )
-            lines.append(
-                f"decoding{short}: {self.graph_runner.captured} CUDA graphs captured in {time.monotonic() - began:.1f} s"
-            )
+        began, lines, runner = time.monotonic(), [], self.graph_runner
+        runner.prepare()
+        if runner.captured:
+            tokens = MAX_DECODE_TOKENS * runner.most_pieces
+            short = f", and prompts in parts of up to {tokens} tokens" if tokens else ""
+            lines.append(f"decoding{short}: {runner.captured} CUDA graphs captured in {time.monotonic() - began:.1f} s")
         began = time.monotonic()
         steps = self._warm_up_prefill(longest)
         return [*lines, f"prompts around the ring: {steps} steps computed in {time.monotonic() - began:.1f} s"]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import zmq
 
 from ringattn.launch.runtime.distributed import Rank
-from ringattn.launch.serve.messages import Hello, RankAddress, ToRank, decode_hello, decode_to_rank, encode
+from ringattn.launch.serve.messages import Hello, RankAddress, ToRank, decode_hello, decode_to_rank, encode, poller
 
 FRAME = 1024
 """Bytes of the broadcast of rank 0's first address."""
@@ -95,9 +95,7 @@ class RankChannel:
             self._socket.sndtimeo = int(1000 * timeout_s)
         else:
             self._socket, ended = connect_to_rank_0(rank, self._share_address())
-            self._poller = zmq.Poller()
-            self._poller.register(self._socket, zmq.POLLIN)
-            self._poller.register(ended, zmq.POLLIN)
+            self._poller = poller(self._socket, ended)
 
     def broadcast(self, message: ToRank) -> None:
         """Send a message to all other ranks, on rank 0; raise RuntimeError if one is gone, or does not receive."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import zmq
 
 from ringattn.launch.runtime.distributed import Rank
-from ringattn.launch.serve.messages import Heartbeat, RankAddress, encode
+from ringattn.launch.serve.messages import Heartbeat, RankAddress, encode, poller
 from ringattn.launch.serve.rank_channel import RankChannel, accept_ranks, close_dealer, connect_to_rank_0
 
 BEAT_S = 1.0
@@ -69,14 +69,12 @@ class RankLiveness:
 
     def _watch_ranks(self, router: zmq.Socket[bytes], connected: dict[bytes, str]) -> None:
         """Receive heartbeats on rank 0, and send some, which raises if a rank is gone."""
-        poller = zmq.Poller()
-        poller.register(router, zmq.POLLIN)
         ended = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        poller.register(ended, zmq.POLLIN)
+        events = poller(router, ended)
         last_message = dict.fromkeys(connected, time.monotonic())
         next_beat = 0.0
         while connected:
-            ready = dict(poller.poll(int(1000 * BEAT_S)))
+            ready = dict(events.poll(int(1000 * BEAT_S)))
             now = time.monotonic()
             while router.poll(0):
                 last_message[router.recv_multipart()[0]] = now
@@ -103,12 +101,10 @@ class RankLiveness:
 
     def _watch_rank_0(self, dealer: zmq.Socket[bytes], ended: zmq.Socket[bytes]) -> None:
         """Send heartbeats on any other rank, and wait for the end of rank 0."""
-        poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
-        poller.register(ended, zmq.POLLIN)
+        events = poller(dealer, ended)
         next_beat, last_message = 0.0, time.monotonic()
         while not self._closing.is_set():
-            ready = dict(poller.poll(int(1000 * CLOSING_S)))
+            ready = dict(events.poll(int(1000 * CLOSING_S)))
             now = time.monotonic()
             problem = "is gone" if ended in ready else None
             if dealer in ready:

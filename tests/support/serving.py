@@ -22,6 +22,7 @@ from ringattn.launch.serve.http.app import HttpServer, make_app
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.messages import (
     Capacity,
+    Settings,
     receive_at,
     send_to,
 )
@@ -226,7 +227,7 @@ class FakeServer:
         time_limit_s: float = 60.0,
         limits: Limits | None = None,
         key: str | None = None,
-        hosts: Sequence[str] | None = None,
+        hosts: tuple[str, ...] | None = None,
         connections: int = 1000,
         about: dict[str, Any] | None = None,
         timeout_s: float = 60.0,
@@ -239,11 +240,12 @@ class FakeServer:
         self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, timeout_s)
         client = self.link.client(scheduler.capacity, self.engine.state())
         tokenizer: Any = Letters()
-        app = make_app(client, tokenizer, "fake", limits or Limits(), key=key, hosts=hosts, about=about)
+        capacity, state, limits = scheduler.capacity, self.engine.state(), limits or Limits()
+        settings = Settings("fake", {}, limits, capacity, state, connections, key, hosts, about or {})
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)
         self.server = HttpServer(listening, connections)
-        self.server.start(app)
+        self.server.start(make_app(client, tokenizer, settings))
         self.url = f"http://127.0.0.1:{self.server.port}"
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()

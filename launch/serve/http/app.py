@@ -26,12 +26,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from ringattn.launch.serve.config import Limits
 from ringattn.launch.serve.http.api import Chat, Completion, RequestError, ascii_only
 from ringattn.launch.serve.http.completions import CompletionHandler, error_response
 from ringattn.launch.serve.http.connections import limit_connections
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.http.metrics import CONTENT_TYPE, Metrics
+from ringattn.launch.serve.messages import Settings
 from ringattn.launch.serve.tokenizer import Tokenizer
 
 PAGE = Path(__file__).with_name("page.html")
@@ -172,19 +172,10 @@ class HeaderMiddleware:
         return None
 
 
-def make_app(
-    client: EngineClient,
-    tokenizer: Tokenizer,
-    model: str,
-    limits: Limits,
-    *,
-    key: str | None = None,
-    hosts: Sequence[str] | None = None,
-    about: Mapping[str, Any] | None = None,
-) -> ASGIApp:
-    """Return the application; see `CompletionHandler` and `messages.Settings`."""
+def make_app(client: EngineClient, tokenizer: Tokenizer, settings: Settings) -> ASGIApp:
+    """Return the application."""
     metrics = Metrics(client.state)
-    handler = CompletionHandler(client, tokenizer, model, limits, metrics)
+    handler = CompletionHandler(client, tokenizer, settings.model, settings.limits, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -201,10 +192,10 @@ def make_app(
         redoc_url=None,
         openapi_url=None,
     )
-    app.state.handler, app.state.about, app.state.page = handler, dict(about or {}), read_page()
+    app.state.handler, app.state.about, app.state.page = handler, settings.about, read_page()
     app.include_router(router)
     paths = [path for route in router.routes if "{" not in (path := getattr(route, "path", "{"))]
-    return HeaderMiddleware(app, key, hosts, metrics, paths)
+    return HeaderMiddleware(app, settings.key, settings.hosts, metrics, paths)
 
 
 def read_page() -> tuple[str, str]:

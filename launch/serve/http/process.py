@@ -26,38 +26,23 @@ CHECK_S = 1.0
 
 
 def main(port: int, link: int, folder: str) -> int:
-    """Serve until the engine sends Stop, or is gone.
+    """Serve until the engine sends Stop, or is gone; return the exit code, 0 after Stop or without settings.
 
     Args:
         port: Descriptor of the socket for clients.
         link: Descriptor of the socket that closes with the engine's process.
         folder: Folder of the sockets; removed if the engine's process can not do it.
-
-    Returns:
-        The exit code: 0 when the engine has sent Stop, or has ended before it began.
     """
     engine = socket.socket(fileno=link)
-    pull, push = (
-        messages.receive_at(folder, "http"),
-        messages.send_to(folder, "engine"),
-    )
+    pull, push = messages.receive_at(folder, "http"), messages.send_to(folder, "engine")
     settings = _receive_settings(pull, engine)
     if settings is None:
         shutil.rmtree(folder, ignore_errors=True)
         return 0
     client = EngineClient(pull, push, engine, settings.capacity, settings.state)
-    app = make_app(
-        client,
-        make_tokenizer(settings.tokenizer),
-        settings.model,
-        settings.limits,
-        key=settings.key,
-        hosts=settings.hosts,
-        about=settings.about,
-    )
     sys.setswitchinterval(TURN_S)
     server = HttpServer(socket.socket(fileno=port), settings.connections)
-    server.start(app)
+    server.start(make_app(client, make_tokenizer(settings.tokenizer), settings))
     freeze_gc()
     client.send_ready()
     while not client.ended.wait(CHECK_S):
@@ -71,10 +56,7 @@ def main(port: int, link: int, folder: str) -> int:
 
 def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> messages.Settings | None:
     """Return the first message; None when the engine ends or fails before."""
-    poller = zmq.Poller()
-    poller.register(pull, zmq.POLLIN)
-    poller.register(engine, zmq.POLLIN)
-    if pull not in dict(poller.poll()):
+    if pull not in dict(messages.poller(pull, engine).poll()):
         return None
     message = messages.decode_to_http(pull.recv())
     return message if isinstance(message, messages.Settings) else None

@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 
+from ringattn.launch.serve.config import Limits
 from ringattn.launch.serve.http import connections
-from ringattn.launch.serve.http.app import Limits
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters, answer, follow, text_of
 
 

@@ -282,7 +282,7 @@ class Apart:
     def settings(self) -> Settings:
         capacity = msgspec.structs.replace(self.engine.scheduler.capacity, tokens=10**6, max_waiting=10**6)
         recipe = ByteTokenizer().recipe()
-        return Settings("fake", recipe, Limits(), capacity, self.engine.state(), None, None, {}, connections=50)
+        return Settings("fake", recipe, Limits(), capacity, self.engine.state(), connections=50)
 
     def ask(self, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json={"temperature": 0, **body}, timeout=30)

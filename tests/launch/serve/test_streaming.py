@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ringattn.launch.serve.config import Limits
 from ringattn.launch.serve.http.api import Choice, ResponseWriter
 from ringattn.launch.serve.http.app import make_app
-from ringattn.launch.serve.messages import Capacity, Event, StepOutput, Stop
+from ringattn.launch.serve.messages import Capacity, Event, Settings, StepOutput, Stop
 from ringattn.launch.serve.sampling import Logprob
 from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer
 from tests.support.serving import Letters, Link
@@ -100,9 +100,10 @@ class Steps:
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.link = Link()
-        self.client = self.link.client(Capacity(10**6, 64, 100, 64, False), {"closed": None, "queued": 0})
+        capacity, state = Capacity(10**6, 64, 100, 64, False), {"closed": None, "queued": 0}
+        self.client = self.link.client(capacity, state)
         tokenizer = Letters() if tokenizer is None else tokenizer
-        self.app = make_app(self.client, tokenizer, "fake", Limits())
+        self.app = make_app(self.client, tokenizer, Settings("fake", {}, Limits(), capacity, state, 10))
 
     async def ask(self, send: Callable[[Any], Awaitable[None]], **body: Any) -> tuple[asyncio.Task[None], list[int]]:
         """Start a request; return its task and the ids of its requests once they are submitted."""
