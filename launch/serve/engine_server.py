@@ -1,16 +1,13 @@
 """Rank 0's side of the HTTP process: starts it, receives requests for the engine, and sends events to it.
 
-Note [Two processes]
-    HTTP costs more per token (text, JSON, a write to a socket) than planning and sampling do, and threads of one interpreter
-    take turns. So rank 0 starts one more process, before the model is read, with the listening socket, the tokenizer and all
-    clients.
+HTTP costs more per token (text, JSON, a write to a socket) than planning and sampling do, and threads of one interpreter take
+turns. So rank 0 starts one more process, before the model is read, with the listening socket, the tokenizer and all clients.
 
-    Messages travel over two ZeroMQ pipes (PUSH to PULL) in a folder that only this user may enter; a send never waits. Beside
-    them the processes share a pair of connected sockets on which nothing is sent: the operating system closes it when either
-    process ends. The HTTP process then answers open requests with an error and exits, and with it the port is free. Rank 0
-    takes the server down when the HTTP process is gone, sends no heartbeat, or leaves more than MAX_QUEUED messages unread.
-    Signals of a terminal or a launcher, which come to both, are for rank 0 alone: the HTTP process is started with them
-    blocked, and ends with the message Stop.
+Messages travel over two ZeroMQ pipes (PUSH to PULL) in a folder that only this user may enter; a send never waits. Beside them
+the processes share a pair of connected sockets on which nothing is sent: the operating system closes it when either process ends.
+The HTTP process then answers open requests with an error and exits, and with it the port is free. Rank 0 takes the server down
+when the HTTP process is gone, sends no heartbeat, or leaves more than MAX_QUEUED messages unread. Signals of a terminal or a
+launcher, which come to both, are for rank 0 alone: the HTTP process is started with them blocked, and ends with the message Stop.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 Ranks are started by cli.py.
 
-Note [Shutdown]
-    On SIGTERM or SIGINT rank 0 accepts no more requests, rejects waiting ones, waits up to --grace seconds for running ones, and
-    sends Stop to the other ranks; all exit with 0. The others ignore both signals: they end when rank 0 sends Stop or is gone. When
-    a rank or the HTTP process is lost, or a step fails, every rank prints the cause it knows and exits with 1; open requests get an
-    error. Every wait has a timeout: collectives give up after --timeout, each rank holds a connection whose end is noticed at
-    once (rank_liveness.py), and so does the HTTP process (engine_server.py), which ends with the message Stop, or with rank 0.
+On SIGTERM or SIGINT rank 0 accepts no more requests, rejects waiting ones, waits up to --grace seconds for running ones, and
+sends Stop to the other ranks; all exit with 0. The others ignore both signals: they end when rank 0 sends Stop or is gone. When a
+rank or the HTTP process is lost, or a step fails, every rank prints the cause it knows and exits with 1; open requests get an
+error. Every wait has a timeout: collectives give up after --timeout, each rank holds a connection whose end is noticed at once
+(rank_liveness.py), and so does the HTTP process (engine_server.py), which ends with the message Stop, or with rank 0.
 """
 
 from __future__ import annotations
