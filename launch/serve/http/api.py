@@ -389,6 +389,11 @@ class ResponseWriter:
         self._opened: set[int] = set()
         self._lines: list[bytes] = []
 
+    def record(self, place: int, event: Event) -> bool:
+        """Add an event of a choice; return whether the choice has ended, or raise RequestError if it has failed."""
+        self._choices[place].push(event)
+        return self._choices[place].finish is not None
+
     def whole(self) -> dict[str, Any]:
         """Return the answer at once."""
         choices = []
@@ -403,7 +408,7 @@ class ResponseWriter:
         return {**self._common, "object": kind, "choices": choices, "usage": self._usage()}
 
     def push(self, place: int, event: Event) -> bool:
-        """Add the lines of an event of a choice; return whether the choice has ended, or raise RequestError if it has failed."""
+        """Add an event of a choice, and its lines; see `record`."""
         choice = self._choices[place]
         known = len(choice.ids)
         piece = choice.push(event)

@@ -30,7 +30,7 @@ from ringattn.launch.serve.http.api import (
 )
 from ringattn.launch.serve.http.engine_client import EngineClient, OpenRequests
 from ringattn.launch.serve.http.metrics import Metrics
-from ringattn.launch.serve.messages import Event, NewRequest, Prompt, Submit, encode
+from ringattn.launch.serve.messages import NewRequest, Prompt, Submit, encode
 from ringattn.launch.serve.prefix_cache import prefix_digests
 from ringattn.launch.serve.tokenizer import ChatTemplateError, Tokenizer
 
@@ -118,9 +118,8 @@ async def read_bytes(http_request: HttpRequest, limit: int) -> bytes:
 class PreparedRequest:
     """A validated and tokenized request; `encoded` is its message for the engine."""
 
-    body: Chat | Completion
-    prompts: list[list[int]]
-    choices: list[Choice]
+    streams: bool
+    writer: ResponseWriter
     request_ids: list[int]
     encoded: bytes
 
@@ -159,25 +158,12 @@ class CompletionHandler:
         data = await read_bytes(http_request, self._limits.body)
         arrived = time.monotonic()  # a client waits for the tokenizer, too
         prepared = await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, self._prepare, kind, data)
-        body, choices = prepared.body, prepared.choices
-        writer = ResponseWriter(
-            kind is Chat,
-            self.model,
-            self._tokenizer,
-            prepared.prompts,
-            choices,
-            with_usage=bool(body.stream_options and body.stream_options.include_usage),
-            with_ids=body.return_token_ids,
-        )
-
-        def push(place: int, event: Event) -> bool:
-            choices[place].push(event)
-            return choices[place].finish is not None
+        writer = prepared.writer
 
         def submit() -> OpenRequests:
-            take = writer.push if body.stream else push
+            take = writer.push if prepared.streams else writer.record
             ids, encoded = prepared.request_ids, prepared.encoded
-            return OpenRequests(self.client, self.metrics, ids, encoded, take, arrived, each=body.stream)
+            return OpenRequests(self.client, self.metrics, ids, encoded, take, arrived, each=prepared.streams)
 
         async def whole(scope: Scope, receive: Receive, send: Send) -> None:
             with submit() as requests:
@@ -210,7 +196,7 @@ class CompletionHandler:
             # the last lines leave with the end: a write costs more than a line
             await write(writer.end(), more=False)
 
-        return CancellableResponse(stream if body.stream else whole)
+        return CancellableResponse(stream if prepared.streams else whole)
 
     @property
     def _max_length(self) -> int:
@@ -256,9 +242,17 @@ class CompletionHandler:
                 request_id, sampling = next(self.client.ids), body.sampling(choice)
                 requests.append(NewRequest(request_id, len(prompts), most, stops, sampling, score_prompt))
             prompts.append(Prompt(tokens, digests))
-        encoded = encode(Submit(prompts, requests))
+        writer = ResponseWriter(
+            isinstance(body, Chat),
+            self.model,
+            tokenizer,
+            [prompt.tokens for prompt in prompts],
+            choices,
+            with_usage=bool(body.stream_options and body.stream_options.include_usage),
+            with_ids=body.return_token_ids,
+        )
         ids = [request.id for request in requests]
-        return PreparedRequest(body, [prompt.tokens for prompt in prompts], choices, ids, encoded)
+        return PreparedRequest(body.stream, writer, ids, encode(Submit(prompts, requests)))
 
     def _check_prompt(self, tokens: list[int], field: str) -> None:
         if not tokens:
