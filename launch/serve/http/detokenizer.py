@@ -151,7 +151,5 @@ def _partial_match(string: str, text: str) -> int:
         >>> _partial_match("END", "an EEN"), _partial_match("END", "an E D")
         (4, 6)
     """
-    place = text.find(string[0], max(0, len(text) - len(string) + 1))
-    while place >= 0 and not string.startswith(text[place:]):
-        place = text.find(string[0], place + 1)
-    return place if place >= 0 else len(text)
+    begins = range(max(0, len(text) - len(string) + 1), len(text))
+    return next((place for place in begins if string.startswith(text[place:])), len(text))
