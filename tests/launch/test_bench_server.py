@@ -28,7 +28,7 @@ from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.server import Bench, Load, Prompts, Server, Target, holds, run_load
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Session
-from ringattn.launch.serve.http.app import Limits
+from ringattn.launch.serve.config import Limits
 from tests.support.serving import VOCAB, FakeRunner, FakeServer, follow
 
 SAYS = {"vocab_size": VOCAB, "world_size": 2, "device": "cpu", "gpus": [], "cpu": "x", "dtype": "float32", "torch": "2"}
