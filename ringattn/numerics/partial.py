@@ -1,7 +1,4 @@
-"""The partial result of a softmax-weighted sum, and the merge that makes partials a monoid.
-
-Owns `Partial(m, l, o)`: identity, `merge`, `reduce_partials`, `finalize`, in plain torch on any device and in any float
-dtype. Refuses to know where partials come from (ring steps, split keys, sinks) and how kernels compute them.
+"""The partial result of a softmax-weighted sum, and its merge, in plain torch on any device and in any float dtype.
 
 Note [Partial]
     For one query row with scores s_j and values v_j over *some* of its keys:
@@ -11,15 +8,8 @@ Note [Partial]
     (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", eq. 4, with the weighted sum of
     Rabe & Staats 2021, "Self-attention does not need O(n^2) memory", carried along). Merging is commutative, and
     associative up to rounding. Units are natural log; kernels keep `m` in log2 units internally.
-
-Note [Empty rows]
-    A row that has seen nothing is (-inf, 0, 0): the identity, on both sides and to the bit. Two empty rows merge to an
-    empty row, and `finalize` gives it o = 0, lse = -inf. No combination of -inf scores makes a NaN, forward or
-    backward.
-
-Note [Infinite scores]
-    A score of +inf is an overflow upstream. It is shown, not repaired: the row's l and o, and what `finalize` makes of
-    them, are NaN, like those of a NaN score. Other rows are not touched.
+    A row that has seen nothing is (-inf, 0, 0): the identity, on both sides and to the bit; `finalize` gives it o = 0,
+    lse = -inf. No combination of -inf scores makes a NaN, forward or backward. A score of +inf makes its row NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +26,7 @@ from ringattn.tensor_checks import check_plain
 
 @dataclass(frozen=True)
 class Partial:
-    """What softmax attention over some of the keys leaves behind (Note [Partial]).
+    """Partial result of softmax attention over some of the keys (Note [Partial]).
 
     Example:
         >>> s, v = torch.tensor([1.0, 2.0, 3.0, 10.0]), torch.eye(4)

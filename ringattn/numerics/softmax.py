@@ -1,8 +1,7 @@
 """Softmax and log-sum-exp of rows of any length, with a fixed number of logits on chip, as public differentiable ops.
 
-Owns what `online_softmax` and `online_logsumexp` promise, their registrations as operators (fake, autograd, second
-derivatives) and the choice of an implementation. Refuses to know how a row is walked: that is `kernels.softmax.eager` (plain
-torch) and `kernels.softmax.softmax_triton` (GPUs).
+Owns the operators (fake, autograd, second derivatives) and the choice between `kernels.softmax.eager` (plain torch) and
+`kernels.softmax.softmax_triton` (GPUs).
 """
 
 from __future__ import annotations
@@ -165,24 +164,14 @@ def _logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dim: int, block_size:
     return _implementation(x, block_size, impl).logsumexp_backward(g, x, lse, dim, block_size)
 
 
-@_softmax.register_fake
-def _(x: Tensor, dim: int, block_size: int | None, impl: str) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(x)
-
-
-@_softmax_backward.register_fake
-def _(dy: Tensor, y: Tensor, dim: int, block_size: int | None, impl: str) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(y)
+_softmax.register_fake(lambda x, *_: torch.empty_like(x))
+_softmax_backward.register_fake(lambda _, y, *__: torch.empty_like(y))
+_logsumexp_backward.register_fake(lambda _, x, *__: torch.empty_like(x))
 
 
 @_logsumexp.register_fake
 def _(x: Tensor, dim: int, block_size: int | None, impl: str) -> Tensor:  # noqa: ARG001
     return x.new_empty([*x.shape[:dim], *x.shape[dim + 1 :]], dtype=accumulation_dtype(x.dtype))
-
-
-@_logsumexp_backward.register_fake
-def _(g: Tensor, x: Tensor, lse: Tensor, dim: int, block_size: int | None, impl: str) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(x)
 
 
 def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

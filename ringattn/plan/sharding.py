@@ -1,8 +1,4 @@
-"""A whole sequence and its shards: cutting tensors, putting them together, and the positions of the rows.
-
-Owns `Sharding`, the record that a batch is sharded by. Refuses to know groups and transports (gathering is injected)
-and masks other than the documents of the batch.
-"""
+"""The sharding of one batch's sequence: cutting tensors, assembling them, and the positions of the rows."""
 
 from __future__ import annotations
 
@@ -23,8 +19,8 @@ from ringattn.ring_registry import living_ring
 from ringattn.tensor_checks import check_plain
 
 
-class Gathering(Protocol):
-    """What a sharding needs of the ring that made it."""
+class SupportsAllGather(Protocol):
+    """The part of a ring that a sharding uses: `Ring`, or the simulated one."""
 
     name: str
     impl: str
@@ -35,21 +31,13 @@ class Gathering(Protocol):
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
         ...
 
-    def propagate_errors(self) -> AbstractContextManager[None]:
-        """Lets the other ranks know of what is raised inside."""
-        ...
-
-    def raise_on_all_ranks(self, error: Exception) -> NoReturn:
-        """Raises an error of which the other ranks hear."""
-        ...
-
-    def assert_equal_once(self, what: str, text: str, doing: str = "") -> None:
-        """Raises on every rank where a text that is new differs between ranks."""
-        ...
+    def propagate_errors(self) -> AbstractContextManager[None]: ...  # noqa: D102
+    def raise_on_all_ranks(self, error: Exception) -> NoReturn: ...  # noqa: D102
+    def assert_equal_once(self, what: str, text: str, doing: str = "") -> None: ...  # noqa: D102
 
 
 class Sharding:
-    """Who holds which positions of one batch's sequence. Immutable; equal when the content is equal.
+    """Positions of one batch's sequence that each rank holds. Immutable; equal when the content is equal.
 
     The sharding belongs to the batch and the mask to the layer: one sharding serves layers with different masks.
 
@@ -88,7 +76,7 @@ class Sharding:
         rank: int,
         documents: Sequence[int] | None = None,
         *,
-        ring: Gathering | None = None,
+        ring: SupportsAllGather | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         check_sizes(seq_len, len(shards))
@@ -152,7 +140,7 @@ class Sharding:
         return len(self._shards)
 
     @property
-    def ring(self) -> Gathering:
+    def ring(self) -> SupportsAllGather:
         """The ring that made this sharding.
 
         Raises:
@@ -166,7 +154,7 @@ class Sharding:
 
     @property
     def device(self) -> torch.device:
-        """Where `positions` lives."""
+        """Device of `positions`."""
         return self._device
 
     @property
@@ -187,7 +175,7 @@ class Sharding:
             return positions_of(self._shards[self._rank]).to(self._device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of a whole tensor, as a new contiguous tensor; differentiable.
+        """Return this rank's rows of a whole tensor, as a new contiguous tensor; differentiable.
 
         Args:
             x: The whole tensor, seq_len long in `dim`; the same on every rank.
@@ -198,7 +186,7 @@ class Sharding:
             TypeError: x is no tensor, or dim no integer.
             NotImplementedError: x is a DTensor, or another tensor with a meaning of its own.
         """
-        with self._shared_refusals():
+        with self._propagate_errors():
             dim = self._check_rows("x", x, dim, "seq_len", self._seq_len, "the whole sequence, or name its dim")
         return self.cut(x, dim)
 
@@ -209,7 +197,7 @@ class Sharding:
         return torch.cat(parts, dim).contiguous()
 
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor from every rank's rows; the inverse of `shard`. Every rank must call it.
+        """Return the whole tensor from every rank's rows; the inverse of `shard`. Every rank must call it.
 
         Args:
             x_local: This rank's rows, shard_len long in `dim`.
@@ -223,7 +211,7 @@ class Sharding:
             NotImplementedError: x_local is a DTensor, or another tensor with a meaning of its own.
         """
         ring = self._ring
-        with self._shared_refusals():
+        with self._propagate_errors():
             dim = self._check_rows(
                 "x_local", x_local, dim, "shard_len", self.shard_len, "this rank's rows, or name their dim"
             )
@@ -242,13 +230,13 @@ class Sharding:
             ring.assert_equal_once("a tensor to unshard", text, f"Sharding.unshard({shape}, {kind})")
         return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
 
-    def _shared_refusals(self) -> AbstractContextManager[None]:
-        """Lets the other ranks of the ring, if there is one, know of what is raised inside."""
+    def _propagate_errors(self) -> AbstractContextManager[None]:
+        """Raise the errors of this block on the other ranks of the ring too, if there is one."""
         return nullcontext() if self._ring is None else self._ring.propagate_errors()
 
     @staticmethod
     def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:
-        """The dim, counted from the front, in which a tensor has so many rows; refuses others."""
+        """Return dim, counted from the front; refuse a tensor with another number of rows there."""
         check_plain(name, x)
         dim = _resolve_dim(x, dim)
         if x.shape[dim] != rows:
@@ -258,7 +246,7 @@ class Sharding:
         return dim
 
     def assemble(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole tensor from the local tensors of all ranks, in rank order; pure and differentiable.
+        """Return the whole tensor from the local tensors of all ranks, in rank order; pure and differentiable.
 
         Args:
             parts: One tensor per rank, shard_lens[r] long in `dim`, alike otherwise.
@@ -317,16 +305,14 @@ class Sharding:
 
     @classmethod
     def from_spec(
-        cls, spec: Sequence[Any], rank: int, *, ring: Gathering | None = None, device: torch.device | str | None = None
+        cls,
+        spec: Sequence[Any],
+        rank: int,
+        *,
+        ring: SupportsAllGather | None = None,
+        device: torch.device | str | None = None,
     ) -> Sharding:
-        """The sharding that `spec` describes; lists serve as well as tuples, so a spec survives JSON.
-
-        Args:
-            spec: What `Sharding.spec` gave, on any rank.
-            rank: This rank.
-            ring: As in the constructor.
-            device: As in the constructor.
-        """
+        """The sharding that `spec` describes; lists serve as well as tuples, so a spec survives JSON."""
         seq_len, layout, world_size, documents, runs = spec
         if runs is None:
             shards = make_shards(layout, seq_len, world_size)
@@ -358,18 +344,14 @@ class Sharding:
 
 
 def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
-    found: Gathering | None = living_ring(ring)
+    found: SupportsAllGather | None = living_ring(ring)
     if found is None or found.world_size != spec[2]:  # perhaps a ring of another job
         return Sharding.from_spec(spec, rank, device=device)
     return Sharding.from_spec(spec, found.rank, ring=found, device=device)
 
 
 def check_sharding(x: object, name: str = "sharding") -> None:
-    """Refuses what is no sharding.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Refuse anything but a sharding."""
     if not isinstance(x, Sharding):
         raise TypeError(f"{name} must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
 
@@ -381,12 +363,7 @@ def resolve_shards(
     balance: Mapping[str, Any] | None,
     world_size: int,
 ) -> tuple[int, tuple[int, ...] | None, tuple[Shard, ...]]:
-    """Length, documents and shards of a sequence, of what users give `Ring.sharding`.
-
-    Raises:
-        ValueError: An unknown layout, boundaries that do not fit, or an option of a mask that does not.
-        TypeError: The length or a boundary is no integer, or balance no dict.
-    """
+    """Length, documents and shards of a sequence, of what users give `Ring.sharding`."""
     seq_len, documents = resolve_integer("seq_len", seq_len), resolve_documents(documents)
     if balance is not None and layout != "balanced":
         raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")

@@ -1,0 +1,281 @@
+"""The visible keys of a query are one interval that says what the definitions say, and pairs are counted exactly."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import itertools
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ringattn.plan.mask
+from ringattn.plan.layouts import Run, striped
+from ringattn.plan.mask import AttentionMask, MaskAxis, Tally, VisibleSpan, count_pairs, floor_sum
+from tests.masks import is_visible, layouts, log_normal_documents, masks, positions, run_shards, runs
+from tests.timing import least_seconds
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks())
+def test_keys_of_a_query_are_those_the_definitions_allow(mask: AttentionMask) -> None:
+    for b in range(mask.batch_size):
+        for i in range(mask.seq_len):
+            seen = [j for j in range(mask.kv_len) if is_visible(mask, i, j, b)]
+            assert seen == list(range(*mask.keys_of(i, b))), (i, b)
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks())
+def test_queries_of_a_key_are_those_the_definitions_allow(mask: AttentionMask) -> None:
+    for b in range(mask.batch_size):
+        for j in range(mask.kv_len):
+            seen = [i for i in range(mask.seq_len) if is_visible(mask, i, j, b)]
+            assert seen == list(range(*mask.queries_of(j, b))), (j, b)
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks())
+def test_bounds_never_decrease_and_stay_inside_even_where_rows_are_empty(mask: AttentionMask) -> None:
+    for b in range(mask.batch_size):
+        for rows, limit, read in (
+            (mask.seq_len, mask.kv_len, mask.keys_of),
+            (mask.kv_len, mask.seq_len, mask.queries_of),
+        ):
+            before = (0, 0)
+            for x in range(rows):
+                lo, hi = read(x, b)
+                assert 0 <= lo <= hi <= limit
+                assert before[0] <= lo
+                assert before[1] <= hi
+                before = (lo, hi)
+
+
+def test_rows_outside_the_lengths_collapse_to_the_near_end() -> None:
+    mask = AttentionMask(8, 8, lengths=((3, 6),))
+    assert [mask.keys_of(i) for i in range(8)] == [(3, 3)] * 3 + [(3, 6)] * 3 + [(6, 6)] * 2
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks(), st.sampled_from(["keys", "queries"]))
+def test_staircases_equal_the_intervals_they_trace(mask: AttentionMask, reading: MaskAxis) -> None:
+    rows = mask.seq_len if reading == "keys" else mask.kv_len
+    for b in range(mask.batch_size):
+        lower, upper = mask.bounds(reading, mask.extent(b))
+        intervals = [mask.interval(x, reading, mask.extent(b)) for x in range(rows)]
+        assert [(lower.at(x), upper.at(x)) for x in range(rows)] == intervals
+        for end in range(rows + 1):
+            assert lower.total(end) == sum(lo for lo, _ in intervals[:end])
+            assert upper.total(end) == sum(hi for _, hi in intervals[:end])
+
+
+def small_masks() -> Iterator[AttentionMask]:
+    """Every combination of features, each in a few sizes, of which a random draw would rarely meet the rarer ones."""
+    for seq_len, kv_len in ((11, 11), (11, 8), (8, 11)):
+        same = seq_len == kv_len
+        for fields in itertools.product(
+            ((False, 0), (True, 0), (True, 1), (True, 4)),
+            (None, (0, 0), (1, 3), (4, None), (None, 2)),
+            (None, (0, 5, 5, 11)) if same else (None,),
+            ((None, False), (3, False), (3, True), (4, True)) if same else ((None, False), (3, False)),
+            (None, ((2, 9), (4, 4))) if same else (None,),
+        ):
+            (causal, prefix_len), window, documents, (chunk_len, restart), lengths = fields
+            yield AttentionMask(seq_len, kv_len, causal, window, documents, prefix_len, chunk_len, lengths, restart)
+
+
+@pytest.mark.parametrize("reading", ["keys", "queries"])
+def test_staircases_of_every_combination_of_features_equal_the_intervals(reading: MaskAxis) -> None:
+    for mask in small_masks():
+        rows = mask.seq_len if reading == "keys" else mask.kv_len
+        for b in range(mask.batch_size):
+            lower, upper = mask.bounds(reading, mask.extent(b))
+            intervals = [mask.interval(x, reading, mask.extent(b)) for x in range(rows)]
+            assert [(lower.at(x), upper.at(x)) for x in range(rows)] == intervals, mask
+            assert lower.total(rows) == sum(lo for lo, _ in intervals), mask
+            assert upper.total(rows) == sum(hi for _, hi in intervals), mask
+
+
+def test_straight_bounds_are_one_piece() -> None:
+    lower, upper = AttentionMask(1000, 1000, causal=True, documents=(0, 10, 400, 1000)).bounds("keys")
+    assert (lower.values, lower.slopes) == ([0, 10, 400], [0, 0, 0])
+    assert (upper.values, upper.slopes) == ([1], [1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(masks(), st.data())
+def test_pairs_of_a_stretch_are_counted_exactly(mask: AttentionMask, data: st.DataObject) -> None:
+    a = data.draw(st.integers(0, mask.seq_len))
+    e = data.draw(st.integers(a, mask.seq_len))
+    per_element = [
+        sum(is_visible(mask, i, j, b) for i in range(a, e) for j in range(mask.kv_len)) for b in range(mask.batch_size)
+    ]
+    assert [mask.pairs(a, e, b) for b in range(mask.batch_size)] == per_element
+    assert mask.work(a, e) == sum(per_element)
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks(), st.data())
+def test_pairs_between_two_runs_are_counted_exactly(mask: AttentionMask, data: st.DataObject) -> None:
+    q_run, k_run = data.draw(runs(mask.seq_len)), data.draw(runs(mask.kv_len))
+    for b in range(mask.batch_size):
+        visible = sum(is_visible(mask, i, j, b) for i in positions((q_run,)) for j in positions((k_run,)))
+        assert count_pairs(mask.bounds("keys", mask.extent(b)), [(q_run,)], [(k_run,)]) == [[visible]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(masks(), st.data(), st.integers(1, 6))
+def test_both_readings_count_the_same_pairs(mask: AttentionMask, data: st.DataObject, world_size: int) -> None:
+    queries = data.draw(layouts(mask.seq_len, world_size))
+    keys = data.draw(layouts(mask.kv_len, world_size))
+    for b in range(mask.batch_size):
+        extent = mask.extent(b)
+        forth = count_pairs(mask.bounds("keys", extent), queries, keys)
+        back = count_pairs(mask.bounds("queries", extent), keys, queries)
+        assert forth == [list(column) for column in zip(*back, strict=True)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks(), st.data(), st.sampled_from(["keys", "queries"]))
+def test_reach_spans_what_the_rows_of_a_shard_see(mask: AttentionMask, data: st.DataObject, reading: MaskAxis) -> None:
+    rows, limit = (mask.seq_len, mask.kv_len) if reading == "keys" else (mask.kv_len, mask.seq_len)
+    shard, run = data.draw(run_shards(rows)), data.draw(runs(limit))
+    for b in range(mask.batch_size):
+
+        def sees(row: int, other: int, b: int = b) -> bool:
+            return is_visible(mask, *((row, other) if reading == "keys" else (other, row)), b)
+
+        seen = [y for y in range(run.length) if any(sees(p, run.position(y)) for p in positions(shard))]
+        span = (seen[0], seen[-1] - seen[0] + 1) if seen else None
+        assert VisibleSpan(mask.bounds(reading, mask.extent(b)), shard).span(run) == span
+
+
+@pytest.mark.parametrize("window", [(0, 0), (1, 0), (0, 2), (2, 1)])
+def test_reach_sees_the_gaps_that_strided_rows_leave(window: tuple[int, int]) -> None:
+    left, right = window
+    bounds = AttentionMask(40, 40, window=window).bounds("keys")
+    for start, stride in itertools.product(range(4), range(1, 8)):
+        row_run = Run(start, stride, (39 - start) // stride + 1 - start)
+        held = {p for i in positions((row_run,)) for p in range(i - left, i + right + 1)}
+        reach = VisibleSpan(bounds, (row_run,))
+        for first, other, length in itertools.product(range(9), range(1, 8), (1, 2, 3, 4)):
+            run = Run(first, other, length)
+            seen = [y for y in range(length) if run.position(y) in held]
+            assert reach.span(run) == ((seen[0], seen[-1] - seen[0] + 1) if seen else None), (row_run, run)
+
+
+def test_reach_begins_where_a_widening_interval_is_no_longer_empty() -> None:
+    # before `start` rows see nothing at start; the upper bound climbs from there in one straight piece
+    mask = AttentionMask(8, 8, causal=True, lengths=((1, 8),))
+    bounds = mask.bounds("keys", (1, 8))
+    assert VisibleSpan(bounds, (Run(0, 1, 3),)).span(Run(0, 1, 8)) == (1, 2)
+    assert VisibleSpan(bounds, (Run(0, 1, 1),)).span(Run(0, 1, 8)) is None
+
+
+@given(st.integers(0, 50), st.integers(1, 30), st.integers(0, 60), st.integers(0, 60))
+def test_floor_sum_is_the_sum_of_floors(terms: int, modulus: int, slope: int, offset: int) -> None:
+    assert floor_sum(terms, modulus, slope, offset) == sum((slope * x + offset) // modulus for x in range(terms))
+
+
+@settings(deadline=None)
+@given(st.data(), st.integers(0, 50), st.integers(1, 9), st.integers(1, 20))
+def test_tally_counts_rows_below_a_position(data: st.DataObject, position: int, step: int, number: int) -> None:
+    for shard in (data.draw(run_shards(40)), *data.draw(layouts(40, 3))):
+        tally, held = Tally(shard), positions(shard)
+
+        def below(p: int, held: list[int] = held) -> int:
+            return sum(q < p for q in held)
+
+        assert tally.below(1 << 40) == len(held)
+        assert tally.below(position) == below(position)
+        assert tally.sum_below(position, step, number) == sum(below(position + step * x) for x in range(number))
+
+
+def test_counting_a_million_tokens_takes_no_pass_over_tokens() -> None:
+    seq_len = 1 << 20
+    documents = log_normal_documents(seq_len, 400, 1.5, seed=4)
+    mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents, window=(4096, 0))
+
+    def count() -> int:  # with a mask that has counted nothing yet
+        mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents, window=(4096, 0))
+        shards = striped(seq_len, 4)
+        return sum(map(sum, count_pairs(mask.bounds("keys"), shards, shards)))
+
+    assert least_seconds(count) < 1.0  # about 60 ms on a quiet core
+    total = count()
+    assert total == mask.pairs(0, seq_len)
+    lengths = [b - a for a, b in itertools.pairwise(documents)]
+    assert total == sum(min(x, 4096) + 1 for length in lengths for x in range(length))
+
+
+def test_masks_are_equal_by_content_and_copy_without_their_caches() -> None:
+    mask = AttentionMask(8, 8, causal=True, documents=(0, 3, 8))
+    same = AttentionMask(8, 8, causal=True, documents=(0, 3, 8))
+    assert mask.pairs(0, 8) == 21
+    assert mask == same
+    assert hash(mask) == hash(same)
+    for twin in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask)):
+        assert twin == mask
+        assert "_hash" not in vars(twin)
+        assert "_bounds" not in vars(twin)
+    assert mask != AttentionMask(8, 8, causal=True, documents=(0, 4, 8))
+
+
+def test_wider_than_both_sequences_is_as_wide_as_the_longer() -> None:
+    for seq_len, kv_len in ((5, 9), (9, 5)):
+        wide = AttentionMask(seq_len, kv_len, causal=True, window=(2**70, 9), prefix_len=2**63, chunk_len=2**63 - 1)
+        assert wide == AttentionMask(seq_len, kv_len, causal=True, window=(9, 9), prefix_len=9, chunk_len=9)
+        assert [wide.keys_of(i) for i in range(seq_len)] == [(0, kv_len)] * seq_len
+
+
+def test_fields_that_reach_no_further_are_kept_as_given() -> None:
+    mask = AttentionMask(9, 9, causal=True, window=(3, 2), prefix_len=4, chunk_len=5, lengths=((0, 9), (2, 7)))
+    assert (mask.window, mask.prefix_len, mask.chunk_len) == ((3, 2), 4, 5)
+    assert (mask.batch_size, AttentionMask(9, 9).batch_size) == (2, 1)
+    assert mask.extent() == (0, 9)
+    assert mask.keys_of(8) == mask.keys_of(8, 0) == (5, 9)
+    assert mask.queries_of(8) == mask.queries_of(8, 0) == (8, 9)
+    assert mask.pairs(0, 9) != mask.pairs(0, 9, 1)
+    assert mask.work(0, 9) == mask.pairs(0, 9) + mask.pairs(0, 9, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"seq_len": 0}, "seq_len and kv_len must be at least 1, got 0 and 8"),
+        ({"window": (-1, 0)}, r"window must have sides of at least 0 or None, got \(-1, 0\)"),
+        ({"window": (1, 2, 3)}, r"window must be \(left, right\)"),
+        ({"documents": (1, 8)}, "documents must be boundaries that start at 0 and end at seq_len 8, got 1, ..., 8"),
+        ({"documents": (0, 7)}, "documents must be boundaries .* got 0, ..., 7"),
+        ({"documents": ()}, "documents must be boundaries .* got nothing"),
+        ({"documents": (0, 5, 4, 8)}, "documents must not decrease, got 5 then 4 at index 1"),
+        ({"documents": (0, 8), "kv_len": 9}, "documents must divide one sequence, got 8 queries and 9 keys; cross"),
+        ({"prefix_len": -1, "causal": True}, "prefix_len must be at least 0, got -1"),
+        ({"prefix_len": 3}, "prefix_len must come with causal=True, got prefix_len=3 without"),
+        ({"chunk_len": 0}, "chunk_len must be at least 1 or None, got 0"),
+        ({"lengths": ()}, "lengths must have one .* per batch element, got none"),
+        ({"lengths": ((0, 8), (5, 4))}, r"lengths must be 0 <= start <= stop <= seq_len 8, got \(5, 4\) for element 1"),
+        ({"lengths": ((0, 8),), "kv_len": 9}, "lengths must bound one sequence, got 8 queries and 9 keys; mask padded"),
+    ],
+)
+def test_fields_that_define_no_mask_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AttentionMask(**{"seq_len": 8, "kv_len": 8, **fields})
+
+
+def test_a_run_of_one_position_counts_like_the_pair() -> None:
+    mask = AttentionMask(6, 6, causal=True, window=(2, None))
+    for i in range(6):
+        for j in range(6):
+            row, key = (Run(i, 1, 1),), (Run(j, 1, 1),)
+            assert count_pairs(mask.bounds("keys"), [row], [key]) == [[is_visible(mask, i, j)]]
+
+
+def test_examples_in_the_docstrings_hold() -> None:
+    result = doctest.testmod(ringattn.plan.mask)
+    assert result.attempted
+    assert not result.failed

@@ -1,0 +1,338 @@
+"""Cutting a tensor into shards and putting it together are inverse, for any layout and dim."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import pickle
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringattn.plan.sharding
+from ringattn import Ring, attention_reference, ring_attention
+from ringattn.plan.layouts import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
+from ringattn.plan.mask import AttentionMask
+from ringattn.plan.sharding import Sharding
+from tests.masks import layouts, positions
+from tests.pool import Pools
+
+
+def ring(seq_len: int, layout: str, world_size: int, documents: tuple[int, ...] | None = None) -> list[Sharding]:
+    """The shardings of all ranks."""
+    mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents)
+    shards = make_shards(layout, seq_len, world_size, mask)
+    return [Sharding(seq_len, layout, shards, rank, documents) for rank in range(world_size)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 40), st.integers(1, 8), st.integers(1, 4))
+def test_assemble_undoes_shard(data: st.DataObject, seq_len: int, world_size: int, ndim: int) -> None:
+    shards = data.draw(layouts(seq_len, world_size))
+    dim = data.draw(st.integers(-ndim, ndim - 1))
+    shape = [2, 3, 1, 2][:ndim]
+    shape[dim] = seq_len
+    x = torch.randn(shape)
+    everyone = [Sharding(seq_len, "balanced", shards, rank) for rank in range(world_size)]
+    parts = [sharding.shard(x, dim) for sharding in everyone]
+    for sharding, part in zip(everyone, parts, strict=True):
+        held = torch.tensor(positions(shards[sharding.rank]), dtype=torch.int64)
+        assert torch.equal(sharding.positions, held)
+        assert sharding.positions.dtype == torch.int64
+        assert torch.equal(part, x.index_select(dim, held))
+        assert part.is_contiguous()
+        assert part.shape[dim] == sharding.shard_len == sharding.shard_lens[sharding.rank]
+    for sharding in everyone:
+        assert torch.equal(sharding.assemble(parts, dim), x)
+
+
+class Neighbours:
+    """A ring that hands out the parts of all ranks to the one that shows its own."""
+
+    name = "neighbours"
+    impl = "auto"
+
+    def __init__(self, rank: int, parts: list[Tensor]) -> None:
+        self.rank, self.world_size = rank, len(parts)
+        self.mine, self.parts = parts[rank], parts
+
+    def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
+        assert x is self.mine
+        assert list(lengths) == [part.shape[dim] for part in self.parts]
+        return self.parts
+
+    def propagate_errors(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def raise_on_all_ranks(self, error: Exception) -> NoReturn:
+        raise error
+
+    def assert_equal_once(self, what: str, text: str, doing: str = "") -> None:
+        pass
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_unshard_gathers_every_rank(layout: str) -> None:
+    x, dim = torch.randn(2, 3, 13), -1
+    everyone = ring(13, layout, 4)
+    parts = [sharding.shard(x, dim) for sharding in everyone]
+    for rank, mine in enumerate(parts):
+        sharding = Sharding(13, layout, everyone[rank].shards, rank, ring=Neighbours(rank, parts))
+        assert torch.equal(sharding.unshard(mine, dim), x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_rank_needs_no_ring(layout: str) -> None:
+    (sharding,) = ring(9, layout, 1)
+    x = torch.randn(2, 9, 3)
+    assert torch.equal(sharding.unshard(sharding.shard(x)), x)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_come_home(layout: str) -> None:
+    x = torch.randn(2, 11, 3, dtype=torch.float64, requires_grad=True)
+    everyone = ring(11, layout, 3)
+    whole = everyone[0].assemble([sharding.shard(x) for sharding in everyone])
+    weight = torch.randn_like(whole)
+    (dx,) = torch.autograd.grad((whole * weight).sum(), x)
+    assert torch.equal(dx, weight)
+    local = torch.randn(2, everyone[1].shard_len, 3, dtype=torch.float64)
+    (dx,) = torch.autograd.grad((everyone[1].shard(x) * local).sum(), x)
+    assert torch.equal(everyone[1].shard(dx), local)
+    assert dx.count_nonzero() == local.numel()
+
+
+def put_together(dtype: torch.dtype) -> bool:
+    sharding = Ring().sharding(7)
+    whole = torch.arange(42).reshape(2, 7, 3).to(dtype)
+    found = sharding.unshard(sharding.shard(whole, 1), 1)
+    return found.dtype == dtype and torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.bool, torch.complex64])
+def test_rows_of_any_dtype_are_put_together(pool: Pools, dtype: torch.dtype) -> None:
+    assert pool(2).run(put_together, dtype) == [True, True]
+
+
+def test_shards_do_not_alias_the_whole() -> None:
+    x = torch.zeros(8)
+    for sharding in [*ring(8, "contiguous", 2), *ring(8, "contiguous", 1), *ring(8, "striped", 2)]:
+        sharding.shard(x, 0).fill_(1)
+    assert not x.any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("documents", [None, (0, 3, 3, 21)])
+def test_a_spec_survives_json(layout: str, documents: tuple[int, ...] | None) -> None:
+    for sharding in ring(21, layout, 3, documents):
+        assert isinstance(hash(sharding.spec), int)
+        twin = Sharding.from_spec(json.loads(json.dumps(sharding.spec)), sharding.rank)
+        assert twin == sharding
+        assert hash(twin) == hash(sharding)
+        assert twin.spec == sharding.spec
+        assert twin.shards == sharding.shards
+        assert twin.documents == documents
+
+
+def test_specs_of_named_layouts_are_compact() -> None:
+    sharding = Sharding(1 << 20, "zigzag", zigzag(1 << 20, 64), 5)
+    assert sharding.spec == (1 << 20, "zigzag", 64, None, None)
+    unusual = Sharding(4, "striped", contiguous(4, 2), 0)
+    assert Sharding.from_spec(unusual.spec, 0).shards == contiguous(4, 2)
+
+
+def test_equality_is_by_content() -> None:
+    one, other = ring(12, "zigzag", 2)
+    assert one == Sharding(12, "zigzag", zigzag(12, 2), 0, device="cpu")
+    assert one != other
+    assert one != Sharding(12, "striped", striped(12, 2), 0)
+    assert one != Sharding(12, "zigzag", zigzag(12, 2), 0, (0, 5, 12))
+    assert one != "zigzag"
+    assert len({one, other, ring(12, "zigzag", 2)[0]}) == 2
+    assert repr(one) == "Sharding(12 tokens, zigzag, rank 0 of 2, 6 rows)"
+
+
+def test_a_rank_that_holds_nothing_has_empty_rows() -> None:
+    sharding = Sharding(2, "contiguous", contiguous(2, 3), 2)
+    assert sharding.shard_len == 0
+    assert sharding.positions.shape == (0,)
+    assert sharding.shard(torch.randn(4, 2, 3)).shape == (4, 0, 3)
+
+
+def test_wrong_tensors_and_shards_are_refused() -> None:
+    one, other = ring(12, "zigzag", 2)
+    with pytest.raises(ValueError, match=r"x must have seq_len 12 in dim 1, got 6 \(shape \(1, 6\)\)"):
+        one.shard(torch.zeros(1, 6))
+    with pytest.raises(ValueError, match="dim must be from -2 to 1, got 2"):
+        one.shard(torch.zeros(12, 12), 2)
+    with pytest.raises(ValueError, match="x_local must have shard_len 6 in dim 1, got 12"):
+        one.unshard(torch.zeros(1, 12))
+    with pytest.raises(RuntimeError, match="unshard must reach the other 1 ranks"):
+        one.unshard(torch.zeros(1, 6))
+    with pytest.raises(ValueError, match="parts must have one tensor per rank, 2, got 1"):
+        other.assemble([torch.zeros(1, 6)])
+    with pytest.raises(ValueError, match=r"parts must have the lengths \(6, 6\) in dim 1, got \(6, 5\)"):
+        one.assemble([torch.zeros(1, 6), torch.zeros(1, 5)])
+    with pytest.raises(ValueError, match=r"layout must be one of .*, got 'ring'"):
+        Sharding(4, "ring", contiguous(4, 2), 0)
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, got 2"):
+        Sharding(4, "zigzag", zigzag(4, 2), 2)
+    with pytest.raises(ValueError, match="documents must be boundaries"):
+        Sharding(4, "zigzag", zigzag(4, 2), 0, (0, 3))
+    with pytest.raises(ValueError, match="shards must hold each of 5 positions once, got 4 rows"):
+        Sharding(5, "zigzag", zigzag(4, 2), 0)
+    with pytest.raises(ValueError, match="shards must hold each of 4 positions once"):
+        Sharding(4, "balanced", ((Run(0, 1, 2),), (Run(1, 1, 2),)), 0)
+    with pytest.raises(ValueError, match="shards must hold each of 4 positions once"):
+        Sharding(4, "balanced", ((Run(0, 2, 2),), (Run(2, 1, 2),)), 0)
+    for runs in ((Run(2, 1, 2), Run(0, 1, 2)), (Run(0, 2, 2), Run(1, 2, 2)), (Run(0, 1, 4), Run(4, 1, 0))):
+        with pytest.raises(ValueError, match=r"ascending, non-empty runs below 4, got .* on rank 0"):
+            Sharding(4, "balanced", (runs,), 0)
+
+
+def test_positions_found_in_inference_mode_serve_training() -> None:
+    with torch.inference_mode():
+        sharding = ring(6, "zigzag", 2)[1]
+        assert sharding.positions.tolist() == [2, 3, 4]
+    torch.nn.Embedding(6, 4)(sharding.positions).sum().backward()
+
+
+def test_parts_are_put_together_whatever_the_default_device_is() -> None:
+    x = torch.arange(5)
+    shards = ((Run(0, 2, 3),), (), (Run(1, 2, 2),))
+    with torch.device("meta"):
+        everyone = [Sharding(5, "balanced", shards, rank) for rank in range(3)]
+        whole = everyone[0].assemble([sharding.shard(x, 0) for sharding in everyone], 0)
+    assert whole.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_examples_in_the_docstrings_hold() -> None:
+    result = doctest.testmod(ringattn.plan.sharding)
+    assert result.attempted
+    assert not result.failed
+
+
+WRONG = {
+    "seq_len": "seq_len and kv_len must be at least 1, got 0",
+    "documents": "documents must be boundaries that start at 0 and end at seq_len 9, got 0, ..., 10",
+    "rows": "x must have seq_len 9 in dim 1, got 8",
+    "buffer": "no device",
+}
+
+
+def _make_wrongly(kind: str) -> list[str]:
+    """What each rank hears where rank 1 asks a ring for what cannot be, and then of the right call."""
+    ring, said = Ring(timeout=timedelta(seconds=20)), []
+    for wrong in (kind if ring.rank == 1 else "", ""):
+        try:
+            documents = [0, 4, 10 if wrong == "documents" else 9]
+            sharding = ring.sharding(0 if wrong == "seq_len" else 9, documents=documents)
+            x = sharding.shard(torch.ones(1, 8 if wrong == "rows" else 9, 2, 16))
+            device = "no device" if wrong == "buffer" else "cpu"
+            k, v = ring.kv_buffer(sharding, 1, 2, 16, dtype=x.dtype, name="a", device=device)
+            ring_attention(x, k.copy_(x), v.copy_(x), sharding)
+            said.append("")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_one_rank_asks_a_ring_for_wrongly_is_refused_on_all(pool: Pools, kind: str) -> None:
+    for refused, after in pool(2).run(_make_wrongly, kind):
+        assert WRONG[kind] in refused
+        assert after == ""
+
+
+def _settle_wrongly() -> tuple[str, str]:
+    """What a rank hears that settles how rows move, or over how many nodes, where rank 1 does something else."""
+    said = []
+    ring = Ring(timeout=timedelta(seconds=20), transport="copy_engine")
+    try:
+        ring.sharding(9 - 9 * ring.rank)
+        ring.init_transport(torch.device("cpu"))
+    except ValueError as error:
+        said.append(str(error))
+    try:
+        ring = Ring(timeout=timedelta(seconds=20), nodes=1 if ring.rank else "auto")
+        ring.all_reduce_min(1)
+    except ValueError as error:
+        said.append(str(error))
+    refused, differing = said
+    return refused, differing
+
+
+@pytest.mark.dist
+def test_ranks_that_settle_how_rows_move_hear_of_one_that_refuses(pool: Pools) -> None:
+    for refused, differing in pool(2).run(_settle_wrongly):
+        assert "seq_len and kv_len must be at least 1, got 0" in refused
+        assert (
+            "got Ring(nodes='auto') on ring ranks [0] and the least of all ranks' numbers on ring ranks [1]"
+            in differing
+        )
+
+
+def _attend_as_sent_by_rank_0() -> tuple[int, float]:
+    """The rank whose rows a sharding has that rank 0 has sent, and how far attention with it is off."""
+    ring = Ring()
+    sent: list[Any] = [(ring.sharding(13), ring.sharding(9)) if ring.rank == 0 else None]
+    dist.broadcast_object_list(sent, 0)
+    sharding, kv_sharding = sent[0]
+    q, k = torch.randn(1, 13, 2, 16, dtype=torch.float64), torch.randn(1, 9, 2, 16, dtype=torch.float64)
+    mine, keys = sharding.shard(q), kv_sharding.shard(k)
+    o = ring_attention(mine, keys, keys, sharding, kv_sharding=kv_sharding, window=(4, 2))
+    expected = attention_reference(q, k, k, window=(4, 2))
+    return sharding.rank, float((sharding.unshard(o) - expected).abs().max())
+
+
+@pytest.mark.dist
+def test_a_sharding_that_another_rank_sent_is_that_of_this_rank(pool: Pools) -> None:
+    for rank, (found, off) in enumerate(pool(3).run(_attend_as_sent_by_rank_0)):
+        assert found == rank
+        assert off < 1e-12
+
+
+def test_a_sharding_of_another_job_comes_without_a_ring() -> None:
+    here = Ring()
+
+    class Gone(Neighbours):
+        name = here.name
+
+    lost = pickle.loads(pickle.dumps(Sharding(4, "contiguous", contiguous(4, 2), 1, ring=Gone(1, [torch.ones(2)] * 2))))
+    assert (lost.rank, lost.shard_lens) == (1, (2, 2))
+    with pytest.raises(RuntimeError, match="must be made by a ring to attend with it, got one without"):
+        _ = lost.ring
+
+
+def _refuse_in_a_fork() -> str:
+    ring = Ring()
+    read, write = os.pipe()
+    if os.fork() == 0:
+        try:
+            ring.sharding(0)
+        except Exception as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.wait()
+    with os.fdopen(read) as said:
+        return said.read()
+
+
+@pytest.mark.dist
+def test_a_process_that_was_forked_says_what_it_refuses(pool: Pools) -> None:
+    """It cannot tell the other ranks, and must not hide what is wrong behind that."""
+    for said in pool(2).run(_refuse_in_a_fork):
+        assert said.startswith("ValueError: seq_len and kv_len must be at least 1, got 0")
