@@ -73,14 +73,7 @@ class Partial:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Partial:
-        """The partial of no keys at all, (-inf, 0, 0).
-
-        Args:
-            shape: Shape of m and l.
-            v_dim: Size of the last dim of o.
-            dtype: Any floating dtype.
-            device: Where the tensors live.
-        """
+        """Return the partial of no keys, (-inf, 0, 0), of a shape of m and l and a last dim of o."""
         return cls(
             m=torch.full(tuple(shape), float("-inf"), dtype=dtype, device=device),
             l=torch.zeros(tuple(shape), dtype=dtype, device=device),
@@ -89,7 +82,7 @@ class Partial:
 
     @classmethod
     def from_scores(cls, s: Tensor, v: Tensor) -> Partial:
-        """The partial of one set of keys.
+        """Return the partial of one set of keys.
 
         Statistics are kept in fp32 for 16-bit inputs, else in the dtype of the inputs.
 
@@ -133,7 +126,7 @@ def _check_partial(name: str, x: object) -> None:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The partial of the keys of a and b together (Note [Partial]).
+    """Return the partial of the keys of a and b together (Note [Partial]).
 
     Args:
         a: Partial of some keys.
@@ -170,7 +163,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def reduce_partials(parts: Sequence[Partial], how: str = "tree") -> Partial:
-    """Merges many partials in an order that depends on their number only.
+    """Merge many partials in an order that depends on their number only.
 
     Args:
         parts: At least one partial.
@@ -205,7 +198,7 @@ def reduce_partials(parts: Sequence[Partial], how: str = "tree") -> Partial:
 
 
 def finalize(p: Partial) -> tuple[Tensor, Tensor]:
-    """The attention output and the log-sum-exp of a finished partial.
+    """Return the attention output and the log-sum-exp of a finished partial.
 
     Args:
         p: The partial over all keys.

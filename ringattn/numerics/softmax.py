@@ -63,17 +63,14 @@ def online_logsumexp(x: Tensor, dim: int = -1, *, block_size: int | None = None,
     Args:
         x: Logits, fp16, bf16, fp32 or fp64, any strides.
         dim: The dim that is reduced.
-        block_size: As in `online_softmax`.
-        impl: As in `online_softmax`.
+        block_size: See `online_softmax`; also impl.
 
     Returns:
         Natural log, x's shape without dim, fp32 (fp64 for fp64 logits). -inf for a row that is -inf throughout, with
         gradient 0; NaN for a row that holds +inf or NaN.
 
     Raises:
-        ValueError: As in `online_softmax`.
-        TypeError: As in `online_softmax`.
-        NotImplementedError: As in `online_softmax`.
+        ValueError: See `online_softmax`; also TypeError and NotImplementedError.
 
     Example:
         >>> online_logsumexp(torch.tensor([1.0, 2.0, 3.0, 10.0]))
@@ -112,9 +109,7 @@ def _check(x: Tensor, dim: int, block_size: int | None, impl: str) -> int:
     return dim % x.ndim
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+_has_triton = cache(lambda: importlib.util.find_spec("triton") is not None)
 
 
 def _why_not_portable(x: Tensor) -> str | None:

@@ -188,11 +188,11 @@ def _make_gathered(
         parts.append((positions, *bounds_of(positions, mask, None if forward_only else "queries")))
     batches = max(lo.shape[0] for _, lo, _ in parts)
     positions = torch.zeros(local_rows + remote_rows, dtype=dtype, device="cpu")
-    asked = 0 if forward_only else local_rows + remote_rows
-    lo, hi = torch.zeros(2, batches, asked, dtype=torch.int64, device="cpu")
+    columns = 0 if forward_only else local_rows + remote_rows
+    lo, hi = torch.zeros(2, batches, columns, dtype=torch.int64, device="cpu")
     for place, part in zip(places, parts, strict=True):
         positions[place] = part[0]
-        if asked:
+        if columns:
             lo[:, place], hi[:, place] = part[1:]
     tables = [torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4) for _, runs in sources]
     on_device = upload([positions, lo, hi, *tables], device)

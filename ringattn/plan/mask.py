@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import gt, sub
@@ -89,11 +89,8 @@ class AttentionMask:
 
     def __post_init__(self) -> None:
         """Refuse fields that define no mask."""
-        for name, numbers in (
-            ("window", self.window or ()),
-            ("prefix_len", (self.prefix_len,)),
-            ("chunk_len", (self.chunk_len,)),
-        ):
+        widths = {"window": self.window or (), "prefix_len": (self.prefix_len,), "chunk_len": (self.chunk_len,)}
+        for name, numbers in widths.items():
             if any(x is not None and type(x) is not int for x in numbers):
                 raise ValueError(f"{name} must be of integers, got {getattr(self, name)!r}; convert it first")
         if self.seq_len < 1 or self.kv_len < 1:
@@ -101,8 +98,10 @@ class AttentionMask:
                 f"seq_len and kv_len must be at least 1, got {self.seq_len} and {self.kv_len}; "
                 "give the lengths of the whole sequences"
             )
-        if self.window is not None:
-            _check_window(self.window)
+        if self.window is not None and len(self.window) != 2:
+            raise ValueError(f"window must be (left, right), got {self.window}; None on a side means unbounded")
+        if any(side is not None and side < 0 for side in self.window or ()):
+            raise ValueError(f"window must have sides of at least 0 or None, got {self.window}; None means unbounded")
         if self.documents is not None:
             if self.seq_len != self.kv_len:
                 raise ValueError(
@@ -130,17 +129,19 @@ class AttentionMask:
         object.__setattr__(self, "prefix_len", min(self.prefix_len, longest))
 
     @cached_property
+    def _fields(self) -> tuple[object, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @cached_property
     def _hash(self) -> int:
-        return hash((self.seq_len, self.kv_len, self.causal, self.window, self.documents, self.prefix_len,
-                     self.chunk_len, self.lengths, self.chunks_restart))  # fmt: skip
+        return hash(self._fields)
 
     def __hash__(self) -> int:
         return self._hash  # plans are looked up on every call, and documents may be thousands of integers
 
     def __reduce__(self) -> tuple[type[AttentionMask], tuple[object, ...]]:
-        # copies carry the fields alone: the hash of None, and so the cached one, differs from process to process
-        return AttentionMask, (self.seq_len, self.kv_len, self.causal, self.window, self.documents, self.prefix_len,
-                            self.chunk_len, self.lengths, self.chunks_restart)  # fmt: skip
+        # copies have the fields alone: the hash of None, and so the cached one, differs from process to process
+        return AttentionMask, self._fields
 
     @property
     def batch_size(self) -> int:
@@ -500,7 +501,7 @@ class VisibleSpan:
 
 
 def count_pairs(bounds: Bounds, rows: Sequence[Shard], others: Sequence[Shard]) -> list[list[int]]:
-    """Visible pairs between every shard of rows and every shard of the other side.
+    """Count the visible pairs between every shard of rows and every shard of the other side.
 
     Row x of one side sees [lower(x), upper(x)) of the other, so its pairs with a shard are the shard's rows below
     upper(x) less those below lower(x): sums of tallies along the pieces of the bounds.
@@ -525,7 +526,7 @@ def count_pairs(bounds: Bounds, rows: Sequence[Shard], others: Sequence[Shard]) 
 
 
 def _is_class(shard: Shard, modulus: int, end: int) -> bool:
-    """Whether a shard holds all positions below `end` that are congruent by the modulus."""
+    """Return whether a shard holds all positions below `end` that are congruent by the modulus."""
     if len(shard) != 1:
         return False
     run = shard[0]
@@ -636,14 +637,6 @@ def check_documents(documents: tuple[int, ...], seq_len: int) -> None:
         raise ValueError(
             f"documents must not decrease, got {documents[k]} then {documents[k + 1]} at index {k}; pass cumulative lengths"
         )
-
-
-def _check_window(window: tuple[int | None, int | None]) -> None:
-    if len(window) != 2:
-        raise ValueError(f"window must be (left, right), got {window}; None on a side means unbounded")
-    for side in window:
-        if side is not None and side < 0:
-            raise ValueError(f"window must have sides of at least 0 or None, got {window}; None means unbounded")
 
 
 def _check_lengths(lengths: tuple[tuple[int, int], ...], seq_len: int, kv_len: int) -> None:

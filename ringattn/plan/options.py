@@ -27,7 +27,7 @@ def as_integer(number: Any) -> int | None:
 
 
 def resolve_integer(name: str, number: Any, kind: str = "an integer") -> int:
-    """Return an integer as Python's own; `kind` says in the TypeError what the whole option must be."""
+    """Return an integer as Python's own; `kind` is the name of the whole option in the error."""
     found = as_integer(number)
     if found is None:
         raise TypeError(f"{name} must be {kind}, got {number!r}; convert it first")
