@@ -35,8 +35,8 @@ Bounds = tuple["PiecewiseBound", "PiecewiseBound"]
 class Algebra(Protocol):
     """Operations of `AttentionMask.interval` beyond arithmetic, on integers or on integer tensors."""
 
-    def minimum(self, x: Any, y: Any) -> Any: ...  # noqa: D102
-    def maximum(self, x: Any, y: Any) -> Any: ...  # noqa: D102
+    def minimum(self, x: Any, y: Any, /) -> Any: ...  # noqa: D102
+    def maximum(self, x: Any, y: Any, /) -> Any: ...  # noqa: D102
     def document(self, documents: tuple[int, ...], x: Any) -> tuple[Any, Any]:
         """First position and end of the (not empty) document that holds position x."""
         ...

@@ -750,8 +750,9 @@ def _check(q: Tensor, v: Tensor, score: Score, multiple: int = 1) -> None:
             'use impl="portable" or "auto"'
         )
     if max(d, dv) > MAX_HEAD_DIM or d % multiple or dv % multiple:
+        kind = f" and multiples of {multiple}" if multiple > 1 else ""
         raise NotImplementedError(
-            f"head dims must be at most {MAX_HEAD_DIM} and multiples of {multiple} for the hopper kernels, got {d} and {dv}; "
+            f"head dims must be at most {MAX_HEAD_DIM}{kind} for the hopper kernels, got {d} and {dv}; "
             'use impl="portable" or "auto"'
         )
     if score.bias is not None or score.dropout_p > 0:
