@@ -80,7 +80,7 @@ def check_dims(least: int, multiple: int = 1, **dims: int) -> str | None:
     return None
 
 
-def check_triton(device: torch.device, *, explicit: bool) -> tuple[bool, str]:
+def check_triton_device(device: torch.device, *, explicit: bool) -> tuple[bool, str]:
     """Return whether portable Triton kernels run on a device, and the reason; on CPUs only where they are asked for."""
     if device.type != "cuda" and not (explicit and os.environ.get("TRITON_INTERPRET") == "1"):
         return False, f"device must be a CUDA or ROCm GPU (or TRITON_INTERPRET=1 be set), got {device}"
@@ -146,7 +146,7 @@ def _portable(request: _Request) -> tuple[bool, str]:
     )
     if why_not is not None:
         return False, why_not
-    serves, why = check_triton(request.device, explicit=request.explicit)
+    serves, why = check_triton_device(request.device, explicit=request.explicit)
     if serves and request.device.type != "cuda" and request.dtype == torch.bfloat16:
         return False, "dtype must be float16 or float32 in the Triton interpreter, whose products of bfloat16 are wrong"
     return serves, why

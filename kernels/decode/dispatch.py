@@ -28,7 +28,7 @@ from torch import Tensor
 from ringattn.kernels.decode import configs as decode_configs
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.packed import size as parts_len
-from ringattn.kernels.registry import Candidate, Choice, check_dims, check_dtype, check_triton, select
+from ringattn.kernels.registry import Candidate, Choice, check_dims, check_dtype, check_triton_device, select
 
 MAX_TOKENS = 128
 """Rows of a request that one call takes. More are several requests with the same blocks."""
@@ -254,7 +254,7 @@ def _portable(request: _Request) -> tuple[bool, str]:
     size = request.page_size
     if not 16 <= size <= 256 or size & (size - 1):
         return False, f"page_size must be a power of two between 16 and 256, got {size}"
-    serves, why = check_triton(request.device, explicit=request.explicit)
+    serves, why = check_triton_device(request.device, explicit=request.explicit)
     if serves and request.kv_dtype == FP8 and request.device.type == "cuda" and torch.version.hip is not None:
         return False, "device must be a CUDA GPU for fp8 pages, got a ROCm device"
     return serves, why
