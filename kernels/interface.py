@@ -3,11 +3,10 @@
 Shape legend: `b` batch, `s` query rows, `t` key rows, `h` query heads, `hk` key/value heads (`hk` divides `h`),
 `d` head_dim of q and k, `dv` head_dim of v, `n` tokens of the whole key sequence, `r` runs.
 
-Note [One ring step]
-    A kernel call is one ring step: the query rows of one rank against one buffer of keys. Row `x` of q sits at the global
-    position `rows.positions[x]` and sees the keys whose global position p satisfies `rows.lo[b, x] <= p < rows.hi[b, x]`.
-    The same relation is given for keys: key row `y` is seen by the queries at global positions
-    `keys.lo[b, y] <= i < keys.hi[b, y]`. So forward and dq loop over keys, while dk and dv loop over queries.
+A kernel call is one ring step: the query rows of one rank against one buffer of keys. Row `x` of q sits at the global
+position `rows.positions[x]` and sees the keys whose global position p satisfies `rows.lo[b, x] <= p < rows.hi[b, x]`.
+The same relation is given for keys: key row `y` is seen by the queries at global positions
+`keys.lo[b, y] <= i < keys.hi[b, y]`. So forward and dq loop over keys, while dk and dv loop over queries.
 
 Note [Score]
     s   = softmax_scale * (q . k)

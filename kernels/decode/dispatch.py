@@ -5,14 +5,13 @@ Owns the contract of decode kernels and the choice between them; `decode.eager` 
 Shape legend: `b` requests, `s` new tokens of each, 1 to 128; `h` query heads, `hk` key/value heads (`hk` divides `h`);
 `d` head_dim of q and k, `dv` of v; `pages` of the pool; `blocks`, columns of the table.
 
-Note [Pages and blocks]
-    A pool is k `pages hk page_size d` and v `pages hk page_size dv`: a page of one head is contiguous. A block of a request is
-    (page, start, length): rows 0 .. length - 1 of the page hold the keys at global positions start .. start + length - 1.
-    Blocks of a request ascend by start and do not overlap. Rows of a page from `length` on may be NaN, and are not used.
-    An fp8 pool (float8_e4m3fn) comes with a scale for every row of a page: k = k_scale * pool row, and v the same.
-    A decode call leaves a stack of packed parts (Note [Packed parts] of kernels.partials.packed), whose merge is the attention
-    of this rank's keys. m of a row is the reference point of its l and acc, near its maximum. The division of keys among the
-    stack follows from shapes and the content of the table alone, so the bits are the same from run to run.
+A pool is k `pages hk page_size d` and v `pages hk page_size dv`: a page of one head is contiguous. A block of a request is
+(page, start, length): rows 0 .. length - 1 of the page hold the keys at global positions start .. start + length - 1.
+Blocks of a request ascend by start and do not overlap. Rows of a page from `length` on may be NaN, and are not used.
+An fp8 pool (float8_e4m3fn) comes with a scale for every row of a page: k = k_scale * pool row, and v the same.
+A decode call leaves a stack of packed parts (Note [Packed parts] of kernels.partials.packed), whose merge is the attention
+of this rank's keys. m of a row is the reference point of its l and acc, near its maximum. The division of keys among the
+stack follows from shapes and the content of the table alone, so the bits are the same from run to run.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class PageTable:
-    """This rank's blocks of every request (Note [Pages and blocks]); int32, on the device of the pool.
+    """This rank's blocks of every request; int32, on the device of the pool.
 
     Attributes:
         pages: `b blocks`: the page of each block. Columns from counts[b] on are garbage, here and below.

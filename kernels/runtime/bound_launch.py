@@ -2,17 +2,16 @@
 
 Owns the table of compiled kernels, the arguments of the driver, and all knowledge of Triton's internals.
 
-Note [Bound launch]
-    Binding the arguments of a kernel costs the host more than a short kernel takes. Binding depends on a few facts about each
-    argument: dtype and alignment of a tensor, width of an integer and, unless the kernel declares it in do_not_specialize,
-    whether it is 1 or a multiple of 16, the block of a descriptor, and the constants. The compiled kernel is looked up by these,
-    and launched with arguments for the driver: addresses in place of tensors, and encoded descriptors. The caching allocator
-    returns the same addresses again and again, so encoded descriptors are kept by address, which keeps no memory alive.
-    The public `compiled[grid](*args)` takes tens of microseconds: it asks for the device, makes metadata for profilers, and
-    encodes every descriptor. `_open` finds the function below all that, which Triton 3.6 to 3.8 keep in the same places (3.8
-    encodes a descriptor with one unused argument more), and skips the request for scratch memory where a kernel needs none.
-    Where something is not as expected (another version, another vendor, the interpreter, a test that compiles without
-    launching), and whenever a profiler has hooked launches, the public way is taken.
+Binding the arguments of a kernel costs the host more than a short kernel takes. Binding depends on a few facts about each
+argument: dtype and alignment of a tensor, width of an integer and, unless the kernel declares it in do_not_specialize,
+whether it is 1 or a multiple of 16, the block of a descriptor, and the constants. The compiled kernel is looked up by these,
+and launched with arguments for the driver: addresses in place of tensors, and encoded descriptors. The caching allocator
+returns the same addresses again and again, so encoded descriptors are kept by address, which keeps no memory alive.
+The public `compiled[grid](*args)` takes tens of microseconds: it asks for the device, makes metadata for profilers, and
+encodes every descriptor. `_open` finds the function below all that, which Triton 3.6 to 3.8 keep in the same places (3.8
+encodes a descriptor with one unused argument more), and skips the request for scratch memory where a kernel needs none.
+Where something is not as expected (another version, another vendor, the interpreter, a test that compiles without
+launching), and whenever a profiler has hooked launches, the public way is taken.
 """
 
 from __future__ import annotations
@@ -254,7 +253,7 @@ def is_hooked() -> bool:
 
 
 def _open(compiled: Any, tail: tuple[Any, ...] | None) -> Bound:
-    """Find the launch function of a compiled kernel (Note [Bound launch])."""
+    """Find the launch function of a compiled kernel."""
     public = Bound(compiled, () if tail is None else tail)
     try:
         inside = importlib.import_module("triton.backends.nvidia.driver")

@@ -3,22 +3,21 @@
 It makes the gradients of one ring step for head dims up to 128. `tile_scheduler.py` assigns its work; kernels of
 `backward_pre_post.py` run before and after it.
 
-Note [Tile of keys]
-    A tile is 128 keys of one key head: two consumer warpgroups of 64 keys each. Blocks of BM queries of every query head of
-    the group stream past it, first those that need a mask, then those that do not. Per block, in keys x queries:
+A tile is 128 keys of one key head: two consumer warpgroups of 64 keys each. Blocks of BM queries of every query head of
+the group stream past it, first those that need a mask, then those that do not. Per block, in keys x queries:
 
-        s  = k q^T            p  = 2^(scale * s - lse)         S and P of 64 x BM in registers
-        dp = v do^T           ds = p * (dp - delta)
-        dv += p do            dk += ds q                       64 x D in registers through the whole tile
-        dq = ds^T k                                            of both warpgroups together, each makes half of it
+    s  = k q^T            p  = 2^(scale * s - lse)         S and P of 64 x BM in registers
+    dp = v do^T           ds = p * (dp - delta)
+    dv += p do            dk += ds q                       64 x D in registers through the whole tile
+    dq = ds^T k                                            of both warpgroups together, each makes half of it
 
-    ds goes through shared memory, so that dq leaves the program once per block: in fp32, added to global memory by the
-    bulk copy engine, which a warp of its own drives.
-    Start values: S starts from -lse / softmax_scale (hidden pairs: from -1e30) and dP from -delta, so that
-    p = 2^(scale * S) and ds = p * dP need no subtraction, mask or register. Scores that are more than a scaled product
-    (softcap, ALiBi, key bias, a scale that is not positive) start from zero instead.
-    In a tile that the end of the buffer cuts, every block is masked: p of a key that does not exist could overflow, and
-    infinity times the zeros read in its place would reach dq.
+ds goes through shared memory, so that dq leaves the program once per block: in fp32, added to global memory by the
+bulk copy engine, which a warp of its own drives.
+Start values: S starts from -lse / softmax_scale (hidden pairs: from -1e30) and dP from -delta, so that
+p = 2^(scale * S) and ds = p * dP need no subtraction, mask or register. Scores that are more than a scaled product
+(softcap, ALiBi, key bias, a scale that is not positive) start from zero instead.
+In a tile that the end of the buffer cuts, every block is masked: p of a key that does not exist could overflow, and
+infinity times the zeros read in its place would reach dq.
 
 Note [Tiles of several owners]
     In a fused call (Note [Fused call] of interface.py) a tile holds rows of one source, given by `tiles`. Its K and V come
@@ -583,7 +582,7 @@ def backward_kernel(
     """dq, dk and dv of one ring step, or dk and dv alone; `rows` are keys, `heads` key heads.
 
     q, do, k and v are described as rows of one head (`descriptors.rows_of`), lse and delta as lists with heads of
-    `padded_queries` numbers: start values (Note [Tile of keys]), or for scores that are not plain lse in log2 units and
+    `padded_queries` numbers: start values of the products, or for scores that are not plain lse in log2 units and
     -delta. dq is fp32 and added to, times softmax_scale under SCALE_DQ. dk and dv are written (under ADD: added to) in
     the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `slots
     128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the

@@ -229,8 +229,8 @@ def send_grads(
     """Writes the rows before `rows` of the 64 rows of an accumulator from row y on, CHUNK columns at a time.
 
     `target` points at row 0; WIDTH of the columns exist, of which `value` holds COLUMNS from FIRST on. `buffer`: shared memory
-    for 64 x CHUNK numbers; None: of the compiler's choice. Note [Tiles of several
-    owners] in backward.py.
+    for 64 x CHUNK numbers; None: of the compiler's choice. See
+    Note [Tiles of several owners] in backward.py.
     """
     if COLUMNS > CHUNK:
         left, right = gl.split(gl.permute(gl.reshape(value, [64, 2, COLUMNS // 2]), [0, 2, 1]))
