@@ -242,7 +242,7 @@ def timeline() -> str:
         parts.append(text(x, bottom + 10, f"{tick / 2:g} ms", "small middle"))
     parts.append(text(14, 20, "Colour: the reader of a push, the owner of a flag or of computed rows:", "small"))
     for rank, color in enumerate(COLORS):
-        x = 400 + 86 * rank
+        x = 430 + 86 * rank
         parts.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{color}"/>')
         parts.append(text(x + 18, 20, f"rank {rank}", "small"))
     label = "Copies, flags and kernels of four ranks in one fused forward: copies end long before the kernels"
