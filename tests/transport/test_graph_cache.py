@@ -462,4 +462,4 @@ def test_a_profiler_sees_a_graph_under_the_name_of_its_call(launches: list[Launc
     assert ring.transport.graph_launches == before + 2
     names = [event.name for event in found.events() or ()]
     for way in ("forward", "backward"):
-        assert names.count(f"ring {way}: all visits in one launch") == 1
+        assert names.count(f"ring {way}: all ring steps in one launch") == 1
