@@ -1,7 +1,6 @@
-"""Plain tensors, and those that are more: tensors with a meaning of their own, and tensors that a tangent follows.
+"""Checks that tensors are plain: their numbers mean themselves, and no tangent follows them.
 
-Owns how they are told apart, and what each other kind is refused with. Refuses to know process groups, and so the types
-themselves: importing it costs as much as importing torch.
+The types of other tensors are imported when one is seen: importing them costs as much as importing torch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch.autograd import forward_ad
 
 
 def is_causal_bias(x: object) -> bool:
-    """Whether x is torch's `CausalBias`: a tensor of uninitialised memory whose type says which pairs are visible."""
+    """Return whether x is torch's `CausalBias`: a tensor of uninitialised memory whose type is a mask."""
     if type(x) is Tensor or not isinstance(x, Tensor):
         return False
     from torch.nn.attention.bias import CausalBias
@@ -23,12 +22,10 @@ def is_causal_bias(x: object) -> bool:
 
 
 def check_plain(name: str, x: Any) -> None:
-    """Refuses what is no plain tensor: something else, or a tensor that means more or other than the numbers of its rows.
-
-    Parameters, and subclasses of Tensor that mean their numbers, are plain.
+    """Raise unless x is a plain tensor; parameters, and subclasses of Tensor that mean their numbers, are plain.
 
     Args:
-        name: What to call it.
+        name: The name of x in messages.
         x: The tensor.
 
     Raises:
@@ -47,6 +44,14 @@ def check_plain(name: str, x: Any) -> None:
         raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}; pass {name}.to_dense()")
     if x.is_quantized:
         raise ValueError(f"{name} must be a dense tensor, got a quantized one; pass {name}.dequantize()")
+
+
+def is_plain_or_none(x: Tensor | None) -> bool:
+    """Return whether a tensor is None, or is one of the usual ones that `check_plain` accepts."""
+    if x is None:
+        return True
+    is_usual = (type(x) is Tensor or type(x) is torch.nn.Parameter) and x.layout is torch.strided
+    return is_usual and not (x.is_nested or x.is_quantized or x.is_meta)
 
 
 def _check_subclass(name: str, x: Tensor) -> None:
@@ -74,7 +79,7 @@ def _check_subclass(name: str, x: Tensor) -> None:
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether forward-mode differentiation follows any of these, whose tangents an operator would lose without a word."""
+    """Return whether forward-mode differentiation follows any of these; an operator would drop their tangents."""
     if forward_ad._current_level < 0:
         return False
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)

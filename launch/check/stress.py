@@ -31,6 +31,7 @@ from torch import Tensor
 import ringattn
 from ringattn.launch.check import attention as check
 from ringattn.launch.check.attention import Case, CheckArgs, Standard
+from ringattn.launch.check.poison import poison_buffers
 from ringattn.launch.runtime.session import Session
 
 DELAY_MS = 20.0
@@ -183,18 +184,6 @@ def ratio_of(one: Prepared, name: str, x: Tensor) -> float:
 def _title(case: Case) -> str:
     flag = ", deterministic" if "deterministic" in case.options else ""
     return f"{case.name} ({case.dtype} {case.shape}, {case.layouts[0]}, {case.backward} move{flag})"
-
-
-def poison_buffers(ring: ringattn.Ring) -> None:
-    """Fills every buffer of a ring that no call is using with NaN, which shows reads of stale rows.
-
-    Every rank calls it between the same two calls, outside of captures and after `torch.cuda.synchronize()`; work
-    enqueued later on the current stream finds NaN wherever nothing has come since. What `kv_buffer` lent is left alone.
-    """
-    spoil = getattr(ring.context.transport, "poison", None)
-    if spoil is not None:
-        spoil()
-    ring.context.buffers.poison()
 
 
 def soak(args: CheckArgs, session: Session) -> Tally:

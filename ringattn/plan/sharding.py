@@ -19,7 +19,7 @@ from torch import Tensor
 from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask, check_documents
 from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer
-from ringattn.ring_registry import living_ring
+from ringattn.ring_registry import find_ring
 from ringattn.tensor_checks import check_plain
 
 
@@ -358,7 +358,7 @@ class Sharding:
 
 
 def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
-    found: Gathering | None = living_ring(ring)
+    found: Gathering | None = find_ring(ring)
     if found is None or found.world_size != spec[2]:  # perhaps a ring of another job
         return Sharding.from_spec(spec, rank, device=device)
     return Sharding.from_spec(spec, found.rank, ring=found, device=device)

@@ -1,8 +1,4 @@
-"""The protocol between the ring's loops and whatever moves bytes.
-
-Owns the calls (posts, gathers, homecomings), the word for what was chosen and why, and the buffers that receive. Refuses to know
-who chooses, and how bytes move.
-"""
+"""Base class of transports, the protocols of a gather and of returned gradients, and the buffers that receive."""
 
 from __future__ import annotations
 
@@ -18,18 +14,15 @@ from torch.autograd import profiler
 
 from ringattn.kernels.interface import ReadyFlags
 from ringattn.plan.ring_plan import GatherPlan, Nodes
+from ringattn.transport.consensus import RankConsensus
+from ringattn.transport.reduce.base import PartialReducer
 
 Message = tuple[int, Tensor]
 """(ring rank of the peer, contiguous tensor)."""
 
 
 class GradMessage(NamedTuple):
-    """A parcel that answers one of an earlier post; in every other way a `Message`.
-
-    Attributes:
-        peer: Ring rank.
-        x: A contiguous tensor.
-    """
+    """A `Message` with gradients, which answers a message of an earlier post: (ring rank of the peer, contiguous tensor)."""
 
     peer: int
     x: Tensor
@@ -49,31 +42,14 @@ def span(name: str, *values: object) -> AbstractContextManager[Any]:
 
 
 COMM_SMS = 4
-"""Multiprocessors that a launch leaves to what moves bytes by them beside it: as many as a ring's NCCL communicator may take."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A transport, or an exchange, and the reason for it.
-
-    Attributes:
-        name: Of transports "none", "process_group" or "copy_engine", "undecided" before the first call; of exchanges "alone",
-            "group", "one_shot" or "simulated".
-        why: One clause.
-    """
-
-    name: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.why}"
+"""SMs that a launch leaves to transfers beside it: as many as a ring's NCCL communicator may use."""
 
 
 class Work(Protocol):
-    """Sends and receives that are under way."""
+    """Sends and receives in flight."""
 
     def wait(self) -> None:
-        """Returns when received tensors may be read and sent ones overwritten (in stream order on CUDA).
+        """Return when received tensors may be read and sent ones overwritten (in stream order on CUDA).
 
         Raises:
             RuntimeError: The transfer failed or timed out; the message names the rank, the step and the peers.
@@ -94,25 +70,25 @@ class Transport:
     graph_launches: int = 0
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """Starts one group of transfers and returns at once.
+        """Start one group of transfers and return at once.
 
-        Between two ranks, the n-th send of a group meets the n-th receive of the same group on the other side. Empty
-        tensors are not moved. All ranks make the same posts in the same order, also those in which they move nothing. In
-        one post a rank sends plain parcels to one peer at most and replies to one at most; a `GradMessage` is received as such.
+        Between two ranks, the n-th send of a group is received by the n-th receive of the same group. Empty tensors are not
+        moved. All ranks make the same posts in the same order, also those in which they move nothing. In one post a rank sends
+        plain messages to one peer at most and `GradMessage` to one at most; a `GradMessage` is received as such.
 
         Args:
-            sends: What goes out; must not change until the wait returns.
-            receives: Where incoming bytes land.
+            sends: Tensors to send; must not change until the wait returns.
+            receives: Tensors that are written.
             what: Names the ring step in errors and traces; the same on all ranks.
         """
         raise NotImplementedError(f"a transport must implement post, got {type(self).__name__}; define it")
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        """Announces how much one post will send at most, so that nothing is allocated between two steps.
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        """Reserve memory for the largest posts to come, so that nothing is allocated between two steps.
 
         Args:
-            num_bytes: Of plain parcels, the largest over all ranks: every rank passes the same number.
-            replies: Of replies, likewise.
+            num_bytes: Of the plain messages of a post, the largest over all ranks: every rank passes the same number.
+            grad_bytes: Of its gradient messages, the largest over all ranks.
         """
         raise NotImplementedError(f"a transport must implement reserve, got {type(self).__name__}; define it")
 
@@ -140,15 +116,16 @@ class Transport:
         del name, batch, rows, mine, heads, dims, dtype
         return None
 
-    def one_shot(self, consensus: Any, why: str) -> Any:
-        """Return a `PartialReducer` in this transport's memory; None where there is none. Every rank calls it.
+    def one_shot(self, consensus: RankConsensus, why: str) -> PartialReducer:
+        """Return a reducer in this transport's memory; every rank calls it.
 
         Args:
-            consensus: `RankConsensus` of the ring.
+            consensus: The consensus of the ring.
             why: The reason for this reducer.
         """
-        del consensus, why
-        return None
+        raise NotImplementedError(
+            f"a transport must implement one_shot, got {type(self).__name__}; use the process group"
+        )
 
     def watch_transport(self, link: Transport) -> Transport | None:
         """Return a transport between nodes whose waits this one's watchdog observes; None where there is no watchdog.
@@ -166,23 +143,20 @@ class Transport:
             RuntimeError: It has; the message names this rank, the step and the peers.
         """
 
-    def poison(self) -> None:
-        """Fill idle buffers with NaN, for tests; every rank calls it."""
-
     def close(self) -> None:
         """Release all memory and communicators; every rank calls it. Later calls make them anew."""
 
 
 class KVGatherHandle(Protocol):
-    """Keys of other owners that are on their way.
+    """Remote K/V in flight.
 
     Attributes:
-        remote: `b remote_rows hk (d + dv)`: fills while kernels wait for `ready_flags`; guard rows are zero.
+        remote: `b remote_rows hk (d + dv)`: written while kernels wait for `ready_flags`; padding rows are zero.
         k: `b remote_rows hk d`, the keys in it.
         v: `b remote_rows hk dv`, the values in it.
-        saved: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
-        key_bias: `b t+remote_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
-        ready_flags: How kernels wait; None when everything is there.
+        saved: A copy of remote for the caller, complete after `close`; None: nothing is saved.
+        key_bias: `b t+remote_rows`, added to the scores of keys: local ones, then remote ones; None: there is none.
+        ready_flags: Flags that kernels wait for; None: there are no remote rows.
     """
 
     remote: Tensor
@@ -193,24 +167,24 @@ class KVGatherHandle(Protocol):
     ready_flags: ReadyFlags | None
 
     def close(self) -> None:
-        """To be called once the kernels that read far are launched, on the same stream; `GradReturn.receive` may do it.
+        """End the gather; called once the kernels that read remote rows are launched, on the same stream.
 
-        Work that is enqueued later may overwrite this rank's k, v and key_bias, and far.
+        `GradReturn.receive` may do it. Work that is enqueued later may overwrite this rank's k, v and key_bias, and remote.
         """
         ...
 
 
 class GradReturn(Protocol):
-    """Contributions to gradients on their way to their owners.
+    """Gradient contributions on their way to the owners of the rows.
 
-    It begins with a gather that is given it, or by itself.
+    It begins with the gather that it is passed to, or with `begin`.
 
     Attributes:
-        addresses: int64, one per side of the gathered visit: where the backward writes (`KernelSet.backward_fused`).
+        addresses: int64, one per side of the fused call: where the backward writes (`KernelSet.backward_fused`).
         local_grads: `b grad_buffer_rows hk (d + dv)` fp32: contributions of this rank to its own rows; addresses[0] points at it.
         rows: grad_buffer_rows of every region.
-        bias_addresses: Likewise, of what goes to the gradient of key_bias; None: it is not wanted.
-        local_bias_grads: `b hk grad_buffer_rows` fp32, likewise.
+        bias_addresses: As addresses, for the gradient of key_bias; None: it is not wanted.
+        local_bias_grads: `b hk grad_buffer_rows` fp32, as local_grads, for the gradient of key_bias.
     """
 
     addresses: Tensor
@@ -220,26 +194,26 @@ class GradReturn(Protocol):
     local_bias_grads: Tensor | None
 
     def begin(self) -> None:
-        """To be called in front of the backward where nothing is gathered: its owners let this rank write."""
+        """Let this rank write to its owners; called in front of a backward that gathers nothing."""
         ...
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
-        """To be called once the backward is launched, on the same stream: what came home, one region per reader, in order.
+        """Return the contributions to this rank's rows, one region per reader, in order; called once the backward is launched.
 
         Closes the gather with which it began. Work that is enqueued later on this stream sees the regions complete.
 
         Returns:
-            Regions like own, and like own_bias (none where that is not wanted).
+            Regions like local_grads, and like local_bias_grads (none where that is not wanted).
         """
         ...
 
     def close(self) -> None:
-        """To be called once what reads the regions is launched: their writers may use them again."""
+        """Allow the writers to use the regions again; called once the kernels that read them are launched."""
         ...
 
 
 class KVGather(Protocol):
-    """Brings the keys of all owners at once (Note [Fused call] of the interface of the kernels).
+    """All-gather of K/V that runs beside one kernel (Note [Fused call] of the interface of the kernels).
 
     Attributes:
         sm_margin: SMs that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other ranks, and
@@ -249,12 +223,12 @@ class KVGather(Protocol):
     sm_margin: int
 
     def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
-        """Announces the largest gathers to come, so that nothing is allocated between them; every rank passes the same.
+        """Reserve memory for the largest gathers to come; every rank passes the same numbers.
 
         Args:
             slot_bytes: Of the longest shard's keys and values, and its biases.
-            remote_bytes: Of far on the rank that has the largest, its biases, and their table.
-            remote_shards: There will be guests, of a longest shard each.
+            remote_bytes: Of the remote rows on the rank that has most, their biases, and their table.
+            remote_shards: There will be shards of other nodes, of a longest shard each.
         """
         ...
 
@@ -267,17 +241,17 @@ class KVGather(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Where rows of another node are to land so that a gather of exactly them copies nothing; there are two places.
+        """Return a buffer for rows of another node, which a gather of exactly them does not copy; there are two.
 
-        Work that is enqueued later on this stream may overwrite what was there.
+        Work that is enqueued later on this stream may overwrite its rows.
 
         Args:
-            turn: Which place: 0 or 1.
+            turn: Which buffer: 0 or 1.
             shape: Batch elements, rows of the longest shard, and key heads; the same on all ranks.
-            rows: Of this guest.
+            rows: Of this shard.
             dims: Head dims of k and of v.
             dtype: Of both.
-            device: Where.
+            device: Device of the kernels.
 
         Returns:
             `b rows hk (d + dv)`, keys and values side by side; rows of a batch element are contiguous, and so is all of it
@@ -297,29 +271,23 @@ class KVGather(Protocol):
         keep: bool = False,
         grad_return: GradReturn | None = None,
     ) -> KVGatherHandle:
-        """Starts bringing this rank's keys to their readers, and those of others here, and returns at once.
+        """Start the gather and return at once.
 
         Args:
             k: `b t hk d`, the rows that this rank holds; any strides with a contiguous last dim.
-            v: `b t hk dv`, likewise.
-            gather_plan: Who fetches what.
-            groups: Groups of key heads in which rows come; divides hk. The same on all ranks.
+            v: `b t hk dv`, the rows that this rank holds; any strides with a contiguous last dim.
+            gather_plan: The rows that each rank fetches.
+            groups: Groups of key heads in which rows arrive; divides hk. The same on all ranks.
             what: Names the call in errors.
-            key_bias: `b t`, what is added to the scores of this rank's keys; it comes with the first group of their heads.
-                All ranks give one or none does.
-            keep: What comes is also copied into a tensor of the caller's own. Not with key_bias.
-            grad_return: That of the same backward; it begins with the gather, and must not begin by itself.
+            key_bias: `b t`, added to the scores of this rank's keys; it is sent with the first group of their heads.
+                All ranks pass one or none does.
+            keep: Copy the remote rows into a tensor for the caller. Not with key_bias.
+            grad_return: That of the same backward; it begins with the gather.
         """
         ...
 
     def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags | None:
-        """How kernels wait for rows that an earlier gather has brought and kept: as there, and not at all.
-
-        Args:
-            gather_plan: That of the gather.
-            groups: Likewise.
-            device: Where kernels run.
-        """
+        """Return the flags for rows that an earlier gather has saved: they are always raised."""
         ...
 
     def grad_return(
@@ -331,12 +299,12 @@ class KVGather(Protocol):
         *,
         biased: bool = False,
     ) -> GradReturn:
-        """Regions for the gradients of one gathered backward, which has to begin next.
+        """Return the regions for the gradients of one fused backward, which has to begin next.
 
         Args:
             shape: (b, hk, d + dv) of the contributions.
             gather_plan: That of the gather, here or in the forward.
-            device: Where kernels run.
+            device: Device of the kernels.
             what: Names the call in errors.
             biased: There is a gradient of key_bias; the same on all ranks.
         """
@@ -350,37 +318,37 @@ class KVGather(Protocol):
         enqueue: Callable[[], object],
         held: tuple[Any, ...],
     ) -> None:
-        """Enqueues a call: a whole gather, a whole homecoming or both, and what is launched between.
+        """Enqueue a call: a whole gather, a whole return of gradients or both, and the launches between.
 
-        One that comes again with the same tensors may be launched as a graph of what it enqueued before, without asking it.
+        A call that comes again with the same tensors may be launched as a graph of the work that it enqueued before.
 
         Args:
-            key: All that decides what is enqueued beside the tensors; objects by their identity.
-            given: Tensors that it is given.
-            made: Tensors that its caller has made for it, whose shapes, strides and dtypes follow from the others.
-            enqueue: Enqueues it, on the current stream; returns what else must live for as long as it may be repeated.
+            key: All that decides the work beside the tensors; objects by their identity.
+            given: Input tensors.
+            made: Tensors that the caller has allocated for it, whose shapes, strides and dtypes follow from the others.
+            enqueue: Enqueues it, on the current stream; returns the other objects that must live while it may be repeated.
             held: The objects that the key names.
         """
         ...
 
 
 class Done:
-    """Nothing was under way."""
+    """The work of a post that moves nothing."""
 
     def wait(self) -> None:
-        """Returns."""
+        """Return."""
 
 
 class NoTransport(Transport):
-    """The transport of a ring of one rank: there is nobody to talk to."""
+    """The transport of a ring of one rank."""
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """Accepts only empty groups."""
+        """Accept only empty groups."""
         assert len(sends) + len(receives) == 0, f"a ring of one rank has no peers, yet {what} wants to move tensors"
         return Done()
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        """Nothing is ever sent."""
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        """Return: nothing is ever sent."""
 
 
 class Buffers:
@@ -393,52 +361,38 @@ class Buffers:
         self._flat: dict[tuple[str, torch.dtype, torch.device, int], Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised contiguous tensor; valid until the same name is taken again.
-
-        Args:
-            name: Which buffer.
-            shape: Shape of the view that is returned.
-            dtype: Its dtype.
-            device: Its device.
-        """
+        """Return an uninitialised contiguous tensor in the named buffer; valid until the same name is taken again."""
         stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
         key = (name, dtype, device, stream)
         size = math.prod(shape)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < size:
-            # it outlives the call that takes it: training cannot write into what was made under inference mode
+            # it outlives the call: training cannot write into a tensor of inference mode
             with torch.inference_mode(False):
                 flat = self._flat[key] = torch.empty(size, dtype=dtype, device=device)
         return flat[:size].view(tuple(shape))
 
-    def poison(self) -> None:
-        """Sets all bits of all buffers: NaN in every floating dtype. To be called when none is in use."""
-        for flat in self._flat.values():
-            flat.view(torch.uint8).fill_(255)
-
     def num_bytes(self) -> int:
-        """Bytes held now."""
+        """Return the bytes held now."""
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
 
     def clear(self) -> None:
-        """Lets go of all buffers."""
+        """Release all buffers."""
         self._flat.clear()
 
 
 @dataclass(frozen=True)
 class RingContext:
-    """One rank's place at the ring, which is all that the loops know of it.
+    """One rank's place in the ring: rank, transports and buffers of the loops.
 
     Attributes:
-        rank: Ring rank.
-        world_size: Ranks of the ring.
-        transport: What moves bytes, within a node where there are several.
-        buffers: Where received and packed rows live.
+        transport: Moves bytes, within a node where there are several.
+        buffers: Memory of received and packed rows.
         budget: Bytes that gathered keys and their gradients may take per rank; the same on all ranks.
+        nodes: The ranks of each node, in a ring of two levels (Note [Double ring] in ring_plan.py); None: one level.
+        between_nodes: Moves bytes between nodes; None: `transport` does.
         push_rate: Bytes per second at which the slowest rank pushes into another one's memory; the same on all ranks. 0.0:
             unknown.
-        nodes: Who shares a node, in a ring of two levels (Note [Double ring] in ring_plan.py); None: one level.
-        between_nodes: What moves bytes between nodes; None: `transport` does.
     """
 
     rank: int
@@ -452,5 +406,5 @@ class RingContext:
 
     @property
     def slow_transport(self) -> Transport:
-        """What crosses between nodes: `between_nodes`, or the one transport where that serves both."""
+        """The transport between nodes: `between_nodes`, or the one transport where that serves both levels."""
         return self.transport if self.between_nodes is None else self.between_nodes

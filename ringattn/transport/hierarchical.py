@@ -1,7 +1,4 @@
-"""What a ring of two levels needs of its transports: which ranks share a node, and a transport within a node.
-
-Owns the grouping of ranks by host. Refuses to know plans, and how the transports below move bytes.
-"""
+"""Grouping of ranks by host, and the transport within a node of a hierarchical ring."""
 
 from __future__ import annotations
 
@@ -12,13 +9,7 @@ from ringattn.transport.base import Message, Transport, Work
 
 
 def group_by_host(hosts: Sequence[str]) -> Nodes:
-    """Ranks that share a host share a node, in the order in which hosts appear.
-
-    Args:
-        hosts: Every rank's host.
-
-    Raises:
-        ValueError: Hosts have unequal numbers of ranks.
+    """Return the nodes of a ring: ranks of one host share a node, in the order in which hosts appear.
 
     Example:
         >>> group_by_host(["a", "a", "b", "b"])
@@ -36,11 +27,7 @@ def group_by_host(hosts: Sequence[str]) -> Nodes:
 
 
 class WithinNode(Transport):
-    """A transport that serves one level of a ring of two: visits come one by one, never gathered.
-
-    Args:
-        transport: What moves bytes within the node.
-    """
+    """A transport within a node that has no gather: a stepwise schedule uses it."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -49,6 +36,6 @@ class WithinNode(Transport):
         """See `Transport.post`."""
         return self._transport.post(sends, receives, what)
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         """See `Transport.reserve`."""
-        self._transport.reserve(num_bytes, replies)
+        self._transport.reserve(num_bytes, grad_bytes)

@@ -1,7 +1,4 @@
-"""Shards over a torch process group: NCCL between GPUs, gloo between CPU processes.
-
-Owns batched point-to-point transfers and their errors. Keeps the group's name, never the group: a live ProcessGroup at
-interpreter exit aborts gloo processes.
+"""Transport over a torch process group: NCCL between GPUs, gloo between CPU processes.
 
 Note [Few channels]
     NCCL moves bytes with SMs that the attention kernel then lacks, as many as its communicator has channels. A ring
@@ -11,27 +8,13 @@ Note [Few channels]
     knows of: `dist.new_group` finds the name of a group that only its members create by counting the groups of this
     process, which need not agree between members, and such names, and with them the keys in the store, come again.
     All members make them at the first call of a ring, by its name; they end with `close`, or with the process.
-
-Note [Whose message]
-    A group has one order of messages between two ranks, whoever sends them: those of two rings in two threads would be taken
-    for each other, and so would those of two calls, once a rank has left one out. All ranks make the same posts, so a
-    message is marked by the ring, the number of the post and what it is for. Gloo then waits for the one that belongs to a
-    receive, and raises where it does not come. NCCL has no marks: there a ring has communicators of its own. Whether rows are those
-    of the same call is compared beside them (Note [Call marks] of call_order.py).
-
-Note [By the host]
-    Gloo reads and writes host memory only; given the address of a GPU's it ends the process. So where a group of GPUs has no NCCL,
-    rows are copied to the host and back, and a post waits for what its stream has yet to do: for trying a ring where ranks
-    share a GPU, and where there is nothing better.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import threading
-import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,47 +26,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from ringattn.transport.base import Done, Message, Transport, Work
-
-
-def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.ProcessGroup:
-    """The living process group of that name, as `ProcessGroup.group_name` gives it.
-
-    Args:
-        name: The name, which may come again when groups were destroyed and made again.
-        place: This process's rank in it, and its size; None: whatever they are.
-
-    Raises:
-        RuntimeError: There is none, or it is another one, or one of the process that this one was forked from.
-    """
-    group = distributed_c10d._resolve_process_group(name)  # pyright: ignore
-    if _DISOWNED and group in _DISOWNED:
-        raise RuntimeError(
-            "a ring must be used by the process that made its group, got a call in a process that was forked from it, which "
-            "the others do not hear; make the call in the parent, or start the process by spawn and make a group there"
-        )
-    if place is not None and place != (group.rank(), group.size()):
-        raise RuntimeError(
-            f"a ring must be used in the process group that it was made in, as rank {place[0]} of {place[1]}, got another one of "
-            f"that name, in which this process is rank {group.rank()} of {group.size()}; make the Ring again after the group"
-        )
-    return group
-
-
-_DISOWNED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""Groups of the process that this one was forked from: their connections are its own."""
-
-
-def _disown_groups() -> None:
-    if dist.is_available() and dist.is_initialized():
-        _DISOWNED.update(distributed_c10d._world.pg_map)
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_disown_groups)
+from ringattn.transport.groups import resolve_group
 
 
 class _Works:
-    """The works of one batch, and what landed in host memory for others: (where it belongs, where it landed)."""
+    """The works of one batch, and (target, host copy) of received tensors that belong on a GPU."""
 
     def __init__(
         self, works: list[dist.Work], peers: list[int], rank: int, what: str, landed: Sequence[tuple[Tensor, Tensor]]
@@ -112,16 +59,13 @@ _MADE: Counter[str] = Counter()
 
 
 def make_communicator(name: str, parent: dist.ProcessGroup, device: torch.device, max_ctas: int) -> None:
-    """Makes an NCCL communicator of a group's ranks, in their order (Note [Few channels]); every rank must call it.
+    """Make an NCCL communicator of a group's ranks, in their order (Note [Few channels]); every rank must call it.
 
     Args:
-        name: How it is found; the same on all ranks.
+        name: Its name; the same on all ranks.
         parent: The group; its timeout is obeyed.
         device: This rank's GPU.
         max_ctas: Most thread blocks, and so SMs, that NCCL may use.
-
-    Raises:
-        RuntimeError: NCCL refuses.
     """
     _MADE[name] += 1
     rank, size = dist.get_rank(parent), dist.get_world_size(parent)
@@ -152,7 +96,7 @@ def make_communicator(name: str, parent: dist.ProcessGroup, device: torch.device
 
 
 def end_communicator(name: str) -> None:
-    """Ends the communicator of that name, if there is one; every rank must call it."""
+    """Shut down the communicator of that name, if there is one; every rank must call it."""
     group = _COMMUNICATORS.pop(name, None)
     if group is not None:
         group.shutdown()
@@ -171,15 +115,15 @@ _ABORTING: list[threading.Thread] = []
 
 
 def abort_communicators(group_name: str, links: Sequence[str], device: torch.device) -> None:
-    """Aborts what NCCL's kernels of a ring wait for, as torch's watchdog does for plain calls; returns at once.
+    """Abort the collectives that a ring's NCCL kernels wait for, as torch's watchdog does for plain calls; returns at once.
 
-    To abort a communicator is to raise a flag at which its kernels look, and then to wait for graphs that were captured with
-    it: so this is done in threads that nobody waits for. Other backends time out by themselves.
+    An abort raises a flag that the kernels poll, and then waits for graphs that were captured with the communicator: so it runs in
+    threads that are not joined. Other backends time out by themselves.
 
     Args:
         group_name: Name of the process group.
-        links: Names of communicators that were made beside it, if they were.
-        device: Where kernels are stuck.
+        links: Names of communicators that may have been made beside it.
+        device: Device of the kernels.
     """
     if device.type != "cuda":
         return
@@ -193,41 +137,13 @@ def abort_communicators(group_name: str, links: Sequence[str], device: torch.dev
 
 
 def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    # there is nobody to tell, and what has failed has been said
+    # the failure has been raised already
     with contextlib.suppress(Exception):
         group._get_backend(device).abort()
 
 
-_PARTS: dict[str, dist.ProcessGroup] = {}
-
-
-def name_part(name: str, parent: str, rank: int, size: int) -> None:
-    """Gives some ranks of a group a name by which torch's symmetric memory finds them; each of them calls it.
-
-    What it finds is a group without a backend: who is there, and a store through which they meet. Calling it again with
-    the same name changes nothing.
-
-    Args:
-        name: The same on these ranks, and of no other ranks of this process's groups.
-        parent: Name of the group, whose store serves.
-        rank: This process's place among these ranks.
-        size: How many they are.
-    """
-    if name in _PARTS:
-        return
-    from torch._C import _distributed_c10d as c10d
-    from torch.distributed import _symmetric_memory as symmetric
-
-    store = dist.PrefixStore(name, distributed_c10d._get_process_group_store(resolve_group(parent)))  # pyright: ignore
-    part = _PARTS[name] = dist.ProcessGroup(store, rank, size)
-    # which of these is asked has changed from one version of torch to the next
-    c10d._register_process_group(name, part)  # pyright: ignore[reportArgumentType]
-    c10d._SymmetricMemory.set_group_info(name, rank, size, store)
-    getattr(symmetric, "_group_name_to_store", {})[name] = store
-
-
 class _Marked:
-    """A post whose rows may be read once the marks that travel beside them are equal."""
+    """A post whose rows may be read once the call marks that travel beside them are equal."""
 
     def __init__(self, works: _Works, marks: Tensor, differ: Callable[[], NoReturn], post: Work) -> None:
         self._works = works
@@ -243,13 +159,18 @@ class _Marked:
 
 
 class ProcessGroupTransport(Transport):
-    """One batched group of sends and receives per call.
+    """Transport with one batched group of sends and receives per post.
+
+    A group has one order of messages between two ranks, whoever sends them: messages of two rings in two threads, or of two calls
+    after a rank has left one out, would be mistaken for each other. So with gloo the tag of a message is a hash of the ring, the
+    number of the post and its purpose, and a receive of another message raises. NCCL has no tags: there a ring has
+    communicators of its own. Gloo reads and writes host memory only, so rows of GPUs are copied to the host and back.
 
     Args:
         group_name: Name of the process group.
         rank: This rank within the group.
         world_size: Ranks in the group.
-        name: Names what belongs to this transport alone; the same on all ranks.
+        name: Name of this transport; the same on all ranks.
         max_ctas: Between GPUs: thread blocks of an NCCL communicator of its own (Note [Few channels]); None: the
             group's own communicator.
     """
@@ -269,16 +190,9 @@ class ProcessGroupTransport(Transport):
         self._mark: tuple[list[dist.Work], Tensor, Callable[[], NoReturn]] | None = None
 
     def prepare(self, device: torch.device) -> None:
-        """To be called by all ranks before the first post.
-
-        Args:
-            device: Where tensors will be.
-
-        Raises:
-            RuntimeError: NCCL refuses a communicator.
-        """
+        """Make the communicator for tensors on a device; all ranks must call it before the first post."""
         group = resolve_group(self._group_name)
-        # asked by name: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts another class around gloo's
+        # by name: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps gloo's class
         self._is_gloo = "cpu:gloo" in dist.get_backend_config(group)
         if device.type != "cuda" or self._name in _COMMUNICATORS:
             return
@@ -290,7 +204,7 @@ class ProcessGroupTransport(Transport):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def close(self) -> None:
-        """Ends what `prepare` made; every rank must call it."""
+        """Shut down the communicator of `prepare`; every rank must call it."""
         end_communicator(self._name)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
@@ -308,11 +222,11 @@ class ProcessGroupTransport(Transport):
         return _Marked(_Works(works, peers, self._rank, what, ()), marks, raise_difference, pending)
 
     def sends_marks(self, device: torch.device) -> bool:
-        """Whether `send_mark` serves rows on a device: where gloo moves them."""
+        """Return whether `send_mark` serves rows on a device: where gloo moves them."""
         return self._is_gloo and (self._by_host or device.type != "cuda")
 
     def send_mark(self, mark: int, differ: Callable[[], NoReturn]) -> None:
-        """Sends the mark of a call to all ranks; the wait for the next post compares the marks of all ranks.
+        """Send the mark of a call to all ranks; the wait for the next post compares the marks of all ranks.
 
         Args:
             mark: 64 bits, signed.
@@ -332,7 +246,7 @@ class ProcessGroupTransport(Transport):
         self._mark, self._call_mark = (works, marks, differ), mark
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        self._posts += 1  # of empty ones, too: Note [Whose message]
+        self._posts += 1  # empty ones count: all ranks make the same posts
         sends = [(peer, x) for peer, x in sends if x.numel()]
         receives = [(peer, x) for peer, x in receives if x.numel()]
         if not sends and not receives:
@@ -357,18 +271,18 @@ class ProcessGroupTransport(Transport):
 
     def _batch(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> list[dist.Work]:
         group = resolve_group(self._group_name, self._place)
-        # rows of another call are not matched, whose sizes may differ
+        # the tag differs from that of other calls, whose sizes may differ
         mark = zlib.crc32(what.encode(), (self._name_mark + self._posts + self._call_mark) % 2**32) % 2**31
         ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer, tag=mark) for peer, x in sends]
         ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer, tag=mark) for peer, x in receives]
         return dist.batch_isend_irecv(ops)
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        """Sends leave from where they are: nothing is needed."""
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        """Return: sends need no other memory."""
 
 
 def _coalesce(group: dist.ProcessGroup, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
-    """What `dist.batch_isend_irecv` does, on a group that torch does not know of."""
+    """Do `dist.batch_isend_irecv` on a group that torch does not know of."""
     device = (sends or receives)[0][1].device
     group._start_coalescing(device)
     for peer, x in sends:

@@ -1,7 +1,7 @@
-"""All ranks in one process: the oracle for distribution.
+"""Transport between all ranks of a ring in one process: mailboxes between threads of which exactly one runs at a time.
 
-Owns mailboxes between threads of which exactly one runs at a time, so that kernels and interpreters that are not
-thread-safe see one caller. Moves copies, so that a rank that reads too early or writes too late is found out.
+Kernels and interpreters that are not thread-safe see one caller. Messages are copies, and buffers are poisoned, so that a rank
+that reads too early or writes too late gets NaN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ringattn.transport.base import GradMessage, GradReturn, Message, RingContex
 T = TypeVar("T")
 
 MessageTag = tuple[int, bool]
-"""(number of the post, a reply or not): equal on both sides (`Transport.post`)."""
+"""(number of the post, whether it is a `GradMessage`): equal on both sides (`Transport.post`)."""
 
 
 class _SimulatedWork:
@@ -33,15 +33,15 @@ class _SimulatedWork:
         self._what = what
 
     def wait(self) -> None:
-        for (peer, x), mark in self._receives:
-            x.copy_(self._hub.collect(peer, self._rank, self._what, mark))
+        for (peer, x), tag in self._receives:
+            x.copy_(self._hub.collect(peer, self._rank, self._what, tag))
 
 
 class _Hub:
-    """Mailboxes of all pairs of ranks, and the baton that lets one rank run at a time."""
+    """Mailboxes of all pairs of ranks, and the condition that lets one rank run at a time."""
 
     def __init__(self, world_size: int) -> None:
-        self.baton = threading.Condition()
+        self.running = threading.Condition()
         self.failed: BaseException | None = None
         self.world_size = world_size
         self._running = world_size
@@ -50,25 +50,23 @@ class _Hub:
             (a, b): deque() for a in range(world_size) for b in range(world_size)
         }
 
-    def deliver(self, source: int, target: int, x: Tensor, mark: MessageTag | None = None) -> None:
-        self._mail[source, target].append((x.clone(), mark))
-        self.baton.notify_all()
+    def deliver(self, source: int, target: int, x: Tensor, tag: MessageTag | None = None) -> None:
+        self._mail[source, target].append((x.clone(), tag))
+        self.running.notify_all()
 
-    def collect(self, source: int, target: int, what: str, mark: MessageTag | None = None) -> Tensor:
+    def collect(self, source: int, target: int, what: str, tag: MessageTag | None = None) -> Tensor:
         box = self._mail[source, target]
         self._waiting[target] = source
         while not box:
             if self.failed is None and self._stuck():
                 self.failed = RuntimeError(f"ring rank {target}: {what}: every rank waits; rank {source} never sent")
-                self.baton.notify_all()
+                self.running.notify_all()
             if self.failed is not None:
                 raise RuntimeError(f"ring rank {target}: {what}: another rank failed first") from self.failed
-            self.baton.wait()
+            self.running.wait()
         del self._waiting[target]
         x, found = box.popleft()
-        assert found == mark, (
-            f"{what}: rank {source} sent in post and kind {found} what rank {target} expects in {mark}"
-        )
+        assert found == tag, f"{what}: rank {source} sent in post and kind {found} what rank {target} expects in {tag}"
         return x
 
     def _stuck(self) -> bool:
@@ -79,17 +77,11 @@ class _Hub:
     def end_rank(self, error: BaseException | None) -> None:
         self._running -= 1
         self.failed = self.failed or error
-        self.baton.notify_all()
+        self.running.notify_all()
 
 
 class SimulatedTransport(Transport):
-    """One rank's end of the mailboxes.
-
-    Args:
-        hub: The mailboxes.
-        rank: This rank.
-        sm_margin: See `KVGather.sm_margin`.
-    """
+    """One rank's end of the mailboxes."""
 
     def __init__(self, hub: _Hub, rank: int, sm_margin: int = 0) -> None:
         self._hub = hub
@@ -105,7 +97,7 @@ class SimulatedTransport(Transport):
             peer, x = message
             if x.numel():
                 assert peers.setdefault(isinstance(message, GradMessage), peer) == peer, (
-                    f"{what}: one peer per kind of parcel"
+                    f"{what}: one peer per kind of message"
                 )
                 self._hub.deliver(self._rank, peer, x, (self._posts, isinstance(message, GradMessage)))
         for _, x in receives:
@@ -116,22 +108,16 @@ class SimulatedTransport(Transport):
         ]
         return _SimulatedWork(self._hub, self._rank, expected, what)
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        """Mailboxes hold whatever is sent."""
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        """Return: mailboxes hold any size."""
 
     def kv_gather(self) -> SimulatedKVGather:
-        """Everything is fetched before the kernel starts."""
+        """Return a gather that fetches all rows before the kernel starts."""
         return SimulatedKVGather(self._hub, self._rank, self._sm_margin)
 
 
 class SimulatedKVGather:
-    """Gathers by mail: what a kernel reads and writes is poisoned unless it is owed to it.
-
-    Args:
-        hub: The mailboxes.
-        rank: This rank.
-        sm_margin: See `KVGather.sm_margin`.
-    """
+    """A gather by mailbox, whose buffers are NaN except where the kernel may read and write."""
 
     def __init__(self, hub: _Hub, rank: int, sm_margin: int) -> None:
         self._hub = hub
@@ -139,7 +125,7 @@ class SimulatedKVGather:
         self.sm_margin = sm_margin
 
     def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
-        """Mailboxes hold whatever is sent."""
+        """Return: mailboxes hold any size."""
 
     def remote_shard_buffer(
         self,
@@ -174,16 +160,16 @@ class SimulatedKVGather:
         )
         table = None
         if key_bias is not None:
-            # what belongs to nobody is no number
-            nobody = key_bias.new_full((key_bias.shape[0], gather_plan.remote_rows), float("nan"))
-            table = torch.cat((key_bias, self._fetch(key_bias, nobody, gather_plan, what)), 1)
+            # padding rows stay NaN
+            unset = key_bias.new_full((key_bias.shape[0], gather_plan.remote_rows), float("nan"))
+            table = torch.cat((key_bias, self._fetch(key_bias, unset, gather_plan, what)), 1)
         ready_flags = self.saved_ready_flags(gather_plan, groups, k.device)
         saved = remote.clone() if keep else None
         handle = _SimulatedHandle(
             remote, remote[..., : k.shape[-1]], remote[..., k.shape[-1] :], saved, table, ready_flags
         )
         if grad_return is not None:
-            assert isinstance(grad_return, _SimulatedGradReturn), "a homecoming of the same ring"
+            assert isinstance(grad_return, _SimulatedGradReturn), "gradients are returned in the same ring"
             grad_return.begin()
             grad_return.handle = handle
         return handle
@@ -196,12 +182,12 @@ class SimulatedKVGather:
         enqueue: Callable[[], object],
         held: tuple[Any, ...],
     ) -> None:
-        """See `KVGather.repeat`; each call is a new one."""
+        """See `KVGather.repeat`; nothing is repeated."""
         del key, given, made, held
         enqueue()
 
     def _fetch(self, mine: Tensor, remote: Tensor, gather_plan: GatherPlan, what: str) -> Tensor:
-        """Far, with the rows of all others in it; rows are dimension 1."""
+        """Write the rows of all others into remote, whose dimension 1 is rows, and return it."""
         for reader in gather_plan.sends:
             self._hub.deliver(
                 self._rank,
@@ -218,7 +204,7 @@ class SimulatedKVGather:
     def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags:
         """See `KVGather.saved_ready_flags`."""
         del gather_plan
-        # there from the start, but said as on real ranks, so that the same kernels run
+        # raised from the start; flags are passed as on real ranks, so that the same kernels run
         flags = torch.ones(groups, self._hub.world_size, dtype=torch.int32, device=device)
         return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=device), timeout_ns=10**9)
 
@@ -245,7 +231,7 @@ class _SimulatedHandle:
     ready_flags: ReadyFlags | None
 
     def close(self) -> None:
-        # a kernel that is launched later would be too late
+        # a kernel that is launched later must not read it
         self.remote.fill_(float("nan"))
         if self.key_bias is not None:
             self.key_bias.fill_(float("nan"))
@@ -284,7 +270,7 @@ class _SimulatedGradReturn:
         self._begun = True
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
-        assert self._begun, "a homecoming begins before its backward"
+        assert self._begun, "a return of gradients begins before its backward"
         if self.handle is not None:
             self.handle.close()
         return self._exchange(self._contributions), [] if self._biases is None else self._exchange(self._biases)
@@ -308,7 +294,7 @@ class _SimulatedGradReturn:
 
 
 def _addresses(regions: Tensor) -> Tensor:
-    """Where each region begins, int64."""
+    """Return the int64 addresses of the regions."""
     return torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=regions.device)
 
 
@@ -320,17 +306,14 @@ def run_ranks(
     budget: int = 0,
     sm_margin: int = 0,
 ) -> list[T]:
-    """Runs `body` once per rank in lockstep and returns the results in rank order.
+    """Run `body` once per rank in lockstep and return the results in rank order; raise the first exception.
 
     Args:
         world_size: Ranks to simulate.
         body: The work of one rank.
-        nodes: Who shares a node, in a ring of two levels.
-        budget: Bytes that gathered keys may take on a rank (`RingContext.budget`); 0: visits one by one.
+        nodes: The ranks of each node, in a ring of two levels.
+        budget: Bytes that gathered keys may take on a rank (`RingContext.budget`); 0: step by step.
         sm_margin: See `KVGather.sm_margin`.
-
-    Raises:
-        BaseException: Whatever the first failing rank raised.
     """
     hub = _Hub(world_size)
     results: dict[int, T] = {}
@@ -339,7 +322,7 @@ def run_ranks(
 
     def run(rank: int) -> None:
         error: BaseException | None = None
-        with hub.baton:
+        with hub.running:
             try:
                 if device is not None:
                     torch.cuda.set_device(device)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import ReadyFlags
 from ringattn.kernels.kv.pack import pack
+from ringattn.launch.check.poison import poison_transport
 from ringattn.plan.layouts import Run, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RecvSpec, make_gather_plan, make_plan
@@ -522,7 +523,7 @@ def play(ranks: Ranks, kind: str, shape: Shape, salt: int) -> None:
     elif kind.startswith("kept"):
         kept(ranks, [shape] * (1 + salt % 3), salt, "kept" if kind == "kept in place" else None)
     elif kind == "poison":
-        ranks.each(lambda rank: ranks.ends[rank].poison())
+        ranks.each(lambda rank: poison_transport(ranks.ends[rank]))
     else:
         zero_copy_kv(ranks, shape, salt, kind)
 
@@ -739,7 +740,7 @@ def test_graphs_go_with_what_they_rely_on(how: str, enqueued: int) -> None:
     elif how == "closing":
         ranks.each(lambda rank: ranks.ends[rank].close())
     elif how == "poison":
-        ranks.each(lambda rank: ranks.ends[rank].poison())
+        ranks.each(lambda rank: poison_transport(ranks.ends[rank]))
     elif how == "another":
         gather(ranks, big, 53)
     # guard rows of another layout are cleared by one more graph; after closing the first call makes memory once more
@@ -1630,14 +1631,6 @@ def test_all_ranks_keep_the_rate_of_the_slowest() -> None:
     values: dict[int, float] = {}
 
     @dataclass
-    class Clock:
-        seconds: float
-
-        def time_copy(self, target: int, source: int, num_bytes: int) -> float:
-            ctypes.memmove(target, source, num_bytes)
-            return self.seconds
-
-    @dataclass
     class Table:
         rank: int
 
@@ -1648,8 +1641,12 @@ def test_all_ranks_keep_the_rate_of_the_slowest() -> None:
             return [values[rank] for rank in range(3)]
 
     def measure(rank: int) -> None:
+        def time_copy(target: int, source: int, num_bytes: int) -> float:
+            ctypes.memmove(target, source, num_bytes)
+            return (1.0, 4.0, 2.0)[rank]
+
         table: Any = Table(rank)
-        found[rank] = measure_push(rank, 3, Clock((1.0, 4.0, 2.0)[rank]), FakeMemory(world, rank), table)
+        found[rank] = measure_push(rank, 3, time_copy, FakeMemory(world, rank), table)
 
     world.hosts(measure)
     assert found == dict.fromkeys(range(3), PROBE_BYTES / 4)

@@ -90,8 +90,8 @@ class Counting:
             self.sent[peer] += x.numel() * x.element_size()
         return self.transport.post(sends, receives, what)
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        self.transport.reserve(num_bytes, replies)
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        self.transport.reserve(num_bytes, grad_bytes)
 
     def kv_gather(self) -> None:
         return

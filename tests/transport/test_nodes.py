@@ -27,7 +27,7 @@ from ringattn.simulate import simulate_ring
 from ringattn.transport import select
 from ringattn.transport.base import COMM_SMS, Buffers, Message, RingContext, Transport
 from ringattn.transport.gpu_sharing import SHARE, ranks_per_gpu, sm_margin_of
-from ringattn.transport.process_group import name_part, resolve_group
+from ringattn.transport.groups import name_part, resolve_group
 from ringattn.transport.select import find_obstacle, most_on_one_gpu
 from tests import gathering_kernels
 from tests.fake_streams import MAIN, OTHER, Item
@@ -107,7 +107,7 @@ class LinkEnd(Transport):
         wait = lambda: streams.enqueue(MAIN, lambda: Item(lambda: bool(reached), lambda: None, f"{what} waits"))  # noqa: E731
         return SimpleNamespace(wait=wait)
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         pass
 
     def kv_gather(self) -> None:
@@ -166,7 +166,7 @@ class Double:
                 here = Shape(
                     shape.batch, shape.heads, shape.dims, shape.groups, gather_plans, (), shape.dtype
                 )  # fmt: skip
-                rows = remote_shards.arrive(outer)
+                rows = remote_shards.wait_for(outer)
 
                 def gather(home: Any = None, rows: Any = rows, to: GatherPlan = gather_plans[rank]) -> Any:
                     k, v = rows
@@ -402,7 +402,7 @@ def test_gpus_need_to_reach_those_of_their_node_only(monkeypatch: pytest.MonkeyP
     said = find_obstacle(0, device, found)
     assert said == 'ring ranks 0 and 2 are on different hosts; pass nodes="auto" for a ring of several hosts'
     assert find_obstacle(0, device, found, ((0, 2), (1, 3))) == "ring ranks 0 and 2 are on different hosts"
-    assert find_obstacle(0, device, found, ((0,), (1,), (2,), (3,))) == "a node of one rank has nobody within"
+    assert find_obstacle(0, device, found, ((0,), (1,), (2,), (3,))) == "a node of one rank has no peers within"
     found[3]["missing"] = "it has an AMD GPU"
     assert find_obstacle(0, device, found, pairs) == "ring rank 3 can not take part: it has an AMD GPU"
     assert select.node_of(3, pairs, 4) == (2, 3)

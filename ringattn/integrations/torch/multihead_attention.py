@@ -32,7 +32,7 @@ from ringattn.numerics.partial import Partial, finalize, merge
 from ringattn.plan.options import resolve_flag
 from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
-from ringattn.ring_registry import find_ring
+from ringattn.ring_registry import get_ring
 from ringattn.sharding_context import resolve_sharding
 from ringattn.tensor_checks import check_plain
 
@@ -510,7 +510,7 @@ def _keep_whole(ring: str, *sizes: str) -> None:
         _whole.clear()
     for size in sizes:
         if (ring, size) not in _whole:
-            _whole[ring, size] = (find_ring(ring) if ring else _alone[0]).sharding(int(size), "contiguous")
+            _whole[ring, size] = (get_ring(ring) if ring else _alone[0]).sharding(int(size), "contiguous")
 
 
 # what torch.compiler.assume_constant_result marks, which would import the compiler: a trace runs it, then reads the table

@@ -303,9 +303,9 @@ class CopyEngineTransport(RankBuffers, Transport):
             why,
         )
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         """See `Transport.reserve`."""
-        for kind, size in zip(KINDS, (num_bytes, replies), strict=True):
+        for kind, size in zip(KINDS, (num_bytes, grad_bytes), strict=True):
             if size > self._reserved[kind]:
                 self._enter()
                 self._make_boxes(kind, size)

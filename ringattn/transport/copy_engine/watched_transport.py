@@ -31,9 +31,9 @@ class WatchedTransport(Transport):
         peers = tuple(sorted({peer for peer, x in (*sends, *receives) if x.numel()}))
         return _WatchedWork(self._here, pending, peers, what) if peers else pending
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         """See `Transport.reserve`."""
-        self._link.reserve(num_bytes, replies)
+        self._link.reserve(num_bytes, grad_bytes)
 
 
 class _WatchedWork:
