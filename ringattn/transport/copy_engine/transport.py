@@ -1,9 +1,7 @@
-"""Shards between the GPUs of one host by copy engine: whoever owns keys pushes them into the memory of who reads them.
+"""Transport between the GPUs of one host by copy engine: each owner pushes its rows into the memory of their readers.
 
-Owns the calls: what each enqueues on which stream and in which order, what it leaves open, and how that is joined. Refuses to
-know devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU, in any interleaving. Which
-words are said and waited for, and which bytes are copied, is in constant programs (kv_gather.py, grad_return.py,
-send_recv.py); where they lie in peer_buffers.py and semaphores.py; who makes room for them in buffers.py.
+Enqueues each call's programs on its streams, in order. It uses `Streams` and `Memory` only, so that the whole protocol also runs
+on a CPU, in any interleaving. The constant programs are in kv_gather.py, grad_return.py and send_recv.py.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from ringattn.plan.ring_plan import GatherPlan
 from ringattn.transport.base import Done, GradMessage, GradReturn, KVGatherHandle, Message, Transport, Work
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.buffers import (
+    GRADS,
     KINDS,
     PLAIN,
-    REPLIES,
     RankBuffers,
     ZeroCopyKV,
     outside_inference_mode,
@@ -40,14 +38,14 @@ from ringattn.transport.copy_engine.watchdog import POSTS
 from ringattn.transport.copy_engine.watched_transport import WatchedTransport
 from ringattn.transport.reduce.one_shot import OneShotReducer
 
-AIMED = 256
-"""Addresses of kept rows for which one gather has its copies ready."""
+SAVE_PROGRAMS = 256
+"""Most addresses of saved rows for which one gather has programs."""
 RECEIVED = 256
-"""Tensors that posts received into which the way out of a failure remembers."""
+"""Most tensors that posts receive into which recovery knows."""
 
 
 class CopyEngineTransport(RankBuffers, Transport):
-    """One rank's end: the calls on what it holds. Takes the arguments of `RankBuffers`.
+    """One rank's end of the transport. Takes the arguments of `RankBuffers`.
 
     Args:
         start_watchdog: Start the thread of the watchdog.
@@ -79,7 +77,7 @@ class CopyEngineTransport(RankBuffers, Transport):
             self.watchdog.start()
 
     def __del__(self) -> None:
-        watchdog = getattr(self, "watch", None)
+        watchdog = getattr(self, "watchdog", None)
         if watchdog is not None:
             watchdog.stop()
 
@@ -111,13 +109,15 @@ class CopyEngineTransport(RankBuffers, Transport):
         grad_return: GradReturn | None = None,
     ) -> KVGatherHandle:
         """See `KVGather.gather`."""
-        assert key_bias is None or not keep, "what is kept has no room for a bias"
-        assert grad_return is None or isinstance(grad_return, CopyEngineGradReturn), "a homecoming of this transport"
+        assert key_bias is None or not keep, "saved rows have no bias"
+        assert grad_return is None or isinstance(grad_return, CopyEngineGradReturn), (
+            "gradients are returned by the transport of the gather"
+        )
         stream, capturing = self._enter()
-        # what was lent has no room for a bias either: such keys are packed like others
+        # a zero-copy slot has no room for a bias: such keys are packed
         zero_copy = self._find_zero_copy(k, v) if self._zero_copy_at and key_bias is None else None
         of_bias = None if key_bias is None else key_bias.dtype
-        # a captured call is launched again without coming here, and keeps its name
+        # a captured call is launched again without this method, and keeps its name
         how = what if self._kept is not None else capturing
         key = (id(gather_plan), k.shape, k.dtype, v.shape[-1], groups, id(zero_copy), how, keep, of_bias)
         found: GatherPrograms | None = self.find(key)
@@ -126,8 +126,8 @@ class CopyEngineTransport(RankBuffers, Transport):
             if zero_copy is not None:
                 zero_copy.infos.add(key)
             if grad_return is not None:
-                self.keep(grad_return.key, grad_return.plans)  # which growing for the gather has forgotten
-        found.info.what = found.pushing.what = what
+                self.keep(grad_return.key, grad_return.plans)  # which growing for the gather has dropped
+        found.info.what = found.push_info.what = what
         if self._kept is not None:
             self._kept.append(found)
 
@@ -140,7 +140,7 @@ class CopyEngineTransport(RankBuffers, Transport):
             places.append(remote)
         if keep:
             saved = self._make_saved(tuple(remote.shape), k.dtype)
-            flag_program = self._aimed(found, saved.data_ptr())
+            flag_program = self._save_program(found, saved.data_ptr())
             places.append(saved)
         if not found.starts_last:
             launch(start, stream)
@@ -168,7 +168,7 @@ class CopyEngineTransport(RankBuffers, Transport):
             if capturing:
                 streams.order(stream, streams.copy_stream)
             launch(found.push, streams.copy_stream)
-        # behind the push: where they share a queue, nobody's rows wait for those of others
+        # behind the push: where they share a queue, pushed rows do not wait for received ones
         if flag_program is not None:
             if capturing:
                 streams.order(stream, streams.flag_stream)
@@ -190,7 +190,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         """See `KVGather.remote_shard_buffer`."""
         del device  # that of this transport
         self._enter()
-        key = ("guest", turn, shape, rows, dims, dtype)
+        key = ("remote shard", turn, shape, rows, dims, dtype)
         found: ZeroCopyKV | None = self.find(key)
         if found is None:
             found = self.keep(key, self._prepare_shard_buffer(turn, (*shape, sum(dims)), rows, dims[0], dtype))
@@ -239,7 +239,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         enqueue: Callable[[], object],
         held: tuple[Any, ...],
     ) -> None:
-        """See `KVGather.repeat`, and Note [Graph cache] of graph_cache.py."""
+        """See `KVGather.repeat`."""
         _, capturing = self._enter()
         if capturing or self._grad_return is not None:
             enqueue()
@@ -256,7 +256,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         known.layout, known.takes_turn = self._remote_layout, self._grad_turn != turn
 
     def _graph_of(self, known: CachedCall, enqueue: Callable[[], object]) -> Program | None:
-        """The graph of a call, made now or found; updates the state that the call changes. None: it cannot be captured."""
+        """Return the graph of a call, captured now or before, and update the call's state; None: it cannot be captured."""
         turn, layout = self._grad_turn, self._remote_layout
         clears = self._captured or (known.layout is not layout and known.layout != layout)
         which = clears, turn if known.takes_turn else 0
@@ -271,11 +271,11 @@ class CopyEngineTransport(RankBuffers, Transport):
         try:
             graph = self.streams.record(lambda: kept.append(enqueue()))
         except RuntimeError:
-            pass  # piece by piece the call may succeed, or raise the error again
+            pass  # enqueued directly the call may succeed, or raise the error again
         finally:
             self._kept = None
             if graph is None:
-                # nothing of it has run
+                # none of its work has run
                 known.can_capture = False
                 self._grad_turn, self._remote_layout = turn, layout
                 self._handle = self._grad_return = None
@@ -285,12 +285,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         return graph
 
     def one_shot(self, consensus: RankConsensus, why: str) -> OneShotReducer:
-        """An exchange through memory that is mapped as this transport's is. Every member calls it.
-
-        Args:
-            consensus: How ranks compare.
-            why: Why this exchange was chosen.
-        """
+        """See `Transport.one_shot`."""
         return OneShotReducer(
             self._members.index(self._rank),
             len(self._members),
@@ -311,11 +306,11 @@ class CopyEngineTransport(RankBuffers, Transport):
                 self._make_boxes(kind, size)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """See `Transport.post`, and Note [A post] of send_recv.py."""
+        """See `Transport.post`."""
         out, into = self._payloads(sends, what), self._payloads(receives, what)
         if len({kind for _, kind in out}) < len(out):
             raise RuntimeError(
-                f"ring rank {self._rank}: {what}: a post must send parcels of one kind to one peer at most, got ring ranks "
+                f"ring rank {self._rank}: {what}: a post must send messages of one kind to one peer at most, got ring ranks "
                 f"{[peer for peer, _ in out]}; make more posts"
             )
         turn = self._post_turn
@@ -324,7 +319,7 @@ class CopyEngineTransport(RankBuffers, Transport):
             return Done()
         stream, capturing = self._enter()
         index = next((i for i, pending in enumerate(self._posts) if pending is None), None)
-        if index is None:  # the oldest is joined a little early
+        if index is None:  # wait for the oldest one early
             oldest = min((pending for pending in self._posts if pending is not None), key=lambda pending: pending.order)
             oldest.wait()
             index = oldest.index
@@ -360,32 +355,13 @@ class CopyEngineTransport(RankBuffers, Transport):
         return pending
 
     def watch_transport(self, link: Transport) -> Transport:
-        """A link between nodes whose waits the watch over this node sees and names.
-
-        Args:
-            link: What crosses.
-        """
+        """See `Transport.watch_transport`."""
         return WatchedTransport(self, link)
 
     def zero_copy_kv(
         self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """A slot that the caller fills itself, so that a gather of exactly these tensors packs nothing.
-
-        Joins a gather that the caller has left open, so that nobody reads what was there before.
-
-        Args:
-            name: Which slot.
-            batch: Batch elements.
-            rows: Rows of the longest shard.
-            mine: Rows of this rank's shard.
-            heads: Key heads.
-            dims: Head dims of k and of v.
-            dtype: Of both.
-
-        Returns:
-            K `b t hk d` and v `b t hk dv`, views of one buffer.
-        """
+        """See `Transport.zero_copy_kv`; closes a gather that the caller has left open, which may read what was there before."""
         self._enter()
         d, dv = dims
         shape = (batch, rows, heads, d + dv)
@@ -400,31 +376,15 @@ class CopyEngineTransport(RankBuffers, Transport):
 
     @property
     def graph_launches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Transport`, and Note [Graph cache] of graph_cache.py."""
+        """See `Transport.graph_launches`."""
         return self._graphs.launched
 
     def check(self) -> None:
         """See `Transport.check`."""
         self.watchdog.check()
 
-    def poison(self) -> None:
-        """Sets all bits wherever rows are kept between two calls; every rank calls it. What was lent is left alone."""
-        if self.streams.capturing():
-            raise RuntimeError("poison must be called outside of a capture, got one; poison between replays")
-        self._enter()
-        self._finish()
-        # twice: nothing is left here, and then nothing is left anywhere that may read what is overwritten
-        self._memory.barrier("poison comes")
-        self._memory.barrier("poison begins")
-        for peer_buffer in self._peer_buffers():
-            self.streams.call(peer_buffer.poison)
-        for local in (self._slot, self._local_grads, *self._shard_buffers):
-            self.streams.call(lambda local=local: local.fill_(255))
-        self._remote_layout = None
-        self._memory.barrier("poison ends")
-
     def close(self) -> None:
-        """Lets go of all memory; every rank of the ring calls it. A later call makes what it needs anew."""
+        """See `Transport.close`."""
         self._finish()
         if self.watchdog.failure is None:
             self._memory.barrier("close")
@@ -434,7 +394,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         self._reset()
 
     def _finish(self) -> None:
-        """Joins whatever the caller has left open."""
+        """Close and wait for all that the caller has left open."""
         if self._handle is not None:
             self._handle.close()
         if self._grad_return is not None:
@@ -445,11 +405,7 @@ class CopyEngineTransport(RankBuffers, Transport):
                 pending.wait()
 
     def _enter(self) -> tuple[int, bool]:
-        """The beginning of every call: refuses on a failed ring and orders the call behind the one before.
-
-        Returns:
-            The caller's stream, and whether it is being captured.
-        """
+        """Begin a call: raise on a failed ring, and order it behind the one before; return the caller's stream and `capturing`."""
         if self._handle is not None:
             self._handle.close()
         if self.watchdog.failure is not None:
@@ -501,7 +457,7 @@ class CopyEngineTransport(RankBuffers, Transport):
             of_all = (b, t + gather_plan.remote_rows)
             if gather_plan.recvs:
                 table = peer_buffer.view(of_all, of_bias, padded(remote.numel() * remote.element_size()))
-            else:  # far may be written to meanwhile: it is not this call's turn to read it
+            else:  # peers may write to the remote buffer: it is not this call's turn to read it
                 table = torch.empty(of_all, dtype=of_bias, device=self._memory.device)
             bias = Bias(slot=of_slot, table=table, local=t)
         flags = self._make_flags(groups)
@@ -522,15 +478,15 @@ class CopyEngineTransport(RankBuffers, Transport):
         )
         return gather_programs(self.semaphores, here, gather_plan, what, keep=keep)
 
-    def _aimed(self, plan: GatherPrograms, address: int) -> Program | None:
-        """What the herald does for a gather whose rows are kept, to where they are kept."""
-        if plan.aim is None:
+    def _save_program(self, plan: GatherPrograms, address: int) -> Program | None:
+        """Return the program of the flag stream for rows that are saved at an address."""
+        if plan.save_ops is None:
             return None
-        aimed = plan.aimed
+        aimed = plan.save_programs
         found = aimed.get(address)
         if found is None:
-            found = aimed[address] = self.streams.compile(plan.aim(address))
-            if len(aimed) > AIMED:
+            found = aimed[address] = self.streams.compile(plan.save_ops(address))
+            if len(aimed) > SAVE_PROGRAMS:
                 _, old = aimed.popitem(last=False)
                 self._retire(old)
         else:
@@ -551,7 +507,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         b, hk, width = shape
         size = b * gather_plan.slot_rows * hk * (width + biased) * 4
         grad_buffers, local_grads = self._make_grad_buffers(size), self._make_local_grads(size)
-        self._refuse_in_capture("homecoming")
+        self._refuse_in_capture("a return of gradients")
         # both at once: a capture may begin at either
         first, second = (
             grad_return_programs(self.semaphores, gather_plan, peer_buffer, local_grads, shape, what, biased=biased)
@@ -560,7 +516,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         return first, second
 
     def _payloads(self, messages: Sequence[Message], what: str) -> dict[tuple[int, int], list[tuple[Tensor, int, int]]]:
-        """(tensor, address, bytes) of what is not empty, by (peer, kind)."""
+        """Return (tensor, address, bytes) of what is not empty, by (peer, kind)."""
         found: dict[tuple[int, int], list[tuple[Tensor, int, int]]] = {}
         for message in messages:
             peer, x = message
@@ -568,8 +524,8 @@ class CopyEngineTransport(RankBuffers, Transport):
             if not num_bytes:
                 continue
             if not x.is_contiguous():
-                raise RuntimeError(f"ring rank {self._rank}: {what}: what is posted must be contiguous, got strides")
-            kind = REPLIES if isinstance(message, GradMessage) else PLAIN
+                raise RuntimeError(f"ring rank {self._rank}: {what}: a posted tensor must be contiguous, got strides")
+            kind = GRADS if isinstance(message, GradMessage) else PLAIN
             found.setdefault((peer, kind), []).append((x, x.data_ptr(), num_bytes))
         for (peer, kind), tensors in found.items():
             total, reserved = sum([num_bytes for _, _, num_bytes in tensors]), self._reserved[kind]
@@ -609,7 +565,7 @@ class CopyEngineGather:
         self.finish()
 
     def finish(self, combined: CombinedPrograms | None = None) -> bool:
-        """As `close`, together with what a homecoming says; False: it was closed before, and nothing is said."""
+        """Close, together with the operations of a return of gradients; return False if it was closed before."""
         plan, self._plan = self._plan, None
         if plan is None:
             return False
@@ -619,7 +575,7 @@ class CopyEngineGather:
         streams = here.streams
         stream = streams.main()
         if streams.capturing():
-            # a graph holds event dependencies only; the place is written before the join (Note [The way out] of watchdog.py)
+            # a graph holds event dependencies only; the place is written before the join (Note [Recovery] of watchdog.py)
             streams.launch(plan.joining if combined is None else combined.joining, stream)
             if plan.push is not None:
                 streams.order(streams.copy_stream, stream)
@@ -658,12 +614,12 @@ class CopyEngineGradReturn:
         self._transport.streams.launch(self.plan.start, stream)
 
     def begin_with(self, handle: CopyEngineGather, combined: CombinedPrograms) -> None:
-        """It has begun with a gather, which is closed by what both say together."""
+        """Begin with a gather, which the combined programs close."""
         self._begin()
         self._handle, self._combined = handle, combined
 
     def _begin(self) -> None:
-        assert not self._begun, "a homecoming begins once"
+        assert not self._begun, "a return of gradients begins once"
         self._begun = True
         here = self._transport
         here._grad_return, here._grad_turn = self, 1 - here._grad_turn
@@ -671,7 +627,7 @@ class CopyEngineGradReturn:
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
         """See `GradReturn.receive`."""
         if not self._received:
-            assert self._begun, "a homecoming begins in front of its backward"
+            assert self._begun, "a return of gradients begins in front of its backward"
             self._received = True
             handle, combined = self._handle, self._combined
             if handle is None or combined is None or not handle.finish(combined):

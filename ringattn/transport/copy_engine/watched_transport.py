@@ -1,7 +1,4 @@
-"""A link between nodes whose waits the watch over one node sees and names.
-
-Owns the words around such a wait. Refuses to know how the link moves bytes, and who sits in the node.
-"""
+"""A transport between nodes whose waits the watchdog of a node sees and names."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ from ringattn.transport.copy_engine.watchdog import BETWEEN_NODES, ProgramInfo
 
 
 class WatchedTransport(Transport):
-    """A `Transport` between nodes.
+    """A `Transport` between nodes that reports its waits.
 
     Args:
-        here: What this rank holds for its node.
-        link: What crosses.
+        here: The buffers of this rank's node.
+        link: The transport between nodes.
     """
 
     def __init__(self, here: RankBuffers, link: Transport) -> None:
@@ -27,9 +24,9 @@ class WatchedTransport(Transport):
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
-        pending = self._link.post(sends, receives, what)
+        work = self._link.post(sends, receives, what)
         peers = tuple(sorted({peer for peer, x in (*sends, *receives) if x.numel()}))
-        return _WatchedWork(self._here, pending, peers, what) if peers else pending
+        return _WatchedWork(self._here, work, peers, what) if peers else work
 
     def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         """See `Transport.reserve`."""
@@ -37,20 +34,20 @@ class WatchedTransport(Transport):
 
 
 class _WatchedWork:
-    """See `Work`: the caller's stream says where it is as long as it waits."""
+    """Work that reports its place while the caller's stream waits."""
 
-    __slots__ = ("_here", "_peers", "_pending", "_what")
+    __slots__ = ("_here", "_peers", "_what", "_work")
 
-    def __init__(self, here: RankBuffers, pending: Work, peers: tuple[int, ...], what: str) -> None:
+    def __init__(self, here: RankBuffers, work: Work, peers: tuple[int, ...], what: str) -> None:
         self._here = here
-        self._pending = pending
+        self._work = work
         self._peers = peers
         self._what = what
 
     def wait(self) -> None:
         here = self._here
         streams = here.streams
-        key = ("crossing", self._peers)
+        key = ("between nodes", self._peers)
         found: tuple[ProgramInfo, Program, Program] | None = here.find(key)
         if found is None:
             info = ProgramInfo(self._what, self._peers, since=None)
@@ -63,7 +60,7 @@ class _WatchedWork:
         found[0].what = self._what
         stream = streams.main()
         streams.launch(found[1], stream)
-        self._pending.wait()
+        self._work.wait()
         streams.launch(found[2], stream)
         if here.watchdog.failure is not None:
             here.watchdog.check()
