@@ -12,7 +12,6 @@ from ringattn.dispatch import call_text
 from ringattn.plan.options import resolve_integer, resolve_real
 from ringattn.plan.sharding import Sharding, check_sharding
 from ringattn.schedule.validation import check_tensors, expand_bias
-from ringattn.tensor_checks import is_plain_or_none
 
 _AUTOCAST = ("cpu", "cuda", "hip", "xpu")
 """Devices with autocast. A constant, because torch.compile of torch 2.11 does not trace `torch.amp.is_autocast_available`."""
@@ -167,7 +166,7 @@ def ring_attention_with_lse(
         if kv_sharding is not None:
             check_sharding(kv_sharding, "kv_sharding")
         tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
-        if not all(map(is_plain_or_none, tensors)) or q is None or k is None or v is None:
+        if not all(map(_is_dense_or_none, tensors)) or q is None or k is None or v is None:
             check_tensors(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes, key_bias=key_bias, bias=bias)
         kind = q.device.type
         if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
@@ -214,3 +213,11 @@ def ring_attention_with_lse(
     # the property raises where there is no ring
     ring = sharding.ring_name or sharding.ring.name
     return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, ring, call)
+
+
+def _is_dense_or_none(x: Tensor | None) -> bool:
+    """Return whether a tensor is None, or is one of the usual ones that `check_tensors` accepts."""
+    if x is None:
+        return True
+    is_usual = (type(x) is Tensor or type(x) is torch.nn.Parameter) and x.layout is torch.strided
+    return is_usual and not (x.is_nested or x.is_quantized or x.is_meta)

@@ -20,7 +20,7 @@ from ringattn.kernels.registry import select_kernels
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, parse, serialize
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
-from ringattn.ring_registry import get_ring
+from ringattn.ring_registry import RINGS, get_ring
 from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarchical_forward
@@ -40,13 +40,7 @@ _plans: dict[Hashable, ExecutionPlan] = {}
 
 
 def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:
-    """Return the text of a call (`serialize`), cached in the sharding, except for calls with `lengths`, which belong to a batch.
-
-    Args:
-        sharding: The sharding of the queries.
-        kv_sharding: The sharding of the keys, where it is another one.
-        options: The other arguments of `serialize`, always in the same order; impl None is the ring's.
-    """
+    """Return the text of a call (`serialize`), cached in the sharding, except with `lengths`; impl None is the ring's."""
     values = tuple(options.values())
     # tracing must not see a table that changes
     if torch.compiler.is_compiling() or not all(map(is_value, values)):
@@ -81,7 +75,7 @@ def resolve(
         text: The call as `serialize` wrote it.
         forward: The number of the forward whose backward it is, 0 where that is unknown; FORWARD in a forward.
     """
-    here: Ring = get_ring(ring)
+    here = ring_of(ring)
     facts = (ring, here.generation, text, *_facts(q, k, v, tensors))
     plan = _plans.get(facts)
     if plan is None:
@@ -119,14 +113,14 @@ def resolve_simulated(
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext, *, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return o and lse of this rank's rows, and the saved K/V (Note [Saved K/V] in fused.py), by the schedule of the plan.
+    """Return o `b s h dv` in q's dtype, lse `b h s`, and the saved K/V (Note [Saved K/V] in fused.py), by the schedule of the plan.
 
     Args:
         q: `b s h d`, this rank's rows.
         k: `b t hk d`, this rank's rows.
         v: `b t hk dv`, this rank's rows.
-        score: From `resolve`.
-        plan: From `resolve`.
+        score: Options of the score; key_bias holds this rank's keys.
+        plan: The resolved call.
         context: This rank's place in the ring.
         keep: Save the gathered K/V for the backward, where both directions are fused; the same on all ranks.
     """
@@ -152,13 +146,18 @@ def run_backward(
     *,
     saved: Tensor | None = None,
 ) -> Gradients:
-    """Return the gradients of `run_forward` by the schedule of the plan; takes arguments of `fused_backward`."""
+    """Return the gradients of `run_forward` by the schedule of the plan; takes arguments of `stepwise_backward`."""
     args = (do, dlse, q, k, v, o, lse, score, plan, context, wanted)
     if plan.fused_backward is None:
         return stepwise_backward(*args)
     if context.nodes is not None:
         return hierarchical_backward(*args)
     return fused_backward(*args, saved=saved)
+
+
+def ring_of(name: str) -> Ring:
+    """Return the live ring of a name, or raise RuntimeError."""
+    return RINGS.get(name) or get_ring(name)
 
 
 def _serialize(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:

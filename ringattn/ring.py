@@ -9,7 +9,6 @@ Note [Names]
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import socket
 from collections import Counter
@@ -33,17 +32,13 @@ from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.ring_registry import add_ring, get_ring
-from ringattn.transport.base import Buffers, NoTransport, RingContext, Transport
+from ringattn.transport.base import Buffers, Choice, NoTransport, RingContext, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
-from ringattn.transport.choice import Choice
 from ringattn.transport.consensus import RankConsensus
-from ringattn.transport.groups import resolve_group
-from ringattn.transport.hierarchical import WithinNode, group_by_host
-from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators
+from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
 from ringattn.transport.reduce.base import PartialReducer
-from ringattn.transport.reduce.stacked import LocalReducer, ProcessGroupReducer
 from ringattn.transport.row_collectives import gather_rows
-from ringattn.transport.select import TRANSPORTS, choose
+from ringattn.transport.select import TRANSPORTS, choose, choose_reducer, group_by_host
 from ringattn.transport.timeout import BoundedWait, EventPair, record_events
 
 _COUNTS: Counter[str] = Counter()
@@ -133,7 +128,7 @@ class Ring:
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
         _COUNTS[self._group_name] += 1
         alone = self.world_size == 1
-        self._wanted_transport, self._memory_budget, self._timeout = transport, memory_budget, timeout
+        self._wanted_transport, self._memory_budget = transport, memory_budget
         self._has_transport = alone
         undecided = Choice("undecided", f"transport={transport!r} is decided at the first call with tensors on a GPU")
         self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
@@ -154,9 +149,7 @@ class Ring:
         ]
         self.call_order = None if self._consensus is None else CallOrder(self._consensus, self._links[0])
         moves: Transport = NoTransport() if alone else self._links[0]
-        between: Transport | None = None
-        if levels is not None:
-            moves, between = WithinNode(moves), self._links[1]
+        between = None if levels is None else self._links[1]
         self.context = RingContext(self.rank, self.world_size, moves, Buffers(), memory_budget or 0, levels, between)
         self._kv_buffers = Buffers()  # of kv_buffer, where the transport has none
         release = partial(abort_communicators, self._group_name, names)
@@ -219,15 +212,8 @@ class Ring:
     def consistent_call(self, call: str, tensors: Sequence[Tensor | None], seed: int = 0) -> Iterator[None]:
         """Turn an exception raised inside, and any difference between ranks, into an error on every rank.
 
-        The first call of each signature compares texts; later ones cost a set lookup.
-
-        Args:
-            call: The call as text: must be equal on all ranks.
-            tensors: Their dtypes, devices, requires_grad and shapes but for the row counts must be equal on all ranks.
-            seed: The dropout seed, compared with the first call of the signature; 0 where seeds may differ between ranks.
-
-        Raises:
-            ValueError: Inconsistent here, on another rank, or between ranks; the ranks are named.
+        The first call of each signature compares texts, and the seed (0 where seeds may differ between ranks); later ones cost
+        a set lookup. Dtypes, devices, requires_grad and shapes but for the row counts must be equal on all ranks.
         """
         here = json.dumps(
             [None if x is None else (list(x.shape), str(x.dtype), x.device.type, x.requires_grad) for x in tensors]
@@ -260,10 +246,7 @@ class Ring:
         )
 
     def raise_on_all_ranks(self, error: Exception) -> NoReturn:
-        """Raise an error of this rank, and publish it: other ranks raise it at their next comparison, before their timeout.
-
-        For checks in front of a call that may fail on some ranks only. An error is published once.
-        """
+        """Raise an error of this rank, and publish it: other ranks raise it at their next comparison, before their timeout."""
         if self._consensus is not None:
             self._consensus.publish_error(error)
         raise error
@@ -277,13 +260,7 @@ class Ring:
         return nullcontext() if torch.compiler.is_compiling() or self._consensus is None else self._consensus
 
     def assert_equal_across_ranks(self, what: str, text: str, doing: str = "") -> None:
-        """Raise ValueError on every rank unless a text is equal on all ranks, each of which must call this.
-
-        Args:
-            what: The name of the text in messages.
-            text: Must be equal on all ranks.
-            doing: The call that this rank is in, for ranks that are in another one; default what and the text.
-        """
+        """Raise ValueError on every rank unless a text, named in messages, is equal on all ranks, each of which calls this."""
         if self._consensus is not None:
             self._consensus.assert_equal_across_ranks(what, text, doing)
 
@@ -295,11 +272,7 @@ class Ring:
             self._agreed.add(known)
 
     def init_transport(self, device: torch.device) -> None:
-        """Decide the transport, as the first attention call does; every rank calls it, when the ranks have agreed on a call.
-
-        Raises:
-            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
-        """
+        """Decide the transport, as the first attention call does; every rank calls it when the ranks have agreed on a call."""
         self._init_transport(device)
         self._warm_up(device)
 
@@ -316,13 +289,7 @@ class Ring:
         return gather_rows(x, dim, lengths, self.rank, self._group_name)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all ranks' tensors, the same bits on every rank; not differentiable.
-
-        Exact where at most one rank has a number other than 0: so all ranks get rows that one rank has.
-
-        Args:
-            x: This rank's tensor, contiguous, of one shape and dtype on all ranks; overwritten with the sum.
-        """
+        """Return x overwritten with the sum of all ranks' contiguous x, the same bits on every rank; not differentiable."""
         if self.world_size > 1 and x.numel():
             dist.all_reduce(x, group=resolve_group(self._group_name, (self.rank, self.world_size)))
         return x
@@ -393,26 +360,11 @@ class Ring:
         device = _with_index(device)
         found = self._reducers.get(device)
         if found is None:
-            found = self._reducers[device] = self._make_reducer(device)
+            if self._consensus is not None:
+                self._init_transport(device)
+            found = choose_reducer(device, self._choice, self._consensus, self.context, self._bounded_wait)
+            self._reducers[device] = found
         return found
-
-    def _make_reducer(self, device: torch.device) -> PartialReducer:
-        if self._consensus is None:
-            return LocalReducer()
-        self._init_transport(device)
-        why = f"the partials are in {device.type} memory" if self._choice.name == "undecided" else str(self._choice)
-        in_memory = self._choice.name == "copy_engine"
-        if in_memory and self.context.nodes is not None:
-            why = f"partials cross between nodes ({why})"
-        elif in_memory and device.type == "cuda":
-            missing = None if importlib.util.find_spec("triton") else f"ring rank {self.rank} has no triton"
-            missing = self._consensus.first("missing for a reducer", missing)
-            if missing is None:
-                return self.context.transport.one_shot(self._consensus, why)
-            why = missing
-        return ProcessGroupReducer(
-            self._group_name, self.rank, self.world_size, self._consensus, self._bounded_wait, why
-        )
 
     def synchronize(
         self, device: torch.device | str, *, events: EventPair | None = None, what: str = "a replay"
@@ -474,13 +426,8 @@ class Ring:
         assert self._consensus is not None, "a ring of one rank is settled from the start"
         moves, self._choice, budget, rate = choose(
             self._wanted_transport,
-            self._group_name,
-            self.rank,
-            self.world_size,
-            self.name,
             device,
             self._consensus,
-            self._timeout,
             self._memory_budget,
             self._links[0],
             self.context.nodes,
@@ -489,8 +436,7 @@ class Ring:
             self._choice = replace(self._choice, why=f"{self._choice.why}; save_gathered_kv finds nothing to keep")
         between = self.context.between_nodes
         if between is not None:
-            watched = moves.watch_transport(between)
-            moves, between = (WithinNode(moves), between) if watched is None else (moves, watched)
+            between = moves.watch_transport(between) or between
         self.context = replace(self.context, transport=moves, between_nodes=between, budget=budget, push_rate=rate)
         self.generation += 1
         self._has_transport = True

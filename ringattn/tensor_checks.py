@@ -46,14 +46,6 @@ def check_plain(name: str, x: Any) -> None:
         raise ValueError(f"{name} must be a dense tensor, got a quantized one; pass {name}.dequantize()")
 
 
-def is_plain_or_none(x: Tensor | None) -> bool:
-    """Return whether a tensor is None, or is one of the usual ones that `check_plain` accepts."""
-    if x is None:
-        return True
-    is_usual = (type(x) is Tensor or type(x) is torch.nn.Parameter) and x.layout is torch.strided
-    return is_usual and not (x.is_nested or x.is_quantized or x.is_meta)
-
-
 def _check_subclass(name: str, x: Tensor) -> None:
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensor

@@ -1,15 +1,13 @@
 """The frozen record of a call: all that its options, its shapes and the ring decide before it runs.
 
-Chooses between the fused and the stepwise schedule, head groups, and the side that moves in a backward. The loops read its fields.
-
-Note [Two schedules]
     fused     One launch forward, one backward, plus the sum of the gradients that were returned. A query row stays in registers
               from its first key to its last, and no partial touches memory. The keys of all owners need space on every rank. In
               a hierarchical ring there is one launch per outer step (fused_hierarchical.py).
     stepwise  One launch per ring step, fp32 partials between them, two receive buffers: space for two shards, whatever the
               number of ranks (a copy engine adds four outboxes). Serves every kernel set, every option and every transport.
-    Both merge the same partials in ring order; they round at different places. The choice follows from numbers that are equal
-    on all ranks, so all ranks make the same one.
+
+Both merge the same partials in ring order; they round at different places. The choice follows from numbers that are equal
+on all ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +64,6 @@ class ExecutionPlan:
         score: The score, where it needs no tensor and no seed; None: it is made for each call.
         ring_plan: The ring steps of all ranks in a forward.
         first_step: The first ring step at which this rank computes; -1: it sees no key at all.
-        last_step: The last one.
         fused_forward: The fused schedule of a forward; None: it goes step by step.
         fused_backward: The fused schedule of a backward; None: it goes step by step.
         backward_moving: The side that moves in a stepwise backward: "keys" or "queries".
@@ -127,8 +124,8 @@ def resolve_moving(
 ) -> str:
     """Return the side that a stepwise backward moves: the call's choice, or the one that costs fewer bytes on the busiest rank.
 
-    bias is indexed by this rank's query rows, so these cannot leave: keys move then. With dropout keys move, too, unless the
-    call says otherwise (Note [Seeds] in dropout.py).
+    Keys move with bias, whose rows cannot leave their rank, and with dropout unless the call says otherwise (Note [Seeds] in
+    dropout.py).
     """
     if has_bias:
         return "keys"
@@ -148,13 +145,8 @@ def resolve_moving(
 def choose_groups(k: Tensor, v: Tensor, gather_plan: GatherPlan, push_rate: float = 0.0) -> int:
     """Return the number of head groups in which keys arrive; the same on all ranks.
 
-    With more groups the first tiles wait for fewer bytes, but pushes must stay long.
-
-    Args:
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        gather_plan: The rows that each rank fetches.
-        push_rate: Bytes per second between two ranks; 0.0: not measured.
+    With more groups the first tiles wait for fewer bytes, but pushes must stay long. push_rate is bytes per second between two
+    ranks; 0.0: not measured.
     """
     b, _, hk, d = k.shape
     shard = b * gather_plan.slot_rows * hk * (d + v.shape[-1]) * k.element_size()
@@ -172,19 +164,11 @@ def fused_bytes(
     bias_bytes: int = 0,
     hierarchical: bool = False,
 ) -> int:
-    """Return the bytes that the fused schedule takes on the rank that needs most.
+    """Return the bytes that the fused schedule takes on the rank that needs most, of members that fetch from each other.
 
     These are the buffer of remote rows, the send slot and, in a backward, two sets of gradient regions. A hierarchical ring adds
-    two buffers for remote shards and one for sends, and in the backward two sums in flight and one that arrives.
-
-    Args:
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        gather_plan: The rows that each rank fetches.
-        members: Ranks that fetch from each other.
-        backward: Count a backward.
-        bias_bytes: Bytes of the bias of one key; 0: there is none.
-        hierarchical: The ring has two levels.
+    two buffers for remote shards and one for sends, and in the backward two sums in flight and one that arrives. bias_bytes is
+    that of one key; 0: there is no key_bias.
     """
     b, _, hk, d = k.shape
     row = b * hk * (d + v.shape[-1])

@@ -29,17 +29,7 @@ def fused_forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return o, lse and the saved K/V of this rank's query rows over the keys of all ranks, in one launch.
 
-    Args:
-        q: `b s h d`, this rank's rows.
-        k: `b t hk d`, this rank's rows.
-        v: `b t hk dv`, this rank's rows.
-        score: Options of the score; key_bias holds this rank's keys.
-        plan: The resolved call, which has a fused forward.
-        context: This rank's place in the ring.
-        keep: Save the gathered K/V for `fused_backward` (Note [Saved K/V]); the same on all ranks.
-
-    Returns:
-        o `b s h dv` in q's dtype, lse `b h s`, and the saved K/V, `b remote_rows hk (d + dv)`; None: nothing was saved.
+    Takes the arguments of `dispatch.run_forward`, with the same results.
     """
     fused, kv_gather = gather_of(plan.fused_forward, context)
     b, s, h, _ = q.shape
@@ -83,21 +73,9 @@ def fused_backward(
     *,
     saved: Tensor | None = None,
 ) -> Gradients:
-    """Return the gradients of `fused_forward`.
+    """Return the gradients of `fused_forward`; takes the arguments of `stepwise_backward`.
 
-    Args:
-        do: `b s h dv`, cotangent of o.
-        dlse: `b h s`, cotangent of lse; ignored on rows that saw nothing.
-        q: `b s h d`.
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        o: From the forward.
-        lse: From the forward.
-        score: As in the forward.
-        plan: The resolved call, which has a fused backward.
-        context: As in the forward.
-        wanted: The gradients of optional tensors to compute; that of bias is no part of this schedule.
-        saved: The K/V that the forward saved; None: they are gathered again.
+    The gradient of bias is no part of this schedule. saved: the K/V that the forward saved; None: they are gathered again.
     """
     fused, kv_gather = gather_of(plan.fused_backward, context)
     if dlse is not None:

@@ -18,6 +18,8 @@ Note [One launch per outer step]
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.ring_plan import RankPlan, Rows
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.fused import gather_of
-from ringattn.schedule.kv_rotation import PackedMessage, add_rows_, make_message, slices
+from ringattn.schedule.kv_rotation import Moving, PackedMessage, add_rows_, make_message, slices
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
 from ringattn.transport.base import COMM_SMS, Buffers, GradMessage, KVGather, Message, RingContext, Work, span
 
@@ -37,16 +39,7 @@ from ringattn.transport.base import COMM_SMS, Buffers, GradMessage, KVGather, Me
 def hierarchical_forward(
     q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
 ) -> tuple[Tensor, Tensor]:
-    """Return o `b s h dv` in q's dtype and lse `b h s` of this rank's query rows, one launch per outer step.
-
-    Args:
-        q: `b s h d`, this rank's rows.
-        k: `b t hk d`, this rank's rows.
-        v: `b t hk dv`, this rank's rows.
-        score: Options of the score, without key_bias.
-        plan: The resolved call, which has a fused forward.
-        context: This rank's place in a hierarchical ring.
-    """
+    """Return o and lse of this rank's query rows, one launch per outer step; takes arguments of `dispatch.run_forward`."""
     fused, kv_gather = gather_of(plan.fused_forward, context)
     mine = plan.ring_plan.ranks[context.rank]
     b, s, h, _ = q.shape
@@ -99,10 +92,7 @@ def hierarchical_backward(
     context: RingContext,
     wanted: WantedGrads,
 ) -> Gradients:
-    """Return the gradients of `hierarchical_forward`; takes the arguments of `fused_backward`.
-
-    Gradients of sinks and alibi_slopes are the only optional ones of this schedule.
-    """
+    """Return the gradients of `hierarchical_forward`, of sinks and alibi_slopes at most; see `stepwise_backward`."""
     fused, kv_gather = gather_of(plan.fused_backward, context)
     nodes, device = context.nodes, q.device
     kernels, mine = fused.kernels, plan.ring_plan.ranks[context.rank]
@@ -119,7 +109,7 @@ def hierarchical_backward(
     remote_shards = _RemoteShards(
         k, v, mine, plan.spec.gather_plan(context.nodes).slot_rows, context, kv_gather, buffers, "backward"
     )
-    node_sums = _NodeGradSums(dk, dv, mine, context, buffers, "backward, gradients")
+    node_sums = _NodeGradSums([(dk, 1), (dv, 1)], mine, context, buffers, "backward, gradients")
     for outer_step in range(len(mine.remote_shards)):
         held = remote_shards.wait_for(outer_step)
         gather_plan = plan.spec.gather_plan(nodes, outer_step)
@@ -203,31 +193,22 @@ def _merge(outs: Tensor, sums: Tensor, o: Tensor, lse: Tensor) -> None:
     lse.copy_(total.view(b, s, h).transpose(1, 2))
 
 
+@dataclass
 class _RemoteShards:
     """K/V on their way between nodes: `wait_for` each outer step in turn; the next shard is then in flight."""
 
-    def __init__(
-        self,
-        k: Tensor,
-        v: Tensor,
-        plan: RankPlan,
-        slot_rows: int,
-        context: RingContext,
-        kv_gather: KVGather,
-        buffers: Buffers,
-        what: str,
-    ) -> None:
-        self._keys = k, v
-        self._plan = plan
-        self._slot_rows = slot_rows
-        self._context = context
-        self._kv_gather = kv_gather
-        self._buffers = buffers
-        self._what = what
-        self._work: Work | None = None
-        self._moves = False
-        self._buffer: Tensor | None = None
-        self._packed: tuple[Rows, Tensor] | None = None
+    k: Tensor
+    v: Tensor
+    plan: RankPlan
+    slot_rows: int
+    context: RingContext
+    kv_gather: KVGather
+    buffers: Buffers
+    what: str
+    _work: Work | None = None
+    _moves: bool = False
+    _buffer: Tensor | None = None
+    _packed: tuple[Rows, Tensor] | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -236,71 +217,68 @@ class _RemoteShards:
 
     def wait_for(self, outer_step: int) -> tuple[Tensor, Tensor]:
         """Return the K/V that this rank holds in an outer step, and start the transfers for the next one."""
-        held = self._keys
+        held = self.k, self.v
         if outer_step:
             assert self._work is not None, "a remote shard is posted before it is waited for"
             assert self._buffer is not None, "a remote shard has a buffer"
             self._work.wait()
             self._work = None
-            d = self._keys[0].shape[-1]
+            d = self.k.shape[-1]
             held = self._buffer[..., :d], self._buffer[..., d:]
-        if outer_step + 1 < len(self._plan.remote_shards):
+        if outer_step + 1 < len(self.plan.remote_shards):
             self._post(outer_step + 1)
         return held
 
     def _post(self, outer_step: int) -> None:
-        k, v = self._keys
-        step = outer_step * self._plan.local_size
-        send, remote_shard = self._plan.sends[step], self._plan.remote_shards[outer_step]
-        shape, dims = (k.shape[0], self._slot_rows, k.shape[2]), (k.shape[-1], v.shape[-1])
-        rows = self._plan.held(outer_step).num_rows
-        self._buffer = self._kv_gather.remote_shard_buffer(outer_step % 2, shape, rows, dims, k.dtype, k.device)
-        sends: list[Message] = []
-        receives: list[Message] = []
+        k, v = self.k, self.v
+        step = outer_step * self.plan.local_size
+        send, remote_shard = self.plan.sends[step], self.plan.remote_shards[outer_step]
+        shape, dims = (k.shape[0], self.slot_rows, k.shape[2]), (k.shape[-1], v.shape[-1])
+        rows = self.plan.held(outer_step).num_rows
+        self._buffer = self.kv_gather.remote_shard_buffer(outer_step % 2, shape, rows, dims, k.dtype, k.device)
+        sends, receives = list[Message](), list[Message]()
         if send is not None:
             sends = [(send.peer, x) for x in self._messages(self._export(send.rows))]
         if remote_shard is not None:
             receives = [(remote_shard.owner, x) for x in self._messages(self._buffer)]
         self._moves = bool(sends or receives)
-        what = f"{self._what}, keys for ring step {step}, between nodes"
-        self._work = self._context.slow_transport.post(sends, receives, what)
+        what = f"{self.what}, keys for ring step {step}, between nodes"
+        self._work = self.context.slow_transport.post(sends, receives, what)
 
     def _messages(self, x: Tensor) -> list[Tensor]:
         """Return the rows of a remote shard as messages: one where they are contiguous across batch elements."""
-        return [x.view(-1)] if x.shape[1] == self._slot_rows else list(x)
+        return [x.view(-1)] if x.shape[1] == self.slot_rows else list(x)
 
     def _export(self, rows: Rows) -> Tensor:
         """Return K and V side by side, packed once for all nodes that receive the same rows."""
         if self._packed is None or self._packed[0] != rows:
-            k, v = self._keys
+            k, v = self.k, self.v
             lengths = [length for _, length in rows]
             shape = (k.shape[0], sum(lengths), k.shape[2], k.shape[-1] + v.shape[-1])
-            packed = self._buffers.take("between nodes", shape, k.dtype, k.device)
+            packed = self.buffers.take("between nodes", shape, k.dtype, k.device)
             for part, x, y in zip(packed.split(lengths, 1), slices(k, 1, rows), slices(v, 1, rows), strict=True):
                 pack(part, x, y)
             self._packed = rows, packed
         return self._packed[1]
 
 
+@dataclass
 class _NodeGradSums:
     """The gradient sums of a node for its remote shards: for each outer step `grads`, `post`; at the end `finish`.
 
     The sums of a step are in flight while the next one is computed, and are added by the owner in the order of steps.
     """
 
-    def __init__(
-        self, dk: Tensor, dv: Tensor, plan: RankPlan, context: RingContext, buffers: Buffers, what: str
-    ) -> None:
-        self._own_grads = [(dk, 1), (dv, 1)]
-        self._plan = plan
-        self._context = context
-        self._buffers = buffers
-        self._what = what
-        self._sums: PackedMessage | None = None
-        self._received: list[Tensor] = []
-        self._work: Work | None = None
-        self._moves = False
-        self._sent_step = 0
+    own_grads: Moving
+    plan: RankPlan
+    context: RingContext
+    buffers: Buffers
+    what: str
+    _sums: PackedMessage | None = None
+    _received: Sequence[Tensor] = ()
+    _work: Work | None = None
+    _moves: bool = False
+    _sent_step: int = 0
 
     @property
     def in_flight(self) -> bool:
@@ -310,8 +288,8 @@ class _NodeGradSums:
     def grads(self, outer_step: int) -> list[Tensor]:
         """Return the dk and dv of an outer step that the sum over the node's ranks is written to."""
         if outer_step == 0:
-            return [x for x, _ in self._own_grads]
-        self._sums = self._make(self._plan.held(outer_step).num_rows, f"sums {outer_step % 2}")
+            return [x for x, _ in self.own_grads]
+        self._sums = self._make(self.plan.held(outer_step).num_rows, f"sums {outer_step % 2}")
         return self._sums.parts
 
     def post(self, outer_step: int) -> None:
@@ -319,9 +297,8 @@ class _NodeGradSums:
         if outer_step == 0:
             return
         self.finish()
-        remote_shard, send = self._plan.remote_shards[outer_step], self._plan.sends[outer_step * self._plan.local_size]
-        sends: list[Message] = []
-        receives: list[Message] = []
+        remote_shard, send = self.plan.remote_shards[outer_step], self.plan.sends[outer_step * self.plan.local_size]
+        sends, receives = list[Message](), list[Message]()
         if remote_shard is not None:
             assert self._sums is not None, "sums are made before they are sent"
             sends = [GradMessage(remote_shard.owner, self._sums.message)]
@@ -330,19 +307,19 @@ class _NodeGradSums:
             self._received = returned.parts
             receives = [GradMessage(send.peer, returned.message)]
         self._moves = bool(sends or receives)
-        what = f"{self._what} of ring step {outer_step * self._plan.local_size}, between nodes"
-        self._work, self._sent_step = self._context.slow_transport.post(sends, receives, what), outer_step
+        what = f"{self.what} of ring step {outer_step * self.plan.local_size}, between nodes"
+        self._work, self._sent_step = self.context.slow_transport.post(sends, receives, what), outer_step
 
     def finish(self) -> None:
         """Wait for the sums that are in flight, if any are, and add them."""
         if self._work is None:
             return
         self._work.wait()
-        send = self._plan.sends[self._sent_step * self._plan.local_size]
+        send = self.plan.sends[self._sent_step * self.plan.local_size]
         if send is not None:
-            for (x, dim), part in zip(self._own_grads, self._received, strict=True):
+            for (x, dim), part in zip(self.own_grads, self._received, strict=True):
                 add_rows_(x, dim, send.rows, part)
-        self._work, self._received = None, []
+        self._work, self._received = None, ()
 
     def _make(self, rows: int, name: str) -> PackedMessage:
-        return make_message(self._own_grads, rows, self._buffers, name)
+        return make_message(self.own_grads, rows, self.buffers, name)

@@ -1,23 +1,19 @@
 """Rotation of K/V in the stepwise schedule: prefetch of the next shard, and return of gradients to their owners.
 
-Decides which rows are in flight at each step, over both levels of the ring, and which buffers receive them. The loops
-decide what is computed from them.
-
 Note [Ring order]
     At step s rank r computes with the rows of owner (r - s) % world_size, received from the owner directly: every pair
     of ranks communicates once, nothing is forwarded, and rows that r cannot see are not sent. The rows of step s + 1 are
     in flight while step s is computed; two receive buffers alternate.
     In a double ring (Note [Double ring] in ring_plan.py) the remote shard of outer step o + 1 is in flight during all
     inner steps of outer step o, over a transport of its own, so that inner posts never queue behind the slow link. The
-    gradient sums of a node for a remote shard leave after its last inner contribution, and have until outer step o + 2 to
-    arrive. Two buffers alternate for remote shards, and two for the sums.
+    gradient sums of a node for a remote shard leave after its last inner contribution, and arrive by outer step o + 2.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,14 +45,7 @@ def reserve(plan: Plan, context: RingContext, moving: Moving, returned: Moving =
 
 
 class KVPrefetcher:
-    """Prefetch of the moving side, seen from one rank: for each step in turn `wait_for`, then `post`.
-
-    Args:
-        moving: The tensors that move: this rank's own rows.
-        plan: This rank's part of the plan.
-        context: This rank's place in the ring.
-        what: Names the direction in errors and traces.
-    """
+    """Prefetch of the moving tensors (those of this rank), seen from one rank: for each step in turn `wait_for`, then `post`."""
 
     def __init__(self, moving: Moving, plan: RankPlan, context: RingContext, what: str) -> None:
         self._plan = plan
@@ -93,37 +82,27 @@ class KVPrefetcher:
     def post(
         self, step: int, sends: Sequence[Message] = (), receives: Sequence[Message] = (), besides: str = ""
     ) -> None:
-        """Start the transfers for the step after `step`, together with other messages within the node.
-
-        Args:
-            step: The step that is computed next, while the transfers are in flight.
-            sends: Other messages to send.
-            receives: Other messages to receive.
-            besides: Names them in errors and traces.
-        """
+        """Start the transfers for the step after `step`, together with other messages within the node, named by `besides`."""
         plan, coming = self._plan, step + 1
         outer_step, inner_step = divmod(step, plan.local_size)
         if inner_step == 0 and outer_step + 1 < len(plan.remote_shards):
             self._post_between_nodes(outer_step + 1)
-        own_sends: list[Message] = []
-        own_receives: list[Message] = []
-        self._next = None
+        sends, receives, self._next = [*sends], [*receives], None
         if coming < self._context.world_size and coming % plan.local_size:
             send, ring_step = plan.sends[coming], plan.ring_steps[coming]
             if send is not None:
-                own_sends = [(send.peer, self._message(send.rows))]
+                sends.insert(0, (send.peer, self._message(send.rows)))
             if ring_step is not None:
                 self._next = self._make(ring_step.num_rows, f"receive {coming % 2}")
-                own_receives = [(ring_step.source, self._next.message)]
+                receives.insert(0, (ring_step.source, self._next.message))
         what = f"{self._what} for ring step {coming}{besides}"
-        self._work = self._context.transport.post([*own_sends, *sends], [*own_receives, *receives], what)
+        self._work = self._context.transport.post(sends, receives, what)
 
     def _post_between_nodes(self, outer_step: int) -> None:
         """Send this rank's rows to another node and receive the next remote shard."""
         step = outer_step * self._plan.local_size
         send, remote_shard = self._plan.sends[step], self._plan.remote_shards[outer_step]
-        sends: list[Message] = []
-        receives: list[Message] = []
+        sends, receives = list[Message](), list[Message]()
         if send is not None:
             whole = self._is_whole(send.rows, self._own)
             sends = [(send.peer, self._all() if whole else self._packed(self._own, send.rows, "between nodes"))]
@@ -171,39 +150,33 @@ class KVPrefetcher:
         return rows == ((0, x.shape[dim]),)
 
 
+@dataclass
 class GradReturner:
     """Return of gradient contributions to the owners of the rows.
 
     In each step: `add`, `messages`, `post_between_nodes`, `contribution`. Contributions of a step leave with the post of the next
     step and are added at the one after, so two more steps follow the last, and `finish`. Sums are made in the order of steps on
-    every rank.
-
-    Args:
-        own_grads: Gradients of this rank's own rows; step 0 writes them.
-        plan: This rank's part of the plan.
-        context: This rank's place in the ring.
-        what: Names the direction in errors and traces.
+    every rank. Step 0 writes own_grads, of this rank's own rows.
     """
 
-    def __init__(self, own_grads: Moving, plan: RankPlan, context: RingContext, what: str) -> None:
-        self._own_grads = own_grads
-        self._plan = plan
-        self._context = context
-        self._what = what
-        self._written: PackedMessage | None = None
-        self._received: list[Tensor] = []
-        self._sums: dict[int, PackedMessage] = {}  # by outer step: this node's sums for a remote shard
-        self._remote_work: Work | None = None
-        self._remote_received: list[Tensor] = []
-        self._in_flight = 0  # the outer step whose sums are between nodes; 0: none
+    own_grads: Moving
+    plan: RankPlan
+    context: RingContext
+    what: str
+    _written: PackedMessage | None = None
+    _received: Sequence[Tensor] = ()
+    _sums: dict[int, PackedMessage] = field(default_factory=dict)  # by outer step, for a remote shard
+    _remote_work: Work | None = None
+    _remote_received: Sequence[Tensor] = ()
+    _in_flight: int = 0  # the outer step whose sums are between nodes; 0: none
 
     def contribution(self, step: int) -> list[Tensor]:
         """Return the tensors that the kernels of `step` write."""
-        ring_step = self._plan.ring_steps[step]
+        ring_step = self.plan.ring_steps[step]
         assert ring_step is not None, "an empty ring step has no contribution"
-        outer_step, inner_step = divmod(step, self._plan.local_size)
+        outer_step, inner_step = divmod(step, self.plan.local_size)
         if step == 0:
-            return [x for x, _ in self._own_grads]
+            return [x for x, _ in self.own_grads]
         if inner_step == 0:
             return self._sums[outer_step].parts
         self._written = self._make(ring_step.num_rows, f"contribution {step % 2}")
@@ -211,13 +184,13 @@ class GradReturner:
 
     def add(self, step: int) -> None:
         """Add the contributions that have arrived when `step` begins."""
-        plan = self._plan
+        plan = self.plan
         outer_step, inner_step = divmod(step, plan.local_size)
         if self._received:
             send = plan.sends[step - 2]
             assert send is not None, "gradients are returned for rows that were sent"
             self._add(self._received, send.rows, (step - 2) // plan.local_size)
-            self._received = []
+            self._received = ()
         if inner_step:
             return
         if self._in_flight and outer_step == self._in_flight + 2:
@@ -231,11 +204,10 @@ class GradReturner:
     def messages(self, step: int) -> tuple[list[Message], list[Message]]:
         """Return the sends and receives within the node while `step` is computed: contributions of the step before."""
         last = step - 1
-        sends: list[Message] = []
-        receives: list[Message] = []
-        if not 0 < last < self._context.world_size or last % self._plan.local_size == 0:
+        sends, receives = list[Message](), list[Message]()
+        if not 0 < last < self.context.world_size or last % self.plan.local_size == 0:
             return sends, receives
-        ring_step, send = self._plan.ring_steps[last], self._plan.sends[last]
+        ring_step, send = self.plan.ring_steps[last], self.plan.sends[last]
         if ring_step is not None:
             assert self._written is not None, "a step writes its contribution before the next step is posted"
             sends = [GradMessage(ring_step.source, self._written.message)]
@@ -247,43 +219,42 @@ class GradReturner:
 
     def post_between_nodes(self, step: int) -> None:
         """Send the complete sums of an outer step over the slow link; called after the post of `step`."""
-        size = self._plan.local_size
+        size = self.plan.local_size
         outer_step, rest = divmod(step - (size > 1), size)
         outer_step -= 1
-        if rest or not 0 < outer_step < len(self._plan.remote_shards):
+        if rest or not 0 < outer_step < len(self.plan.remote_shards):
             return
-        remote_shard, send = self._plan.remote_shards[outer_step], self._plan.sends[outer_step * size]
-        sends: list[Message] = []
-        receives: list[Message] = []
-        self._in_flight, self._remote_received = outer_step, []
+        remote_shard, send = self.plan.remote_shards[outer_step], self.plan.sends[outer_step * size]
+        sends, receives = list[Message](), list[Message]()
+        self._in_flight, self._remote_received = outer_step, ()
         if remote_shard is not None:
             sends = [GradMessage(remote_shard.owner, self._sums[outer_step].message)]
         if send is not None:
             returned = self._make(send.num_rows, "returned between nodes")
             self._remote_received = returned.parts
             receives = [GradMessage(send.peer, returned.message)]
-        what = f"{self._what} of ring step {outer_step * size}, between nodes"
-        self._remote_work = self._context.slow_transport.post(sends, receives, what)
+        what = f"{self.what} of ring step {outer_step * size}, between nodes"
+        self._remote_work = self.context.slow_transport.post(sends, receives, what)
 
     def finish(self) -> None:
         """Wait for the sums that are in flight between nodes, if any are, and add them."""
         if self._remote_work is None:
             return
         self._remote_work.wait()
-        send = self._plan.sends[self._in_flight * self._plan.local_size]
+        send = self.plan.sends[self._in_flight * self.plan.local_size]
         if send is not None:
             self._add(self._remote_received, send.rows, 0)
         self._sums.pop(self._in_flight, None)
-        self._remote_work, self._remote_received, self._in_flight = None, [], 0
+        self._remote_work, self._remote_received, self._in_flight = None, (), 0
 
-    def _add(self, parts: list[Tensor], rows: Rows, outer_step: int) -> None:
+    def _add(self, parts: Sequence[Tensor], rows: Rows, outer_step: int) -> None:
         """Add to the own gradients at outer step 0, else to the sums for a remote shard."""
-        into = [x for x, _ in self._own_grads] if outer_step == 0 else self._sums[outer_step].parts
-        for x, part, (_, dim) in zip(into, parts, self._own_grads, strict=True):
+        into = [x for x, _ in self.own_grads] if outer_step == 0 else self._sums[outer_step].parts
+        for x, part, (_, dim) in zip(into, parts, self.own_grads, strict=True):
             add_rows_(x, dim, rows, part)
 
     def _make(self, rows: int, name: str) -> PackedMessage:
-        return make_message(self._own_grads, rows, self._context.buffers, name)
+        return make_message(self.own_grads, rows, self.context.buffers, name)
 
 
 @dataclass(frozen=True)

@@ -65,20 +65,10 @@ def stepwise_backward(
     context: RingContext,
     wanted: WantedGrads,
 ) -> Gradients:
-    """Return the gradients of `stepwise_forward`.
+    """Return the gradients of `stepwise_forward`, whose arguments and results it takes.
 
-    Args:
-        do: `b s h dv`, cotangent of o.
-        dlse: `b h s`, cotangent of lse; ignored on rows that saw nothing.
-        q: `b s h d`.
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        o: From the forward.
-        lse: From the forward.
-        score: As in the forward.
-        plan: As in the forward.
-        context: As in the forward.
-        wanted: The gradients of optional tensors to compute.
+    do is `b s h dv`, the cotangent of o, and dlse `b h s`, that of lse, ignored on rows that saw nothing. wanted names the
+    gradients of optional tensors to compute.
     """
     wide, kernels, moving = accumulation_dtype(q.dtype), plan.kernels, plan.backward_moving
     if dlse is not None:

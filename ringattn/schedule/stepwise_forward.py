@@ -20,16 +20,7 @@ from ringattn.transport.base import RingContext, span
 def stepwise_forward(
     q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
 ) -> tuple[Tensor, Tensor]:
-    """Return o `b s h dv` in q's dtype and lse `b h s` of this rank's query rows over the keys of all ranks.
-
-    Args:
-        q: `b s h d`, this rank's rows.
-        k: `b t hk d`, this rank's rows.
-        v: `b t hk dv`, this rank's rows.
-        score: Options of the score; key_bias holds this rank's keys.
-        plan: The resolved call.
-        context: This rank's place in the ring.
-    """
+    """Return o and lse of this rank's query rows over the keys of all ranks; takes arguments of `dispatch.run_forward`."""
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)

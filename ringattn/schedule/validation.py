@@ -42,15 +42,7 @@ def expand_bias(bias: Tensor, q: Tensor, kv_len: int) -> Tensor:
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tensors: ScoreTensors) -> None:
-    """Raise ValueError or NotImplementedError when the tensors do not fit each other or the call.
-
-    Args:
-        q: Queries, must be `b s h d`.
-        k: Keys, must be `b t hk d`.
-        v: Values, must be `b t hk dv`.
-        spec: The options of the call.
-        tensors: The optional tensors, bias after expansion.
-    """
+    """Raise ValueError or NotImplementedError when the tensors, bias after expansion, do not fit each other or the call."""
     given = {name: x for name, x in tensors._asdict().items() if x is not None}
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:

@@ -14,15 +14,13 @@ from torch.autograd import profiler
 
 from ringattn.kernels.interface import ReadyFlags
 from ringattn.plan.ring_plan import GatherPlan, Nodes
-from ringattn.transport.consensus import RankConsensus
-from ringattn.transport.reduce.base import PartialReducer
 
 Message = tuple[int, Tensor]
 """(ring rank of the peer, contiguous tensor)."""
 
 
 class GradMessage(NamedTuple):
-    """A `Message` with gradients, which answers a message of an earlier post: (ring rank of the peer, contiguous tensor)."""
+    """A `Message` with gradients, which answers a message of an earlier post."""
 
     peer: int
     x: Tensor
@@ -32,17 +30,29 @@ _NO_SPAN = nullcontext()
 
 
 def span(name: str, *values: object) -> AbstractContextManager[Any]:
-    """Name the work inside for a profiler, while one runs: a name costs the host several microseconds.
-
-    Args:
-        name: A template of `str.format`.
-        *values: Fill the template.
-    """
+    """Name the work inside for a profiler, by `name.format(*values)`, while one runs: a name costs several microseconds."""
     return profiler.record_function(name.format(*values)) if profiler._is_profiler_enabled else _NO_SPAN
 
 
 COMM_SMS = 4
 """SMs that a launch leaves to transfers beside it: as many as a ring's NCCL communicator may use."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A transport, or a reducer of partials, and the reason for it.
+
+    Attributes:
+        name: Of transports "none", "process_group" or "copy_engine", "undecided" before the first call; of reducers "alone",
+            "group", "one_shot" or "simulated".
+        why: One clause.
+    """
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.why}"
 
 
 class Work(Protocol):
@@ -116,17 +126,6 @@ class Transport:
         del name, batch, rows, mine, heads, dims, dtype
         return None
 
-    def one_shot(self, consensus: RankConsensus, why: str) -> PartialReducer:
-        """Return a reducer in this transport's memory; every rank calls it.
-
-        Args:
-            consensus: The consensus of the ring.
-            why: The reason for this reducer.
-        """
-        raise NotImplementedError(
-            f"a transport must implement one_shot, got {type(self).__name__}; use the process group"
-        )
-
     def watch_transport(self, link: Transport) -> Transport | None:
         """Return a transport between nodes whose waits this one's watchdog observes; None where there is no watchdog.
 
@@ -151,11 +150,9 @@ class KVGatherHandle(Protocol):
     """Remote K/V in flight.
 
     Attributes:
-        remote: `b remote_rows hk (d + dv)`: written while kernels wait for `ready_flags`; padding rows are zero.
-        k: `b remote_rows hk d`, the keys in it.
-        v: `b remote_rows hk dv`, the values in it.
+        remote: `b remote_rows hk (d + dv)`: written while kernels wait for `ready_flags`; padding rows are zero. k and v are views.
         saved: A copy of remote for the caller, complete after `close`; None: nothing is saved.
-        key_bias: `b t+remote_rows`, added to the scores of keys: local ones, then remote ones; None: there is none.
+        key_bias: `b t+remote_rows`, added to the scores of local keys, then of remote ones; None: there is none.
         ready_flags: Flags that kernels wait for; None: there are no remote rows.
     """
 
@@ -167,17 +164,12 @@ class KVGatherHandle(Protocol):
     ready_flags: ReadyFlags | None
 
     def close(self) -> None:
-        """End the gather; called once the kernels that read remote rows are launched, on the same stream.
-
-        `GradReturn.receive` may do it. Work that is enqueued later may overwrite this rank's k, v and key_bias, and remote.
-        """
+        """End the gather, behind the kernels that read remote rows; then k, v, key_bias and remote may be overwritten."""
         ...
 
 
 class GradReturn(Protocol):
-    """Gradient contributions on their way to the owners of the rows.
-
-    It begins with the gather that it is passed to, or with `begin`.
+    """Gradient contributions on their way to the owners of the rows; begins with the gather that it is passed to, or with `begin`.
 
     Attributes:
         addresses: int64, one per side of the fused call: where the backward writes (`KernelSet.backward_fused`).
@@ -198,12 +190,9 @@ class GradReturn(Protocol):
         ...
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the contributions to this rank's rows, one region per reader, in order; called once the backward is launched.
+        """Return the regions of contributions to this rank's rows, one per reader, of local_grads and of local_bias_grads.
 
-        Closes the gather with which it began. Work that is enqueued later on this stream sees the regions complete.
-
-        Returns:
-            Regions like local_grads, and like local_bias_grads (none where that is not wanted).
+        Called once the backward is launched; closes the gather with which it began. Later work on this stream reads them complete.
         """
         ...
 
@@ -223,13 +212,7 @@ class KVGather(Protocol):
     sm_margin: int
 
     def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
-        """Reserve memory for the largest gathers to come; every rank passes the same numbers.
-
-        Args:
-            slot_bytes: Of the longest shard's keys and values, and its biases.
-            remote_bytes: Of the remote rows on the rank that has most, their biases, and their table.
-            remote_shards: There will be shards of other nodes, of a longest shard each.
-        """
+        """Reserve memory for the largest slot and remote rows of gathers to come, and shards of other nodes; equal on all ranks."""
         ...
 
     def remote_shard_buffer(
@@ -241,21 +224,13 @@ class KVGather(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> Tensor:
-        """Return a buffer for rows of another node, which a gather of exactly them does not copy; there are two.
+        """Return one of two buffers, 0 or 1, for rows of another node, from which a gather of exactly them sends without a copy.
 
-        Work that is enqueued later on this stream may overwrite its rows.
-
-        Args:
-            turn: Which buffer: 0 or 1.
-            shape: Batch elements, rows of the longest shard, and key heads; the same on all ranks.
-            rows: Of this shard.
-            dims: Head dims of k and of v.
-            dtype: Of both.
-            device: Device of the kernels.
+        Work that is enqueued later on this stream may overwrite its rows. shape is (batch, rows of the longest shard, key heads).
 
         Returns:
-            `b rows hk (d + dv)`, keys and values side by side; rows of a batch element are contiguous, and so is all of it
-            when it has as many rows as the longest shard.
+            `b rows hk (d + dv)`, keys and values side by side; contiguous when it has as many rows as the longest shard, else by
+            batch element.
         """
         ...
 
@@ -271,16 +246,15 @@ class KVGather(Protocol):
         keep: bool = False,
         grad_return: GradReturn | None = None,
     ) -> KVGatherHandle:
-        """Start the gather and return at once.
+        """Start the gather of all ranks' k and v and return at once.
 
         Args:
             k: `b t hk d`, the rows that this rank holds; any strides with a contiguous last dim.
-            v: `b t hk dv`, the rows that this rank holds; any strides with a contiguous last dim.
+            v: `b t hk dv`, as k.
             gather_plan: The rows that each rank fetches.
             groups: Groups of key heads in which rows arrive; divides hk. The same on all ranks.
             what: Names the call in errors.
-            key_bias: `b t`, added to the scores of this rank's keys; it is sent with the first group of their heads.
-                All ranks pass one or none does.
+            key_bias: `b t`, of this rank's keys; sent with the first group of heads. All ranks pass one or none does.
             keep: Copy the remote rows into a tensor for the caller. Not with key_bias.
             grad_return: That of the same backward; it begins with the gather.
         """
@@ -299,15 +273,7 @@ class KVGather(Protocol):
         *,
         biased: bool = False,
     ) -> GradReturn:
-        """Return the regions for the gradients of one fused backward, which has to begin next.
-
-        Args:
-            shape: (b, hk, d + dv) of the contributions.
-            gather_plan: That of the gather, here or in the forward.
-            device: Device of the kernels.
-            what: Names the call in errors.
-            biased: There is a gradient of key_bias; the same on all ranks.
-        """
+        """Return regions for contributions (b, hk, d + dv) of one fused backward, which begins next; biased: and of key_bias."""
         ...
 
     def repeat(
@@ -318,9 +284,7 @@ class KVGather(Protocol):
         enqueue: Callable[[], object],
         held: tuple[Any, ...],
     ) -> None:
-        """Enqueue a call: a whole gather, a whole return of gradients or both, and the launches between.
-
-        A call that comes again with the same tensors may be launched as a graph of the work that it enqueued before.
+        """Enqueue a gather, a return of gradients or both, and the launches between; or launch the graph of an equal call.
 
         Args:
             key: All that decides the work beside the tensors; objects by their identity.
@@ -352,10 +316,7 @@ class NoTransport(Transport):
 
 
 class Buffers:
-    """Flat buffers that are reused across steps and calls, one per name, dtype, device and stream; they only grow.
-
-    On CUDA, reuse is ordered by the stream: a buffer is handed out again only to work that is enqueued later.
-    """
+    """Flat buffers reused in stream order across steps and calls, one per name, dtype, device and stream; they only grow."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[str, torch.dtype, torch.device, int], Tensor] = {}

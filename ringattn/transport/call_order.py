@@ -14,6 +14,7 @@ Note [Call marks]
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, NoReturn
 
@@ -42,37 +43,29 @@ class _Made(NamedTuple):
     forward: int
 
 
+@dataclass(eq=False)
 class CallOrder:
-    """The calls of one rank, and their comparison with those of the other ranks (Note [Call marks]).
+    """The calls of one rank, and their comparison with those of the other ranks (Note [Call marks])."""
 
-    Attributes:
-        count: Calls so far.
-    """
-
-    def __init__(self, consensus: RankConsensus, link: ProcessGroupTransport) -> None:
-        self.count = 0
-        self._consensus = consensus
-        self._link = link
-        self._made: list[_Made] = []
+    consensus: RankConsensus
+    link: ProcessGroupTransport
+    count: int = 0
+    _made: list[_Made] = field(default_factory=list)
 
     def begin(self, call: CallMark, seed: int, forward: int, device: torch.device) -> int:
-        """Mark a call that is about to move rows, and return its number, from 1.
+        """Mark a call that is about to move rows, and return its number, from 1; ValueError on every rank where calls differ.
 
         Args:
             call: Its signature.
             seed: Its dropout seed; 0 where seeds may differ between ranks.
             forward: The number of the forward whose backward it is, 0 where that is unknown; FORWARD in a forward.
             device: Device of its rows.
-
-        Raises:
-            ValueError: Ranks have made different calls; raised on every rank.
-            RuntimeError: A rank did not come within the ring's timeout.
         """
         self.count += 1
         # hashes of integers do not depend on the process
         made = _Made(hash((call.digest, seed, forward)), call, seed, forward)
-        if self._link.sends_marks(device):
-            self._link.send_mark(made.mark, partial(self._differ, made, self.count))
+        if self.link.sends_marks(device):
+            self.link.send_mark(made.mark, partial(self._differ, made, self.count))
             return self.count
         self._made.append(made)
         if self.count % min(COMPARED, 1 << (self.count - 1).bit_length()) == 0:
@@ -82,9 +75,9 @@ class CallOrder:
     def _compare(self) -> None:
         made, self._made = self._made, []
         marks = [one.mark for one in made]
-        if len(set(self._consensus.share("a check of the calls so far", hash(tuple(marks))))) == 1:
+        if len(set(self.consensus.share("a check of the calls so far", hash(tuple(marks))))) == 1:
             return
-        found = self._consensus.share("the marks of the calls so far", marks)
+        found = self.consensus.share("the marks of the calls so far", marks)
         first = next(i for i, column in enumerate(zip(*found, strict=False)) if len(set(column)) > 1)
         self._differ(made[first], self.count - len(made) + 1 + first)
 
@@ -92,4 +85,4 @@ class CallOrder:
         words = made.call.words + (f" with dropout_seed={made.seed}" if made.seed else "")
         if made.forward != FORWARD:
             words = f"the backward of call {made.forward}, {words}"
-        self._consensus.differ(words, f"call {number} of the ring")
+        self.consensus.differ(words, f"call {number} of the ring")

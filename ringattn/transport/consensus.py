@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
-from ringattn.transport.groups import resolve_group
+from ringattn.transport.process_group import resolve_group
 
 _CLONES: weakref.WeakKeyDictionary[Any, tuple[threading.Lock, list[Any]]] = weakref.WeakKeyDictionary()
 """By a group's store: a lock of the thread that uses it, and clones that no thread is using."""
@@ -92,24 +92,18 @@ class RankConsensus:
     ranks have come to a round, all have read the one before, and each deletes its own keys of it. The last keys of a
     consensus object that was collected are deleted by the next comparison of any other, on the last rank that gets there.
 
-    Args:
-        group_name: Name of the process group.
-        rank: This rank within the group.
-        world_size: Ranks in the group.
-        name: Prefix of the keys: the same on all ranks, different for each ring.
-        timeout: Time to wait for the others.
-
     Attributes:
+        name: Prefix of the keys: the same on all ranks, different for each ring.
         failures: Rounds so far that ended in an error here: the same number on all ranks that came to the same round.
     """
 
     def __init__(self, group_name: str, rank: int, world_size: int, name: str, timeout: timedelta) -> None:
         self.failures = 0
-        self._group_name = group_name
-        self._rank = rank
-        self._world_size = world_size
-        self._name = name
-        self._timeout = timeout
+        self.group_name = group_name
+        self.rank = rank
+        self.world_size = world_size
+        self.name = name
+        self.timeout = timeout
         self._round = 0
         self._taken = threading.Lock()  # by the thread that is in the current round
         self._left: list[str] = []  # keys that others may still read
@@ -123,42 +117,34 @@ class RankConsensus:
         self._round += 1
 
     def compare(self, text: str, doing: str = "a comparison") -> list[str]:
-        """Write this rank's text and return the texts of all ranks, in rank order.
-
-        Args:
-            text: This rank's.
-            doing: The call that this rank is in, for messages.
-
-        Raises:
-            RuntimeError: Some ranks did not come within the timeout, or have not waited for this one; they are named.
-        """
+        """Write this rank's text and return those of all ranks; RuntimeError names ranks that did not come within the timeout."""
         with self._taken, _client(self._store()) as store:
             return self._compare(store, text, doing)
 
     def _compare(self, store: Any, text: str, doing: str) -> list[str]:
-        keys = [self._key(peer) for peer in range(self._world_size)]
+        keys = [self._key(peer) for peer in range(self.world_size)]
         read = self._left.copy()
         self._left.clear()
         # read by ranks that wait for this one in another ring
-        note = self._note(self._rank)
-        self._set(store, text, **{note: f"{doing} of ring {self._name!r}"})
+        note = self._note(self.rank)
+        self._set(store, text, **{note: f"{doing} of ring {self.name!r}"})
         try:
-            store.wait(keys, self._timeout)
+            store.wait(keys, self.timeout)
         except RuntimeError as error:
             self._left += read
             missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
             # ranks that come later must neither go on alone nor be a round behind
-            store.set(self._key(self._rank), _GAVE_UP)
+            store.set(self._key(self.rank), _GAVE_UP)
             self._round += 1
             found = {peer: self._note(peer) for peer in missing}
             notes = {peer: store.get(key).decode() for peer, key in found.items() if store.check([key])}
             notes = {peer: note for peer, note in notes.items() if note != _NOWHERE}
             where = f"this rank is in {doing}"
             if notes:
-                here = f"{where} of ring {self._name!r}"
+                here = f"{where} of ring {self.name!r}"
                 where = ", ".join([here, *(f"ring rank {peer} in {note}" for peer, note in notes.items())])
             raise RuntimeError(
-                f"ring rank {self._rank}: ring ranks {missing} did not make this attention call within {self._timeout} ({where}); "
+                f"ring rank {self.rank}: ring ranks {missing} did not make this attention call within {self.timeout} ({where}); "
                 f"all ranks of a ring must make the same calls in the same order"
             ) from error
         self._round += 1
@@ -166,12 +152,12 @@ class RankConsensus:
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         for key in read:
             store.delete_key(key)
-        _take_back(store, _GONE[self._group_name])
+        _take_back(store, _GONE[self.group_name])
         texts = [text.decode() for text in found]
         gone = [peer for peer, text in enumerate(texts) if text == _GAVE_UP]
         if gone:
             raise RuntimeError(
-                f"ring rank {self._rank}: ring ranks {gone} waited {self._timeout} for this attention call and gave it up; all "
+                f"ring rank {self.rank}: ring ranks {gone} waited {self.timeout} for this attention call and gave it up; all "
                 "ranks must come to it within the timeout of the Ring, which may be longer"
             )
         return texts
@@ -215,17 +201,7 @@ class RankConsensus:
             raise_differences([json.loads(found) for found in self.compare(json.dumps(record), doing)])
 
     def share(self, what: str, value: Any, doing: str = "") -> list[Any]:
-        """Return the values of all ranks, in rank order.
-
-        Args:
-            what: The name of the value.
-            value: This rank's, as JSON has it.
-            doing: The call that this rank is in; default what.
-
-        Raises:
-            ValueError: Another rank's call has failed, or shares something else.
-            RuntimeError: As `compare`.
-        """
+        """Return the JSON values of all ranks, in rank order; ValueError if another rank's call failed or shares another value."""
         with self._failing():
             doing = (doing or what)[:_SHOWN]
             texts = self.compare(json.dumps({what: value, _DOING: doing}), doing)
@@ -266,14 +242,14 @@ class RankConsensus:
 
     def _is_new(self, error: Exception) -> bool:
         """Return whether no round has ended yet in this error or in the one that it was raised from, and count it then."""
-        known = any(self._name in vars(one).get(_PUBLISHED, ()) for one in (error, error.__cause__) if one is not None)
-        vars(error).setdefault(_PUBLISHED, set()).add(self._name)
+        known = any(self.name in vars(one).get(_PUBLISHED, ()) for one in (error, error.__cause__) if one is not None)
+        vars(error).setdefault(_PUBLISHED, set()).add(self.name)
         self.failures += not known
         return not known
 
     def _set(self, store: Any, text: str, **others: str) -> None:
         """Write this rank's text for the current round, and other keys."""
-        key = self._key(self._rank)
+        key = self._key(self.rank)
         texts = {**others, key: text}
         if store.has_extended_api():
             store.multi_set(list(texts), list(texts.values()))
@@ -284,13 +260,13 @@ class RankConsensus:
 
     def _note(self, peer: int) -> str:
         """Return the key of a rank's note while it waits, in any ring."""
-        return f"ringattn/waits/{self._world_size}/{peer}"
+        return f"ringattn/waits/{self.world_size}/{peer}"
 
     def _key(self, peer: int) -> str:
-        return f"ringattn/{self._name}/{self._round}/{peer}"
+        return f"ringattn/{self.name}/{self._round}/{peer}"
 
     def _store(self) -> Any:
-        group = resolve_group(self._group_name)
+        group = resolve_group(self.group_name)
         return distributed_c10d._get_process_group_store(group)
 
 

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -26,31 +29,57 @@ from torch import Tensor
 from torch.distributed import distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 from ringattn.transport.base import Done, Message, Transport, Work
-from ringattn.transport.groups import resolve_group
 
 
+def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.ProcessGroup:
+    """Return the live process group of a name, in which this process has this (rank, size), else raise RuntimeError."""
+    group = distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    if _DISOWNED and group in _DISOWNED:
+        raise RuntimeError(
+            "a ring must be used by the process that made its group, got a call in a process that was forked from it, which "
+            "has no connections; make the call in the parent, or start the process by spawn and make a group there"
+        )
+    if place is not None and place != (group.rank(), group.size()):
+        raise RuntimeError(
+            f"a ring must be used in the process group that it was made in, as rank {place[0]} of {place[1]}, got another one of "
+            f"that name, in which this process is rank {group.rank()} of {group.size()}; make the Ring again after the group"
+        )
+    return group
+
+
+_DISOWNED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+"""Groups of the process that this one was forked from, to which their connections belong."""
+
+
+def _disown_groups() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _DISOWNED.update(distributed_c10d._world.pg_map)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_disown_groups)
+
+
+@dataclass(eq=False)
 class _Works:
     """The works of one batch, and (target, host copy) of received tensors that belong on a GPU."""
 
-    def __init__(
-        self, works: list[dist.Work], peers: list[int], rank: int, what: str, landed: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        self._works = works
-        self._landed = landed
-        self._peers = peers
-        self._rank = rank
-        self._what = what
+    works: list[dist.Work]
+    peers: list[int]
+    rank: int
+    what: str
+    host_copies: Sequence[tuple[Tensor, Tensor]] = ()
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"ring rank {self._rank}: {self._what}: the transfer with ring ranks {self._peers} failed or timed "
+                    f"ring rank {self.rank}: {self.what}: the transfer with ring ranks {self.peers} failed or timed "
                     f"out; look for an earlier error on those ranks ({error})"
                 ) from error
-        for x, host in self._landed:
+        for x, host in self.host_copies:
             x.copy_(host)
 
 
@@ -59,14 +88,7 @@ _MADE: Counter[str] = Counter()
 
 
 def make_communicator(name: str, parent: dist.ProcessGroup, device: torch.device, max_ctas: int) -> None:
-    """Make an NCCL communicator of a group's ranks, in their order (Note [Few channels]); every rank must call it.
-
-    Args:
-        name: Its name; the same on all ranks.
-        parent: The group; its timeout is obeyed.
-        device: This rank's GPU.
-        max_ctas: Most thread blocks, and so SMs, that NCCL may use.
-    """
+    """Make a named NCCL communicator of a group's ranks (Note [Few channels]); every rank must call it."""
     _MADE[name] += 1
     rank, size = dist.get_rank(parent), dist.get_world_size(parent)
     # a store keeps the keys of a communicator that has ended: each one needs a prefix of its own
@@ -119,11 +141,6 @@ def abort_communicators(group_name: str, links: Sequence[str], device: torch.dev
 
     An abort raises a flag that the kernels poll, and then waits for graphs that were captured with the communicator: so it runs in
     threads that are not joined. Other backends time out by themselves.
-
-    Args:
-        group_name: Name of the process group.
-        links: Names of communicators that may have been made beside it.
-        device: Device of the kernels.
     """
     if device.type != "cuda":
         return
@@ -142,20 +159,41 @@ def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
         group._get_backend(device).abort()
 
 
+_PARTS: dict[str, dist.ProcessGroup] = {}
+
+
+def name_part(name: str, parent: str, rank: int, size: int) -> None:
+    """Name some ranks of a group, so that torch's symmetric memory finds them; each of them calls it with its rank among them.
+
+    The name belongs to a group without a backend: its members, and the store of the parent.
+    """
+    if name in _PARTS:
+        return
+    from torch._C import _distributed_c10d as c10d
+    from torch.distributed import _symmetric_memory as symmetric
+
+    store = dist.PrefixStore(name, distributed_c10d._get_process_group_store(resolve_group(parent)))  # pyright: ignore
+    part = _PARTS[name] = dist.ProcessGroup(store, rank, size)
+    # versions of torch read different ones of these
+    c10d._register_process_group(name, part)  # pyright: ignore[reportArgumentType]
+    c10d._SymmetricMemory.set_group_info(name, rank, size, store)
+    getattr(symmetric, "_group_name_to_store", {})[name] = store
+
+
+@dataclass(eq=False)
 class _Marked:
     """A post whose rows may be read once the call marks that travel beside them are equal."""
 
-    def __init__(self, works: _Works, marks: Tensor, differ: Callable[[], NoReturn], post: Work) -> None:
-        self._works = works
-        self._marks = marks
-        self._differ = differ
-        self._post = post
+    works: _Works
+    marks: Tensor
+    differ: Callable[[], NoReturn]
+    post: Work
 
     def wait(self) -> None:
-        self._works.wait()
-        if len(set(self._marks.tolist())) > 1:
-            self._differ()
-        self._post.wait()
+        self.works.wait()
+        if len(set(self.marks.tolist())) > 1:
+            self.differ()
+        self.post.wait()
 
 
 class ProcessGroupTransport(Transport):
@@ -164,15 +202,8 @@ class ProcessGroupTransport(Transport):
     A group has one order of messages between two ranks, whoever sends them: messages of two rings in two threads, or of two calls
     after a rank has left one out, would be mistaken for each other. So with gloo the tag of a message is a hash of the ring, the
     number of the post and its purpose, and a receive of another message raises. NCCL has no tags: there a ring has
-    communicators of its own. Gloo reads and writes host memory only, so rows of GPUs are copied to the host and back.
-
-    Args:
-        group_name: Name of the process group.
-        rank: This rank within the group.
-        world_size: Ranks in the group.
-        name: Name of this transport; the same on all ranks.
-        max_ctas: Between GPUs: thread blocks of an NCCL communicator of its own (Note [Few channels]); None: the
-            group's own communicator.
+    communicators of its own, of at most max_ctas thread blocks (None: that of the group). Gloo reads and writes host memory only,
+    so rows of GPUs are copied to the host and back.
     """
 
     def __init__(
@@ -219,19 +250,14 @@ class ProcessGroupTransport(Transport):
             self._call_mark = 0  # equal on all ranks again
             differ()
 
-        return _Marked(_Works(works, peers, self._rank, what, ()), marks, raise_difference, pending)
+        return _Marked(_Works(works, peers, self._rank, what), marks, raise_difference, pending)
 
     def sends_marks(self, device: torch.device) -> bool:
         """Return whether `send_mark` serves rows on a device: where gloo moves them."""
         return self._is_gloo and (self._by_host or device.type != "cuda")
 
     def send_mark(self, mark: int, differ: Callable[[], NoReturn]) -> None:
-        """Send the mark of a call to all ranks; the wait for the next post compares the marks of all ranks.
-
-        Args:
-            mark: 64 bits, signed.
-            differ: Called on every rank where marks differ; raises.
-        """
+        """Send the 64-bit mark of a call to all ranks; the wait for the next post calls `differ` where marks differ."""
         self._marks += 1
         group = resolve_group(self._group_name, self._place)
         tag = zlib.crc32(b"mark", (self._name_mark + self._marks) % 2**32) % 2**31
@@ -252,7 +278,7 @@ class ProcessGroupTransport(Transport):
         if not sends and not receives:
             return Done()
         peers = sorted({peer for peer, _ in (*sends, *receives)})
-        landed = list[tuple[Tensor, Tensor]]()
+        host_copies = list[tuple[Tensor, Tensor]]()
         if self._by_host:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -260,14 +286,14 @@ class ProcessGroupTransport(Transport):
                     "copy engine, got gloo, which moves rows of GPUs through the host; call init_process_group('nccl')"
                 )
             sends = [(peer, x.to("cpu", copy=True)) for peer, x in sends]
-            landed = [(x, torch.empty(x.shape, dtype=x.dtype, device="cpu")) for _, x in receives]
-            receives = [(peer, host) for (peer, _), (_, host) in zip(receives, landed, strict=True)]
+            host_copies = [(x, torch.empty(x.shape, dtype=x.dtype, device="cpu")) for _, x in receives]
+            receives = [(peer, host) for (peer, _), (_, host) in zip(receives, host_copies, strict=True)]
         own = _COMMUNICATORS.get(self._name)
         try:
             works = self._batch(sends, receives, what) if own is None else _coalesce(own, sends, receives)
         except RuntimeError as error:
             raise RuntimeError(f"ring rank {self._rank}: {what}: cannot reach ring ranks {peers} ({error})") from error
-        return _Works(works, peers, self._rank, what, landed)
+        return _Works(works, peers, self._rank, what, host_copies)
 
     def _batch(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> list[dist.Work]:
         group = resolve_group(self._group_name, self._place)

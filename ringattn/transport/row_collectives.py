@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.transport.groups import resolve_group
+from ringattn.transport.process_group import resolve_group
 
 _LIBRARY = torch.library.Library("ringattn", "FRAGMENT")
 # Note [Beside compiled graphs] of autograd.py

@@ -6,19 +6,20 @@ import importlib.util
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ringattn.plan.ring_plan import Nodes
-from ringattn.transport.base import Transport
-from ringattn.transport.choice import Choice
+from ringattn.transport.base import Choice, RingContext, Transport
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.symmetric_memory import Memory
 from ringattn.transport.gpu_sharing import SHARE, may_share_gpus, ranks_per_gpu, sm_margin_of
-from ringattn.transport.groups import name_part
+from ringattn.transport.process_group import name_part
+from ringattn.transport.reduce.base import PartialReducer
+from ringattn.transport.reduce.stacked import LocalReducer, ProcessGroupReducer
+from ringattn.transport.timeout import BoundedWait
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
 PROBE_BYTES = 16 * 2**20
@@ -44,14 +45,7 @@ def look(device: torch.device) -> dict[str, Any]:
 def find_obstacle(
     rank: int, device: torch.device, found: Sequence[dict[str, Any]], nodes: Nodes | None = None
 ) -> str | None:
-    """Return the reason why the GPU of this rank and those of the others of its node can not reach each other; None where they can.
-
-    Args:
-        rank: This ring rank.
-        device: Its device.
-        found: The result of `look` on every rank.
-        nodes: The ranks of each node; None: one.
-    """
+    """Return the reason why the GPUs of a rank's node can not reach each other, by the results of `look` of all ranks, or None."""
     for peer, other in enumerate(found):
         if other["missing"] is not None:
             return f"ring rank {peer} can not take part: {other['missing']}"
@@ -83,6 +77,24 @@ def most_on_one_gpu(found: Sequence[dict[str, Any]]) -> int:
     return max(*here.values(), *(one["ranks"] for one in found))
 
 
+def group_by_host(hosts: Sequence[str]) -> Nodes:
+    """Return the nodes of a ring: ranks of one host share a node, in the order in which hosts appear.
+
+    Example:
+        >>> group_by_host(["a", "a", "b", "b"])
+        ((0, 1), (2, 3))
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    sizes = {host: len(ranks) for host, ranks in nodes.items()}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(
+            f"nodes='auto' must find equally many ring ranks on every host, got {sizes}; pass nodes=1 for a ring of one level"
+        )
+    return tuple(tuple(ranks) for ranks in nodes.values())
+
+
 def node_of(rank: int, nodes: Nodes | None, world_size: int) -> tuple[int, ...]:
     """Return the ranks that share a node with a rank, itself among them, in the order of their places.
 
@@ -96,15 +108,7 @@ def node_of(rank: int, nodes: Nodes | None, world_size: int) -> tuple[int, ...]:
 def measure_push(
     place: int, size: int, time_copy: Callable[[int, int, int], float], memory: Memory, consensus: RankConsensus
 ) -> float:
-    """Return the bytes per second at which the slowest rank pushes to the next one while all do; the same on all ranks.
-
-    Args:
-        place: This rank's among those that share memory.
-        size: Their number.
-        time_copy: Returns the seconds of one copy from a source address to a target (`CudaStreams.time_copy`).
-        memory: Source of regions.
-        consensus: That of all ranks of the ring.
-    """
+    """Return the bytes per second of the slowest rank's push to the next one while all do; the same on all ranks."""
     source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=memory.device)
     region = memory.region(PROBE_BYTES, "probe")
     seconds = time_copy(region.addresses[(place + 1) % size], source.data_ptr(), PROBE_BYTES)
@@ -115,13 +119,8 @@ def measure_push(
 
 def choose(
     wanted: str,
-    group_name: str,
-    rank: int,
-    world_size: int,
-    name: str,
     device: torch.device,
     consensus: RankConsensus,
-    timeout: timedelta,
     memory_budget: int | None,
     fallback: Transport,
     nodes: Nodes | None = None,
@@ -130,13 +129,8 @@ def choose(
 
     Args:
         wanted: One of `TRANSPORTS`.
-        group_name: Name of the process group.
-        rank: This ring rank.
-        world_size: Ranks of the ring.
-        name: The ring's name.
         device: Device of this rank's tensors.
         consensus: That of the ring.
-        timeout: Time without progress after which the ring fails.
         memory_budget: Bytes; None for a quarter of the free memory of the fullest device.
         fallback: The transport over the process group.
         nodes: The ranks of each node; the transport then serves within this rank's. None: one level.
@@ -148,6 +142,7 @@ def choose(
         ValueError: The memory budgets differ; raised on every rank.
         RuntimeError: `copy_engine` was asked for and can not serve; raised on every rank.
     """
+    rank, world_size, timeout = consensus.rank, consensus.world_size, consensus.timeout
     if wanted == "process_group":
         return fallback, Choice("process_group", "asked for"), memory_budget or 0, 0.0
     here = look(device) | {"memory_budget": memory_budget}
@@ -171,17 +166,17 @@ def choose(
         # one rank may have a broken installation: all must be ready before memory is made
         obstacle = consensus.first("error", error)
         if obstacle is None and streams is not None:
-            mates, within, together = node_of(rank, nodes, world_size), group_name, consensus
+            mates, within, together = node_of(rank, nodes, world_size), consensus.group_name, consensus
             if nodes is not None:
                 place = mates.index(rank)
-                within = f"ringattn/{name}/node {nodes.index(mates)}"
-                name_part(within, group_name, place, len(mates))
-                together = RankConsensus(group_name, place, len(mates), within, timeout)
+                within = f"ringattn/{consensus.name}/node {nodes.index(mates)}"
+                name_part(within, consensus.group_name, place, len(mates))
+                together = RankConsensus(consensus.group_name, place, len(mates), within, timeout)
             memory = SymmetricMemory(within, together, device, streams.synchronize)
             rate = measure_push(mates.index(rank), len(mates), streams.time_copy, memory, consensus)
             sm_margin = sm_margin_of(device, most_on_one_gpu(found))
             transport = CopyEngineTransport(
-                rank, mates, name, streams, memory, timeout.total_seconds(), sm_margin=sm_margin
+                rank, mates, consensus.name, streams, memory, timeout.total_seconds(), sm_margin=sm_margin
             )
     if transport is not None:
         why = f"the {world_size} GPUs of the ring are on one host and reach each other"
@@ -195,3 +190,28 @@ def choose(
             "use transport='auto' or 'process_group'"
         )
     return fallback, Choice("process_group", f"{obstacle}"), budget, 0.0
+
+
+def choose_reducer(
+    device: torch.device,
+    choice: Choice,
+    consensus: RankConsensus | None,
+    context: RingContext,
+    bounded_wait: BoundedWait,
+) -> PartialReducer:
+    """Choose the reducer of a ring for partials on a device, after its transport. Every rank calls it."""
+    if consensus is None:
+        return LocalReducer()
+    why = f"the partials are in {device.type} memory" if choice.name == "undecided" else str(choice)
+    if choice.name == "copy_engine" and context.nodes is not None:
+        why = f"partials cross between nodes ({why})"
+    elif choice.name == "copy_engine" and device.type == "cuda":
+        from ringattn.transport.copy_engine.transport import CopyEngineTransport
+
+        missing = None if importlib.util.find_spec("triton") else f"ring rank {consensus.rank} has no triton"
+        missing = consensus.first("missing for a reducer", missing)
+        if missing is None:
+            assert isinstance(context.transport, CopyEngineTransport), "the copy engine was chosen"
+            return context.transport.one_shot(consensus, why)
+        why = missing
+    return ProcessGroupReducer(consensus, bounded_wait, why)

@@ -25,16 +25,16 @@ MessageTag = tuple[int, bool]
 """(number of the post, whether it is a `GradMessage`): equal on both sides (`Transport.post`)."""
 
 
+@dataclass
 class _SimulatedWork:
-    def __init__(self, hub: _Hub, rank: int, receives: list[tuple[Message, MessageTag]], what: str) -> None:
-        self._hub = hub
-        self._rank = rank
-        self._receives = receives
-        self._what = what
+    hub: _Hub
+    rank: int
+    receives: list[tuple[Message, MessageTag]]
+    what: str
 
     def wait(self) -> None:
-        for (peer, x), tag in self._receives:
-            x.copy_(self._hub.collect(peer, self._rank, self._what, tag))
+        for (peer, x), tag in self.receives:
+            x.copy_(self.hub.collect(peer, self.rank, self.what, tag))
 
 
 class _Hub:
@@ -80,14 +80,14 @@ class _Hub:
         self.running.notify_all()
 
 
+@dataclass(eq=False)
 class SimulatedTransport(Transport):
     """One rank's end of the mailboxes."""
 
-    def __init__(self, hub: _Hub, rank: int, sm_margin: int = 0) -> None:
-        self._hub = hub
-        self._rank = rank
-        self._sm_margin = sm_margin
-        self._posts = 0
+    hub: _Hub
+    rank: int
+    sm_margin: int = 0
+    _posts: int = 0
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
@@ -99,30 +99,30 @@ class SimulatedTransport(Transport):
                 assert peers.setdefault(isinstance(message, GradMessage), peer) == peer, (
                     f"{what}: one peer per kind of message"
                 )
-                self._hub.deliver(self._rank, peer, x, (self._posts, isinstance(message, GradMessage)))
+                self.hub.deliver(self.rank, peer, x, (self._posts, isinstance(message, GradMessage)))
         for _, x in receives:
             # all bits set is NaN in every float dtype, in messages of bytes too
             x.view(-1).view(torch.uint8).fill_(255)
         expected = [
             (message, (self._posts, isinstance(message, GradMessage))) for message in receives if message[1].numel()
         ]
-        return _SimulatedWork(self._hub, self._rank, expected, what)
+        return _SimulatedWork(self.hub, self.rank, expected, what)
 
     def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         """Return: mailboxes hold any size."""
 
     def kv_gather(self) -> SimulatedKVGather:
         """Return a gather that fetches all rows before the kernel starts."""
-        return SimulatedKVGather(self._hub, self._rank, self._sm_margin)
+        return SimulatedKVGather(self.hub, self.rank, self.sm_margin)
 
 
+@dataclass(eq=False)
 class SimulatedKVGather:
     """A gather by mailbox, whose buffers are NaN except where the kernel may read and write."""
 
-    def __init__(self, hub: _Hub, rank: int, sm_margin: int) -> None:
-        self._hub = hub
-        self._rank = rank
-        self.sm_margin = sm_margin
+    hub: _Hub
+    rank: int
+    sm_margin: int
 
     def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
         """Return: mailboxes hold any size."""
@@ -189,14 +189,14 @@ class SimulatedKVGather:
     def _fetch(self, mine: Tensor, remote: Tensor, gather_plan: GatherPlan, what: str) -> Tensor:
         """Write the rows of all others into remote, whose dimension 1 is rows, and return it."""
         for reader in gather_plan.sends:
-            self._hub.deliver(
-                self._rank,
+            self.hub.deliver(
+                self.rank,
                 reader.peer,
                 torch.cat([mine.narrow(1, offset, length) for offset, length in reader.rows], 1),
             )
         for fetch in gather_plan.recvs:
-            rows = self._hub.collect(
-                fetch.owner, self._rank, f"{what}, keys of ring step {gather_plan.first + fetch.step}"
+            rows = self.hub.collect(
+                fetch.owner, self.rank, f"{what}, keys of ring step {gather_plan.first + fetch.step}"
             )
             remote[:, fetch.at : fetch.at + rows.shape[1]] = rows
         return remote
@@ -205,7 +205,7 @@ class SimulatedKVGather:
         """See `KVGather.saved_ready_flags`."""
         del gather_plan
         # raised from the start; flags are passed as on real ranks, so that the same kernels run
-        flags = torch.ones(groups, self._hub.world_size, dtype=torch.int32, device=device)
+        flags = torch.ones(groups, self.hub.world_size, dtype=torch.int32, device=device)
         return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=device), timeout_ns=10**9)
 
     def grad_return(
@@ -218,7 +218,7 @@ class SimulatedKVGather:
         biased: bool = False,
     ) -> _SimulatedGradReturn:
         """See `KVGather.grad_return`."""
-        return _SimulatedGradReturn(self._hub, self._rank, shape, gather_plan, device, what, biased=biased)
+        return _SimulatedGradReturn(self.hub, self.rank, shape, gather_plan, device, what, biased=biased)
 
 
 @dataclass
@@ -308,12 +308,7 @@ def run_ranks(
 ) -> list[T]:
     """Run `body` once per rank in lockstep and return the results in rank order; raise the first exception.
 
-    Args:
-        world_size: Ranks to simulate.
-        body: The work of one rank.
-        nodes: The ranks of each node, in a ring of two levels.
-        budget: Bytes that gathered keys may take on a rank (`RingContext.budget`); 0: step by step.
-        sm_margin: See `KVGather.sm_margin`.
+    nodes, budget and sm_margin are those of `RingContext` and `KVGather`.
     """
     hub = _Hub(world_size)
     results: dict[int, T] = {}

@@ -56,15 +56,11 @@ def record_events(device: torch.device) -> EventPair:
 
 
 def pause_s(elapsed_s: float, usual_s: float) -> float:
-    """Return the seconds to sleep before the next poll; 0: none.
+    """Return the seconds to sleep before the next poll, after a wait of elapsed_s that should take usual_s (0: unknown); 0: none.
 
     A poll costs a microsecond, and polling without a pause keeps other threads of the process from running. A sleep lasts up to
     SLACK_S too long. Replays of one graph last about equally long. So the host sleeps for most of the time that the last one
     took, in eighths in case this one is shorter; polls without a pause around the expected end; and then ever more seldom.
-
-    Args:
-        elapsed_s: Seconds since the wait began.
-        usual_s: Seconds that it should take; 0: unknown.
 
     Example:
         >>> pause_s(0.002, 0.016), pause_s(0.015, 0.016), pause_s(0.0165, 0.016), pause_s(6.4, 0.016)
@@ -100,40 +96,27 @@ def wait_until_done(
     return True
 
 
+@dataclass(eq=False)
 class BoundedWait:
-    """The bounded waits of one rank's host for its device.
-
-    Args:
-        rank: This ring rank.
-        world_size: Ranks of the ring.
-        name: The ring's name.
-        timeout: Seconds that a rank may be waited for.
-        abort_communicators: Called, once, at the timeout; must not wait.
-        clock: Seconds.
-        sleep: Sleeps for so many seconds.
+    """The bounded waits of one rank's host for its device; calls abort_communicators, which must not wait, once at the timeout.
 
     Attributes:
         failure: The message of the failure; None while the ring is healthy.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        name: str,
-        timeout: float,
-        abort_communicators: Callable[[torch.device], None],
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._rank, self._world_size, self._name = rank, world_size, name
-        self._timeout, self._abort_communicators, self._clock, self._sleep = timeout, abort_communicators, clock, sleep
-        self.failure: str | None = None
+    rank: int
+    world_size: int
+    name: str
+    timeout: float
+    abort_communicators: Callable[[torch.device], None]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    failure: str | None = None
 
     @property
     def bound_s(self) -> float:
         """Seconds that work may take which waits for ranks; unbounded in a ring of one rank."""
-        return math.inf if self._world_size == 1 else self._timeout + min(GRACE_S, self._timeout / 2)
+        return math.inf if self.world_size == 1 else self.timeout + min(GRACE_S, self.timeout / 2)
 
     def check(self) -> None:
         """Raise RuntimeError if a wait has timed out."""
@@ -143,15 +126,15 @@ class BoundedWait:
     def wait(self, events: EventPair) -> bool:
         """Wait until some work has ended, if it does in time; return whether it has."""
         self.check()
-        return wait_until_done(events, self.bound_s, self._clock, self._sleep)
+        return wait_until_done(events, self.bound_s, self.clock, self.sleep)
 
     def raise_timeout(self, what: str, device: torch.device) -> NoReturn:
         """Raise RuntimeError because the named work has not ended in time; from now on `check` raises it, too."""
-        peers = [peer for peer in range(self._world_size) if peer != self._rank]
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
         self.failure = (
-            f"ring rank {self._rank} of ring {self._name!r}: {what} has not ended {self.bound_s:g} s after it began, and ranks may "
-            f"be waited for {self._timeout:g} s: one of ring ranks {peers} did not come; look for an earlier error on those ranks "
+            f"ring rank {self.rank} of ring {self.name!r}: {what} has not ended {self.bound_s:g} s after it began, and ranks may "
+            f"be waited for {self.timeout:g} s: one of ring ranks {peers} did not come; look for an earlier error on those ranks "
             "(what it was to compute is not there, and this ring can not be used any more: end the process)"
         )
-        self._abort_communicators(device)
+        self.abort_communicators(device)
         raise RuntimeError(self.failure)

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringattn.transport.hierarchical
+import ringattn.transport.select
 from ringattn import Ring, ring_attention, simulate_ring
 from ringattn.launch.runtime import slow_link
 from ringattn.launch.runtime.slow_link import Throttled, slow_down
 from ringattn.transport.base import Done, NoTransport
-from ringattn.transport.hierarchical import group_by_host
+from ringattn.transport.select import group_by_host
 from tests.cases import Attention
 from tests.pool import Pools
 from tests.transport.test_ring import CASES, LAYOUTS, Standard, attend, attentions, simulate
@@ -215,7 +215,7 @@ def test_wrong_options_are_refused() -> None:
 
 
 def test_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(ringattn.transport.hierarchical)
+    result = doctest.testmod(ringattn.transport.select)
     assert result.attempted
     assert not result.failed
 

@@ -27,7 +27,7 @@ from ringattn.simulate import simulate_ring
 from ringattn.transport import select
 from ringattn.transport.base import COMM_SMS, Buffers, Message, RingContext, Transport
 from ringattn.transport.gpu_sharing import SHARE, ranks_per_gpu, sm_margin_of
-from ringattn.transport.groups import name_part, resolve_group
+from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.transport.select import find_obstacle, most_on_one_gpu
 from tests import gathering_kernels
 from tests.fake_streams import MAIN, OTHER, Item

@@ -237,7 +237,7 @@ def test_the_backward_moves_the_side_of_which_the_busiest_rank_moves_fewer_bytes
 
     def count(self: SimulatedTransport, sends: Any, receives: Any, what: str) -> Any:
         if what.startswith("backward"):
-            moved[self._rank] += sum(x.numel() for _, x in (*sends, *receives))
+            moved[self.rank] += sum(x.numel() for _, x in (*sends, *receives))
         return post(self, sends, receives, what)
 
     monkeypatch.setattr(SimulatedTransport, "post", count)

@@ -39,12 +39,9 @@ BOX_NAMES = ("outboxes", "outboxes of gradients")
 
 @dataclass(eq=False)
 class ZeroCopyKV:
-    """A slot that the caller fills, or that receives rows of another node.
+    """A slot `b rows hk (d + dv)` that the caller fills, or that receives rows of another node; k and v are this rank's rows in it.
 
     Attributes:
-        slot: `b rows hk (d + dv)`.
-        k: This rank's keys in it.
-        v: This rank's values in it.
         infos: Keys of the entries made for it (`RankBuffers.keep`).
     """
 
@@ -63,8 +60,7 @@ class RankBuffers:
 
     Args:
         rank: This rank within the ring.
-        members: The ranks of the ring that reach each other's memory, in the order of the regions' addresses: all, or those
-            of a node.
+        members: The ranks that reach each other's memory, in the order of the regions' addresses: all, or those of a node.
         name: The ring's name.
         streams: Access to the device.
         memory: Source of regions.

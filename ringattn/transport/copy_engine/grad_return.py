@@ -39,16 +39,11 @@ class GradReturnPrograms:
     """The constant part of a return of gradients; every program is for the caller's stream.
 
     Attributes:
-        info: For messages.
         start: In front of the kernel: waits until the regions at this rank's owners may be written.
         receive: Behind it: signals that this rank's contributions are written, and waits for those of others.
         close: Behind the sum: signals that others may write again.
         start_ops: The operations of `start` before the kernel.
-        signal_ops: The first operations of `receive`.
-        place_ops: The next: the place that it waits at.
-        wait_ops: The last: the waits.
-        addresses: See `GradReturn`.
-        local_grads: See `GradReturn`.
+        signal_ops: The first operations of `receive`; then come `place_ops` and `wait_ops`.
         regions: The contributions to this rank's rows, one per reader.
         bias: Addresses, local gradients and regions of key_bias; None: it has no gradient.
         keep: Other objects that must live as long as the programs.
@@ -97,17 +92,7 @@ def grad_return_programs(
     *,
     biased: bool,
 ) -> GradReturnPrograms:
-    """Build the programs of a return of gradients.
-
-    Args:
-        semaphores: Those of this rank.
-        gather_plan: The plan of its gather.
-        peer_buffer: Memory of the regions: as much for every peer.
-        local_grads: Plain memory for this rank's own contributions.
-        shape: Batch elements, key heads, and the width of a key and its value.
-        what: Names the call.
-        biased: There is a gradient of key_bias.
-    """
+    """Build the programs; shape is (batch, key heads, width of a key and its value), biased: key_bias has a gradient."""
     me, compile_ = semaphores.rank, semaphores.streams.compile
     b, hk, width = shape
     whole, of_bias = (b, gather_plan.slot_rows, hk, width), (b, hk, gather_plan.slot_rows)

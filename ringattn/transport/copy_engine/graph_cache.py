@@ -40,7 +40,6 @@ class CachedCall:
     Attributes:
         held: Objects that its key names by identity.
         seen: Number of times that it has come, at most SEEN.
-        can_capture: No capture of it has failed.
         takes_turn: It uses the next buffers of gradients.
         layout: The layout that it leaves in the remote buffer.
         graphs: Its graphs, by whether padding rows are cleared and by the turn, each with the objects that it keeps alive.
@@ -55,12 +54,7 @@ class CachedCall:
 
 
 class GraphCache:
-    """The cached calls of one ring.
-
-    Attributes:
-        captured: Number of captures.
-        launched: Number of launches.
-    """
+    """The cached calls of one ring."""
 
     def __init__(self) -> None:
         self.captured = self.launched = 0

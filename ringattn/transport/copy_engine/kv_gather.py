@@ -49,13 +49,7 @@ from ringattn.transport.copy_engine.watchdog import (
 
 @dataclass(frozen=True)
 class Bias:
-    """Buffers of key_bias.
-
-    Attributes:
-        slot: `b slot_rows`, behind the slot of this rank.
-        table: `b t+remote_rows`, for kernels.
-        local: Rows of this rank, t.
-    """
+    """Buffers of key_bias: `b slot_rows` behind the slot, the table `b t+remote_rows` for kernels, and t, the local rows."""
 
     slot: Tensor
     table: Tensor
@@ -81,12 +75,9 @@ class GatherMemory:
     """Buffers of one gather on this rank.
 
     Attributes:
-        peer_buffer: The buffer that peers write into.
-        remote: `b remote_rows hk (d + dv)`, its rows.
-        dim: d.
+        peer_buffer: The buffer that peers write into; remote are its rows, `b remote_rows hk (d + dv)`, and dim is d.
         slot: `b slot_rows hk (d + dv)`, the source of this rank's pushes.
         packed: The part of it that is to be packed; None where no rank reads it or the caller has filled it.
-        bias: None: there is no key_bias.
         ready_flags: The flags of this rank, one per group of heads and ring step.
         keep: Other objects that must live as long as the programs.
     """
@@ -117,8 +108,7 @@ class GatherPrograms:
     """The constant part of a gather, for one plan, slot, shape and remote buffer.
 
     Attributes:
-        info: For messages about the caller's stream and the flag stream.
-        push_info: For messages about the copy stream.
+        push_info: For messages about the copy stream; `info` for the others.
         start: On the caller's stream; behind packing where `starts_last`, else in front of it.
         cleared: Flags that packing lowers, without and with padding rows; None: `start` does it, or nothing is fetched.
         opening: On the copy stream, beside packing, in a capture: all in front of the first copy.
@@ -128,11 +118,9 @@ class GatherPrograms:
         join: On the caller's stream: waits for the others.
         start_ops: The operations of `start`.
         join_ops: Those of `join`, without the reports.
-        packed: Target of packing; None where no rank reads it or the caller has filled it.
         bias: Targets of key_bias, in the slot (None: no rank reads it) and in the table, and the table.
         remote: All remote rows, the keys and the values in them.
         layout: Equal where two gathers have the same padding rows.
-        keep: Other objects that must live as long as the programs.
         save_ops: Returns the operations of the flag stream for rows that are saved at an address; None: none are.
         save_programs: The programs of these, by address: an allocator returns the same addresses in every step of a training.
     """
@@ -311,16 +299,8 @@ def _copies(
 ) -> list[Op]:
     """Return the copies of one group of heads of row ranges to consecutive rows.
 
-    Args:
-        source: Address of row 0.
-        target: Address of row 0.
-        between: Rows from batch element to batch element, in source and target.
-        b: Batch elements.
-        row: Bytes of a row.
-        rows: Of the source.
-        at: The first row in the target.
-        group: Which group.
-        groups: Their number.
+    source and target are the addresses of row 0, between the rows from batch element to batch element in both, row the bytes of a
+    row, and at the first row in the target.
     """
     part, found = row // groups, list[Op]()
     source_pitch, target_pitch = (x * row for x in between)

@@ -28,14 +28,9 @@ PAYLOAD_ALIGNMENT = 16
 
 
 class PeerBuffer:
-    """A region of `ready` and `reusable` semaphores for every pair, then rows. All ranks make it together.
+    """A region of `ready` and `reusable` semaphores for every pair of members, then num_bytes of rows. All ranks make it together.
 
-    Args:
-        memory: Source of regions.
-        members: The ranks that share it, in the order of a region's addresses.
-        num_bytes: Of the rows of one rank.
-        what: Its name, for errors.
-        reusable: The ranks whose `reusable` begins as 1; None: all.
+    `reusable` begins as 1 for the given ranks; None: for all.
     """
 
     groups = 1

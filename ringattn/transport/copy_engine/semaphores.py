@@ -37,7 +37,6 @@ class Semaphores:
         watchdog: Reads the words in host memory.
 
     Attributes:
-        prev_rank: The member before this rank.
         gate: Passed before each signal: open while the ring is healthy (Note [Recovery] of watchdog.py).
         proceed: Passed by the caller's stream: open while the ring is healthy.
     """

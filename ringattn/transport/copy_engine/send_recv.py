@@ -1,11 +1,10 @@
 """The constant programs of a post on one rank, built once per peers; the copies between them belong to the call.
 
-Note [A post]
-    A message is copied into an outbox of this rank, from where its reader pulls it. There are four outboxes, however many ranks
-    there are: one for plain messages and one for gradient messages, alternating. A post of all ranks takes one turn, also on
-    ranks that move nothing in it: so a reader knows where a sender's message lies. Before it fills an outbox, the sender waits for the
-    `reusable` of all peers, and resets that of the next reader alone. A rank in post n waits for pulls of its peers in earlier
-    posts, and these wait for nothing later than n - 1.
+A message is copied into an outbox of this rank, from where its reader pulls it. There are four outboxes, however many ranks
+there are: one for plain messages and one for gradient messages, alternating. A post of all ranks takes one turn, also on ranks
+that move nothing in it: so a reader knows where a sender's message lies. Before it fills an outbox, the sender waits for the
+`reusable` of all peers, and resets that of the next reader alone. A rank in post n waits for pulls of its peers in earlier
+posts, and these wait for nothing later than n - 1.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ class SendRecvPrograms:
     """The constant part of a post between the same peers.
 
     Attributes:
-        info: For messages.
         begin: On the caller's stream, in front of the copies into the outboxes.
         end: Behind them.
         boxes: Addresses of this rank's outboxes, in order of `out`.
@@ -52,16 +50,7 @@ def send_recv_programs(
     index: int,
     what: str,
 ) -> SendRecvPrograms:
-    """Build the programs of a post (Note [A post]).
-
-    Args:
-        semaphores: Those of this rank.
-        boxes: The outboxes whose turn it is, by kind of message.
-        out: (peer, kind) of each send.
-        into: (peer, kind) of each receive.
-        index: Which of the posts that may be in flight.
-        what: Names the call.
-    """
+    """Build the programs of a post; out and into are (peer, kind), index is that of the post among those in flight."""
     me, compile_ = semaphores.rank, semaphores.streams.compile
     info = ProgramInfo(what, semaphores.peers if out else (), stops=tuple((None, peer) for peer, _ in into))
     number = semaphores.watchdog.number(info)

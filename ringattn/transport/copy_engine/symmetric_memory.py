@@ -32,13 +32,7 @@ def aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One region of symmetric memory.
-
-    Attributes:
-        local: `bytes` uint8: this rank's part.
-        addresses: Address here of each rank's part, by ring rank.
-        keeper: An object that must live as long as the region.
-    """
+    """One region of symmetric memory: this rank's bytes, the addresses here of all parts, and an object that keeps them alive."""
 
     local: Tensor
     addresses: tuple[int, ...]
@@ -67,23 +61,14 @@ class Memory(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class SymmetricMemory:
-    """`Memory` of torch's symmetric memory.
+    """`Memory` of torch's symmetric memory, in a process group or a part with a name (`name_part`)."""
 
-    Args:
-        group_name: Name of the process group, or a name of `name_part`.
-        consensus: Compares sizes between ranks.
-        device: This rank's device.
-        synchronize: Returns when all work of the device has ended.
-    """
-
-    def __init__(
-        self, group_name: str, consensus: RankConsensus, device: torch.device, synchronize: Callable[[], None]
-    ) -> None:
-        self._group_name = group_name
-        self._consensus = consensus
-        self._synchronize = synchronize
-        self.device = device
+    group_name: str
+    consensus: RankConsensus
+    device: torch.device
+    synchronize: Callable[[], None]
 
     def region(self, num_bytes: int, what: str) -> Region:
         """See `Memory.region`."""
@@ -94,7 +79,7 @@ class SymmetricMemory:
         self._compare(what, f"{num_bytes} bytes")
         with torch.cuda.device(self.device):
             local = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            handle = symmetric.rendezvous(local, self._group_name)  # pyright: ignore[reportArgumentType]
+            handle = symmetric.rendezvous(local, self.group_name)  # pyright: ignore[reportArgumentType]
             local.zero_()
         # torch may hand out a part of a larger mapping
         offset = local.data_ptr() - handle.buffer_ptrs[handle.rank]
@@ -104,7 +89,7 @@ class SymmetricMemory:
 
     def barrier(self, what: str) -> None:
         """See `Memory.barrier`."""
-        self._synchronize()
+        self.synchronize()
         self._compare(what, "ready")
 
     def pinned_ints(self, count: int) -> Tensor:
@@ -113,7 +98,7 @@ class SymmetricMemory:
 
     def _compare(self, what: str, text: str) -> None:
         mine = f"{what}: {text}"
-        texts = self._consensus.share("a buffer", mine)
+        texts = self.consensus.share("a buffer", mine)
         odd = {rank: theirs for rank, theirs in enumerate(texts) if theirs != mine}
         if odd:
             raise RuntimeError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -285,7 +286,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         return graph
 
     def one_shot(self, consensus: RankConsensus, why: str) -> OneShotReducer:
-        """See `Transport.one_shot`."""
+        """Return a reducer in this transport's memory; every member calls it."""
         return OneShotReducer(
             self._members.index(self._rank),
             len(self._members),
@@ -646,31 +647,29 @@ class CopyEngineGradReturn:
             streams.launch(self.plan.close, streams.main())
 
 
+@dataclass(eq=False, slots=True)
 class CopyEngineWork:
     """See `Work`."""
 
-    __slots__ = ("_plan", "_transport", "_waited", "index", "order")
-
-    def __init__(self, transport: CopyEngineTransport, index: int, plan: SendRecvPrograms, order: int) -> None:
-        self._transport = transport
-        self.index = index
-        self._plan = plan
-        self._waited = False
-        self.order = order
+    transport: CopyEngineTransport
+    index: int
+    programs: SendRecvPrograms
+    order: int
+    waited: bool = False
 
     def wait(self) -> None:
         """See `Work.wait`."""
-        if self._waited:
+        if self.waited:
             return
-        self._waited = True
-        here = self._transport
+        self.waited = True
+        here = self.transport
         if here._posts[self.index] is self:
             here._posts[self.index] = None
         streams = here.streams
         stream = streams.main()
         if streams.capturing():
-            streams.launch(self._plan.fetching, stream)
+            streams.launch(self.programs.fetching, stream)
             streams.order(streams.copy_stream, stream)
-        streams.launch(self._plan.join, stream)
+        streams.launch(self.programs.join, stream)
         if here.watchdog.failure is not None:
             here.watchdog.check()

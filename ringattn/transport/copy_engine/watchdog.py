@@ -59,11 +59,9 @@ class ProgramInfo:
     """The waits of a program, for the message of a failure.
 
     Attributes:
-        what: The call.
         peers: The ranks that the caller's stream waits for.
         since: The first ring step that it waits for; 0: rows that an earlier call may still read. None: `what` names it.
-        stops: (ring step, peer) of each wait of the other stream, in order.
-        waiting: The words in front of the peer.
+        stops: (ring step, peer) of each wait of the other stream, in order; `waiting` are the words in front of the peer.
     """
 
     what: str
@@ -78,14 +76,12 @@ class RecoveryAddresses:
     """Every address that recovery must write; code that makes memory adds to it.
 
     Attributes:
-        gates: Of the peers.
-        errors: The error words of the peers' kernels.
+        gates: Of the peers, like errors, the error words of their kernels.
         reusable: Semaphores that the caller's stream waits for before it writes.
         ready: Semaphores that the other streams wait for before they read rows or raise a flag.
         turn: Semaphores that the copy stream waits for before it pushes.
         grad_return: Semaphores that the caller's stream waits for before it reads contributions.
-        flags: (address, number of words) that kernels wait for.
-        raised: (address, number of words) of flags that are raised as long as the ring is healthy.
+        flags: (address, number of words) that kernels wait for; raised: of flags that stay raised while the ring is healthy.
         local_grads: (address, bytes) of this rank's contributions.
         received: The tensors that posts receive into, by (address, bytes).
         kept: Memory that captured graphs use.
@@ -116,8 +112,6 @@ class Watchdog:
         timeout: Seconds without progress after which the ring fails.
 
     Attributes:
-        failure: The message of the failure; None while the ring is healthy.
-        recovery: The addresses of recovery.
         infos: The waits of programs, by the number that they write into `PLACE`, `COPY` and `FLAG`.
     """
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.partials.packed import size
-from ringattn.transport.choice import Choice
+from ringattn.transport.base import Choice
 from ringattn.transport.consensus import RankConsensus
 
 SHARED = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ringattn.transport.choice import Choice
+from ringattn.transport.base import Choice
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.streams import Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory, Region, aligned
@@ -37,17 +37,6 @@ class OneShotReducer(PartialReducer):
     needs more, which is the same call on all ranks and never in a capture. All ranks wait until their devices are idle, so
     only graphs that were captured with the old mailboxes still use them, and keep them (Note [Old memory] of
     symmetric_memory.py). All launches share one numbering. A mailbox has slots for two calls of all ranks.
-
-    Args:
-        rank: This ring rank.
-        world_size: Ranks of the ring.
-        name: The ring's name.
-        streams: Access to the device.
-        memory: Source of regions.
-        consensus: Compares calls between ranks.
-        watchdog: The watchdog of the ring: when it fails, so does the reducer, at once.
-        timeout: Seconds that a rank waits for the others.
-        why: One clause.
     """
 
     def __init__(

@@ -7,10 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.kernels.partials.packed import finish_parts, merge_parts
-from ringattn.transport.base import RingContext
-from ringattn.transport.choice import Choice
+from ringattn.transport.base import Choice, RingContext
 from ringattn.transport.consensus import RankConsensus
-from ringattn.transport.groups import resolve_group
+from ringattn.transport.process_group import resolve_group
 from ringattn.transport.reduce.base import MergeCall, PartialReducer, ShareCall
 from ringattn.transport.timeout import BoundedWait
 
@@ -63,23 +62,11 @@ class LocalReducer(_StackingReducer):
 
 
 class ProcessGroupReducer(_StackingReducer):
-    """Reducer with one collective of the process group per call: NCCL between GPUs, gloo between CPU processes.
+    """Reducer with one collective of the process group per call: NCCL between GPUs, gloo between CPU processes."""
 
-    Args:
-        group_name: Name of the process group.
-        rank: This ring rank.
-        world_size: Ranks of the ring.
-        consensus: Compares calls between ranks.
-        bounded_wait: Of the ring: when it has failed, so has the reducer.
-        why: One clause.
-    """
-
-    def __init__(
-        self, group_name: str, rank: int, world_size: int, consensus: RankConsensus, bounded_wait: BoundedWait, why: str
-    ) -> None:
-        super().__init__(Choice("group", why), consensus, world_size)
-        self._group_name = group_name
-        self._rank = rank
+    def __init__(self, consensus: RankConsensus, bounded_wait: BoundedWait, why: str) -> None:
+        super().__init__(Choice("group", why), consensus, consensus.world_size)
+        self._group_name, self._rank = consensus.group_name, consensus.rank
         self._bounded_wait = bounded_wait
 
     def check(self) -> None:
