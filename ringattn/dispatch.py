@@ -65,15 +65,8 @@ def resolve(
 ) -> tuple[Ring, ExecutionPlan, Score, int]:
     """Return the ring, the plan, the score and the number of a call; every refusal happens here, on every rank.
 
-    Args:
-        q: `b s h d`.
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        tensors: The optional tensors of the score.
-        dropout_seed: Seed of the dropout mask.
-        ring: The name of the ring.
-        text: The call as `serialize` wrote it.
-        forward: The number of the forward whose backward it is, 0 where that is unknown; FORWARD in a forward.
+    text is the call as `serialize` wrote it; forward is the number of the forward whose backward it is, 0 where that is unknown,
+    FORWARD in a forward.
     """
     here = ring_of(ring)
     facts = (ring, here.generation, text, *_facts(q, k, v, tensors))

@@ -274,7 +274,10 @@ class Ring:
     def init_transport(self, device: torch.device) -> None:
         """Decide the transport, as the first attention call does; every rank calls it when the ranks have agreed on a call."""
         self._init_transport(device)
-        self._warm_up(device)
+        if device not in self._warm:
+            for link in self._links[self._choice.name == "copy_engine" :]:
+                link.prepare(device)
+            self._warm.add(device)
 
     def all_reduce_min(self, number: int) -> int:
         """Return the least of all ranks' numbers; every rank must call it. ValueError if another rank's call has failed."""
@@ -440,12 +443,6 @@ class Ring:
         self.context = replace(self.context, transport=moves, between_nodes=between, budget=budget, push_rate=rate)
         self.generation += 1
         self._has_transport = True
-
-    def _warm_up(self, device: torch.device) -> None:
-        if device not in self._warm:
-            for link in self._links[self._choice.name == "copy_engine" :]:
-                link.prepare(device)
-            self._warm.add(device)
 
 
 def default_world_size() -> int:

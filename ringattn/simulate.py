@@ -138,7 +138,7 @@ def simulate_ring(
         levels = None if nodes == 1 else make_nodes(world_size, nodes)
         # tiles are split by the number of programs: beside ranks that share a GPU it has as few as theirs
         sm_margin = sm_margin_of(q.device, ranks_per_gpu()) if memory_budget else 0
-        parts = run_ranks(world_size, run, levels, budget=memory_budget, sm_margin=sm_margin)
+        parts = run_ranks(world_size, run, levels, budget=memory_budget, sm_margin=sm_margin, device=q.device)
         o = shardings[0].concatenate([part[0] for part in parts], 1)
         lse = shardings[0].concatenate([part[1] for part in parts], 2)
         found = [part[2] for part in parts if part[2] is not None]

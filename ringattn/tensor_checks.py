@@ -22,16 +22,9 @@ def is_causal_bias(x: object) -> bool:
 
 
 def check_plain(name: str, x: Any) -> None:
-    """Raise unless x is a plain tensor; parameters, and subclasses of Tensor that mean their numbers, are plain.
+    """Raise TypeError, ValueError or NotImplementedError unless x is a plain tensor, of that name in messages.
 
-    Args:
-        name: The name of x in messages.
-        x: The tensor.
-
-    Raises:
-        TypeError: It is no tensor.
-        ValueError: It is nested, sparse or quantized.
-        NotImplementedError: It is a DTensor, a masked tensor, a causal bias, or a fake tensor outside of tracing.
+    Parameters, and subclasses of Tensor that mean their numbers, are plain.
     """
     kind = type(x)
     if kind is not Tensor and kind is not torch.nn.Parameter:

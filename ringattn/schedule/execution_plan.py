@@ -39,13 +39,7 @@ KERNEL_RATE = 5e14
 
 @dataclass(frozen=True, eq=False)
 class FusedPlan:
-    """One direction of a call that is computed in one launch per node.
-
-    Attributes:
-        groups: Head groups in which rows arrive.
-        num_bytes: Bytes that the direction takes on the rank that needs most.
-        is_short: The device may finish before the host has enqueued the call.
-    """
+    """One direction of a call that is computed in one launch per node; is_short: the device may finish before the host."""
 
     kernels: FusedKernelSet
     gather_plan: GatherPlan
@@ -60,14 +54,10 @@ class ExecutionPlan:
     """A validated call, resolved once and found again at each later call of its kind.
 
     Attributes:
-        tables: The device tables of a stepwise forward.
         score: The score, where it needs no tensor and no seed; None: it is made for each call.
-        ring_plan: The ring steps of all ranks in a forward.
         first_step: The first ring step at which this rank computes; -1: it sees no key at all.
-        fused_forward: The fused schedule of a forward; None: it goes step by step.
-        fused_backward: The fused schedule of a backward; None: it goes step by step.
+        fused_forward: None: the forward goes step by step; fused_backward is the same of the backward.
         backward_moving: The side that moves in a stepwise backward: "keys" or "queries".
-        mark: For the comparison of the order of calls between ranks; None: there are no other ranks.
         shares_seed: Ranks must have equal dropout seeds (Note [Seeds] in dropout.py).
     """
 

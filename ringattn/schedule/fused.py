@@ -94,7 +94,7 @@ def fused_backward(
         tables = fused.tables
         rows, keys, returning = find(tables.rows), find(tables.keys[0]), find(tables.returning[0])
         shape = (b, hk, d + v.shape[-1])
-        grad_return = kv_gather.grad_return(shape, fused.gather_plan, q.device, "backward", biased=wanted.key_bias)
+        grad_return = kv_gather.grad_return(shape, fused.gather_plan, "backward", biased=wanted.key_bias)
         joint = score
         if saved is None:
             handle = kv_gather.gather(
@@ -103,7 +103,7 @@ def fused_backward(
             remote, ready_flags, joint = (handle.k, handle.v), handle.ready_flags, _with_bias(score, handle)
         else:
             remote = saved[..., :d], saved[..., d:]
-            ready_flags = kv_gather.saved_ready_flags(fused.gather_plan, fused.groups, q.device)
+            ready_flags = kv_gather.saved_ready_flags(fused.gather_plan, fused.groups)
             grad_return.begin()
         fused.kernels.backward_fused(
             do,

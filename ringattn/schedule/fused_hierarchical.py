@@ -113,7 +113,7 @@ def hierarchical_backward(
     for outer_step in range(len(mine.remote_shards)):
         held = remote_shards.wait_for(outer_step)
         gather_plan = plan.spec.gather_plan(nodes, outer_step)
-        grad_return = kv_gather.grad_return((b, hk, d + v.shape[-1]), gather_plan, device, "backward")
+        grad_return = kv_gather.grad_return((b, hk, d + v.shape[-1]), gather_plan, "backward")
         handle = kv_gather.gather(*held, gather_plan, fused.groups, "backward", grad_return=grad_return)
         if _sees(mine, outer_step):
             # the first launch overwrites, the others add
@@ -235,7 +235,7 @@ class _RemoteShards:
         send, remote_shard = self.plan.sends[step], self.plan.remote_shards[outer_step]
         shape, dims = (k.shape[0], self.slot_rows, k.shape[2]), (k.shape[-1], v.shape[-1])
         rows = self.plan.held(outer_step).num_rows
-        self._buffer = self.kv_gather.remote_shard_buffer(outer_step % 2, shape, rows, dims, k.dtype, k.device)
+        self._buffer = self.kv_gather.remote_shard_buffer(outer_step % 2, shape, rows, dims, k.dtype)
         sends, receives = list[Message](), list[Message]()
         if send is not None:
             sends = [(send.peer, x) for x in self._messages(self._export(send.rows))]

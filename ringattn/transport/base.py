@@ -44,7 +44,7 @@ class Choice:
 
     Attributes:
         name: Of transports "none", "process_group" or "copy_engine", "undecided" before the first call; of reducers "alone",
-            "group", "one_shot" or "simulated".
+            "group" or "one_shot".
         why: One clause.
     """
 
@@ -216,13 +216,7 @@ class KVGather(Protocol):
         ...
 
     def remote_shard_buffer(
-        self,
-        turn: int,
-        shape: tuple[int, int, int],
-        rows: int,
-        dims: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, turn: int, shape: tuple[int, int, int], rows: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
         """Return one of two buffers, 0 or 1, for rows of another node, from which a gather of exactly them sends without a copy.
 
@@ -260,18 +254,12 @@ class KVGather(Protocol):
         """
         ...
 
-    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags | None:
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags | None:
         """Return the flags for rows that an earlier gather has saved: they are always raised."""
         ...
 
     def grad_return(
-        self,
-        shape: tuple[int, int, int],
-        gather_plan: GatherPlan,
-        device: torch.device,
-        what: str,
-        *,
-        biased: bool = False,
+        self, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool = False
     ) -> GradReturn:
         """Return regions for contributions (b, hk, d + dv) of one fused backward, which begins next; biased: and of key_bias."""
         ...
@@ -347,13 +335,10 @@ class RingContext:
     """One rank's place in the ring: rank, transports and buffers of the loops.
 
     Attributes:
-        transport: Moves bytes, within a node where there are several.
-        buffers: Memory of received and packed rows.
+        transport: Moves bytes, within a node where there are several; between_nodes (None: transport) between them.
         budget: Bytes that gathered keys and their gradients may take per rank; the same on all ranks.
         nodes: The ranks of each node, in a ring of two levels (Note [Double ring] in ring_plan.py); None: one level.
-        between_nodes: Moves bytes between nodes; None: `transport` does.
-        push_rate: Bytes per second at which the slowest rank pushes into another one's memory; the same on all ranks. 0.0:
-            unknown.
+        push_rate: Bytes per second of the slowest rank's push to another one; the same on all ranks. 0.0: unknown.
     """
 
     rank: int

@@ -55,11 +55,8 @@ class CallOrder:
     def begin(self, call: CallMark, seed: int, forward: int, device: torch.device) -> int:
         """Mark a call that is about to move rows, and return its number, from 1; ValueError on every rank where calls differ.
 
-        Args:
-            call: Its signature.
-            seed: Its dropout seed; 0 where seeds may differ between ranks.
-            forward: The number of the forward whose backward it is, 0 where that is unknown; FORWARD in a forward.
-            device: Device of its rows.
+        seed is 0 where seeds may differ between ranks; forward is the number of the forward whose backward it is, 0 where that is
+        unknown, FORWARD in a forward.
         """
         self.count += 1
         # hashes of integers do not depend on the process

@@ -125,22 +125,13 @@ def choose(
     fallback: Transport,
     nodes: Nodes | None = None,
 ) -> tuple[Transport, Choice, int, float]:
-    """Choose the transport of a ring. Every rank calls it.
+    """Choose the transport of a ring; every rank calls it. Errors are raised on every rank.
 
-    Args:
-        wanted: One of `TRANSPORTS`.
-        device: Device of this rank's tensors.
-        consensus: That of the ring.
-        memory_budget: Bytes; None for a quarter of the free memory of the fullest device.
-        fallback: The transport over the process group.
-        nodes: The ranks of each node; the transport then serves within this rank's. None: one level.
+    wanted is one of `TRANSPORTS`, fallback the transport over the process group. memory_budget is in bytes; None for a quarter of
+    the free memory of the fullest device. Where nodes are given, the transport serves within this rank's.
 
     Returns:
         The transport, the reason, the bytes that gathered keys may take per rank, and `RingContext.push_rate`.
-
-    Raises:
-        ValueError: The memory budgets differ; raised on every rank.
-        RuntimeError: `copy_engine` was asked for and can not serve; raised on every rank.
     """
     rank, world_size, timeout = consensus.rank, consensus.world_size, consensus.timeout
     if wanted == "process_group":

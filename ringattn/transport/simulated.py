@@ -6,6 +6,7 @@ that reads too early or writes too late gets NaN.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -20,6 +21,7 @@ from ringattn.plan.ring_plan import GatherPlan, Nodes
 from ringattn.transport.base import GradMessage, GradReturn, Message, RingContext, Transport, Work
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 
 MessageTag = tuple[int, bool]
 """(number of the post, whether it is a `GradMessage`): equal on both sides (`Transport.post`)."""
@@ -40,7 +42,8 @@ class _SimulatedWork:
 class _Hub:
     """Mailboxes of all pairs of ranks, and the condition that lets one rank run at a time."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self.device = device
         self.running = threading.Condition()
         self.failed: BaseException | None = None
         self.world_size = world_size
@@ -82,7 +85,7 @@ class _Hub:
 
 @dataclass(eq=False)
 class SimulatedTransport(Transport):
-    """One rank's end of the mailboxes."""
+    """One rank's end of the mailboxes, whose buffers are NaN except where kernels may read and write."""
 
     hub: _Hub
     rank: int
@@ -111,34 +114,19 @@ class SimulatedTransport(Transport):
     def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         """Return: mailboxes hold any size."""
 
-    def kv_gather(self) -> SimulatedKVGather:
-        """Return a gather that fetches all rows before the kernel starts."""
-        return SimulatedKVGather(self.hub, self.rank, self.sm_margin)
-
-
-@dataclass(eq=False)
-class SimulatedKVGather:
-    """A gather by mailbox, whose buffers are NaN except where the kernel may read and write."""
-
-    hub: _Hub
-    rank: int
-    sm_margin: int
+    def kv_gather(self) -> SimulatedTransport:
+        """Return this transport, which fetches all rows before the kernel starts."""
+        return self
 
     def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
         """Return: mailboxes hold any size."""
 
     def remote_shard_buffer(
-        self,
-        turn: int,
-        shape: tuple[int, int, int],
-        rows: int,
-        dims: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, turn: int, shape: tuple[int, int, int], rows: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
         """See `KVGather.remote_shard_buffer`."""
-        del turn  # nobody reads here what has been delivered
-        return torch.full((*shape, sum(dims)), float("nan"), dtype=dtype, device=device)[:, :rows]
+        del turn
+        return torch.full((*shape, sum(dims)), float("nan"), dtype=dtype, device=self.hub.device)[:, :rows]
 
     def gather(
         self,
@@ -163,7 +151,7 @@ class SimulatedKVGather:
             # padding rows stay NaN
             unset = key_bias.new_full((key_bias.shape[0], gather_plan.remote_rows), float("nan"))
             table = torch.cat((key_bias, self._fetch(key_bias, unset, gather_plan, what)), 1)
-        ready_flags = self.saved_ready_flags(gather_plan, groups, k.device)
+        ready_flags = self.saved_ready_flags(gather_plan, groups)
         saved = remote.clone() if keep else None
         handle = _SimulatedHandle(
             remote, remote[..., : k.shape[-1]], remote[..., k.shape[-1] :], saved, table, ready_flags
@@ -201,24 +189,18 @@ class SimulatedKVGather:
             remote[:, fetch.at : fetch.at + rows.shape[1]] = rows
         return remote
 
-    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags:
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags:
         """See `KVGather.saved_ready_flags`."""
         del gather_plan
         # raised from the start; flags are passed as on real ranks, so that the same kernels run
-        flags = torch.ones(groups, self.hub.world_size, dtype=torch.int32, device=device)
-        return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=device), timeout_ns=10**9)
+        flags = torch.ones(groups, self.hub.world_size, dtype=torch.int32, device=self.hub.device)
+        return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=self.hub.device), timeout_ns=10**9)
 
     def grad_return(
-        self,
-        shape: tuple[int, int, int],
-        gather_plan: GatherPlan,
-        device: torch.device,
-        what: str,
-        *,
-        biased: bool = False,
+        self, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool = False
     ) -> _SimulatedGradReturn:
         """See `KVGather.grad_return`."""
-        return _SimulatedGradReturn(self.hub, self.rank, shape, gather_plan, device, what, biased=biased)
+        return _SimulatedGradReturn(self.hub, self.rank, shape, gather_plan, what, biased=biased)
 
 
 @dataclass
@@ -244,7 +226,6 @@ class _SimulatedGradReturn:
         rank: int,
         shape: tuple[int, int, int],
         gather_plan: GatherPlan,
-        device: torch.device,
         what: str,
         *,
         biased: bool,
@@ -255,14 +236,11 @@ class _SimulatedGradReturn:
         self.handle: _SimulatedHandle | None = None
         self._begun = False
         sides = len(gather_plan.recvs) + 1
-        self._contributions = torch.full(
-            (sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device
-        )
+        unset = functools.partial(torch.full, fill_value=float("nan"), dtype=torch.float32, device=hub.device)
+        self._contributions = unset((sides, b, self.rows, hk, width))
         self.local_grads = self._contributions[0]
         self.addresses = _addresses(self._contributions)
-        self._biases = None
-        if biased:
-            self._biases = torch.full((sides, b, hk, self.rows), float("nan"), dtype=torch.float32, device=device)
+        self._biases = unset((sides, b, hk, self.rows)) if biased else None
         self.local_bias_grads = None if self._biases is None else self._biases[0]
         self.bias_addresses = None if self._biases is None else _addresses(self._biases)
 
@@ -305,22 +283,23 @@ def run_ranks(
     *,
     budget: int = 0,
     sm_margin: int = 0,
+    device: torch.device = _CPU,
 ) -> list[T]:
     """Run `body` once per rank in lockstep and return the results in rank order; raise the first exception.
 
-    nodes, budget and sm_margin are those of `RingContext` and `KVGather`.
+    nodes, budget and sm_margin are those of `RingContext` and `KVGather`, device that of gathered rows.
     """
-    hub = _Hub(world_size)
+    hub = _Hub(world_size, device)
     results: dict[int, T] = {}
     grad = torch.is_grad_enabled()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(rank: int) -> None:
         error: BaseException | None = None
         with hub.running:
             try:
-                if device is not None:
-                    torch.cuda.set_device(device)
+                if current is not None:
+                    torch.cuda.set_device(current)
                 with torch.set_grad_enabled(grad):
                     transport = SimulatedTransport(hub, rank, sm_margin)
                     context = RingContext(rank, world_size, transport, budget=budget, nodes=nodes)

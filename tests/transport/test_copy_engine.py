@@ -238,8 +238,8 @@ def send_home(
     """
     width = sum(shape.dims)
     streams, end, gather_plan = ranks.streams[rank], ranks.ends[rank], shape.gather_plans[rank]
-    size, place = (shape.batch, shape.heads, width), torch.device("cpu")
-    coming = end.grad_return(size, gather_plan, place, f"home {salt}", biased=shape.biased)
+    size = (shape.batch, shape.heads, width)
+    coming = end.grad_return(size, gather_plan, f"home {salt}", biased=shape.biased)
     assert coming.rows == shape.rows
     assert (coming.local_bias_grads is not None) == shape.biased
     assert coming.addresses[0] == coming.local_grads.data_ptr()
@@ -487,7 +487,7 @@ def kept(
         shape, end = layers[layer], ranks.ends[rank]
         found = held[rank].pop()
         far = dataclasses.make_dataclass("Handle", ["remote", "ready_flags"])(
-            found.saved, end.saved_ready_flags(shape.gather_plans[rank], shape.groups, torch.device("cpu"))
+            found.saved, end.saved_ready_flags(shape.gather_plans[rank], shape.groups)
         )
         launched = ranks.streams[rank].launches
 
@@ -558,8 +558,8 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
         streams, end, gather_plan = ranks.streams[rank], ranks.ends[rank], shape.gather_plans[rank]
         streams.recording = recordings[rank] = Recording()
         bias = biases[rank] if shape.biased else None
-        size, place = (shape.batch, shape.heads, width), torch.device("cpu")
-        coming = end.grad_return(size, gather_plan, place, "captured", biased=shape.biased)
+        size = (shape.batch, shape.heads, width)
+        coming = end.grad_return(size, gather_plan, "captured", biased=shape.biased)
         found = end.gather(*inputs[rank], gather_plan, shape.groups, "captured", key_bias=bias, grad_return=coming)
         expected = (lambda owner: bias_of(shape, owner, now[rank])) if shape.biased else None
         run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, now[rank]), biases=expected)
@@ -651,8 +651,8 @@ class Again:
 
     def come_back(self, rank: int) -> None:
         shape, streams, gather_plan = self.shape, self.ranks.streams[rank], self.shape.gather_plans[rank]
-        size, place = (shape.batch, shape.heads, sum(shape.dims)), torch.device("cpu")
-        coming = self.ranks.ends[rank].grad_return(size, gather_plan, place, "again")
+        size = (shape.batch, shape.heads, sum(shape.dims))
+        coming = self.ranks.ends[rank].grad_return(size, gather_plan, "again")
         self.forward(rank, coming)
         for address, fetch in zip(coming.addresses[1:].tolist(), gather_plan.recvs, strict=True):
             mark = torch.zeros(1)
@@ -801,7 +801,7 @@ def test_what_was_left_open_is_closed_by_no_graph() -> None:
     again = Again(ranks, full(2)).reserve_gather()
 
     def leave_open(rank: int) -> None:
-        ranks.ends[rank].grad_return((1, 2, 4), again.shape.gather_plans[rank], torch.device("cpu"), "left").begin()
+        ranks.ends[rank].grad_return((1, 2, 4), again.shape.gather_plans[rank], "left").begin()
 
     for salt in range(1, 9):
         if salt == 3:
@@ -1068,7 +1068,7 @@ class Attention:
             shape.gather_plans[rank],
             shape.groups,
         )
-        coming = end.grad_return((1, 2, 4), gather_plan, torch.device("cpu"), "gradients") if backward else None
+        coming = end.grad_return((1, 2, 4), gather_plan, "gradients") if backward else None
         found = end.gather(
             *keys_of(shape, rank, salt), gather_plan, shape.groups, f"attention {salt}", grad_return=coming
         )
@@ -1233,9 +1233,9 @@ class Keeping:
     def backward(self, rank: int, layer: int) -> None:
         shape, ranks = self.shape, self.ranks
         streams, end, gather_plan = ranks.streams[rank], ranks.ends[rank], shape.gather_plans[rank]
-        ready_flags = end.saved_ready_flags(gather_plan, 1, torch.device("cpu"))
+        ready_flags = end.saved_ready_flags(gather_plan, 1)
         assert ready_flags is not None
-        coming = end.grad_return((1, 2, 4), gather_plan, torch.device("cpu"), "gradients")
+        coming = end.grad_return((1, 2, 4), gather_plan, "gradients")
         coming.begin()
         found: list[float] = []
         value = float(10 * layer + rank + 1)
@@ -1425,7 +1425,7 @@ def test_a_call_costs_the_driver_few_batches_of_words(captured: bool, forward: i
         inputs = keys_of(shape, rank, 0)
         for home, expected in ((False, forward), (True, backward)):
             before = streams.launches
-            coming = end.grad_return((1, 2, 4), gather_plan, torch.device("cpu"), "gradients") if home else None
+            coming = end.grad_return((1, 2, 4), gather_plan, "gradients") if home else None
             found = end.gather(*inputs, gather_plan, 1, "counted", grad_return=coming)
             if coming is None:
                 found.close()
@@ -1457,7 +1457,7 @@ def test_a_homecoming_that_was_never_begun_leaves_the_next_one_alone() -> None:
     come_home(ranks, shape, 1)
 
     def forget(rank: int) -> None:
-        ranks.ends[rank].grad_return((1, 2, 4), shape.gather_plans[rank], torch.device("cpu"), "forgotten")
+        ranks.ends[rank].grad_return((1, 2, 4), shape.gather_plans[rank], "forgotten")
 
     ranks.each(forget)
     for salt in range(2, 6):
@@ -1503,12 +1503,12 @@ def test_contributions_never_come_before_those_of_the_backward_before_last_are_a
 
 @pytest.mark.parametrize("kept_keys", [True, False])
 def test_a_long_backward_is_not_a_ring_that_stands_still(kept_keys: bool) -> None:
-    ranks, shape, place = Ranks(2, 0), full(2), torch.device("cpu")
+    ranks, shape = Ranks(2, 0), full(2)
     homes = {}
 
     def begin(rank: int) -> None:
         end, gather_plan = ranks.ends[rank], shape.gather_plans[rank]
-        homes[rank] = end.grad_return((1, 2, 4), gather_plan, place, "gradients")
+        homes[rank] = end.grad_return((1, 2, 4), gather_plan, "gradients")
         if kept_keys:
             homes[rank].begin()
         else:
@@ -1589,8 +1589,8 @@ def test_what_calls_in_inference_mode_made_serves_others() -> None:
         end, gather_plan = ranks.ends[rank], shape.gather_plans[rank]
         with torch.inference_mode():
             end.zero_copy_kv("a", 1, 4, 4, 2, (2, 2), torch.float32)
-            end.remote_shard_buffer(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
-            coming = end.grad_return((1, 2, 4), gather_plan, torch.device("cpu"), "gradients")
+            end.remote_shard_buffer(0, (1, 4, 2), 4, (2, 2), torch.float32)
+            coming = end.grad_return((1, 2, 4), gather_plan, "gradients")
             end.gather(*keys_of(shape, rank, 0), gather_plan, 1, "an evaluation", grad_return=coming)
             coming.receive()
             coming.close()
@@ -1601,7 +1601,7 @@ def test_what_calls_in_inference_mode_made_serves_others() -> None:
         play(ranks, kind, shape, 1)
     for end in ranks.ends:
         k, v = end.zero_copy_kv("a", 1, 4, 4, 2, (2, 2), torch.float32)
-        remote_shard = end.remote_shard_buffer(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
+        remote_shard = end.remote_shard_buffer(0, (1, 4, 2), 4, (2, 2), torch.float32)
         local = (k, v, remote_shard, end._slot, end._local_grads, end._flags, end._error, *end._shard_buffers)
         assert not any(x.is_inference() for x in local if x.numel())
 

@@ -287,7 +287,7 @@ def test_whoever_waits_for_a_lost_rank_of_another_node_says_so() -> None:
     assert "waiting for ring rank" in failures[0]
     for rank in alive:
         with pytest.raises(RuntimeError, match="this ring can not be used any more"):
-            ring.ranks.ends[rank].remote_shard_buffer(1, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
+            ring.ranks.ends[rank].remote_shard_buffer(1, (1, 4, 2), 4, (2, 2), torch.float32)
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,12 +12,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring
+from ringattn.transport.base import Choice, RingContext
 from ringattn.transport.reduce import stacked
 from ringattn.transport.reduce.base import PartialReducer
-from ringattn.transport.reduce.stacked import SimulatedReducer
+from ringattn.transport.reduce.stacked import StackingReducer
 from ringattn.transport.simulated import run_ranks
 from tests.kernels.contract.test_packed import Sizes, attend, draw_parts
 from tests.pool import Pools
+
+
+class SimulatedReducer(StackingReducer):
+    """The reducer of one of `run_ranks`, with one post per peer."""
+
+    def __init__(self, context: RingContext) -> None:
+        super().__init__(Choice("simulated", "all ranks are in one process"), None, context.world_size)
+        self._context = context
+
+    def _stack(self, mine: Tensor, what: str) -> Tensor:
+        context = self._context
+        stack = mine.new_empty((context.world_size, *mine.shape))
+        stack[context.rank] = mine
+        for step in range(1, context.world_size):
+            to, owner = (context.rank + step) % context.world_size, (context.rank - step) % context.world_size
+            posted = f"exchange of {what}, step {step}"
+            context.transport.post([(to, stack[context.rank])], [(owner, stack[owner])], posted).wait()
+        return stack
 
 
 def draw(seed: int, ranks: int, sizes: Sizes, *, sinks: bool) -> tuple[list[Tensor], Tensor | None, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ringattn import Ring, autograd, dispatch, ring_attention, simulate_ring
 from ringattn.kernels.attention import eager
 from ringattn.transport.base import RingContext
-from ringattn.transport.simulated import SimulatedKVGather, run_ranks
+from ringattn.transport.simulated import SimulatedTransport, run_ranks
 from tests import gathering_kernels
 from tests.pool import Pools
 
@@ -34,13 +34,13 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(dispatch, "_plans", {})
     for name in ("can_fuse", "can_capture", "forward_fused", "backward_fused", "reduce_kv_grads"):
         monkeypatch.setattr(eager, name, getattr(gathering_kernels, name), raising=False)
-    gather = SimulatedKVGather.gather
+    gather = SimulatedTransport.gather
 
-    def counting(self: SimulatedKVGather, *args: Any, **kwargs: Any) -> Any:
+    def counting(self: SimulatedTransport, *args: Any, **kwargs: Any) -> Any:
         counted[args[-1]] += 1
         return gather(self, *args, **kwargs)
 
-    monkeypatch.setattr(SimulatedKVGather, "gather", counting)
+    monkeypatch.setattr(SimulatedTransport, "gather", counting)
     return counted
 
 

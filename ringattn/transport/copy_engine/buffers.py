@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ringattn.kernels.interface import ReadyFlags
 from ringattn.kernels.kv.pack import Cleared
+from ringattn.plan.ring_plan import GatherPlan
+from ringattn.transport.copy_engine.grad_return import GradReturnPrograms, grad_return_programs
 from ringattn.transport.copy_engine.graph_cache import GraphCache
-from ringattn.transport.copy_engine.peer_buffers import PAYLOAD_ALIGNMENT, PeerBuffer, RemoteKVBuffer
+from ringattn.transport.copy_engine.kv_gather import Bias, GatherMemory, GatherPrograms, gather_programs, pad_rows
+from ringattn.transport.copy_engine.peer_buffers import (
+    MOST_GROUPS,
+    PAYLOAD_ALIGNMENT,
+    PeerBuffer,
+    RemoteKVBuffer,
+    padded,
+    view_bytes,
+)
 from ringattn.transport.copy_engine.semaphores import Semaphores
-from ringattn.transport.copy_engine.streams import Streams
+from ringattn.transport.copy_engine.streams import Program, Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory, aligned
 from ringattn.transport.copy_engine.watchdog import DEVICE_INTS, ERROR, GATE, HOST_INTS, PROCEED, Watchdog
 
@@ -30,6 +42,8 @@ S = TypeVar("S", bound=PeerBuffer)
 
 MAX_PROGRAMS = 256
 """Most constant programs of a ring."""
+SAVE_PROGRAMS = 256
+"""Most addresses of saved rows for which one gather has programs."""
 PAYLOADS = 16
 """Tensors of one kind in a post whose padding is reserved."""
 PLAIN, GRADS = KINDS = range(2)
@@ -58,13 +72,8 @@ outside_inference_mode = torch.inference_mode(False)
 class RankBuffers:
     """The buffers and programs of a rank; base class of the transport.
 
-    Args:
-        rank: This rank within the ring.
-        members: The ranks that reach each other's memory, in the order of the regions' addresses: all, or those of a node.
-        name: The ring's name.
-        streams: Access to the device.
-        memory: Source of regions.
-        timeout: Seconds without progress after which the ring fails.
+    members are the ranks that reach each other's memory, in the order of the regions' addresses: all, or those of a node.
+    timeout is seconds without progress after which the ring fails.
     """
 
     @outside_inference_mode
@@ -224,9 +233,6 @@ class RankBuffers:
             self._remote_layout = None
         return remote
 
-    def _make_grad_buffers(self, num_bytes: int) -> list[PeerBuffer]:
-        return self._grow(self._grad_buffers, len(self.semaphores.peers) * aligned(num_bytes), "gradients")
-
     def _make_boxes(self, kind: int, num_bytes: int) -> None:
         self._grow(self._boxes[kind], aligned(num_bytes + PAYLOADS * PAYLOAD_ALIGNMENT), BOX_NAMES[kind])
         self._reserved[kind] = num_bytes
@@ -302,6 +308,103 @@ class RankBuffers:
     def _find_zero_copy(self, k: Tensor, v: Tensor) -> ZeroCopyKV | None:
         zero_copy = self._zero_copy_at.get(k.untyped_storage().data_ptr())
         return zero_copy if zero_copy is not None and _same(k, zero_copy.k) and _same(v, zero_copy.v) else None
+
+    @outside_inference_mode
+    def _prepare_gather(
+        self,
+        k: Tensor,
+        v: Tensor,
+        gather_plan: GatherPlan,
+        groups: int,
+        zero_copy: ZeroCopyKV | None,
+        what: str,
+        of_bias: torch.dtype | None,
+        *,
+        keep: bool,
+    ) -> GatherPrograms:
+        b, t, hk, d = k.shape
+        width = d + v.shape[-1]
+        if hk % groups or groups > MOST_GROUPS:
+            raise ValueError(f"groups must divide the {hk} key heads, and be at most {MOST_GROUPS}, got {groups}")
+        row, slot_rows = hk * width * k.element_size(), gather_plan.slot_rows
+        # a bias stands behind the rows; what peers write is as large on all ranks, so that growing is collective
+        size = 0 if of_bias is None else of_bias.itemsize
+        slot_bytes = b * slot_rows * row
+        most = gather_plan.most_remote_rows
+        most_bytes = b * most * row
+        if size:
+            most_bytes = padded(most_bytes) + b * (slot_rows + most) * size
+        peer_buffer = self._make_remote_buffer(most_bytes)
+        remote, bias, of_slot = peer_buffer.view((b, gather_plan.remote_rows, hk, width), k.dtype), None, None
+        if zero_copy is not None:
+            slot = zero_copy.slot
+        else:
+            behind = padded(slot_bytes) if size else slot_bytes
+            flat = self._make_slot(behind + b * slot_rows * size)
+            slot = view_bytes(flat, (b, slot_rows, hk, width), k.dtype)
+            of_slot = None if of_bias is None else view_bytes(flat[behind:], (b, slot_rows), of_bias)
+        if of_slot is not None and of_bias is not None:
+            of_all = (b, t + gather_plan.remote_rows)
+            if gather_plan.recvs:
+                table = peer_buffer.view(of_all, of_bias, padded(remote.numel() * remote.element_size()))
+            else:  # peers may write to the remote buffer: it is not this call's turn to read it
+                table = torch.empty(of_all, dtype=of_bias, device=self._memory.device)
+            bias = Bias(slot=of_slot, table=table, local=t)
+        flags = self._make_flags(groups)
+        packed = slot[:, :t] if zero_copy is None and gather_plan.sends else None
+        cleared = None
+        if packed is not None and gather_plan.recvs:
+            cleared = self._make_cleared(flags, remote, tuple(pad_rows(gather_plan.remote_rows, gather_plan.recvs)))
+        here = GatherMemory(
+            peer_buffer,
+            remote=remote,
+            dim=d,
+            slot=slot,
+            packed=packed,
+            bias=bias,
+            ready_flags=ReadyFlags(flags, self._error, self._timeout_ns),
+            cleared=cleared,
+            keep=(gather_plan, zero_copy),
+        )
+        return gather_programs(self.semaphores, here, gather_plan, what, keep=keep)
+
+    def _save_program(self, plan: GatherPrograms, address: int) -> Program | None:
+        """Return the program of the flag stream for rows that are saved at an address."""
+        if plan.save_ops is None:
+            return None
+        aimed = plan.save_programs
+        found = aimed.get(address)
+        if found is None:
+            found = aimed[address] = self.streams.compile(plan.save_ops(address))
+            if len(aimed) > SAVE_PROGRAMS:
+                _, old = aimed.popitem(last=False)
+                self._retire(old)
+        else:
+            aimed.move_to_end(address)
+        return found
+
+    @outside_inference_mode
+    def _prepare_shard_buffer(
+        self, turn: int, shape: tuple[int, ...], rows: int, d: int, dtype: torch.dtype
+    ) -> ZeroCopyKV:
+        slot = view_bytes(self._make_shard_buffer(turn, math.prod(shape) * dtype.itemsize), shape, dtype)
+        return ZeroCopyKV(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:])
+
+    @outside_inference_mode
+    def _prepare_grad_return(
+        self, gather_plan: GatherPlan, shape: tuple[int, int, int], what: str, *, biased: bool
+    ) -> tuple[GradReturnPrograms, GradReturnPrograms]:
+        b, hk, width = shape
+        size = b * gather_plan.slot_rows * hk * (width + biased) * 4
+        grad_buffers = self._grow(self._grad_buffers, len(self.semaphores.peers) * aligned(size), "gradients")
+        local_grads = self._make_local_grads(size)
+        self._refuse_in_capture("a return of gradients")
+        # both at once: a capture may begin at either
+        first, second = (
+            grad_return_programs(self.semaphores, gather_plan, peer_buffer, local_grads, shape, what, biased=biased)
+            for peer_buffer in grad_buffers
+        )
+        return first, second
 
 
 def _same(x: Tensor, y: Tensor) -> bool:

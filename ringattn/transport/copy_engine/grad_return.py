@@ -21,13 +21,7 @@ from ringattn.transport.copy_engine.watchdog import RECEIVING, STARTING, Program
 
 @dataclass(frozen=True)
 class CombinedPrograms:
-    """The operations of a gather and of the return of gradients that begins with it, combined into one batch each.
-
-    Attributes:
-        start: In place of both starts, where that of the gather stands.
-        joining: In place of the gather's.
-        receive: In place of the gather's `join` and of `receive`.
-    """
+    """A gather and the return of gradients that begins with it: `start`, `joining`, `join` and `receive`, in one batch each."""
 
     start: Program
     joining: Program
@@ -40,13 +34,11 @@ class GradReturnPrograms:
 
     Attributes:
         start: In front of the kernel: waits until the regions at this rank's owners may be written.
-        receive: Behind it: signals that this rank's contributions are written, and waits for those of others.
+        receive: Behind it: signals that this rank's contributions are written, and waits for those of others; its operations
+            are `signal_ops`, `place_ops` and `wait_ops`.
         close: Behind the sum: signals that others may write again.
-        start_ops: The operations of `start` before the kernel.
-        signal_ops: The first operations of `receive`; then come `place_ops` and `wait_ops`.
         regions: The contributions to this rank's rows, one per reader.
         bias: Addresses, local gradients and regions of key_bias; None: it has no gradient.
-        keep: Other objects that must live as long as the programs.
     """
 
     info: ProgramInfo

@@ -35,11 +35,9 @@ SEEN = 2
 
 @dataclass(eq=False)
 class CachedCall:
-    """A call with certain tensors.
+    """A call with certain tensors, seen at most SEEN times, which keeps the `held` objects of its key alive.
 
     Attributes:
-        held: Objects that its key names by identity.
-        seen: Number of times that it has come, at most SEEN.
         takes_turn: It uses the next buffers of gradients.
         layout: The layout that it leaves in the remote buffer.
         graphs: Its graphs, by whether padding rows are cleared and by the turn, each with the objects that it keeps alive.

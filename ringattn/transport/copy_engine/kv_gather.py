@@ -75,11 +75,10 @@ class GatherMemory:
     """Buffers of one gather on this rank.
 
     Attributes:
-        peer_buffer: The buffer that peers write into; remote are its rows, `b remote_rows hk (d + dv)`, and dim is d.
+        remote: `b remote_rows hk (d + dv)`, rows of peer_buffer, which peers write into.
         slot: `b slot_rows hk (d + dv)`, the source of this rank's pushes.
         packed: The part of it that is to be packed; None where no rank reads it or the caller has filled it.
         ready_flags: The flags of this rank, one per group of heads and ring step.
-        keep: Other objects that must live as long as the programs.
     """
 
     peer_buffer: RemoteKVBuffer
@@ -114,15 +113,10 @@ class GatherPrograms:
         opening: On the copy stream, beside packing, in a capture: all in front of the first copy.
         push: On the copy stream; None where this rank sends nothing, and has no turn to pass on.
         flag_program: On the flag stream; None where nothing is fetched, and where rows are saved: then it depends on the address.
-        joining: On the caller's stream, in a capture: reports that it waits for the others.
-        join: On the caller's stream: waits for the others.
-        start_ops: The operations of `start`.
-        join_ops: Those of `join`, without the reports.
+        joining: On the caller's stream, in a capture: reports that it waits for the others; join: waits for them.
         bias: Targets of key_bias, in the slot (None: no rank reads it) and in the table, and the table.
-        remote: All remote rows, the keys and the values in them.
         layout: Equal where two gathers have the same padding rows.
         save_ops: Returns the operations of the flag stream for rows that are saved at an address; None: none are.
-        save_programs: The programs of these, by address: an allocator returns the same addresses in every step of a training.
     """
 
     info: ProgramInfo

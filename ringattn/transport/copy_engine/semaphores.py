@@ -28,13 +28,7 @@ from ringattn.transport.copy_engine.watchdog import (
 class Semaphores:
     """The semaphores of one rank's own streams, and the peers of its programs.
 
-    Args:
-        rank: This rank.
-        members: The ranks that share memory with it, in the order of the ring, itself among them.
-        device: Addresses of the words of its device, by `GATE` ...
-        host: Address of the words in host memory, `PLACE` ...
-        streams: Access to the device.
-        watchdog: Reads the words in host memory.
+    device are the addresses of the words of its device, by `GATE` ..., host that of the words in host memory, `PLACE` ...
 
     Attributes:
         gate: Passed before each signal: open while the ring is healthy (Note [Recovery] of watchdog.py).

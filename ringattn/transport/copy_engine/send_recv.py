@@ -23,13 +23,9 @@ class SendRecvPrograms:
     """The constant part of a post between the same peers.
 
     Attributes:
-        begin: On the caller's stream, in front of the copies into the outboxes.
-        end: Behind them.
-        boxes: Addresses of this rank's outboxes, in order of `out`.
-        copy_programs: On the copy stream: one in front of the copies from each peer, and one behind the last.
-        sources: Addresses of the peers' outboxes, in order of `into`.
-        fetching: On the caller's stream, in a capture: reports that it waits for the copy stream.
-        join: On the caller's stream: waits for the copy stream.
+        begin: On the caller's stream, in front of the copies into the outboxes at `boxes`, in order of `out`; end: behind them.
+        copy_programs: On the copy stream: one in front of the copies from each peer's outbox at `sources`, and one at the end.
+        fetching: On the caller's stream, in a capture: reports that it waits for the copy stream; join: waits for it.
     """
 
     info: ProgramInfo

@@ -7,7 +7,6 @@ on a CPU, in any interleaving. The constant programs are in kv_gather.py, grad_r
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +19,11 @@ from ringattn.kernels.kv.pack import pack
 from ringattn.plan.ring_plan import GatherPlan
 from ringattn.transport.base import Done, GradMessage, GradReturn, KVGatherHandle, Message, Transport, Work
 from ringattn.transport.consensus import RankConsensus
-from ringattn.transport.copy_engine.buffers import (
-    GRADS,
-    KINDS,
-    PLAIN,
-    RankBuffers,
-    ZeroCopyKV,
-    outside_inference_mode,
-)
-from ringattn.transport.copy_engine.grad_return import CombinedPrograms, GradReturnPrograms, grad_return_programs
+from ringattn.transport.copy_engine.buffers import GRADS, KINDS, PLAIN, RankBuffers, ZeroCopyKV
+from ringattn.transport.copy_engine.grad_return import CombinedPrograms, GradReturnPrograms
 from ringattn.transport.copy_engine.graph_cache import SEEN, CachedCall
-from ringattn.transport.copy_engine.kv_gather import Bias, GatherMemory, GatherPrograms, gather_programs, pad_rows
-from ringattn.transport.copy_engine.peer_buffers import MOST_GROUPS, padded, view_bytes
+from ringattn.transport.copy_engine.kv_gather import GatherPrograms
+from ringattn.transport.copy_engine.peer_buffers import padded
 from ringattn.transport.copy_engine.send_recv import SendRecvPrograms, send_recv_programs
 from ringattn.transport.copy_engine.streams import Program, Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory
@@ -39,19 +31,12 @@ from ringattn.transport.copy_engine.watchdog import POSTS
 from ringattn.transport.copy_engine.watched_transport import WatchedTransport
 from ringattn.transport.reduce.one_shot import OneShotReducer
 
-SAVE_PROGRAMS = 256
-"""Most addresses of saved rows for which one gather has programs."""
 RECEIVED = 256
 """Most tensors that posts receive into which recovery knows."""
 
 
 class CopyEngineTransport(RankBuffers, Transport):
-    """One rank's end of the transport. Takes the arguments of `RankBuffers`.
-
-    Args:
-        start_watchdog: Start the thread of the watchdog.
-        sm_margin: See `KVGather.sm_margin`.
-    """
+    """One rank's end of the transport; sm_margin is that of `KVGather`."""
 
     def __init__(
         self,
@@ -180,16 +165,9 @@ class CopyEngineTransport(RankBuffers, Transport):
         return handle
 
     def remote_shard_buffer(
-        self,
-        turn: int,
-        shape: tuple[int, int, int],
-        rows: int,
-        dims: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, turn: int, shape: tuple[int, int, int], rows: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
         """See `KVGather.remote_shard_buffer`."""
-        del device  # that of this transport
         self._enter()
         key = ("remote shard", turn, shape, rows, dims, dtype)
         found: ZeroCopyKV | None = self.find(key)
@@ -198,9 +176,8 @@ class CopyEngineTransport(RankBuffers, Transport):
         self._zero_copy_at[found.slot.untyped_storage().data_ptr()] = found
         return found.slot[:, :rows]
 
-    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags | None:
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags | None:
         """See `KVGather.saved_ready_flags`."""
-        del device  # that of this transport
         if not gather_plan.recvs:
             return None
         flags = self._raised.get(groups)
@@ -209,16 +186,9 @@ class CopyEngineTransport(RankBuffers, Transport):
         return ReadyFlags(flags, self._error, self._timeout_ns)
 
     def grad_return(
-        self,
-        shape: tuple[int, int, int],
-        gather_plan: GatherPlan,
-        device: torch.device,
-        what: str,
-        *,
-        biased: bool = False,
+        self, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool = False
     ) -> GradReturn:
         """See `KVGather.grad_return`."""
-        del device  # that of this transport
         if self._grad_return is not None:
             self._grad_return.receive()
             self._grad_return.close()
@@ -346,7 +316,9 @@ class CopyEngineTransport(RankBuffers, Transport):
             streams.launch(program, copy_stream)
             for x, address, num_bytes in messages:
                 if (address, num_bytes) not in received:
-                    self._remember_received(x, address, num_bytes)
+                    received[address, num_bytes] = x
+                    if len(received) > RECEIVED and not self._captured:
+                        received.pop(next(iter(received)), None)
                 streams.copy(address, box, num_bytes, copy_stream)
                 box += padded(num_bytes)
         streams.launch(found.copy_programs[-1], copy_stream)
@@ -420,102 +392,6 @@ class CopyEngineTransport(RankBuffers, Transport):
             self._stream = stream
         return stream, capturing
 
-    @outside_inference_mode
-    def _prepare_gather(
-        self,
-        k: Tensor,
-        v: Tensor,
-        gather_plan: GatherPlan,
-        groups: int,
-        zero_copy: ZeroCopyKV | None,
-        what: str,
-        of_bias: torch.dtype | None,
-        *,
-        keep: bool,
-    ) -> GatherPrograms:
-        b, t, hk, d = k.shape
-        width = d + v.shape[-1]
-        if hk % groups or groups > MOST_GROUPS:
-            raise ValueError(f"groups must divide the {hk} key heads, and be at most {MOST_GROUPS}, got {groups}")
-        row, slot_rows = hk * width * k.element_size(), gather_plan.slot_rows
-        # a bias stands behind the rows; what peers write is as large on all ranks, so that growing is collective
-        size = 0 if of_bias is None else of_bias.itemsize
-        slot_bytes = b * slot_rows * row
-        most = gather_plan.most_remote_rows
-        most_bytes = b * most * row
-        if size:
-            most_bytes = padded(most_bytes) + b * (slot_rows + most) * size
-        peer_buffer = self._make_remote_buffer(most_bytes)
-        remote, bias, of_slot = peer_buffer.view((b, gather_plan.remote_rows, hk, width), k.dtype), None, None
-        if zero_copy is not None:
-            slot = zero_copy.slot
-        else:
-            behind = padded(slot_bytes) if size else slot_bytes
-            flat = self._make_slot(behind + b * slot_rows * size)
-            slot = view_bytes(flat, (b, slot_rows, hk, width), k.dtype)
-            of_slot = None if of_bias is None else view_bytes(flat[behind:], (b, slot_rows), of_bias)
-        if of_slot is not None and of_bias is not None:
-            of_all = (b, t + gather_plan.remote_rows)
-            if gather_plan.recvs:
-                table = peer_buffer.view(of_all, of_bias, padded(remote.numel() * remote.element_size()))
-            else:  # peers may write to the remote buffer: it is not this call's turn to read it
-                table = torch.empty(of_all, dtype=of_bias, device=self._memory.device)
-            bias = Bias(slot=of_slot, table=table, local=t)
-        flags = self._make_flags(groups)
-        packed = slot[:, :t] if zero_copy is None and gather_plan.sends else None
-        cleared = None
-        if packed is not None and gather_plan.recvs:
-            cleared = self._make_cleared(flags, remote, tuple(pad_rows(gather_plan.remote_rows, gather_plan.recvs)))
-        here = GatherMemory(
-            peer_buffer,
-            remote=remote,
-            dim=d,
-            slot=slot,
-            packed=packed,
-            bias=bias,
-            ready_flags=ReadyFlags(flags, self._error, self._timeout_ns),
-            cleared=cleared,
-            keep=(gather_plan, zero_copy),
-        )
-        return gather_programs(self.semaphores, here, gather_plan, what, keep=keep)
-
-    def _save_program(self, plan: GatherPrograms, address: int) -> Program | None:
-        """Return the program of the flag stream for rows that are saved at an address."""
-        if plan.save_ops is None:
-            return None
-        aimed = plan.save_programs
-        found = aimed.get(address)
-        if found is None:
-            found = aimed[address] = self.streams.compile(plan.save_ops(address))
-            if len(aimed) > SAVE_PROGRAMS:
-                _, old = aimed.popitem(last=False)
-                self._retire(old)
-        else:
-            aimed.move_to_end(address)
-        return found
-
-    @outside_inference_mode
-    def _prepare_shard_buffer(
-        self, turn: int, shape: tuple[int, ...], rows: int, d: int, dtype: torch.dtype
-    ) -> ZeroCopyKV:
-        slot = view_bytes(self._make_shard_buffer(turn, math.prod(shape) * dtype.itemsize), shape, dtype)
-        return ZeroCopyKV(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:])
-
-    @outside_inference_mode
-    def _prepare_grad_return(
-        self, gather_plan: GatherPlan, shape: tuple[int, int, int], what: str, *, biased: bool
-    ) -> tuple[GradReturnPrograms, GradReturnPrograms]:
-        b, hk, width = shape
-        size = b * gather_plan.slot_rows * hk * (width + biased) * 4
-        grad_buffers, local_grads = self._make_grad_buffers(size), self._make_local_grads(size)
-        self._refuse_in_capture("a return of gradients")
-        # both at once: a capture may begin at either
-        first, second = (
-            grad_return_programs(self.semaphores, gather_plan, peer_buffer, local_grads, shape, what, biased=biased)
-            for peer_buffer in grad_buffers
-        )
-        return first, second
-
     def _payloads(self, messages: Sequence[Message], what: str) -> dict[tuple[int, int], list[tuple[Tensor, int, int]]]:
         """Return (tensor, address, bytes) of what is not empty, by (peer, kind)."""
         found: dict[tuple[int, int], list[tuple[Tensor, int, int]]] = {}
@@ -537,12 +413,6 @@ class CopyEngineTransport(RankBuffers, Transport):
                     f"reserved, got {total} in {len(tensors)} tensors with ring rank {peer}; reserve more before the loop"
                 )
         return found
-
-    def _remember_received(self, x: Tensor, address: int, num_bytes: int) -> None:
-        received = self.watchdog.recovery.received
-        received[address, num_bytes] = x
-        if len(received) > RECEIVED and not self._captured:
-            received.pop(next(iter(received)), None)
 
 
 class CopyEngineGather:

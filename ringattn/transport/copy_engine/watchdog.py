@@ -76,14 +76,10 @@ class RecoveryAddresses:
     """Every address that recovery must write; code that makes memory adds to it.
 
     Attributes:
-        gates: Of the peers, like errors, the error words of their kernels.
-        reusable: Semaphores that the caller's stream waits for before it writes.
-        ready: Semaphores that the other streams wait for before they read rows or raise a flag.
-        turn: Semaphores that the copy stream waits for before it pushes.
-        grad_return: Semaphores that the caller's stream waits for before it reads contributions.
+        reusable: Semaphores that the caller's stream waits for before it writes; grad_return: before it reads contributions.
+        ready: Semaphores that the other streams wait for before they read rows or raise a flag; turn: before they push.
         flags: (address, number of words) that kernels wait for; raised: of flags that stay raised while the ring is healthy.
-        local_grads: (address, bytes) of this rank's contributions.
-        received: The tensors that posts receive into, by (address, bytes).
+        local_grads: (address, bytes) of this rank's contributions; received: of the tensors that posts receive into.
         kept: Memory that captured graphs use.
     """
 
@@ -101,15 +97,7 @@ class RecoveryAddresses:
 
 
 class Watchdog:
-    """The watchdog of one ring.
-
-    Args:
-        rank: This rank.
-        name: The ring's name.
-        progress: `HOST_INTS` int32 in host memory that the device can write.
-        control: Addresses of the words of this device, by `GATE` ...
-        streams: Access to the device.
-        timeout: Seconds without progress after which the ring fails.
+    """The watchdog of one ring: reads `progress`, `HOST_INTS` int32 in host memory, and writes the device's words at `control`.
 
     Attributes:
         infos: The waits of programs, by the number that they write into `PLACE`, `COPY` and `FLAG`.

@@ -1,4 +1,4 @@
-"""Reducers that stack the shares of all ranks: of a ring of one rank, over the process group, and of simulated ranks."""
+"""Reducers that stack the shares of all ranks: of a ring of one rank, and over the process group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.kernels.partials.packed import finish_parts, merge_parts
-from ringattn.transport.base import Choice, RingContext
+from ringattn.transport.base import Choice
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.process_group import resolve_group
 from ringattn.transport.reduce.base import MergeCall, PartialReducer, ShareCall
@@ -17,7 +17,7 @@ from ringattn.transport.timeout import BoundedWait
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class _StackingReducer(PartialReducer):
+class StackingReducer(PartialReducer):
     """A reducer without memory of its own."""
 
     def _stack(self, mine: Tensor, what: str) -> Tensor:
@@ -42,7 +42,7 @@ class _StackingReducer(PartialReducer):
         call.out.view(rows, call.ranks, width).copy_(self._stack(call.x, call.what).transpose(0, 1))
 
 
-class LocalReducer(_StackingReducer):
+class LocalReducer(StackingReducer):
     """The reducer of a ring of one rank."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class LocalReducer(_StackingReducer):
         return mine[None]
 
 
-class ProcessGroupReducer(_StackingReducer):
+class ProcessGroupReducer(StackingReducer):
     """Reducer with one collective of the process group per call: NCCL between GPUs, gloo between CPU processes."""
 
     def __init__(self, consensus: RankConsensus, bounded_wait: BoundedWait, why: str) -> None:
@@ -92,22 +92,4 @@ class ProcessGroupReducer(_StackingReducer):
                 f"ring rank {self._rank}: an exchange of {what}: the collective with ring ranks {peers} failed or timed out; look "
                 f"for an earlier error on those ranks ({error})"
             ) from error
-        return stack
-
-
-class SimulatedReducer(_StackingReducer):
-    """The reducer of one of `run_ranks`, with one post per peer."""
-
-    def __init__(self, context: RingContext) -> None:
-        super().__init__(Choice("simulated", "all ranks are in one process"), None, context.world_size)
-        self._context = context
-
-    def _stack(self, mine: Tensor, what: str) -> Tensor:
-        context = self._context
-        stack = mine.new_empty((context.world_size, *mine.shape))
-        stack[context.rank] = mine
-        for step in range(1, context.world_size):
-            to, owner = (context.rank + step) % context.world_size, (context.rank - step) % context.world_size
-            posted = f"exchange of {what}, step {step}"
-            context.transport.post([(to, stack[context.rank])], [(owner, stack[owner])], posted).wait()
         return stack
