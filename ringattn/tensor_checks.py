@@ -21,7 +21,7 @@ def is_causal_bias(x: object) -> bool:
     return isinstance(x, CausalBias)
 
 
-def check_plain(name: str, x: Any) -> None:
+def check_tensor(name: str, x: Any) -> None:
     """Raise TypeError, ValueError or NotImplementedError unless x is a plain tensor, of that name in messages.
 
     Parameters, and subclasses of Tensor that mean their numbers, are plain.

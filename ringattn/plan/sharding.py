@@ -20,7 +20,7 @@ from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_s
 from ringattn.plan.mask import AttentionMask, check_documents
 from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer
 from ringattn.ring_registry import find_ring
-from ringattn.tensor_checks import check_plain
+from ringattn.tensor_checks import check_tensor
 
 
 class Gathering(Protocol):
@@ -249,7 +249,7 @@ class Sharding:
     @staticmethod
     def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:
         """The dim, counted from the front, in which a tensor has so many rows; refuses others."""
-        check_plain(name, x)
+        check_tensor(name, x)
         dim = _resolve_dim(x, dim)
         if x.shape[dim] != rows:
             raise ValueError(
@@ -272,7 +272,7 @@ class Sharding:
         if not isinstance(parts, Sequence):
             raise TypeError(f"parts must be a sequence of tensors, got {type(parts).__name__}; pass one per rank")
         for rank, part in enumerate(parts):
-            check_plain(f"parts[{rank}]", part)
+            check_tensor(f"parts[{rank}]", part)
         if len(parts) != self.world_size:
             raise ValueError(
                 f"parts must have one tensor per rank, {self.world_size}, got {len(parts)}; pass all ranks'"

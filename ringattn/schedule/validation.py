@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
-from ringattn.tensor_checks import check_plain
+from ringattn.tensor_checks import check_tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SOFTCAPS = {torch.float16: 2.0**13, torch.bfloat16: 2.0**16, torch.float32: 2.0**100, torch.float64: 2.0**100}
@@ -18,10 +18,10 @@ softcap times that: up to here less than one rounding of the dtype. Wider dtypes
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, **options: Tensor | None) -> None:
-    """Raise unless all given tensors are plain (`check_plain`) and have numbers; options that are None were not given."""
+    """Raise unless all given tensors are plain (`check_tensor`) and have numbers; options that are None were not given."""
     given = [(name, x) for name, x in options.items() if x is not None]
     for name, x in (("q", q), ("k", k), ("v", v), *given):
-        check_plain(name, x)
+        check_tensor(name, x)
         if x.is_meta:
             raise ValueError(f"{name} must have numbers, got a meta tensor; make it real")
 

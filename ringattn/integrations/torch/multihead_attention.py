@@ -34,7 +34,7 @@ from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
 from ringattn.ring_registry import get_ring
 from ringattn.sharding_context import resolve_sharding
-from ringattn.tensor_checks import check_plain
+from ringattn.tensor_checks import check_tensor
 
 CAPACITY = 1024
 """Lengths of whole sequences that are kept; beyond it all are forgotten, and made again as they come."""
@@ -184,7 +184,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             found = resolve_sharding(sharding, kv_sharding)
         with self._shared_refusals(None if found is None else found[0]):
             for name, x in (("query", query), ("key", key), ("value", value)):
-                check_plain(name, x)
+                check_tensor(name, x)
             need_weights, is_causal = resolve_flag("need_weights", need_weights), resolve_flag("is_causal", is_causal)
             row_dim = 1 if self.batch_first and query.dim() == 3 else 0
             sharding, kv_sharding = self._find_shardings(query, key, row_dim, found, kv_sharding is not None)
@@ -310,7 +310,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         """
         for name, x in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if x is not None:
-                check_plain(name, x)
+                check_tensor(name, x)
         batched = F._mha_shape_check(  # pyright: ignore[reportAttributeAccessIssue]
             query, key, value, key_padding_mask, None, self.num_heads
         )
