@@ -718,7 +718,7 @@ def test_a_call_is_enqueued_piece_by_piece_twice_and_recorded_once_for_each_turn
 @pytest.mark.parametrize(
     ("how", "enqueued"), [("nothing", 0), ("growing", 4), ("lending", 4), ("closing", 5), ("poison", 1), ("another", 1)]
 )
-def test_graphs_go_with_what_they_rely_on(how: str, enqueued: int) -> None:
+def test_graphs_are_dropped_with_the_memory_they_use(how: str, enqueued: int) -> None:
     """Rows, guard rows and contributions are looked at in every call of these."""
     ranks = Ranks(3, 0)
     big = full(3, rows=6)
@@ -795,7 +795,7 @@ def test_graphs_are_made_as_long_as_they_are_repaid(monkeypatch: pytest.MonkeyPa
     assert some(agains[3], 5) == 5
 
 
-def test_what_was_left_open_is_closed_by_no_graph() -> None:
+def test_an_open_gather_is_closed_outside_of_graphs() -> None:
     """Each launch of it would close it again."""
     ranks = Ranks(2, 0)
     again = Again(ranks, full(2)).reserve_gather()
@@ -941,7 +941,7 @@ def test_a_gather_may_begin_between_a_post_and_its_wait(world_size: int, seed: i
     ranks.world.drain()
 
 
-def test_what_posts_hold_does_not_depend_on_the_number_of_ranks() -> None:
+def test_memory_of_posts_does_not_depend_on_the_number_of_ranks() -> None:
     held = []
     for world_size in (2, 4, 8):
         ranks = Ranks(world_size, 0)
@@ -955,7 +955,7 @@ def test_what_posts_hold_does_not_depend_on_the_number_of_ranks() -> None:
     assert 2 * (100_000 + 200_000) <= held[0] < 1.02 * 2 * (100_000 + 200_000)
 
 
-def test_without_replies_only_plain_parcels_have_boxes() -> None:
+def test_without_gradient_messages_only_plain_ones_have_outboxes() -> None:
     ranks = Ranks(2, 0)
     reserve(ranks, 10_000, 0)
     assert 2 * 100_000 <= ranks.ends[0].num_bytes() < 2.05 * 100_000
@@ -1192,7 +1192,7 @@ def test_rows_of_a_later_call_are_never_taken_for_those_of_this_one(
             assert len(attention.results[rank, salt]) == groups * (world_size - 1), "every tile ends"
 
 
-def test_a_transport_that_kept_rows_goes_when_nobody_holds_it() -> None:
+def test_a_transport_that_saved_rows_is_freed_when_it_is_dropped() -> None:
     ranks = Ranks(2, 0)
     shape, held = full(2), []
 
@@ -1324,7 +1324,7 @@ def test_kept_rows_that_were_overwritten_are_never_taken_for_a_layers_own(
 
 @settings(max_examples=40, deadline=None)
 @given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32))
-def test_what_a_lost_rank_never_sent_is_nan(world_size: int, seed: int) -> None:
+def test_rows_that_a_lost_rank_never_sent_are_nan(world_size: int, seed: int) -> None:
     ranks = Ranks(world_size, seed)
     lost = world_size - 1
     post(ranks, 0, 5)
@@ -1403,7 +1403,7 @@ def test_a_kernel_that_gave_up_alone_leaves_the_next_call_alone() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_streams_that_share_a_queue_never_wait_for_what_stands_behind_them(world_size: int) -> None:
+def test_streams_that_share_a_queue_never_wait_for_later_work(world_size: int) -> None:
     for seed in range(5):
         ranks, shape = Ranks(world_size, seed), full(world_size, 2)
         ranks.world.shared = True
@@ -1438,7 +1438,7 @@ def test_a_call_costs_the_driver_few_batches_of_words(captured: bool, forward: i
     ranks.each(count)
 
 
-def test_a_rank_to_which_nobody_comes_home_hands_its_turn_on() -> None:
+def test_a_rank_without_returned_gradients_passes_its_turn_on() -> None:
     """Rank 0 shares no document with others, and is the nearest owner of rank 1."""
     mask = AttentionMask(seq_len=12, kv_len=12, documents=(0, 4, 12))
     shards = make_shards("contiguous", 12, 3, mask)
@@ -1452,7 +1452,7 @@ def test_a_rank_to_which_nobody_comes_home_hands_its_turn_on() -> None:
         assert not any(end.watchdog._progress[PLACE] % PLACES for end in ranks.ends), "nobody is on the ring any more"
 
 
-def test_a_homecoming_that_was_never_begun_leaves_the_next_one_alone() -> None:
+def test_a_return_of_gradients_that_never_began_leaves_the_next_one_alone() -> None:
     ranks, shape = Ranks(3, 0), full(3)
     come_home(ranks, shape, 1)
 
@@ -1475,7 +1475,7 @@ def test_a_busy_ring_never_fails() -> None:
             assert end.watchdog.failure is None
 
 
-def test_a_lent_slot_has_the_rows_of_the_sharding_it_is_asked_for_with() -> None:
+def test_a_zero_copy_slot_has_the_rows_of_its_sharding() -> None:
     ranks = Ranks(2, 0)
     for salt, lengths in enumerate([(7, 6), (7, 7), (7, 6)]):
         found: dict[int, tuple[Tensor, Tensor]] = {}
@@ -1502,7 +1502,7 @@ def test_contributions_never_come_before_those_of_the_backward_before_last_are_a
 
 
 @pytest.mark.parametrize("kept_keys", [True, False])
-def test_a_long_backward_is_not_a_ring_that_stands_still(kept_keys: bool) -> None:
+def test_a_long_backward_does_not_fail_the_ring(kept_keys: bool) -> None:
     ranks, shape = Ranks(2, 0), full(2)
     homes = {}
 
@@ -1532,7 +1532,7 @@ def test_a_long_backward_is_not_a_ring_that_stands_still(kept_keys: bool) -> Non
 
 @settings(max_examples=25, deadline=None)
 @given(world_size=st.integers(2, 3), seed=st.integers(0, 2**32))
-def test_backwards_of_packed_and_of_lent_keys_take_turns(world_size: int, seed: int) -> None:
+def test_backwards_of_packed_and_of_zero_copy_keys_alternate(world_size: int, seed: int) -> None:
     ranks = Ranks(world_size, seed)
     # as many of each in front of the other as there are places to come home to
     for salt, name in enumerate([None, None, "layer", "layer", None, "layer"]):
@@ -1540,7 +1540,7 @@ def test_backwards_of_packed_and_of_lent_keys_take_turns(world_size: int, seed: 
     ranks.world.drain()
 
 
-def test_a_lent_slot_goes_when_its_name_is_lent_with_another_shape() -> None:
+def test_a_zero_copy_slot_is_released_when_its_name_gets_another_shape() -> None:
     ranks, shape = Ranks(2, 0), full(2)
     slots: list[weakref.ref[Tensor]] = []
     for more in range(4):
@@ -1581,7 +1581,7 @@ def test_a_new_shape_inside_a_capture_is_refused() -> None:
         ranks.ends[0].gather(*keys_of(shape, 0, 0), shape.gather_plans[0], 1, "captured")
 
 
-def test_what_calls_in_inference_mode_made_serves_others() -> None:
+def test_buffers_made_in_inference_mode_serve_other_calls() -> None:
     """The devices here write outside of inference mode, too."""
     ranks, shape = Ranks(2, 0), full(2)
 
@@ -1606,7 +1606,7 @@ def test_what_calls_in_inference_mode_made_serves_others() -> None:
         assert not any(x.is_inference() for x in local if x.numel())
 
 
-def test_poison_leaves_nothing_of_earlier_calls_but_what_was_lent() -> None:
+def test_poison_leaves_no_rows_of_earlier_calls_but_zero_copy_slots() -> None:
     ranks, shape = Ranks(2, 0), full(2)
     for kind in ("gather", "home", "post", "lend a"):
         play(ranks, kind, shape, 1)

@@ -184,7 +184,7 @@ def test_the_simulated_ring_keeps_them_too(
 
 
 @pytest.mark.parametrize("options", [{"memory_budget": 0}, {"backward": "queries"}], ids=["no budget", "queries move"])
-def test_what_cannot_be_kept_is_not(gathers: Counter[str], options: dict[str, Any]) -> None:
+def test_calls_that_cannot_save_gathered_kv_do_not(gathers: Counter[str], options: dict[str, Any]) -> None:
     q, k, v, do = (torch.randn(1, 24, heads, 16) for heads in (4, 2, 2, 4))
     args: dict[str, Any] = {"do": do, "memory_budget": PLENTY, **options}
     kept, plain = (simulate_ring(q, k, v, 2, save_gathered_kv=keep, **args) for keep in (True, False))

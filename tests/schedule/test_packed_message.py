@@ -1,4 +1,4 @@
-"""What travels together is one message, and nothing is copied that already lies like one."""
+"""Tensors that move together are one message, and tensors that already form one are not copied."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_message_holds_the_rows_of_every_tensor(moving: list[tuple[Tensor, int
 
 @settings(max_examples=50, deadline=None)
 @given(moving_tensors())
-def test_what_lies_in_memory_like_a_message_is_not_copied(moving: list[tuple[Tensor, int]]) -> None:
+def test_tensors_that_form_a_message_in_memory_are_not_copied(moving: list[tuple[Tensor, int]]) -> None:
     x, dim = moving[0]
     bundle = make_message(moving, x.shape[dim], Buffers(), "own")
     bundle.message.zero_()
