@@ -7,10 +7,9 @@ inputs, and pass arguments through general containers. So the operators are defi
 `torch.autograd.Function`.
 
 Note [Beside compiled graphs]
-    `torch.compile(mode="reduce-overhead")` captures CUDA graphs. Its eager first run uses the memory pool of its graphs, and
-    memory that outlives that run counts as a leak. Tables, buffers and programs that a ring makes at its first call do
-    outlive it. And whether all ranks capture the same call is the caller's decision, not a compiler's heuristic. So the operators
-    carry the tag by which the compiler leaves them out: it cuts its graph there and captures the code between. A capture by
+    `torch.compile(mode="reduce-overhead")` captures CUDA graphs. In its eager first run, memory that outlives the run counts as
+    a leak, as tables, buffers and programs of a ring do. And whether all ranks capture the same call is the caller's decision.
+    So the operators carry the tag by which the compiler cuts its graph there and captures the code between. A capture by
     `torch.cuda.graph` ignores tags and has the ring inside.
 """
 
@@ -154,7 +153,7 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _fake_forward(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, _k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     b, s, h, _ = q.shape
     return q.new_empty(b, s, h, v.shape[-1]), q.new_empty(b, h, s, dtype=accumulation_dtype(q.dtype))
 

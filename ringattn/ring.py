@@ -257,7 +257,9 @@ class Ring:
         The error takes the place of this rank's next comparison. A program that catches it on all ranks goes on in step. Errors
         that are equal on all ranks cost none of them a later call.
         """
-        return nullcontext() if torch.compiler.is_compiling() or self._consensus is None else self._consensus
+        if torch.compiler.is_compiling() or self._consensus is None:
+            return nullcontext()
+        return self._consensus.publishing_errors()
 
     def assert_equal_across_ranks(self, what: str, text: str, doing: str = "") -> None:
         """Raise ValueError on every rank unless a text, named in messages, is equal on all ranks, each of which calls this."""

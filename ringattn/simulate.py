@@ -207,11 +207,7 @@ def _check(
 
 
 def _shardings(
-    seq_len: int,
-    layout: str,
-    documents: Sequence[int] | Tensor | None,
-    balance: dict[str, Any] | None,
-    world_size: int,
+    seq_len: int, layout: str, documents: Sequence[int] | Tensor | None, balance: dict[str, Any] | None, world_size: int
 ) -> list[Sharding]:
     seq_len, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, world_size)
     return [Sharding(seq_len, layout, shards, rank, boundaries) for rank in range(world_size)]

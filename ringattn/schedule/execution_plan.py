@@ -157,8 +157,7 @@ def fused_bytes(
     """Return the bytes that the fused schedule takes on the rank that needs most, of members that fetch from each other.
 
     These are the buffer of remote rows, the send slot and, in a backward, two sets of gradient regions. A hierarchical ring adds
-    two buffers for remote shards and one for sends, and in the backward two sums in flight and one that arrives. bias_bytes is
-    that of one key; 0: there is no key_bias.
+    two buffers for remote shards and one for sends, and in the backward two sums in flight and one that arrives.
     """
     b, _, hk, d = k.shape
     row = b * hk * (d + v.shape[-1])

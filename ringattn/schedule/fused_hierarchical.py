@@ -8,11 +8,9 @@ Note [One launch per outer step]
     finds its own remote shard in place and waits for the others, as it does with shards in outer step 0. The remote shards of
     step o + 1 are in flight while step o is computed; two buffers alternate.
     One launch for all outer steps could hang: its kernel may hold every SM while it waits for rows that NCCL needs SMs to
-    receive. SMs that the kernel leaves free could be taken by another collective that waits for this rank. So a launch waits for
-    nothing but semaphores and copies whose own transfers between nodes are over, or stand before a launch that ends. The price is
-    one fp32 partial per outer step, and one merge.
-    NCCL's blocks keep their SMs for as long as a transfer takes. Programs of a kernel that wants these SMs would begin only
-    afterwards, and end later by the whole transfer. So a launch beside which rows move between nodes leaves `COMM_SMS` free.
+    receive. SMs that the kernel leaves free could be taken by another collective that waits for this rank. So transfers between
+    nodes are over before a launch that waits for their rows. The price is one fp32 partial per outer step, and one merge. NCCL's
+    blocks keep their SMs for a whole transfer, so a launch beside which rows move between nodes leaves `COMM_SMS` free.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ class GradReturner:
             if plan.ring_steps[step] is None:
                 self._sums[outer_step].message.zero_()
 
-    def messages(self, step: int) -> tuple[list[Message], list[Message]]:
+    def messages(self, step: int) -> tuple[Sequence[Message], Sequence[Message]]:
         """Return the sends and receives within the node while `step` is computed: contributions of the step before."""
         last = step - 1
         sends, receives = list[Message](), list[Message]()

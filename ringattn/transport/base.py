@@ -40,13 +40,7 @@ COMM_SMS = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """A transport, or a reducer of partials, and the reason for it.
-
-    Attributes:
-        name: Of transports "none", "process_group" or "copy_engine", "undecided" before the first call; of reducers "alone",
-            "group" or "one_shot".
-        why: One clause.
-    """
+    """The name of a transport or of a reducer of partials ("undecided" before the first call), and the reason in one clause."""
 
     name: str
     why: str

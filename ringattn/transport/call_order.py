@@ -6,9 +6,8 @@ Note [Call marks]
     dropout seed where ranks must agree on it, and in a backward the number of its forward.
     - Where gloo moves rows, each rank sends its mark to all ranks beside the first rows of the call, and compares marks before
       it reads these rows. All ranks raise before a wrong number is computed.
-    - NCCL and the copy engine move rows without the host, which would have to wait for marks. There ranks compare a hash of
-      their marks through the store in calls 1, 2, 4, ..., and in every COMPARED-th call. All ranks raise after the fact, and
-      the message names the first call that differs. A replay of a CUDA graph makes no call.
+    - NCCL and the copy engine move rows without the host. There ranks compare a hash of their marks through the store in calls
+      1, 2, 4, ..., and in every COMPARED-th call. All ranks raise after the fact, naming the first call that differs.
     Calls that differ in the values of their tensors only have equal marks in the forward. Their backwards differ.
 """
 

@@ -14,7 +14,6 @@ import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NoReturn
 
 from torch.distributed import TCPStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
@@ -162,15 +161,14 @@ class RankConsensus:
             )
         return texts
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Publish an error raised inside."""
-        if isinstance(error, Exception):
+    @contextlib.contextmanager
+    def publishing_errors(self) -> Iterator[None]:
+        """Publish an exception raised inside, and raise it."""
+        try:
+            yield
+        except Exception as error:
             self.publish_error(error)
+            raise
 
     def publish_error(self, error: Exception) -> None:
         """Publish an error of this rank in place of its text for the current round, and go on to the next.

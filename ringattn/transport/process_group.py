@@ -4,10 +4,8 @@ Note [Few channels]
     NCCL moves bytes with SMs that the attention kernel then lacks, as many as its communicator has channels. A ring
     therefore has NCCL communicators of its own, limited to a few channels (`max_ctas` also limits sends and receives),
     on a stream of high priority, so that a transfer is not queued behind the kernel that it should run beside, and
-    without thread block clusters, which would have to wait for neighbouring SMs. They are no process groups that torch
-    knows of: `dist.new_group` finds the name of a group that only its members create by counting the groups of this
-    process, which need not agree between members, and such names, and with them the keys in the store, come again.
-    All members make them at the first call of a ring, by its name; they end with `close`, or with the process.
+    without thread block clusters, which would have to wait for neighbouring SMs. They are no process groups of torch:
+    `dist.new_group` counts the groups of this process for a name, and members need not agree on that number.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Bounded waits of the host for its device: with the work, or when a rank has not come within the ring's timeout.
 
-A plain collective of NCCL is known to torch's watchdog, which ends the process after the group's timeout. Collectives in a replay
-of a CUDA graph are not: one whose peer has died would be waited for without end. So the host does not block in CUDA, but polls
-an event behind the replay, for a bounded time. Time counts from when the device begins with the replay: work that was
-enqueued before may take any time, and is bounded by the timeouts of plain calls. Kernels that give up by themselves
-(`OneShotReducer`, the watchdog of the copy engine) do so after the timeout and name more, so the host waits half as long again.
+Torch's watchdog does not know collectives in a replay of a CUDA graph, so the host does not block in CUDA, where a missing
+peer would hold it for ever, but polls an event behind the replay. Time counts from when the device begins with the replay. Kernels
+that give up by themselves (`OneShotReducer`, the watchdog of the copy engine) do so after the timeout and name more, so the host
+waits half as long again.
 """
 
 from __future__ import annotations

@@ -72,14 +72,14 @@ def attempt(call: Callable[..., Any], *args: Any) -> str:
 def refuse(consensus: Ranked, words: str, how: str) -> None:
     """Refuses before comparing, in one of the ways that happen."""
     if how == "wrapped":
-        with consensus:
+        with consensus.publishing_errors():
             try:
-                with consensus:
+                with consensus.publishing_errors():
                     raise KeyError(words)
             except KeyError as error:
                 raise ValueError(words) from error
     elif how == "nested":
-        with consensus, consensus:
+        with consensus.publishing_errors(), consensus.publishing_errors():
             raise ValueError(words)
     else:
         consensus.raise_on_all_ranks(ValueError(words))
@@ -112,7 +112,7 @@ def test_ranks_stay_in_step_whatever_some_of_them_refuse(steps: list[tuple[str, 
         )
 
     def within(consensus: Ranked, rank: int, number: int) -> None:
-        with consensus:
+        with consensus.publishing_errors():
             step(consensus, rank, number)
 
     def program(consensus: Ranked, rank: int) -> list[str]:
@@ -156,7 +156,7 @@ def test_an_error_long_before_or_after_a_comparison_leaves_ranks_in_step() -> No
 def test_a_rank_that_timed_out_and_a_late_one_are_in_step_and_count_equal_failures() -> None:
     def late(consensus: Ranked, rank: int) -> None:
         time.sleep(0.6 * (rank == 1))
-        with consensus:
+        with consensus.publishing_errors():
             consensus.assert_equal_across_ranks("a text", "")
 
     def program(consensus: Ranked, rank: int) -> str:

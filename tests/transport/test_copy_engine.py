@@ -756,7 +756,7 @@ def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(
 ) -> None:
     ranks = Ranks(2, 0)
     again = Again(ranks, full(2)).reserve_gather()
-    receive = copy_engine.CopyEngineGradReturn.receive
+    receive = copy_engine._CopyEngineGradReturn.receive
 
     def refuse(work: Callable[[], object]) -> None:
         FakeStreams.record(ranks.streams[1], work)
@@ -768,7 +768,7 @@ def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(
         return receive(coming)
 
     if early:
-        monkeypatch.setattr(copy_engine.CopyEngineGradReturn, "receive", break_off)
+        monkeypatch.setattr(copy_engine._CopyEngineGradReturn, "receive", break_off)
     else:
         monkeypatch.setattr(ranks.streams[1], "record", refuse)
     for salt in range(1, 9):

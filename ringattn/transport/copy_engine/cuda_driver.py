@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_ulonglong, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -132,15 +133,13 @@ def _entries(op: Write | Write64 | Wait, pairs: bool) -> list[_Word]:
     return [_Word(_WAIT if waits else _WRITE, op.address, op.value & 0xFFFFFFFF, _EQUAL if waits else 0)]
 
 
+@dataclass(eq=False, slots=True)
 class _Calls:
     """A program of the CUDA driver: calls that take the stream, and the graph they became."""
 
-    __slots__ = ("calls", "graph", "until_graph")
-
-    def __init__(self, calls: list[Callable[[int], None]], until_graph: int) -> None:
-        self.calls = calls
-        self.graph: _Graph | None = None
-        self.until_graph = until_graph  # launches until it becomes one; negative: it stays as it is
+    calls: list[Callable[[int], None]]
+    until_graph: int  # launches until it becomes one; negative: it stays as it is
+    graph: _Graph | None = None
 
 
 class CudaStreams:

@@ -56,9 +56,9 @@ class CopyEngineTransport(RankBuffers, Transport):
         self._posted = 0
         self._kept: list[Any] | None = None  # by the graph that is being captured, so that it lives as long
         self._stream: int | None = None
-        self._handle: CopyEngineGather | None = None
-        self._grad_return: CopyEngineGradReturn | None = None
-        self._posts: list[CopyEngineWork | None] = [None] * POSTS
+        self._handle: _CopyEngineGather | None = None
+        self._grad_return: _CopyEngineGradReturn | None = None
+        self._posts: list[_CopyEngineWork | None] = [None] * POSTS
         if start_watchdog:
             self.watchdog.start()
 
@@ -96,7 +96,7 @@ class CopyEngineTransport(RankBuffers, Transport):
     ) -> KVGatherHandle:
         """See `KVGather.gather`."""
         assert key_bias is None or not keep, "saved rows have no bias"
-        assert grad_return is None or isinstance(grad_return, CopyEngineGradReturn), (
+        assert grad_return is None or isinstance(grad_return, _CopyEngineGradReturn), (
             "gradients are returned by the transport of the gather"
         )
         stream, capturing = self._enter()
@@ -159,7 +159,7 @@ class CopyEngineTransport(RankBuffers, Transport):
             if capturing:
                 streams.order(stream, streams.flag_stream)
             launch(flag_program, streams.flag_stream)
-        self._handle = handle = CopyEngineGather(self, found, saved, flagged=flag_program is not None)
+        self._handle = handle = _CopyEngineGather(self, found, saved, flagged=flag_program is not None)
         if grad_return is not None and combined is not None:
             grad_return.begin_with(handle, combined)
         return handle
@@ -200,7 +200,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         plans[self._grad_turn].info.what = what
         if self._kept is not None:
             self._kept.append(plans)
-        return CopyEngineGradReturn(self, key, plans)
+        return _CopyEngineGradReturn(self, key, plans)
 
     def repeat(
         self,
@@ -323,7 +323,7 @@ class CopyEngineTransport(RankBuffers, Transport):
                 box += padded(num_bytes)
         streams.launch(found.copy_programs[-1], copy_stream)
         self._posted += 1
-        pending = CopyEngineWork(self, index, found, self._posted)
+        pending = _CopyEngineWork(self, index, found, self._posted)
         self._posts[index] = pending
         return pending
 
@@ -415,7 +415,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         return found
 
 
-class CopyEngineGather:
+class _CopyEngineGather:
     """See `KVGatherHandle`."""
 
     __slots__ = ("_flagged", "_plan", "_transport", "k", "key_bias", "ready_flags", "remote", "saved", "v")
@@ -432,7 +432,6 @@ class CopyEngineGather:
         self.ready_flags = plan.ready_flags
 
     def close(self) -> None:
-        """See `KVGatherHandle.close`."""
         self.finish()
 
     def finish(self, combined: CombinedPrograms | None = None) -> bool:
@@ -456,7 +455,7 @@ class CopyEngineGather:
         return True
 
 
-class CopyEngineGradReturn:
+class _CopyEngineGradReturn:
     """See `GradReturn`."""
 
     __slots__ = (
@@ -471,7 +470,7 @@ class CopyEngineGradReturn:
         self.key, self.plans = key, plans
         self.plan = plan = plans[transport._grad_turn]
         self._begun = self._received = self._closed = False
-        self._handle: CopyEngineGather | None = None
+        self._handle: _CopyEngineGather | None = None
         self._combined: CombinedPrograms | None = None
         self.addresses = plan.addresses
         self.local_grads = plan.local_grads
@@ -479,12 +478,11 @@ class CopyEngineGradReturn:
         self.bias_addresses, self.local_bias_grads = (None, None) if plan.bias is None else plan.bias[:2]
 
     def begin(self) -> None:
-        """See `GradReturn.begin`."""
         stream, _ = self._transport._enter()
         self._begin()
         self._transport.streams.launch(self.plan.start, stream)
 
-    def begin_with(self, handle: CopyEngineGather, combined: CombinedPrograms) -> None:
+    def begin_with(self, handle: _CopyEngineGather, combined: CombinedPrograms) -> None:
         """Begin with a gather, which the combined programs close."""
         self._begin()
         self._handle, self._combined = handle, combined
@@ -496,7 +494,6 @@ class CopyEngineGradReturn:
         here._grad_return, here._grad_turn = self, 1 - here._grad_turn
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
-        """See `GradReturn.receive`."""
         if not self._received:
             assert self._begun, "a return of gradients begins in front of its backward"
             self._received = True
@@ -508,7 +505,6 @@ class CopyEngineGradReturn:
         return self.plan.regions, [] if bias is None else bias[2]
 
     def close(self) -> None:
-        """See `GradReturn.close`."""
         if not self._closed:
             self._closed = True
             if self._transport._grad_return is self:
@@ -518,7 +514,7 @@ class CopyEngineGradReturn:
 
 
 @dataclass(eq=False, slots=True)
-class CopyEngineWork:
+class _CopyEngineWork:
     """See `Work`."""
 
     transport: CopyEngineTransport
@@ -528,7 +524,6 @@ class CopyEngineWork:
     waited: bool = False
 
     def wait(self) -> None:
-        """See `Work.wait`."""
         if self.waited:
             return
         self.waited = True

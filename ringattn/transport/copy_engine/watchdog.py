@@ -1,7 +1,6 @@
 """Watchdog of a ring: a thread that detects a ring without progress, reports it, and ends its waits with NaN results.
 
-While a ring is healthy the thread reads and writes host memory and calls nothing of CUDA, so that it disturbs neither captures nor
-speed.
+While a ring is healthy the thread calls nothing of CUDA, so that it disturbs neither captures nor speed.
 
 Note [Recovery]
     A ring has failed when it waits and nothing has moved for the ring's timeout. All enqueued work must then end, and leave no
@@ -16,9 +15,8 @@ Note [Recovery]
     before the caller's stream may pass a join whose data never arrived, the memory that it would read is set to NaN: this rank's
     own contribution to its gradients, and the buffers that posts receive into. Then it may take one step. So the gate is never
     open while a kernel waits, and every join finds either the data that was sent or NaN.
-    The start of a rank's next call resets the error word and lowers all flags; none rises again behind the closed gate, so the next
-    kernel that reads remote rows fails as well. Flags of saved rows are made negative before any wait ends.
-    A transfer between nodes (`BETWEEN_NODES`) is not released by semaphores: the process group ends it, within its own timeout.
+    The start of the next call resets the error word and lowers all flags; none rises again behind the closed gate. Flags of saved
+    rows are made negative before any wait ends. The process group ends a transfer between nodes (`BETWEEN_NODES`).
 """
 
 from __future__ import annotations
