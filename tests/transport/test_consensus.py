@@ -233,7 +233,7 @@ def test_no_reference_to_an_error_is_kept() -> None:
 
     def fail() -> weakref.ref[Held]:
         held = Held()
-        with pytest.raises(ValueError, match="words"), make(2)[0]:
+        with pytest.raises(ValueError, match="words"), make(2)[0].publishing_errors():
             raise ValueError("words", held)
         return weakref.ref(held)
 
