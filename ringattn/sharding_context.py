@@ -1,12 +1,11 @@
 """The current sharding of a thread: set by `use_sharding`, used by calls below that are given none.
 
-Note [Current sharding]
-    It is kept in a `threading.local`, not in a ContextVar: torch.compile traces the former from torch 2.13 on, with guards, so
-    that a compiled module compiles again for another sharding; it does not trace the latter. For compiled code of older
-    versions a second, plain object is shared by all threads, and is ambiguous while two threads have a sharding.
-    Activation checkpointing runs a module again during backward, outside of the `with` or inside of another one. So a
-    sharding is current only for the pass in which it was set: a forward that is recomputed does not find one of outside, and
-    `checkpoint_contexts` sets it again inside.
+It is kept in a `threading.local`, not in a ContextVar: torch.compile traces the former from torch 2.13 on, with guards, so
+that a compiled module compiles again for another sharding; it does not trace the latter. For compiled code of older
+versions a second, plain object is shared by all threads, and is ambiguous while two threads have a sharding.
+Activation checkpointing runs a module again during backward, outside of the `with` or inside of another one. So a
+sharding is current only for the pass in which it was set: a forward that is recomputed does not find one of outside, and
+`checkpoint_contexts` sets it again inside.
 """
 
 from __future__ import annotations

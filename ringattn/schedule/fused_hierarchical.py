@@ -2,15 +2,14 @@
 
 Holds the order of transfers between nodes, gathers and launches, and merges the partials of the launches.
 
-Note [One launch per outer step]
-    In outer step o the ranks of a node hold, together, the shards of another node: each rank one remote shard (Note [Double
-    ring] in ring_plan.py). Remote shards arrive over the process group in a buffer that the copy engine pushes from, so a launch
-    finds its own remote shard in place and waits for the others, as it does with shards in outer step 0. The remote shards of
-    step o + 1 are in flight while step o is computed; two buffers alternate.
-    One launch for all outer steps could hang: its kernel may hold every SM while it waits for rows that NCCL needs SMs to
-    receive. SMs that the kernel leaves free could be taken by another collective that waits for this rank. So transfers between
-    nodes are over before a launch that waits for their rows. The price is one fp32 partial per outer step, and one merge. NCCL's
-    blocks keep their SMs for a whole transfer, so a launch beside which rows move between nodes leaves `COMM_SMS` free.
+In outer step o the ranks of a node hold, together, the shards of another node: each rank one remote shard (Note [Double
+ring] in ring_plan.py). Remote shards arrive over the process group in a buffer that the copy engine pushes from, so a launch
+finds its own remote shard in place and waits for the others, as it does with shards in outer step 0. The remote shards of
+step o + 1 are in flight while step o is computed; two buffers alternate.
+One launch for all outer steps could hang: its kernel may hold every SM while it waits for rows that NCCL needs SMs to
+receive. SMs that the kernel leaves free could be taken by another collective that waits for this rank. So transfers between
+nodes are over before a launch that waits for their rows. The price is one fp32 partial per outer step, and one merge. NCCL's
+blocks keep their SMs for a whole transfer, so a launch beside which rows move between nodes leaves `COMM_SMS` free.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Rotation of K/V in the stepwise schedule: prefetch of the next shard, and return of gradients to their owners.
 
-Note [Ring order]
-    At step s rank r computes with the rows of owner (r - s) % world_size, received from the owner directly: every pair
-    of ranks communicates once, nothing is forwarded, and rows that r cannot see are not sent. The rows of step s + 1 are
-    in flight while step s is computed; two receive buffers alternate.
-    In a double ring (Note [Double ring] in ring_plan.py) the remote shard of outer step o + 1 is in flight during all
-    inner steps of outer step o, over a transport of its own, so that inner posts never queue behind the slow link. The
-    gradient sums of a node for a remote shard leave after its last inner contribution, and arrive by outer step o + 2.
+At step s rank r computes with the rows of owner (r - s) % world_size, received from the owner directly: every pair
+of ranks communicates once, nothing is forwarded, and rows that r cannot see are not sent. The rows of step s + 1 are
+in flight while step s is computed; two receive buffers alternate.
+In a double ring (Note [Double ring] in ring_plan.py) the remote shard of outer step o + 1 is in flight during all
+inner steps of outer step o, over a transport of its own, so that inner posts never queue behind the slow link. The
+gradient sums of a node for a remote shard leave after its last inner contribution, and arrive by outer step o + 2.
 """
 
 from __future__ import annotations

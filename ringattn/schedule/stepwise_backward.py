@@ -97,17 +97,6 @@ def stepwise_backward(
         for x in (*moving_grads, *stay):
             x.zero_()
 
-    def gradients() -> Gradients:
-        return Gradients(
-            dq=query_side[0],
-            dk=key_side[0],
-            dv=key_side[1],
-            dsinks=sinks_gradient(score, lse, delta) if wanted.sinks else None,
-            dalibi=query_side[1].sum((0, 2)) if wanted.alibi_slopes else None,
-            dkey_bias=key_side[2] if wanted.key_bias else None,
-            dbias=dbias,
-        )
-
     def compute(step: int, held: list[Tensor], contribution: list[Tensor]) -> None:
         moved = plan.backward_tables.moving[step]
         assert moved is not None, "a ring step without visible pairs is never computed"
@@ -143,25 +132,33 @@ def stepwise_backward(
         if mine.ring_steps[0] is not None:
             with span("ring step 0 backward: {} of rank 0", moving):
                 compute(0, [x for x, _ in payload], moving_grads)
-        return gradients()
-    returned = list(zip(moving_grads, row_dims, strict=False))
-    reserve(plan.backward_plan, context, payload, returned)
-    prefetcher = KVPrefetcher(payload, mine, context, f"backward, {moving}")
-    grad_returner = GradReturner(returned, mine, context, "backward, gradients")
-    # two steps past the last: one returns its contributions, one adds them
-    for step in range(context.world_size + 2):
-        held = prefetcher.wait_for(step)
-        grad_returner.add(step)
-        if step <= context.world_size:
-            prefetcher.post(step, *grad_returner.messages(step), f" and gradients of step {step - 1}")
-        grad_returner.post_between_nodes(step)
-        ring_step = mine.ring_steps[step] if step < context.world_size else None
-        if ring_step is None:
-            continue
-        with span("ring step {} backward: {} of rank {}", step, moving, ring_step.owner):
-            compute(step, held, grad_returner.contribution(step))
-    grad_returner.finish()
-    return gradients()
+    else:
+        returned = list(zip(moving_grads, row_dims, strict=False))
+        reserve(plan.backward_plan, context, payload, returned)
+        prefetcher = KVPrefetcher(payload, mine, context, f"backward, {moving}")
+        grad_returner = GradReturner(returned, mine, context, "backward, gradients")
+        # two steps past the last: one returns its contributions, one adds them
+        for step in range(context.world_size + 2):
+            held = prefetcher.wait_for(step)
+            grad_returner.add(step)
+            if step <= context.world_size:
+                prefetcher.post(step, *grad_returner.messages(step), f" and gradients of step {step - 1}")
+            grad_returner.post_between_nodes(step)
+            ring_step = mine.ring_steps[step] if step < context.world_size else None
+            if ring_step is None:
+                continue
+            with span("ring step {} backward: {} of rank {}", step, moving, ring_step.owner):
+                compute(step, held, grad_returner.contribution(step))
+        grad_returner.finish()
+    return Gradients(
+        dq=query_side[0],
+        dk=key_side[0],
+        dv=key_side[1],
+        dsinks=sinks_gradient(score, lse, delta) if wanted.sinks else None,
+        dalibi=query_side[1].sum((0, 2)) if wanted.alibi_slopes else None,
+        dkey_bias=key_side[2] if wanted.key_bias else None,
+        dbias=dbias,
+    )
 
 
 def sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:

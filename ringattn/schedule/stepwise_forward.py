@@ -25,7 +25,13 @@ def stepwise_forward(
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
     rows, ring_steps = find(plan.tables.stationary), plan.ring_plan.ranks[context.rank].ring_steps
-    state = _softmax_state(o, lse, context) if plan.last_step > plan.first_step else None
+    take, state = context.buffers.take, None
+    if plan.last_step > plan.first_step:
+        state = SoftmaxState(
+            m=take("carry m", lse.shape, lse.dtype, lse.device),
+            l=take("carry l", lse.shape, lse.dtype, lse.device),
+            acc=take("carry acc", o.shape, lse.dtype, o.device),
+        )
     if plan.first_step < 0 and s:
         # this rank sees no key at all: one step over an empty buffer writes the empty rows
         empty = score if score.key_bias is None else dataclasses.replace(score, key_bias=score.key_bias[:, :0])
@@ -58,12 +64,3 @@ def stepwise_forward(
                 lse=lse,
             )
     return o, lse
-
-
-def _softmax_state(o: Tensor, lse: Tensor, context: RingContext) -> SoftmaxState:
-    take = context.buffers.take
-    return SoftmaxState(
-        m=take("carry m", lse.shape, lse.dtype, lse.device),
-        l=take("carry l", lse.shape, lse.dtype, lse.device),
-        acc=take("carry acc", o.shape, lse.dtype, o.device),
-    )

@@ -221,14 +221,7 @@ class _SimulatedHandle:
 
 class _SimulatedGradReturn:
     def __init__(
-        self,
-        hub: _Hub,
-        rank: int,
-        shape: tuple[int, int, int],
-        gather_plan: GatherPlan,
-        what: str,
-        *,
-        biased: bool,
+        self, hub: _Hub, rank: int, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool
     ) -> None:
         b, hk, width = shape
         self._hub, self._rank, self._gather_plan, self._what = hub, rank, gather_plan, what

@@ -30,21 +30,10 @@ from torch import Tensor
 from ringattn.kernels.interface import ReadyFlags
 from ringattn.kernels.kv.pack import Cleared
 from ringattn.plan.ring_plan import GatherPlan, RecvSpec, Rows, SendSpec
+from ringattn.transport.copy_engine import watchdog
 from ringattn.transport.copy_engine.peer_buffers import RemoteKVBuffer, padded, signal, wait_and_reset
 from ringattn.transport.copy_engine.semaphores import Semaphores
 from ringattn.transport.copy_engine.streams import MAX_PITCH, Copy, Op, Program, Wait, Write
-from ringattn.transport.copy_engine.watchdog import (
-    COPY,
-    COPY_AT,
-    DONE,
-    FLAG,
-    FLAG_AT,
-    FLAG_DONE,
-    FLAG_START,
-    JOINING,
-    START,
-    ProgramInfo,
-)
 
 
 @dataclass(frozen=True)
@@ -119,8 +108,8 @@ class GatherPrograms:
         save_ops: Returns the operations of the flag stream for rows that are saved at an address; None: none are.
     """
 
-    info: ProgramInfo
-    push_info: ProgramInfo
+    info: watchdog.ProgramInfo
+    push_info: watchdog.ProgramInfo
     start: Program
     starts_last: bool
     cleared: tuple[Cleared, Cleared] | None
@@ -151,11 +140,11 @@ def gather_programs(
     remote, packed, bias, first = here.remote, here.packed, here.bias, gather_plan.first
     copy_programs = bool(sends) or skipped is not None
     peers = tuple(dict.fromkeys((*(fetch.owner for fetch in recvs), *(reader.peer for reader in sends))))
-    info = ProgramInfo(what, peers, first + 1, tuple((first + fetch.step, fetch.owner) for fetch in recvs))
+    info = watchdog.ProgramInfo(what, peers, first + 1, tuple((first + fetch.step, fetch.owner) for fetch in recvs))
     number = semaphores.watchdog.number(info)
     stops = tuple((first + reader.step, reader.peer) for reader in sends)
     stops = stops if skipped is None else ((first + 1, skipped[0]), *stops)
-    push_info = ProgramInfo(what, peers, first + 1, stops, "waiting for its turn at")
+    push_info = watchdog.ProgramInfo(what, peers, first + 1, stops, "waiting for its turn at")
     push = _push(semaphores, here, gather_plan, semaphores.watchdog.number(push_info))
     save_ops, captured = _flag_ops(semaphores, here, recvs, number), semaphores.streams.capturing()
     opening = list[Op]()
@@ -170,14 +159,14 @@ def gather_programs(
     start_ops = [*(semaphores.wait_copy_stream_idle() if copy_programs else []), *(lowered if packed is None else [])]
     start_ops += semaphores.enter_kernel(number)
     start_ops += [
-        *(semaphores.start_stream(FLAG_START) if recvs else []),
-        *(semaphores.start_stream(START) if copy_programs else []),
+        *(semaphores.start_stream(watchdog.FLAG_START) if recvs else []),
+        *(semaphores.start_stream(watchdog.START) if copy_programs else []),
     ]
-    joining = [semaphores.report_place(number, JOINING)]
+    joining = [semaphores.report_place(number, watchdog.JOINING)]
     # in a capture `joining` stands in front of the events by which streams join
     join_ops = [
-        *(semaphores.wait_stream(DONE) if copy_programs else []),
-        *(semaphores.wait_stream(FLAG_DONE) if recvs else []),
+        *(semaphores.wait_stream(watchdog.DONE) if copy_programs else []),
+        *(semaphores.wait_stream(watchdog.FLAG_DONE) if recvs else []),
     ]
     turn = [here.peer_buffer.turn(semaphores.prev_rank, semaphores.rank)] if recvs else []
     join_ops += [semaphores.proceed, *signal(turn)]
@@ -219,14 +208,14 @@ def _push(semaphores: Semaphores, here: GatherMemory, gather_plan: GatherPlan, n
     me, peer_buffer, slot, bias = semaphores.rank, here.peer_buffer, here.slot, here.bias
     b, slot_rows, hk, width = slot.shape
     row = hk * width * slot.element_size()
-    push = semaphores.begin_stream(START, COPY, number)
+    push = semaphores.begin_stream(watchdog.START, watchdog.COPY, number)
     skipped = 0
     if gather_plan.skipped is not None:
         (peer, owner), skipped = gather_plan.skipped, 1
         push += [
             *wait_and_reset(peer_buffer.turn(me, peer)),
             *signal([peer_buffer.turn(owner, peer)]),
-            semaphores.report(COPY_AT, 1),
+            semaphores.report(watchdog.COPY_AT, 1),
         ]
     for g in range(here.groups):
         for i, reader in enumerate(gather_plan.sends):
@@ -244,8 +233,8 @@ def _push(semaphores: Semaphores, here: GatherMemory, gather_plan: GatherPlan, n
                 follower = reader.owners[0 if last else reader.owners.index(me) + 1]
                 push += signal([peer_buffer.turn(follower, reader.peer)])
             if g == 0:
-                push.append(semaphores.report(COPY_AT, i + 1 + skipped))
-    return [*push, *semaphores.end_stream(COPY, DONE)]
+                push.append(semaphores.report(watchdog.COPY_AT, i + 1 + skipped))
+    return [*push, *semaphores.end_stream(watchdog.COPY, watchdog.DONE)]
 
 
 def _flag_ops(
@@ -257,14 +246,17 @@ def _flag_ops(
     """
     b, remote_rows, hk, width = here.remote.shape
     row = hk * width * here.remote.element_size()
-    begins, ends = semaphores.begin_stream(FLAG_START, FLAG, number), semaphores.end_stream(FLAG, FLAG_DONE)
+    begins, ends = (
+        semaphores.begin_stream(watchdog.FLAG_START, watchdog.FLAG, number),
+        semaphores.end_stream(watchdog.FLAG, watchdog.FLAG_DONE),
+    )
     # nothing that can wait until the last flag stands between `ready` and the flag
     raises, ready = list[Op](), list[int]()
     for g in range(here.groups):
         for i, fetch in enumerate(recvs):
             ready.append(here.peer_buffer.ready(semaphores.rank, fetch.owner, g))
             raises += [Wait(ready[-1], 1), semaphores.gate, Write(here.flag(g, fetch.step), 1)]
-            raises += [semaphores.report(FLAG_AT, i + 1)] if g == 0 else []
+            raises += [semaphores.report(watchdog.FLAG_AT, i + 1)] if g == 0 else []
     raises += [Write(word, 0) for word in ready]
     mine = here.peer_buffer.rows(semaphores.rank)
 

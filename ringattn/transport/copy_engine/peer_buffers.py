@@ -1,13 +1,12 @@
 """Memory that peers read or write: semaphores in front, and rows behind them.
 
-Note [Binary semaphores]
-    A signal between two ranks is one 32-bit word in the memory of the rank that waits: the other side writes 1, the waiter
-    waits for 1 and writes 0. There are no counters, so a program of waits, copies and writes is a constant: it is built once
-    and enqueued again and again, also by a captured graph, any number of times and in any order with other calls, as long as
-    all ranks do the same. Each peer buffer has two semaphores per pair of ranks: `ready` (at the reader: "the rows are
-    written") and `reusable` (at the writer: "they have been read"), which begins as 1. The remote KV buffer has a `ready` per
-    group of heads and, in place of `reusable`, `turn` (at the owner: "you may write to this remote buffer"). Between calls the
-    nearest owner, the member before the reader, has the turn: there `turn` is 1, and elsewhere 0.
+A signal between two ranks is one 32-bit word in the memory of the rank that waits: the other side writes 1, the waiter
+waits for 1 and writes 0. There are no counters, so a program of waits, copies and writes is a constant: it is built once
+and enqueued again and again, also by a captured graph, any number of times and in any order with other calls, as long as
+all ranks do the same. Each peer buffer has two semaphores per pair of ranks: `ready` (at the reader: "the rows are
+written") and `reusable` (at the writer: "they have been read"), which begins as 1. The remote KV buffer has a `ready` per
+group of heads and, in place of `reusable`, `turn` (at the owner: "you may write to this remote buffer"). Between calls the
+nearest owner, the member before the reader, has the turn: there `turn` is 1, and elsewhere 0.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Operations in stream order that need no SM: writes of and waits for semaphores, and copies between devices.
 
-Note [Order of enqueueing]
-    A wait for a word is invisible to CUDA's own scheduling, and streams may share a hardware queue. So a write of a word that
-    another stream of this process waits for is enqueued before the wait: sharing a queue then costs time, never
-    a deadlock. Inside a capture the same dependencies are expressed by events too, since a graph keeps only those; its branches
-    share queues as well, in the order in which they were captured.
+A wait for a word is invisible to CUDA's own scheduling, and streams may share a hardware queue. So a write of a word that
+another stream of this process waits for is enqueued before the wait: sharing a queue then costs time, never
+a deadlock. Inside a capture the same dependencies are expressed by events too, since a graph keeps only those; its branches
+share queues as well, in the order in which they were captured.
 """
 
 from __future__ import annotations
