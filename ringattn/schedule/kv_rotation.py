@@ -117,7 +117,7 @@ class KVPrefetcher:
         if self._is_whole(rows, self._held):
             if self._held is self._own:
                 return self._all()
-            message = in_place(self._held)
+            message = view_as_message(self._held)
             assert message is not None, "a remote shard lies in memory as it was received: as one message"
             return message
         if self._cut is None or self._cut[0] != rows:
@@ -133,7 +133,7 @@ class KVPrefetcher:
     def _packed(self, moving: Moving, rows: Rows, name: str) -> Tensor:
         if len(rows) == 1:
             offset, length = rows[0]
-            message = in_place([(x.narrow(dim, offset, length), dim) for x, dim in moving])
+            message = view_as_message([(x.narrow(dim, offset, length), dim) for x, dim in moving])
             if message is not None:
                 return message
         packed = make_message(moving, sum(length for _, length in rows), self._context.buffers, name)
@@ -281,7 +281,7 @@ def message_bytes(moving: Moving, rows: int) -> int:
     return _layout(moving, [_sized(x, dim, rows) for x, dim in moving])[1]
 
 
-def in_place(moving: Moving) -> Tensor | None:
+def view_as_message(moving: Moving) -> Tensor | None:
     """Return the message that the tensors already form in memory; None where they do not lie like one."""
     offsets, size = _layout(moving, [list(x.shape) for x, _ in moving])
     first = moving[0][0]
