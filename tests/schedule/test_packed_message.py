@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.schedule.kv_rotation import add_rows_, view_as_message, make_message, message_bytes, pack_
+from ringattn.schedule.kv_rotation import add_rows_, make_message, message_bytes, pack_, view_as_message
 from ringattn.transport.base import Buffers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
