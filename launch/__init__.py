@@ -1,7 +1,4 @@
-"""Everything that starts processes or measures.
-
-Owns which of its modules are commands: Python would run any other one with -m, too, to no effect and with the exit code 0.
-"""
+"""Commands, which start processes or measure; other modules of this package are refused by `python -m`."""
 
 import sys
 from collections.abc import Sequence
@@ -9,27 +6,13 @@ from collections.abc import Sequence
 COMMANDS = ("bench", "check", "doctor", "serve", "train")
 """Modules that are run with -m."""
 INSIDE = ("serve.http.process",)
-"""Likewise, by other commands only."""
-PARTS = {
-    "check.inference": "check --only inference",
-    "check.fuzz": "check --fuzz",
-    "check.stress": "check --soak",
-    "check.fault_injection": "check faults",
-}
-"""What runs modules that a command has under another name."""
-BENCHES = ("kernels", "ring", "model", "inference", "server")
-"""Commands of `bench`, which are modules of their names."""
+"""Modules that are run with -m by other commands only."""
 
 
 def _check_command(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
-    """Ends a process that runs a module of this package which is no command.
+    """Exit if `python -m` runs a module of this package that is no command, which would do nothing and return 0.
 
-    Args:
-        argv: `sys.argv`, whose first word is -m while Python looks for the module that it will run.
-        orig_argv: `sys.orig_argv`, which has the module's name.
-
-    Raises:
-        SystemExit: Says what to run instead.
+    While Python looks for the module, `sys.argv` begins with -m, and `sys.orig_argv` has the module's name.
     """
     if argv[:1] != ["-m"] or len(orig_argv) <= len(argv):
         return
@@ -37,10 +20,8 @@ def _check_command(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
     name = rest.removeprefix(".")
     if not here or (flags and not flags.startswith("-")) or name in (*COMMANDS, *INSIDE):
         return
-    command, _, part = name.partition(".")
-    said = PARTS.get(name, f"bench {part}" if command == "bench" and part in BENCHES else None)
-    instead = f"{here}.{said}" if said else f"one of {', '.join(f'{here}.{command}' for command in COMMANDS)}"
-    raise SystemExit(f"the module that is run must be a command, got {here}{rest}; run {instead}")
+    commands = ", ".join(f"{here}.{command}" for command in COMMANDS)
+    raise SystemExit(f"the module that is run must be a command, got {here}{rest}; run one of {commands}")
 
 
 _check_command(sys.argv, sys.orig_argv)

@@ -1,10 +1,7 @@
-"""What is this machine, and what would the library do on it? Versions, devices, links, transports and kernels.
+"""Report of this machine, and of what the library would use on it: versions, devices, links, transports and kernels.
 
-Owns the report and what counts as broken. Refuses to change anything: it looks, sends a few messages when there are
-ranks, and runs one tiny attention.
-
-    python -m ringattn.launch.doctor
-    torchrun --nproc_per_node 4 -m ringattn.launch.doctor      # and measures the links
+python -m ringattn.launch.doctor
+torchrun --nproc_per_node 4 -m ringattn.launch.doctor      # and measures the links
 """
 
 from __future__ import annotations
@@ -38,11 +35,12 @@ from ringattn.launch.runtime.session import (
 MIB = 2**20
 MESSAGE_MIB = (1, 8, 64)
 HEAD_DIMS = (64, 128)
+PACKAGES = ("einops", "triton", "numpy", "tyro", "rich", "tqdm", "matplotlib", "transformers")
 
 
 @dataclass(frozen=True)
 class DoctorArgs:
-    """Says what this machine has and what the library would use on it, and why.
+    """Reports what this machine has and what the library would use on it, and why.
 
     Attributes:
         device: GPUs where there are any, or the CPU.
@@ -57,55 +55,46 @@ class DoctorArgs:
     nodes: int = 0
 
 
-def look_at_versions() -> dict[str, str | None]:
-    """Installed versions, without importing anything that is not already here; None: not installed."""
-    names = ("einops", "triton", "numpy", "tyro", "rich", "tqdm", "matplotlib", "transformers")
-    return {name: installed(name) for name in names}
-
-
-def look_at_devices() -> list[dict[str, Any]]:
-    """Name, architecture and memory of every GPU this process can see."""
+def list_devices() -> list[dict[str, Any]]:
+    """Name, architecture and memory of every GPU that this process can see."""
     rows = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        known = torch.cuda.get_device_properties(index)
-        rows.append(
-            {
-                "index": index,
-                "name": known.name,
-                "architecture": f"sm_{known.major}{known.minor}",
-                "multiprocessors": known.multi_processor_count,
-                "memory_gib": round(known.total_memory / 2**30, 1),
-            }
-        )
+    for index in range(num_gpus()):
+        gpu = torch.cuda.get_device_properties(index)
+        row = {"index": index, "name": gpu.name, "architecture": f"sm_{gpu.major}{gpu.minor}"}
+        row |= {"multiprocessors": gpu.multi_processor_count, "memory_gib": round(gpu.total_memory / 2**30, 1)}
+        rows.append(row)
     return rows
 
 
-def look_at_peers() -> list[list[bool]]:
+def num_gpus() -> int:
+    """Number of GPUs that this process can see."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def peer_access() -> list[list[bool]]:
     """Whether GPU x can read the memory of GPU y directly; a square, true on its diagonal."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [[x == y or torch.cuda.can_device_access_peer(x, y) for y in range(count)] for x in range(count)]
+    gpus = range(num_gpus())
+    return [[x == y or torch.cuda.can_device_access_peer(x, y) for y in gpus] for x in gpus]
 
 
-def look_at_topology() -> str | None:
-    """What nvidia-smi says about the links between GPUs, as it says it."""
+def read_topology() -> str | None:
+    """Output of nvidia-smi about the links between GPUs."""
     if shutil.which("nvidia-smi") is None:
         return None
     done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
     return done.stdout.rstrip() if done.returncode == 0 else None
 
 
-def look_at_backends() -> dict[str, str]:
-    """Which ways of moving bytes torch was built with."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    nccl = "built in" if dist.is_nccl_available() else "not in this build of torch"
-    return {
-        "gloo": "built in" if dist.is_gloo_available() else "not in this build of torch",
-        "nccl": nccl if gpus else f"{nccl}; no GPU to use it on",
-    }
+def list_backends() -> dict[str, str]:
+    """Backends of process groups that torch was built with."""
+    built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    found = {name: "built in" if there else "not in this build of torch" for name, there in built.items()}
+    found["nccl"] += "" if num_gpus() else "; no GPU to use it on"
+    return found
 
 
-def look_at_transport(session: Session, nodes: int = 0) -> dict[str, str]:
-    """The transport a ring over all ranks would use, and why; `nodes` as in `DoctorArgs`."""
+def choose_transport(session: Session, nodes: int = 0) -> dict[str, str]:
+    """Transport of a ring over all ranks, and the reason; `nodes` as in `DoctorArgs`."""
     if session.world_size == 1:
         return {"name": "none", "why": "one rank: every key is here already"}
     import ringattn
@@ -125,8 +114,8 @@ def look_at_transport(session: Session, nodes: int = 0) -> dict[str, str]:
     return {"name": f"process group ({session.backend})", "why": why}
 
 
-def look_at_kernels(device: torch.device) -> list[dict[str, Any]]:
-    """Per dtype and head dim: the kernel set `impl="auto"` picks, why, and why not the others."""
+def choose_kernels(device: torch.device) -> list[dict[str, Any]]:
+    """Per dtype and head dim: the kernel set of `impl="auto"`, the reason, and the reasons against the others."""
     from ringattn.kernels.registry import select_kernels
 
     rows = []
@@ -147,7 +136,7 @@ def look_at_kernels(device: torch.device) -> list[dict[str, Any]]:
 
 
 def try_attention(session: Session) -> dict[str, Any]:
-    """One tiny causal attention, forward and backward, over all ranks: does anything come back, and is it finite?"""
+    """Run one tiny causal attention, forward and backward, over all ranks, and check that the results are finite."""
     import ringattn
 
     started = time.perf_counter()
@@ -160,12 +149,12 @@ def try_attention(session: Session) -> dict[str, Any]:
     o = ringattn.ring_attention(q, k, v, sharding, causal=True)
     o.sum().backward()
     finite = all(bool(x.isfinite().all()) for x in (o, q.grad, k.grad, v.grad) if x is not None)
-    said = "forward and backward are finite" if finite else "results are not finite"
-    return {"ok": finite, "said": said, "seconds": round(time.perf_counter() - started, 2)}
+    result = "forward and backward are finite" if finite else "results are not finite"
+    return {"ok": finite, "result": result, "seconds": round(time.perf_counter() - started, 2)}
 
 
 def measure_links(session: Session) -> list[dict[str, Any]]:
-    """Every rank sends to the next and receives from the one before, at once, as the ring does.
+    """Time messages from every rank to the next, all at once, as in the ring.
 
     GB/s is what one rank receives per second, in 10^9 bytes, of the slowest rank; the median of many.
     """
@@ -191,7 +180,7 @@ def measure_links(session: Session) -> list[dict[str, Any]]:
 
 
 def find_faults(report: dict[str, Any]) -> list[str]:
-    """What in a report means that the library cannot do its work here."""
+    """Faults in a report: reasons why the library cannot work here."""
     faults = []
     if report["versions"]["einops"] is None:
         faults.append("einops must be installed, got nothing; pip install einops")
@@ -203,7 +192,7 @@ def find_faults(report: dict[str, Any]) -> list[str]:
         faults.append("one kernel set must serve this device, got none; see the table of kernels")
     if not report["attention"]["ok"]:
         faults.append(
-            f"a tiny attention must work, got: {report['attention']['said']}; run the check command for details"
+            f"a tiny attention must work, got: {report['attention']['result']}; run the check command for details"
         )
     faults += [
         f"messages of {row['mib']} MiB must arrive whole, got other bytes"
@@ -217,24 +206,24 @@ def examine(session: Session, links: bool = True, nodes: int = 0) -> dict[str, A
     """The whole report, ready for JSON; the same on every rank."""
     try:
         attention = try_attention(session)
-    except Exception as error:  # the report is where a failure is told
-        attention = {"ok": False, "said": f"{type(error).__name__}: {error}", "seconds": None}
+    except Exception as error:  # becomes a fault of the report
+        attention = {"ok": False, "result": f"{type(error).__name__}: {error}", "seconds": None}
     works = session.maximum([0.0 if attention["ok"] else 1.0])[0] == 0
     where = session.gather((session.rank, socket.gethostname(), str(session.device), attention))
     if not works:
         attention = next(one for *_, one in where if not one["ok"])
     report: dict[str, Any] = {
         "machine": machine(session),
-        "versions": look_at_versions(),
-        "devices": look_at_devices(),
-        "peer_access": look_at_peers(),
-        "topology": look_at_topology(),
+        "versions": {name: installed(name) for name in PACKAGES},
+        "devices": list_devices(),
+        "peer_access": peer_access(),
+        "topology": read_topology(),
         "ranks": [{"rank": rank, "host": host, "device": device} for rank, host, device, _ in where],
-        "backends": look_at_backends(),
-        "transport": look_at_transport(session, nodes)
+        "backends": list_backends(),
+        "transport": choose_transport(session, nodes)
         if works
         else {"name": "none", "why": "the tiny attention failed"},
-        "kernels": look_at_kernels(session.device),
+        "kernels": choose_kernels(session.device),
         "attention": attention,
         "links": measure_links(session) if links and works and session.world_size > 1 else [],
     }
@@ -243,7 +232,7 @@ def examine(session: Session, links: bool = True, nodes: int = 0) -> dict[str, A
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints a report for people."""
+    """Print a report as text."""
     line = report["machine"]
     print(describe(line))
     built = ("ringattn", "commit", "python", "torch", "cuda", "cudnn", "nccl", "driver", "cpu")
@@ -279,14 +268,14 @@ def show(report: dict[str, Any]) -> None:
     elif len(report["ranks"]) == 1:
         print("links: not measured with one rank; start with torchrun --nproc_per_node N\n")
     seconds = report["attention"]["seconds"]
-    print(f"a tiny attention: {report['attention']['said']} ({seconds} s, first compilation included)")
+    print(f"a tiny attention: {report['attention']['result']} ({seconds} s, first compilation included)")
     for fault in report["faults"]:
         print(f"broken: {fault}")
     print("broken" if report["faults"] else "healthy")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0 unless something is broken."""
+    """Run the command; return its exit code: 0 unless something is broken."""
     args: DoctorArgs = parse(DoctorArgs, arguments, "doctor", (DoctorArgs.__doc__ or "").split("\n")[0])
     with open_session(args.device) as session:
         if args.nodes:

@@ -24,6 +24,7 @@ from ringattn.ring_registry import RINGS, get_ring
 from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarchical_forward
+from ringattn.schedule.local import local_backward, local_forward
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.schedule.validation import check_call
@@ -117,6 +118,8 @@ def run_forward(
         context: This rank's place in the ring.
         keep: Save the gathered K/V for the backward, where both directions are fused; the same on all ranks.
     """
+    if context.world_size == 1:
+        return *local_forward(q, k, v, score, plan, context), None
     if plan.fused_forward is None:
         return *stepwise_forward(q, k, v, score, plan, context), None
     if context.nodes is not None:
@@ -141,6 +144,8 @@ def run_backward(
 ) -> Gradients:
     """Return the gradients of `run_forward` by the schedule of the plan; takes arguments of `stepwise_backward`."""
     args = (do, dlse, q, k, v, o, lse, score, plan, context, wanted)
+    if context.world_size == 1:
+        return local_backward(*args)
     if plan.fused_backward is None:
         return stepwise_backward(*args)
     if context.nodes is not None:

@@ -32,9 +32,10 @@ from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.ring_registry import add_ring, get_ring
-from ringattn.transport.base import Buffers, Choice, NoTransport, RingContext, Transport
+from ringattn.transport.base import Buffers, Choice, RingContext, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.consensus import RankConsensus
+from ringattn.transport.local import LocalTransport
 from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
 from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.row_collectives import gather_rows
@@ -148,7 +149,7 @@ class Ring:
             ProcessGroupTransport(self._group_name, self.rank, self.world_size, name, nccl_max_ctas) for name in names
         ]
         self.call_order = None if self._consensus is None else CallOrder(self._consensus, self._links[0])
-        moves: Transport = NoTransport() if alone else self._links[0]
+        moves: Transport = LocalTransport() if alone else self._links[0]
         between = None if levels is None else self._links[1]
         self.context = RingContext(self.rank, self.world_size, moves, Buffers(), memory_budget or 0, levels, between)
         self._kv_buffers = Buffers()  # of kv_buffer, where the transport has none

@@ -24,14 +24,14 @@ from ringattn.launch.check.cache_scenarios import (
     PACKED,
     PADDED,
     Answer,
-    Definition,
     History,
     Op,
     Sizes,
     extend,
+    gather_answers,
     has_same_bits,
-    join_answers,
     play,
+    reference_answers,
 )
 from tests.budget import assert_within_budget
 from tests.isolation import BAD, SPOILT, attend_beside
@@ -47,10 +47,10 @@ def play_on_ring(history: History) -> list[Answer]:
 def judge(history: History, by_rank: list[list[Answer]]) -> None:
     """Holds what ranks answered to a history against its definition."""
     low = min(history.sizes.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
-    exact, rounded = Definition(history, torch.float64).play(), Definition(history, low).play()
+    exact, rounded = reference_answers(history, torch.float64), reference_answers(history, low)
     for index, answers in enumerate(zip(*by_rank, strict=True)):
-        assert answers[0].mode == "prefill" or has_same_bits(list(answers)), f"step {index} of {history}"
-        for layer, o in enumerate(join_answers(list(answers))):
+        assert answers[0].mode == "prefill" or has_same_bits(answers), f"step {index} of {history}"
+        for layer, o in enumerate(gather_answers(answers)):
             what = f"o of layer {layer} of step {index} ({answers[0].mode}, {answers[0].moved}) of {history}"
             assert_within_budget(o, exact[index][layer], rounded[index][layer], what, history.sizes.dtype)
 

@@ -1,33 +1,23 @@
-"""Is attention right on this machine? Every layout, mask, option and direction against the fp64 definition.
+"""Cases of ring attention: every layout, mask, option and direction, against the fp64 reference.
 
-Owns the cases and the verdict. Refuses to know speed, and how an answer was made: it only calls the public functions.
-
-Note [What is compared]
-    Every rank draws the same whole-sequence inputs, and computes from them, alone, the definition in fp64 and in the
-    dtype under test. The budget of each tensor (o, lse, dq, dk, dv, and the gradients of tensor-valued options) follows
-    from these two and from nothing else, so it is the same at every world size. Then the ring runs with random
-    cotangents for o and for lse, and the rows of all ranks are put together; gradients of which every rank has a share
-    are summed. A ratio is the part of the budget that is used up; above 1 the row is red, and the rank with the largest
-    error is named. The exit code is 0 when no row is red, on every rank alike.
-
-Note [A handful of numbers]
-    The gradients of sinks and alibi_slopes are sums over all rows into one number per head. The error of four numbers
-    is luck: one draw of the low-precision definition may come out ten times better than the next. So what is accepted
-    there is the largest error in nine draws of the same problem, under the rule for single elements, without the mean.
-
-Note [One process]
-    With one rank every layout is the same. So a single process runs the public functions on its ring of one (the column
-    "alone"), and each layout on a simulated ring: the same plans, loops and kernels, all ranks in this process.
+Every rank draws the same whole-sequence inputs and computes from them, alone, the reference in fp64 and in the dtype under
+test. The error budget of each tensor (o, lse, dq, dk, dv, and the gradients of tensor-valued options) follows from these two
+only, so it is the same at every world size. Then the ring runs with random cotangents for o and for lse, and the rows of all
+ranks are put together; gradients of which every rank has a share are summed. A ratio is the part of the budget that is used up;
+above 1 the row is red, and the rank with the largest error is named.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import multiprocessing
 import os
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -36,46 +26,42 @@ import torch
 from torch import Tensor
 
 import ringattn
-from ringattn.launch.check.inference import MOVES, InferenceCase, examine_history
+from ringattn.kernels.registry import FEATURES, select_kernels
+from ringattn.launch.check.inference import DTYPES, MOVES, Finding, InferenceCase, examine_history
 from ringattn.launch.runtime.ring_variants import ScheduleName, make_ring
-from ringattn.launch.runtime.session import (
-    Session,
-    ended,
-    share_of,
-    table,
-)
+from ringattn.launch.runtime.session import Session, table
 from ringattn.launch.runtime.slow_link import slow_down
 from ringattn.numerics.error_budget import Budget, error
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 ALONE = "alone"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 OPTIONS = ("softmax_scale", "softcap", "sinks", "alibi_slopes", "key_bias", "bias", "dropout", "deterministic")
-MOVEMENTS = ("keys", "queries")
 SEQUENCE_DIM = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 2, "key_bias": 1, "bias": 2}
 """The dim that is sharded; tensors that are not named here are whole on every rank."""
-HANDFUL = ("dsinks", "dalibi_slopes")
-"""Gradients that are one number per head (Note [A handful of numbers])."""
+PER_HEAD = ("dsinks", "dalibi_slopes")
+"""Gradients that are one number per head, each a sum over all rows."""
 COMPILE_SECONDS = 300.0
-"""What compiling ahead may take; whatever is not compiled by then, the check compiles itself."""
-SAY_SECONDS = 5.0
-"""Between two lines that say how far the compilers are."""
+"""Limit of compiling ahead; the check itself compiles the rest."""
+PROGRESS_SECONDS = 5.0
+"""Between two lines about the progress of compiling."""
+LARGE_BUDGET = 2**50
+"""Bytes that hold the gathered keys of every case."""
 Standard = dict[str, tuple[Tensor, Budget]]
-"""Per tensor: its fp64 definition on the whole sequence, and the error it may have."""
+"""Per tensor: its fp64 reference on the whole sequence, and its error budget."""
 Answer = tuple[dict[str, Tensor], Callable[[Tensor, str], Tensor]]
-"""Whole tensors by name, the same on every rank, and how to take this rank's rows from one of them."""
+"""Whole tensors by name, the same on every rank, and a function that takes this rank's rows of one of them."""
 
 
 @dataclass(frozen=True)
 class CheckArgs:
-    """Checks the ring on this machine, forward and backward, against the fp64 definition.
+    """Checks the ring on this machine, forward and backward, against the fp64 reference.
 
     Attributes:
         full: Real sizes, all dtypes, head dims and head groups, both directions under every mask: many kernels to compile.
         impl: Kernels to use: "auto", or the name of a kernel set.
-        schedule: How keys move: "auto", "fused" (one launch), "fused_saved_kv" (likewise, and backwards use the keys of their
-            forwards), "fused_kv_buffer" (here as "fused"), "stepwise" (step by step over the copy engine) or "process_group"
-            (step by step over NCCL or gloo).
+        schedule: How keys move: "auto", "fused" (one launch), "fused_saved_kv" (one launch, and backwards use the keys of
+            their forwards), "fused_kv_buffer" (here as "fused"), "stepwise" (step by step over the copy engine) or
+            "process_group" (step by step over NCCL or gloo).
         device: GPUs where there are any, or the CPU.
         simulate: Ranks of the simulated ring in a single process; 0 for none.
         only: Only cases whose name contains this.
@@ -90,7 +76,6 @@ class CheckArgs:
         nodes: Nodes of equal size that the ranks share; more than one makes a ring of two levels.
         outer_gbps: Lets nothing pass between nodes faster than this many gigabits per second; 0 for no limit.
         nccl_max_ctas: Thread blocks that NCCL may use for a transfer; 0 for the group's own communicator.
-        compile_share: "i/n": compile the i-th share of n and stop; what the check starts by itself on GPUs.
     """
 
     full: bool = False
@@ -110,7 +95,6 @@ class CheckArgs:
     nodes: int = 1
     outer_gbps: float = 0.0
     nccl_max_ctas: int = 4
-    compile_share: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,19 +102,9 @@ class Case:
     """One problem, to be solved in several layouts.
 
     Attributes:
-        name: Shown in the table.
-        dtype: One of DTYPES.
-        seq_len: Tokens of the whole sequence.
-        batch: Batch elements.
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        head_dim: Of q and k.
-        v_head_dim: Of v.
         mask: Options of `ring_attention` that hide keys.
         documents: Boundaries of packed documents, which belong to the sharding.
-        options: Of OPTIONS.
         backward: What the backward moves: "keys", "queries", or "auto" for whichever is cheaper.
-        layouts: Of LAYOUTS.
     """
 
     name: str
@@ -149,30 +123,12 @@ class Case:
 
     @property
     def shape(self) -> str:
-        """The sizes, for people."""
+        """Text of the sizes."""
         dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
         return f"b{self.batch} n{self.seq_len} h{self.heads}/{self.kv_heads} d{dims}"
 
 
-@dataclass
-class Finding:
-    """What one rank found for one case in one layout.
-
-    Attributes:
-        case: The case.
-        layout: The layout, or "alone"; of inference, what was to move.
-        ratios: Part of the budget used up, per tensor; the same on every rank.
-        errors: The largest error per tensor, in the rows of this rank.
-        budgets: The largest error that each tensor may have.
-        broken: Why there is no answer at all, if so.
-    """
-
-    case: Case | InferenceCase
-    layout: str
-    ratios: dict[str, float] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    budgets: dict[str, float] = field(default_factory=dict)
-    broken: str | None = None
+AnyCase = Case | InferenceCase
 
 
 def masks(n: int) -> dict[str, dict[str, Any]]:
@@ -215,7 +171,7 @@ def default_cases(world_size: int, device: str) -> Iterator[Case]:
         yield masked(name, n, dtype=main, **size)
     for option in OPTIONS:
         yield masked("causal", n, title=option, dtype=main, kv_heads=4, options=(option,), **size)
-    for moving in MOVEMENTS:
+    for moving in ("keys", "queries"):
         yield masked("band", n, title=f"backward moves {moving}", dtype=main, backward=moving, **size)
     for dtype in DTYPES:
         if dtype != main and not (dtype == "fp64" and device == "cuda"):
@@ -223,7 +179,7 @@ def default_cases(world_size: int, device: str) -> Iterator[Case]:
     yield masked("causal", 1, title="one token", dtype=main, **size)
     if world_size > 2:
         yield masked("causal", world_size - 1, title="fewer tokens than ranks", dtype=main, **size)
-    # long enough for "balanced" to deal out more than one stretch per rank
+    # long enough for "balanced" to give a rank more than one run
     yield masked("documents", 256 * world_size + 1, title="balanced", dtype=main, layouts=("balanced",), **size)
 
 
@@ -269,7 +225,7 @@ def full_cases(world_size: int, device: str) -> Iterator[Case]:
 
 
 def draw(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """The same whole-sequence inputs and cotangents on every rank, in the dtypes the library is given."""
+    """Whole-sequence inputs and cotangents, the same on every rank, in the dtypes of a call."""
     generator = torch.Generator().manual_seed(seed)
     b, n, h, hk, dtype = case.batch, case.seq_len, case.heads, case.kv_heads, DTYPES[case.dtype]
     accumulation = torch.float64 if dtype == torch.float64 else torch.float32
@@ -295,8 +251,8 @@ def draw(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:
     return drawn
 
 
-def plain_options(case: Case, seed: int) -> dict[str, Any]:
-    """The options that are numbers, for the ring and for the definition alike."""
+def scalar_options(case: Case, seed: int) -> dict[str, Any]:
+    """The options that are numbers, the same for the ring and for the reference."""
     options: dict[str, Any] = dict(case.mask)
     if "softmax_scale" in case.options:
         options["softmax_scale"] = 0.7 / case.head_dim**0.5
@@ -317,14 +273,11 @@ def gradients(answer: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Te
 
 
 def define(case: Case, inputs: dict[str, Tensor], seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The definition on the whole sequence, computed in `dtype`."""
+    """The reference on the whole sequence, computed in `dtype`."""
     cast = {name: x.to(dtype) if torch.float64 in (dtype, x.dtype) else x for name, x in inputs.items()}
-
-    def answer(**leaves: Tensor) -> tuple[Tensor, Tensor]:
-        options = plain_options(case, seed)
-        return ringattn.attention_reference(**leaves, **options, documents=case.documents, return_lse=True)
-
-    return gradients(answer, cast)
+    options = scalar_options(case, seed) | {"documents": case.documents, "return_lse": True}
+    reference: Any = functools.partial(ringattn.attention_reference, **options)
+    return gradients(reference, cast)
 
 
 def solve(
@@ -332,30 +285,25 @@ def solve(
 ) -> Answer:
     """The ring's answer, the rows of all ranks put together."""
     sharding = ring.sharding(case.seq_len, layout=layout, documents=case.documents)
-    local = {name: _local(x, name, sharding) for name, x in inputs.items()}
+    options: dict[str, Any] = scalar_options(case, args.seed) | {"impl": args.impl, "backward": case.backward}
+    options |= {"deterministic": "deterministic" in case.options, "sharding": sharding}
 
-    def answer(**leaves: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = leaves.pop("q"), leaves.pop("k"), leaves.pop("v")
-        options: dict[str, Any] = plain_options(case, args.seed)
-        options |= {"impl": args.impl, "backward": case.backward}
-        options["deterministic"] = "deterministic" in case.options
-        return ringattn.ring_attention_with_lse(q, k, v, sharding, **leaves, **options)
+    def local(x: Tensor, name: str) -> Tensor:
+        dim = sequence_dim(name)
+        return x if dim is None else sharding.shard(x, dim=dim)
 
+    answer = functools.partial(ringattn.ring_attention_with_lse, **options)
     whole = {}
-    for name, x in gradients(answer, local).items():
-        dim = _sequence_dim(name)
+    for name, x in gradients(answer, {name: local(x, name) for name, x in inputs.items()}).items():
+        dim = sequence_dim(name)
         whole[name] = session.sum(x) if dim is None else sharding.unshard(x, dim=dim)
-    return whole, lambda x, name: _local(x, name, sharding)
-
-
-PLENTY = 2**50
-"""Bytes that hold the gathered keys of every case."""
+    return whole, local
 
 
 def solve_simulated(
     case: Case, layout: str, world_size: int, inputs: dict[str, Tensor], args: CheckArgs, budget: int = 0
 ) -> Answer:
-    """The answer of a simulated ring, put together again; budget: bytes for gathered keys, as in `simulate_ring`."""
+    """The answer of a simulated ring, all ranks in this process; `budget`: bytes for gathered keys, as in `simulate_ring`."""
     whole = ringattn.simulate_ring(
         **inputs,
         world_size=world_size,
@@ -366,125 +314,107 @@ def solve_simulated(
         backward=case.backward,
         deterministic="deterministic" in case.options,
         memory_budget=budget,
-        **plain_options(case, args.seed),
+        **scalar_options(case, args.seed),
     )
     found = {f"d{name}": x for name, x in (whole.grads or {}).items()}
     return {"o": whole.o, "lse": whole.lse, **found}, lambda x, name: x  # noqa: ARG005
 
 
-def _sequence_dim(name: str) -> int | None:
+def sequence_dim(name: str) -> int | None:
+    """The sharded dim of a tensor or of a gradient; None: it is whole on every rank."""
     return SEQUENCE_DIM.get(name, SEQUENCE_DIM.get(name.removeprefix("d")))
 
 
-def _local(x: Tensor, name: str, sharding: ringattn.Sharding) -> Tensor:
-    dim = _sequence_dim(name)
-    return x if dim is None else sharding.shard(x, dim=dim)
-
-
-def examine(case: Case, layout: str, solver: Callable[[], Answer], standard: Standard) -> Finding:
-    """Solves one case in one layout and holds the answer against the definition."""
-    finding = Finding(case, layout)
+def examine(layout: str, solver: Callable[[], Answer], standard: Standard, *, repeats: bool = False) -> Finding:
+    """Compare the answer of a solver with the reference; `repeats`: a second answer must have the same bits."""
+    finding = Finding(layout)
     found, rows_of = solver()
     for name, x in found.items():
         exact, budget = standard[name]
         finding.ratios[name] = budget.ratio(x, exact)
         finding.budgets[name] = budget.largest
         finding.errors[name] = error(rows_of(x, name), rows_of(exact, name))
-    if "deterministic" in case.options:
+    if repeats:
         again, _ = solver()
         same = all(torch.equal(again[name], x) for name, x in found.items())
         finding.ratios["same bits twice"] = 0.0 if same else float("inf")
     return finding
 
 
-def solvers(
-    case: Case, ring: ringattn.Ring, inputs: dict[str, Tensor], args: CheckArgs, session: Session
-) -> Iterator[tuple[str, Callable[[], Answer]]]:
-    """The layouts of a case, each with what solves it (Note [One process])."""
-    if ring.world_size == 1:
-        yield ALONE, lambda: solve(case, "contiguous", ring, inputs, args, session)
-    for layout in case.layouts:
-        if ring.world_size > 1:
-            yield layout, functools.partial(solve, case, layout, ring, inputs, args, session)
-        elif args.simulate:
-            budget = PLENTY if args.schedule == "fused" else 0
-            yield layout, functools.partial(solve_simulated, case, layout, args.simulate, inputs, args, budget)
-
-
 def finders(
-    case: Case | InferenceCase, ring: ringattn.Ring, args: CheckArgs, session: Session
+    case: AnyCase, ring: ringattn.Ring, args: CheckArgs, session: Session
 ) -> Iterator[tuple[str, Callable[[], Finding]]]:
-    """The layouts of a case, each with what examines it."""
+    """The layouts of a case, each with the function that examines it."""
     if isinstance(case, InferenceCase):
-        # alone there is nothing to move, but two ways to read
-        alone = [("keys", ALONE), ("pages", "pages")]
-        for moves, shown in [(one, one) for one in case.moves] if ring.world_size > 1 else alone:
-
-            def find(moves: str = moves, shown: str = shown) -> Finding:
-                found = examine_history(case, moves, ring, session)
-                return Finding(case, shown, found.ratios, found.errors, found.budgets)
-
-            yield shown, find
+        # on one rank nothing moves, but there are two ways to read
+        shown = {one: one for one in case.moves} if ring.world_size > 1 else {"keys": ALONE, "pages": "pages"}
+        for moves, layout in shown.items():
+            yield layout, functools.partial(examine_history, case, moves, ring, session, layout)
         return
     inputs = draw(case, args.seed, session.device)
     standard = make_standard(case, inputs, args.seed)
-    for layout, solver in solvers(case, ring, inputs, args, session):
-        yield layout, functools.partial(examine, case, layout, solver, standard)
+    solvers: dict[str, Callable[[], Answer]] = {}
+    if ring.world_size > 1:
+        for layout in case.layouts:
+            solvers[layout] = functools.partial(solve, case, layout, ring, inputs, args, session)
+    else:
+        # all layouts are the same on one rank: they run on the simulated ring, with the same plans, loops and kernels
+        solvers[ALONE] = functools.partial(solve, case, "contiguous", ring, inputs, args, session)
+        budget = LARGE_BUDGET if args.schedule == "fused" else 0
+        for layout in case.layouts if args.simulate else ():
+            solvers[layout] = functools.partial(solve_simulated, case, layout, args.simulate, inputs, args, budget)
+    for layout, solver in solvers.items():
+        repeats = "deterministic" in case.options
+        yield layout, functools.partial(examine, layout, solver, standard, repeats=repeats)
 
 
-def compile_ahead(cases: Sequence[Case | InferenceCase], args: CheckArgs, ranks: int, session: Session) -> None:
-    """Fills the compiler's cache from many processes, because one process compiles one kernel at a time.
+def compile_ahead(cases: Sequence[AnyCase], args: CheckArgs, ranks: int, session: Session) -> None:
+    """Fill the compiler's cache from many processes, because one process compiles one kernel at a time.
 
-    Each takes a share of the cases that differ in their kernels, runs them on the GPU of local rank 0 (on a simulated ring),
-    and throws the answers away. A share that fails is left to the check itself, which will say what is wrong.
-
-    Args:
-        cases: What will be checked.
-        args: Of the check.
-        ranks: World size of the simulated ring, so that first, middle and last visits are all met.
-        session: The ranks; all wait for the cache.
+    They run the cases that differ in their kernels on a simulated ring of `ranks`, and drop the answers. A case that fails
+    there fails again in the check, which reports it. All ranks wait for local rank 0.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        jobs = max(1, min(os.cpu_count() or 2, 24, len(distinct_kernels(cases, args, session))))
-        alone = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "MASTER_"))}
-        for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"):
-            alone.pop(key, None)
-        command = [sys.executable, "-m", "ringattn.launch.check", "--impl", args.impl, "--only", args.only]
-        gathers = args.schedule == "fused" or (args.schedule == "auto" and session.world_size > 1)
-        command += ["--schedule", "fused"] if gathers else []
-        command += ["--full"] if args.full else []
-        command += ["--nodes", str(args.nodes), "--simulate", str(ranks), "--compile-share"]
+        distinct = distinct_kernels(cases, args, session)
+        jobs = max(1, min(os.cpu_count() or 2, 24, len(distinct)))
         session.say(f"compiling in {jobs} processes first (--no-ahead: as kernels are met)")
-        shares = [
-            subprocess.Popen(
-                [*command, f"{job}/{jobs}"], env=alone, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            for job in range(jobs)
-        ]
-        with ended(shares):
-            wait_for(shares, session)
+        fused = args.schedule == "fused" or (args.schedule == "auto" and session.world_size > 1)
+        alone = dataclasses.replace(args, simulate=ranks, schedule="fused" if fused else "auto")
+        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _init_compiling)
+        began, seconds = time.monotonic(), 0.0
+        try:
+            rest = {pool.submit(compile_case, case, alone, session.device) for case in distinct}
+            while rest and seconds < COMPILE_SECONDS:
+                _, rest = wait(rest, PROGRESS_SECONDS)
+                seconds = time.monotonic() - began
+                session.say(f"  {len(distinct) - len(rest)} of {len(distinct)} cases are compiled, {seconds:.0f} s")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
     session.barrier()
 
 
-def wait_for(shares: Sequence[subprocess.Popen[bytes]], session: Session) -> None:
-    """Waits until all processes have ended, or COMPILE_SECONDS, and says how far they are every few seconds."""
-    began, said = time.monotonic(), 0.0
-    while True:
-        running = sum(share.poll() is None for share in shares)
-        seconds = time.monotonic() - began
-        if not running or seconds > COMPILE_SECONDS or seconds - said > SAY_SECONDS:
-            said = seconds
-            session.say(f"  {len(shares) - running} of {len(shares)} processes are done, {seconds:.0f} s")
-        if not running or seconds > COMPILE_SECONDS:
-            return
-        time.sleep(0.1)
+def _init_compiling() -> None:
+    """Silence a process of `compile_ahead`, and let it end with its parent."""
+    for descriptor in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a process of a pool"
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
-def distinct_kernels(
-    cases: Sequence[Case | InferenceCase], args: CheckArgs, session: Session
-) -> list[Case | InferenceCase]:
-    """One of the cases for each combination of kernels; those that have many come first."""
-    found: dict[Hashable, Case | InferenceCase] = {}
+def compile_case(case: AnyCase, args: CheckArgs, device: torch.device) -> None:
+    """Run a case in one layout, or a history in all its ways, for the kernels that it compiles."""
+    first = None if isinstance(case, InferenceCase) else (ALONE, case.layouts[0])
+    for layout, finder in finders(case, ringattn.Ring(), args, Session(0, 1, device, None)):
+        if first is None or layout in first:
+            finder()
+
+
+def distinct_kernels(cases: Sequence[AnyCase], args: CheckArgs, session: Session) -> list[AnyCase]:
+    """One of the cases for each combination of kernels; those with many options first."""
+    found: dict[Hashable, AnyCase] = {}
     for case in cases:
         if unserved(case, args, session.device) is None:
             what = case.name if isinstance(case, InferenceCase) else (case.backward, case.batch > 1)
@@ -492,83 +422,52 @@ def distinct_kernels(
     return sorted(found.values(), key=lambda case: (-len(case.options), case.name))
 
 
-def compile_share(cases: Sequence[Case | InferenceCase], args: CheckArgs, session: Session) -> None:
-    """What one process of `compile_ahead` does."""
-    ring = ringattn.Ring()
-    for case in share_of(distinct_kernels(cases, args, session), args.compile_share):
-        if isinstance(case, InferenceCase):
-            for _, finder in finders(case, ring, args, session):
-                finder()
-            continue
-        inputs = draw(case, args.seed, session.device)
-        for layout, solver in solvers(case, ring, inputs, args, session):
-            if layout in (ALONE, case.layouts[0]):
-                solver()
-
-
-def unserved(case: Case | InferenceCase, args: CheckArgs, device: torch.device) -> str | None:
-    """Why no kernel set serves the dtype and head dims of a case here, if none does."""
-    from ringattn.kernels.registry import FEATURES, select_kernels
-
-    asked = {"alibi" if option == "alibi_slopes" else option for option in case.options} & FEATURES
+def unserved(case: AnyCase, args: CheckArgs, device: torch.device) -> str | None:
+    """The reason why no kernel set serves the dtype, head dims and options of a case here; None if one does."""
+    features = {"alibi" if option == "alibi_slopes" else option for option in case.options} & FEATURES
     try:
-        select_kernels(device, DTYPES[case.dtype], case.head_dim, case.v_head_dim, impl=args.impl, features=asked)
+        select_kernels(device, DTYPES[case.dtype], case.head_dim, case.v_head_dim, impl=args.impl, features=features)
     except (NotImplementedError, ValueError) as refusal:
         return str(refusal)
     return None
 
 
 def open_ring(session: Session, args: CheckArgs) -> ringattn.Ring:
-    """The ring of all ranks, with the kernels, levels and links that were asked for."""
+    """The ring of all ranks, with the kernels, nodes and link speed of the flags."""
     if session.world_size == 1:
         return ringattn.Ring(impl=args.impl)
     ring = make_ring(args.schedule, nodes=args.nodes, impl=args.impl, nccl_max_ctas=args.nccl_max_ctas or None)
     return slow_down(ring, args.outer_gbps) if args.outer_gbps else ring
 
 
-def run_case(
-    case: Case | InferenceCase, ring: ringattn.Ring, args: CheckArgs, session: Session
-) -> tuple[list[Finding], list[tuple[Case | InferenceCase, str]]]:
-    """Examines a case in each of its layouts on this rank.
+def run_case(case: AnyCase, ring: ringattn.Ring, args: CheckArgs, session: Session) -> list[Finding]:
+    """Examine a case in each of its layouts on this rank.
 
-    Args:
-        case: What to check.
-        ring: The ring of all ranks.
-        args: Kernels and seed.
-        session: The ranks.
-
-    Returns:
-        This rank's findings, and the case with the reason if no kernel set serves it.
-
-    Raises:
-        Exception: Anything but a refusal (ValueError, NotImplementedError), which every rank raises before it sends:
-            after another exception the ranks no longer agree on what comes next.
+    A ValueError or NotImplementedError becomes a finding: every rank raises it before it sends. After another exception
+    the ranks may be out of step, so it ends the check.
     """
-    if (reason := unserved(case, args, session.device)) is not None:
-        return [], [(case, reason)]
     findings: list[Finding] = []
     for layout, finder in finders(case, ring, args, session):
         try:
             findings.append(finder())
         except (ValueError, NotImplementedError) as refusal:
-            findings.append(Finding(case, layout, broken=f"{type(refusal).__name__}: {refusal}"))
+            findings.append(Finding(layout, broken=f"{type(refusal).__name__}: {refusal}"))
         except Exception:
-            print(
-                f"rank {session.rank}: check broke in {case.name!r} ({case.dtype} {case.shape}), {layout}",
-                file=sys.stderr,
-            )
+            where = f"{case.name!r} ({case.dtype} {case.shape}), {layout}"
+            print(f"rank {session.rank}: check failed in {where}", file=sys.stderr)
             raise
-    return findings, []
+    return findings
 
 
 def make_standard(case: Case, inputs: dict[str, Tensor], seed: int) -> Standard:
-    """The fp64 definition of every tensor of a case, and the error it may have."""
+    """The fp64 reference of every tensor of a case, and its error budget."""
     # fp64 has nothing wider to be compared with: its budget is that of fp32, scaled
     low, scaled = (torch.float32, torch.float64) if case.dtype == "fp64" else (DTYPES[case.dtype], None)
     exact, rounded = define(case, inputs, seed, torch.float64), define(case, inputs, seed, low)
     standard = {name: (x, Budget.of(x, rounded[name], scaled)) for name, x in exact.items()}
-    few = [name for name in HANDFUL if name in exact]
-    if few:
+    if few := [name for name in PER_HEAD if name in exact]:
+        # the error of four numbers is luck: one draw may be ten times better than the next. So the budget is the
+        # largest error in nine draws of the same problem, under the rule for single elements, without the mean
         draws = [(exact, rounded)]
         for other in range(seed + 1, seed + 9):
             drawn = draw(case, other, inputs["q"].device)
@@ -581,15 +480,10 @@ def make_standard(case: Case, inputs: dict[str, Tensor], seed: int) -> Standard:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks found, together.
+    """Results of all ranks: a row per case and layout, ready for JSON, and cases that no kernel set serves, with the reason."""
 
-    Attributes:
-        rows: One per case and layout, ready for JSON.
-        skipped: Cases no kernel set serves, with the reason.
-    """
-
-    rows: list[dict[str, Any]]
-    skipped: list[dict[str, str]]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
 
     @property
     def red(self) -> list[dict[str, Any]]:
@@ -597,92 +491,72 @@ class Verdict:
         return [row for row in self.rows if not row["ratio"] <= 1]
 
 
-def agree(
-    session: Session, findings: Sequence[Finding], skipped: Sequence[tuple[Case | InferenceCase, str]]
-) -> Verdict:
-    """Joins the findings of all ranks: per row, the worst tensor and the rank that holds it."""
-    said = session.gather([(finding.ratios, finding.errors, finding.broken) for finding in findings])
+def merge_findings(session: Session, case: AnyCase, findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """One row per finding from those of all ranks: the worst tensor, and the rank that holds it."""
+    by_rank = session.gather([(finding.ratios, finding.errors, finding.broken) for finding in findings])
     rows = []
     for index, finding in enumerate(findings):
         ratios: dict[str, float] = {}
         worst = (-1.0, 0.0, "", 0)
-        for rank, (of_rank, errors, broken) in enumerate(one[index] for one in said):
-            for tensor, ratio in (of_rank if broken is None else {"answer": float("inf")}).items():
+        for rank, (found, errors, broken) in enumerate(one[index] for one in by_rank):
+            for tensor, ratio in (found if broken is None else {"answer": float("inf")}).items():
                 ratio = float("inf") if ratio != ratio else ratio
                 ratios[tensor] = max(ratios.get(tensor, 0.0), ratio)
                 worst = max(worst, (ratio, errors.get(tensor, 0.0), tensor, rank))
         ratio, _, tensor, rank = worst
-        row = {
-            "case": finding.case.name,
-            "dtype": finding.case.dtype,
-            "shape": finding.case.shape,
-            "options": list(finding.case.options),
-            "layout": finding.layout,
-            "ratio": ratio,
-            "tensor": tensor,
-            "rank": rank,
-            "error": said[rank][index][1].get(tensor),
-            "budget": finding.budgets.get(tensor),
-            "ratios": ratios,
-            "broken": said[rank][index][2],
-        }
-        rows.append(row)
-    return Verdict(rows, [{"case": case.name, "dtype": case.dtype, "why": why} for case, why in skipped])
+        row = {"case": case.name, "dtype": case.dtype, "shape": case.shape, "options": list(case.options)}
+        row |= {"layout": finding.layout, "ratio": ratio, "tensor": tensor, "rank": rank}
+        row |= {"error": by_rank[rank][index][1].get(tensor), "budget": finding.budgets.get(tensor)}
+        rows.append(row | {"ratios": ratios, "broken": by_rank[rank][index][2]})
+    return rows
 
 
-def check(
-    session: Session, cases: Sequence[Case | InferenceCase], args: CheckArgs, *, progress: bool = False
-) -> Verdict:
-    """Runs the cases and returns what all ranks found; the same on every rank.
+def check(session: Session, cases: Sequence[AnyCase], args: CheckArgs, *, progress: bool = False) -> Verdict:
+    """Run the cases and return the results of all ranks, the same on every rank.
 
-    Args:
-        session: The ranks.
-        cases: What to check.
-        args: Kernels and seed.
-        progress: Whether rank 0 prints a line per case when it is done, and what is red at once.
+    With `progress` rank 0 prints a line per case when it is done, and red rows at once.
     """
-    ring, verdict = open_ring(session, args), Verdict([], [])
+    ring, verdict = open_ring(session, args), Verdict()
     for number, case in enumerate(cases, start=1):
         began = time.perf_counter()
-        found = agree(session, *run_case(case, ring, args, session))
-        verdict.rows.extend(found.rows)
-        verdict.skipped.extend(found.skipped)
-        if progress and found.rows:
-            worst = max(found.rows, key=lambda row: row["ratio"])
+        if (reason := unserved(case, args, session.device)) is not None:
+            verdict.skipped.append({"case": case.name, "dtype": case.dtype, "why": reason})
+            continue
+        rows = merge_findings(session, case, run_case(case, ring, args, session))
+        verdict.rows.extend(rows)
+        if progress and rows:
+            worst = max(rows, key=lambda row: row["ratio"])
             session.say(
-                f"[{number}/{len(cases)}] {case.name} ({case.dtype} {case.shape}): {len(found.rows)} runs, "
+                f"[{number}/{len(cases)}] {case.name} ({case.dtype} {case.shape}): {len(rows)} runs, "
                 f"worst ratio {worst['ratio']:.2f}, {_name_worst(worst)}, {time.perf_counter() - began:.1f} s"
             )
-        if progress:
-            for line in describe_red(found):
+            for line in describe_red(Verdict(rows)):
                 session.say(line)
     return verdict
 
 
 def show(verdict: Verdict) -> None:
-    """Prints one line per case, a column per layout, and every red row in full."""
+    """Print one line per case, a column per layout, and every red row in full."""
     columns = [one for one in (ALONE, *LAYOUTS, *MOVES) if any(row["layout"] == one for row in verdict.rows)]
-    lines: dict[tuple[str, ...], dict[str, Any]] = {}
+    lines: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for row in verdict.rows:
         line = lines.setdefault((row["case"], row["dtype"], row["shape"]), {"worst": row})
         line[row["layout"]] = row
         line["worst"] = max(line["worst"], row, key=lambda one: one["ratio"])
-    table(
-        "part of the error budget that is used up (largest tensor)",
-        ["case", "dtype", "shape", *columns, "worst"],
+    cells = [
         [
-            [
-                *key,
-                *(f"{line[one]['ratio']:.2f}" if one in line else None for one in columns),
-                _name_worst(line["worst"]),
-            ]
-            for key, line in lines.items()
-        ],
-    )
+            *key,
+            *(f"{line[one]['ratio']:.2f}" if one in line else None for one in columns),
+            _name_worst(line["worst"]),
+        ]
+        for key, line in lines.items()
+    ]
+    title = "part of the error budget that is used up (largest tensor)"
+    table(title, ["case", "dtype", "shape", *columns, "worst"], cells)
     for one in verdict.skipped:
         print(f"not served: {one['case']} in {one['dtype']}: {one['why']}")
-    for line in describe_red(verdict):
-        print(line)
+    for text in describe_red(verdict):
+        print(text)
 
 
 def describe_red(verdict: Verdict) -> Iterator[str]:

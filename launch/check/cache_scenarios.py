@@ -1,7 +1,4 @@
-"""Histories of a cache: requests that join, grow, fork and leave; what ranks make of them, and what is right.
-
-Owns the play on ranks and the definition beside it. Refuses to know how either is judged.
-"""
+"""Scenarios of a KV cache: requests that are added, grow, fork and are freed; the answers of ranks, and the reference."""
 
 from __future__ import annotations
 
@@ -18,16 +15,16 @@ from ringattn.launch.check.poison import poison_flat
 
 Op = tuple[Any, ...]
 """("add_request", name, reserve, first), ("fork", name, parent, length, reserve), ("truncate", name, length), ("free", name) or
-("extend", names, counts, mode, alike). Names are integers of the history; modes beside those of `extend` are those of
-PIECES: into one packed static step that serves the whole history."""
+("extend", names, counts, mode, same_length). Names are integers of the history; modes beside those of `extend` are those of
+PIECES: into one packed static batch that serves the whole history."""
 
 PIECES = {"packed": (64, 4), "rows": (200, 1)}
-"""Pieces of packed steps, and rows of each."""
+"""Pieces of packed batches, and rows of each."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A cache and the heads that use it."""
+    """Sizes of a cache and of the heads that use it."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -38,19 +35,19 @@ class Sizes:
     layers: int = 2
     dtype: torch.dtype = torch.float32
 
+    @property
+    def row_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Heads and head dim of a row of q, k and v."""
+        return (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.v_head_dim)
+
 
 @dataclass(frozen=True)
 class History:
-    """What happens to a cache, and the options of its layers, the first one's for even layers.
+    """Operations on a cache in order, and the options of its layers.
 
     Attributes:
-        sizes: Of the cache.
-        ops: In order.
-        options: Of `attend`; one per kind of layer. Names in `features` are drawn.
-        features: "sinks", "alibi_slopes".
-        comm_mode: As in `attend`.
-        seed: Of all tokens.
-        kv_access: As in `attend`.
+        options: Of `attend`, one per kind of layer; layers take turns.
+        features: Tensor-valued options to draw: "sinks", "alibi_slopes".
     """
 
     sizes: Sizes
@@ -61,40 +58,38 @@ class History:
     seed: int = 0
     kv_access: str = "auto"
 
-    def of_layer(self, layer: int) -> dict[str, Any]:
-        """The options of a layer that are numbers."""
+    def options_of(self, layer: int) -> dict[str, Any]:
+        """Return the options of a layer that are no tensors."""
         return self.options[layer % len(self.options)]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The options that are tensors; those of every layer."""
+    def tensors(self, device: torch.device | str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the options that are tensors, the same for every layer; without a dtype in fp32, or fp64 beside fp64 tokens."""
         generator = torch.Generator().manual_seed(self.seed + 1)
-        found = {}
         wide = torch.float64 if self.sizes.dtype == torch.float64 else torch.float32
+        found = {}
         for name in self.features:
             x = torch.randn(self.sizes.heads, generator=generator, dtype=torch.float32)
-            found[name] = (x if name == "sinks" else x.abs() / 8).to(wide)
+            found[name] = (x if name == "sinks" else x.abs() / 8).to(device, dtype or wide)
         return found
 
-    def tokens(self, index: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the new tokens of an op, `batch rows heads dim`."""
-        _, names, counts, _, same_length = self.ops[index]
-        together = same_length or self.is_decode(index)
-        shape = (len(names), counts[0]) if together else (1, sum(counts))
+    def tokens(self, index: int, layer: int) -> list[Tensor]:
+        """Return q, k and v of the new tokens of an op, `batch rows heads dim`."""
+        _, names, counts, _, _ = self.ops[index]
+        shape = (len(names), counts[0]) if self.is_batched(index) else (1, sum(counts))
         generator = torch.Generator().manual_seed(self.seed * 1000 + index * 10 + layer)
-        sizes = self.sizes
-        rows = ((sizes.heads, sizes.head_dim), (sizes.kv_heads, sizes.head_dim), (sizes.kv_heads, sizes.v_head_dim))
-        q, k, v = (torch.randn(*shape, *row, generator=generator).to(sizes.dtype) for row in rows)
-        return q, k, v
+        rows = self.sizes.row_shapes
+        return [torch.randn(*shape, *row, generator=generator).to(self.sizes.dtype) for row in rows]
 
-    def is_decode(self, index: int) -> bool:
-        """Whether an op is a step of decoding."""
-        _, _, counts, mode, _ = self.ops[index]
-        return mode == "decode" or (mode == "auto" and len(set(counts)) == 1 and counts[0] <= 16)
+    def is_batched(self, index: int) -> bool:
+        """Whether the requests of an op are a batch of rows of one length: in decode, or with `same_length`."""
+        _, _, counts, mode, same_length = self.ops[index]
+        few = mode == "auto" and len(set(counts)) == 1 and counts[0] <= 16
+        return same_length or mode == "decode" or few
 
 
 @dataclass
 class Answer:
-    """What a rank answered to one extend: per layer the rows that it computed, and which they are."""
+    """Output of one rank for one extend: per layer the rows that it computed, and their indices in `taken`."""
 
     mode: str
     taken: Tensor
@@ -103,13 +98,7 @@ class Answer:
 
 
 def play(history: History, ring: Ring, device: torch.device | str) -> list[Answer]:
-    """One rank's part of a history; whatever was never written is NaN.
-
-    Args:
-        history: What happens.
-        ring: The ranks.
-        device: Of the cache and all tokens.
-    """
+    """Run one rank's part of a history on a cache that is NaN wherever nothing was written."""
     sizes = history.sizes
     cache = PagedKVCache(
         ring,
@@ -124,159 +113,111 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
     )
     for pool in (cache.k, cache.v):
         pool.fill_(float("nan"))
-    tensors = {name: x.to(device) for name, x in history.tensors().items()}
-    known: dict[int, int] = {}
+    named: dict[str, Any] = {"comm_mode": history.comm_mode, "kv_access": history.kv_access, **history.tensors(device)}
+    requests: dict[int, int] = {}
     packed: dict[str, StaticBatch] = {}
     answers = []
-    for index, op in enumerate(history.ops):
-        what, name, *rest = op
+    for index, (what, name, *rest) in enumerate(history.ops):
         if what == "add_request":
-            known[name] = cache.add_request(*rest)
+            requests[name] = cache.add_request(*rest)
         elif what == "fork":
-            known[name] = cache.fork(known[rest[0]], *rest[1:])
+            requests[name] = cache.fork(requests[rest[0]], *rest[1:])
         elif what == "truncate":
-            cache.truncate(known[name], *rest)
+            cache.truncate(requests[name], *rest)
         elif what == "free":
-            cache.free(known.pop(name))
+            cache.free(requests.pop(name))
         else:
             counts, mode, same_length = rest
-            requests = [known[one] for one in name]
+            extended, rows = [requests[one] for one in name], None
             if mode in PIECES:
                 if mode not in packed:
                     packed[mode] = cache.static_batch(*PIECES[mode], max_tokens=cache.capacity_tokens, packed=True)
-                step, rows = cache.extend(requests, counts, into=packed[mode]), _rows_of(counts, PIECES[mode][1])
+                batch, rows = cache.extend(extended, counts, into=packed[mode]), _packed_rows(counts, PIECES[mode][1])
             else:
-                step, rows = cache.extend(requests, counts, mode=mode, same_length=same_length), None
-            answer = Answer(step.mode, step.taken.cpu() if rows is None else torch.arange(len(rows)), ())
+                batch = cache.extend(extended, counts, mode=mode, same_length=same_length)
+            answer = Answer(batch.mode, batch.taken.cpu() if rows is None else torch.arange(len(rows)), ())
             for layer in range(sizes.layers):
                 local = [x.to(device) for x in history.tokens(index, layer)]
                 if rows is None:
-                    local = [step.take(x) for x in local]
+                    local = [batch.take(x) for x in local]
                 else:
                     # rows that hold no token may hold anything
-                    local = [
-                        x.new_full((1, step.rows, *x.shape[2:]), 7.0).index_copy(1, rows.to(device), x) for x in local
-                    ]
-                o = attend(
-                    step,
-                    layer,
-                    *local,
-                    comm_mode=history.comm_mode,
-                    kv_access=history.kv_access,
-                    **history.of_layer(layer),
-                    **tensors,
-                ).cpu()
+                    shapes = [(1, batch.rows, *x.shape[2:]) for x in local]
+                    pairs = zip(local, shapes, strict=True)
+                    local = [x.new_full(shape, 7.0).index_copy(1, rows.to(device), x) for x, shape in pairs]
+                o = attend(batch, layer, *local, **named, **history.options_of(layer)).cpu()
                 answer.layers.append(o if rows is None else o[:, rows])
                 if ring.context.buffers.num_bytes():
                     poison_flat(ring.context.buffers)
-            answer.moved = step.comm_modes
+            answer.moved = batch.comm_modes
             answers.append(answer)
     return answers
 
 
-def _rows_of(counts: Sequence[int], new: int) -> Tensor:
-    """Where a packed step has the new tokens of its requests: `sum(counts)` int64."""
+def _packed_rows(counts: Sequence[int], size: int) -> Tensor:
+    """Indices of the new tokens in a packed batch of pieces of `size` rows: `sum(counts)` int64."""
     rows, begin = [], 0
     for count in counts:
         rows.append(torch.arange(begin, begin + count))
-        begin += -(-count // new) * new
+        begin += -(-count // size) * size
     return torch.cat(rows)
 
 
-def join_answers(by_rank: list[Answer]) -> list[Tensor]:
-    """What all ranks answered to one extend together, `batch rows h dv` per layer; of decode, what the first one did."""
-    first = by_rank[0]
-    if first.mode == "decode":
-        return first.layers
-    found = []
+def gather_answers(by_rank: Sequence[Answer]) -> list[Tensor]:
+    """Whole output of all ranks for one extend, `batch rows h dv` per layer; of decode the first rank's, which has all rows."""
+    if by_rank[0].mode == "decode":
+        return by_rank[0].layers
     order = torch.cat([one.taken for one in by_rank]).argsort()
-    for parts in zip(*(one.layers for one in by_rank), strict=True):
-        found.append(torch.cat(parts, 1).index_select(1, order))
-    return found
+    layers = zip(*(one.layers for one in by_rank), strict=True)
+    return [torch.cat(parts, 1).index_select(1, order) for parts in layers]
 
 
-def has_same_bits(by_rank: list[Answer]) -> bool:
-    """Whether all ranks answered to a step of decoding with the same bits."""
+def has_same_bits(by_rank: Sequence[Answer]) -> bool:
+    """Whether the outputs of a decode step are equal to the bit on all ranks."""
     return all(torch.equal(x, y) for other in by_rank for x, y in zip(by_rank[0].layers, other.layers, strict=True))
 
 
-class Definition:
-    """The same history by `attention_reference` on whole requests, in a dtype of its own.
+def reference_answers(history: History, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[list[Tensor]]:
+    """Output of `attention_reference` on whole requests in `dtype`: per extend and layer `batch rows h dv`."""
+    qkv: dict[int, list[list[Tensor]]] = {}  # per request and layer: q, k, v of all its tokens
+    first: dict[int, int] = {}
+    layers, tensors, answers = range(history.sizes.layers), history.tensors(device, dtype), []
 
-    Args:
-        history: What happens.
-        dtype: Of all arithmetic.
-        device: Where.
-    """
-
-    def __init__(self, history: History, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        self._history, self._dtype, self._device = history, dtype, device
-        self._kept: dict[int, list[list[Tensor]]] = {}  # per request and layer: q, k, v of all its tokens
-        self._first: dict[int, int] = {}
-
-    def play(self) -> list[list[Tensor]]:
-        """Per extend and layer `batch rows h dv`."""
-        history, answers = self._history, []
-        for index, op in enumerate(history.ops):
-            what, name, *rest = op
-            if what == "add_request":
-                sizes = history.sizes
-                rows = (
-                    (sizes.heads, sizes.head_dim),
-                    (sizes.kv_heads, sizes.head_dim),
-                    (sizes.kv_heads, sizes.v_head_dim),
-                )
-                self._kept[name] = [
-                    [torch.empty(1, 0, *row, dtype=self._dtype, device=self._device) for row in rows]
-                    for _ in range(sizes.layers)
-                ]
-                self._first[name] = rest[1] if len(rest) > 1 else 0
-            elif what == "fork":
-                self._kept[name] = [[x[:, : rest[1]] for x in layer] for layer in self._kept[rest[0]]]
-                self._first[name] = self._first[rest[0]]
-            elif what == "truncate":
-                self._kept[name] = [[x[:, : rest[0]] for x in layer] for layer in self._kept[name]]
-            elif what == "free":
-                del self._kept[name]
-            else:
-                answers.append(
-                    [self._extend(index, layer, name, rest[0], rest[2]) for layer in range(history.sizes.layers)]
-                )
-        return answers
-
-    def _extend(
-        self, index: int, layer: int, names: tuple[int, ...], counts: tuple[int, ...], same_length: bool
-    ) -> Tensor:
-        history = self._history
-        together = same_length or history.is_decode(index)
-        tokens = [x.to(self._device, self._dtype) for x in history.tokens(index, layer)]
+    def extend_layer(index: int, layer: int, names: Sequence[int], counts: Sequence[int]) -> Tensor:
+        batched = history.is_batched(index)
+        tokens = [x.to(device, dtype) for x in history.tokens(index, layer)]
+        options = {"causal": True, **history.options_of(layer), **tensors}
+        if isinstance(window := options.get("window"), int):
+            options["window"] = (window - 1, 0)
         found = []
         for i, (name, count) in enumerate(zip(names, counts, strict=True)):
-            begin = 0 if together else sum(counts[:i])
-            mine = [x[i : i + 1] if together else x[:, begin : begin + count] for x in tokens]
-            kept = self._kept[name][layer] = [
-                torch.cat(pair, 1) for pair in zip(self._kept[name][layer], mine, strict=True)
-            ]
-            n = kept[0].shape[1]
-            options = dict(history.of_layer(layer))
-            window = options.get("window")
-            if isinstance(window, int):
-                options["window"] = (window - 1, 0)
-            options = (
-                {"causal": True}
-                | options
-                | {name: x.to(self._device, self._dtype) for name, x in history.tensors().items()}
-            )
+            begin = 0 if batched else sum(counts[:i])
+            new = [x[i : i + 1] if batched else x[:, begin : begin + count] for x in tokens]
+            whole = qkv[name][layer] = [torch.cat(pair, 1) for pair in zip(qkv[name][layer], new, strict=True)]
             # only tokens that are there yet are seen, and none before the first; chunks are counted from there
-            first = self._first[name]
-            o = attention_reference(*(x[:, first:] for x in kept), **options)
-            o = torch.cat((o.new_zeros(1, first, *o.shape[2:]), o), 1)
-            found.append(o[:, n - count :])
-        return torch.cat(found, 0 if together else 1)
+            o = attention_reference(*(x[:, first[name] :] for x in whole), **options)
+            o = torch.cat((o.new_zeros(1, first[name], *o.shape[2:]), o), 1)
+            found.append(o[:, o.shape[1] - count :])
+        return torch.cat(found, 0 if batched else 1)
+
+    for index, (what, name, *rest) in enumerate(history.ops):
+        if what == "add_request":
+            rows = history.sizes.row_shapes
+            qkv[name] = [[torch.empty(1, 0, *row, dtype=dtype, device=device) for row in rows] for _ in layers]
+            first[name] = rest[1] if len(rest) > 1 else 0
+        elif what in ("fork", "truncate"):
+            source, length = (rest[0], rest[1]) if what == "fork" else (name, rest[0])
+            qkv[name] = [[x[:, :length] for x in layer] for layer in qkv[source]]
+            first[name] = first[source]
+        elif what == "free":
+            del qkv[name]
+        else:
+            answers.append([extend_layer(index, layer, name, rest[0]) for layer in layers])
+    return answers
 
 
 def extend(names: tuple[int, ...], counts: tuple[int, ...], mode: str = "auto", same_length: bool = False) -> Op:
-    """An op that brings new tokens."""
+    """Return the op that appends `counts` new tokens to requests `names`."""
     return "extend", names, counts, mode, same_length
 
 
@@ -292,7 +233,7 @@ CHUNKS: tuple[Op, ...] = (
     extend((0,), (16,), "prefill"),
     extend((0,), (1,)),
 )
-"""One request in pieces of all sizes, both ways."""
+"""One request in chunks of all sizes, by prefill and decode."""
 
 CROWD: tuple[Op, ...] = (
     ("add_request", 0, 120, 0),
@@ -308,7 +249,7 @@ CROWD: tuple[Op, ...] = (
     extend((2, 1, 3), (9, 2, 1), "prefill"),
     extend((1, 2, 3), (16, 16, 16)),
 )
-"""Requests that share beginnings and steps."""
+"""Requests that share prefixes and batches."""
 
 PACKED: tuple[Op, ...] = (
     ("add_request", 0, 120, 0),
@@ -327,7 +268,7 @@ PACKED: tuple[Op, ...] = (
     extend((3, 0), (1, 5), "rows"),
     extend((0, 1, 3), (2, 2, 2)),
 )
-"""Prompts, and what goes on from them, as steps of decoding in pieces."""
+"""Prompts and their continuations as packed decode batches."""
 
 PADDED: tuple[Op, ...] = (
     ("add_request", 0, 80, 0),
@@ -339,7 +280,7 @@ PADDED: tuple[Op, ...] = (
     extend((0, 1, 2), (19, 19, 19), "prefill", True),
     extend((0, 1, 2), (1, 1, 1)),
 )
-"""A batch with padding in front."""
+"""A batch with left padding."""
 
 LONG: tuple[Op, ...] = (
     ("add_request", 0, 2600, 0),
@@ -357,7 +298,7 @@ LONG: tuple[Op, ...] = (
     extend((2, 0), (16, 16)),
     extend((0,), (1,)),
 )
-"""Prompts of many tiles, in chunks, over turns and with a shared beginning."""
+"""Prompts of many tiles, in chunks, over several turns and with a shared prefix."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {},

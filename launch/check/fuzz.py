@@ -1,18 +1,11 @@
-"""Random visits against the definition: whatever shape, mask, option, stride or split over visits, the answer is right.
+"""Random kernel calls against the fp64 reference: any shape, mask, option, stride and split into ring steps.
 
-Owns the drawing of cases, their judging, and what is said of a wrong one. Refuses to know the ring: a case is a number of
-calls of one kernel set, as a rank would make them. `check --fuzz SECONDS` runs it.
+A case is the calls of one rank to one kernel set, without a ring. It is a function of one integer and the kind of device, which
+decides sizes. The dtype, head dims, head groups and options, for which kernels are compiled, depend on the integer without its
+last bits, so neighbours share kernels. `check --fuzz SECONDS` runs cases; `--fuzz 0 --fuzz-seed INTEGER` repeats one.
 
-Note [Seeds]
-    A case is a function of one integer (and of the kind of device, which decides sizes). What makes a compiler work, the
-    dtype, head dims, head groups and options, is drawn from the integer without its last bits, so that neighbours share
-    kernels. A case that is wrong names its integer, and `--fuzz 0 --fuzz-seed INTEGER` runs that case alone.
-
-Note [What is judged]
-    o, lse and every gradient against dense attention in fp64, inside the budget that dense attention in the dtype under
-    test gives, as in `check`. Tensors of few elements get a second look before they are called wrong: the budget of
-    several draws of the same case together, because the rounding of a few numbers is luck. Buffers start as NaN. The
-    forward runs twice and must give the same bits; so must the backward, when the case demands it.
+o, lse and every gradient must be inside the budget that dense attention in the dtype under test gives. Buffers start as NaN. The
+forward runs twice and must give the same bits; so must the backward, when the case is deterministic.
 """
 
 from __future__ import annotations
@@ -34,6 +27,7 @@ from torch import Tensor
 from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
 from ringattn.kernels.runtime import table_cache
+from ringattn.launch.check.inference import DTYPES
 from ringattn.launch.runtime.session import Session
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import dense_attention, visible_pairs
@@ -41,11 +35,10 @@ from ringattn.plan import device_tables
 from ringattn.plan.layouts import LAYOUTS, Run, Shard, make_shards
 from ringattn.plan.mask import AttentionMask
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 NEIGHBOURS = 8
-"""Cases in a row that share their kernels (Note [Seeds])."""
+"""Cases in a row that share their kernels."""
 FEW = 4096
-"""Elements below which a tensor gets a second look (Note [What is judged])."""
+"""Elements below which a tensor over its budget is judged by the budget of several draws together: a few roundings are luck."""
 SCORES = {"cuda": 2**23, "cpu": 2**15}
 """Scores of one case at most: batch x query heads x rows x keys."""
 STRIDES = ("plain", "heads first", "padded", "shifted", "unaligned", "among others", "every second row")
@@ -53,27 +46,13 @@ STRIDES = ("plain", "heads first", "padded", "shifted", "unaligned", "among othe
 
 @dataclass(frozen=True)
 class FuzzCase:
-    """One query shard and the buffers of keys that visit it.
+    """One query shard and the key buffers of its ring steps.
 
     Attributes:
-        seed: What it was drawn from, and the seed of its inputs.
-        dtype: Of q, k, v and do.
-        head_dim: Of q and k.
-        v_head_dim: Of v.
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        batch: Batch elements.
-        mask: Who sees whom.
-        rows: Positions of the queries.
-        ring_steps: Positions of the keys of each visit, disjoint.
-        softmax_scale: As in Score.
-        softcap: As in Score.
-        dropout_p: As in Score.
-        extras: Of sinks, alibi, key_bias, bias.
+        ring_steps: Positions of the keys of each step, disjoint.
         strides: Of q, k, v and do.
-        accumulate: Gradients are added to what is there.
+        accumulate: Gradients are added to the values in their buffers.
         narrow: Gradients are written in the dtype of the inputs.
-        deterministic: The backward repeats to the bit.
     """
 
     seed: int
@@ -97,24 +76,19 @@ class FuzzCase:
 
     @property
     def features(self) -> set[str]:
-        """What a kernel set must serve besides q . k and an interval."""
-        found = set(self.extras)
-        found |= {"softcap"} if self.softcap else set()
-        found |= {"dropout"} if self.dropout_p else set()
-        found |= {"deterministic"} if self.deterministic else set()
-        return found | ({"per_batch_bounds"} if self.mask.batch_size > 1 else set())
+        """Features that a kernel set must serve besides q . k and an interval."""
+        flags = {"softcap": self.softcap, "dropout": self.dropout_p, "deterministic": self.deterministic}
+        flags["per_batch_bounds"] = self.mask.batch_size > 1
+        return {*self.extras, *(name for name, on in flags.items() if on)}
 
     def __str__(self) -> str:
         kinds = {key: value for key, value in dataclasses.asdict(self.mask).items() if value not in (None, False, 0)}
         parts = [f"{self.dtype} b{self.batch} h{self.heads}/{self.kv_heads} d{self.head_dim}/{self.v_head_dim}"]
         parts += [f"{key}={value}" for key, value in kinds.items()]
-        parts += [f"rows={_brief(self.rows)}", f"visits={'; '.join(_brief(keys) for keys in self.ring_steps)}"]
+        parts += [f"rows={_brief(self.rows)}", f"ring_steps={'; '.join(_brief(keys) for keys in self.ring_steps)}"]
         parts += [f"scale={self.softmax_scale:.3g} softcap={self.softcap:.3g} dropout={self.dropout_p:.3g}"]
-        return ", ".join([*parts, *self.extras, f"strides={'/'.join(self.strides)}", *self._flags])
-
-    @property
-    def _flags(self) -> list[str]:
-        return [name for name in ("accumulate", "narrow", "deterministic") if getattr(self, name)]
+        flags = [name for name in ("accumulate", "narrow", "deterministic") if getattr(self, name)]
+        return ", ".join([*parts, *self.extras, f"strides={'/'.join(self.strides)}", *flags])
 
 
 def _brief(shard: Shard) -> str:
@@ -122,12 +96,7 @@ def _brief(shard: Shard) -> str:
 
 
 def draw_case(seed: int, kind: str, impl: str = "auto") -> FuzzCase:
-    """The case of a seed (Note [Seeds]).
-
-    Args:
-        seed: Any integer from 0.
-        kind: "cuda" or "cpu": the sizes.
-        impl: Kernel set: only dtypes it serves are drawn.
+    """The case of a seed, in sizes for `kind` ("cuda" or "cpu") and in a dtype that `impl` serves.
 
     Example:
         >>> draw_case(5, "cpu") == draw_case(5, "cpu")
@@ -179,7 +148,7 @@ def draw_case(seed: int, kind: str, impl: str = "auto") -> FuzzCase:
 
 
 def draw_length(draw: random.Random, longest: int, gpu: bool) -> int:
-    """A length that is tiny, next to an edge of tiles, or anything."""
+    """A length that is tiny, next to a multiple of the tile, or anything."""
     style = draw.random()
     if style < 0.15:
         return draw.randint(1, 9)
@@ -190,7 +159,7 @@ def draw_length(draw: random.Random, longest: int, gpu: bool) -> int:
 
 
 def draw_mask(draw: random.Random, seq_len: int, kv_len: int, batch: int) -> AttentionMask:
-    """Any mask: features meet each other freely."""
+    """Any mask, with any combination of its features."""
     same = seq_len == kv_len
     causal = draw.random() < 0.6
     options: dict[str, Any] = {"causal": causal}
@@ -212,7 +181,7 @@ def draw_mask(draw: random.Random, seq_len: int, kv_len: int, batch: int) -> Att
 
 
 def draw_split(draw: random.Random, mask: AttentionMask) -> tuple[Shard, tuple[Shard, ...]]:
-    """The rows of one rank and the keys of its visits: everything at once, a rank of a ring, or runs of any kind."""
+    """The rows of one rank and the keys of its ring steps: everything at once, a rank of a ring, or runs of any kind."""
     style = draw.random()
     everything = (Run(0, 1, mask.kv_len),)
     if style < 0.35:
@@ -245,49 +214,40 @@ def draw_runs(draw: random.Random, limit: int) -> Iterator[Run]:
         position = run.last + 1
 
 
-@dataclass
-class Tensors:
-    """The inputs of a case: keys of all visits in visit order."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    do: Tensor
-    dlse: Tensor
-    sinks: Tensor | None
-    alibi: Tensor | None
-    key_bias: Tensor | None
-    bias: Tensor | None
-
-
 def positions_of(shards: Sequence[Shard], device: torch.device) -> Tensor:
     """Positions of the rows of some buffers, one after the other."""
     found = [run.position(x) for shard in shards for run in shard for x in range(run.length)]
     return torch.tensor(found, dtype=torch.int64, device=device)
 
 
-def draw_tensors(case: FuzzCase, seed: int, device: torch.device) -> Tensors:
-    """Inputs and cotangents, contiguous."""
+def draw_tensors(case: FuzzCase, seed: int, device: torch.device) -> dict[str, Tensor]:
+    """Inputs and cotangents, contiguous, the keys of all ring steps one after the other; options as far as the case has them."""
     generator = torch.Generator().manual_seed(seed)
     dtype = DTYPES[case.dtype]
     wide = accumulation_dtype(dtype)
     s, t = (len(positions_of(shards, torch.device("cpu"))) for shards in ((case.rows,), case.ring_steps))
     b, h, hk = case.batch, case.heads, case.kv_heads
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
-
-    return Tensors(
-        q=normal(b, s, h, case.head_dim),
-        k=normal(b, t, hk, case.head_dim),
-        v=normal(b, t, hk, case.v_head_dim),
-        do=normal(b, s, h, case.v_head_dim),
-        dlse=normal(b, h, s, dtype=wide),
-        sinks=normal(h, dtype=wide) if "sinks" in case.extras else None,
-        alibi=normal(h, dtype=wide).abs() / 8 if "alibi" in case.extras else None,
-        key_bias=normal(b, t, dtype=wide) if "key_bias" in case.extras else None,
-        bias=normal(b, h, s, case.mask.kv_len, dtype=wide if seed % 2 else dtype) if "bias" in case.extras else None,
-    )
+    shapes = {
+        "q": ((b, s, h, case.head_dim), dtype),
+        "k": ((b, t, hk, case.head_dim), dtype),
+        "v": ((b, t, hk, case.v_head_dim), dtype),
+        "do": ((b, s, h, case.v_head_dim), dtype),
+        "dlse": ((b, h, s), wide),
+    }
+    options = {
+        "sinks": ((h,), wide),
+        "alibi": ((h,), wide),
+        "key_bias": ((b, t), wide),
+        "bias": ((b, h, s, case.mask.kv_len), wide if seed % 2 else dtype),
+    }
+    shapes |= {name: shape for name, shape in options.items() if name in case.extras}
+    drawn = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(device, to)
+        for name, (shape, to) in shapes.items()
+    }
+    if "alibi" in drawn:
+        drawn["alibi"] = drawn["alibi"].abs() / 8
+    return drawn
 
 
 def lay_out(x: Tensor, kind: str) -> Tensor:
@@ -309,33 +269,21 @@ def lay_out(x: Tensor, kind: str) -> Tensor:
     return x if kind == "plain" else views[kind]().copy_(x)
 
 
-def define(case: FuzzCase, tensors: Tensors, dtype: torch.dtype) -> dict[str, Tensor]:
+def define(case: FuzzCase, tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Every output and gradient by autograd through dense attention in one dtype."""
-    device, under_test = tensors.q.device, DTYPES[case.dtype]
+    device, wide, x = tensors["q"].device, accumulation_dtype(dtype), dict(tensors)
     i, j = positions_of((case.rows,), device), positions_of(case.ring_steps, device)
     mask = {one.name: getattr(case.mask, one.name) for one in dataclasses.fields(case.mask)}
     visible = visible_pairs(**mask, device=device)[:, i][:, :, j]
-    wide = accumulation_dtype(dtype)
-
-    def leaf(x: Tensor | None, to: torch.dtype) -> Tensor | None:
-        return None if x is None else x.to(to, copy=True).requires_grad_()
-
-    slopes = tensors.alibi
-    if slopes is not None:
-        slopes = slopes.view(1, -1, 1).expand(case.batch, -1, len(i))
-    bias = None if tensors.bias is None else tensors.bias[..., j]
-    leaves = {
-        "dq": leaf(tensors.q, dtype),
-        "dk": leaf(tensors.k, dtype),
-        "dv": leaf(tensors.v, dtype),
-        "dalibi": leaf(slopes, wide),
-        "dkey_bias": leaf(tensors.key_bias, wide),
-        "dbias": None if bias is None else leaf(bias, bias.dtype if dtype == under_test else dtype),
-    }
-    q, k, v = leaves["dq"], leaves["dk"], leaves["dv"]
-    assert q is not None
-    assert k is not None
-    assert v is not None
+    dtypes = {"q": dtype, "k": dtype, "v": dtype, "alibi": wide, "key_bias": wide}
+    if "alibi" in x:
+        # the kernels return one gradient per row
+        x["alibi"] = x["alibi"].view(1, -1, 1).expand(case.batch, -1, len(i))
+    if "bias" in x:
+        x["bias"] = x["bias"][..., j]
+        dtypes["bias"] = x["bias"].dtype if dtype == DTYPES[case.dtype] else dtype
+    leaves = {name: x[name].to(to, copy=True).requires_grad_() for name, to in dtypes.items() if name in x}
+    q, k, v = (leaves[name] for name in "qkv")
     o, lse = dense_attention(
         q,
         k,
@@ -345,73 +293,55 @@ def define(case: FuzzCase, tensors: Tensors, dtype: torch.dtype) -> dict[str, Te
         k_positions=j,
         softmax_scale=case.softmax_scale,
         softcap=case.softcap,
-        sinks=None if tensors.sinks is None else tensors.sinks.to(wide),
-        alibi_slopes=leaves["dalibi"],
-        key_bias=leaves["dkey_bias"],
-        bias=leaves["dbias"],
+        sinks=x["sinks"].to(wide) if "sinks" in x else None,
+        alibi_slopes=leaves.get("alibi"),
+        key_bias=leaves.get("key_bias"),
+        bias=leaves.get("bias"),
         dropout_p=case.dropout_p,
         dropout_seed=case.seed,
     )
     found = {"o": o.detach(), "lse": lse.detach()}
-    named = {name: x for name, x in leaves.items() if x is not None}
-    cotangents = [tensors.do.to(o.dtype), tensors.dlse.to(lse.dtype)]
-    grads = torch.autograd.grad([o, lse], list(named.values()), cotangents, allow_unused=True)
-    for (name, x), grad in zip(named.items(), grads, strict=True):
-        found[name] = (torch.zeros_like(x) if grad is None else grad).to(dtype)
+    cotangents = [x["do"].to(o.dtype), x["dlse"].to(lse.dtype)]
+    grads = torch.autograd.grad([o, lse], list(leaves.values()), cotangents, allow_unused=True)
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        found[f"d{name}"] = (torch.zeros_like(leaf) if grad is None else grad).to(dtype)
     return found
 
 
-class Subject:
-    """A case in front of a kernel set: its sides, its inputs as they lie in memory, and the calls a rank would make.
-
-    Attributes:
-        case: The case.
-        tensors: Its inputs, contiguous.
-    """
+class KernelCalls:
+    """The calls that a rank would make to a kernel set for one case; `tensors` are the inputs, contiguous."""
 
     def __init__(self, case: FuzzCase, kernels: KernelSet, device: torch.device) -> None:
         self.case, self._kernels = case, kernels
-        self.tensors = draw_tensors(case, case.seed, device)
+        self.tensors = x = draw_tensors(case, case.seed, device)
         self._rows = device_tables.stationary_side(case.rows, case.mask, device, "keys")
         self._keys = [device_tables.stationary_side(keys, case.mask, device, "queries") for keys in case.ring_steps]
         widths = [len(side.positions) for side in self._keys]
-        x = self.tensors
-        self._q, self._do = lay_out(x.q, case.strides[0]), lay_out(x.do, case.strides[3])
-        self._k = [lay_out(part, case.strides[1]) for part in x.k.split(widths, 1)]
-        self._v = [lay_out(part, case.strides[2]) for part in x.v.split(widths, 1)]
-        biases = (
-            [None] * len(widths) if x.key_bias is None else [one.contiguous() for one in x.key_bias.split(widths, 1)]
-        )
-        self._scores = [
-            Score(
-                case.softmax_scale,
-                case.softcap,
-                case.dropout_p,
-                case.seed,
-                sinks=x.sinks,
-                alibi_slopes=x.alibi,
-                key_bias=bias,
-                bias=x.bias,
-            )
-            for bias in biases
-        ]
+        self._q, self._do = lay_out(x["q"], case.strides[0]), lay_out(x["do"], case.strides[3])
+        self._k = [lay_out(part, case.strides[1]) for part in x["k"].split(widths, 1)]
+        self._v = [lay_out(part, case.strides[2]) for part in x["v"].split(widths, 1)]
+        numbers = (case.softmax_scale, case.softcap, case.dropout_p, case.seed)
+        score = Score(*numbers, sinks=x.get("sinks"), alibi_slopes=x.get("alibi"), bias=x.get("bias"))
+        self._scores = [score] * len(widths)
+        if "key_bias" in x:
+            biases = [one.contiguous() for one in x["key_bias"].split(widths, 1)]
+            self._scores = [dataclasses.replace(score, key_bias=one) for one in biases]
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = accumulation_dtype(self.tensors.q.dtype) if dtype is None else dtype
-        return torch.full(shape, math.nan, dtype=dtype, device=self.tensors.q.device)
+        dtype = accumulation_dtype(self._q.dtype) if dtype is None else dtype
+        return torch.full(shape, math.nan, dtype=dtype, device=self._q.device)
 
-    def _visits(self) -> Iterator[tuple[int, RowMetadata, Tensor, Tensor, Score]]:
+    def _steps(self) -> Iterator[tuple[int, RowMetadata, Tensor, Tensor, Score]]:
         return zip(itertools.count(), self._keys, self._k, self._v, self._scores)
 
-    def attend(self) -> dict[str, Tensor]:
-        """The forward over all visits."""
+    def forward(self) -> dict[str, Tensor]:
+        """Call the forward for all ring steps."""
         b, s, h, _ = self._q.shape
         dv = self.case.v_head_dim
         o, lse = self._empty(b, s, h, dv, dtype=self._q.dtype), self._empty(b, h, s)
-        carry = SoftmaxState(self._empty(b, h, s), self._empty(b, h, s), self._empty(b, s, h, dv))
+        state = SoftmaxState(self._empty(b, h, s), self._empty(b, h, s), self._empty(b, s, h, dv))
         last = len(self._keys) - 1
-        for step, side, k, v, score in self._visits():
-            alone = step == 0 == last
+        for step, side, k, v, score in self._steps():
             self._kernels.forward(
                 self._q,
                 k,
@@ -419,7 +349,7 @@ class Subject:
                 self._rows,
                 side,
                 score,
-                carry=None if alone else carry,
+                carry=state if last else None,
                 first=step == 0,
                 last=step == last,
                 o=o,
@@ -427,11 +357,11 @@ class Subject:
             )
         return {"o": o, "lse": lse}
 
-    def differentiate(self, answer: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Calls delta and the backward over all visits; what was there before is taken off again."""
+    def backward(self, answer: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Call delta and the backward for all ring steps; values that were in the buffers before are subtracted again."""
         case, x = self.case, self.tensors
         generator = torch.Generator().manual_seed(case.seed + 1)
-        dtype = x.q.dtype if case.narrow else accumulation_dtype(x.q.dtype)
+        dtype = x["q"].dtype if case.narrow else accumulation_dtype(x["q"].dtype)
 
         def buffer(*shape: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | float]:
             found = self._empty(*shape, dtype=dtype)
@@ -440,69 +370,53 @@ class Subject:
             found.copy_(torch.randn(shape, generator=generator))
             return found, found.clone()
 
-        # a row that saw nothing has no lse to differentiate
-        dlse = x.dlse.masked_fill(answer["lse"] == -math.inf, 0.0)
+        # a row that sees nothing has no lse to differentiate
+        dlse = x["dlse"].masked_fill(answer["lse"] == -math.inf, 0.0)
         delta = self._kernels.delta(answer["o"], self._do, dlse)
-        b, s, h, d = x.q.shape
-        dq = buffer(b, s, h, d, dtype=dtype)
-        dalibi = buffer(b, h, s) if x.alibi is not None else None
-        dbias = (
-            None if x.bias is None else torch.zeros(b, h, s, case.mask.kv_len, dtype=x.dlse.dtype, device=x.q.device)
-        )
+        b, s, h, _ = x["q"].shape
+        rows = {"dq": buffer(*x["q"].shape, dtype=dtype)}
+        if "alibi" in x:
+            rows["dalibi"] = buffer(b, h, s)
+        dbias = x["dlse"].new_zeros(b, h, s, case.mask.kv_len) if "bias" in x else None
         parts: dict[str, list[Tensor]] = collections.defaultdict(list)
-        for step, side, k, v, score in self._visits():
-            t, hk = k.shape[1:3]
-            dk, dv = buffer(b, t, hk, d, dtype=dtype), buffer(b, t, hk, v.shape[-1], dtype=dtype)
-            dkey_bias = buffer(b, t) if x.key_bias is not None else None
-            self._kernels.backward(
-                self._do,
-                self._q,
-                k,
-                v,
-                answer["lse"],
-                delta,
-                self._rows,
-                side,
-                score,
-                Grads(
-                    dq=dq[0],
-                    dk=dk[0],
-                    dv=dv[0],
-                    dkey_bias=None if dkey_bias is None else dkey_bias[0],
-                    dalibi=None if dalibi is None else dalibi[0],
-                    dbias=dbias,
-                    accumulate_rows=case.accumulate or step > 0,
-                    accumulate_keys=case.accumulate,
-                    deterministic=case.deterministic,
-                ),
+        for step, side, k, v, score in self._steps():
+            keys = {"dk": buffer(*k.shape, dtype=dtype), "dv": buffer(*v.shape, dtype=dtype)}
+            if "key_bias" in x:
+                keys["dkey_bias"] = buffer(*k.shape[:2])
+            buffers: dict[str, Any] = {name: found for name, (found, _) in (rows | keys).items()}
+            grads = Grads(
+                **buffers,
+                dbias=dbias,
+                accumulate_rows=case.accumulate or step > 0,
+                accumulate_keys=case.accumulate,
+                deterministic=case.deterministic,
             )
-            for name, one in (("dk", dk), ("dv", dv), ("dkey_bias", dkey_bias)):
-                if one is not None:
-                    parts[name].append(one[0] - one[1])
-        found = {"dq": dq[0] - dq[1]} | {name: torch.cat(shares, 1) for name, shares in parts.items()}
-        if dalibi is not None:
-            found["dalibi"] = dalibi[0] - dalibi[1]
+            self._kernels.backward(self._do, self._q, k, v, answer["lse"], delta, self._rows, side, score, grads)
+            for name, (found, before) in keys.items():
+                parts[name].append(found - before)
+        grads = {name: found - before for name, (found, before) in rows.items()}
+        grads |= {name: torch.cat(steps, 1) for name, steps in parts.items()}
         if dbias is not None:
-            found["dbias"] = dbias[..., positions_of(case.ring_steps, x.q.device)]
-        return found
+            grads["dbias"] = dbias[..., positions_of(case.ring_steps, dbias.device)]
+        return grads
 
 
 def same_bits(these: dict[str, Tensor], those: dict[str, Tensor]) -> float:
-    """0.0 when all tensors are equal to the bit, infinity otherwise: a ratio like the others."""
+    """Return 0.0 when all tensors are equal to the bit, infinity otherwise: a ratio like the others."""
     return 0.0 if all(torch.equal(x, those[name]) for name, x in these.items()) else math.inf
 
 
 def examine(case: FuzzCase, kernels: KernelSet, device: torch.device) -> dict[str, float]:
-    """Runs a case; the part of its budget that every tensor uses up, at most 1 where it is right."""
-    subject = Subject(case, kernels, device)
-    answer = subject.attend()
-    ratios = {"forward twice": same_bits(answer, subject.attend())}
-    grads = subject.differentiate(answer)
+    """Run a case; return the part of its budget that every tensor uses up, at most 1 where it is right."""
+    calls = KernelCalls(case, kernels, device)
+    answer = calls.forward()
+    ratios = {"forward twice": same_bits(answer, calls.forward())}
+    grads = calls.backward(answer)
     if case.deterministic:
-        ratios["backward twice"] = same_bits(grads, subject.differentiate(answer))
+        ratios["backward twice"] = same_bits(grads, calls.backward(answer))
     dtype = DTYPES[case.dtype]
     low, scaled = (torch.float32, torch.float64) if dtype == torch.float64 else (dtype, None)
-    exact, rounded = define(case, subject.tensors, torch.float64), define(case, subject.tensors, low)
+    exact, rounded = define(case, calls.tensors, torch.float64), define(case, calls.tensors, low)
     draws = [(exact, rounded)]
     for name, x in (answer | grads).items():
         ratio = Budget.of(exact[name], rounded[name], scaled).ratio(x, exact[name])
@@ -520,16 +434,13 @@ def examine(case: FuzzCase, kernels: KernelSet, device: torch.device) -> dict[st
 
 @dataclass
 class Tally:
-    """What a run of many cases found.
+    """Results of a run of many cases.
 
     Attributes:
-        cases: Cases run.
-        skipped: Cases that the kernel set does not serve, by reason.
-        served: Cases by kernel set.
-        worst: Per tensor: the largest ratio, and the seed of its case.
-        red: What was wrong: seed, case, ratios over 1 or the exception.
-        seconds: How long it took.
-        next_seed: Where to go on.
+        skipped: Number of cases that the kernel set does not serve, by reason.
+        served: Number of cases by kernel set.
+        worst: Per tensor the largest ratio, and the seed of its case.
+        red: Per wrong case its seed, its text, and the ratios over 1 or the exception.
     """
 
     cases: int = 0
@@ -542,59 +453,47 @@ class Tally:
 
 
 def fuzz(seconds: float, seed: int, impl: str, session: Session, keep: Callable[[Tally], None] | None = None) -> Tally:
-    """Runs cases for so many seconds, one at least, on this rank alone.
+    """Run cases for so many seconds, at least one, on this rank alone.
 
-    Args:
-        seconds: How long; 0 for the one case of the seed.
-        seed: Of the first case.
-        impl: Kernel set, or "auto".
-        session: For the device.
-        keep: Told after every wrong case, so that nothing is lost when the next one ends the process.
+    `keep` is called after every wrong case, so that nothing is lost when the next one ends the process.
     """
     tally, began = Tally(next_seed=seed), time.monotonic()
     while True:
         case = draw_case(tally.next_seed, session.device.type, impl)
         tally.next_seed += 1
-        _run_one(case, impl, session.device, tally)
+        why = _run_one(case, impl, session.device, tally)
         tally.seconds = time.monotonic() - began
-        if tally.red and tally.red[-1]["seed"] == case.seed:
-            print(
-                f"RED: {replay(case, impl, session)}\n  {tally.red[-1]['why']}\n  {case}", file=sys.stderr, flush=True
-            )
+        if why is not None:
+            tally.red.append({"seed": case.seed, "case": str(case), "why": why})
+            where = " --device cpu" if session.device.type == "cpu" else ""
+            command = f"python -m ringattn.launch.check --fuzz 0 --fuzz-seed {case.seed} --impl {impl}{where}"
+            print(f"RED: {command}\n  {why}\n  {case}", file=sys.stderr, flush=True)
             if keep is not None:
                 keep(tally)
             if session.device.type == "cuda":
-                # after a fault of the device nothing that follows means anything
+                # after an error of the device no later result is valid
                 torch.cuda.synchronize(session.device)
         if tally.seconds >= seconds:
             return tally
 
 
-def _run_one(case: FuzzCase, impl: str, device: torch.device, tally: Tally) -> None:
+def _run_one(case: FuzzCase, impl: str, device: torch.device, tally: Tally) -> str | None:
+    """Run one case; return a description of its errors, or None."""
     dtype = DTYPES[case.dtype]
     try:
         choice = select_kernels(device, dtype, case.head_dim, case.v_head_dim, impl=impl, features=case.features)
     except NotImplementedError as refusal:
         why = str(refusal)
         tally.skipped[why] = tally.skipped.get(why, 0) + 1
-        return
+        return None
     tally.cases += 1
     tally.served[choice.name] = tally.served.get(choice.name, 0) + 1
     table_cache.clear()
     try:
         ratios = examine(case, choice.kernels, device)
     except Exception as error:
-        tally.red.append({"seed": case.seed, "case": str(case), "why": f"{type(error).__name__}: {error}"[:500]})
-        return
+        return f"{type(error).__name__}: {error}"[:500]
     for name, ratio in ratios.items():
         tally.worst[name] = max(tally.worst.get(name, (-1.0, 0)), (ratio, case.seed))
-    wrong = {name: ratio for name, ratio in ratios.items() if not ratio <= 1}
-    if wrong:
-        why = ", ".join(f"{name} {ratio:.3g} x its budget" for name, ratio in wrong.items())
-        tally.red.append({"seed": case.seed, "case": str(case), "why": why})
-
-
-def replay(case: FuzzCase, impl: str, session: Session) -> str:
-    """The command that runs one case again."""
-    where = " --device cpu" if session.device.type == "cpu" else ""
-    return f"python -m ringattn.launch.check --fuzz 0 --fuzz-seed {case.seed} --impl {impl}{where}"
+    wrong = [f"{name} {ratio:.3g} x its budget" for name, ratio in ratios.items() if not ratio <= 1]
+    return ", ".join(wrong) or None

@@ -1,20 +1,15 @@
-"""Is attention over a cache right on this machine? Histories of requests, by prefill and decode, against the definition.
+"""Cases of attention over a KV cache: histories of requests, by prefill and decode, against the fp64 reference.
 
-Owns the cases of inference and how one is examined. Refuses to know how rows are shown (`check`) and how histories are played
-(`cache_scenarios`).
-
-Note [What is compared there]
-    A history lets requests join, grow in chunks of all sizes, fork, be cropped and leave, with NaN wherever nothing was written.
-    What ranks answer to each step is put together and held against `attention_reference` on whole requests in fp64, within the
-    budget of the same in the dtype under test. Prefill is played with keys moving, with queries moving, with pages read in place,
-    and with whatever the counts say. In decode all ranks must hold the same bits.
+In a history requests are added, grow in chunks of all sizes, fork, are truncated and freed, with NaN wherever nothing was
+written. The outputs of all ranks are put together and compared with `attention_reference` on whole requests. Prefill moves keys,
+moves queries, reads pages without a copy, or does what the byte counts say. In decode all ranks must return the same bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,32 +23,25 @@ from ringattn.launch.check.cache_scenarios import (
     PACKED,
     PADDED,
     Answer,
-    Definition,
     History,
     Op,
     Sizes,
+    gather_answers,
     has_same_bits,
-    join_answers,
     play,
+    reference_answers,
 )
 from ringattn.launch.runtime.session import Session
 from ringattn.numerics.error_budget import Budget, error
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 MOVES = ("auto", "keys", "queries", "pages")
-"""How prefills go: what moves over copies of pages; "pages": queries, over pages where they lie; "auto": both by their counts."""
+"""How prefill gets keys: by byte counts; keys or queries move, over copies of pages; queries move, over pages in place."""
 
 
 @dataclass(frozen=True)
 class InferenceCase:
-    """One history, to be played with each of `moves`.
-
-    Attributes:
-        name: Shown in the table.
-        dtype: One of DTYPES.
-        history: What happens.
-        moves: Of MOVES.
-    """
+    """One history, to be run with each of `moves`."""
 
     name: str
     dtype: str
@@ -62,34 +50,46 @@ class InferenceCase:
 
     @property
     def shape(self) -> str:
-        """The sizes, for people."""
-        sizes, dims = self.history.sizes, f"{self.history.sizes.head_dim}"
-        dims += "" if sizes.head_dim == sizes.v_head_dim else f"/{sizes.v_head_dim}"
+        """Text of the sizes."""
+        sizes, dims = self.history.sizes, f"{self.head_dim}"
+        dims += "" if self.head_dim == self.v_head_dim else f"/{self.v_head_dim}"
         return f"{len(self.history.ops)} ops h{sizes.heads}/{sizes.kv_heads} d{dims} page {sizes.page_size}"
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Names of options."""
+        """Names of the options."""
         return (*dict.fromkeys(name for one in self.history.options for name in one), *self.history.features)
 
     @property
     def head_dim(self) -> int:
-        """Of q and k."""
+        """Head dim of q and k."""
         return self.history.sizes.head_dim
 
     @property
     def v_head_dim(self) -> int:
-        """Of v."""
+        """Head dim of v."""
         return self.history.sizes.v_head_dim
 
 
-def inference_cases(*, full: bool, device: str) -> Iterator[InferenceCase]:
-    """Every kind of history, and all options at once.
+@dataclass
+class Finding:
+    """Result of one rank for one case in one layout (of inference: one way to move).
 
-    Args:
-        full: Every option under every kind of history, dtypes, head dims and head groups, too.
-        device: "cuda" or "cpu".
+    Attributes:
+        ratios: Part of the error budget that is used up, per tensor; the same on every rank.
+        errors: The largest error per tensor, in the rows of this rank.
+        broken: The refusal, if there is no answer at all.
     """
+
+    layout: str
+    ratios: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    budgets: dict[str, float] = field(default_factory=dict)
+    broken: str | None = None
+
+
+def inference_cases(*, full: bool, device: str) -> Iterator[InferenceCase]:
+    """Every kind of history, and all options at once; in full every option, dtype, head dim and head group, too."""
     gpu = device == "cuda"
     main = "bf16" if gpu else "fp32"
     size: dict[str, Any] = {"head_dim": 64, "v_head_dim": 64, "page_size": 16} if gpu else {"pages": 400}
@@ -116,58 +116,38 @@ def inference_cases(*, full: bool, device: str) -> Iterator[InferenceCase]:
     for dims in ((16, 16), (40, 40), (96, 96), (256, 256), (192, 128)) if gpu else ((24, 16), (16, 40)):
         yield case("head dim", CROWD, main, {}, head_dim=dims[0], v_head_dim=dims[1])
     if gpu:
-        # the definition of thousands of tokens is too much for a CPU
+        # the reference of thousands of tokens is too slow on a CPU
         long: dict[str, Any] = {"heads": 8, "kv_heads": 2, "head_dim": 128, "v_head_dim": 128}
         for name in ("causal", "window", "everything"):
             yield case(f"long, {name}", LONG, main, OPTIONS[name], **long, page_size=64, pages=120)
 
 
-@dataclass
-class Examined:
-    """What one rank found: as in `check.Finding`, by "prefill" and "decode"."""
-
-    ratios: dict[str, float]
-    errors: dict[str, float]
-    budgets: dict[str, float]
-
-
-def examine_history(case: InferenceCase, moves: str, ring: ringattn.Ring, session: Session) -> Examined:
-    """Plays a case on all ranks and holds their answers against the definition.
-
-    Args:
-        case: The case.
-        moves: Of MOVES.
-        ring: The ranks.
-        session: Likewise.
-    """
+def examine_history(
+    case: InferenceCase, moves: str, ring: ringattn.Ring, session: Session, layout: str | None = None
+) -> Finding:
+    """Run a case on all ranks with one of MOVES, shown as `layout`, and compare the outputs with the reference."""
     history = case.history
-    mine = play(_going(history, moves), ring, session.device)
-    everyone: Sequence[Sequence[Answer]] = session.gather(mine)
+    if moves != "auto":
+        mode, access = ("auto", "pages") if moves == "pages" else (moves, "copies")
+        history = dataclasses.replace(history, comm_mode=mode, kv_access=access)
+    mine = play(history, ring, session.device)
+    by_rank: Sequence[Sequence[Answer]] = session.gather(mine)
     # fp64 has nothing wider to be compared with: its budget is that of fp32, scaled
     low, scaled = (torch.float32, torch.float64) if case.dtype == "fp64" else (DTYPES[case.dtype], None)
-    exact = Definition(history, torch.float64, session.device).play()
-    rounded = Definition(history, low, session.device).play()
-    found = Examined({}, {}, {})
-    for index, answers in enumerate(zip(*everyone, strict=True)):
+    exact, rounded = (reference_answers(history, dtype, session.device) for dtype in (torch.float64, low))
+    found = Finding(layout or moves)
+    for index, answers in enumerate(zip(*by_rank, strict=True)):
         name = answers[0].mode
-        for layer, whole in enumerate(join_answers(list(answers))):
+        for layer, whole in enumerate(gather_answers(answers)):
             right, budget = exact[index][layer].cpu(), Budget.of(exact[index][layer], rounded[index][layer], scaled)
-            _worsen(found.ratios, name, budget.ratio(whole, right))
-            _worsen(found.budgets, name, budget.largest)
             here = right if name == "decode" else right.index_select(1, mine[index].taken)
-            _worsen(found.errors, name, error(mine[index].layers[layer], here))
+            _keep_largest(found.ratios, name, budget.ratio(whole, right))
+            _keep_largest(found.budgets, name, budget.largest)
+            _keep_largest(found.errors, name, error(mine[index].layers[layer], here))
         if name == "decode":
-            _worsen(found.ratios, "same bits on all ranks", 0.0 if has_same_bits(list(answers)) else float("inf"))
+            _keep_largest(found.ratios, "same bits on all ranks", 0.0 if has_same_bits(answers) else float("inf"))
     return found
 
 
-def _going(history: History, way: str) -> History:
-    """A history whose prefills go one of MOVES."""
-    if way == "auto":
-        return history
-    moves, reads = ("auto", "pages") if way == "pages" else (way, "copies")
-    return dataclasses.replace(history, comm_mode=moves, kv_access=reads)
-
-
-def _worsen(found: dict[str, float], name: str, value: float) -> None:
+def _keep_largest(found: dict[str, float], name: str, value: float) -> None:
     found[name] = max(found.get(name, 0.0), value)

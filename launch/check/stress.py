@@ -1,20 +1,13 @@
-"""One ring, many calls: shapes, masks, heads and directions alternate without a pause, and every answer stays right.
+"""Stress test of one ring: shapes, masks, heads and directions alternate without a pause, and every answer stays right.
 
-Owns the bounded set of cases, the random sequence of calls, and what is said of a wrong one. Refuses to know how a ring
-moves bytes, and how a case is solved and judged (`check`). `check --soak N` runs it.
+All ranks draw the same sequence from one seed. A few calls are made like the layers of a model: forwards in order, then their
+backwards in reverse. The host waits for the device only at the next check, after a random number of calls, so buffers and
+semaphores of one call are in use when the next begins. Some calls are repeated with the same tensors, as in the steps of a
+training, which makes the ring launch them as a graph.
 
-Note [What is soaked]
-    All ranks draw the same sequence from one seed. A few calls are made like the layers of a model: forwards in order, then
-    the backwards of those that have one, in reverse. Nobody waits for the device until the next check, which comes after a
-    random number of calls; so buffers, slots and flags of one call meet those of the next while they are in use.
-    Some calls are made a few times with the same tensors, and their answers looked at on the device at once: their memory comes
-    back, as in the steps of a training, and with it what a ring does for calls that come again.
-
-Note [What is compared]
-    Before the sequence every case is solved once, calmly, and held against the definition inside its error budget; a case that
-    asks for deterministic gradients must also equal the simulated ring of the same schedule to the bit. In
-    the sequence o and lse must have the bits of the calm answer, and so must the gradients of deterministic cases; others
-    must stay inside the budget.
+Before the sequence every case is solved once with a pause and compared with the reference; a deterministic case must also
+equal the simulated ring to the bit. In the sequence o, lse and deterministic gradients must have the bits of this calm
+answer; other gradients must be inside the error budget. `check --soak N` runs it.
 """
 
 from __future__ import annotations
@@ -24,39 +17,31 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import ringattn
-from ringattn.launch.check import attention as check
+from ringattn.launch.check import attention
 from ringattn.launch.check.attention import Case, CheckArgs, Standard
 from ringattn.launch.check.poison import poison_buffers
 from ringattn.launch.runtime.session import Session
 
 DELAY_MS = 20.0
 """The longest pause of a host with --delay."""
-AGAIN = 5
-"""Times that a call comes before the one whose answer is kept until the next check, where it comes again."""
-ENOUGH = 20
-"""Wrong answers after which there is no point in going on."""
+REPEATS = 5
+"""Times that a call is repeated before the one whose answer is kept until the next check."""
+MAX_RED = 20
+"""Wrong answers after which the run stops."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A case that was solved calmly.
-
-    Attributes:
-        case: The case; its only layout is the one to use.
-        leaves: q, k and v of this rank, which require gradients.
-        cotangents: do and dlse of this rank.
-        sharding: Who holds which positions.
-        calm: o, lse, dq, dk and dv of this rank.
-        standard: The definition and budget of the whole tensors.
-    """
+    """A case that was solved with a pause, `calm`: o, lse, dq, dk and dv of this rank; the case has one layout."""
 
     case: Case
-    leaves: tuple[Tensor, Tensor, Tensor]
+    leaves: tuple[Tensor, ...]
     cotangents: list[Tensor]
     sharding: ringattn.Sharding
     calm: dict[str, Tensor]
@@ -70,19 +55,11 @@ class Prepared:
 
 @dataclass
 class Tally:
-    """What a rank found.
+    """Counts and wrong answers of one rank.
 
     Attributes:
-        calls: Forwards made.
-        backwards: Those that had a backward.
-        checks: Times it waited for the device.
-        cases: Distinct cases.
         equal_to_simulation: Cases whose calm answer was required to equal the simulated ring, and did.
-        poisoned: Times the ring's buffers were filled with NaN.
-        repeated: Forwards and backwards that the ring launched as one graph, since they had come before with the same memory.
-        red: What was wrong.
-        prepare_s: Seconds until the first call of the sequence.
-        seconds: Seconds of the sequence.
+        repeated: Forwards and backwards that the ring launched as one graph.
     """
 
     calls: int = 0
@@ -105,13 +82,13 @@ def soak_cases(world_size: int, device: str) -> Iterator[Case]:
     groups = itertools.cycle(((4, 4), (8, 2), (4, 1), (6, 2), (8, 8)))
     moving = itertools.cycle(("auto", "keys", "queries"))
     names = ("causal", "full", "causal window", "documents", "prefix", "documents and window", "lengths", "band")
-    for index, (name, layout) in enumerate(itertools.product(names, check.LAYOUTS)):
-        if (index + index // len(check.LAYOUTS)) % 2:
+    for index, (name, layout) in enumerate(itertools.product(names, attention.LAYOUTS)):
+        if (index + index // len(attention.LAYOUTS)) % 2:
             continue
         n, (heads, kv_heads) = next(lengths), next(groups)
-        # window arithmetic of the masks wants some room
+        # the windows of the masks need a few tokens
         n = max(n, 8) if name != "causal" else n
-        yield check.masked(
+        yield attention.masked(
             name,
             n,
             dtype=dtype,
@@ -125,48 +102,44 @@ def soak_cases(world_size: int, device: str) -> Iterator[Case]:
         )
 
 
-def attend(one: Prepared, impl: str) -> tuple[Tensor, Tensor]:
-    """The forward of a case on this rank."""
-    case = one.case
-    return ringattn.ring_attention_with_lse(
-        *one.leaves,
-        one.sharding,
-        **case.mask,
-        backward=case.backward,
-        deterministic=one.deterministic,
-        impl=impl,
-    )
+def attend(one: Prepared, impl: str) -> dict[str, Tensor]:
+    """The forward of a case on this rank: o and lse."""
+    options: dict[str, Any] = {"backward": one.case.backward, "deterministic": one.deterministic, "impl": impl}
+    o, lse = ringattn.ring_attention_with_lse(*one.leaves, one.sharding, **one.case.mask, **options)  # pyright: ignore[reportCallIssue]
+    return {"o": o, "lse": lse}
 
 
-def differentiate(one: Prepared, o: Tensor, lse: Tensor) -> dict[str, Tensor]:
-    """The backward of a case on this rank."""
-    grads = torch.autograd.grad([o, lse], one.leaves, one.cotangents)
-    return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+def finish(one: Prepared, forward: dict[str, Tensor], backward: bool) -> dict[str, Tensor]:
+    """The answer of a case on this rank, with the gradients if there is a backward."""
+    found = {name: x.detach() for name, x in forward.items()}
+    if backward:
+        grads = torch.autograd.grad(list(forward.values()), one.leaves, one.cotangents)
+        found |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    return found
 
 
 def prepare(case: Case, ring: ringattn.Ring, args: CheckArgs, session: Session, tally: Tally) -> Prepared:
-    """Solves a case calmly and judges the answer (Note [What is compared])."""
+    """Solve a case with a pause and compare the answer with the reference."""
     layout = case.layouts[0]
-    inputs = check.draw(case, args.seed, session.device)
-    standard = check.make_standard(case, inputs, args.seed)
+    inputs = attention.draw(case, args.seed, session.device)
+    standard = attention.make_standard(case, inputs, args.seed)
     sharding = ring.sharding(case.seq_len, layout=layout, documents=case.documents)
 
     def local(name: str, x: Tensor) -> Tensor:
-        return sharding.shard(x, dim=check.SEQUENCE_DIM[name.removeprefix("d")]).contiguous()
+        dim = attention.sequence_dim(name)
+        assert dim is not None, f"{name} is sharded"
+        return sharding.shard(x, dim=dim).contiguous()
 
     leaves = tuple(local(name, inputs[name]).requires_grad_() for name in ("q", "k", "v"))
-    cotangents = [local(name, inputs[name]) for name in ("do", "dlse")]
-    one = Prepared(case, leaves, cotangents, sharding, {}, standard)  # pyright: ignore[reportArgumentType]
-    o, lse = attend(one, args.impl)
-    one.calm.update({"o": o.detach(), "lse": lse.detach(), **differentiate(one, o, lse)})
+    one = Prepared(case, leaves, [local(name, inputs[name]) for name in ("do", "dlse")], sharding, {}, standard)
+    one.calm.update(finish(one, attend(one, args.impl), True))
     for name, x in one.calm.items():
-        ratio = ratio_of(one, name, x)
-        if not ratio <= 1:
+        if not (ratio := ratio_of(one, name, x)) <= 1:
             tally.red.append(f"{_title(case)}: calm {name} is {ratio:.3g} x its budget")
     if one.deterministic:
         gathers = ring.context.transport.kv_gather() is not None and ring.context.budget > 0
-        budget = check.PLENTY if gathers else 0
-        whole, _ = check.solve_simulated(case, layout, ring.world_size, inputs, args, budget)
+        budget = attention.LARGE_BUDGET if gathers else 0
+        whole, _ = attention.solve_simulated(case, layout, ring.world_size, inputs, args, budget)
         wrong = [name for name, x in one.calm.items() if not torch.equal(x, local(name, whole[name]))]
         tally.equal_to_simulation += not wrong
         if wrong:
@@ -175,10 +148,11 @@ def prepare(case: Case, ring: ringattn.Ring, args: CheckArgs, session: Session, 
 
 
 def ratio_of(one: Prepared, name: str, x: Tensor) -> float:
-    """The part of its budget that a tensor uses up, whole; all ranks ask together."""
-    whole = one.sharding.unshard(x, dim=check.SEQUENCE_DIM[name.removeprefix("d")])
+    """The part of its budget that a whole tensor uses up. A collective."""
     exact, budget = one.standard[name]
-    return budget.ratio(whole, exact)
+    dim = attention.sequence_dim(name)
+    assert dim is not None, f"{name} is sharded"
+    return budget.ratio(one.sharding.unshard(x, dim=dim), exact)
 
 
 def _title(case: Case) -> str:
@@ -187,14 +161,13 @@ def _title(case: Case) -> str:
 
 
 def soak(args: CheckArgs, session: Session) -> Tally:
-    """Makes `args.soak` calls on one ring; every rank finds its own reds."""
-    ring, tally, began = check.open_ring(session, args), Tally(), time.perf_counter()
-    cases = [
-        case
+    """Make `args.soak` calls on one ring; every rank keeps its own wrong answers."""
+    ring, tally, began = attention.open_ring(session, args), Tally(), time.perf_counter()
+    ready = [
+        prepare(case, ring, args, session, tally)
         for case in soak_cases(session.world_size, session.device.type)
-        if args.only in case.name and check.unserved(case, args, session.device) is None
+        if args.only in case.name and attention.unserved(case, args, session.device) is None
     ]
-    ready = [prepare(case, ring, args, session, tally) for case in cases]
     tally.cases = len(ready)
     session.barrier()
     tally.prepare_s = time.perf_counter() - began
@@ -206,7 +179,7 @@ def soak(args: CheckArgs, session: Session) -> Tally:
 
 
 def _run(args: CheckArgs, session: Session, ring: ringattn.Ring, ready: Sequence[Prepared], tally: Tally) -> None:
-    # the first is drawn from alike on every rank; pauses are each rank's own
+    # every rank draws the same from the first; pauses differ by rank
     chooser, pauses = random.Random(args.seed), random.Random(args.seed + 7919 * (session.rank + 1))
     waiting: list[tuple[int, Prepared, dict[str, Tensor]]] = []
     same: list[tuple[str, Tensor]] = []
@@ -223,40 +196,37 @@ def _run(args: CheckArgs, session: Session, ring: ringattn.Ring, ready: Sequence
                 break
             one, backward = chooser.choice(ready), chooser.random() < 0.75
             pause()
-            for _ in range(min(chooser.choice((0, 0, 0, AGAIN)), args.soak - tally.calls - 1)):
-                o, lse = attend(one, args.impl)
-                found = {"o": o.detach(), "lse": lse.detach()}
-                if backward:
-                    found |= differentiate(one, o, lse)
-                waiting.append((tally.calls, one, _look(tally.calls, one, found, same)))
-                del o, lse, found
+            for _ in range(min(chooser.choice((0, 0, 0, REPEATS)), args.soak - tally.calls - 1)):
+                # compared on the device at once, so that the allocator returns the same memory to the next
+                found = finish(one, attend(one, args.impl), backward)
+                waiting.append((tally.calls, one, _compare_bits(tally.calls, one, found, same)))
+                del found
                 tally.calls += 1
                 tally.backwards += backward
-            o, lse = attend(one, args.impl)
-            layers.append((tally.calls, one, backward, o, lse))
+            layers.append((tally.calls, one, backward, attend(one, args.impl)))
             tally.calls += 1
             if args.poison and chooser.random() < 0.3:
                 poison_buffers(ring)
                 tally.poisoned += 1
-        for number, one, backward, o, lse in reversed(layers):
-            found = {"o": o.detach(), "lse": lse.detach()}
+        for number, one, backward, forward in reversed(layers):
             if backward:
                 pause()
-                found |= differentiate(one, o, lse)
                 tally.backwards += 1
-            waiting.append((number, one, found))
+            waiting.append((number, one, finish(one, forward, backward)))
         if len(waiting) >= until_check:
             _compare(waiting, same, tally)
             waiting, same, until_check = [], [], chooser.randint(1, 24)
             # all ranks stop together
-            if session.maximum([float(len(tally.red))])[0] >= ENOUGH:
+            if session.maximum([float(len(tally.red))])[0] >= MAX_RED:
                 return
     _compare(waiting, same, tally)
     tally.repeated = ring.context.transport.graph_launches
 
 
-def _look(number: int, one: Prepared, found: dict[str, Tensor], same: list[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Compares bits on the device, into `same`; returns what must be inside the budget instead."""
+def _compare_bits(
+    number: int, one: Prepared, found: dict[str, Tensor], same: list[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Compare bits on the device, into `same`; return the tensors that need to be inside the budget only."""
     rest = {}
     for name, x in found.items():
         if name in ("o", "lse") or one.deterministic:
@@ -271,13 +241,10 @@ def _compare(
 ) -> None:
     tally.checks += 1
     for number, one, found in waiting:
-        for name, x in _look(number, one, found, same).items():
+        for name, x in _compare_bits(number, one, found, same).items():
             if not (ratio := ratio_of(one, name, x)) <= 1:
                 tally.red.append(f"call {number}, {_title(one.case)}: {name} is {ratio:.3g} x its budget")
     if same:
-        verdicts = torch.stack([verdict for _, verdict in same]).tolist()
-        tally.red += [
-            f"{where} must have the bits of the calm answer, got others"
-            for (where, _), verdict in zip(same, verdicts, strict=True)
-            if not verdict
-        ]
+        equal = torch.stack([verdict for _, verdict in same]).tolist()
+        wrong = [where for (where, _), is_equal in zip(same, equal, strict=True) if not is_equal]
+        tally.red += [f"{where} must have the bits of the calm answer, got others" for where in wrong]

@@ -1,1 +1,1 @@
-"""What commands share: ranks, sessions, clocks, rings by name, and files of models."""
+"""Parts that commands share: ranks, sessions, clocks, rings by schedule, and files of models."""

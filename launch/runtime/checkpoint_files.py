@@ -1,7 +1,4 @@
-"""Configurations and weights of transformers' models, whole or not at all.
-
-Owns what is said of those that are not there or cannot be read. Refuses to know what the model is for.
-"""
+"""Configurations and weights of transformers' models, read whole or refused."""
 
 from __future__ import annotations
 
@@ -14,40 +11,27 @@ from ringattn.launch.runtime.distributed import Refusal
 
 
 def read_config(path: str) -> Any:
-    """The configuration of a model.
-
-    Args:
-        path: A config.json, or a folder with one. Nothing is fetched, and no code is run.
-
-    Raises:
-        Refusal: transformers cannot read it.
-    """
+    """Return the configuration at a config.json, or in a folder with one; nothing is fetched, and no code is run."""
     from transformers import AutoConfig
 
     place = str(Path(path).expanduser())
     try:
         return AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what a file says wrongly, each model finds in a way of its own
+    except Exception as error:  # each model has exceptions of its own for a wrong file
         raise Refusal(
             f"model must be a configuration that transformers can read, got {path}: {type(error).__name__}: {error}"
         ) from None
 
 
 def has_weights(place: Path) -> bool:
-    """Whether a folder has weights, or says by an index that it should; a configuration by itself has none."""
+    """Whether a folder has weights, or an index of weights; a configuration by itself has none."""
     return place.is_dir() and any(any(place.glob(f"*.{kind}")) for kind in ("safetensors", "bin", "index.json"))
 
 
 def read_model(folder: Path, **options: Any) -> Any:
-    """The causal language model of a folder, all of whose weights are there.
+    """Return the causal language model of a folder; raise Refusal if it cannot be read or lacks weights.
 
-    Args:
-        folder: Where it is. Nothing is fetched, and no code in it is run.
-        options: Of transformers' `from_pretrained`.
-
-    Raises:
-        Refusal: Files cannot be read or are not of this model, or weights of it are in none: transformers would draw them at
-            random, and go on.
+    transformers would draw missing weights at random. `options` are those of `from_pretrained`.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM

@@ -1,9 +1,4 @@
-"""Starts the ranks of a command, and joins them.
-
-Owns the launcher (torch's own elastic agent, on one host, on a free port), the process group of a rank, the words said
-when a rank dies, and how a run is told that it has been started again. Refuses to know what the ranks compute, and whether
-starting again is worth it.
-"""
+"""Launcher of the ranks of a command on one host, and their process group."""
 
 from __future__ import annotations
 
@@ -27,17 +22,15 @@ T = TypeVar("T")
 
 
 REFUSED = 3
-"""The exit code of a rank that refuses to go on and has said why: starting it again would change nothing."""
-
+"""Exit code of a rank that has printed why it cannot go on: a restart would not help."""
 CONTINUES = "the same command continues from the last checkpoint"
-"""What to do when a training job has been stopped."""
-
+"""Advice after a training job was stopped."""
 RESTARTS = "RINGATTN_RESTARTS"
-"""The environment variable that counts how often `launch_ranks` has started a run again."""
+"""Environment variable that counts the restarts of a run by `launch_ranks`."""
 
 
 class Refusal(Exception):
-    """A run cannot go on, and every rank knows why; the message is for the user."""
+    """A run cannot go on; raised on every rank, with a message for the user."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +38,7 @@ class Rank:
     """This process among the ranks of a run.
 
     Attributes:
-        index: This rank.
-        world_size: Ranks in all.
-        device: Where this rank computes.
-        backend: "nccl", "gloo", or "none" when the run is one process on its own.
+        backend: "nccl", "gloo", or "none" when the run is one process.
         launcher: Process id of the parent when the run began.
     """
 
@@ -60,16 +50,16 @@ class Rank:
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks and writes for the run."""
+        """Whether this rank prints and writes for the run."""
         return self.index == 0
 
     @property
     def orphaned(self) -> bool:
-        """Whether the launcher of this rank is gone; nobody would end the rank any more."""
+        """Whether the launcher of this rank is gone, which would have ended it."""
         return self.backend != "none" and os.getppid() != self.launcher
 
     def lead(self, action: Callable[[], T]) -> T | None:
-        """Has rank 0 do something; every rank gets what it returned, if that is data, or the Refusal it raised."""
+        """Call `action` on rank 0 only; return its result, or raise its Refusal, on every rank."""
         result, refusal = None, None
         if self.first:
             try:
@@ -90,11 +80,15 @@ class Rank:
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in rank order, on every rank."""
-        if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
+        return gather_objects(value, self.world_size)
+
+
+def gather_objects(value: Any, world_size: int) -> list[Any]:
+    """Return the value of every rank, in rank order, on every rank."""
+    values: list[Any] = [value] * world_size
+    if world_size > 1:
         dist.all_gather_object(values, value)
-        return values
+    return values
 
 
 def is_rank() -> bool:
@@ -113,17 +107,9 @@ def default_ranks(device: str) -> int:
 
 
 def resolve_device(device: str, local_rank: int, local_world_size: int) -> torch.device:
-    """The device of one rank: a GPU of its own where there are GPUs, else the CPU.
+    """The device of one rank of this host for "auto", "cpu" or "cuda": a GPU of its own where there are GPUs, else the CPU.
 
-    Ranks share GPUs where torch is told that they may (`may_share_gpus`).
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-        local_rank: Rank on this host.
-        local_world_size: Ranks on this host.
-
-    Raises:
-        ValueError: The name is none of these, or GPUs are wanted and there are fewer of them than ranks on this host.
+    Ranks share GPUs where `may_share_gpus` allows it; otherwise fewer GPUs than ranks are a ValueError.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(
@@ -141,30 +127,27 @@ def resolve_device(device: str, local_rank: int, local_world_size: int) -> torch
 
 
 def choose_backend(device: torch.device, local_world_size: int) -> str:
-    """Between GPUs "nccl"; "gloo" between CPUs, and between ranks that share GPUs, which NCCL refuses."""
+    """Return "nccl" between GPUs; "gloo" between CPUs, and between ranks that share GPUs, which NCCL refuses."""
     alone = device.type == "cuda" and local_world_size <= torch.cuda.device_count()
     return "nccl" if alone else "gloo"
 
 
-@contextlib.contextmanager
-def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
-    """Joins the process group of the run, or stands alone when this process is the whole run.
-
-    A process group that already exists is used and left as it is.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-        timeout_s: Seconds after which a collective that not every rank enters raises.
-
-    Yields:
-        This rank. No process group is left behind.
-
-    Raises:
-        Refusal: The ranks of this host can not have such devices.
-    """
-    # NVLink multicast is of no use here, and setting it up has hung hosts whose fabric manager disagrees
+def disable_multicast() -> None:
+    """Disable NVLink multicast, which is not used here, and has hung hosts whose fabric manager is set up differently."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+@contextlib.contextmanager
+def init_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
+    """Context with the process group of the run, or without one when this process is the whole run.
+
+    A process group that already exists is used and left as it is. Collectives raise after `timeout_s`.
+
+    Raises:
+        Refusal: The host has too few of these devices.
+    """
+    disable_multicast()
     index, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if dist.is_initialized():
         index, world_size = dist.get_rank(), dist.get_world_size()
@@ -176,8 +159,7 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
         raise Refusal(str(error)) from None
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        # makes the context current in autograd's thread: it warns where its first call is a product, and set_device of a
-        # device that is current already does nothing
+        # makes the context current in autograd's thread, which warns if its first call is a matrix product
         torch.ones((), device=chosen, requires_grad=True).square().backward()
     if dist.is_initialized():
         yield Rank(index, world_size, chosen, dist.get_backend(), os.getppid())
@@ -187,30 +169,22 @@ def join_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
         return
     backend = choose_backend(chosen, local_world_size)
     if backend == "gloo" and sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
-        # on one host the loopback serves; not every host can resolve its own name
+        # not every host can resolve its own name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        backend, device_id=chosen if backend == "nccl" else None, timeout=timeout, **_place(world_size, timeout)
-    )
+    options: dict[str, Any] = {"device_id": chosen if backend == "nccl" else None, "timeout": timeout}
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt != "0" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        # the agent keeps one store over restarts, with addresses of ranks that died. Agents of several hosts count restarts
+        # differently, so there the store is used as it is
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # pyright: ignore[reportPrivateImportUsage]
+        own = dist.PrefixStore(f"restart {attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+        options |= {"store": own, "rank": rank, "world_size": size}
+    dist.init_process_group(backend, **options)
     try:
         yield Rank(index, world_size, chosen, backend, os.getppid())
     finally:
         dist.destroy_process_group()
-
-
-def _place(world_size: int, timeout: datetime.timedelta) -> dict[str, Any]:
-    """Where ranks meet: nothing said, or for ranks that torchrun restarted, a part of its store that no earlier ones used.
-
-    Agents keep one store over restarts, in which ranks would find the addresses of those that died. Agents of several
-    hosts count restarts differently, so there the store is used as it is.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("LOCAL_WORLD_SIZE") != str(world_size):
-        return {}
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # pyright: ignore[reportPrivateImportUsage]
-    own = dist.PrefixStore(f"restart {attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
-    return {"store": own, "rank": rank, "world_size": world_size}
 
 
 def launch_ranks(
@@ -220,17 +194,11 @@ def launch_ranks(
     again: Callable[[str], bool] = lambda _: False,
     hint: str = CONTINUES,
 ) -> int:
-    """Runs `python -m module arguments` as `nproc` ranks of this host and waits for them.
+    """Run `python -m module arguments` as `nproc` ranks of this host and wait for them.
 
-    When one rank dies the others are ended. An interrupt is passed on, and the ranks get the time to save their work.
-
-    Args:
-        module: What every rank runs.
-        arguments: Its command line.
-        nproc: How many ranks.
-        again: Asked when a rank has died, with what happened as a sentence; whether to start all ranks again. Not asked
-            when a rank left with the code `REFUSED`.
-        hint: What to do when the run has been stopped or killed.
+    When one rank dies the others are ended, and `again`, called with a description, decides whether all ranks are restarted;
+    not after the exit code REFUSED. An interrupt is passed on, and the ranks have the time to save their work. `hint` is the
+    advice when the run was stopped or killed.
 
     Returns:
         The exit code of the run: 0, 1 when a rank failed, 128 + n after signal n.
@@ -238,7 +206,7 @@ def launch_ranks(
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # ranks share the cores; left alone each would take all of them
+    # ranks share the cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     starts = 0
     try:
@@ -282,12 +250,7 @@ def _run_once(module: str, arguments: Sequence[str], nproc: int) -> None:
 
 
 def describe_failures(failures: dict[int, Any], then: str = CONTINUES) -> str:
-    """What ended a run, in one line: the rank that refused or that a signal killed, else the rank that failed first.
-
-    Args:
-        failures: By rank: records with `exitcode`, `pid` and `timestamp`.
-        then: What to do when a rank was killed.
-    """
+    """One line about the end of a run: names the rank that refused or was killed by a signal, else the one that failed first."""
 
     def order(rank: int) -> tuple[int, float, int]:
         # a peer's broken connection is an effect; a refusal or a kill is a cause, unless that is how survivors are ended

@@ -1,8 +1,4 @@
-"""What a measuring command needs around its work: its ranks, its device, and the line that says on what it ran.
-
-Owns agreement between ranks, and how results are shown and kept. Refuses to know attention, and how ranks join
-(`distributed`).
-"""
+"""Session of a command on all ranks: its flags, its device, the machine line, and how results are printed and kept."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import functools
 import json
 import os
 import platform
-import re
 import shlex
 import subprocess
 import sys
@@ -21,23 +16,21 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.launch.runtime.distributed import RESTARTS, Refusal, join_ranks
+from ringattn.launch.runtime.distributed import RESTARTS, Rank, Refusal, gather_objects, init_ranks
 
-Args = TypeVar("Args")
-Item = TypeVar("Item")
 Keep = Callable[[list[dict[str, Any]]], None]
-"""Who gets all rows so far after each measurement, on every rank: a run that is cut off keeps what it has."""
+"""Called with all rows so far after each measurement, on every rank: an aborted run keeps its rows."""
 
 FROM_ZERO = ("nccl_max_ctas", "outer_ctas", "simulate", "warmup", "window")
-"""Counts of which none is meant, though their defaults are others."""
+"""Counts that may be 0 though their defaults are not."""
 ANY = ("fuzz_seed", "seed", "soak")
-"""Integers that are no counts, or are looked at elsewhere."""
+"""Integers that are no counts, or are checked elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +38,6 @@ class Session:
     """This process among the ranks of a command.
 
     Attributes:
-        rank: This rank.
-        world_size: Ranks in all; 1 without torchrun.
-        device: Where this rank computes.
         backend: "nccl", "gloo", or None without a process group.
     """
 
@@ -57,12 +47,12 @@ class Session:
     backend: str | None
 
     def say(self, *words: object) -> None:
-        """Prints on rank 0 only."""
+        """Print on rank 0 only."""
         if self.rank == 0:
             print(*words, flush=True)
 
     def barrier(self) -> None:
-        """Waits for every rank, and for the device."""
+        """Wait for every rank, and for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self.world_size > 1:
@@ -87,33 +77,16 @@ class Session:
         return x
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank says, in rank order, on every rank."""
-        if self.world_size == 1:
-            return [value]
-        said: list[Any] = [None] * self.world_size
-        dist.all_gather_object(said, value)
-        return said
+        """The value of every rank, in rank order, on every rank."""
+        return gather_objects(value, self.world_size)
 
 
 @contextlib.contextmanager
 def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Session]:
-    """Joins the ranks torchrun started, or stands alone; leaves no process group behind.
-
-    A process group that already exists is used and left as it is.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-        timeout_s: Seconds after which a collective that nobody answers raises.
-
-    Yields:
-        The session.
-
-    Raises:
-        SystemExit: The ranks of this host can not have such devices, or do not meet; it says what to do.
-    """
+    """Context with the ranks that torchrun started, or with this process alone; see `init_ranks`."""
     with contextlib.ExitStack() as stack:
         try:
-            rank = stack.enter_context(join_ranks(device, timeout_s))
+            rank = stack.enter_context(init_ranks(device, timeout_s))
         except Refusal as error:
             raise SystemExit(str(error)) from None
         except (ValueError, dist.DistError) as error:  # of torch's rendezvous
@@ -122,7 +95,12 @@ def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Ses
                 f"ranks must meet at MASTER_ADDR:MASTER_PORT, got {place}: {str(error).splitlines()[0]}; "
                 "start them with torchrun, or unset RANK and WORLD_SIZE for one process"
             ) from error
-        yield Session(rank.index, rank.world_size, rank.device, None if rank.backend == "none" else rank.backend)
+        yield session_of(rank)
+
+
+def session_of(rank: Rank) -> Session:
+    """Return the session of a rank."""
+    return Session(rank.index, rank.world_size, rank.device, None if rank.backend == "none" else rank.backend)
 
 
 def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: str) -> Any:
@@ -134,8 +112,6 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
     args = tyro.cli(kind, args=arguments, prog=f"python -m ringattn.launch.{prog}", description=description)
     try:
         check_numbers(args)
-        if getattr(args, "compile_share", ""):
-            read_share(args.compile_share)
         if hasattr(args, "impl"):
             check_kernels(args.impl)
         if os.environ.get("RANK", "0") == "0":
@@ -145,48 +121,8 @@ def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: st
     return args
 
 
-def read_share(words: str) -> tuple[int, int]:
-    """The numbers of a flag that says "i/n".
-
-    Raises:
-        ValueError: It says no share.
-
-    Example:
-        >>> read_share("0/4")
-        (0, 4)
-    """
-    found = re.fullmatch(r"(\d+)/(\d+)", words)
-    if found is None or int(found[1]) >= int(found[2]):
-        raise ValueError(f"compile_share must be i/n with i below n, got {words}; pass such as --compile-share 0/4")
-    return int(found[1]), int(found[2])
-
-
-def share_of(items: Sequence[Item], words: str) -> Iterator[Item]:
-    """The i-th share of n, for as long as there is the process that started this one."""
-    job, jobs = read_share(words)
-    starter = os.getppid()
-    for item in items[job::jobs]:
-        if os.getppid() != starter:
-            return
-        yield item
-
-
-@contextlib.contextmanager
-def ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """None of the processes is there any more behind this, however it ends."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
 def check_kernels(name: str) -> None:
-    """Refuses what is no kernel set, here or elsewhere.
-
-    Raises:
-        ValueError: Names those that there are.
+    """Raise ValueError for a name of no kernel set.
 
     Example:
         >>> check_kernels("hooper")
@@ -200,14 +136,7 @@ def check_kernels(name: str) -> None:
 
 
 def check_output(args: Any) -> None:
-    """Refuses a place where results could not be kept, which would be found out when they are there; leaves nothing behind.
-
-    Args:
-        args: The command line: with `out`, a folder, and perhaps `name`, that of a file in it; or `json`, a file or None.
-
-    Raises:
-        ValueError: Says which, and what to pass.
-    """
+    """Raise ValueError if the `json` file, or the file `name` in the folder `out`, cannot be written; leaves nothing behind."""
     out, json_path, file = (getattr(args, name, None) for name in ("out", "json", "name"))
     name, folder = ("json", json_path.parent) if json_path else ("out", out)
     if folder is None:
@@ -230,16 +159,10 @@ def check_output(args: Any) -> None:
 
 
 def check_numbers(args: Any) -> None:
-    """Refuses numbers of a command line that mean nothing, by the names and defaults of its fields.
+    """Raise ValueError for numbers of a command line that make no sense, by the names and defaults of the dataclass fields.
 
     Counts must be at least 1 (0 where that is a default, and in FROM_ZERO), other numbers at least 0, and seeds have 64 bits;
     where a field takes several values and has some by default, there must be one; key/value heads must divide the query heads.
-
-    Args:
-        args: The command line: a dataclass.
-
-    Raises:
-        ValueError: Says which, and what to pass.
 
     Example:
         >>> @dataclass
@@ -300,12 +223,6 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-@functools.cache
-def driver() -> str | None:
-    """The version of the NVIDIA driver, if there is one."""
-    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-
-
 def cpu_name() -> str:
     """The model of this host's processor."""
     with contextlib.suppress(OSError):
@@ -315,17 +232,10 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def nccl_version() -> str | None:
-    """The NCCL that torch was built with."""
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
-        return None
+def machine(session: Session) -> dict[str, Any]:
+    """The machine line: versions and devices that the numbers of a run depend on, ready for JSON."""
     from torch.cuda import nccl
 
-    return ".".join(str(part) for part in nccl.version())
-
-
-def machine(session: Session) -> dict[str, Any]:
-    """The machine line: what the numbers of a run depend on, ready for JSON."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "ringattn": installed("ringattn"),
@@ -336,8 +246,8 @@ def machine(session: Session) -> dict[str, Any]:
         "einops": installed("einops"),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if count else None,
-        "nccl": nccl_version(),
-        "driver": driver(),
+        "nccl": ".".join(map(str, nccl.version())) if count and dist.is_nccl_available() else None,
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cpu": f"{cpu_name()} x {os.cpu_count()}",
         "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
         "device": session.device.type,
@@ -349,23 +259,20 @@ def machine(session: Session) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """How this process was started, as far as it matters for doing it again."""
+    """The command that starts this process again."""
     program = Path(sys.argv[0])
-    here = "python"
-    # a command that starts its own ranks does so by the same agent
+    launcher = ["python"]
+    # a command that starts its own ranks uses the same agent
     if "TORCHELASTIC_RUN_ID" in os.environ and RESTARTS not in os.environ:
-        here = f"torchrun --nproc_per_node {os.environ.get('LOCAL_WORLD_SIZE', '1')}"
-    folder = program.parent
-    name = program.name
-    if folder.name == "launch":
-        name = f"-m ringattn.launch.{program.stem}"
-    elif folder.parent.name == "launch" and program.name == "__main__.py":
-        name = f"-m ringattn.launch.{folder.name}"
-    return shlex.join([*here.split(), *name.split(), *sys.argv[1:]])
+        launcher = ["torchrun", "--nproc_per_node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
+    module = program.parent.name if program.name == "__main__.py" else program.stem
+    folder = program.parent.parent if program.name == "__main__.py" else program.parent
+    name = ["-m", f"ringattn.launch.{module}"] if folder.name == "launch" else [program.name]
+    return shlex.join([*launcher, *name, *sys.argv[1:]])
 
 
 def describe(line: dict[str, Any]) -> str:
-    """The machine line for people: one line of text."""
+    """The machine line as text."""
     gpus = line["gpus"]
     where = f"{len(gpus)} x {gpus[0]}" if line["device"] == "cuda" else line["cpu"]
     parts = [where, f"{line['world_size']} rank(s)", line["backend"] or "no process group", f"torch {line['torch']}"]
@@ -374,7 +281,7 @@ def describe(line: dict[str, Any]) -> str:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints a table: drawn on a terminal, aligned plain text elsewhere. None is shown as "-"."""
+    """Print a table: drawn on a terminal, aligned plain text elsewhere. None is shown as "-"."""
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         with contextlib.suppress(ModuleNotFoundError):
@@ -389,15 +296,16 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
                 drawn.add_row(*(Text(cell) for cell in row))
             Console().print(drawn)
             return
-    widths = [max(len(row[index]) for row in [list(columns), *cells]) for index in range(len(columns))]
+    lines = [list(columns), *cells]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print(title)
-    for row in [list(columns), *cells]:
+    for row in lines:
         print(("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip())
     print(flush=True)
 
 
 def keeper(path: Path, session: Session, line: dict[str, Any]) -> Keep:
-    """Writes all rows so far as JSON, on rank 0."""
+    """Return a `Keep` that writes all rows so far as JSON, on rank 0."""
 
     def keep(rows: list[dict[str, Any]]) -> None:
         if session.rank == 0:
@@ -407,7 +315,7 @@ def keeper(path: Path, session: Session, line: dict[str, Any]) -> Keep:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes `content` as JSON, whole or not at all, also beside another process that writes the same file."""
+    """Write `content` as JSON, whole or not at all, also beside another process that writes the same file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:

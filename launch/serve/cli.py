@@ -32,14 +32,7 @@ PACKAGES = ("tyro", "fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the ranks of the server, or run one of them.
-
-    Args:
-        arguments: The command line; by default that of this process.
-
-    Returns:
-        The exit code: 0 after an orderly shutdown.
-    """
+    """Start the ranks of the server, or run one of them; return the exit code, 0 after an orderly shutdown."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
     try:
@@ -54,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise Refusal(str(error)) from None
         if nproc > 1:
             return _launch(arguments, nproc)
-        # not at the top: the launcher needs nothing that ranks import
+        # the launcher needs nothing that ranks import
         from ringattn.launch.serve.run import run_rank
 
         return run_rank(args)
@@ -73,9 +66,9 @@ def _check_packages() -> None:
         except ImportError as error:
             why[name] = str(error)
     if why:
-        said = "; ".join(f"{name}: {reason}" for name, reason in why.items())
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in why.items())
         raise Refusal(
-            f"{', '.join(why)} must be installed to serve, got none that works ({said}); pip install 'ringattn[serve]'"
+            f"{', '.join(why)} must be installed to serve, got none that works ({reasons}); pip install 'ringattn[serve]'"
         )
 
 
@@ -85,5 +78,5 @@ def _launch(arguments: Sequence[str], nproc: int) -> int:
         os.environ[ENDED] = str(ended)
         code = launch_ranks(MODULE, arguments, nproc, hint="the same command starts the server again")
         del os.environ[ENDED]
-        # servers are ended by signals: the marker file tells an orderly end
+        # servers are ended by signals: the file marks an orderly end
         return 0 if ended.exists() and code in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT) else code or 1

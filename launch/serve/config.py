@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import resource
 from collections.abc import Sequence
@@ -14,24 +15,21 @@ from ringattn.launch.runtime.distributed import Refusal
 
 TINY = "tiny"
 """The name of a model that needs no files."""
-
 KEY = "RINGATTN_API_KEY"
 """Environment variable of the API key, which a command line would show to all users of the machine."""
-
 ENDED = "RINGATTN_SERVE_ENDED"
-"""The environment variable that names a file which rank 0 makes when it has ended as it should."""
-
+"""Environment variable with the path of a file that rank 0 makes after an orderly shutdown."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine."""
-
 MAX_CLOSING = 256
 """Connections beyond --max-connections that are being closed at a time; one more ends the wait for the first of them."""
-
 OTHER_FILES = 64
 """Files of the HTTP process that are not connections."""
-
 MAX_GRACE_S = 25.0
 """Launchers kill after 30 s."""
+
+_COUNTS = ("nproc", "page_size", "chunk", "max_running", "queue", "max_connections", "max_len", "max_tokens")
+_POSITIVE = ("cache_gib", "max_body_mib", "time_limit", "timeout")
 
 
 @dataclass(frozen=True)
@@ -40,15 +38,15 @@ class ServeArgs:
 
     Attributes:
         model: A folder of transformers (config, weights as safetensors, tokenizer), a config.json (random weights, and bytes for
-            tokens where no tokenizer lies beside it), or tiny, which needs no files and talks nonsense.
-        name: By which requests call the model; default the folder's name.
+            tokens if no tokenizer is beside it), or tiny, which needs no files and talks nonsense.
+        name: The name by which requests call the model; default the folder's name.
         host: The address to listen on; only this machine reaches the default.
         port: The port; 0 for any that is free.
         api_key: What requests must send as a bearer token; better given by the environment variable RINGATTN_API_KEY.
         nproc: Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
         device: auto takes GPUs where there are any.
         dtype: auto is the config's on GPUs, float32 on CPUs.
-        seed: Of random weights.
+        seed: Seed of random weights.
         cache_gib: GiB per rank for keys and values; by default most of what a GPU has left, or 0.25 on CPUs.
         page_size: Tokens of a page.
         kv_dtype: auto is the dtype; fp8 keeps keys and values in half of bfloat16's bytes, which changes answers a little.
@@ -99,22 +97,11 @@ class ServeArgs:
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        counts = (
-            "nproc",
-            "page_size",
-            "chunk",
-            "max_running",
-            "queue",
-            "max_connections",
-            "max_len",
-            "max_tokens",
-            "default_tokens",
-        )
-        for name in counts:
+        for name in (*_COUNTS, "default_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}; pass another --{name.replace('_', '-')}")
-        for name in ("cache_gib", "max_body_mib", "time_limit", "timeout"):
+        for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be above 0, got {value}; pass another --{name.replace('_', '-')}")
@@ -123,7 +110,7 @@ class ServeArgs:
         if not 0 <= self.grace <= MAX_GRACE_S:
             raise ValueError(f"grace must be from 0 to {MAX_GRACE_S:g} s, got {self.grace}; launchers kill after 30 s")
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
-            # who sends no key would have an empty one, and a header loses the spaces at its end
+            # a request without a key would match an empty one, and a header loses the spaces at its end
             what = "one with spaces at an end" if self.api_key.strip() else "an empty one"
             raise ValueError(
                 f"api_key must have characters and no spaces around them, got {what}; leave it out for no key"
@@ -137,9 +124,8 @@ class Limits:
     """Limits of requests.
 
     Attributes:
-        body: Bytes.
         length: Tokens of a prompt and its answer, by the model; None for no limit but the cache.
-        max_tokens: New tokens of an answer; None for no limit of its own.
+        max_tokens: New tokens of an answer; None for no limit but length.
         default_tokens: New tokens of an answer to a chat that does not say how many.
     """
 
@@ -150,16 +136,7 @@ class Limits:
 
 
 def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
-    """The flags.
-
-    Args:
-        arguments: The command line.
-        prog: The command, for its help.
-        description: For its help.
-
-    Raises:
-        SystemExit: One is unknown or out of range; it was said.
-    """
+    """Return the flags of a command line; exit with a message if one is unknown or out of range."""
     import tyro
 
     args = tyro.cli(ServeArgs, args=list(arguments), prog=prog, description=description)
@@ -169,10 +146,10 @@ def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
 
 
 def raise_file_limit(most: int) -> None:
-    """Lets this process, and those that it starts, open a file per connection: without one left, a client is cut off.
+    """Let this process, and those that it starts, open a file per connection: without one left, a client is cut off.
 
     Args:
-        most: Connections that may be open, beside MAX_CLOSING.
+        most: Maximum of open connections, beside MAX_CLOSING.
 
     Raises:
         Refusal: The system does not allow so many files.
@@ -188,12 +165,14 @@ def raise_file_limit(most: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
-def check_model(path: str) -> None:
-    """Refuses what is neither built in, nor a configuration, nor a folder with one.
+def freeze_gc() -> None:
+    """Exclude all existing objects, which live as long as the server, from garbage collection: it would stall the process."""
+    gc.collect()
+    gc.freeze()
 
-    Raises:
-        Refusal: There is no such file, no config.json in the folder, or its weights would have to be unpickled.
-    """
+
+def check_model(path: str) -> None:
+    """Raise Refusal for a path without a config.json, or with weights that would have to be unpickled."""
     if path == TINY:
         return
     place = Path(path).expanduser()

@@ -1,20 +1,7 @@
 """Engine loop of rank 0, which turns requests into tokens, and the loop of the other ranks.
 
-Owns the order of events in a step, delivery of events, shutdown, and the state of the server. Steps are planned by scheduler.py and
-computed by a `Runner`.
-
-Note [Threads]
-    The loop runs in the main thread of every rank. `submit`, `cancel`, `stop`, `fail` and `state` may be called from any thread.
-    Events are delivered by a callback, once per step and together with a new state, in the loop's thread; after a failure, in the
-    thread that reports it. HTTP and tokenizers have a process of their own (engine_server.py), because threads of one interpreter
-    take turns.
-
-Note [Asynchronous steps]
-    Where steps are enqueued (`Runner.ahead`), the next one is planned, broadcast and started while one runs, and only then are the
-    tokens of that one read, recorded and delivered: the device has its next work when a step ends. A step that has ended
-    already, because the host is slower than the device, is read first: the next plan then knows its tokens, and clients wait less.
-    So is a step before one around the ring, which takes long to start. At most one step runs when another one is started, on every
-    rank.
+Owns the order of events in a step, delivery of events, shutdown, and the state of the server. The loop runs in the main thread of
+every rank; `submit`, `cancel`, `stop`, `fail` and `state` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -24,62 +11,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from ringattn.inference.page_allocator import PageAllocator
-from ringattn.launch.serve.messages import Event, Heartbeat, Logprob, StepCommand, Stop, ToRank
+from ringattn.launch.serve.messages import Event, Heartbeat, StepCommand, Stop, ToRank
+from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.scheduler import Plan, Request, Scheduler, apply_changes
 
 BEAT_S = 1.0
 """Seconds between messages to idle ranks, whose waits have a timeout."""
-
 STATE_S = 0.2
-"""Seconds for which a busy server's state may be old."""
-
+"""Maximum age of a busy server's state in seconds."""
 WINDOW_S = 5.0
 """Seconds over which speeds are averaged."""
 
 
 class Closed(RuntimeError):
     """The server accepts no requests: it is stopping, or has lost a rank."""
-
-
-class PendingStep(Protocol):
-    """A step that was started."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether it has been computed; waits for nothing."""
-        ...
-
-    def wait(self) -> None:
-        """Waits for its end."""
-        ...
-
-    def read(self) -> list[tuple[int | None, Logprob | None]]:
-        """Wait, and return the token of each request that gets one, and its logprobs, on rank 0; None if not finite."""
-        ...
-
-    def read_scores(self) -> list[tuple[Logprob, ...] | None]:
-        """Wait, and return the logprobs of each of `Plan.targets`, on rank 0; None if not finite."""
-        ...
-
-
-class Runner(Protocol):
-    """Computes steps; every rank has one and starts the same steps.
-
-    Attributes:
-        allocator: Pages of the cache.
-        ahead: Whether `start` returns before a step is computed.
-    """
-
-    allocator: PageAllocator
-    ahead: bool
-
-    def start(self, plan: Plan) -> PendingStep:
-        """Starts a step; at most one that was started before is not read."""
-        ...
 
 
 @dataclass
@@ -92,18 +40,13 @@ class _RunningStep:
 class Engine:
     """Engine of rank 0.
 
-    Args:
-        runner: Computes steps.
-        scheduler: With the runner's allocator.
-        broadcast: Sends a message to the other ranks.
-        time_limit_s: Seconds that a request may take from its arrival.
-
     Attributes:
-        deliver: Called with events and with the state, None where that is not new. Set it before requests are submitted.
+        deliver: Called once per step, in the thread of the loop, with events and with the state, None if that is not new; after a
+            failure in the thread that reports it.
     """
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, broadcast: Callable[[ToRank], None], *, time_limit_s: float
+        self, runner: ModelRunner, scheduler: Scheduler, broadcast: Callable[[ToRank], None], *, time_limit_s: float
     ) -> None:
         self.runner, self.scheduler, self.broadcast, self.time_limit_s = runner, scheduler, broadcast, time_limit_s
         self.deliver: Callable[[list[Event], dict[str, Any] | None], None] = lambda *_: None
@@ -125,17 +68,8 @@ class Engine:
         self._update_state()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Add requests to the queue, all of them or none.
-
-        Args:
-            requests: With names that no other request has had.
-
-        Raises:
-            NeverFits: One is larger than the cache, or an empty server could not take them all.
-            QueueFull: The queue has no room for those of them that would wait.
-            Closed: The server is stopping, or has failed.
-        """
-        self.scheduler.check_together(requests)
+        """Add requests, whose ids are new, to the queue: all of them, or none with NeverFits, QueueFull or Closed."""
+        self.scheduler.check(requests)
         with self._wake:
             if self._closed is not None:
                 raise Closed(self._closed)
@@ -147,45 +81,34 @@ class Engine:
                 self._open.add(request.id)
             self._wake.notify()
 
-    def cancel(self, name: int, keep: bool = False) -> None:
-        """Ends a request before its end; nothing is delivered about it any more.
-
-        Args:
-            name: Which one; one that has ended already is no error.
-            keep: Whether what it computed may serve others: it was answered as far as anybody wants.
-        """
+    def cancel(self, request_id: int, keep: bool = False) -> None:
+        """End a request without further events; keep: whether its prefix may serve others."""
         with self._wake:
-            if name in self._open:
-                self._open.discard(name)
-                self._cancelled.append((name, keep))
+            if request_id in self._open:
+                self._open.discard(request_id)
+                self._cancelled.append((request_id, keep))
                 self._wake.notify()
 
     def stop(self, grace_s: float) -> None:
-        """Accept no more requests, fail waiting ones, and end the loop when the running ones have ended.
-
-        Args:
-            grace_s: Seconds after which they are ended.
-        """
-        # a signal handler may call this at any moment: it must not wait for the lock
-        if self._stop_deadline is None:
-            self._closed = self._closed or "the server is shutting down"
-            self._stop_deadline = time.monotonic() + grace_s
-        if self._wake.acquire(blocking=False):
+        """Accept no more requests, fail waiting ones, and end the loop when the running ones end, after grace_s at the latest."""
+        with self._wake:
+            if self._stop_deadline is None:
+                self._closed = self._closed or "the server is shutting down"
+                self._stop_deadline = time.monotonic() + grace_s
             self._wake.notify()
-            self._wake.release()
 
     def fail(self, why: str) -> None:
         """Fail all requests and accept no more: the loop cannot continue."""
         with self._wake:
             self._closed = why
-            failed = [Event(name, failure=(503, why)) for name in sorted(self._open)]
+            failed = [Event(request_id, failure=(503, why)) for request_id in sorted(self._open)]
             self._open.clear()
             self._state = {**self._state, "closed": why}
         self.deliver(failed, self._state)
 
     @property
     def closed(self) -> str | None:
-        """Why no requests are accepted; None while they are."""
+        """Reason why no requests are accepted; None while they are."""
         return self._closed
 
     def state(self) -> dict[str, Any]:
@@ -193,10 +116,11 @@ class Engine:
         return self._state
 
     def run(self) -> None:
-        """Run steps until `stop` was called and all requests have ended (Note [Asynchronous steps])."""
+        """Run steps until `stop` was called and all requests have ended (Note [Asynchronous steps] of scheduler.py)."""
         before: _RunningStep | None = None
         while True:
             events = self._take()
+            # the next plan knows the tokens of a step that was read, and a step around the ring takes long to start
             if before is not None and (before.step.ended or self.scheduler.may_prefill_next):
                 events += self._end(before)
                 before = None
@@ -207,8 +131,8 @@ class Engine:
                     events += self._end(step)
             busy = plan is not None or before is not None
             before = started if self.runner.ahead else None
-            # before clients learn that a request has ended, and send another one
-            self._count()
+            with self._wake:  # count again before clients learn that a request has ended, and send another one
+                self._admission_queue = self.scheduler.admission_queue().after(self._submitted)
             self._deliver(events, self._update_state(force=not busy))
             if busy:
                 continue
@@ -219,19 +143,14 @@ class Engine:
                     self._wake.wait(BEAT_S)
             self.broadcast(Heartbeat())
 
-    def _count(self) -> None:
-        """Count the waiting requests again: requests have ended since the last count."""
-        with self._wake:
-            self._admission_queue = self.scheduler.admission_queue().after(self._submitted)
-
     def _take(self) -> list[Event]:
-        """Handle what has come since the last step: requests, cancellations, deadlines, the shutdown."""
+        """Handle requests, cancellations, deadlines and the shutdown since the last step."""
         with self._wake:
             submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, []
         self.scheduler.add(submitted)
-        for name, keep in cancelled:
-            self.scheduler.remove(name, keep)
+        for request_id, keep in cancelled:
+            self.scheduler.remove(request_id, keep)
         events = self.scheduler.remove_expired(time.monotonic())
         if self._stop_deadline is not None:
             out = list(self.scheduler.waiting)
@@ -244,33 +163,32 @@ class Engine:
 
     def _start(self, plan: Plan) -> _RunningStep | None:
         """Broadcast a step and start it; return None when there is nothing to compute."""
-        self.broadcast(plan.command())
+        self.broadcast(plan)
         if not plan.cache_ids:
             return None
         began = time.monotonic()
         return _RunningStep(plan, self.runner.start(plan), began)
 
-    def _end(self, running_step: _RunningStep) -> list[Event]:
+    def _end(self, running: _RunningStep) -> list[Event]:
         """Wait for a step and record its tokens."""
-        plan = running_step.plan
+        plan, chosen, scores = running.plan, [], []
         requests = [plan.requests[place] for place in plan.wanted]
-        chosen: list[tuple[int | None, Logprob | None]] = []
         if requests:
-            chosen = running_step.step.read()
+            chosen = running.step.read()
         else:
-            running_step.step.wait()
-        scores = running_step.step.read_scores() if plan.scored else []
+            running.step.wait()
+        if plan.scored:
+            scores = running.step.read_scores()
         ended = time.monotonic()
         kind = "decode" if plan.answers else "prefill"
         self._steps[kind] += 1
         # steps overlap: a second counts for the one that is under way the longest
-        self._seconds[kind] += ended - max(running_step.began, self._ended)
+        self._seconds[kind] += ended - max(running.began, self._ended)
         self._ended = ended
         self._generated += len(requests)
         self._recent.append((ended, len(plan.tokens) - plan.answers, len(requests)))
-        return self.scheduler.record(
-            plan, {request.id: one for request, one in zip(requests, chosen, strict=True)}, scores
-        )
+        by_id = {request.id: one for request, one in zip(requests, chosen, strict=True)}
+        return self.scheduler.record(plan, by_id, scores)
 
     def _deliver(self, events: list[Event], state: dict[str, Any] | None) -> None:
         with self._wake:
@@ -281,39 +199,31 @@ class Engine:
 
     def _update_state(self, force: bool = True) -> dict[str, Any] | None:
         """Update the state and return it; None while a busy engine's state is recent and still open or still full."""
-        now, closed = time.monotonic(), self._closed
-        waiting, queue = self._admission_queue.waiting, self.scheduler.capacity.max_waiting
+        now, closed, scheduler = time.monotonic(), self._closed, self.scheduler
+        waiting, queue = self._admission_queue.waiting, scheduler.capacity.max_waiting
         old = force or now - self._published >= STATE_S
         if not old and self._state["closed"] == closed and not (waiting < queue <= self._state["queued"]):
             return None
         self._published = now
         while self._recent and self._recent[0][0] < now - WINDOW_S:
             self._recent.popleft()
-        scheduler = self.scheduler
         window = min(WINDOW_S, max(now - self._began, 1e-3))
-        prompts = [request for request in scheduler.running.values() if not request.prefilled]
+        prompt, generated = (round(sum(one[kind] for one in self._recent) / window, 1) for kind in (1, 2))
         self._state = {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "queued": waiting,
             "prefilling": [
-                {
-                    "request": request.id,
-                    "done": request.num_computed,
-                    "shared": request.num_cached,
-                    "total": len(request.prompt),
-                }
-                for request in prompts
+                {"request": one.id, "done": one.num_computed, "shared": one.num_cached, "total": len(one.prompt)}
+                for one in scheduler.running.values()
+                if one.missing
             ],
             "ranks": scheduler.allocator.world_size,
             "page_size": scheduler.allocator.page_size,
             "pages_per_rank": scheduler.allocator.pages,
             "pages": scheduler.pages(),
-            "kept_prefixes": scheduler.num_kept_prefixes,
-            "tokens_per_second": {
-                "prompt": round(sum(one[1] for one in self._recent) / window, 1),
-                "generated": round(sum(one[2] for one in self._recent) / window, 1),
-            },
+            "kept_prefixes": len(scheduler.kept_prefixes),
+            "tokens_per_second": {"prompt": prompt, "generated": generated},
             "totals": {
                 "prompt_tokens": scheduler.prefill_tokens,
                 "shared_tokens": scheduler.shared_tokens,
@@ -327,16 +237,15 @@ class Engine:
         return self._state
 
 
-def worker_loop(runner: Runner, channel: RankChannel) -> None:
-    """The loop of every rank but 0: computes the steps that rank 0 plans, until it sends Stop."""
+def worker_loop(runner: ModelRunner, channel: RankChannel) -> None:
+    """Compute the steps that rank 0 plans, on every other rank, until it sends Stop."""
     before: PendingStep | None = None
     while not isinstance(message := channel.receive(), Stop):
         started = None
         if isinstance(message, StepCommand):
-            plan = Plan.of(message)
-            apply_changes(runner.allocator, plan.changes)
-            if plan.cache_ids:
-                started = runner.start(plan)
+            apply_changes(runner.allocator, message.changes)
+            if message.cache_ids:
+                started = runner.start(message)
         if before is not None:
             before.wait()
         before = started

@@ -1,20 +1,13 @@
-"""Rank 0's side of the HTTP process: starts it, receives requests for the engine, and sends what happens to them.
+"""Rank 0's side of the HTTP process: starts it, receives requests for the engine, and sends events to it.
 
-Owns the HTTP process and the engine's ends of the sockets. HTTP is in the other process (http/process.py, http/engine_client.py).
+HTTP costs more per token (text, JSON, a write to a socket) than planning and sampling do, and threads of one interpreter take
+turns. So rank 0 starts one more process, before the model is read, with the listening socket, the tokenizer and all clients.
 
-Note [Two processes]
-    HTTP costs more per token (text, JSON, a write to a socket) than planning and sampling do, and threads of one interpreter take
-    turns. So rank 0 starts one more process, which never touches a GPU and is no rank: it has the listening socket, the tokenizer
-    and all clients. It is started before the model is read, so that both are ready together.
-
-Note [Sockets of the engine]
-    Messages travel over two ZeroMQ pipes (PUSH to PULL) in a folder that only this user may enter. A send never waits: ZeroMQ's own
-    thread writes what the receiver does not take at once. Beside them the processes share a pair of connected sockets on which
-    nothing is sent: the operating system closes it when either process ends, however it ends. The HTTP process then answers open
-    requests with an error and exits, and with it the port is free. Rank 0 takes the server down when the HTTP process is gone, when
-    it sends no heartbeat for as long as ranks wait for each other, or when it leaves more than MAX_QUEUED messages unread. Signals
-    of a terminal or a launcher, which come to both, are for rank 0 alone: the HTTP process is started with them blocked, and ends
-    with the message Stop.
+Messages travel over two ZeroMQ pipes (PUSH to PULL) in a folder that only this user may enter; a send never waits. Beside them
+the processes share a pair of connected sockets on which nothing is sent: the operating system closes it when either process ends.
+The HTTP process then answers open requests with an error and exits, and with it the port is free. Rank 0 takes the server down
+when the HTTP process is gone, sends no heartbeat, or leaves more than MAX_QUEUED messages unread. Signals of a terminal or a
+launcher, which come to both, are for rank 0 alone: the HTTP process is started with them blocked, and ends with the message Stop.
 """
 
 from __future__ import annotations
@@ -34,25 +27,8 @@ from typing import Any
 
 import zmq
 
+from ringattn.launch.serve import messages
 from ringattn.launch.serve.engine import Closed, Engine
-from ringattn.launch.serve.messages import (
-    Cancel,
-    Event,
-    Ready,
-    Rejected,
-    Settings,
-    StepOutput,
-    Stop,
-    Submit,
-    ToHttp,
-    decode_to_engine,
-    encode,
-    receive_at,
-    send_to,
-    to_engine_address,
-    to_http_address,
-)
-from ringattn.launch.serve.sampling import Sampling
 from ringattn.launch.serve.scheduler import NeverFits, QueueFull, Request
 
 MODULE = "ringattn.launch.serve.http.process"
@@ -60,24 +36,16 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
 """Connections that wait to be accepted."""
 MAX_QUEUED = 2**15
-"""Messages that wait for the HTTP process at most; one has the tokens of a step, half a KiB for 64 answers."""
+"""Maximum of messages that wait for the HTTP process; one has the tokens of a step, half a KiB for 64 answers."""
 START_S = 60.0
-"""Seconds that the HTTP process may take to be ready at least: it loads what it needs."""
-LOOK_S = 1.0
+"""Seconds that the HTTP process may take at least to be ready: it loads tokenizers and packages."""
+CHECK_S = 1.0
 """Seconds between checks for heartbeats that are missing."""
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket with an address that clients may connect to once it listens.
-
-    Args:
-        host: The address to bind to.
-        port: The port; 0 for any that is free.
-
-    Raises:
-        OSError: The address is taken, or not of this machine.
-    """
+    """Return a socket with an address (port 0 for any that is free), which does not listen yet; raise OSError if it is taken."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,22 +57,20 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpProcess:
-    """The process that will serve HTTP; it begins to load what it needs.
+    """The process that will serve HTTP; it begins to load packages.
 
     Args:
         bound: The socket for clients, which does not listen yet.
 
     Attributes:
-        folder: Where the sockets are.
-        link: Ends with the process.
-        name: The process in messages.
+        link: Socket that closes with the process.
     """
 
     def __init__(self, bound: socket.socket) -> None:
-        self._bound = bound
+        self._bound, self.port = bound, bound.getsockname()[1]
         self.folder = tempfile.mkdtemp(prefix="ringattn-")  # for this user only
         self.link, theirs = socket.socketpair()
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_A_RANK}
+        environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         # the same code as here, and no GPU
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         descriptors = (bound.fileno(), theirs.fileno())
@@ -122,22 +88,18 @@ class HttpProcess:
         self.name = f"the HTTP process (process {self._process.pid})"
 
     def listen(self) -> None:
-        """Lets clients connect, though none is answered yet, and leaves the socket to the other process.
-
-        Raises:
-            OSError: Another process listens at the address by now.
-        """
+        """Let clients connect, though none is answered yet; raise OSError if another process listens at the address by now."""
         self._bound.listen(BACKLOG)
         self._bound.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for its end, and kills it after the timeout."""
+        """Wait for its end, and kill it after the timeout."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         self.kill()
 
     def kill(self) -> None:
-        """Ends it at once, if it has not ended."""
+        """End it at once, if it has not ended."""
         self._process.kill()
         self._process.wait()
         self._bound.close()
@@ -145,13 +107,10 @@ class HttpProcess:
 
 
 class EngineServer:
-    """Receives requests for an engine from an `EngineClient`, and sends it what happens to them.
+    """Receives requests for an engine from an `EngineClient`, and sends it their events.
 
     Args:
-        engine: Its `deliver` is set.
-        folder: Where the sockets are.
-        link: Ends with the other process.
-        name: The other process in messages.
+        link: Socket that closes with the other process.
         lost: Called, in a thread, with a message when the other process is gone or silent.
         timeout_s: Seconds without a heartbeat after which it counts as lost, once it is ready.
     """
@@ -161,38 +120,34 @@ class EngineServer:
     ) -> None:
         self._engine, self._link, self._name, self._lost = engine, link, name, lost
         self._timeout, self._start_timeout = timeout_s, max(timeout_s, START_S)
-        self._computed, self._closing = threading.Event(), threading.Event()
+        self._ready, self._closing = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # a socket is used by one thread at a time
-        self._push = send_to(to_http_address(folder), MAX_QUEUED)
-        self._pull = receive_at(to_engine_address(folder))
+        self._push = messages.send_to(folder, "http", MAX_QUEUED)
+        self._pull = messages.receive_at(folder, "engine")
         engine.deliver = self._deliver
         threading.Thread(target=self._receive, daemon=True, name="engine_server").start()
 
-    def start(self, settings: Settings) -> None:
-        """Sends the settings, and returns when clients are answered.
-
-        Raises:
-            RuntimeError: They are not, in time.
-        """
+    def start(self, settings: messages.Settings) -> None:
+        """Send the settings, and return when clients are answered; raise RuntimeError if they are not, in time."""
         self._send(settings)
-        if not self._computed.wait(self._start_timeout):
+        if not self._ready.wait(self._start_timeout):
             raise RuntimeError(
                 f"{self._name} must be ready within {self._start_timeout:g} s, got nothing; its message is above"
             )
 
     def stop(self) -> None:
-        """Tells the other process to let open answers end, and to exit."""
-        self._send(Stop())
+        """Send Stop: the other process lets open answers end, and exits."""
+        self._send(messages.Stop())
         self._closing.set()
         with self._lock:
             self._push.close()
 
-    def _deliver(self, events: Sequence[Event], state: dict[str, Any] | None) -> None:
-        self._send(StepOutput(list(events), state))
+    def _deliver(self, events: Sequence[messages.Event], state: dict[str, Any] | None) -> None:
+        self._send(messages.StepOutput(list(events), state))
 
-    def _send(self, message: ToHttp) -> None:
-        """Sends a message without waiting, in any thread."""
-        data = encode(message)
+    def _send(self, message: messages.ToHttp) -> None:
+        """Send a message without waiting, in any thread."""
+        data = messages.encode(message)
         try:
             with self._lock:
                 if not self._push.closed:
@@ -201,53 +156,56 @@ class EngineServer:
             self._lose(f"must receive what it is sent, got {MAX_QUEUED} messages that it has left unread")
 
     def _receive(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._pull, zmq.POLLIN)
-        poller.register(self._link, zmq.POLLIN)
-        heard, how = time.monotonic(), None
-        while how is None and not self._closing.is_set():
-            timeout = self._timeout if self._computed.is_set() else self._start_timeout
-            ready = dict(poller.poll(int(1000 * min(LOOK_S, timeout))))
+        poller = messages.poller(self._pull, self._link)
+        last_message, problem = time.monotonic(), None
+        while problem is None and not self._closing.is_set():
+            timeout = self._timeout if self._ready.is_set() else self._start_timeout
+            ready = dict(poller.poll(int(1000 * min(CHECK_S, timeout))))
             now = time.monotonic()
             if self._pull in ready:
-                heard = now
+                last_message = now
                 try:
                     self._handle(self._pull.recv())
-                except Exception as error:  # nothing may end this thread without a word
-                    how = f"must send messages that are understood, got {type(error).__name__}: {error}"
+                except Exception as error:  # this thread must not end silently
+                    problem = f"must send messages that are understood, got {type(error).__name__}: {error}"
             elif self._link.fileno() in ready:
-                how = "is gone"
-            elif now - heard > timeout:
-                how = f"has sent no heartbeat for {timeout:g} s"
+                problem = "is gone"
+            elif now - last_message > timeout:
+                problem = f"has sent no heartbeat for {timeout:g} s"
         self._pull.close()
-        if how is not None:
-            self._lose(how)
+        if problem is not None:
+            self._lose(problem)
 
     def _handle(self, data: bytes) -> None:
-        message = decode_to_engine(data)
-        if isinstance(message, Submit):
+        message = messages.decode_to_engine(data)
+        if isinstance(message, messages.Submit):
             try:
                 self._engine.submit(requests_of(message))
             except (NeverFits, QueueFull, Closed) as error:
                 request_ids = [request.id for request in message.requests]
-                self._send(Rejected(request_ids, type(error).__name__, str(error)))
-        elif isinstance(message, Cancel):
+                self._send(messages.Rejected(request_ids, type(error).__name__, str(error)))
+        elif isinstance(message, messages.Cancel):
             self._engine.cancel(message.request_id, message.keep)
-        elif isinstance(message, Ready):
-            self._computed.set()
+        elif isinstance(message, messages.Ready):
+            self._ready.set()
 
-    def _lose(self, how: str) -> None:
+    def _lose(self, problem: str) -> None:
         if not self._closing.is_set():
             self._closing.set()
-            self._lost(f"{self._name} {how}")
+            self._lost(f"{self._name} {problem}")
 
 
-def requests_of(message: Submit) -> list[Request]:
-    """Returns the requests of a message as the scheduler takes them."""
-    requests = []
-    for one in message.requests:
-        prompt = message.prompts[one.prompt]
-        request = Request(one.id, prompt.tokens, one.max_tokens, stops=frozenset(one.stops), digests=prompt.digests)
-        request.sampling, request.score_prompt = Sampling.of(one.sampling), one.score_prompt
-        requests.append(request)
-    return requests
+def requests_of(message: messages.Submit) -> list[Request]:
+    """Return the requests of a message as the scheduler takes them."""
+    return [
+        Request(
+            new.id,
+            message.prompts[new.prompt].tokens,
+            new.max_tokens,
+            sampling=new.sampling,
+            stops=frozenset(new.stops),
+            digests=message.prompts[new.prompt].digests,
+            score_prompt=new.score_prompt,
+        )
+        for new in message.requests
+    ]

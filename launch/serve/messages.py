@@ -1,8 +1,7 @@
 """Messages between the processes of the server: the HTTP process, rank 0 with the engine, and the other ranks.
 
-Defines every message as a msgspec struct, its encoding (msgpack, checked against the type when it is decoded), and the sockets
-between rank 0 and the HTTP process, which engine_server.py and engine_client.py use. The sockets between ranks are in
-rank_channel.py. Nothing is unpickled.
+Every message is a msgspec struct, encoded as msgpack and checked against its type when it is decoded; nothing is unpickled. The
+sockets between rank 0 and the HTTP process are made here, those between ranks in rank_channel.py.
 """
 
 from __future__ import annotations
@@ -13,28 +12,20 @@ import msgspec
 import zmq
 
 from ringattn.launch.serve.config import Limits
+from ringattn.launch.serve.sampling import Logprob, Sampling
 
-
-class Logprob(msgspec.Struct, array_like=True, frozen=True):
-    """Log probabilities of a chosen token and of the likeliest ones.
-
-    Attributes:
-        logprob: Natural log of the token's probability at temperature 1.
-        top: The likeliest tokens and theirs, likeliest first.
-    """
-
-    logprob: float
-    top: tuple[tuple[int, float], ...]
+LINGER_MS = 5000
+"""Milliseconds in which a message that was sent may leave after its socket was closed."""
+RETRY_MS = 10
+"""Milliseconds between attempts to connect to a receiver that is not there yet."""
 
 
 class Capacity(msgspec.Struct, frozen=True):
     """Tokens and requests that the engine can hold.
 
     Attributes:
-        tokens: That the cache of all ranks holds.
-        max_running: Requests that run at a time.
-        max_waiting: Requests that wait behind them (Note [Waiting requests] of scheduler.py).
-        page_size: Tokens of a page, and of a block of `Request.digests`.
+        max_waiting: Requests that wait behind the running ones at most (Note [Waiting requests] of scheduler.py).
+        page_size: Tokens of a page, and of a block of `Prompt.digests`.
         keep_prefixes: Whether prefixes are shared, for which the digests are needed.
     """
 
@@ -49,13 +40,11 @@ class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A new token of an answer, its end, or both.
 
     Attributes:
-        request_id: Of the request.
-        token: A new token of the answer.
-        finish: Why the answer has ended: "stop" or "length".
-        failure: An HTTP status and a sentence, when there is no answer.
+        finish: Reason for the end of the answer: "stop" or "length".
+        failure: HTTP status and message, if there is no answer.
         num_cached: Tokens of the prompt that were in the cache already.
-        details: Log probabilities of the token, where they were asked for.
-        scores: The same of the prompt's next tokens, from its second one on; then there is neither token nor end.
+        details: Logprobs of the token, if requested.
+        scores: Logprobs of the prompt's next tokens, from its second one on; then there is neither token nor end.
     """
 
     request_id: int
@@ -72,12 +61,6 @@ class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return self.finish is not None or self.failure is not None
 
 
-LINGER_MS = 5000
-"""Milliseconds in which a message that was sent may leave after its socket was closed."""
-RETRY_MS = 10
-"""Milliseconds between attempts to connect to a receiver that is not there yet."""
-
-
 # to the engine
 
 
@@ -88,42 +71,14 @@ class Prompt(msgspec.Struct, array_like=True):
     digests: list[bytes]
 
 
-class SamplingOptions(msgspec.Struct, array_like=True):
-    """Options of `Sampling`, which says what they mean.
-
-    Attributes:
-        seed: In hexadecimal: msgpack has no integers beyond 64 bits.
-    """
-
-    temperature: float
-    top_p: float
-    seed: str | None
-    logprobs: int | None
-    top_k: int
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: tuple[tuple[int, float], ...]
-
-
 class NewRequest(msgspec.Struct, array_like=True):
-    """A request for one answer.
-
-    Attributes:
-        id: Unique.
-        prompt: Index among the prompts of the message.
-        max_tokens: New tokens at most.
-        stops: Tokens that end the answer.
-        sampling: Of its tokens.
-        score_prompt: Whether logprobs of the prompt's tokens are wanted.
-    """
+    """A request for one answer (see `scheduler.Request`); `prompt` is an index into the prompts of the message."""
 
     id: int
     prompt: int
     max_tokens: int
     stops: list[int]
-    sampling: SamplingOptions
+    sampling: Sampling
     score_prompt: bool
 
 
@@ -159,15 +114,10 @@ class Settings(msgspec.Struct, tag=True):
     """The first message: all that the HTTP process needs to begin.
 
     Attributes:
-        model: The name under which the model is served.
-        tokenizer: See `make_tokenizer`.
-        limits: Of requests.
-        capacity: Of the engine.
-        state: Of the engine, at first.
-        key: What clients must send as a bearer token; None for none.
-        hosts: The names by which the server may be called; None for any.
-        about: What /state says of the server itself.
-        connections: Open ones at most.
+        tokenizer: Argument of `make_tokenizer`.
+        key: Bearer token that clients must send; None for none.
+        hosts: Names by which clients may call the server; None for any.
+        about: Description of the server for /state.
     """
 
     model: str
@@ -175,27 +125,21 @@ class Settings(msgspec.Struct, tag=True):
     limits: Limits
     capacity: Capacity
     state: dict[str, Any]
-    key: str | None
-    hosts: tuple[str, ...] | None
-    about: dict[str, Any]
     connections: int
+    key: str | None = None
+    hosts: tuple[str, ...] | None = None
+    about: dict[str, Any] = {}
 
 
 class StepOutput(msgspec.Struct, tag=True, omit_defaults=True):
-    """Events of one step, and the engine's state where it is new."""
+    """Events of one step, and the engine's state if it is new."""
 
     events: list[Event] = []
     state: dict[str, Any] | None = None
 
 
 class Rejected(msgspec.Struct, tag=True):
-    """The engine does not accept the requests of a `Submit`.
-
-    Attributes:
-        request_ids: Of the requests.
-        kind: Name of the exception that the engine raised.
-        reason: Its message.
-    """
+    """The engine does not accept the requests of a `Submit`; kind is the name of the exception that it raised."""
 
     request_ids: list[int]
     kind: str
@@ -203,13 +147,13 @@ class Rejected(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """No message follows: the receiver lets what is under way end, and ends."""
+    """No message follows: the receiver finishes its work and exits."""
 
 
 ToHttp = Settings | StepOutput | Rejected | Stop
 
 
-# from rank 0 to the other ranks
+# between ranks
 
 
 class RankAddress(msgspec.Struct, tag=True):
@@ -221,13 +165,28 @@ class RankAddress(msgspec.Struct, tag=True):
 
 
 class PortResult(msgspec.Struct, tag=True):
-    """Whether rank 0 has the port that clients connect to: an error message, empty when it has."""
+    """Result of rank 0's attempt to get the port for clients: an error message, empty on success."""
 
     error: str
 
 
 class StepCommand(msgspec.Struct, tag=True, omit_defaults=True):
-    """A step that all ranks compute; the fields are those of `Plan`."""
+    """A step that all ranks compute.
+
+    Attributes:
+        changes: Changes of the page allocator before the step: ("add_request", cache_id, max_length), ("fork", cache_id, parent,
+            length, max_length), ("truncate", cache_id, length, max_length) or ("free", cache_id).
+        cache_ids: Ids in the cache of the requests that compute tokens; empty when there is nothing to compute.
+        counts: Number of tokens of each.
+        tokens: Those tokens, one request after another.
+        from_previous: For each token its index among those that the previous step samples (Note [Asynchronous steps] of
+            scheduler.py), and -1 if `tokens` has it. Empty if it has all.
+        wanted: Indices of the requests that get a token from this step: all but those in the middle of their prompt.
+        decodes: Whether each request computes its last token; else they compute parts of prompts.
+        packed: Whether these are computed like decoding (Note [Short prompts] of scheduler.py).
+        mixed: Whether some compute their last token, and others parts of prompts, in single rows (same Note).
+        scored: Indices of the requests whose rows all give logits; only if decodes, packed and mixed are False.
+    """
 
     changes: list[tuple[Any, ...]] = []
     cache_ids: list[int] = []
@@ -244,55 +203,37 @@ class StepCommand(msgspec.Struct, tag=True, omit_defaults=True):
 ToRank = RankAddress | PortResult | StepCommand | Heartbeat | Stop
 
 
-# from the other ranks to rank 0
-
-
 class Hello(msgspec.Struct):
-    """The first message of a connection: which rank this is, and its process id."""
+    """First message of a rank to rank 0."""
 
-    rank: int
     process: int
 
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """Returns the bytes of a message."""
-    return _encoder.encode(message)
-
-
+encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_http = msgspec.msgpack.Decoder(ToHttp).decode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
-def to_engine_address(folder: str) -> str:
-    """Return the address at which the engine receives."""
-    return f"ipc://{folder}/engine"
-
-
-def to_http_address(folder: str) -> str:
-    """Return the address at which the HTTP process receives."""
-    return f"ipc://{folder}/http"
-
-
-def receive_at(address: str) -> zmq.Socket[bytes]:
-    """Returns a socket that receives what is sent to an address."""
+def receive_at(folder: str, receiver: str) -> zmq.Socket[bytes]:
+    """Return the socket in a folder at which a receiver, "engine" or "http", receives."""
     pull = zmq.Context.instance().socket(zmq.PULL)
-    pull.bind(address)
+    pull.bind(f"ipc://{folder}/{receiver}")
     return pull
 
 
-def send_to(address: str, most_queued: int = 0) -> zmq.Socket[bytes]:
-    """Returns a socket that sends to an address, whether its receiver is there yet or not.
-
-    Args:
-        address: The receiver's.
-        most_queued: Messages that wait for the receiver at most; 0 for any number.
-    """
+def send_to(folder: str, receiver: str, most_queued: int = 0) -> zmq.Socket[bytes]:
+    """Return a socket that sends to a receiver; at most `most_queued` messages wait for the receiver, 0 for any number."""
     push = zmq.Context.instance().socket(zmq.PUSH)
     push.linger, push.sndhwm, push.reconnect_ivl = LINGER_MS, most_queued, RETRY_MS
-    push.connect(address)
+    push.connect(f"ipc://{folder}/{receiver}")
     return push
+
+
+def poller(*sockets: Any) -> zmq.Poller:
+    """Return a poller that waits until one of some sockets can be read."""
+    found = zmq.Poller()
+    for one in sockets:
+        found.register(one, zmq.POLLIN)
+    return found

@@ -1,17 +1,8 @@
 """Computation of a step on one rank: from a plan to sampled tokens.
 
-Owns how a step is computed, the graphs that are captured before the first request, and the tokens between two steps. Requests
-are in scheduler.py, sampling in sampling.py.
-
-Note [Tokens on the device]
-    With many requests the host needs nearly as long for a step as a GPU does: it plans, sends the plan, builds tables,
-    launches kernels, and delivers tokens. So on GPUs a step is started before the host knows the tokens of the previous one.
-    They are on the device: rank 0 samples them, one exchange gives them to all ranks, and the next step takes those that its
-    plan marks in `from_previous`. The exchange is that of attention, and puts the columns of all ranks side by side, of which
-    those of rank 0 are used: two columns of bits make a token. It always has the same size, so that ranks compare it once.
-    The host reads the tokens later, when the device has computed them. That wait has a timeout where the step may have been a
-    replay (Note [A replay that does not end] of cuda_graph_runner.py). Steps around the ring have the timeouts of plain calls.
-    No rank starts more than one step before the previous one has ended.
+On GPUs a step is started before the host knows the tokens of the previous one (Note [Asynchronous steps] of scheduler.py). They
+stay on the device: rank 0 samples them, one exchange gives them to all ranks, and the next step takes those that its plan marks in
+`from_previous`. The host reads them later. That wait has a timeout if the step may have been a replay of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,8 +19,8 @@ from torch import Tensor
 
 from ringattn.inference import PagedKVCache
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
-from ringattn.launch.serve.messages import Logprob
-from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score, to_device
+from ringattn.launch.serve.messages import StepCommand
+from ringattn.launch.serve.sampling import Logprob, SampledTokens, Sampling, sample_tokens, score, to_device
 from ringattn.launch.serve.scheduler import Plan
 from ringattn.transport.timeout import EventPair
 
@@ -37,113 +28,80 @@ if TYPE_CHECKING:
     from ringattn.integrations.transformers.cuda_graph_runner import GraphCapturer
 
 WARM_UP_PROMPTS = (
-    (0, 24),
-    (0, 56),
-    (0, 120),
-    (0, 520),
-    (0, 1024),
-    (1024, 350),
-    (8192, 12),
-    (8192, 50),
-    (8192, 200),
-    (8192, 550),
+    *((0, 24), (0, 56), (0, 120), (0, 520), (0, 1024)),
+    *((1024, 350), (8192, 12), (8192, 50), (8192, 200), (8192, 550)),
 )
 """Prompts that are computed before the first request: cached tokens on each rank, and new ones. They select how kernels pack heads
 into tiles, whether keys or queries are exchanged, and how pages are read."""
-
-
 PACKED_PIECES = (2, 4, 8, 16, 32)
 """Pieces of 16 rows of the graphs for short prompts: products of 512 rows take not much longer than reading the weights."""
 MIXED_ROWS = (64, 192, 448)
 """Rows of prompts, beside those of the answers, of the graphs for both together."""
+
+StepKind = tuple[bool, bool, bool, int]
+"""Key of steps that take about as long: decodes, packed, mixed, and the bit length of the number of tokens."""
 
 
 class ModelRunner:
     """Computes the steps of one rank.
 
     Args:
-        model: As loaded.
-        cache: Of the model.
-        most: Requests that decode together at most.
-        graphs: Whether steps of decoding and of short prompts are replayed from CUDA graphs: None: where that can be; False: never;
-            or what records them.
+        most: Maximum of requests that decode together.
+        graphs: Whether steps of decoding and of short prompts are replayed from CUDA graphs: None: if possible; False: never;
+            or the capturer.
 
     Attributes:
-        allocator: Pages of the cache.
-        ahead: Whether `start` returns before a step is computed, so that another one may be started (Note [Tokens on the device]).
+        ahead: Whether `start` returns before a step is computed, so that another one may be started.
     """
 
     def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | GraphCapturer | None = None) -> None:
         from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, batch_sizes, select_capturer
 
-        self._model, self._cache = model, cache
+        self._model, self.cache = model, cache
         self.allocator = cache.allocator
-        sizes = batch_sizes(most)
-        recorder = select_capturer(graphs, model, cache)
-        rows = [most + more for more in MIXED_ROWS]
-        most_shapes = len(sizes) + len(PACKED_PIECES) + len(rows)
-        self._decoding = CUDAGraphRunner(
+        sizes, rows = batch_sizes(most), [most + more for more in MIXED_ROWS]
+        self.graph_runner = CUDAGraphRunner(
             model,
             cache,
-            recorder,
+            select_capturer(graphs, model, cache),
             batches=sizes,
             pieces=PACKED_PIECES,
             rows=rows,
-            max_graphs=most_shapes,
+            max_graphs=len(sizes) + len(PACKED_PIECES) + len(rows),
             awaited=False,
         )
         self.ahead = cache.device.type == "cuda"
-        self._chosen = torch.empty(0, dtype=torch.int64, device=cache.device)  # by the last step, on every rank
+        # tokens of the last step, on every rank
+        self._previous = torch.empty(0, dtype=torch.int64, device=cache.device)
         self._allocate_outputs(most)
-        self._typical_s: dict[tuple[bool, bool, bool, int], float] = {}  # seconds that waits for steps of a kind took
+        self.typical_s: dict[StepKind, float] = {}  # seconds that waits for steps of a kind took
         self._steps = 0
 
-    @property
-    def graphs(self) -> int:
-        """CUDA graphs that steps are replayed from."""
-        return self._decoding.captured
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of short prompts that a step may bring as `Plan.packed`; 0: none."""
-        return self._decoding.most_pieces
-
-    @property
-    def rows(self) -> int:
-        """Tokens that a step may bring as `Plan.mixed`; 0: there are none."""
-        return self._decoding.most_rows
-
     def prepare(self, longest: int | None = None) -> list[str]:
-        """Compute prompts of several lengths and capture graphs, so that no request waits for a compiler.
+        """Compute prompts of several lengths, of `longest` tokens at most, and capture graphs, before the first request.
 
-        Args:
-            longest: Tokens that the model takes; None: no bound.
-
-        Returns:
-            Lines to print.
+        Returns lines to print.
         """
-        began, said = time.monotonic(), []
-        self._decoding.prepare()
-        if self.graphs:
-            short = f", and prompts in parts of up to {MAX_DECODE_TOKENS * self.pieces} tokens" * bool(self.pieces)
-            said.append(f"decoding{short}: {self.graphs} CUDA graphs captured in {time.monotonic() - began:.1f} s")
+        began, lines, runner = time.monotonic(), [], self.graph_runner
+        runner.prepare()
+        if runner.captured:
+            tokens = MAX_DECODE_TOKENS * runner.most_pieces
+            short = f", and prompts in parts of up to {tokens} tokens" if tokens else ""
+            lines.append(f"decoding{short}: {runner.captured} CUDA graphs captured in {time.monotonic() - began:.1f} s")
         began = time.monotonic()
-        tried = self._warm_up_prefill(longest)
-        said.append(f"prompts around the ring: {tried} steps computed in {time.monotonic() - began:.1f} s")
-        return said
+        steps = self._warm_up_prefill(longest)
+        return [*lines, f"prompts around the ring: {steps} steps computed in {time.monotonic() - began:.1f} s"]
 
     def _warm_up_prefill(self, longest: int | None) -> int:
         """Compute WARM_UP_PROMPTS; return the number of steps."""
         from ringattn.integrations.transformers import run_step
 
-        cache, ranks, tried, logits = self._cache, self._cache.ring.world_size, 0, None
+        cache, ranks, steps, logits = self.cache, self.cache.ring.world_size, 0, None
         room = min(cache.capacity_tokens, longest or cache.capacity_tokens)
         for past, new in WARM_UP_PROMPTS:
             # nothing is compiled for CPUs, where a past takes time
-            needless = (past and cache.device.type == "cpu") or (
-                not past and ranks * new <= MAX_DECODE_TOKENS * self.pieces
-            )
-            if needless or ranks * (past + new) > room:
+            packed = not past and ranks * new <= MAX_DECODE_TOKENS * self.graph_runner.most_pieces
+            if packed or (past and cache.device.type == "cpu") or ranks * (past + new) > room:
                 continue
             cache_id = cache.add_request(ranks * (past + new))
             if past:
@@ -151,75 +109,59 @@ class ModelRunner:
                 cache.allocator.assign([cache_id], [ranks * past])
             step = cache.extend([cache_id], [ranks * new], mode="prefill")
             logits = run_step(self._model, step, torch.zeros(ranks * new, dtype=torch.int64), wanted=[0])
-            tried += 1
+            steps += 1
             cache.free(cache_id)
         if logits is not None and cache.ring.rank == 0:
-            _warm_up_sampling(logits)
-        return tried
+            # all options, so that no request waits until the kernels of torch are loaded
+            sample_tokens(logits, [Sampling(1.0, 0.9, 0, 1, 5, 0.1, 1.1, 0.1, 0.1, ((0, 1.0),))], [[0]])
+        return steps
 
-    def start(self, plan: Plan) -> PendingStep:
-        """Enqueue a step and the sampling of its tokens. A collective.
-
-        Args:
-            plan: With requests on rank 0, whose sampling options it uses, and without elsewhere.
-        """
-        device, ring = self._cache.device, self._cache.ring
+    def start(self, plan: StepCommand) -> PendingStep:
+        """Enqueue a step and the sampling of its tokens; all ranks call it, rank 0 with a `Plan`."""
         begun = self._record_event()
         logits, scored = self._compute(plan)
-        chosen, count = None, len(plan.wanted)
+        sampled, count = None, len(plan.wanted)
         if count > self._local_tokens.shape[0]:
             self._allocate_outputs(2 * count)
-        if ring.rank == 0:
+        if self.cache.ring.rank == 0:
+            assert isinstance(plan, Plan), "rank 0 has the requests"
             requests = [plan.requests[place] for place in plan.wanted]
-            chosen = sample_tokens(
-                logits, [request.sampling for request in requests], [request.prompt for request in requests]
-            )
-            self._local_tokens[:count].copy_(chosen.tokens)
-            chosen = replace(chosen, scores=tuple(self._score(plan, scored))).on_host()
-        ring.partial_reducer(device).all_gather_columns(*self._bits)
-        # what is no number ends its request, and what a failed exchange leaves ends the server: both must be tokens until then
-        self._chosen = self._all[:count].clamp(min=0)
+            samplings = [request.sampling or Sampling() for request in requests]
+            sampled = sample_tokens(logits, samplings, [request.prompt for request in requests])
+            self._local_tokens[:count].copy_(sampled.tokens)
+            sampled = replace(sampled, scores=tuple(self._score(plan, scored))).on_host()
+        # the exchange of attention, whose columns of rank 0 are used: always of one size, so that ranks compare it once
+        self.cache.ring.partial_reducer(self.cache.device).all_gather_columns(*self._bits)
+        # a token that is not finite ends its request, and a failed exchange the server: both must be tokens until then
+        self._previous = self._all[:count].clamp(min=0)
         self._steps += 1
         kind = plan.decodes, plan.packed, plan.mixed, len(plan.tokens).bit_length()
         what = f"step {self._steps} ({len(plan.cache_ids)} requests, {len(plan.tokens)} new tokens)"
-        return PendingStep(self, kind, chosen, begun, self._record_event(), what)
+        return PendingStep(self, kind, sampled, begun, self._record_event(), what)
 
     def _allocate_outputs(self, tokens: int) -> None:
         """Allocate the sampled tokens of a step, of this rank and of all."""
-        new = partial(torch.zeros, dtype=torch.int64, device=self._cache.device)
-        self._local_tokens, self._all = new(tokens), new(self._cache.ring.world_size * tokens)
+        new = partial(torch.zeros, dtype=torch.int64, device=self.cache.device)
+        self._local_tokens, self._all = new(tokens), new(self.cache.ring.world_size * tokens)
         self._bits = [x.view(torch.float32)[None] for x in (self._local_tokens, self._all)]
 
-    def wait_until_done(self, step: PendingStep) -> None:
-        """See `PendingStep.wait`."""
-        if step.end is None:
-            return
-        if not any(step.kind[:3]):
-            step.end.synchronize()
-            return
-        events = EventPair(step.begun, step.end, self._typical_s.get(step.kind, 0.0))
-        self._cache.ring.synchronize(self._cache.device, events=events, what=step.what)
-        self._typical_s[step.kind] = events.lasted_s
-
-    def _compute(self, plan: Plan) -> tuple[Tensor, list[Tensor]]:
+    def _compute(self, plan: StepCommand) -> tuple[Tensor, list[Tensor]]:
         """Return the logits `wanted vocab` of a step, which the next one may overwrite, and `rows vocab` of each scored request."""
         tokens = self._tokens(plan)
-        if plan.scored:
-            return self._compute_scored(plan, tokens)
-        return self._compute_wanted(plan, tokens), []
+        return self._compute_scored(plan, tokens) if plan.scored else (self._compute_wanted(plan, tokens), [])
 
-    def _compute_scored(self, plan: Plan, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Compute a step where all rows of some requests give logits."""
+    def _compute_scored(self, plan: StepCommand, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Compute a step in which all rows of some requests give logits."""
         from ringattn.integrations.transformers.model_forward import forward_step
 
-        step = self._cache.extend(plan.cache_ids, plan.counts, mode="prefill")
+        step = self.cache.extend(plan.cache_ids, plan.counts, mode="prefill")
         ends = list(accumulate(plan.counts, initial=0))
         rows = {place: range(ends[place + 1] - 1, ends[place + 1]) for place in plan.wanted}
         rows |= {place: range(ends[place], ends[place + 1]) for place in plan.scored}
-        laid = [row for place in sorted(rows) for row in rows[place]]
+        rows = dict(sorted(rows.items()))
         with torch.no_grad():
-            out = forward_step(self._model, step, {"input_ids": tokens[None]}, step.positions, laid)
-        parts = dict(zip(sorted(rows), out.logits[0].split([len(rows[place]) for place in sorted(rows)]), strict=True))
+            out = forward_step(self._model, step, {"input_ids": tokens[None]}, step.positions, [*chain(*rows.values())])
+        parts = dict(zip(rows, out.logits[0].split(list(map(len, rows.values()))), strict=True))
         wanted = [parts[place][-1:] for place in plan.wanted]
         return torch.cat([out.logits[0, :0], *wanted]), [parts[place] for place in plan.scored]
 
@@ -227,51 +169,47 @@ class ModelRunner:
         """Return the logprobs of prompt tokens on rank 0, one prompt after another: each may take much memory."""
         found = []
         for place, targets, logits in zip(plan.scored, plan.targets, scored, strict=True):
-            tokens = self._upload(targets)
-            found.append(score(logits[: len(tokens)], tokens, plan.requests[place].sampling.logprobs))
+            tokens, sampling = self._upload(targets), plan.requests[place].sampling
+            found.append(score(logits[: len(tokens)], tokens, (sampling and sampling.logprobs) or 0))
         return found
 
-    def _compute_wanted(self, plan: Plan, tokens: Tensor) -> Tensor:
+    def _compute_wanted(self, plan: StepCommand, tokens: Tensor) -> Tensor:
         """Return the logits `wanted vocab` of a step, which the next one may overwrite."""
         from ringattn.integrations.transformers import run_step
 
         if plan.decodes:
-            return self._decoding.run(plan.cache_ids, tokens[:, None]).logits[:, -1]
+            return self.graph_runner.run(plan.cache_ids, tokens[:, None]).logits[:, -1]
         if plan.packed or plan.mixed:
             piece = 1 if plan.mixed else MAX_DECODE_TOKENS
-            logits = self._decoding.run_mixed(plan.cache_ids, plan.counts, tokens, piece=piece)
+            logits = self.graph_runner.run_mixed(plan.cache_ids, plan.counts, tokens, piece=piece)
             if logits is not None:
-                return self._rows(logits, plan.wanted)
-        step = self._cache.extend(plan.cache_ids, plan.counts)
+                return logits if len(plan.wanted) == len(logits) else logits[self._upload(plan.wanted)]
+        step = self.cache.extend(plan.cache_ids, plan.counts)
         if step.mode == "decode":
             tokens = tokens.view(len(plan.cache_ids), -1)
         return run_step(self._model, step, tokens, wanted=plan.wanted)
 
-    def _tokens(self, plan: Plan) -> Tensor:
-        """Return the new tokens of a step, on the device if any of them is there only."""
+    def _tokens(self, plan: StepCommand) -> Tensor:
+        """Return the new tokens of a step, on the device if any of them is only there."""
         if not plan.from_previous:
             return torch.tensor(plan.tokens)
-        count = self._chosen.shape[0]
+        count = self._previous.shape[0]
         if plan.from_previous == list(range(count)):
-            return self._chosen
+            return self._previous
         slots = [count + i if place < 0 else place for i, place in enumerate(plan.from_previous)]
-        said, at = self._upload([plan.tokens, slots])
-        return torch.cat([self._chosen, said])[at]
+        known, at = self._upload([plan.tokens, slots])
+        return torch.cat([self._previous, known])[at]
 
     def _record_event(self) -> torch.cuda.Event | None:
         """Record an event behind the work enqueued so far; None on CPUs, where it is done."""
-        if self._cache.device.type != "cuda":
+        if self.cache.device.type != "cuda":
             return None
-        mark = torch.cuda.Event(blocking=True)
-        mark.record(torch.cuda.current_stream(self._cache.device))
-        return mark
-
-    def _rows(self, logits: Tensor, wanted: Sequence[int]) -> Tensor:
-        return logits if len(wanted) == len(logits) else logits[self._upload(wanted)]
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(self.cache.device))
+        return event
 
     def _upload(self, numbers: Sequence[Any]) -> Tensor:
-        """Integers on the device, in stream order."""
-        return to_device(numbers, torch.int64, self._cache.device)
+        return to_device(numbers, torch.int64, self.cache.device)
 
 
 @dataclass
@@ -279,48 +217,49 @@ class PendingStep:
     """A step that was started.
 
     Attributes:
-        replica: By whom.
-        kind: Key of steps that take about as long: whether they decode, are packed, are mixed, and how many rows
-            they have, as a power of two.
-        choice: The sampled tokens on rank 0; None elsewhere.
+        sampled: The sampled tokens on rank 0; None elsewhere.
         begun: Event before the step; None on CPUs.
         end: Event after the step; None on CPUs, where it is done at once.
-        what: For messages.
+        what: The step in messages.
     """
 
     model_runner: ModelRunner
-    kind: tuple[bool, bool, bool, int]
-    choice: SampledTokens | None
+    kind: StepKind
+    sampled: SampledTokens | None
     begun: torch.cuda.Event | None
     end: torch.cuda.Event | None
     what: str
 
     @property
     def ended(self) -> bool:
-        """Whether it has been computed; waits for nothing."""
+        """Whether it has been computed; does not wait."""
         return self.end is None or self.end.query()
 
     def wait(self) -> None:
-        """Waits for its end.
+        """Wait for its end.
 
         Raises:
             RuntimeError: A rank did not come in time; see `Ring.synchronize`.
         """
-        self.model_runner.wait_until_done(self)
+        runner = self.model_runner
+        if self.end is None:
+            return
+        if not any(self.kind[:3]):
+            self.end.synchronize()  # prefill around the ring has the timeouts of plain calls
+            return
+        events = EventPair(self.begun, self.end, runner.typical_s.get(self.kind, 0.0))
+        runner.cache.ring.synchronize(runner.cache.device, events=events, what=self.what)
+        runner.typical_s[self.kind] = events.lasted_s
 
     def read(self) -> list[tuple[int | None, Logprob | None]]:
         """Wait, and return the sampled tokens and their logprobs, on rank 0."""
-        self.wait()
-        assert self.choice is not None, "rank 0 chooses"
-        return self.choice.read()
+        return self._on_rank_0().read()
 
     def read_scores(self) -> list[tuple[Logprob, ...] | None]:
         """Wait, and return the logprobs of scored prompts, on rank 0."""
+        return self._on_rank_0().read_scores()
+
+    def _on_rank_0(self) -> SampledTokens:
         self.wait()
-        assert self.choice is not None, "rank 0 chooses"
-        return self.choice.read_scores()
-
-
-def _warm_up_sampling(logits: Tensor) -> None:
-    """Sample with all options, so that no request waits until the kernels of torch are loaded."""
-    sample_tokens(logits, [Sampling(1.0, 0.9, 0, 1, 5, 0.1, 1.1, 0.1, 0.1, ((0, 1.0),))], [[0]])
+        assert self.sampled is not None, "rank 0 samples"
+        return self.sampled

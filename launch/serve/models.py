@@ -1,7 +1,4 @@
-"""The model that is served, a causal language model of transformers, with its tokenizer and its KV cache.
-
-Loads them, and finds how many pages the memory holds.
-"""
+"""The served model, a causal language model of transformers, with its tokenizer and its KV cache."""
 
 from __future__ import annotations
 
@@ -46,10 +43,8 @@ class ServedModel:
 
     Attributes:
         model: On its device, with ring attention.
-        tokenizer: Its own, or bytes.
-        name: By which requests call it.
-        length: Tokens of a sequence at most, by its config; None where that says nothing.
-        facts: What must be the same on all ranks.
+        length: Maximum tokens of a sequence, by its config; None if that has none.
+        facts: Text that must be the same on all ranks.
         random_weights: They were drawn on a GPU: all ranks must take those of rank 0 (`broadcast_weights`).
     """
 
@@ -64,34 +59,20 @@ class ServedModel:
 def load_model(
     path: str, *, name: str | None, dtype: str, device: torch.device, seed: int, max_len: int | None = None
 ) -> ServedModel:
-    """The model of a folder, of a config (random weights), or the one that is built in.
+    """Load the model of a folder, of a config (random weights), or the one that is built in; see the flags of the server.
 
-    Nothing is fetched, and no code in the folder is run. Weights are read straight onto a GPU where accelerate is installed, and
-    drawn there.
-
-    Args:
-        path: What was given as --model.
-        name: By which requests call it; None for the folder's name.
-        dtype: "float32", "bfloat16", "float16", or "auto": the config's on a GPU, float32 on a CPU.
-        device: Of this rank.
-        seed: Of random weights.
-        max_len: Tokens that a request may have; None: what the config says.
-
-    Raises:
-        Refusal: The model cannot be served.
+    Nothing is downloaded, and no code in the folder is run. Raises Refusal if the model cannot be served.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    from ringattn.integrations.transformers import NAME, register
+    from ringattn.integrations.transformers import register
     from ringattn.integrations.transformers.positions import max_learned_positions, rope_scaling_limits
 
     register()
     check_model(path)
     place = Path(path).expanduser()
-    if path == TINY:
-        config: Any = AutoConfig.for_model("llama", **_TINY)
-    else:
-        config = read_config(path)
+    folder = place if place.is_dir() else place.parent
+    config: Any = AutoConfig.for_model("llama", **_TINY) if path == TINY else read_config(path)
     text = config.get_text_config(decoder=True)
     length = getattr(text, "max_position_embeddings", None)
     for rope_type, most in rope_scaling_limits(text):
@@ -103,19 +84,53 @@ def load_model(
             )
     kind: Any = (getattr(text, "dtype", None) if device.type == "cuda" else None) or torch.float32
     chosen: torch.dtype = kind if dtype == "auto" else getattr(torch, dtype)
-    options: dict[str, Any] = {"dtype": chosen, "attn_implementation": NAME}
-    random_weights = False
+    has_files = path != TINY and has_weights(place)
+    model = _build_model(config, place if has_files else None, chosen, device, seed, tiny=path == TINY)
+    table = max_learned_positions(model)
+    if table is not None:
+        if (max_len or table) > table:
+            # a request that came there would end the server
+            raise Refusal(
+                f"max_len must be at most {table}, the positions that {type(model).__name__} has learned, got {max_len}; pass "
+                f"--max-len {table}, or leave it out"
+            )
+        length = table
+    vocab: int = model.get_input_embeddings().weight.shape[0]
+    if path != TINY and any((folder / file).is_file() for file in TOKENIZERS):
+        tokenizer: Tokenizer = PretrainedTokenizer(folder, _stops(model), vocab)
+    elif vocab >= ByteTokenizer.MIN_VOCAB:
+        tokenizer = ByteTokenizer(vocab)
+    else:
+        raise Refusal(
+            f"a model without a tokenizer must have at least {ByteTokenizer.MIN_VOCAB} tokens, for bytes and an end, "
+            f"got {vocab}; put a tokenizer.json into its folder"
+        )
+    served_name = name or (TINY if path == TINY else folder.resolve().name)
+    facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
+    random_weights = device.type == "cuda" and path != TINY and not has_files
+    return ServedModel(model, tokenizer, served_name, length, facts, random_weights)
+
+
+def _build_model(
+    config: Any, folder: Path | None, dtype: torch.dtype, device: torch.device, seed: int, tiny: bool
+) -> Any:
+    """Return a model on the device with the weights of a folder, or with random ones."""
+    from transformers import AutoModelForCausalLM
+
+    from ringattn.integrations.transformers import NAME
+
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
+    # the built-in model on the CPU, whose numbers are the same everywhere; others on GPUs, where drawing takes no time
+    draws_on_gpu = device.type == "cuda" and not tiny
     try:
-        if path != TINY and has_weights(place):
+        if folder is not None:
             if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
-                options["device_map"] = {"": device}
-            model: Any = read_model(place, use_safetensors=True, **options)
+                options["device_map"] = {"": device}  # straight onto the GPU
+            model: Any = read_model(folder, use_safetensors=True, **options)
         else:
-            # the built-in model on the CPU, whose numbers are the same everywhere; others on GPUs, where drawing takes no time
-            random_weights = device.type == "cuda" and path != TINY
             with (
-                torch.random.fork_rng([device] if random_weights else []),
-                device if random_weights else contextlib.nullcontext(),
+                torch.random.fork_rng([device] if draws_on_gpu else []),
+                device if draws_on_gpu else contextlib.nullcontext(),
             ):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
@@ -126,37 +141,11 @@ def load_model(
             f"a model must attend through transformers' attention interface, got {config.model_type}, which chooses among classes "
             "of its own (as Falcon, GPT-J and GPT-Neo do); serve another model"
         ) from None
-    if path == TINY:
+    if tiny:
         _prefer_letters_(model)
     if "device_map" not in options:
         model = model.to(device)
-    model.eval().requires_grad_(False)
-    table = max_learned_positions(model)
-    if table is not None:
-        if (max_len or table) > table:
-            # a request that came there would end the server
-            raise Refusal(
-                f"max_len must be at most {table}, the positions that {type(model).__name__} has learned, got {max_len}; pass "
-                f"--max-len {table}, or leave it out"
-            )
-        length = table
-    stops = _stops(model)
-    embeddings: Any = model.get_input_embeddings()
-    vocab: int = embeddings.weight.shape[0]
-    folder = place if place.is_dir() else place.parent
-    if path != TINY and any((folder / file).is_file() for file in TOKENIZERS):
-        tokenizer: Tokenizer = PretrainedTokenizer(folder, stops, vocab)
-    else:
-        tokenizer = ByteTokenizer(vocab)
-        if vocab < ByteTokenizer.MIN_VOCAB:
-            raise Refusal(
-                f"a model without a tokenizer must have at least {ByteTokenizer.MIN_VOCAB} tokens, for bytes and an end, "
-                f"got {vocab}; "
-                "put a tokenizer.json into its folder"
-            )
-    served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)
-    facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
-    return ServedModel(model, tokenizer, served_name, length, facts, random_weights)
+    return model.eval().requires_grad_(False)
 
 
 @torch.no_grad()
@@ -177,7 +166,7 @@ def _prefer_letters_(model: Any) -> None:
 
 
 def _stops(model: Any) -> frozenset[int]:
-    """Tokens that end an answer, by the model's configurations."""
+    """Return the tokens that end an answer, by the model's configurations."""
     found: set[int] = set()
     for config in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True)):
         value = getattr(config, "eos_token_id", None)
@@ -186,14 +175,7 @@ def _stops(model: Any) -> frozenset[int]:
 
 
 def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_dtype: str) -> PagedKVCache:
-    """The cache of a model; every rank calls it alike.
-
-    Args:
-        model: As loaded; on its device.
-        ring: All ranks.
-        gib: GiB per rank; None for most of what the fullest GPU has left, or CPU_CACHE_GIB on CPUs.
-        page_size: Tokens of a page.
-        kv_dtype: "auto" for the model's, or "fp8".
+    """Return the cache of a model; every rank calls it with the same arguments.
 
     Raises:
         Refusal: Not even one page fits, or the model keeps more than keys; raised on every rank.
@@ -210,7 +192,6 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
         memory = None
     else:
         memory = int((CPU_CACHE_GIB if gib is None else gib) * 2**30)
-    kind = torch.float8_e4m3fn if kv_dtype == "fp8" else None
     try:
         return PagedKVCache(
             ring,
@@ -218,7 +199,7 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
             dtype=model.dtype,
             memory=memory,
             page_size=page_size,
-            kv_dtype=kind,
+            kv_dtype=torch.float8_e4m3fn if kv_dtype == "fp8" else None,
             device=model.device,
         )
     except ValueError as error:
@@ -227,11 +208,9 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
 
 def describe_cache(cache: PagedKVCache) -> str:
     """Return a description of the cache of all ranks."""
-    allocator = cache.allocator
+    allocator, kind = cache.allocator, str(cache.kv_dtype).removeprefix("torch.")
     size = allocator.pages * cache.page_size * cache.bytes_per_token / 2**30
-    kind = str(cache.kv_dtype).removeprefix("torch.")
     return (
-        f"{cache.capacity_tokens} tokens in {kind} on {allocator.world_size} ranks, "
-        f"{allocator.pages} pages of {cache.page_size} tokens "
-        f"and {size:.2f} GiB each"
+        f"{cache.capacity_tokens} tokens in {kind} on {allocator.world_size} ranks, {allocator.pages} pages of "
+        f"{cache.page_size} tokens and {size:.2f} GiB each"
     )

@@ -1,27 +1,19 @@
-"""Index of token prefixes, by which requests share pages of keys and values. Standard library only.
-
-Note [Digests]
-    A prompt is cut into blocks of `size` tokens. Digest i stands for the tokens of blocks 0 .. i: a chain of 16-byte BLAKE2b
-    digests, so two prompts with the same digest have the same tokens. An owner is in the index with its whole chain, so the
-    longest common prefix is found by bisection.
-"""
+"""Index of token prefixes, by which requests share pages of keys and values. Standard library only."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 
 Digest = bytes
 
 
 def prefix_digests(tokens: Sequence[int], size: int, before: Sequence[Digest] = ()) -> list[Digest]:
-    """Return the digests of the whole blocks of tokens (Note [Digests]).
+    """Return the digests of the whole blocks of `size` tokens; before: known digests of the first blocks.
 
-    Args:
-        tokens: Numbers below 2**32.
-        size: Tokens of a block.
-        before: Known digests of the first blocks.
+    Digest i is a 16-byte BLAKE2b digest of digest i - 1 and of block i: prompts with the same digest have the same tokens.
     """
     found = list(before)
     for start in range(len(found) * size, len(tokens) - size + 1, size):
@@ -32,10 +24,7 @@ def prefix_digests(tokens: Sequence[int], size: int, before: Sequence[Digest] = 
 
 
 class PrefixIndex:
-    """Index from prefixes to their owners.
-
-    Args:
-        size: Tokens of a block.
+    """Index from prefixes, in blocks of `size` tokens, to their owners.
 
     Example:
         >>> index = PrefixIndex(size=2)
@@ -49,16 +38,8 @@ class PrefixIndex:
         self._owners: dict[Digest, dict[object, None]] = {}  # in the order in which they came
         self._digests: dict[object, list[Digest]] = {}
 
-    def __len__(self) -> int:
-        return len(self._digests)
-
     def add(self, owner: object, digests: Sequence[Digest]) -> None:
-        """Register the blocks of an owner; the chain extends the one registered before.
-
-        Args:
-            owner: Any key.
-            digests: The whole chain.
-        """
+        """Register the whole chain of digests of an owner; it extends the chain registered before."""
         mine = self._digests.setdefault(owner, [])
         for digest in digests[len(mine) :]:
             self._owners.setdefault(digest, {})[owner] = None
@@ -73,18 +54,9 @@ class PrefixIndex:
                 del self._owners[digest]
 
     def find(self, digests: Sequence[Digest]) -> tuple[object | None, int]:
-        """Return the newest owner of the longest known prefix, and its length in tokens; (None, 0) for none.
-
-        Args:
-            digests: The chain of a prompt.
-        """
-        low, high = 0, len(digests)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if digests[middle - 1] in self._owners:
-                low = middle
-            else:
-                high = middle - 1
-        if low == 0:
+        """Return the newest owner of the longest known prefix of a chain, and its length in tokens; (None, 0) for none."""
+        # an owner is registered with its whole chain: known digests come first
+        known = bisect_left(digests, True, key=lambda digest: digest not in self._owners)
+        if known == 0:
             return None, 0
-        return next(reversed(self._owners[digests[low - 1]])), low * self.size
+        return next(reversed(self._owners[digests[known - 1]])), known * self.size

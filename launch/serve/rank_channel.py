@@ -1,11 +1,8 @@
-"""Step commands from rank 0 to the other ranks, over ZeroMQ.
+"""Step commands from rank 0 to the other ranks, over ZeroMQ, and how ranks connect to rank 0.
 
-Owns how ranks connect to rank 0, and the messages of the main thread. rank_liveness.py has connections of its own, made here, too.
-
-Note [Sockets]
-    Rank 0 has a ROUTER socket and every other rank a DEALER: commands reach each rank in order, and a send to a rank that is gone
-    raises (ROUTER_MANDATORY). Rank 0 accepts only ranks that name themselves with the secret that it gave out through the process
-    group; messages of others are dropped. Nothing is unpickled.
+Rank 0 has a ROUTER socket and every other rank a DEALER: commands reach each rank in order, and a send to a rank that is gone
+raises (ROUTER_MANDATORY). Rank 0 accepts only ranks that name themselves with the secret that it sends through the process group;
+other messages are dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,87 +21,53 @@ import torch.distributed as dist
 import zmq
 
 from ringattn.launch.runtime.distributed import Rank
-from ringattn.launch.serve.messages import Hello, RankAddress, ToRank, decode_hello, decode_to_rank, encode
+from ringattn.launch.serve.messages import Hello, RankAddress, ToRank, decode_hello, decode_to_rank, encode, poller
 
 FRAME = 1024
-"""Bytes of the broadcast in which rank 0 gives out its first address."""
+"""Bytes of the broadcast of rank 0's first address."""
 LINGER_MS = 2000
 """Milliseconds in which a message that was sent may leave after its socket was closed."""
 
 
-@dataclass(frozen=True)
-class Peer:
-    """Another rank that has connected to rank 0.
-
-    Attributes:
-        rank: Its index.
-        process: Its process id.
-        identity: Its name on the ROUTER socket.
-    """
-
-    rank: int
-    process: int
-    identity: bytes
-
-
 def accept_ranks(
     rank: Rank, announce: Callable[[RankAddress], object], timeout_s: float
-) -> tuple[zmq.Socket[bytes], list[Peer]]:
-    """Waits on rank 0 until all other ranks have connected.
+) -> tuple[zmq.Socket[bytes], dict[bytes, str]]:
+    """Wait on rank 0 until all other ranks have connected; return a ROUTER socket, and the names of ranks by identity.
 
-    Args:
-        rank: This rank.
-        announce: Sends the other ranks the address that they pass to `connect_to_rank_0`.
-        timeout_s: Seconds in which they must connect.
-
-    Returns:
-        A ROUTER socket, and the ranks in order.
-
-    Raises:
-        RuntimeError: A rank did not connect in time.
+    `announce` sends them the address for `connect_to_rank_0`. Raises RuntimeError if a rank did not connect in time.
     """
-    here = os.environ.get("LOCAL_WORLD_SIZE") == str(rank.world_size)
-    host = "127.0.0.1" if here else os.environ.get("MASTER_ADDR", "127.0.0.1")
+    local = os.environ.get("LOCAL_WORLD_SIZE") == str(rank.world_size)
+    host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", "127.0.0.1")
     router = zmq.Context.instance().socket(zmq.ROUTER)
-    router.linger = LINGER_MS
-    router.router_mandatory = True
+    router.linger, router.router_mandatory = LINGER_MS, True
     port = router.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
     secret = secrets.token_hex(16)
     expected = {_identity(secret, index): index for index in range(1, rank.world_size)}
     announce(RankAddress(host, port, secret))
-    peers: dict[int, Peer] = {}
+    names: dict[bytes, str] = {}
     deadline = time.monotonic() + timeout_s
-    while missing := sorted(set(expected.values()) - set(peers)):
+    while missing := [index for identity, index in expected.items() if identity not in names]:
         if not router.poll(max(0, int(1000 * (deadline - time.monotonic())))):
             router.close()
             raise RuntimeError(f"ranks {missing} must connect to rank 0 within {timeout_s:g} s, got nothing from them")
         identity, *frames = router.recv_multipart()
         if identity in expected:
-            peers[expected[identity]] = Peer(expected[identity], decode_hello(frames[0]).process, identity)
-    return router, [peers[index] for index in sorted(peers)]
+            names[identity] = f"rank {expected[identity]} (process {decode_hello(frames[0]).process})"
+    return router, names
 
 
 def connect_to_rank_0(rank: Rank, address: RankAddress) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """Connects any other rank to rank 0.
-
-    Args:
-        rank: This rank.
-        address: As rank 0 has announced it.
-
-    Returns:
-        A DEALER socket, and one that can be read when the connection has ended.
-    """
+    """Connect another rank to rank 0; return a DEALER socket, and one that can be read when the connection has ended."""
     dealer = zmq.Context.instance().socket(zmq.DEALER)
-    dealer.linger = LINGER_MS
-    dealer.routing_id = _identity(address.secret, rank.index)
+    dealer.linger, dealer.routing_id = LINGER_MS, _identity(address.secret, rank.index)
     ended = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     dealer.connect(f"tcp://{address.host}:{address.port}")
-    dealer.send(encode(Hello(rank.index, os.getpid())))
+    dealer.send(encode(Hello(os.getpid())))
     return dealer, ended
 
 
 def close_dealer(dealer: zmq.Socket[bytes]) -> None:
-    """Closes a socket of `connect_to_rank_0` and the one beside it."""
+    """Close both sockets of `connect_to_rank_0`."""
     dealer.disable_monitor()
     dealer.close()
 
@@ -119,58 +81,42 @@ class RankChannel:
 
     Every rank makes one, and calls `broadcast` (rank 0) or `receive` (the others) equally often.
 
-    Args:
-        rank: This rank.
-        timeout_s: Seconds after which a rank that waits for a message, or for a receiver, gives up.
-
-    Raises:
-        RuntimeError: A rank did not connect in time.
+    A wait for a message, or for a receiver, raises RuntimeError after `timeout_s`.
     """
 
     def __init__(self, rank: Rank, timeout_s: float) -> None:
         self._rank, self._timeout = rank, timeout_s
-        self._peers: list[Peer] = []
+        self._names: dict[bytes, str] = {}
         self._socket: zmq.Socket[bytes] | None = None
         if rank.world_size == 1:
             return
         if rank.first:
-            self._socket, self._peers = accept_ranks(rank, self._share_address, timeout_s)
+            self._socket, self._names = accept_ranks(rank, self._share_address, timeout_s)
             self._socket.sndtimeo = int(1000 * timeout_s)
         else:
             self._socket, ended = connect_to_rank_0(rank, self._share_address())
-            self._poller = zmq.Poller()
-            self._poller.register(self._socket, zmq.POLLIN)
-            self._poller.register(ended, zmq.POLLIN)
+            self._poller = poller(self._socket, ended)
 
     def broadcast(self, message: ToRank) -> None:
-        """Sends a message to all other ranks, on rank 0.
-
-        Raises:
-            RuntimeError: One is gone, or does not receive.
-        """
+        """Send a message to all other ranks, on rank 0; raise RuntimeError if one is gone, or does not receive."""
         data = encode(message)
-        for peer in self._peers:
-            assert self._socket is not None, "there are peers"
+        for identity, name in self._names.items():
+            assert self._socket is not None, "there are other ranks"
             try:
-                self._socket.send_multipart([peer.identity, data])
+                self._socket.send_multipart([identity, data])
             except zmq.Again:
                 raise RuntimeError(
-                    f"rank {peer.rank} must receive a message within {self._timeout:g} s, got none received"
+                    f"{name} must receive a message within {self._timeout:g} s, got none received"
                 ) from None
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                raise RuntimeError(f"rank {peer.rank} (process {peer.process}) is gone") from None
+                raise RuntimeError(f"{name} is gone") from None
 
     def receive(self) -> ToRank:
-        """Returns the next message of rank 0, on any other rank.
-
-        Raises:
-            RuntimeError: Rank 0 is gone, or has sent nothing in time.
-        """
+        """Return the next message of rank 0, on any other rank; raise RuntimeError if it is gone, or sends nothing in time."""
         assert self._socket is not None, "there is a rank 0 beside this one"
-        ready = dict(self._poller.poll(int(1000 * self._timeout)))
-        if not ready:
+        if not self._poller.poll(int(1000 * self._timeout)):
             raise RuntimeError(f"rank 0 must send a message within {self._timeout:g} s, got none")
         try:  # what was sent before the end is still there after it
             return decode_to_rank(self._socket.recv(zmq.NOBLOCK))
@@ -178,13 +124,13 @@ class RankChannel:
             raise RuntimeError("rank 0 is gone") from None
 
     def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         if self._socket is not None:
             self._socket.close() if self._rank.first else close_dealer(self._socket)
-            self._socket, self._peers = None, []
+            self._socket, self._names = None, {}
 
     def _share_address(self, address: RankAddress | None = None) -> RankAddress:
-        """Broadcasts the address of rank 0 over the process group: the only message that takes this way."""
+        """Broadcast the address of rank 0 over a process group of its own: the only message that takes this way."""
         data = b"" if address is None else msgspec.json.encode(address)
         frame = torch.frombuffer(bytearray(data.ljust(FRAME)), dtype=torch.uint8)
         group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=self._timeout))

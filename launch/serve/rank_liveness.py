@@ -15,13 +15,13 @@ from collections.abc import Callable
 import zmq
 
 from ringattn.launch.runtime.distributed import Rank
-from ringattn.launch.serve.messages import Heartbeat, RankAddress, encode
-from ringattn.launch.serve.rank_channel import Peer, RankChannel, accept_ranks, close_dealer, connect_to_rank_0
+from ringattn.launch.serve.messages import Heartbeat, RankAddress, encode, poller
+from ringattn.launch.serve.rank_channel import RankChannel, accept_ranks, close_dealer, connect_to_rank_0
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
 CLOSING_S = 0.1
-"""Seconds after which a thread sees at the latest that its rank has ended."""
+"""Seconds after which a thread ends at the latest when its rank has ended."""
 
 _HEARTBEAT = encode(Heartbeat())
 
@@ -32,13 +32,8 @@ class RankLiveness:
     Every rank makes one; it returns when all are connected.
 
     Args:
-        rank: This rank.
-        channel: Carries the address of rank 0 to the others.
         lost: Called, in the thread, with a message that names the rank which is gone or silent.
         timeout_s: Seconds without a heartbeat after which a rank counts as lost, and in which all must connect.
-
-    Raises:
-        RuntimeError: A rank did not connect in time.
     """
 
     def __init__(self, rank: Rank, channel: RankChannel, lost: Callable[[str], None], timeout_s: float) -> None:
@@ -49,8 +44,8 @@ class RankLiveness:
         if rank.world_size == 1:
             return
         if rank.first:
-            router, peers = accept_ranks(rank, channel.broadcast, timeout_s)
-            self._start(lambda: self._watch_ranks(router, peers))
+            router, names = accept_ranks(rank, channel.broadcast, timeout_s)
+            self._start(lambda: self._watch_ranks(router, names))
         else:
             address = channel.receive()
             assert isinstance(address, RankAddress), "all ranks make a RankLiveness at the same time"
@@ -58,15 +53,11 @@ class RankLiveness:
             self._start(lambda: self._watch_rank_0(dealer, ended))
 
     def expect_end(self) -> None:
-        """Ranks that end from now on are not lost. Rank 0 calls it before it sends Stop."""
+        """Declare that ranks which end from now on are not lost. Rank 0 calls it before it sends Stop."""
         self._expected.set()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends the thread; rank 0 waits until the others have ended theirs, to which its own end would be a loss.
-
-        Args:
-            timeout_s: Seconds it waits at most.
-        """
+        """End the thread; rank 0 waits at most timeout_s until the others have ended theirs, to which its end would be a loss."""
         self._expected.set()
         self._closing.set()
         if self._thread is not None:
@@ -76,74 +67,60 @@ class RankLiveness:
         self._thread = threading.Thread(target=body, daemon=True, name="rank_liveness")
         self._thread.start()
 
-    def _watch_ranks(self, router: zmq.Socket[bytes], peers: list[Peer]) -> None:
-        """On rank 0: receives heartbeats, and sends some, which raises where a rank is gone."""
-        poller = zmq.Poller()
-        poller.register(router, zmq.POLLIN)
+    def _watch_ranks(self, router: zmq.Socket[bytes], connected: dict[bytes, str]) -> None:
+        """Receive heartbeats on rank 0, and send some, which raises if a rank is gone."""
         ended = router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        poller.register(ended, zmq.POLLIN)
-        connected = {peer.identity: peer for peer in peers}
-        heard = dict.fromkeys(connected, time.monotonic())
-        beat = 0.0
+        events = poller(router, ended)
+        last_message = dict.fromkeys(connected, time.monotonic())
+        next_beat = 0.0
         while connected:
-            ready = dict(poller.poll(int(1000 * BEAT_S)))
+            ready = dict(events.poll(int(1000 * BEAT_S)))
             now = time.monotonic()
-            for identity in _senders(router):
-                heard[identity] = now
-            if ended not in ready and now < beat:
+            while router.poll(0):
+                last_message[router.recv_multipart()[0]] = now
+            if ended not in ready and now < next_beat:
                 continue
             while ended.poll(0):
                 ended.recv_multipart()
-            beat = now + BEAT_S
-            for identity, peer in list(connected.items()):
-                how = self._state_of(router, identity, now - heard[identity])
-                if how is not None:
+            next_beat = now + BEAT_S
+            for identity, name in list(connected.items()):
+                problem = None
+                if now - last_message[identity] > self._timeout:
+                    problem = f"has sent no heartbeat for {self._timeout:g} s"
+                try:
+                    router.send_multipart([identity, _HEARTBEAT], zmq.NOBLOCK)
+                except zmq.Again:
+                    pass  # it does not receive; its own heartbeats decide
+                except zmq.ZMQError:
+                    problem = "is gone"
+                if problem is not None:
                     del connected[identity]
-                    if not self._expected.is_set():
-                        self._lost(f"rank {peer.rank} (process {peer.process}) {how}")
+                    self._lose(f"{name} {problem}")
         router.disable_monitor()
         router.close()
 
-    def _state_of(self, router: zmq.Socket[bytes], identity: bytes, silent_s: float) -> str | None:
-        """Return how a rank was lost; None when it is connected."""
-        try:
-            router.send_multipart([identity, _HEARTBEAT], zmq.NOBLOCK)
-        except zmq.Again:
-            pass  # it does not receive; its own heartbeats say more
-        except zmq.ZMQError:
-            return "is gone"
-        return f"has sent no heartbeat for {self._timeout:g} s" if silent_s > self._timeout else None
-
     def _watch_rank_0(self, dealer: zmq.Socket[bytes], ended: zmq.Socket[bytes]) -> None:
-        """On any other rank: sends heartbeats, and waits for the end of rank 0."""
-        poller = zmq.Poller()
-        poller.register(dealer, zmq.POLLIN)
-        poller.register(ended, zmq.POLLIN)
-        beat, heard = 0.0, time.monotonic()
+        """Send heartbeats on any other rank, and wait for the end of rank 0."""
+        events = poller(dealer, ended)
+        next_beat, last_message = 0.0, time.monotonic()
         while not self._closing.is_set():
-            ready = dict(poller.poll(int(1000 * CLOSING_S)))
+            ready = dict(events.poll(int(1000 * CLOSING_S)))
             now = time.monotonic()
-            how = "is gone" if ended in ready else None
+            problem = "is gone" if ended in ready else None
             if dealer in ready:
                 dealer.recv()
-                heard = now
-            elif now - heard > self._timeout:
-                how = f"has sent no heartbeat for {self._timeout:g} s"
-            if how is not None:
-                if not self._expected.is_set():
-                    self._lost(f"rank 0 {how}")
+                last_message = now
+            elif now - last_message > self._timeout:
+                problem = f"has sent no heartbeat for {self._timeout:g} s"
+            if problem is not None:
+                self._lose(f"rank 0 {problem}")
                 break
-            if now >= beat:
-                beat = now + BEAT_S
+            if now >= next_beat:
+                next_beat = now + BEAT_S
                 with contextlib.suppress(zmq.Again):
                     dealer.send(_HEARTBEAT, zmq.NOBLOCK)
         close_dealer(dealer)
 
-
-def _senders(router: zmq.Socket[bytes]) -> set[bytes]:
-    """The ranks of which something has come; reads it."""
-    found = set()
-    with contextlib.suppress(zmq.Again):
-        while True:
-            found.add(router.recv_multipart(zmq.NOBLOCK)[0])
-    return found
+    def _lose(self, message: str) -> None:
+        if not self._expected.is_set():
+            self._lost(message)

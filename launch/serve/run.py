@@ -1,13 +1,12 @@
-"""One rank of the server: loads the model, serves or follows rank 0, and ends.
+"""One rank of the server: loads the model, computes steps until the server ends, and handles signals and failures.
 
-Handles signals and failures. Ranks are started by cli.py.
+Ranks are started by cli.py.
 
-Note [Shutdown]
-    On SIGTERM or SIGINT rank 0 accepts no more requests, rejects waiting ones, waits up to --grace seconds for running ones, and
-    sends Stop to the other ranks; all exit with 0. The others ignore both signals: they end when rank 0 sends Stop or is gone. When
-    a rank or the HTTP process is lost, or a step fails, every rank prints the cause it knows and exits with 1; open requests get an
-    error. Every wait has a timeout: collectives give up after --timeout, each rank holds a connection whose end is noticed at
-    once (rank_liveness.py), and so does the HTTP process (engine_server.py), which ends with the message Stop, or with rank 0.
+On SIGTERM or SIGINT rank 0 accepts no more requests, rejects waiting ones, waits up to --grace seconds for running ones, and
+sends Stop to the other ranks; all exit with 0. The others ignore both signals: they end when rank 0 sends Stop or is gone. When a
+rank or the HTTP process is lost, or a step fails, every rank prints the cause it knows and exits with 1; open requests get an
+error. Every wait has a timeout: collectives give up after --timeout, each rank holds a connection whose end is noticed at once
+(rank_liveness.py), and so does the HTTP process (engine_server.py), which ends with the message Stop, or with rank 0.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from ringattn.launch.runtime.distributed import Rank, Refusal, join_ranks
+from ringattn.launch.runtime.distributed import Rank, Refusal, init_ranks
 from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.runtime.session import Session, machine
-from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, raise_file_limit
+from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, freeze_gc, raise_file_limit
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
-from ringattn.launch.serve.freeze_gc import freeze_gc
 from ringattn.launch.serve.messages import PortResult, Settings, Stop
 from ringattn.launch.serve.model_runner import ModelRunner
 from ringattn.launch.serve.models import ServedModel, broadcast_weights, describe_cache, load_model, make_cache
@@ -46,17 +44,14 @@ T = TypeVar("T")
 
 FAREWELL_S = 1.0
 """Seconds in which error answers may be sent before the process exits."""
-
 HTTP_EXIT_S = 10.0
 """Seconds in which the HTTP process must exit after Stop."""
+SHOWN_FLAGS = "kv_dtype page_size chunk max_running queue max_connections keep_prefixes fuse split".split()
+"""Flags on which speeds depend, shown by /state."""
 
 
 class FatalExit:
-    """Ends the process after a fatal failure: prints the cause, fails all requests, and exits.
-
-    Args:
-        rank: This rank.
-    """
+    """Ends the process after a fatal failure: prints the cause, fails all requests, and exits."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -73,39 +68,33 @@ class FatalExit:
             self.engine.fail(f"the server is going down: {why}")
             time.sleep(FAREWELL_S)
         if self.process is not None:
-            self.process.kill()  # with it the port is free
+            self.process.kill()
         os._exit(1)
 
 
 def run_rank(args: ServeArgs) -> int:
-    """Run one rank of the server.
-
-    Returns:
-        The exit code: 0 after an orderly shutdown. A failure ends the process.
-    """
+    """Run one rank of the server; return 0 after an orderly shutdown. A failure ends the process."""
     stops: list[int] = []
     serving = threading.Event()
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         del frame
         if not serving.is_set():
             os._exit(128 + number)  # nothing is open that could be ended in order
         stops.append(number)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with join_ranks(args.device, args.timeout) as rank, contextlib.ExitStack() as stack:
+        with init_ranks(args.device, args.timeout) as rank, contextlib.ExitStack() as stack:
             fatal_exit = FatalExit(rank)
             channel = RankChannel(rank, args.timeout)
             stack.callback(channel.close)
             try:
                 bound = _with_port(args, rank, channel, lambda: _bind(args))
-                port = 0
                 if bound is not None:
-                    port = bound.getsockname()[1]
                     fatal_exit.process = HttpProcess(bound)
                     stack.callback(fatal_exit.process.kill)
-                served, model_runner, cache = _prepare(args, rank)  # which may take minutes
+                served, model_runner = _prepare(args, rank)  # which may take minutes
                 _with_port(args, rank, channel, lambda: fatal_exit.process and fatal_exit.process.listen())
                 freeze_gc()
                 liveness = RankLiveness(rank, channel, fatal_exit, args.timeout)
@@ -114,7 +103,7 @@ def run_rank(args: ServeArgs) -> int:
                     worker_loop(model_runner, channel)
                     liveness.close()
                 else:
-                    _serve(args, rank, channel, liveness, served, model_runner, port, cache, fatal_exit, stops)
+                    _serve(args, rank, channel, liveness, served, model_runner, fatal_exit, stops)
             except Refusal:
                 raise  # on every rank alike
             except Exception as error:
@@ -130,8 +119,8 @@ def run_rank(args: ServeArgs) -> int:
     return 0
 
 
-def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner, str]:
-    """Load the model; return it with its runner and a description of the cache."""
+def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner]:
+    """Load the model; return it with its runner."""
     if args.nproc not in (None, rank.world_size):
         raise Refusal(
             f"nproc must be the number of ranks that torchrun started, got {args.nproc} and {rank.world_size}; leave it out"
@@ -142,11 +131,13 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner, str
         served = load_model(
             args.model, name=args.name, dtype=args.dtype, device=rank.device, seed=args.seed, max_len=args.max_len
         )
-    except (Refusal, ValueError, OSError, ImportError) as error:
-        problem = f"{args.model} cannot be served: {error}" if not isinstance(error, Refusal) else str(error)
+    except Refusal as error:
+        problem = str(error)
+    except (ValueError, OSError, ImportError) as error:
+        problem = f"{args.model} cannot be served: {error}"
     try:
-        shown = dataclasses.asdict(dataclasses.replace(args, api_key=None))
-        ring.assert_equal_across_ranks("flags and model", problem or f"{shown} {served.facts if served else ''}")
+        flags = dataclasses.asdict(dataclasses.replace(args, api_key=None))
+        ring.assert_equal_across_ranks("flags and model", problem or f"{flags} {served.facts if served else ''}")
     except ValueError as error:
         raise Refusal(str(error)) from None
     if served is None:
@@ -162,21 +153,17 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner, str
     for line in model_runner.prepare(served.length):
         if rank.first:
             print(line, flush=True)
-    return served, model_runner, describe_cache(cache)
+    return served, model_runner
 
 
 def _bind(args: ServeArgs) -> socket.socket:
-    """Binds the port for clients, and allows as many open files as there may be connections."""
+    """Bind the port for clients, and raise the limit of open files to that of connections."""
     raise_file_limit(args.max_connections)
     return bind(args.host, args.port)
 
 
 def _with_port(args: ServeArgs, rank: Rank, channel: RankChannel, use: Callable[[], T]) -> T | None:
-    """Uses the port for clients on rank 0, and returns what that gives; returns None on the others.
-
-    Raises:
-        Refusal: The port cannot be had, or not so many connections; on every rank.
-    """
+    """Return the result of `use` on rank 0, and None on the others; raise Refusal on every rank if it fails."""
     error, found = "", None
     if rank.first:
         try:
@@ -191,7 +178,7 @@ def _with_port(args: ServeArgs, rank: Rank, channel: RankChannel, use: Callable[
         channel.broadcast(PortResult(error))
     else:
         result = channel.receive()
-        assert isinstance(result, PortResult), "all ranks ask for the port at the same time"
+        assert isinstance(result, PortResult), "all ranks need the port at the same time"
         error = result.error
     if error:
         raise Refusal(error)
@@ -205,8 +192,6 @@ def _serve(
     liveness: RankLiveness,
     served: ServedModel,
     model_runner: ModelRunner,
-    port: int,
-    cache: str,
     fatal_exit: FatalExit,
     stops: list[int],
 ) -> None:
@@ -219,41 +204,42 @@ def _serve(
         max_running=args.max_running,
         max_waiting=args.queue,
         keep=args.keep_prefixes,
-        pieces=model_runner.pieces,
-        rows=model_runner.rows,
+        pieces=model_runner.graph_runner.most_pieces,
+        rows=model_runner.graph_runner.most_rows,
     )
     engine = Engine(model_runner, scheduler, channel.broadcast, time_limit_s=args.time_limit)
     fatal_exit.engine = engine
-    limits = Limits(
-        body=int(args.max_body_mib * 2**20),
-        length=args.max_len or served.length,
-        max_tokens=args.max_tokens,
-        default_tokens=args.default_tokens,
-    )
-    hosts = LOOPBACK if args.host in LOOPBACK else None
-    where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{port}"
+    where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{process.port}"
     settings = Settings(
         model=served.name,
         tokenizer=served.tokenizer.recipe(),
-        limits=limits,
+        limits=Limits(
+            body=int(args.max_body_mib * 2**20),
+            length=args.max_len or served.length,
+            max_tokens=args.max_tokens,
+            default_tokens=args.default_tokens,
+        ),
         capacity=scheduler.capacity,
         state=engine.state(),
         key=args.api_key,
-        hosts=hosts,
+        hosts=LOOPBACK if args.host in LOOPBACK else None,
         about=_server_info(args, rank, served, model_runner),
         connections=args.max_connections,
     )
     server = EngineServer(engine, process.folder, process.link, process.name, fatal_exit, args.timeout)
     server.start(settings)
-    print(f"cache: {cache}", flush=True)
+    print(f"cache: {describe_cache(model_runner.cache)}", flush=True)
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
     if rank.backend != "none" and ENDED not in os.environ:
         print(
             f"to end it: kill {os.getpid()} (torchrun that is told to end reports the signal as an error)", flush=True
         )
-    over = _stop_on_signals(engine, args.grace, stops, rank)
+    ended = threading.Event()
+    threading.Thread(
+        target=_stop_on_signals, args=(engine, args.grace, stops, rank, ended), daemon=True, name="signals"
+    ).start()
     engine.run()
-    over.set()
+    ended.set()
     liveness.expect_end()
     channel.broadcast(Stop())
     server.stop()
@@ -267,42 +253,22 @@ def _serve(
 def _server_info(args: ServeArgs, rank: Rank, served: ServedModel, model_runner: ModelRunner) -> dict[str, Any]:
     """Return the machine, the model and the flags on which speeds depend; no paths, no key."""
     backend = None if rank.backend == "none" else rank.backend
-    line = machine(Session(rank.index, rank.world_size, rank.device, backend))
-    names = (
-        "kv_dtype",
-        "page_size",
-        "chunk",
-        "max_running",
-        "queue",
-        "max_connections",
-        "keep_prefixes",
-        "fuse",
-        "split",
-    )
+    facts = machine(Session(rank.index, rank.world_size, rank.device, backend))
     return {
-        **{name: value for name, value in line.items() if name not in ("command", "date")},
+        **{name: value for name, value in facts.items() if name not in ("command", "date")},
         "kind": type(served.model).__name__,
         "parameters": sum(x.numel() for x in served.model.parameters()),
         "dtype": str(served.model.dtype).removeprefix("torch."),
         "vocab_size": served.tokenizer.vocab_size,
-        "graphs": model_runner.graphs,
-        "flags": {name: getattr(args, name) for name in names},
+        "graphs": model_runner.graph_runner.captured,
+        "flags": {name: getattr(args, name) for name in SHOWN_FLAGS},
     }
 
 
-def _stop_on_signals(engine: Engine, grace_s: float, stops: list[int], rank: Rank) -> threading.Event:
-    """Stop an engine after a signal or when the launcher is gone, until the returned event is set."""
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.1):
-            if engine.closed:
-                return  # it is going down already
-            if stops or rank.orphaned:
-                why = signal.Signals(stops[0]).name if stops else "the end of its launcher"
-                print(f"stopping after {why}: running requests have {grace_s:g} s to end", flush=True)
-                engine.stop(grace_s)
-                return
-
-    threading.Thread(target=look, daemon=True, name="signals").start()
-    return over
+def _stop_on_signals(engine: Engine, grace_s: float, stops: list[int], rank: Rank, ended: threading.Event) -> None:
+    """Stop an engine after a signal or when the launcher is gone, until an event is set."""
+    while not ended.wait(0.1) and not engine.closed:
+        if stops or rank.orphaned:
+            why = signal.Signals(stops[0]).name if stops else "the end of its launcher"
+            print(f"stopping after {why}: running requests have {grace_s:g} s to end", flush=True)
+            engine.stop(grace_s)

@@ -1,33 +1,19 @@
-"""Sampling of tokens from logits, in plain torch.
+"""Sampling of tokens from logits, in plain torch: penalties, biases, temperature, top-k, top-p, min-p, seeds and logprobs.
 
-Applies penalties, biases, temperature, top-k, top-p, min-p, seeds and logprobs. Legend: b rows,
-vocab.
+Legend: b rows, vocab.
 
-Note [Order of options]
-    logit_bias, then repetition_penalty, then frequency_penalty and presence_penalty change the logits, also where the largest is
-    taken. Temperature, top_k, top_p and min_p follow where a token is drawn; each sees what the one before it left. This is the
-    order of transformers, which has no frequency_penalty and presence_penalty; these have vLLM's meaning and place. Logprobs are
-    those of the model: of the logits before all options.
+Note [Reproducible draws]
+    A row gives the same token whatever is computed beside it. With m the largest logit of a row, the weight of a token with
+    logit x is 2^((x - m) log2(e) / temperature) as a multiple of 2^-40: an integer, whose sums do not depend on the order of
+    adding.
 
-Note [Weights]
-    With m the largest logit of a row, the weight of a token with logit x is 2^((x - m) log2(e) / temperature), as a multiple of
-    2^-40: an integer, rounded to nearest. Integers are added up without rounding, so sums do not depend on the order of adding: a
-    row gives the same token whatever is computed beside it. A token less than 2^-41 as likely as the likeliest has weight 0 and is
-    never drawn; so has a logit of -inf.
+    top_k keeps the k largest logits. With W the sum of the weights that are left, top_p keeps x >= t, where t is the largest
+    logit such that the weights from there on come to at least top_p W. min_p keeps weights of at least min_p times the largest
+    one. The likeliest token is always kept, and so are tokens exactly as likely as the last one that top_k or top_p keeps.
 
-Note [Truncation]
-    top_k keeps the k largest logits. With W the sum of the weights that are left, top_p keeps x >= t, where t is the largest logit
-    such that the weights from there on come to at least top_p W. min_p keeps weights of at least min_p times the largest one. The
-    likeliest token is always in, and so are tokens exactly as likely as the last one that top_k or top_p keeps.
-
-Note [Draws]
-    With K the sum of the weights that are in, and a number u in [0, 1), the token is the first one in the order of the vocabulary
-    up to which the weights come to more than floor(u K); u K is rounded to fp64. The number is a hash of the request's seed and of
-    how many tokens were drawn for it before. So what a seed gives depends on the request alone, not on those computed beside it.
-
-Note [Asynchronous sampling]
-    The next step may be computed from tokens that only the device knows. So what is chosen is enqueued behind the logits, on the
-    way there and back through pinned memory, and read later. Tokens of an answer are counted for penalties on the device, too.
+    With K the sum of the weights that are kept, and a number u in [0, 1), the sampled token is the first one in the order of
+    the vocabulary up to which the weights come to more than floor(u K); u K is rounded to fp64. The number is a hash of the
+    request's seed and of how many tokens were drawn for it before.
 """
 
 from __future__ import annotations
@@ -36,53 +22,51 @@ import hashlib
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from ringattn.launch.serve.messages import Logprob, SamplingOptions
-
 MIN_TEMPERATURE = 1e-6
 """Temperatures below it choose the same, and might be 0 in fp32."""
-
 ONE = 2.0**40
 """The weight of the likeliest token."""
-
 LOG2E = 1.0 / math.log(2.0)
-
 MAX_SCALE = 2.0**100
 """Upper bound of the factor of logit differences, and inverse of the lower bound: 0 times infinity is NaN."""
-
 MAX_LOGITS = 2**22
 """Logits of a row: their weights come to less than 2^63."""
-
 IN_PROMPT = 2**30
-"""Added to a token's count in the answer where the prompt has it, too."""
+"""Added to a token's count in the answer if the prompt contains it."""
 
 
-@dataclass
-class Sampling:
-    """Sampling options and state of one request (Note [Order of options]). It serves one answer.
+class Logprob(msgspec.Struct, array_like=True, frozen=True):
+    """Log probability of a token, and the likeliest tokens with theirs, likeliest first; natural log, at temperature 1."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Sampling(msgspec.Struct, array_like=True, dict=True):
+    """Sampling options of one answer, and its state: the numbers drawn and the tokens counted so far.
+
+    logit_bias, then repetition_penalty, then frequency_penalty and presence_penalty change the logits, also at temperature 0.
+    Temperature, top_k, top_p and min_p follow if a token is drawn; each sees the tokens that the one before it kept. This is the
+    order of transformers, with vLLM's meaning and place of frequency_penalty and presence_penalty.
 
     Attributes:
-        temperature: Logits are divided by it; 0 takes the largest.
-        top_p: Only the likeliest tokens that together have this probability.
-        seed: Of the request's draws; None for a random one.
-        logprobs: How many of the likeliest tokens to name beside the chosen one; None for no logprobs.
-        top_k: Only so many of the likeliest tokens; 0 for all.
-        min_p: Only tokens that have at least this share of the likeliest token's probability.
-        repetition_penalty: Positive logits of tokens in the prompt or the answer are divided by it, others multiplied.
-        presence_penalty: Subtracted from logits of tokens that the answer has.
-        frequency_penalty: Subtracted from logits as often as the answer has the token.
+        temperature: Divisor of the logits; 0 takes the largest.
+        seed: Seed of the draws; None for a random one. An integer becomes a string: msgpack has none beyond 64 bits.
+        logprobs: Number of likeliest tokens to report beside the sampled one; None for no logprobs.
+        top_k: 0 for all tokens.
         logit_bias: Tokens, each once, and what is added to their logits.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
-    seed: int | None = None
+    seed: int | str | None = None
     logprobs: int | None = None
     top_k: int = 0
     min_p: float = 0.0
@@ -92,9 +76,10 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        seed = secrets.token_hex() if self.seed is None else hex(self.seed)
-        self._hash = hashlib.blake2b(seed.encode(), digest_size=8)
-        self._drawn = 0
+        if isinstance(self.seed, int):
+            self.seed = hex(self.seed)
+        self._hash = hashlib.blake2b((self.seed or secrets.token_hex()).encode(), digest_size=8)
+        self._num_drawn = 0
         # on the device, from the first token on
         self._counts: Tensor | None = None
         self._biases: tuple[Tensor, Tensor] | None = None
@@ -105,151 +90,119 @@ class Sampling:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def cuts(self) -> bool:
+    def truncated(self) -> bool:
         """Whether tokens must be sorted."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
     def draw(self) -> float:
-        """The next number in [0, 1) (Note [Draws])."""
+        """Return the next number in [0, 1) (Note [Reproducible draws])."""
         numbered = self._hash.copy()
-        numbered.update(self._drawn.to_bytes(8, "little"))
-        self._drawn += 1
+        numbered.update(self._num_drawn.to_bytes(8, "little"))
+        self._num_drawn += 1
         return (int.from_bytes(numbered.digest(), "little") >> 11) * 2.0**-53
 
-    def counts(self, prompt: Sequence[int], x: Tensor) -> Tensor:
-        """Return the count of each token in the answer, and IN_PROMPT more where the prompt has it: `vocab` int32.
+    def draw_settings(self) -> tuple[float, ...]:
+        """Return the row of `draw`'s settings for the next token."""
+        if self.temperature <= 0:
+            return 0.0, 0.0, 1.0, 0.0, 0.0
+        return max(self.temperature, MIN_TEMPERATURE), self.top_k, self.top_p, self.min_p, self.draw()
 
-        Args:
-            prompt: Its tokens.
-            x: `b vocab`: on the same device.
-        """
+    def counts(self, prompt: Sequence[int], x: Tensor) -> Tensor:
+        """Return the count of each token in the answer, and IN_PROMPT more if the prompt has it: `vocab` int32, where x is."""
         if self._counts is None:
             self._counts = torch.zeros(x.shape[1], dtype=torch.int32, device=x.device)
             known = [token for token in set(prompt) if token < x.shape[1]]
             self._counts.index_fill_(0, to_device(known, torch.int64, x.device), IN_PROMPT)
         return self._counts
 
-    def count(self, counts: Tensor) -> None:
-        """Takes the counts with one more token."""
+    def set_counts(self, counts: Tensor) -> None:
+        """Store the counts after one more token."""
         self._counts = counts
 
     def biases(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens of `logit_bias` and what is added to their logits, on the device of x, `b vocab`."""
+        """Return the tokens of `logit_bias` and what is added to their logits, on the device of x, `b vocab`."""
         if self._biases is None:
             known = [(token, bias) for token, bias in self.logit_bias if token < x.shape[1]]
             tokens = to_device([token for token, _ in known], torch.int64, x.device)
             self._biases = tokens, to_device([bias for _, bias in known], torch.float32, x.device)
         return self._biases
 
-    def options(self) -> SamplingOptions:
-        """The options as they are sent."""
-        options: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
-        options["seed"] = None if self.seed is None else hex(self.seed)
-        return SamplingOptions(**options)
-
-    @classmethod
-    def of(cls, options: SamplingOptions) -> Sampling:
-        """The sampling of options that were sent, before it has drawn anything."""
-        known: dict[str, Any] = msgspec.structs.asdict(options)
-        known["seed"] = None if options.seed is None else int(options.seed, 16)
-        return cls(**known)
-
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """Sampled tokens, enqueued on the device; nothing was waited for.
-
-    Attributes:
-        tokens: `b` int64; -1 where the largest logit is no finite number.
-        said: Logprobs of the rows that want any, as `score` gives them; None when no row does.
-        how: For each row.
-        scores: Logprobs of tokens of prompts, as `score` gives them, one tensor per prompt.
-    """
+    """Sampled tokens on the device, -1 where the largest logit is not finite, and what `score` returns for rows and for prompts."""
 
     tokens: Tensor
-    said: Tensor | None
-    how: tuple[Sampling, ...]
+    logprobs: Tensor | None
+    samplings: tuple[Sampling, ...]
     scores: tuple[Tensor, ...] = ()
 
     def on_host(self) -> SampledTokens:
-        """The same where the host can read it, once the current stream has come there."""
-        said = None if self.said is None else _to_host(self.said)
-        return SampledTokens(_to_host(self.tokens), said, self.how, tuple(map(_to_host, self.scores)))
+        """Return a copy that the host can read once the current stream has come there."""
+        logprobs = None if self.logprobs is None else _to_host(self.logprobs)
+        return SampledTokens(_to_host(self.tokens), logprobs, self.samplings, tuple(map(_to_host, self.scores)))
 
     def read(self) -> list[tuple[int | None, Logprob | None]]:
-        """For each row the token, None where there is none, and its logprob where that is wanted."""
+        """Return the token of each row, None where there is none, and its logprob where that is wanted."""
         found: list[tuple[int | None, Logprob | None]] = []
-        said = iter([] if self.said is None else self.said.tolist())
-        for token, one in zip(self.tokens.tolist(), self.how, strict=True):
-            logprob = None if one.logprobs is None else _read_logprob(next(said), one.logprobs)
+        rows = iter([] if self.logprobs is None else self.logprobs.tolist())
+        for token, sampling in zip(self.tokens.tolist(), self.samplings, strict=True):
+            logprob = None if sampling.logprobs is None else _read_logprob(next(rows), sampling.logprobs)
             found.append((token, logprob) if token >= 0 else (None, None))
         return found
 
     def read_scores(self) -> list[tuple[Logprob, ...] | None]:
-        """The logprobs of tokens of prompts, by prompt; None where one is no number."""
+        """Return the logprobs of prompt tokens, by prompt; None where one is NaN."""
         found: list[tuple[Logprob, ...] | None] = []
-        for one in self.scores:
-            told = tuple([_read_logprob(row, one.shape[1] // 2) for row in one.tolist()])
-            found.append(None if any(math.isnan(token.logprob) for token in told) else told)
+        for scores in self.scores:
+            read = tuple([_read_logprob(row, scores.shape[1] // 2) for row in scores.tolist()])
+            found.append(None if any(math.isnan(token.logprob) for token in read) else read)
         return found
 
 
-def sample_tokens(logits: Tensor, how: Sequence[Sampling], prompts: Sequence[Sequence[int]]) -> SampledTokens:
-    """Sample a token for every row, without waiting for the device.
-
-    Args:
-        logits: `b vocab`.
-        how: For each row; called once for each token of an answer, in order.
-        prompts: For each row the tokens before the answer.
-    """
+def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequence[Sequence[int]]) -> SampledTokens:
+    """Sample a token for every row of logits, `b vocab`, without waiting for the device; call it once per token of an answer."""
     device = logits.device
-    counted = [row for row, one in enumerate(how) if one.penalized]
+    counted = [row for row, sampling in enumerate(samplings) if sampling.penalized]
     x = logits
-    if counted or any(one.logit_bias for one in how):
+    if counted or any(sampling.logit_bias for sampling in samplings):
         x = logits.to(torch.float32, copy=True)
-        _add_biases_(x, how)
+        _add_biases_(x, samplings)
     at = counts = None
     if counted:
         at = to_device(counted, torch.int64, device)
-        counts = torch.stack([how[row].counts(prompts[row], x) for row in counted])
-        options = [
-            (how[row].repetition_penalty, how[row].frequency_penalty, how[row].presence_penalty) for row in counted
-        ]
-        x[at] = penalize(x[at], counts, to_device(options, torch.float32, device))
-    settings = cut = None
-    if any(one.temperature > 0 for one in how):
-        settings = to_device([_draw_settings(one) for one in how], torch.float64, device)
-        sorted_out = [row for row, one in enumerate(how) if one.cuts]
-        cut = to_device(sorted_out, torch.int64, device) if sorted_out else None
-    tokens = draw(x, settings, cut)
+        counts = torch.stack([samplings[row].counts(prompts[row], x) for row in counted])
+        options = [(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in samplings]
+        x[at] = penalize(x[at], counts, to_device([options[row] for row in counted], torch.float32, device))
+    settings = truncated = None
+    if any(sampling.temperature > 0 for sampling in samplings):
+        settings = to_device([sampling.draw_settings() for sampling in samplings], torch.float64, device)
+        rows = [row for row, sampling in enumerate(samplings) if sampling.truncated]
+        truncated = to_device(rows, torch.int64, device) if rows else None
+    tokens = draw(x, settings, truncated)
     if at is not None and counts is not None:
         counts.scatter_add_(1, tokens[at].clamp(min=0)[:, None], torch.ones_like(counts[:, :1]))
         for row, one in zip(counted, counts, strict=True):
-            how[row].count(one)
-    wanting = [row for row, one in enumerate(how) if one.logprobs is not None]
+            samplings[row].set_counts(one)
+    wanting = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
     if not wanting:
-        return SampledTokens(tokens, None, tuple(how))
-    asked = tokens
-    if len(wanting) < len(how):
+        return SampledTokens(tokens, None, tuple(samplings))
+    scored = tokens
+    if len(wanting) < len(samplings):
         rows = to_device(wanting, torch.int64, device)
-        logits, asked = logits[rows], tokens[rows]
-    return SampledTokens(tokens, score(logits, asked, max(how[row].logprobs or 0 for row in wanting)), tuple(how))
+        logits, scored = logits[rows], tokens[rows]
+    logprobs = score(logits, scored, max(samplings[row].logprobs or 0 for row in wanting))
+    return SampledTokens(tokens, logprobs, tuple(samplings))
 
 
-def draw(logits: Tensor, settings: Tensor | None = None, cut: Tensor | None = None) -> Tensor:
-    """A token for every row; nothing is waited for.
+def draw(logits: Tensor, settings: Tensor | None = None, truncated: Tensor | None = None) -> Tensor:
+    """Return a token for every row of logits, `b vocab`; -1 for a row whose largest logit is not finite.
 
     Args:
-        logits: `b vocab`, after penalties and biases.
+        logits: After penalties and biases.
         settings: `b 5` fp64, of each row temperature (0 takes the largest logit, the first of equals), top_k, top_p, min_p, and the
-            number u in [0, 1) (Note [Draws]); None takes the largest everywhere.
-        cut: Rows that have a top_k or a top_p, int64: the others are not sorted. None: no row has.
-
-    Returns:
-        `b` int64; -1 for a row whose largest logit is no finite number, or that holds a NaN.
-
-    Raises:
-        ValueError: Rows hold no logit, or more than MAX_LOGITS.
+            number u (Note [Reproducible draws]); None takes the largest everywhere.
+        truncated: Rows that have a top_k or a top_p, int64: the others are not sorted. None: no row has.
 
     Example:
         >>> logits = torch.tensor([[1.0, 3.0, 2.0]])
@@ -268,32 +221,27 @@ def draw(logits: Tensor, settings: Tensor | None = None, cut: Tensor | None = No
         drawn = temperature > 0
         x = torch.where(finite, logits, 0.0).float()
         weights = token_weights(x, torch.where(finite, largest, 0.0), torch.where(drawn, temperature, 1.0))
-        if cut is not None:
-            weights[cut] = weights[cut].masked_fill(x[cut] < _threshold_logit(x[cut], weights[cut], settings[cut]), 0)
+        if truncated is not None:
+            rows, kept = x[truncated], weights[truncated]
+            weights[truncated] = kept.masked_fill(rows < _threshold_logit(rows, kept, settings[truncated]), 0)
         weights.masked_fill_(weights < (min_p * ONE).ceil().long(), 0)
         sums = weights.cumsum(-1)
-        num_kept_prefixes = sums[:, -1:]
-        goal = (number * num_kept_prefixes.double()).long().minimum(num_kept_prefixes - 1)
+        total = sums[:, -1:]
+        goal = (number * total.double()).long().minimum(total - 1)
         tokens = torch.where(drawn, (sums <= goal).sum(-1, keepdim=True), tokens)
     return torch.where(finite, tokens, -1).squeeze(1)
 
 
 def token_weights(x: Tensor, largest: Tensor, temperature: Tensor) -> Tensor:
-    """The weights of tokens (Note [Weights]), int64.
-
-    Args:
-        x: `b vocab` fp32.
-        largest: `b 1`.
-        temperature: `b 1` fp64.
-    """
+    """Return the weights of tokens (Note [Reproducible draws]), int64; x `b vocab` fp32, largest `b 1`, temperature `b 1` fp64."""
     scale = (LOG2E / temperature).float().clamp(1 / MAX_SCALE, MAX_SCALE)
-    # in fp32 the vector units of a CPU and its scalar ones differ, and where a token stands says which compute its weight
+    # the fp32 exponentials of a CPU's vector and scalar units differ, and a token's place in the row decides which computes it
     likely = torch.exp2(((x - largest) * scale).double()).float()
     return (likely * ONE + 0.5).long()
 
 
 def _threshold_logit(x: Tensor, weights: Tensor, settings: Tensor) -> Tensor:
-    """The smallest logit that top_k and top_p keep, `b 1` (Note [Truncation])."""
+    """Return the smallest logit that top_k and top_p keep, `b 1`."""
     _, top_k, top_p, _, _ = settings.unsqueeze(-1).unbind(1)
     values, names = x.sort(dim=-1, descending=True)
     k = torch.where(top_k > 0, top_k, x.shape[1]).clamp(max=x.shape[1]).long()
@@ -304,13 +252,7 @@ def _threshold_logit(x: Tensor, weights: Tensor, settings: Tensor) -> Tensor:
 
 
 def penalize(x: Tensor, counts: Tensor, options: Tensor) -> Tensor:
-    """Logits after penalties (Note [Order of options]).
-
-    Args:
-        x: `b vocab` fp32.
-        counts: `b vocab` int32: how often the answer has a token, and IN_PROMPT more where the prompt has it.
-        options: `b 3` fp32, of each row repetition, frequency and presence penalty.
-    """
+    """Return logits, `b vocab` fp32, after repetition, frequency and presence penalty, `b 3`; counts as of `Sampling.counts`."""
     repetition, frequency, presence = options.unsqueeze(-1).unbind(1)
     x = torch.where(counts > 0, torch.where(x > 0, x / repetition, x * repetition), x)
     times = counts % IN_PROMPT
@@ -318,16 +260,7 @@ def penalize(x: Tensor, counts: Tensor, options: Tensor) -> Tensor:
 
 
 def score(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """Logprobs of tokens, and of the likeliest ones beside them.
-
-    Args:
-        logits: `b vocab`.
-        tokens: `b` int64; below 0 for none.
-        most: How many of the likeliest.
-
-    Returns:
-        Of each row the token's logprob, those of the likeliest, and these tokens: `b (1 + 2 most)` fp64.
-    """
+    """Return of each row the logprob of its token, those of the `most` likeliest, and these tokens: `b (1 + 2 most)` fp64."""
     x = logits.float()
     own = x.gather(1, tokens.clamp(min=0)[:, None])
     values, names = x.topk(min(most, x.shape[1]))
@@ -336,25 +269,16 @@ def score(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
 
 
 def _read_logprob(row: Sequence[float], most: int) -> Logprob:
-    """A row of `score`."""
     own, *top = row
     found, names = top[: len(top) // 2], top[len(top) // 2 :]
     return Logprob(own, tuple(zip(map(int, names), found, strict=True))[:most])
 
 
-def _draw_settings(one: Sampling) -> tuple[float, ...]:
-    """Return the row of `draw`'s settings for the next token; draws a number if the request has a temperature."""
-    if one.temperature <= 0:
-        return 0.0, 0.0, 1.0, 0.0, 0.0
-    return max(one.temperature, MIN_TEMPERATURE), one.top_k, one.top_p, one.min_p, one.draw()
-
-
-def _add_biases_(x: Tensor, how: Sequence[Sampling]) -> None:
-    """Add the biases of requests to logits, in place."""
+def _add_biases_(x: Tensor, samplings: Sequence[Sampling]) -> None:
     found = []
-    for row, one in enumerate(how):
-        if one.logit_bias:
-            tokens, biases = one.biases(x)
+    for row, sampling in enumerate(samplings):
+        if sampling.logit_bias:
+            tokens, biases = sampling.biases(x)
             found.append((tokens + row * x.shape[1], biases))
     if found:
         slots, biases = map(torch.cat, zip(*found, strict=True))
@@ -362,11 +286,10 @@ def _add_biases_(x: Tensor, how: Sequence[Sampling]) -> None:
 
 
 def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on a device, in stream order."""
+    """Return numbers on a device, in stream order."""
     found = torch.tensor(values, dtype=dtype)
     return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """A copy that the host can read once the current stream has come there."""
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)

@@ -1,81 +1,68 @@
-"""Scheduling of requests, and the contents of each step: continuous batching.
+"""Scheduling of requests, and the contents of each step: continuous batching. Integers only, so it is tested without a model.
 
-Owns the queue, admission to the cache, the sharing of prefixes, and the next step. Steps are computed by model_runner.py and
-driven by engine.py. Integers only, so it is tested without a model.
+Note [Scheduling policy]
+    Requests are admitted in order of arrival. A request is admitted when the cache has pages for its prompt and for all tokens
+    it may still generate, so every admitted request can finish. It starts with a fork of the longest prefix that another
+    request has computed. A request whose prefix is being computed waits for it, and later ones may pass. Prefixes of finished
+    requests are kept until their pages are needed, and are evicted in the order of their last use.
 
-Note [Policy]
-    Requests are admitted in order of arrival. A request is admitted when the cache has pages for its prompt and for all
-    tokens it may still generate, so every admitted request can finish. It starts with the longest prefix that another request
-    has computed, which is forked and not computed again. A request whose prefix is being computed waits for it, and later
-    ones may pass. Prefixes of finished requests are kept until their pages are needed, and are evicted in the order of their
-    last use.
-
-    A step computes prompts, or decodes, or both (Note [Short prompts]). Where they cannot share a step they alternate:
-    between two tokens of an answer there is at most one chunk of prompts. A chunk has at most `chunk` tokens, of one long
-    prompt or of many short ones. Half of it, or more where the others leave some, belongs to the oldest prompt, and the rest
-    to those that are closest to their end. So a long prompt stalls neither answers nor short prompts, and is not starved by
-    them. A decoding step computes one token of every request that is past its prompt.
+    A step computes prompts, or decodes, or both (Note [Short prompts]). If they cannot share a step they alternate: between two
+    tokens of an answer there is at most one chunk of prompts. Half of a chunk, or more if the others leave some, belongs to the
+    oldest prompt, and the rest to those that are closest to their end: a long prompt stalls neither answers nor short prompts,
+    and is not starved by them.
 
 Note [Waiting requests]
     A limit bounds the requests that wait beyond those that can run. A request is counted when it arrives, which may be in the
-    middle of a step, and with many others. It waits if a request before it waits, if all slots of running requests are taken,
-    or if the cache has fewer pages than it needs by itself. The cache has the pages that running requests do not need, each
-    counted as if it shared nothing, and no less than the pages that are neither used nor promised; kept prefixes do not
-    count. That is cautious where prefixes are shared: a request that was counted as waiting may be admitted by the next step,
-    after which all are counted again. However old a count is, there are never more requests than may run and may wait
-    together.
+    middle of a step. It waits if a request before it waits, if all slots of running requests are taken, or if the cache has
+    fewer pages than it needs by itself. The cache has the pages that running requests do not need, each counted as if it shared
+    nothing, and no less than the pages that are neither used nor promised. That is cautious if prefixes are shared: a request
+    that was counted as waiting may be admitted by the next step, after which all are counted again.
 
 Note [Short prompts]
-    Where prompts of a few hundred tokens can be computed like decoding (`pieces`), a step of them takes little longer than
-    one that decodes, and a step around the ring two to ten times as long. So a prompt whose rest fits into PACKED_STEPS such
-    steps is computed that way, and alternates with chunks of longer ones. Every piece reads all keys of its request, so a
-    prompt with few new tokens and a long past counts as long from MAX_KEYS on. Where there are steps of single rows (`rows`),
-    short prompts share a step with the tokens of all answers: most of the time of a decoding step is spent on reading the
-    weights, which serve the rows of prompts, too. In such a step every row of a prompt reads all keys before it, and an
-    answer is read by one program per head. So prompts and answers must be no longer than MIXED_LENGTH, and the rows of
-    prompts read no more than MIXED_KEYS together. Requests beyond these limits alternate, as above.
+    A packed step computes prompts like decoding, in `pieces`, and takes little longer than a step that decodes; a step around
+    the ring takes two to ten times as long. So a prompt whose rest fits into PACKED_STEPS such steps is computed that way, and
+    alternates with chunks of longer ones. Every piece reads all keys of its request: a prompt with a long past counts as long
+    from MAX_KEYS on.
+
+    A mixed step computes short prompts, in single `rows`, with the tokens of all answers: most of the time of a decoding step
+    is spent on reading the weights, which serve the rows of prompts, too. Every row of a prompt reads all keys before it, and
+    an answer is read by one program per head, so MIXED_LENGTH and MIXED_KEYS bound them; requests beyond these limits
+    alternate.
 
 Note [Asynchronous steps]
-    A step may be planned before the tokens of the previous one are known, because their places are. The plan refers to such a
-    token by its index among the tokens that the previous step samples (`from_previous`). A request that turns out to have
-    ended with its last token, by a stop token or a cancellation, was in one step too many: its token is dropped, and its key
-    is truncated before the prefix is kept. The pages of an ended request are free at once, although a running step still
-    writes there: steps are computed in the order of their plans.
-
-Note [Scores]
-    A prompt whose logprobs are wanted is computed in steps around the ring, which give the logits of all its rows. A cached
-    prefix has none, so it is computed again. Logits take vocab numbers a row: a step has at most SCORED tokens of the prompt.
+    On GPUs (`ModelRunner.ahead`) the next step is planned, broadcast and started while one runs, and only then are the tokens
+    of that one read, recorded and delivered. The plan refers to such a token by its index among those that the previous step
+    samples (`from_previous`). A request that turns out to have ended with its last token was in one step too many: its token is
+    dropped, and its key is truncated before the prefix is kept. Its pages are free at once, although a running step still
+    writes there: steps are computed in the order of their plans. At most one step runs when another one is started.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-import msgspec
-
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS as PIECE
 from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serve.messages import Capacity, Event, StepCommand
 from ringattn.launch.serve.prefix_cache import Digest, PrefixIndex, prefix_digests
+from ringattn.launch.serve.sampling import Logprob, Sampling
 
 PACKED_STEPS = 4
 """Packed steps that a prompt may take; beyond them a chunk around the ring is faster."""
 MAX_KEYS = 2**20
 """Keys on a rank that the pieces of a packed step may read together: 4 GiB of each layer for 8 key heads of 128 in bf16."""
 MIXED_LENGTH = 8192
-"""Tokens, on all ranks, of the longest request of a mixed step: half of them, on one of two ranks, are 2 MiB to read for one
-program, some 40 us by count."""
+"""Tokens, on all ranks, of the longest request of a mixed step: half of them are 2 MiB to read for one program, some 40 us."""
 MIXED_KEYS = 2**18
 """Keys on a rank that the rows of prompts of a mixed step may read together: a fourth of MAX_KEYS, because every row reads."""
 MAX_KEPT = 1024
-"""Limit of kept prefixes of finished requests: each costs some bookkeeping."""
-
+"""Maximum of kept prefixes of finished requests: each costs some bookkeeping."""
 SCORED = 256
-"""Tokens that a prompt brings to a step where logits of all of them are wanted: 128 MiB of a vocabulary of 2**17 in fp32."""
+"""Tokens that a prompt brings to a step if logits of all of them are wanted: 128 MiB of a vocabulary of 2**17 in fp32."""
 
 
 class NeverFits(ValueError):
@@ -87,16 +74,7 @@ class QueueFull(RuntimeError):
 
 
 def check_queue(capacity: Capacity, requests: int, waiting: int) -> None:
-    """Refuse requests that would exceed the limit of waiting ones.
-
-    Args:
-        capacity: Of the engine.
-        requests: Number of new requests that would wait.
-        waiting: Number of requests that wait already.
-
-    Raises:
-        QueueFull: They are too many.
-    """
+    """Raise QueueFull if a number of new requests must not wait beside those that wait already."""
     if waiting + requests > capacity.max_waiting:
         raise QueueFull(
             f"at most {capacity.max_waiting} requests may wait, got {requests} more beside {waiting}; try again later"
@@ -108,10 +86,8 @@ class AdmissionQueue:
     """Counts of the requests that can be admitted at once, and of those that wait (Note [Waiting requests]).
 
     Attributes:
-        capacity: Of the engine.
         slots: Further requests that can run.
-        pages: That the cache has for them.
-        waiting: Requests that wait.
+        pages: Pages that the cache has for them.
 
     Example:
         >>> capacity = Capacity(tokens=64, max_running=4, max_waiting=1, page_size=4, keep_prefixes=True)
@@ -138,11 +114,7 @@ class AdmissionQueue:
         return AdmissionQueue(self.capacity, slots, pages, waiting)
 
     def admit(self, requests: Iterable[Request]) -> AdmissionQueue:
-        """Return the counts after further requests, all of which are accepted or none.
-
-        Raises:
-            QueueFull: Too many of them would wait.
-        """
+        """Return the counts after further requests; raise QueueFull if too many of them would wait."""
         after = self.after(requests)
         check_queue(self.capacity, after.waiting - self.waiting, self.waiting)
         return after
@@ -153,20 +125,14 @@ class Request:
     """Request for one answer.
 
     Attributes:
-        id: Unique.
-        prompt: Its tokens, at least one.
-        max_tokens: New tokens it may ask for, at least one.
-        deadline: Seconds on the clock of the scheduler after which it fails.
-        sampling: Options of sampling; not used here.
-        stops: Tokens that end the answer, and are not part of it.
+        deadline: Time, on the clock of the scheduler, after which it fails.
         digests: Of the prompt (`prefix_digests`).
-        score_prompt: Whether the logprobs of the prompt's tokens are wanted: then all of it is computed (Note [Scores]).
-        arrived: Time of its arrival.
+        score_prompt: Whether the logprobs of the prompt's tokens are wanted. Then all of it is computed, in steps around the ring:
+            these give the logits of all rows, a cached prefix has none.
         tokens: The prompt and the answer so far.
-        cache_id: Its id in the cache, once it is admitted.
         num_computed: Tokens that are in the cache, or in a step that was planned.
         num_cached: Tokens of the prompt that were in the cache at its admission.
-        pages: Reserved for it, shared ones included, once it is admitted.
+        pages: Pages reserved for it, shared ones included, once it is admitted.
         pending: Tokens that are being sampled: of steps that were planned and not recorded.
         output_index: Index of the last of them among the tokens that its step samples.
     """
@@ -175,7 +141,7 @@ class Request:
     prompt: list[int]
     max_tokens: int
     deadline: float = float("inf")
-    sampling: Any = None
+    sampling: Sampling | None = None
     stops: frozenset[int] = frozenset()
     digests: list[Digest] = field(default_factory=list)
     score_prompt: bool = False
@@ -194,9 +160,9 @@ class Request:
         return len(self.prompt) + self.max_tokens
 
     @property
-    def prefilled(self) -> bool:
-        """Whether its whole prompt is in the cache."""
-        return self.num_computed >= len(self.prompt)
+    def missing(self) -> int:
+        """Tokens of the prompt that are neither in the cache nor in a step that was planned."""
+        return max(0, len(self.prompt) - self.num_computed)
 
     @property
     def has_more(self) -> bool:
@@ -204,64 +170,55 @@ class Request:
         return len(self.tokens) + self.pending < self.max_length
 
 
-@dataclass
-class Plan:
-    """One step, the same on every rank.
+class Plan(StepCommand, tag=StepCommand.__name__, dict=True):
+    """A step as rank 0 plans it; the other ranks get it as a StepCommand, without these attributes.
 
     Attributes:
-        changes: Changes of the page allocator before the step: ("add_request", cache_id, max_length), ("fork", cache_id, parent,
-            length, max_length), ("truncate", cache_id, length, max_length) or ("free", cache_id).
-        cache_ids: Ids in the cache of the requests that compute tokens; empty when there is nothing to compute.
-        counts: Tokens of each.
-        tokens: Those tokens, one request after another.
-        from_previous: For each token its index among those that the previous step samples (Note [Asynchronous steps]), and -1 where
-            `tokens` has it. Empty where it has all.
-        wanted: Indices of the requests that get a token from this step: all but those in the middle of their prompt.
-        decodes: Whether each computes its last token; else they compute parts of prompts.
-        packed: Whether these are computed like decoding (Note [Short prompts]).
-        mixed: Whether some compute their last token, and others parts of prompts, in single rows (Note [Short prompts]).
-        scored: Indices of the requests whose rows all give logits (Note [Scores]); only where decodes, packed and mixed are False.
-        requests: Rank 0 only: the requests.
-        answers: Rank 0 only: the number of them, the first ones, that compute their last token.
-        targets: Rank 0 only: for each scored request the tokens after its rows, without the one after the prompt.
+        answers: The number of requests, the first ones, that compute their last token.
+        targets: For each scored request the tokens after its rows, without the one after the prompt.
     """
 
-    changes: list[tuple[Any, ...]] = field(default_factory=list)
-    cache_ids: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    from_previous: list[int] = field(default_factory=list)
-    wanted: list[int] = field(default_factory=list)
-    decodes: bool = False
-    packed: bool = False
-    mixed: bool = False
-    scored: list[int] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
-    answers: int = 0
-    targets: list[list[int]] = field(default_factory=list)
+    def __post_init__(self) -> None:
+        self.requests: list[Request] = []
+        self.answers = 0
+        self.targets: list[list[int]] = []
 
-    @classmethod
-    def of(cls, command: StepCommand) -> Plan:
-        """Return the step of a message, on the other ranks."""
-        return cls(**msgspec.structs.asdict(command))
+    def add_answers(self, answers: list[Request]) -> None:
+        """Add the next token of each answer; one that is not known yet comes from the previous step."""
+        self.answers, self.requests = len(answers), list(answers)
+        self.cache_ids = [request.cache_id for request in answers]
+        self.counts, self.wanted = [1] * len(answers), list(range(len(answers)))
+        for place, request in enumerate(answers):
+            known = request.num_computed < len(request.tokens)
+            self.tokens.append(request.tokens[request.num_computed] if known else 0)
+            self.from_previous.append(-1 if known else request.output_index)
+            request.num_computed += 1
+            request.pending += 1
+            request.output_index = place
 
-    def command(self) -> StepCommand:
-        """Return the message for the other ranks."""
-        return StepCommand(**{name: getattr(self, name) for name in StepCommand.__struct_fields__})
+    def add_prompt(self, request: Request, count: int) -> None:
+        """Add the next tokens of a prompt."""
+        start = request.num_computed
+        self.cache_ids.append(request.cache_id)
+        self.counts.append(count)
+        self.requests.append(request)
+        self.tokens += request.tokens[start : start + count]
+        self.from_previous += [-1] * count
+        if request.score_prompt and (targets := request.prompt[start + 1 : start + count + 1]):
+            self.scored.append(len(self.requests) - 1)
+            self.targets.append(targets)
+        request.num_computed += count
+        if not request.missing:
+            request.pending, request.output_index = request.pending + 1, len(self.wanted)
+            self.wanted.append(len(self.requests) - 1)
 
 
 def apply_changes(allocator: PageAllocator, changes: Iterable[Sequence[Any]]) -> None:
-    """Apply the changes of rank 0's page allocator to that of this rank.
-
-    Raises:
-        RuntimeError: They give a request different ids: the allocators have diverged.
-    """
+    """Apply the changes of rank 0's page allocator to that of this rank; raise RuntimeError if the two have diverged."""
     for what, cache_id, *rest in changes:
         if what in ("free", "truncate"):
             getattr(allocator, what)(cache_id, *rest)
-            continue
-        named = allocator.add_request(*rest) if what == "add_request" else allocator.fork(*rest)
-        if named != cache_id:
+        elif (named := getattr(allocator, what)(*rest)) != cache_id:
             raise RuntimeError(
                 f"page allocators of all ranks must give a request the same id, got {named} here and {cache_id} on rank 0; "
                 "this is a bug"
@@ -269,16 +226,13 @@ def apply_changes(allocator: PageAllocator, changes: Iterable[Sequence[Any]]) ->
 
 
 class Scheduler:
-    """Plans every step (Note [Policy]).
+    """Plans every step (Note [Scheduling policy]).
 
     Args:
-        allocator: Pages of rank 0's cache.
-        chunk: Tokens of prompts per step.
-        max_running: Requests that are in the cache at a time.
-        max_waiting: Requests that wait behind them at a time (Note [Waiting requests]).
+        max_waiting: Maximum of requests that wait behind them.
         keep: Whether prefixes are shared, and kept when their requests have ended.
-        pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps (Note [Short prompts]).
-        rows: Tokens that a mixed step has room for; 0: there are no such steps (Note [Short prompts]).
+        pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps.
+        rows: Tokens that a mixed step has room for; 0: there are no such steps.
     """
 
     def __init__(
@@ -294,21 +248,15 @@ class Scheduler:
     ) -> None:
         self.allocator, self.chunk, self.keep, self.pieces, self.rows = allocator, chunk, keep, pieces, rows
         self.max_running = max_running
-        self.capacity = Capacity(
-            allocator.pages * allocator.world_size * allocator.page_size,
-            max_running,
-            max_waiting,
-            allocator.page_size,
-            keep,
-        )
+        self._all_pages = allocator.pages * allocator.world_size
+        size = allocator.page_size
+        self.capacity = Capacity(self._all_pages * size, max_running, max_waiting, size, keep)
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
-        self.prefill_tokens = self.decode_tokens = self.shared_tokens = 0
-        self._computed = PrefixIndex(allocator.page_size)  # by cache id
-        self._computing = PrefixIndex(allocator.page_size)  # by request id: prompts that are being computed
-        self._kept_prefixes: OrderedDict[int, list[int]] = (
-            OrderedDict()
-        )  # cache id -> its tokens, least recently used first
+        self.kept_prefixes: dict[int, list[int]] = {}  # cache id -> its tokens, least recently used first
+        self.prefill_tokens = self.shared_tokens = 0
+        self._computed = PrefixIndex(size)  # by cache id
+        self._computing = PrefixIndex(size)  # by request id: prompts that are being computed
         self._by_cache_id: dict[int, Request] = {}
         self._changes: list[tuple[Any, ...]] = []
         self._reserved_pages = 0  # of running requests
@@ -317,42 +265,21 @@ class Scheduler:
         self._blocked: tuple[int, int] | None = None  # the request without enough pages, and _num_removed then
         self._decoded = self._packed = False
 
-    @property
-    def num_kept_prefixes(self) -> int:
-        """Number of kept prefixes of finished requests."""
-        return len(self._kept_prefixes)
-
-    def check(self, prompt: int, max_tokens: int) -> None:
-        """Refuse a request that could never be admitted.
-
-        Args:
-            prompt: Tokens of the prompt.
-            max_tokens: New tokens asked for.
-
-        Raises:
-            NeverFits: The cache of all ranks is smaller.
-        """
-        if _pages(prompt + max_tokens, self.allocator.page_size) * self.allocator.page_size > self.capacity.tokens:
-            raise NeverFits(
-                f"prompt and max_tokens must fit into the cache of {self.capacity.tokens} tokens on "
-                f"{self.allocator.world_size} ranks, got "
-                f"{prompt} + {max_tokens} = {prompt + max_tokens}; ask for less, or start the server with more cache"
-            )
-
-    def check_together(self, requests: Sequence[Request]) -> None:
-        """Refuse requests that could never be accepted together.
-
-        Raises:
-            NeverFits: One is larger than the cache, or an empty server could not take them all at once.
-        """
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise NeverFits if one request is larger than the cache, or an empty server could not take them all at once."""
+        tokens = self.capacity.tokens
         for request in requests:
-            self.check(len(request.prompt), request.max_tokens)
-        whole = self.allocator.pages * self.allocator.world_size
-        waiting = AdmissionQueue(self.capacity, self.max_running, whole).after(requests).waiting
+            if _pages(request.max_length, self.allocator.page_size) > self._all_pages:
+                raise NeverFits(
+                    f"prompt and max_tokens must fit into the cache of {tokens} tokens on {self.allocator.world_size} ranks, got "
+                    f"{len(request.prompt)} + {request.max_tokens} = {request.max_length}; ask for less, or start the server "
+                    "with more cache"
+                )
+        waiting = AdmissionQueue(self.capacity, self.max_running, self._all_pages).after(requests).waiting
         if waiting > self.capacity.max_waiting:
             raise NeverFits(
                 f"of answers that are asked for at once at most {self.capacity.max_waiting} may wait for room, got {waiting} of "
-                f"{len(requests)} behind those that the cache of {self.capacity.tokens} tokens holds; ask for fewer, or for less"
+                f"{len(requests)} behind those that the cache of {tokens} tokens holds; ask for fewer, or for less"
             )
 
     def admission_queue(self) -> AdmissionQueue:
@@ -362,20 +289,12 @@ class Scheduler:
             if not slots or (self.waiting and self._blocked == (self.waiting[0].id, self._num_removed)):
                 self._admission_queue = AdmissionQueue(self.capacity, 0, 0, len(self.waiting))
             else:
-                pages = max(
-                    self.allocator.pages * self.allocator.world_size - self._reserved_pages, self.allocator.available
-                )
+                pages = max(self._all_pages - self._reserved_pages, self.allocator.available)
                 self._admission_queue = AdmissionQueue(self.capacity, slots, pages).after(self.waiting)
         return self._admission_queue
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Add requests to the queue, all of them or none; its limit is checked before (`AdmissionQueue.admit`).
-
-        Raises:
-            NeverFits: As `check`.
-        """
-        for request in requests:
-            self.check(len(request.prompt), request.max_tokens)
+        """Add requests to the queue; `check` and `AdmissionQueue.admit` have accepted them."""
         for request in requests:
             self._admission_queue = None
             request.tokens = list(request.prompt)
@@ -384,17 +303,8 @@ class Scheduler:
             self.waiting.append(request)
 
     def remove(self, request_id: int, keep: bool = False) -> bool:
-        """Remove a request that runs or waits; its pages are free at once.
-
-        Args:
-            request_id: Of the request.
-            keep: Whether its prefix may serve others.
-
-        Returns:
-            Whether it was found.
-        """
-        request = self.running.get(request_id)
-        if request is not None:
+        """Remove a request, whose prefix may serve others (`keep`), and return whether it was found; its pages are free at once."""
+        if (request := self.running.get(request_id)) is not None:
             self._remove(request, keep)
             return True
         for request in self.waiting:
@@ -406,9 +316,8 @@ class Scheduler:
 
     def remove_expired(self, now: float) -> list[Event]:
         """Remove the requests whose deadline has passed."""
-        late = [request for request in (*self.running.values(), *self.waiting) if request.deadline <= now]
         events = []
-        for request in late:
+        for request in [request for request in (*self.running.values(), *self.waiting) if request.deadline <= now]:
             where = "waited for room" if request.cache_id < 0 else "ran"
             limit = request.deadline - request.arrived
             message = f"the request {where} until its time of {limit:.0f} s was over; ask for less, or try later"
@@ -419,30 +328,27 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Return the next step; None when there is nothing to do.
 
-        The page allocator is changed when it returns, and the tokens count as computed: run the step, then call `record`. One more
-        may be planned in between (Note [Asynchronous steps]).
+        The tokens count as computed when it returns: run the step, then call `record`. One more may be planned in between.
         """
         self._admit()
-        prompts: list[Request] = []
-        answers: list[Request] = []
+        prompts, answers = [], []
         for request in self.running.values():
+            # `missing` and `has_more`, whose calls would take longer than the rest of the loop
             prompt = len(request.prompt)
             if request.num_computed < prompt:
                 prompts.append(request)
             elif len(request.tokens) + request.pending < prompt + request.max_tokens:
                 answers.append(request)
+        short, long = self._split_by_length(prompts)
+        mixed = self._split_mixed(answers, short)
         plan = Plan(changes=self._changes)
         self._changes = []
-        short, long = self._split_by_length(prompts)
-        along = self._split_mixed(answers, short)
-        if answers and not (self._decoded and (long or (short and not along))):
+        if answers and not (self._decoded and (long or (short and not mixed))):
             self._decoded = True
-            plan.decodes, plan.mixed = not along, bool(along)
+            plan.decodes, plan.mixed = not mixed, bool(mixed)
             self._packed = self._packed or plan.mixed
-            self._add_decoding(plan, answers)
-            shares = along
-            self.decode_tokens += len(answers)
-            self.prefill_tokens += sum(share for _, share in along)
+            plan.add_answers(answers)
+            shares = mixed
         elif prompts:
             self._decoded = False
             # both kinds alternate
@@ -452,76 +358,45 @@ class Scheduler:
                 shares = self._split_step(self._fit_packed(short), pieces * PIECE, PIECE)
             else:
                 shares = self._split_step(long, self.chunk, 1)
-            self.prefill_tokens += sum(share for _, share in shares)
-        elif plan.changes:
-            return plan
         else:
-            return None
+            return plan if plan.changes else None
         for request, share in shares:
-            plan.cache_ids.append(request.cache_id)
-            plan.counts.append(share)
-            plan.requests.append(request)
-            plan.tokens += request.tokens[request.num_computed : request.num_computed + share]
-            if plan.answers:
-                plan.from_previous += [-1] * share
-            if request.score_prompt and (
-                targets := request.prompt[request.num_computed + 1 : request.num_computed + share + 1]
-            ):
-                plan.scored.append(len(plan.requests) - 1)
-                plan.targets.append(targets)
-            request.num_computed += share
-            if request.prefilled:
-                request.pending, request.output_index = request.pending + 1, len(plan.wanted)
-                plan.wanted.append(len(plan.requests) - 1)
-        if max(plan.from_previous, default=-1) < 0:
+            plan.add_prompt(request, share)
+        self.prefill_tokens += len(plan.tokens) - plan.answers
+        if max(plan.from_previous) < 0:
             plan.from_previous = []
         return plan
-
-    def _add_decoding(self, plan: Plan, answers: list[Request]) -> None:
-        """Add the next token of each answer to a step."""
-        plan.answers, plan.requests = len(answers), list(answers)
-        plan.cache_ids = [request.cache_id for request in answers]
-        plan.counts = [1] * len(answers)
-        plan.wanted = list(range(len(answers)))
-        for place, request in enumerate(answers):
-            known = request.num_computed < len(request.tokens)
-            plan.tokens.append(request.tokens[request.num_computed] if known else 0)
-            plan.from_previous.append(-1 if known else request.output_index)
-            request.num_computed += 1
-            request.pending += 1
-            request.output_index = place
 
     @property
     def may_prefill_next(self) -> bool:
         """Whether the next step may be prefill around the ring, as far as is known without planning it."""
-        if not self._decoded and any(request.prefilled and request.has_more for request in self.running.values()):
+        running = self.running.values()
+        if not self._decoded and any(not request.missing and request.has_more for request in running):
             return False
-        pending = [request for request in self.running.values() if not request.prefilled]
-        return bool(self._split_by_length(pending)[1]) or (
-            len(self.running) < self.max_running and bool(self._split_by_length(list(self.waiting))[1])
-        )
+        candidates = [request for request in running if request.missing]
+        if len(running) < self.max_running:
+            candidates += self.waiting
+        return bool(self._split_by_length(candidates)[1])
 
     def record(
-        self, plan: Plan, chosen: Mapping[int, tuple[int | None, Any]], scores: Sequence[tuple[Any, ...] | None] = ()
+        self,
+        plan: Plan,
+        chosen: Mapping[int, tuple[int | None, Logprob | None]],
+        scores: Sequence[tuple[Logprob, ...] | None] = (),
     ) -> list[Event]:
-        """Record the tokens that a step has sampled.
+        """Record the tokens that a step has sampled, and return the events in the order of the plan.
 
         Args:
             plan: The step.
-            chosen: By request id: its token, None when the logits are not finite, and its logprobs. Requests that were removed
-                since may be missing.
+            chosen: By request id: its token, None when the logits are not finite, and its logprobs.
             scores: Logprobs of `plan.targets`; None when the logits are not finite.
-
-        Returns:
-            Events, in the order of the plan.
         """
         events = []
-        for place, said in zip(plan.scored, scores, strict=True):
+        for place, logprobs in zip(plan.scored, scores, strict=True):
             if (request := plan.requests[place]).id not in self.running:
                 continue
-            events.append(
-                self._fail(request) if said is None else Event(request.id, num_cached=request.num_cached, scores=said)
-            )
+            scored = None if logprobs is None else Event(request.id, num_cached=request.num_cached, scores=logprobs)
+            events.append(scored or self._fail(request))
         for request in [plan.requests[place] for place in plan.wanted]:
             if request.id not in self.running:
                 continue
@@ -534,22 +409,19 @@ class Scheduler:
                 continue
             finish = None
             if token in request.stops:
-                finish, shown = "stop", None
+                finish, token, details = "stop", None, None
             else:
-                shown = token
                 request.tokens.append(token)
                 if len(request.tokens) >= len(request.prompt) + request.max_tokens:
                     finish = "length"
-            events.append(
-                Event(request.id, shown, finish, None, request.num_cached, None if shown is None else details)
-            )
+            events.append(Event(request.id, token, finish, None, request.num_cached, details))
             if finish:
                 self._remove(request, keep=True)
         if self.keep:
             for request in plan.requests[plan.answers :]:
                 if request.id in self.running:
-                    brought = min(request.num_computed, len(request.prompt))
-                    self._computed.add(request.cache_id, request.digests[: brought // self.allocator.page_size])
+                    computed = min(request.num_computed, len(request.prompt))
+                    self._computed.add(request.cache_id, request.digests[: computed // self.allocator.page_size])
         return events
 
     def _fail(self, request: Request) -> Event:
@@ -562,26 +434,26 @@ class Scheduler:
         """Return the pages of each rank: of running requests, of kept prefixes only, and free ones."""
         running = [len(pages) for pages in self._pages_of(self._by_cache_id)]
         free = list(self.allocator.free_pages)
-        num_kept_prefixes = [self.allocator.pages - f - r for f, r in zip(free, running, strict=True)]
-        return {"running": running, "kept": num_kept_prefixes, "free": free}
+        kept = [self.allocator.pages - f - r for f, r in zip(free, running, strict=True)]
+        return {"running": running, "kept": kept, "free": free}
 
-    def _split_by_length(self, prompts: list[Request]) -> tuple[list[Request], list[Request]]:
+    def _split_by_length(self, prompts: Iterable[Request]) -> tuple[list[Request], list[Request]]:
         """Split prompts into those whose rest is computed in packed steps, and the others (Note [Short prompts])."""
         short, long = [], []
         for request in prompts:
-            pieces = _pages(len(request.prompt) - request.num_computed, PIECE)
+            pieces = _pages(request.missing, PIECE)
             few = pieces <= PACKED_STEPS * self.pieces and self._keys(request) <= MAX_KEYS * self.allocator.world_size
             (short if few and not request.score_prompt else long).append(request)
         return short, long
 
     def _split_mixed(self, answers: list[Request], short: list[Request]) -> list[tuple[Request, int]]:
-        """Return the tokens of short prompts that share a step with a token of each answer; empty where none may."""
+        """Return the tokens of short prompts that share a step with a token of each answer; empty if none may."""
         left = min(self.rows - len(answers), self.chunk)
         if not (answers and short) or left <= 0 or max(len(request.tokens) for request in answers) >= MIXED_LENGTH:
             return []
         prompts, keys = [], 0
         for request in short:
-            keys += min(len(request.prompt) - request.num_computed, left) * len(request.prompt)
+            keys += min(request.missing, left) * len(request.prompt)
             if len(request.prompt) > MIXED_LENGTH or keys > MIXED_KEYS * self.allocator.world_size:
                 break
             prompts.append(request)
@@ -589,31 +461,21 @@ class Scheduler:
 
     def _keys(self, request: Request) -> int:
         """Return the keys that the pieces of a prompt read in one step, on all ranks."""
-        return min(_pages(len(request.prompt) - request.num_computed, PIECE), self.pieces) * len(request.prompt)
+        return min(_pages(request.missing, PIECE), self.pieces) * len(request.prompt)
 
     def _fit_packed(self, short: list[Request]) -> list[Request]:
         """Return as many short prompts as may share a step, the oldest first."""
-        sums = accumulate(map(self._keys, short))
-        return [
-            request
-            for request, keys in zip(short, sums, strict=True)
-            if request is short[0] or keys <= MAX_KEYS * self.allocator.world_size
-        ]
+        most, sums = MAX_KEYS * self.allocator.world_size, accumulate(map(self._keys, short))
+        return [request for request, keys in zip(short, sums, strict=True) if request is short[0] or keys <= most]
 
     def _split_step(self, prompts: list[Request], left: int, granularity: int) -> list[tuple[Request, int]]:
-        """Divide a step among prompts: return the tokens of each prompt that gets any.
-
-        Args:
-            prompts: The oldest first.
-            left: Tokens that fit into the step; a multiple of granularity.
-            granularity: Each prompt takes a multiple of it.
-        """
+        """Divide a step with room for `left` tokens among prompts, the oldest first, each a multiple of granularity."""
         shares: dict[int, int] = {}
 
         def assign(request: Request, most: int) -> None:
             nonlocal left
             had = shares.get(request.id, 0)
-            missing = len(request.prompt) - request.num_computed - had
+            missing = request.missing - had
             share = min(missing, most, SCORED - had) if request.score_prompt else min(missing, most)
             if share < missing:
                 # whole pages, so that few stay partly empty
@@ -624,8 +486,8 @@ class Scheduler:
                 left -= (_pages(had + share, granularity) - _pages(had, granularity)) * granularity
 
         oldest, *others = prompts
-        assign(oldest, left if not others else max(1, left // 2))
-        for request in sorted(others, key=lambda request: len(request.prompt) - request.num_computed):
+        assign(oldest, max(1, left // 2) if others else left)
+        for request in sorted(others, key=lambda request: request.missing):
             assign(request, left)
         assign(oldest, left + -shares.get(oldest.id, 0) % granularity)
         return [(request, shares[request.id]) for request in prompts if request.id in shares]
@@ -648,22 +510,20 @@ class Scheduler:
         self.waiting.extendleft(reversed(passed))
 
     def _start(self, request: Request, parent: int | None, length: int) -> bool:
-        """Start a request as a fork or, where only that fits, without a prefix; return False when neither fits."""
-        size = self.allocator.page_size
+        """Start a request as a fork or, if only that fits, without a prefix; return False when neither fits."""
+        size, whole = self.allocator.page_size, request.max_length
         users = set(self._by_cache_id)
-        if parent is not None and self._evict_prefixes(_pages(request.max_length - length, size), users | {parent}):
-            request.cache_id = self._apply("fork", parent, length, request.max_length)
-            if parent in self._kept_prefixes:
-                self._kept_prefixes.move_to_end(parent)
-        elif (parent is None or parent in self._kept_prefixes) and self._evict_prefixes(
-            _pages(request.max_length, size), users
-        ):
+        if parent is not None and self._evict_prefixes(_pages(whole - length, size), users | {parent}):
+            request.cache_id = self._apply("fork", parent, length, whole)
+            if parent in self.kept_prefixes:
+                self.kept_prefixes[parent] = self.kept_prefixes.pop(parent)  # the most recently used
+        elif (parent is None or parent in self.kept_prefixes) and self._evict_prefixes(_pages(whole, size), users):
             length = 0
-            request.cache_id = self._apply("add_request", request.max_length)
+            request.cache_id = self._apply("add_request", whole)
         else:
             return False
         request.num_computed = request.num_cached = length
-        request.pages = _pages(length, size) + _pages(request.max_length - length, size)
+        request.pages = _pages(length, size) + _pages(whole - length, size)
         self._reserved_pages += request.pages
         self.shared_tokens += length
         self.running[request.id] = self._by_cache_id[request.cache_id] = request
@@ -677,9 +537,9 @@ class Scheduler:
         if self.allocator.available >= pages:
             return True
         owed = sum(self.allocator.free_pages) - self.allocator.available
-        if self.allocator.pages * self.allocator.world_size - sum(map(len, self._pages_of(spared))) - owed < pages:
+        if self._all_pages - sum(map(len, self._pages_of(spared))) - owed < pages:
             return False
-        for cache_id in [cache_id for cache_id in self._kept_prefixes if cache_id not in spared]:
+        for cache_id in [cache_id for cache_id in self.kept_prefixes if cache_id not in spared]:
             self._free_prefix(cache_id)
             if self.allocator.available >= pages:
                 return True
@@ -690,48 +550,44 @@ class Scheduler:
         found, length = self._computed.find(request.digests) if self.keep and not request.score_prompt else (None, 0)
         if not isinstance(found, int):
             return None, 0
-        theirs = self._kept_prefixes[found] if found in self._kept_prefixes else self._by_cache_id[found].tokens
-        most = min(len(request.prompt) - 1, self.allocator.length(found), len(theirs))
-        while length < most and theirs[length] == request.prompt[length]:
+        tokens = self.kept_prefixes[found] if found in self.kept_prefixes else self._by_cache_id[found].tokens
+        most = min(len(request.prompt) - 1, self.allocator.length(found), len(tokens))
+        while length < most and tokens[length] == request.prompt[length]:
             length += 1
         return found, min(length, most)
 
     def _remove(self, request: Request, keep: bool) -> None:
         """Remove a running request, and keep its prefix if it has a whole page."""
+        size = self.allocator.page_size
         length = min(self.allocator.length(request.cache_id), len(request.tokens))
         self._computing.drop(request.id)
         del self.running[request.id], self._by_cache_id[request.cache_id]
         self._num_removed += 1
         self._reserved_pages -= request.pages
-        if not (self.keep and keep and length >= self.allocator.page_size):
+        if not (self.keep and keep and length >= size):
             self._computed.drop(request.cache_id)
             self._apply("free", request.cache_id)
             return
         self._apply("truncate", request.cache_id, length, length)  # frees what it had reserved beyond
-        self._kept_prefixes[request.cache_id] = request.tokens[:length]
-        known = request.digests[: length // self.allocator.page_size]
-        self._computed.add(
-            request.cache_id, prefix_digests(self._kept_prefixes[request.cache_id], self.allocator.page_size, known)
-        )
-        if len(self._kept_prefixes) > MAX_KEPT:
-            self._free_prefix(next(iter(self._kept_prefixes)))
+        tokens = self.kept_prefixes[request.cache_id] = request.tokens[:length]
+        self._computed.add(request.cache_id, prefix_digests(tokens, size, request.digests[: length // size]))
+        if len(self.kept_prefixes) > MAX_KEPT:
+            self._free_prefix(next(iter(self.kept_prefixes)))
 
     def _free_prefix(self, cache_id: int) -> None:
-        """Free a kept prefix."""
-        del self._kept_prefixes[cache_id]
+        del self.kept_prefixes[cache_id]
         self._computed.drop(cache_id)
         self._apply("free", cache_id)
 
     def _apply(self, what: str, *rest: int) -> int:
-        """Change the page allocator, and record the change for the other ranks."""
+        """Change the page allocator, record the change for the other ranks, and return the cache id."""
         self._admission_queue = None
+        result = getattr(self.allocator, what)(*rest)
         if what in ("free", "truncate"):
-            getattr(self.allocator, what)(*rest)
             self._changes.append((what, *rest))
             return rest[0]
-        cache_id = self.allocator.add_request(*rest) if what == "add_request" else self.allocator.fork(*rest)
-        self._changes.append((what, cache_id, *rest))
-        return cache_id
+        self._changes.append((what, result, *rest))
+        return result
 
     def _pages_of(self, cache_ids: Iterable[int]) -> list[set[int]]:
         """Return the pages of requests by rank, each once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 REPLACEMENT = "\ufffd"
 """Stands for bytes that are not valid text, or not yet."""
@@ -16,47 +16,8 @@ class ChatTemplateError(ValueError):
     """A model has no chat template, or its template rejects the messages."""
 
 
-class Tokenizer(Protocol):
-    """Interface of tokenizers."""
-
-    stops: frozenset[int]
-    """Tokens that end an answer."""
-
-    vocab_size: int
-    """Tokens are below it."""
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt.
-
-        Raises:
-            UnicodeEncodeError: It is no text: it has half a surrogate pair.
-        """
-        ...
-
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of messages, up to where the answer begins.
-
-        Raises:
-            NoTemplate: There is no template, or it refuses the messages.
-            UnicodeEncodeError: As `encode`.
-        """
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones; REPLACEMENT for bytes that are no text."""
-        ...
-
-    def recipe(self) -> dict[str, Any]:
-        """Return the argument with which `make_tokenizer` builds it in another process."""
-        ...
-
-
 class ByteTokenizer:
-    """A tokenizer that needs nothing: a token is a byte, one more ends an answer, and those above have no text.
-
-    Args:
-        vocab_size: Of the model: what it may answer with can be sent back in a prompt.
-    """
+    """A tokenizer without files: a token is a byte, one more ends an answer, and those above have no text."""
 
     END = 256
     MIN_VOCAB = 257
@@ -66,16 +27,16 @@ class ByteTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode())
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """One line for each message."""
+        """Return one line for each message."""
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join([*lines, "assistant: "]))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of bytes."""
+        """Return the text of bytes."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
     def recipe(self) -> dict[str, Any]:
@@ -87,9 +48,8 @@ class PretrainedTokenizer:
     """The tokenizer in the folder of a model.
 
     Args:
-        folder: Where it is. Only files there are read, and no code in them is run.
+        folder: Only files there are read, and no code in them is run.
         stops: Tokens that end an answer, besides the tokenizer's own.
-        vocab_size: Of the model.
     """
 
     def __init__(self, folder: Path, stops: frozenset[int], vocab_size: int) -> None:
@@ -100,19 +60,14 @@ class PretrainedTokenizer:
         own = self.inner.eos_token_id
         self.stops = stops | ({own} if isinstance(own, int) else frozenset())
         self.vocab_size = vocab_size
-        self._plain = _plain_tokenizer(self.inner)
+        self._decoder = _fast_decoder(self.inner)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt, with what the tokenizer puts in front."""
-        return self._tokens(text)
+        """Return the tokens of a prompt, with those that the tokenizer puts in front."""
+        return list(self.inner(text)["input_ids"])
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        """The messages in the model's chat template, which transformers renders in a sandbox.
-
-        Raises:
-            NoTemplate: There is none, or it refuses the messages.
-            UnicodeEncodeError: As `encode`.
-        """
+        """Return the tokens of the model's chat template, which transformers renders in a sandbox; raises ChatTemplateError."""
         from jinja2 import TemplateError
 
         if not self.inner.chat_template:
@@ -123,34 +78,33 @@ class PretrainedTokenizer:
             text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ChatTemplateError(f"messages must be such as the model's chat template takes, got: {error}") from None
-        return self._tokens(text, add_special_tokens=False)
+        return list(self.inner(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens."""
-        if self._plain is not None:
-            return self._plain.decode(list(tokens), skip_special_tokens=True)
+        """Return the text of tokens."""
+        if self._decoder is not None:
+            return self._decoder.decode(list(tokens), skip_special_tokens=True)
         return self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def recipe(self) -> dict[str, Any]:
-        """Its folder, and what the model says."""
+        """Return the folder, the stops and the vocabulary size."""
         return self._recipe
 
-    def _tokens(self, text: str, **how: bool) -> list[int]:
-        text.encode()  # half a surrogate pair is no text: tokenizers take it for another type, or for something else
-        return list(self.inner(text, **how)["input_ids"])
+
+Tokenizer = ByteTokenizer | PretrainedTokenizer
 
 
-def _plain_tokenizer(inner: Any) -> Any:
-    """The tokenizer of the tokenizers library where decoding is all its own, at a tenth of the time; None elsewhere."""
+def _fast_decoder(inner: Any) -> Any:
+    """Return the tokenizer of the tokenizers library, which decodes in a tenth of the time; None if a class overrides decoding."""
     from transformers import PreTrainedTokenizerFast
 
     own = [getattr(type(inner), name, None) for name in ("decode", "_decode")]
-    plain = [getattr(PreTrainedTokenizerFast, name, None) for name in ("decode", "_decode")]
-    return inner.backend_tokenizer if own == plain and None not in own else None
+    library = [getattr(PreTrainedTokenizerFast, name, None) for name in ("decode", "_decode")]
+    return inner.backend_tokenizer if own == library and None not in own else None
 
 
 def make_tokenizer(recipe: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a recipe: of a folder, or bytes."""
+    """Return the tokenizer of a recipe: of a folder, or bytes."""
     if "folder" not in recipe:
         return ByteTokenizer(recipe["vocab_size"])
     return PretrainedTokenizer(Path(recipe["folder"]), frozenset(recipe["stops"]), recipe["vocab_size"])

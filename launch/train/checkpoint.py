@@ -1,20 +1,14 @@
 """Checkpoints on disk: published atomically, verified by digests, and written in the background.
 
-Owns folder names, durability, which checkpoints are kept, and the writer thread. Does not interpret the state.
+A checkpoint is a folder `step-<step>-<digest>`. All ranks write their parts at once (torch.distributed.checkpoint: one file of
+tensors per rank, and an index) into a folder of another name. Then rank 0 writes `manifest.json`, which holds size and SHA-256
+of every file and the facts of the run, and renames the folder; its name has the first 16 hex digits of the SHA-256 of the
+manifest. One rename publishes the content and its proof together: a process that dies at any moment leaves the older
+checkpoints or this one whole, and a file that is damaged later does not match. Tensors are stored by name and place, so that
+ranks of any other mesh read the parts they need.
 
-Note [Folder]
-    A checkpoint is a folder `step-<step>-<digest>`. All ranks write their parts at once (torch.distributed.checkpoint:
-    one file of tensors per rank, and an index) into a folder of another name, flushed to the disk. Then rank 0 writes
-    `manifest.json`, which holds size and SHA-256 of every file, and the facts of the run, and renames the folder; its
-    name carries the first 16 hex digits of the SHA-256 of the manifest. So one rename publishes the content and its
-    proof together, a process that dies at any moment leaves the older checkpoints or this one whole, and a file that is
-    cut short, lost or damaged later does not match. Tensors are kept by name and place, so that ranks of any other mesh
-    read the parts they need.
-
-Note [Stalls]
-    A save copies this rank's part of the state to host memory, and returns. Writing, digests and publication happen in
-    a thread, over a gloo group of its own, so that they are never in the way of the collectives of a step. The next save,
-    or the end of the run, waits for the thread and raises what it met, on every rank.
+A save copies this rank's part to host memory and returns. A thread writes and publishes it, over a gloo group of its own beside
+the collectives of a step. The next save, or the end of the run, waits for it and raises its error.
 """
 
 from __future__ import annotations
@@ -43,10 +37,10 @@ _NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})")
 
 
 def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256()  # hashlib.file_digest is of Python 3.11
     with path.open("rb") as file:
-        while piece := file.read(1 << 24):
-            digest.update(piece)
+        while chunk := file.read(1 << 24):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -74,7 +68,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The number of steps that a checkpoint's name says it holds."""
+    """The number of steps in the name of a checkpoint."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(
@@ -84,7 +78,7 @@ def step_of(path: Path) -> int:
 
 
 def newest_step(folder: Path) -> int:
-    """The steps that the newest checkpoint of a folder holds, by its name; 0 where there is none."""
+    """The number of steps of the newest checkpoint of a folder, by its name; 0 without any."""
     return max(map(step_of, list_checkpoints(folder)), default=0)
 
 
@@ -94,12 +88,9 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def check_checkpoint(path: Path, share: int = 0, shares: int = 1) -> str | None:
-    """Verify a checkpoint: return a description of the damage, or None when all digests match.
+    """Return a description of the damage of a checkpoint, or None when names, sizes and digests match.
 
-    Args:
-        path: The folder.
-        share: Index of this reader: it reads every `shares`-th file from this one on; names and sizes are always checked.
-        shares: Number of readers that the files are divided among.
+    Digests are checked of every `shares`-th file from number `share` on.
     """
     match = _NAME.fullmatch(path.name)
     if match is None:
@@ -135,13 +126,7 @@ def find_checkpoint(folder: Path, rank: Rank) -> Path | None:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run. A collective: every rank makes one and calls the same methods.
-
-    Args:
-        folder: Where; made if absent.
-        rank: This rank.
-        keep: Number of checkpoints to keep; older ones are removed.
-    """
+    """Writes the checkpoints of one run and keeps the newest. A collective: every rank calls the same methods."""
 
     def __init__(self, folder: Path, rank: Rank, keep: int = 2) -> None:
         self.folder, self.rank, self.keep = folder, rank, keep
@@ -156,16 +141,7 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
 
     def save(self, step: int, state: dict[str, Any], facts: dict[str, Any]) -> None:
-        """Copies a state and begins to write it (Note [Stalls]); waits for the save before.
-
-        Args:
-            step: Number of steps done.
-            state: Tensors, sharded or replicated, and numbers, in dicts; by the time this returns they may change.
-            facts: JSON that `read_facts` returns.
-
-        Raises:
-            Refusal: The save before failed, here or on another rank.
-        """
+        """Copy a state, which may then change, and begin to write it; raise Refusal if the save before failed on any rank."""
         self.wait()
         part = self.folder / f".step-{step:08d}.part"
         self.rank.lead(lambda: shutil.rmtree(part, ignore_errors=True))
@@ -175,30 +151,25 @@ class Checkpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until the last save is on the disk.
-
-        Raises:
-            Refusal: It failed; the message says on which rank and why. Raised on every rank.
-        """
+        """Wait until the last save is on the disk; raise Refusal on every rank if it failed."""
         if self._thread is None:
             return
         self._thread.join()
-        self._thread = None
         errors = self.rank.gather(self._error)
-        self._error = None
+        self._thread = self._error = None
         for index, error in enumerate(errors):
             if error is not None:
                 raise Refusal(
                     f"the checkpoint of step {self._step} must be written to {self.folder}, got on rank {index}: {error}; "
-                    "see to it, and start again: the run continues from the checkpoint before"
+                    "correct it, and start again: the run continues from the checkpoint before"
                 )
 
     def load_(self, path: Path, state: dict[str, Any]) -> None:
-        """Fills a state, sharded as it is here, from a checkpoint that was sharded in any way."""
+        """Fill a state with any sharding from a checkpoint with any other."""
         load(state, storage_reader=FileSystemReader(path), process_group=self._group)
 
     def _publish(self, part: Path, writing: Any, facts: dict[str, Any]) -> None:
-        """The thread: waits for all parts, then rank 0 makes them a checkpoint (Note [Folder])."""
+        """Wait for all parts; then rank 0 publishes them as a checkpoint. Runs in a thread."""
         parts: Any
         try:
             writing.result()

@@ -1,10 +1,4 @@
-"""Command of the training job: a transformer on real text, every sequence sharded over the ranks of a ring.
-
-    python -m ringattn.launch.train                            starts its own ranks: one per GPU, or two on the CPU
-    torchrun --nproc_per_node 4 -m ringattn.launch.train       the same job, its ranks started by torchrun
-
-Starts the ranks, restarts them when one dies, locks the output folder and returns the exit code. The run itself is in run.py.
-"""
+"""Command of the training job: starts the ranks, restarts them when one dies, locks the output folder, returns the exit code."""
 
 from __future__ import annotations
 
@@ -22,8 +16,8 @@ from ringattn.launch.runtime.distributed import (
     REFUSED,
     Refusal,
     default_ranks,
+    init_ranks,
     is_rank,
-    join_ranks,
     launch_ranks,
     resolve_device,
 )
@@ -35,10 +29,10 @@ from ringattn.launch.train.pretrained import check_model
 from ringattn.launch.train.run import Run
 
 MODULE = "ringattn.launch.train"
-DESCRIPTION = """Trains a transformer on real text, every sequence split over the ranks of a ring.
+DESCRIPTION = """Trains a transformer on real text, every sequence sharded over the ranks of a ring.
 
 Starts its own ranks (one per GPU, or two on the CPU) unless torchrun did: torchrun --nproc_per_node 4 -m ringattn.launch.train
-A run whose rank dies comes back by itself; the same command continues one that was stopped or killed."""
+A run whose rank dies is restarted; the same command continues one that was stopped or killed."""
 
 
 @contextlib.contextmanager
@@ -63,12 +57,8 @@ def _lock_folder(folder: Path, timeout_s: float = 30.0) -> Iterator[None]:
 
 
 def run_rank(config: Config) -> int:
-    """Runs one rank.
-
-    Returns:
-        Its exit code: 0, or 130 when the run was interrupted.
-    """
-    with join_ranks(config.device, config.timeout) as rank, contextlib.ExitStack() as stack:
+    """Run one rank; return its exit code: 0, or 130 when the run was interrupted."""
+    with init_ranks(config.device, config.timeout) as rank, contextlib.ExitStack() as stack:
         if config.nproc not in (None, rank.world_size):
             raise Refusal(
                 f"nproc must be the number of ranks that torchrun started, got {config.nproc} and {rank.world_size}; "
@@ -104,11 +94,7 @@ def count_ranks(config: Config) -> int:
 
 
 def check(config: Config) -> None:
-    """Refuse flags that cannot work on this machine.
-
-    Raises:
-        Refusal: A flag is wrong; the message names it and what to pass instead.
-    """
+    """Raise Refusal for flags that cannot work on this machine."""
     try:
         nproc = count_ranks(config)
         resolve_device(config.device, 0, nproc)
@@ -122,52 +108,30 @@ def check(config: Config) -> None:
 
 
 class RestartPolicy:
-    """Decides whether a run is restarted when a rank has died: while it makes progress, and a few times without.
-
-    Args:
-        out: The folder of the run: progress is a checkpoint of a later step.
-        limit: Consecutive restarts without progress.
-    """
+    """Restarts a run as long as its newest checkpoint in `out` is of a later step, and `limit` times without such progress."""
 
     def __init__(self, out: Path, limit: int) -> None:
         self.out, self.limit = out, limit
         self.step, self.tries = newest_step(out), 0
 
     def __call__(self, what: str) -> bool:
-        """Print what happened, and return whether to restart.
-
-        Args:
-            what: Description of the failure.
-        """
+        """Print the description of a failure, and return whether to restart."""
         step = newest_step(self.out)
         if step > self.step:
             self.step, self.tries = step, 0
         if self.tries >= self.limit:
             if self.limit:
-                print(
-                    f"started again {self.tries} time(s) without getting past the checkpoint of step {self.step}: giving up",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                tried = f"started again {self.tries} time(s) without getting past the checkpoint of step {self.step}"
+                print(f"{tried}: giving up", file=sys.stderr, flush=True)
             return False
         self.tries += 1
-        print(
-            f"{what}\nstarting all ranks again from step {self.step} (try {self.tries} of {self.limit})",
-            file=sys.stderr,
-            flush=True,
-        )
+        again = f"starting all ranks again from step {self.step} (try {self.tries} of {self.limit})"
+        print(f"{what}\n{again}", file=sys.stderr, flush=True)
         return True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start the ranks of the run, or run one of them.
-
-    Args:
-        arguments: The command line; by default that of this process.
-
-    Returns:
-        The exit code.
-    """
+    """Start the ranks of the run, or run one of them; return the exit code."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -1,7 +1,4 @@
-"""The flags of the training job and their presets.
-
-Owns names, defaults and limits of flags. Refuses to know how they are obeyed.
-"""
+"""Flags of the training job, their limits, and their presets."""
 
 from __future__ import annotations
 
@@ -19,6 +16,14 @@ from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.train.model import ModelConfig
 from ringattn.launch.train.parallel import mesh_sizes
 from ringattn.launch.train.trainer import Recipe
+
+SHAPE = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("vocab_size", "rope_theta")]
+"""Flags that are the shape of the model."""
+LEAST = {
+    0: "warmup_steps compare_steps sample_len max_restarts",
+    1: "steps seq_len batch_size accumulate eval_interval eval_batches checkpoint_interval prompt_len",
+}
+"""Counts by their least value."""
 
 
 @dataclass(frozen=True)
@@ -115,22 +120,20 @@ class Config:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        at_least = {"steps": 1, "seq_len": 1, "batch_size": 1, "warmup_steps": 0, "eval_interval": 1, "eval_batches": 1}
-        at_least |= {"checkpoint_interval": 1, "compare_steps": 0, "sample_len": 0, "prompt_len": 1}
-        at_least |= {"accumulate": 1, "max_restarts": 0}
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; pass another {flag}")
-        # a negative norm would turn gradients round; comparisons with NaN are false
-        for name, words, fits in (
-            ("lr", "at least 0", 0 <= self.lr < math.inf),
-            ("weight_decay", "at least 0", 0 <= self.weight_decay < math.inf),
-            ("temperature", "at least 0", 0 <= self.temperature < math.inf),
+        limits: list[tuple[str, str, bool]] = [
+            (name, f"at least {least}", getattr(self, name) >= least)
+            for least, names in LEAST.items()
+            for name in names.split()
+        ]
+        # a negative norm would turn the gradient around; comparisons with NaN are false
+        for name in ("lr", "weight_decay", "temperature"):
+            limits.append((name, "at least 0", 0 <= getattr(self, name) < math.inf))
+        limits += [
             ("timeout", "above 0", 0 < self.timeout < math.inf),
             ("max_grad_norm", "above 0", self.max_grad_norm > 0),
             ("seed", "from -2**63 to 2**64 - 1", -(2**63) <= self.seed < 2**64),
-        ):
+        ]
+        for name, words, fits in limits:
             if not fits:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{name} must be {words}, got {getattr(self, name)}; pass another {flag}")
@@ -140,16 +143,11 @@ class Config:
         self.shape()
 
     def shape(self) -> ModelConfig:
-        """The shape of the model, where `model` names none."""
-        names = [field.name for field in dataclasses.fields(ModelConfig) if hasattr(self, field.name)]
-        return ModelConfig(**{name: getattr(self, name) for name in names})
+        """Shape of the model, unless `model` names one."""
+        return ModelConfig(**{name: getattr(self, name) for name in SHAPE})
 
     def check_ranks(self, world_size: int) -> None:
-        """Refuses a number of ranks that the mesh and the batch cannot be divided among.
-
-        Raises:
-            ValueError: Says which flag, and what to pass instead.
-        """
+        """Raise ValueError if the mesh or the batch cannot be divided among so many ranks."""
         dp, _ = mesh_sizes(self.mesh, world_size)
         if self.batch_size % (dp * self.accumulate):
             raise ValueError(
@@ -158,26 +156,14 @@ class Config:
             )
 
     def recipe(self, device: torch.device, separator: int) -> Recipe:
-        """Return the training recipe for a device.
-
-        Args:
-            device: Where.
-            separator: The last token of every document.
-        """
+        """Return the training recipe for a device; `separator` is the last token of every document."""
         name = {"cpu": "float32", "cuda": "bfloat16"}[device.type] if self.dtype == "auto" else self.dtype
-        return Recipe(
-            seed=self.seed,
-            layout=("balanced" if self.pack else "zigzag") if self.layout == "auto" else self.layout,
-            separator=separator if self.pack else None,
-            accumulate=self.accumulate,
-            dtype=getattr(torch, name),
-            recompute=self.recompute,
-            reshard=self.reshard,
-            compile=self.compile,
-            weight_decay=self.weight_decay,
-            max_grad_norm=self.max_grad_norm,
-            window=self.window,
-        )
+        same = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(Recipe) if hasattr(self, field.name)
+        }
+        layout = ("balanced" if self.pack else "zigzag") if self.layout == "auto" else self.layout
+        own = {"layout": layout, "separator": separator if self.pack else None, "dtype": getattr(torch, name)}
+        return Recipe(**same | own)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the step after `step` steps: a linear warm-up, then a cosine to a tenth."""
@@ -250,7 +236,7 @@ PRESETS = {
 
 
 PACKAGES = ("tyro", "tqdm", "matplotlib", "psutil")
-"""Packages that every run imports besides those of the library."""
+"""Packages that every run imports beside those of the library."""
 
 
 def _check_installed(packages: Sequence[str], extra: str) -> None:
@@ -260,11 +246,7 @@ def _check_installed(packages: Sequence[str], extra: str) -> None:
 
 
 def parse(arguments: Sequence[str], prog: str, description: str | None) -> Config:
-    """The flags, with the defaults of the preset that they choose.
-
-    Raises:
-        Refusal: Flags contradict each other, or a package that the run needs is not installed.
-    """
+    """Return the flags, with the defaults of the preset that they choose; raise Refusal for contradictions or a missing package."""
     _check_installed(PACKAGES, "launch")
     import tyro
 
@@ -275,13 +257,13 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Confi
     preset = early.preset
     if preset == "auto":
         preset = "gpu" if early.device != "cpu" and torch.cuda.is_available() else "cpu"
-    # the defaults are of the preset, and an unknown one is left for tyro to refuse
+    # the defaults are of the preset, and tyro refuses an unknown one
     default = replace(PRESETS.get(preset, _CPU), preset="auto")
     parsed = tyro.cli(Config, args=list(arguments), default=default, prog=prog, description=description)
     if parsed.model is not None:
         _check_installed(("transformers",), "transformers")
-        for field in dataclasses.fields(ModelConfig):
-            if hasattr(default, field.name) and getattr(parsed, field.name) != getattr(default, field.name):
-                flag = "--" + field.name.replace("_", "-")
-                raise Refusal(f"{field.name} must be left to the configuration in --model, got {flag}; leave it out")
+        for name in SHAPE:
+            if getattr(parsed, name) != getattr(default, name):
+                flag = "--" + name.replace("_", "-")
+                raise Refusal(f"{name} must be left to the configuration in --model, got {flag}; leave it out")
     return replace(parsed, preset=preset)  # type: ignore[arg-type]

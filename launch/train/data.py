@@ -1,8 +1,7 @@
-"""Real text, and the batches a step takes from it.
+"""Text, and the batches of a step: reading, the validation split, and documents.
 
-Owns reading, the split into training and validation tokens, which windows a step sees (a pure function of seed and step,
-so that any world size sees the same batches and a resumed run continues where it stopped), and where documents begin in
-them. Refuses to know ranks and models. A token is a byte, unless a tokenizer says otherwise.
+A batch is a function of seed and step, so any world size sees the same batches and a resumed run continues where it stopped. A
+token is a byte, unless there is a tokenizer.
 """
 
 from __future__ import annotations
@@ -29,13 +28,10 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """One string of tokens.
+    """Tokens of all files, one after the other: bytes (uint8), or token ids of a tokenizer (int32).
 
     Attributes:
-        text: Bytes, uint8, or what a tokenizer made of them, int32; one dimension.
-        source: What was read.
-        num_files: How many files it was.
-        fingerprint: Changes when the tokens do: a digest of the length and of 1,024 pieces spread over them.
+        fingerprint: Digest of the length and of 1,024 pieces of the tokens.
         separator: The token between files, which none of them contains: the zero byte.
     """
 
@@ -46,15 +42,7 @@ class Corpus:
     separator: int = 0
 
     def encoded(self, tokenizer: Any, name: str) -> Corpus:
-        """The same files as tokens of a vocabulary, the end-of-text token between them.
-
-        Args:
-            tokenizer: One of transformers; needs an end-of-text token.
-            name: What the tokenizer is called, for the fingerprint.
-
-        Raises:
-            ValueError: The tokenizer has no end-of-text token.
-        """
+        """Return the same files as tokens of a tokenizer of transformers, its end-of-text token between them."""
         end = tokenizer.eos_token_id
         if end is None:
             raise ValueError(f"the tokenizer must have an eos_token, got none in {name}; set one in its configuration")
@@ -93,21 +81,11 @@ def _fingerprint(content: bytes | mmap.mmap) -> str:
 
 
 def load_corpus(data: str | None = None, out: str | None = None) -> Corpus:
-    """Reads a file, the text files of a folder, or the sources of Python's standard library.
+    """Read a file, the text files of a folder, or the sources of Python's standard library (None).
 
     Files of a folder come in the order of a digest of their names: the same on every machine, and with no topic at the
-    end, where the validation bytes are.
-
-    Args:
-        data: A file (mapped into memory, not read whole), a folder, or None: the standard library.
-        out: The folder of the run, which is no data wherever it lies: what a run writes there would be other data at its next
-            start.
-
-    Returns:
-        The bytes.
-
-    Raises:
-        ValueError: There is no such file or folder, or no text in it.
+    end, where the validation tokens are. The folder `out` of the run is left out, as its content changes. Raises ValueError
+    if there is no text.
     """
     path = Path(sysconfig.get_path("stdlib")) if data is None else Path(data).expanduser()
     source = f"Python {sysconfig.get_python_version()} standard library" if data is None else str(path)
@@ -128,20 +106,14 @@ def load_corpus(data: str | None = None, out: str | None = None) -> Corpus:
     if not len(content):
         raise ValueError(f"data must contain text, got none in {path}; pass --data a file or folder with text in it")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # nobody writes to it
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
         text = torch.frombuffer(content, dtype=torch.uint8)
     return Corpus(text, source, num_files, _fingerprint(content))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Inputs of a model and their targets.
-
-    Attributes:
-        tokens: `b n` int64.
-        targets: `b n`: the token after each, or `IGNORED`.
-        documents: Cumulative boundaries (0, ..., n) of packed documents; None: every row is one.
-    """
+    """Inputs of a model `b n`, their targets `b n`: the token after each, or `IGNORED`; and bounds (0, ..., n) of documents."""
 
     tokens: Tensor
     targets: Tensor
@@ -155,13 +127,10 @@ def count_targets(windows: Tensor, separator: int | None) -> int:
 
 
 def make_rows(windows: Tensor, separator: int | None) -> Rows:
-    """Rows from `b n+1` windows of text.
+    """Rows from `b n+1` windows of text, in which each token but the first is the target of the one before it.
 
-    Args:
-        windows: Each token but a window's first is the target of the one before it.
-        separator: The last token of every document; None: documents are ignored, and a window is one row. Otherwise all
-            windows become one row, cut into documents after each separator and at the ends of windows, and nothing
-            predicts a document's first token.
+    With a separator, the last token of every document, all windows become one row, cut into documents after each separator
+    and at the ends of windows, and no token predicts the first one of a document.
 
     Example:
         >>> rows = make_rows(torch.tensor([[5, 0, 6, 7], [8, 9, 0, 4]]), separator=0)
@@ -181,14 +150,7 @@ def make_rows(windows: Tensor, separator: int | None) -> Rows:
 
 @dataclass(frozen=True)
 class Batches:
-    """Windows of a corpus: `batch_size` rows of `seq_len + 1` tokens, of which the last `seq_len` are to be predicted.
-
-    Attributes:
-        text: The whole corpus.
-        seq_len: Tokens a model sees.
-        batch_size: Rows of a batch.
-        seed: Of the order of training windows.
-    """
+    """Windows of a corpus: `batch_size` rows of `seq_len + 1` tokens, of which the last `seq_len` are to be predicted."""
 
     text: Tensor
     seq_len: int
@@ -212,13 +174,13 @@ class Batches:
         return torch.stack([self.text[start : start + self.seq_len + 1] for start in starts]).long()
 
     def training(self, step: int) -> Tensor:
-        """The batch of one step, `b s+1`: windows at random places of the training tokens."""
+        """The batch of one step, `b n+1`: windows at random places of the training tokens."""
         draw = random.Random(f"{self.seed} {step}")
         last = self.num_training_tokens - self.seq_len - 1
         return self._windows([draw.randint(0, last) for _ in range(self.batch_size)])
 
     def validation(self, num_batches: int) -> Iterator[Tensor]:
-        """The same batches every time: windows evenly spread over the validation tokens."""
+        """Batches that are always the same: windows evenly spread over the validation tokens."""
         first, last = self.num_training_tokens, self.text.numel() - self.seq_len - 1
         count = num_batches * self.batch_size
         starts = [first + index * (last - first) // max(count - 1, 1) for index in range(count)]

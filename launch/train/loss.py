@@ -1,13 +1,8 @@
 """Cross entropy of hidden rows against a vocabulary, without the logits of all rows at once.
 
-Owns the chunks and the gradient through them. Refuses to know models, ranks and what a token means.
-
-Note [Chunks]
-    Logits of 100,000 rows over a vocabulary of 128,256 are 51 GB in fp32, and as much again for their gradient. Rows do
-    not look at each other here, so both passes go chunk by chunk: the forward keeps one number per row, lse = ln sum_j
-    exp(x . w_j), and the backward makes the logits of a chunk again, turns them into (softmax - one_hot) in place, and
-    multiplies. Nothing is approximated. Every product is computed once more than without chunks; the gradient of the
-    weight is added up over chunks in fp32.
+Logits of 100,000 rows over a vocabulary of 128,256 are 51 GB in fp32, and as much again for their gradient. So both passes go
+chunk by chunk: the forward keeps lse = ln sum_j exp(x . w_j) per row; the backward computes the logits of a chunk again and turns
+them into (softmax - one_hot) in place. Nothing is approximated; the gradient of the weight is added up over chunks in fp32.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ import torch
 from torch import Tensor
 
 IGNORED = -100
-"""The target of a row that predicts nothing."""
+"""Target of a row that predicts nothing."""
 
 CHUNK_ELEMENTS = 1 << 27
 """Logits at a time: 512 MiB in fp32."""
@@ -27,17 +22,10 @@ CHUNK_ELEMENTS = 1 << 27
 def cross_entropy_sum(
     hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float = 0.0, chunk_elements: int = CHUNK_ELEMENTS
 ) -> Tensor:
-    """The sum over rows of -ln softmax(hidden @ weight.T)[target], in fp32 (Note [Chunks]); differentiable once.
+    """The sum over rows of -ln softmax(hidden @ weight.T)[target], a scalar in fp32; differentiable once.
 
-    Args:
-        hidden: Rows, `... dim`.
-        weight: The output projection, `vocab dim`, in the dtype of hidden.
-        targets: One token per row, `...` int64; rows of `IGNORED` count nothing.
-        softcap: Logits become `softcap * tanh(logit / softcap)` first; 0.0 for none.
-        chunk_elements: How many logits may exist at a time; at least one row's.
-
-    Returns:
-        A scalar, fp32; 0 where there are no rows.
+    `hidden` is `... dim`, `weight` is `vocab dim`, `targets` are `...` int64 or IGNORED. With a softcap, logits become
+    `softcap * tanh(logit / softcap)` first. At most `chunk_elements` logits exist at a time, or those of one row.
     """
     total: Tensor = _CrossEntropySum.apply(hidden.flatten(0, -2), weight, targets.flatten(), softcap, chunk_elements)  # type: ignore[assignment]
     return total

@@ -1,20 +1,11 @@
 """Metrics of a training step: FLOPs, MFU, peak memory and exposed communication.
 
-Defines these numbers; the step itself is in trainer.py.
-
-Note [Model FLOPs]
-    torch's FlopCounterMode counts one forward of the whole batch, added over ranks: matrix products, and attention by its
-    visible pairs only (causal, window, documents; `ringattn.plan.flops`). A step is three times its forward (each product
-    has two in the backward), whatever is recomputed. The attention's part is kept as FLOPs per visible pair, so that packed
-    batches, whose documents differ, are counted by their own pairs. MFU is FLOPs of a step / (seconds x GPUs x peak).
-
 Note [Exposed communication]
-    How much longer the attention operators of a step take, on the GPU's own clock, than the same kernels would without a
-    ring. On every tenth step events are recorded around each of them. What a visible pair takes alone is measured once, when
-    first needed: one causal call on this rank alone, of the same heads, head_dim and dtype, and of the length that has
-    as many visible pairs as this rank's average call. So the number holds waits for rows, transfers that slow a kernel
-    down, merging, and a few per cent of error either way, as the shapes differ. It may be slightly negative. The largest
-    of any rank is reported; on CPUs, and where blocks are compiled, there is none.
+    The additional time that the attention operators of a step take on the GPU, compared with the same kernels without a
+    ring. On every tenth step CUDA events are recorded around each operator. The time of a visible pair without a ring is
+    measured once: a causal call on this rank alone, with the same heads, head_dim and dtype, and with as many visible pairs
+    as an average call of this rank. The difference includes waits, slower kernels during transfers, merging, and a few per
+    cent of error either way. The largest of any rank is reported; there is none on CPUs and where blocks are compiled.
 """
 
 from __future__ import annotations
@@ -60,7 +51,7 @@ def peak_flops(name: str, dtype: torch.dtype) -> float | None:
 
 
 def mfu(flops: float, seconds: float, num_gpus: int, peak: float | None) -> float | None:
-    """Return the share of the peak that a step reaches (Note [Model FLOPs]); None where there is no peak."""
+    """Return the share of the peak FLOP/s that a step reaches; None where the peak is unknown."""
     return None if peak is None else flops / (seconds * num_gpus * peak)
 
 
@@ -74,12 +65,7 @@ def peak_memory_mib(device: torch.device, so_far: float) -> float:
 
 
 class ForwardFlops:
-    """Counts FLOPs inside `with`, in this process, separately for attention and for everything else.
-
-    Attributes:
-        attention: FLOPs of this package's operators.
-        others: All other FLOPs.
-    """
+    """Counts FLOPs inside `with`, in this process: `attention`, by visible pairs only (`ringattn.plan.flops`), and `others`."""
 
     attention = 0
     others = 0
@@ -99,18 +85,15 @@ class ForwardFlops:
 
 
 class AttentionTimer(TorchDispatchMode):
-    """Times the attention operators of what runs inside `with`, forward and backward, on the GPU (Note [Exposed communication]).
+    """Times the attention operators that run inside `with`, forward and backward, on the GPU (Note [Exposed communication]).
 
-    Keep one for the whole run: it caches the time of a visible pair without communication.
-
-    Args:
-        group: A process group of this rank alone.
+    `group` has this rank only. One timer serves the whole run: it caches the time of a visible pair without communication.
     """
 
     def __init__(self, group: Any) -> None:
         super().__init__()
         self._group = group
-        self._seen: list[_Timed] = []
+        self._calls: list[_Timed] = []
         self._ms_per_pair: dict[str, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,34 +109,25 @@ class AttentionTimer(TorchDispatchMode):
         begin.record()
         result = func(*args, **(kwargs or {}))
         end.record()
-        self._seen.append(_Timed(name, begin, end, pairs, (q.shape[2:], k.shape[2:], v.shape[2:]), q.dtype))
+        self._calls.append(_Timed(name, begin, end, pairs, (q.shape[2:], k.shape[2:], v.shape[2:]), q.dtype))
         return result
 
     def exposed_ms(self) -> float | None:
         """Return and reset the exposed communication in milliseconds; None when no operator ran."""
-        seen, self._seen = self._seen, []
-        if not any(one.pairs for one in seen):
+        calls, self._calls = self._calls, []
+        if not any(one.pairs for one in calls):
             return None
         if not self._ms_per_pair:
-            forwards = [one for one in seen if one.name == "forward" and one.pairs]
+            forwards = [one for one in calls if one.name == "forward" and one.pairs]
             average = sum(one.pairs for one in forwards) // len(forwards)
             self._ms_per_pair = _ms_per_pair(forwards[0].widths, forwards[0].dtype, average, self._group)
         torch.cuda.synchronize()
-        return sum(one.begin.elapsed_time(one.end) - one.pairs * self._ms_per_pair[one.name] for one in seen)
+        return sum(one.begin.elapsed_time(one.end) - one.pairs * self._ms_per_pair[one.name] for one in calls)
 
 
 @dataclass(frozen=True)
 class _Timed:
-    """One call of an operator.
-
-    Attributes:
-        name: "forward" or "backward".
-        begin: Before it.
-        end: After it.
-        pairs: Visible pairs that it computed.
-        widths: Of q, k and v: heads and width of a head.
-        dtype: Of q.
-    """
+    """One call of an operator: its visible pairs, and heads and head dim of q, k and v."""
 
     name: str
     begin: torch.cuda.Event
@@ -170,19 +144,18 @@ def _ms_per_pair(
     n = max(16, math.isqrt(2 * pairs))
     sharding = ringattn.Ring(group).sharding(n)
     device = torch.device("cuda", torch.cuda.current_device())
-    # outside of a step's clock, and of the autograd of a step
     q, k, v = (torch.randn(1, n, *width, device=device, dtype=dtype, requires_grad=True) for width in widths)
     fastest = {"forward": math.inf, "backward": math.inf}
     for _ in range(repeats):
-        before, between, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(4))
-        before.record()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        events[0].record()
         o = ringattn.ring_attention(q, k, v, sharding, causal=True)
-        between.record()
+        events[1].record()
         gradient = torch.ones_like(o)
-        begin.record()
+        events[2].record()
         torch.autograd.grad(o, (q, k, v), gradient)
-        end.record()
+        events[3].record()
         torch.cuda.synchronize()
-        fastest["forward"] = min(fastest["forward"], before.elapsed_time(between))
-        fastest["backward"] = min(fastest["backward"], begin.elapsed_time(end))
+        for name, begin, end in (("forward", *events[:2]), ("backward", *events[2:])):
+            fastest[name] = min(fastest[name], begin.elapsed_time(end))
     return {name: ms / (n * (n + 1) / 2) for name, ms in fastest.items()}

@@ -14,9 +14,7 @@ class MetricsLog:
     """The rows of `log.jsonl`, each with a "step": losses of training ("loss") and of validation ("validation_loss").
 
     Args:
-        folder: Where the log lies; made if absent.
         step: Rows of later steps are dropped, because the run repeats them.
-        writes: Whether this process writes to the log; others keep their rows in memory.
     """
 
     def __init__(self, folder: Path, step: int, writes: bool) -> None:
@@ -59,14 +57,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def summarise(rows: Sequence[dict[str, Any]], start: int = 0) -> dict[str, Any]:
     """Summarise the steps of a run.
 
-    Args:
-        rows: Rows of a log.
-        start: Steps before the last restart of the run: they count in the losses only.
-
-    Returns:
-        Losses and norms of all steps. Tokens/s, seconds and MFU are medians, without the first two of this start, which
-        compile kernels and make buffers; exposed communication, of the steps where it was measured; peak memory is of
-        this start, by rank.
+    Tokens/s, seconds and MFU are medians of the steps after `start`, the last restart, without the first two, which compile
+    kernels and allocate buffers; exposed communication, of all these steps; peak memory is by rank.
     """
     steps = [row for row in rows if "loss" in row]
     made = [row for row in steps if row["step"] > start]
@@ -88,14 +80,7 @@ def summarise(rows: Sequence[dict[str, Any]], start: int = 0) -> dict[str, Any]:
 
 
 def plot_losses(rows: list[dict[str, Any]], path: Path, title: str, unit: str = "byte") -> None:
-    """Plot training and validation loss over steps.
-
-    Args:
-        rows: Rows of a log.
-        path: The image file; its suffix is the format.
-        title: Of the plot.
-        unit: "byte" or "token".
-    """
+    """Plot training and validation loss over steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,7 +1,4 @@
-"""A decoder-only transformer whose attention is the ring: RoPE, grouped queries, RMSNorm, SwiGLU.
-
-Owns the architecture, its initialisation, and what a backward recomputes of any model. Refuses to know groups, ranks,
-optimisers and text: a model sees the rows of one shard, and only attention looks beyond them.
+"""Decoder-only transformer with ring attention: RoPE, grouped queries, RMSNorm, SwiGLU; and recomputation of any model.
 
 Shape legend: `b` batch, `s` tokens of this rank's shard, `h` query heads, `hk` key/value heads, `d` head_dim.
 """
@@ -26,20 +23,7 @@ from ringattn.launch.train.loss import cross_entropy_sum
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model.
-
-    Attributes:
-        dim: Width of the residual stream.
-        num_layers: Blocks.
-        num_heads: Query heads.
-        num_kv_heads: Key/value heads; divides num_heads.
-        head_dim: Width of a head; even.
-        mlp_dim: Hidden width of SwiGLU.
-        vocab_size: Tokens in the vocabulary.
-        window: Each token sees the last `window` tokens, itself among them; None: all before it.
-        rope_theta: Base of the rotary frequencies.
-        tie_embeddings: Whether the output projection is the embedding.
-    """
+    """Shape of a model; with a window each token sees the last `window` tokens, including itself."""
 
     dim: int
     num_layers: int
@@ -81,11 +65,6 @@ def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor,
 
     Frequency i is `theta ** (-2 i / d)` (Su et al., "RoFormer", equation 15). Angles are made in fp64: at position
     1,000,000 an fp32 angle is wrong by hundredths of a radian.
-
-    Args:
-        positions: Of the rows, `s`.
-        head_dim: Width of a head.
-        theta: Base of the frequencies.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.to(torch.float64)[:, None] * theta**-exponents
@@ -124,8 +103,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, "GLU Variants Improve Transformer", equation 6).
 
-    Attributes:
-        rows: Of more rows than these, so many are computed at a time, and again in the backward; 0: all at once.
+    If `rows` is set, so many rows are computed at a time, and again in the backward.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -136,7 +114,7 @@ class Mlp(nn.Module):
         self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Rows `b s dim` to rows `b s dim`; no row looks at another."""
+        """Rows `b s dim` to rows `b s dim`, each by itself."""
         if not self.rows or x.shape[1] <= self.rows:
             return self._compute(x)
         return torch.cat([checkpoint(self._compute, part, use_reentrant=False) for part in x.split(self.rows, 1)], 1)
@@ -162,36 +140,24 @@ class Block(nn.Module):
 
 
 def _keep_attention(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Recomputes everything in the backward but the ring, whose recomputation would move the keys again."""
+    """Recompute everything in the backward but ring attention, which would move the keys again."""
     ours = getattr(op, "namespace", None) == "ringattn"
     return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _selective_contexts() -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_keep_attention)
-
-
 def recompute_(blocks: Sequence[nn.Module], how: str) -> None:
-    """Makes the backward recompute blocks instead of keeping what is inside them.
-
-    Args:
-        blocks: Modules whose forward is a function of its arguments.
-        how: "none"; "selective", everything but attention; "full", everything.
-    """
+    """Make the backward recompute blocks: "none"; "selective", everything but attention; "full", everything."""
     if how == "none":
         return
-    options = {"context_fn": _selective_contexts} if how == "selective" else {}
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
+    options = {"context_fn": contexts} if how == "selective" else {}
     for block in blocks:
-        # inside the module's call, so that what hooks do around it is done once
+        # inside of the module's call, so that hooks run once
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
 class Transformer(nn.Module):
-    """Tokens of one shard to the logits of the tokens after them, or to their loss.
-
-    Args:
-        config: The shape of the model.
-    """
+    """Model from tokens of one shard to the logits of the tokens after them, or to their loss."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -205,7 +171,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialise_(self, seed: int) -> None:
-        """Fills the parameters from a seed alone: the same at any rank and world size.
+        """Fill the parameters from a seed: the same at any rank and world size.
 
         Matrices are normal with variance 1 / fan_in; the two that end a residual branch are smaller by
         sqrt(2 * num_layers), so that the stream does not grow with depth. Embeddings have standard deviation 0.02.
@@ -221,16 +187,10 @@ class Transformer(nn.Module):
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
     def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
-        """The logits of this rank's rows, or their loss.
+        """Return the logits `b s vocab_size` of this rank's rows, each predicting the token after its global position.
 
-        Args:
-            tokens: `b s` integers, the rows of `sharding` that this rank holds.
-            sharding: Who holds which positions; gives the positions, from each document's start, that RoPE turns by.
-            targets: `b s`: the token after each row, or `IGNORED`.
-
-        Returns:
-            `b s vocab_size`, row x predicting the token after the global position of row x; with targets the sum of
-            their losses, natural log, fp32.
+        With targets, the token after each row or `IGNORED`, return the sum of their losses, natural log, fp32. `sharding`
+        gives the positions for RoPE, which begin at 0 in each document.
         """
         positions = document_positions(sharding).to(tokens.device)
         cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)

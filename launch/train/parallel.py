@@ -1,12 +1,8 @@
 """Parallelism of the training job: a mesh of data-parallel x context-parallel ranks, and FSDP2 over all of them.
 
-Owns the meaning of `--mesh`, the process groups and the settings of FSDP2. Knows no models, data or steps.
-
-Note [Mesh]
-    Ranks are numbered row by row: rank = dp_rank * cp + cp_rank, so the ranks of a ring are neighbours. The cp ranks of one
-    dp rank share sequences, each holding some rows of all of them; different dp ranks have different sequences.
-    Parameters, gradients and optimiser state do not depend on that: they are sharded over all dp x cp ranks,
-    because every rank computes a part of the same sum (Note [Exact gradient] in trainer.py).
+rank = dp_rank * cp + cp_rank, so the ranks of a ring are neighbours. The cp ranks of one dp rank share sequences; other dp ranks
+have others. Parameters, gradients and optimiser state are sharded over all dp x cp ranks, because every rank computes a
+part of the same sum (Note [Exact gradient] in trainer.py).
 """
 
 from __future__ import annotations
@@ -26,14 +22,7 @@ import ringattn
 
 
 def mesh_sizes(text: str | None, world_size: int | None) -> tuple[int, int]:
-    """The sizes of dp and cp that a flag asks for.
-
-    Args:
-        text: "dp=2,cp=2", either of them alone, or None: all ranks on cp.
-        world_size: Ranks in all; None: whatever the flag says, the absent size being 1.
-
-    Raises:
-        ValueError: The text says something else, or its product is not the number of ranks.
+    """Return the sizes of dp and cp of a flag like "dp=2,cp=2"; an absent size is what the ranks leave, or 1 if None.
 
     Example:
         >>> mesh_sizes("dp=2", 8), mesh_sizes(None, 4), mesh_sizes("cp=2,dp=3", None)
@@ -60,15 +49,7 @@ def mesh_sizes(text: str | None, world_size: int | None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Position of this rank in the mesh (Note [Mesh]).
-
-    Attributes:
-        dp: Groups of different sequences.
-        dp_rank: This rank's group.
-        ring: The ranks that share its sequences.
-        all_ranks: All ranks, as a mesh of one dimension: parameters are sharded over it.
-        device: Where this rank computes.
-    """
+    """Position of this rank in the mesh: its ring, and all ranks as a mesh of one dimension, over which parameters are sharded."""
 
     dp: int
     dp_rank: int
@@ -78,12 +59,12 @@ class Parallel:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of all ranks."""
         return self.all_ranks.size()
 
     @property
     def cp(self) -> int:
-        """Ranks of a ring."""
+        """Number of ranks of a ring."""
         return self.ring.world_size
 
     def all_reduce_(self, values: torch.Tensor) -> torch.Tensor:
@@ -94,13 +75,7 @@ class Parallel:
 
 
 def make_parallel(device: torch.device, text: str | None = None, timeout_s: float = 600.0) -> Parallel:
-    """Build the mesh of all ranks. A collective; the process group must exist.
-
-    Args:
-        device: Where this rank computes.
-        text: As in `mesh_sizes`.
-        timeout_s: Seconds after which ranks of a ring that wait for each other give up.
-    """
+    """Build the mesh of all ranks. A collective; the process group must exist. See `mesh_sizes` for `text`."""
     world_size = dist.get_world_size()
     dp, cp = mesh_sizes(text, world_size)
     mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
@@ -137,13 +112,6 @@ def shard_model_(
 
     Parameters, gradients and optimiser state stay float32; a unit is gathered in `dtype` where it is used. Gradients are
     *added* over ranks in float32, not averaged.
-
-    Args:
-        model: The whole, on any device; equal on all ranks. Each keeps its part.
-        blocks: The submodules that are gathered one at a time.
-        all_ranks: The ranks.
-        dtype: Of the computation.
-        reshard: Whether a block's gathered parameters are dropped between forward and backward.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
@@ -155,6 +123,6 @@ def shard_model_(
     fully_shard(model, mesh=all_ranks, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # a factor alone would ask for a reduction that gloo does not have
+            # with a factor alone FSDP uses a reduction that gloo does not have
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -1,8 +1,4 @@
-"""Causal language models of transformers with the trainer's interface.
-
-Loads them (from a configuration, or a folder with weights), checks their vocabulary, and computes the loss from hidden rows. Ring
-attention is in `ringattn.integrations.transformers`.
-"""
+"""Causal language models of transformers with the interface of the trainer."""
 
 from __future__ import annotations
 
@@ -23,11 +19,7 @@ NUM_BYTES = 256
 
 
 def check_model(path: str) -> None:
-    """Refuse a path that is neither a configuration nor a folder with one.
-
-    Raises:
-        Refusal: There is no such file, or no config.json in the folder.
-    """
+    """Raise Refusal for a path that is neither a configuration nor a folder with one."""
     place = Path(path).expanduser()
     if not (place.is_file() or (place / "config.json").is_file()):
         raise Refusal(f"model must be a config.json or a folder with one, got {path}; download it first")
@@ -39,7 +31,7 @@ def read_config_json(path: str) -> dict[str, Any]:
     try:
         content = json.loads((place / "config.json" if place.is_dir() else place).read_text())
     except (OSError, ValueError):
-        content = None  # building the model raises the error
+        return {}  # building the model raises the error
     return content if isinstance(content, dict) else {}
 
 
@@ -54,12 +46,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 class CausalLM(nn.Module):
-    """Causal language model of transformers with the interface of `model.Transformer`.
-
-    Args:
-        model: The model, with ring attention.
-        softcap: Of its logits; 0.0 for none.
-    """
+    """Causal language model of transformers with the interface of `model.Transformer`; logits have a softcap, or 0.0."""
 
     def __init__(self, model: Any, softcap: float) -> None:
         super().__init__()
@@ -68,7 +55,7 @@ class CausalLM(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The decoder layers: the longest list of modules that the model holds."""
+        """The decoder layers: the longest list of modules in the model."""
         lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
         return max(lists, key=len)
 
@@ -87,16 +74,6 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
     """Build the model of a folder with its weights, or with random ones that depend on the seed and the device type only.
 
     Random weights are made on the device, whole; weights of a folder are read into host memory.
-
-    Args:
-        path: A folder, or a config.json.
-        seed: Of random weights.
-        device: Of the training.
-        vocabulary: Number of different tokens in the data.
-
-    Raises:
-        Refusal: transformers cannot build the model, weights are missing, the vocabulary is too small, or the logits are not
-            the last rows times the output embedding.
     """
     from transformers import AutoModelForCausalLM
 
@@ -132,7 +109,7 @@ def _logits(hidden: Tensor, head: Tensor, softcap: float) -> Tensor:
 
 @torch.no_grad()
 def _check_logits(model: Any, softcap: float, path: str) -> None:
-    """Refuse a model whose logits are not its last rows times its output embedding, softly capped."""
+    """Raise Refusal for a model whose logits are not its last rows times its output embedding, softly capped."""
     model.eval()
     tokens = torch.arange(4, device=model.device)[None]
     wanted = model(input_ids=tokens, use_cache=False).logits

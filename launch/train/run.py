@@ -1,7 +1,4 @@
-"""One run of the training job on one rank: resume, training loop, validation, checkpoints, sample and report.
-
-Steps are computed in trainer.py, files are written by checkpoint.py and metrics_log.py, and ranks are started by cli.py.
-"""
+"""Run of the training job on one rank: resume, training loop, validation, checkpoints, sample and report."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ringattn.launch.runtime.distributed import Rank, Refusal, was_restarted
-from ringattn.launch.runtime.session import Session, machine, write_json
+from ringattn.launch.runtime.session import machine, session_of, write_json
 from ringattn.launch.train.checkpoint import (
     Checkpoints,
     find_checkpoint,
@@ -28,11 +25,11 @@ from ringattn.launch.train.checkpoint import (
     read_facts,
     step_of,
 )
-from ringattn.launch.train.config import Config
+from ringattn.launch.train.config import SHAPE, Config
 from ringattn.launch.train.data import Batches, Corpus
 from ringattn.launch.train.metrics import AttentionTimer, ForwardFlops, mfu, peak_flops, peak_memory_mib
 from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, summarise
-from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.parallel import make_parallel, single_rank
 from ringattn.launch.train.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer, read_config_json
 from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance, steps_on_one_rank
@@ -60,21 +57,10 @@ def _interrupts() -> Iterator[list[int]]:
 def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
     """Return the checkpoint to resume from, the same on every rank, or None for a new run.
 
-    Args:
-        resume: "auto", "never" or a checkpoint. A run that is restarted after a rank died resumes its own, if it has any.
-        out: The folder of the run.
-        rank: This rank.
-
-    Raises:
-        Refusal: The checkpoint does not exist or is damaged, or the folder has checkpoints of another run.
+    A run that is restarted after a rank died resumes from its own newest one, if it has any. Raises Refusal if the checkpoint
+    does not exist or is damaged, or if the folder has checkpoints of another run.
     """
-    found = len(rank.broadcast([path.name for path in list_checkpoints(out)]))
-    old = rank.broadcast(sorted(path.name for path in out.glob("step-*.pt")))
-    if old and not found:
-        raise Refusal(
-            f"out must hold no single-file checkpoints, which 0.3 wrote and this version does not read, got {old[-1]} in {out}; "
-            "pass another --out, or go on with ringattn 0.3"
-        )
+    found = rank.broadcast(len(list_checkpoints(out)))
     if resume == "auto" or (found and was_restarted()):
         return find_checkpoint(out, rank)
     if resume == "never":
@@ -105,25 +91,16 @@ def _is_same_or_earlier(path: Path, chosen: Path) -> bool:
 
 
 def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> list[str]:
-    """Return descriptions of the flags that changed since a checkpoint; refuse changes that a run cannot resume with.
-
-    Args:
-        config: The flags now.
-        corpus: The data now.
-        facts: Those of the checkpoint.
-
-    Raises:
-        Refusal: The model or the data has changed.
-    """
+    """Return the flags that changed since a checkpoint, as text; raise Refusal if the model or the data changed."""
     before, now = facts["config"], dataclasses.asdict(config)
-    shape = {field.name for field in dataclasses.fields(ModelConfig)} | {"model"}
+    shape = {*SHAPE, "model"}
     for name in sorted(shape & before.keys()):
         if before[name] != now[name]:
             raise Refusal(
                 f"{name} must be {before[name]} as in the checkpoint, got {now[name]}; "
                 "pass another --out to start afresh"
             )
-    # checkpoints of 0.16 do not have it
+    # absent in checkpoints of 0.16
     if config.model is not None and (old := facts.get("configuration")) is not None:
         new = read_config_json(config.model)
         if changed := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
@@ -144,20 +121,7 @@ def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> li
 def compare_results(
     single: Sequence[StepResult], ring: Sequence[StepResult], world_size: int, dtype: torch.dtype
 ) -> str:
-    """Compare the first steps on one rank with those on the ring.
-
-    Args:
-        single: Steps of one rank.
-        ring: The same steps of the ring.
-        world_size: Ranks of the ring.
-        dtype: Of the computation.
-
-    Returns:
-        A table.
-
-    Raises:
-        Refusal: A loss or a gradient norm differs by more than rounding; the message holds the table.
-    """
+    """Return a table of the first steps on one rank and on the ring; raise Refusal if they differ by more than rounding."""
     columns = ["loss, 1", f"loss, {world_size}", "difference", "norm, 1", f"norm, {world_size}", "difference"]
     lines = [
         f"first steps on 1 rank and on {world_size} ranks (loss in nats, norm of the gradient)",
@@ -180,16 +144,7 @@ def compare_results(
 
 
 class Run:
-    """State of a run on one rank: flags, data, trainer and progress.
-
-    Args:
-        config: The flags.
-        rank: This rank.
-        corpus: The data.
-
-    Raises:
-        Refusal: The flags, the data or the folder do not allow a run. Raised on every rank.
-    """
+    """State of a run on one rank: flags, data, trainer and progress."""
 
     def __init__(self, config: Config, rank: Rank, corpus: Corpus) -> None:
         self.config, self.rank = config, rank
@@ -221,6 +176,7 @@ class Run:
         clocked = rank.device.type == "cuda" and not config.compile
         self._timer = AttentionTimer(self._single) if clocked else None
         self.bar: Any = None
+        self._unit = "byte" if self.tokenizer is None else "token"
 
     def build(self) -> nn.Module:
         """Build a new model, which depends on the flags only."""
@@ -255,32 +211,28 @@ class Run:
         return facts
 
     def _single_rank_steps(self) -> list[StepResult]:
-        """Return the first steps on rank 0 only, on every rank; empty when there is nothing to compare."""
+        """Return the first steps on rank 0 only, on every rank; empty if nothing is compared or its memory is too small."""
         count = min(self.config.compare_steps, self.config.steps)
         if self.rank.world_size == 1 or not count:
             return []
-        return self.rank.lead(lambda: self._run_single_rank(count)) or []
 
-    def _run_single_rank(self, count: int) -> list[StepResult]:
-        """Run the first `count` steps on this rank only; empty when its memory is too small.
+        def run() -> list[StepResult]:
+            steps = []
+            batches = [self.batches.training(step) for step in range(count)]
+            lrs = [self.config.lr_at(step) for step in range(count)]
+            try:
+                parallel = single_rank(self._single, self.rank.device)
+                steps = steps_on_one_rank(self.build, self.recipe, parallel, batches, lrs)
+            except torch.OutOfMemoryError:
+                print("one GPU cannot hold this run: its first steps are not compared with one rank", flush=True)
+            except FloatingPointError as error:
+                raise Refusal(str(error)) from None
+            if self.rank.device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(self.rank.device)
+            return steps
 
-        Raises:
-            Refusal: A loss or a gradient is not finite.
-        """
-        steps = []
-        batches = [self.batches.training(step) for step in range(count)]
-        lrs = [self.config.lr_at(step) for step in range(count)]
-        try:
-            parallel = single_rank(self._single, self.rank.device)
-            steps = steps_on_one_rank(self.build, self.recipe, parallel, batches, lrs)
-        except torch.OutOfMemoryError:
-            print("one GPU cannot hold this run: its first steps are not compared with one rank", flush=True)
-        except FloatingPointError as error:
-            raise Refusal(str(error)) from None
-        if self.rank.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.rank.device)
-        return steps
+        return self.rank.lead(run) or []
 
     def _count_flops(self) -> None:
         """Count the FLOPs of a token and of a visible pair from one forward of the first batch, over all ranks."""
@@ -295,7 +247,7 @@ class Run:
         self._flops_per_pair = attention / self.trainer.pairs(windows)
 
     def flops(self, windows: torch.Tensor) -> float:
-        """Return the floating-point operations of a step (Note [Model FLOPs])."""
+        """Return the FLOPs of a step: three times its forward, as each product has two in the backward."""
         tokens = windows.shape[0] * (windows.shape[1] - 1)
         return 3 * (self._flops_per_token * tokens + self._flops_per_pair * self.trainer.pairs(windows))
 
@@ -303,14 +255,15 @@ class Run:
         """Print model, mesh, batch and data."""
         config, rank, parallel = self.config, self.rank, self.trainer.parallel
         first = next(iter(self.trainer.micro_batches(self.batches.training(0))))
-        held = rank.gather(self.trainer.sharding(first).shard_len)
+        lengths = [f"{length:,}" for length in sorted(set(rank.gather(self.trainer.sharding(first).shard_len)))]
+        held = lengths[0] if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
         where = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "CPU"
         micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
         packed = f", packed to {first.tokens.shape[1]:,}" if config.pack else ""
         self.print(
             f"{self.trainer.num_parameters / 1e6:.2f}M parameters, {str(self.recipe.dtype).removeprefix('torch.')}, "
             f"{rank.world_size} rank(s) (dp {parallel.dp} x cp {parallel.cp}) on {where}, backend {rank.backend}\n"
-            f"context {config.seq_len:,} tokens{packed} ({self.recipe.layout}: {_ranges(held)} per rank), "
+            f"context {config.seq_len:,} tokens{packed} ({self.recipe.layout}: {held} per rank), "
             f"batch {config.batch_size}{micro}, {config.steps} steps\n"
             f"{self.corpus.source}: {self.corpus.text.numel() / 1e6:.1f} M tokens in {self.corpus.num_files} file(s), "
             f"{(self.corpus.text.numel() - self.batches.num_training_tokens) / 1e6:.2f} M held out"
@@ -337,23 +290,17 @@ class Run:
     def _timed_step(self, step: int, values: Sequence[float]) -> tuple[StepResult, float, float | None]:
         """Run one step; return it with its seconds and the milliseconds of exposed communication, where measured."""
         windows = self.batches.training(step)
-        measured = self._timer is not None and (step + 1 - self.start) % TIMER_INTERVAL == 0
+        timer = self._timer if (step + 1 - self.start) % TIMER_INTERVAL == 0 else None
         self.trainer.seed_dropout(step)
         began = time.perf_counter()
-        with self._timer if measured and self._timer else contextlib.nullcontext():
+        with timer or contextlib.nullcontext():
             result = self.trainer.step(windows, self.config.lr_at(step), values)
         seconds = time.perf_counter() - began
-        if not measured or self._timer is None:
-            return result, seconds, None
-        exposed = [ms for ms in self.rank.gather(self._timer.exposed_ms()) if ms is not None]
-        return result, seconds, max(exposed, default=None)
+        found = self.rank.gather(timer.exposed_ms()) if timer else []
+        return result, seconds, max((ms for ms in found if ms is not None), default=None)
 
     def train(self) -> bool:
-        """Run the remaining steps.
-
-        Returns:
-            Whether all are done; False when the run was interrupted.
-        """
+        """Run the remaining steps; return whether all are done, False when the run was interrupted."""
         from tqdm import tqdm
 
         config, world_size = self.config, self.rank.world_size
@@ -378,9 +325,9 @@ class Run:
                     self.checkpoints.wait()  # raised on every rank: finish the last checkpoint first
                     raise
                 speed = config.batch_size * config.seq_len / seconds
-                share = (
-                    mfu(self.flops(self.batches.training(step)), seconds, world_size, peak_rate) if peak_rate else None
-                )
+                share = None
+                if peak_rate:
+                    share = mfu(self.flops(self.batches.training(step)), seconds, world_size, peak_rate)
                 stopped, memory = result.sums[0] > 0, result.sums[1:]
                 done = step + 1
                 self.metrics_log.add(
@@ -406,9 +353,8 @@ class Run:
                 if len(ring_results) < len(self.single_rank_results):
                     ring_results.append(result)
                     if len(ring_results) == len(self.single_rank_results):
-                        self.print(
-                            compare_results(self.single_rank_results, ring_results, world_size, self.recipe.dtype)
-                        )
+                        results = self.single_rank_results, ring_results
+                        self.print(compare_results(*results, world_size, self.recipe.dtype))
                 if stopped:
                     break
                 if done % config.eval_interval == 0 or done == config.steps:
@@ -439,10 +385,6 @@ class Run:
             return self.tokenizer.decode(tokens).encode()
         return bytes(token for token in tokens if token < NUM_BYTES)
 
-    @property
-    def _unit(self) -> str:
-        return "byte" if self.tokenizer is None else "token"
-
     def report_results(self) -> None:
         """Print losses, memory and output paths, and write result.json."""
         rows = self.metrics_log.rows
@@ -454,17 +396,15 @@ class Run:
         if self.start < training[-1]["step"]:
             found = summarise(rows, self.start)
             memory = found["peak_memory_mib"]
-            write_json(self.out / "result.json", {"machine": self._machine(), "rows": [self._facts() | found]})
+            write_json(
+                self.out / "result.json", {"machine": machine(session_of(self.rank)), "rows": [self._facts() | found]}
+            )
         self.print(
             f"loss {training[0]['loss']:.4f} -> {training[-1]['loss']:.4f}, "
             f"validation {validation[0]:.4f} -> {validation[-1]:.4f} nats per {self._unit} over {len(training)} steps\n"
             + (f"peak memory per rank: {', '.join(f'{value:.0f}' for value in memory)} MiB\n" if memory else "")
             + f"log, curve, sample and checkpoints: {self.out}/{{log.jsonl,result.json,loss.png,sample.txt,step-*}}"
         )
-
-    def _machine(self) -> dict[str, Any]:
-        backend = None if self.rank.backend == "none" else self.rank.backend
-        return machine(Session(self.rank.index, self.rank.world_size, self.rank.device, backend))
 
     def _facts(self) -> dict[str, Any]:
         """Return the fields of the result that describe the run."""
@@ -479,8 +419,3 @@ class Run:
             "dtype": str(self.recipe.dtype).removeprefix("torch."),
             **{name: getattr(config, name) for name in named},
         }
-
-
-def _ranges(lengths: Sequence[int]) -> str:
-    low, high = min(lengths), max(lengths)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"

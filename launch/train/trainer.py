@@ -1,19 +1,12 @@
 """Trainer of one model on a mesh: training step, validation, text generation, and the first steps on one rank.
 
-Owns the arithmetic that makes a sharded run equal a single process. Knows no files, flags or progress bars.
-
 Note [Exact gradient]
-    Every rank sees some rows of some sequences; some ranks may see none. The loss of a step is the sum over all tokens
-    that are to be predicted divided by their number, both global. So each rank differentiates the *sum* over its own
-    rows divided by the *global* number, and gradients are added over ranks and micro-batches: the result is the
-    gradient of one process, whatever the mesh, the lengths of the shards and of the documents. (An average over ranks
-    or micro-batches would weigh the tokens of short ones more.) Parameters are sharded over all ranks by FSDP2, which
-    adds gradients as it sends them to their owners; the loss, the norm and a few values of each rank are
+    The loss of a step is the sum over all tokens that are to be predicted divided by their number, both global. So each rank
+    differentiates the *sum* over its own rows divided by the *global* number, and gradients are added over ranks and
+    micro-batches: the result is the gradient of one process, whatever the mesh, the lengths of the shards and of the
+    documents, even if a rank has no rows. (An average over ranks or micro-batches would weigh the tokens of short ones
+    more.) FSDP2 adds gradients as it sends them to their owners; the loss, the norm and a few values of each rank are
     summed in one small all-reduce.
-
-Note [Rows]
-    Every rank is given the whole batch, `b n+1` tokens. Its windows are split by micro-batch, then by dp rank; the
-    ring of a dp rank shards the sequences among its cp ranks.
 """
 
 from __future__ import annotations
@@ -42,16 +35,8 @@ class Recipe:
     """Training options of a model, without its data.
 
     Attributes:
-        seed: Of the initialisation, and of dropout where the model has any.
-        layout: Of the sequence shards.
         separator: The last token of each document, when attention stays inside documents; None: it does not.
-        accumulate: Micro-batches of a step.
-        dtype: float32, or bfloat16 for all but parameters, gradients, statistics and the loss.
-        recompute: Activations that the backward recomputes: "none"; "selective", everything but attention; "full", everything.
-        reshard: Whether gathered parameters are dropped between forward and backward.
-        compile: Whether blocks are compiled.
-        weight_decay: Of matrices.
-        max_grad_norm: Gradients are scaled down to this norm.
+        recompute: Activations that the backward recomputes, as in `recompute_`.
         window: Tokens that each token sees, for balancing work and counting it; None: all before it.
     """
 
@@ -70,13 +55,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, the same on every rank.
-
-    Attributes:
-        loss: Mean over all tokens, natural log, before the update.
-        grad_norm: Of the whole gradient, before clipping.
-        sums: The values passed to the step, summed over ranks.
-    """
+    """Result of a step, the same on every rank: loss and norm before update and clipping, and sums of the values passed."""
 
     loss: float
     grad_norm: float
@@ -84,13 +63,7 @@ class StepResult:
 
 
 class Trainer:
-    """A model sharded over the ranks, and the rows of this one.
-
-    Args:
-        build: Makes the model, equal on every rank: a module with the interface of `Transformer`.
-        recipe: Of the training.
-        parallel: The ranks.
-    """
+    """Model sharded over the ranks; `build` makes it, equal on every rank, with the interface of `Transformer`."""
 
     def __init__(self, build: Callable[[], nn.Module], recipe: Recipe, parallel: Parallel) -> None:
         self.recipe, self.parallel = recipe, parallel
@@ -119,23 +92,13 @@ class Trainer:
         return self.ring.sharding(n, layout, rows.documents, balance=balance)
 
     def micro_batches(self, windows: Tensor) -> Iterator[Rows]:
-        """Yield the rows of this rank's ring, one micro-batch at a time (Note [Rows]).
-
-        Raises:
-            ValueError: The windows cannot be split evenly.
-        """
-        parts = self.recipe.accumulate * self.parallel.dp
-        if windows.shape[0] % parts:
-            raise ValueError(
-                f"batch_size must be a multiple of accumulate x dp, got {windows.shape[0]} and "
-                f"{self.recipe.accumulate} x {self.parallel.dp}; pass another --batch-size, --accumulate or --mesh"
-            )
+        """Yield the rows of this rank's ring, one micro-batch at a time: windows are split by micro-batch, then by dp rank."""
         split = windows.unflatten(0, (self.recipe.accumulate, self.parallel.dp, -1))
         for micro in range(self.recipe.accumulate):
             yield make_rows(split[micro, self.parallel.dp_rank], self.recipe.separator)
 
     def loss_sum(self, rows: Rows) -> Tensor:
-        """The loss of this rank's rows: a sum, fp32; 0 where the rank holds nothing."""
+        """The loss of this rank's rows: a sum, fp32; 0 if the rank has none."""
         sharding = self.sharding(rows)
         tokens, targets = (sharding.shard(x.to(self.device), dim=1) for x in (rows.tokens, rows.targets))
         return self.model(tokens, sharding, targets)
@@ -146,15 +109,7 @@ class Trainer:
         return sum(_pairs(make_rows(part, self.recipe.separator), self.recipe.window) for part in parts)
 
     def step(self, windows: Tensor, lr: float, values: Sequence[float] = ()) -> StepResult:
-        """One update from a batch that every rank is given whole (Note [Exact gradient]).
-
-        Args:
-            windows: `b n+1` tokens, the same on every rank.
-            lr: Learning rate of this step.
-            values: Numbers of this rank to sum over ranks; the same count on every rank.
-
-        Returns:
-            The same result on every rank.
+        """Update from a batch `b n+1` that every rank is given whole (Note [Exact gradient]); `values` are summed over ranks.
 
         Raises:
             FloatingPointError: The loss or the gradient is not finite. Raised on every rank; nothing was updated.
@@ -206,34 +161,24 @@ class Trainer:
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, length: int, temperature: float, seed: int) -> Tensor:
-        """Continues a text, each token from one forward of the whole ring over prompt and continuation.
-
-        Args:
-            prompt: At least one token, 1-dimensional, the same on every rank.
-            length: Tokens to add.
-            temperature: Of the logits; 0 takes the likeliest token.
-            seed: Of the draws.
-
-        Returns:
-            Prompt and continuation, int64 on the CPU, the same on every rank.
-        """
+        """Continue a prompt by `length` tokens, each from one forward of the ring; temperature 0 takes the likeliest."""
         generator = torch.Generator().manual_seed(seed)
         text = F.pad(prompt.long(), (0, length))
         sharding = self.ring.sharding(text.numel())
         positions = sharding.positions.cpu()
         self.model.eval()
         for at in range(prompt.numel(), text.numel()):
-            # tokens from here on are still zero; no earlier row sees them
+            # tokens from here on are still zero, and masked for earlier rows
             logits = self.model(sharding.shard(text[None].to(self.device), dim=1), sharding)
             row = torch.zeros(logits.shape[-1], device=self.device)
             for held in (positions == at - 1).nonzero().flatten().tolist():
                 row.copy_(logits[0, held])
-            # one rank of each ring holds the row, the others add zero: exact
+            # one rank of each ring has the row, the others add zero: exact
             scores = self.parallel.all_reduce_(row).double().cpu() / self.parallel.dp
             if temperature == 0:
                 text[at] = scores.argmax()
             else:
-                # the largest is 0 before it is divided, so that no temperature makes infinities of two
+                # the largest becomes 0, so that no temperature overflows
                 weights = ((scores - scores.max()) / temperature).softmax(0)
                 text[at] = torch.multinomial(weights, 1, generator=generator)[0]
         self._end_evaluation()
@@ -252,7 +197,7 @@ class Trainer:
         return {"model": model, "optimizer": optimizer}
 
     def load_state_(self, state: dict[str, Any]) -> None:
-        """Continues from what `state` returned, filled with other values; the weight decay stays the recipe's."""
+        """Set parameters and optimiser from a result of `state` with other values; the weight decay stays that of the recipe."""
         decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
@@ -275,18 +220,7 @@ def steps_on_one_rank(
     batches: Sequence[Tensor],
     lrs: Sequence[float],
 ) -> list[StepResult]:
-    """Train a new model on this rank only.
-
-    Args:
-        build: Makes the model.
-        recipe: Of the training.
-        parallel: A mesh of this rank only.
-        batches: One batch per step.
-        lrs: One learning rate per step.
-
-    Returns:
-        One result per step.
-    """
+    """Train a new model on this rank only."""
     trainer = Trainer(build, recipe, parallel)
     results = []
     for step, (windows, lr) in enumerate(zip(batches, lrs, strict=True)):

@@ -39,14 +39,13 @@ KERNEL_RATE = 5e14
 
 @dataclass(frozen=True, eq=False)
 class FusedPlan:
-    """One direction of a call that is computed in one launch per node; is_short: the device may finish before the host."""
+    """One direction of a call that is computed in one launch per node."""
 
     kernels: FusedKernelSet
     gather_plan: GatherPlan
     tables: FusedTables
     groups: int
     num_bytes: int
-    is_short: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +57,7 @@ class ExecutionPlan:
         first_step: The first ring step at which this rank computes; -1: it sees no key at all.
         fused_forward: None: the forward goes step by step; fused_backward is the same of the backward.
         backward_moving: The side that moves in a stepwise backward: "keys" or "queries".
+        is_short_forward: The device may finish a forward before the host has enqueued it; is_short_backward: a backward.
         shares_seed: Ranks must have equal dropout seeds (Note [Seeds] in dropout.py).
     """
 
@@ -73,6 +73,8 @@ class ExecutionPlan:
     backward_moving: str
     backward_plan: Plan
     backward_tables: StepTables
+    is_short_forward: bool
+    is_short_backward: bool
     mark: CallMark | None = None
     shares_seed: bool = False
 
@@ -93,6 +95,10 @@ def make_execution_plan(
     moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
     fused = [_fuse(spec, q, k, v, tensors, kernels, context, backward=backward) for backward in (False, True)]
     tables = step_tables(spec, "keys", q.device, context.nodes)
+    # pairs are counted for kernels that a graph can hold
+    b, _, h, d = q.shape
+    pairs = spec.pairs(b) if hasattr(kernels, "can_capture") else float("inf")
+    seconds = 2 * pairs * h * (d + v.shape[-1]) / KERNEL_RATE
     return ExecutionPlan(
         spec=spec,
         kernels=kernels,
@@ -106,6 +112,8 @@ def make_execution_plan(
         backward_moving=moving,
         backward_plan=ring_plan if moving == "keys" else spec.plan(moving, context.nodes),
         backward_tables=tables if moving == "keys" else step_tables(spec, moving, q.device, context.nodes),
+        is_short_forward=seconds < SHORT_SECONDS,
+        is_short_backward=2.5 * seconds < SHORT_SECONDS,
     )
 
 
@@ -199,8 +207,6 @@ def _fuse(
     )
     if num_bytes > context.budget:
         return None
-    b, _, h, d = q.shape
-    seconds = 2 * spec.pairs(b) * h * (d + v.shape[-1]) / KERNEL_RATE * (2.5 if backward else 1.0)
     groups = choose_groups(k, v, gather_plan, context.push_rate)
     tables = fused_tables(spec, q.device, nodes)
-    return FusedPlan(cast(FusedKernelSet, kernels), gather_plan, tables, groups, num_bytes, seconds < SHORT_SECONDS)
+    return FusedPlan(cast(FusedKernelSet, kernels), gather_plan, tables, groups, num_bytes)

@@ -11,7 +11,6 @@ Note [Saved K/V]
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan, FusedPlan
+from ringattn.schedule.short_calls import enqueue_or_replay, present
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
 from ringattn.transport.base import KVGather, KVGatherHandle, RingContext, span
 
@@ -51,10 +51,8 @@ def fused_forward(
         return rows, keys
 
     with span("ring forward: all ring steps in one launch"):
-        if keep or not fused.is_short:
-            enqueue()
-        else:
-            _repeat(kv_gather, fused, ("forward",), plan, score, (q, k, v), (o, lse), enqueue)
+        is_short = plan.is_short_forward and not keep
+        enqueue_or_replay(context.transport, plan, is_short, ("forward",), score, (q, k, v), (o, lse), enqueue)
     return o, lse, saved
 
 
@@ -81,7 +79,7 @@ def fused_backward(
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     b, _, hk, d = k.shape
-    is_short = saved is None and fused.is_short
+    is_short = saved is None and plan.is_short_backward
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     # allocated later, they may reuse memory of the kernels before
@@ -136,12 +134,9 @@ def fused_backward(
         return rows, keys, returning
 
     with span("ring backward: all ring steps in one launch"):
-        if not is_short:
-            enqueue()
-        else:
-            key = "backward", dlse is None, dalibi is None
-            given, made = (do, q, k, v, o, lse, *_present(dlse)), (delta, dq, dk, dv, *_present(dalibi))
-            _repeat(kv_gather, fused, key, plan, score, given, made, enqueue)
+        key = "backward", dlse is None, dalibi is None
+        given, made = (do, q, k, v, o, lse, *present(dlse)), (delta, dq, dk, dv, *present(dalibi))
+        enqueue_or_replay(context.transport, plan, is_short, key, score, given, made, enqueue)
     return Gradients(
         dq=dq,
         dk=dk,
@@ -161,33 +156,9 @@ def gather_of(fused: FusedPlan | None, context: RingContext) -> tuple[FusedPlan,
     return fused, kv_gather
 
 
-def _repeat(
-    kv_gather: KVGather,
-    fused: FusedPlan,
-    key: tuple[Hashable, ...],
-    plan: ExecutionPlan,
-    score: Score,
-    given: tuple[Tensor, ...],
-    made: tuple[Tensor, ...],
-    enqueue: Callable[[], object],
-) -> None:
-    """Enqueue a short call, as one CUDA graph where it has come before and its kernels allow it."""
-    # the key has no bias, and the seed changes with each call
-    if score.key_bias is not None or score.dropout_p > 0 or not fused.kernels.can_capture():
-        enqueue()
-        return
-    key = (*key, id(plan), score.sinks is None, score.alibi_slopes is None)
-    given += _present(score.sinks) + _present(score.alibi_slopes)
-    kv_gather.repeat(key, given, made, enqueue, (plan,))
-
-
 def _like(*tensors: Tensor) -> list[Tensor]:
     """Return contiguous tensors like these."""
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors]
-
-
-def _present(x: Tensor | None) -> tuple[Tensor, ...]:
-    return () if x is None else (x,)
 
 
 def _with_bias(score: Score, handle: KVGatherHandle) -> Score:

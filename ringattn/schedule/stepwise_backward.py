@@ -74,9 +74,7 @@ def stepwise_backward(
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     mine = plan.backward_plan.ranks[context.rank]
-    # a single rank computes one step, and the kernel that prepares its rows makes delta too
-    alone = context.world_size == 1 and mine.ring_steps[0] is not None
-    delta = torch.empty_like(lse, memory_format=torch.contiguous_format) if alone else kernels.delta(o, do, dlse)
+    delta = kernels.delta(o, do, dlse)
     stationary = find(plan.backward_tables.stationary)
     payload = moving_tensors(moving, q, k, v, score, do, lse, delta)
     b, s, h, _ = q.shape
@@ -84,12 +82,8 @@ def stepwise_backward(
     def wide_like(x: Tensor) -> Tensor:
         return torch.empty(x.shape, dtype=wide, device=x.device)
 
-    def grad_like(x: Tensor) -> Tensor:
-        # a single rank has one step: nothing is added to its gradients, so they may be rounded at once
-        return torch.empty_like(x, memory_format=torch.contiguous_format) if context.world_size == 1 else wide_like(x)
-
-    key_side = [grad_like(k), grad_like(v)] + ([wide_like(k[..., 0, 0])] if wanted.key_bias else [])
-    query_side = [grad_like(q)] + ([wide_like(lse)] if wanted.alibi_slopes else [])
+    key_side = [wide_like(k), wide_like(v)] + ([wide_like(k[..., 0, 0])] if wanted.key_bias else [])
+    query_side = [wide_like(q)] + ([wide_like(lse)] if wanted.alibi_slopes else [])
     dbias = torch.zeros(b, h, s, plan.spec.kv_sharding.seq_len, dtype=wide, device=q.device) if wanted.bias else None
     moving_grads, stay = (key_side, query_side) if moving == "keys" else (query_side, key_side)
     row_dims = [1, 1, 1] if moving == "keys" else [1, 2]
@@ -124,32 +118,25 @@ def stepwise_backward(
                 accumulate_keys=stay_started and moving == "queries",
                 deterministic=plan.spec.deterministic,
             ),
-            o=o if alone else None,
-            dlse=dlse if alone else None,
         )
 
-    if context.world_size == 1:
-        if mine.ring_steps[0] is not None:
-            with span("ring step 0 backward: {} of rank 0", moving):
-                compute(0, [x for x, _ in payload], moving_grads)
-    else:
-        returned = list(zip(moving_grads, row_dims, strict=False))
-        reserve(plan.backward_plan, context, payload, returned)
-        prefetcher = KVPrefetcher(payload, mine, context, f"backward, {moving}")
-        grad_returner = GradReturner(returned, mine, context, "backward, gradients")
-        # two steps past the last: one returns its contributions, one adds them
-        for step in range(context.world_size + 2):
-            held = prefetcher.wait_for(step)
-            grad_returner.add(step)
-            if step <= context.world_size:
-                prefetcher.post(step, *grad_returner.messages(step), f" and gradients of step {step - 1}")
-            grad_returner.post_between_nodes(step)
-            ring_step = mine.ring_steps[step] if step < context.world_size else None
-            if ring_step is None:
-                continue
-            with span("ring step {} backward: {} of rank {}", step, moving, ring_step.owner):
-                compute(step, held, grad_returner.contribution(step))
-        grad_returner.finish()
+    returned = list(zip(moving_grads, row_dims, strict=False))
+    reserve(plan.backward_plan, context, payload, returned)
+    prefetcher = KVPrefetcher(payload, mine, context, f"backward, {moving}")
+    grad_returner = GradReturner(returned, mine, context, "backward, gradients")
+    # two steps past the last: one returns its contributions, one adds them
+    for step in range(context.world_size + 2):
+        held = prefetcher.wait_for(step)
+        grad_returner.add(step)
+        if step <= context.world_size:
+            prefetcher.post(step, *grad_returner.messages(step), f" and gradients of step {step - 1}")
+        grad_returner.post_between_nodes(step)
+        ring_step = mine.ring_steps[step] if step < context.world_size else None
+        if ring_step is None:
+            continue
+        with span("ring step {} backward: {} of rank {}", step, moving, ring_step.owner):
+            compute(step, held, grad_returner.contribution(step))
+    grad_returner.finish()
     return Gradients(
         dq=query_side[0],
         dk=key_side[0],

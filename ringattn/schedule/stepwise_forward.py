@@ -38,15 +38,11 @@ def stepwise_forward(
         keys = find(plan.tables.nothing)
         plan.kernels.forward(q, k[:, :0], v[:, :0], rows, keys, empty, carry=None, first=True, last=True, o=o, lse=lse)
     moving = moving_tensors("keys", q, k, v, score)
-    prefetcher = None
-    if context.world_size > 1:
-        reserve(plan.ring_plan, context, moving)
-        prefetcher = KVPrefetcher(moving, plan.ring_plan.ranks[context.rank], context, "forward, keys")
-    held = [x for x, _ in moving]
+    reserve(plan.ring_plan, context, moving)
+    prefetcher = KVPrefetcher(moving, plan.ring_plan.ranks[context.rank], context, "forward, keys")
     for step, (ring_step, keys) in enumerate(zip(ring_steps, plan.tables.moving, strict=True)):
-        if prefetcher is not None:
-            held = prefetcher.wait_for(step)
-            prefetcher.post(step)
+        held = prefetcher.wait_for(step)
+        prefetcher.post(step)
         if ring_step is None or keys is None or s == 0:
             continue
         with span("ring step {}: keys of rank {}", step, ring_step.owner):

@@ -120,6 +120,26 @@ class Transport:
         del name, batch, rows, mine, heads, dims, dtype
         return None
 
+    def replay_or_enqueue(
+        self,
+        key: tuple[Hashable, ...],
+        given: Sequence[Tensor],
+        made: Sequence[Tensor],
+        enqueue: Callable[[], object],
+        held: tuple[Any, ...],
+    ) -> None:
+        """Enqueue a call; one that comes again with the same tensors may be replayed as a CUDA graph.
+
+        Args:
+            key: Everything beside the tensors that decides what is enqueued; objects by identity.
+            given: Tensors that the call reads.
+            made: Tensors that the call writes, whose shapes, strides and dtypes follow from the others.
+            enqueue: Enqueues the call on the current stream; returns the objects that a graph of it must keep alive.
+            held: The objects that the key names.
+        """
+        del key, given, made, held
+        enqueue()
+
     def watch_transport(self, link: Transport) -> Transport | None:
         """Return a transport between nodes whose waits this one's watchdog observes; None where there is no watchdog.
 
@@ -258,43 +278,12 @@ class KVGather(Protocol):
         """Return regions for contributions (b, hk, d + dv) of one fused backward, which begins next; biased: and of key_bias."""
         ...
 
-    def repeat(
-        self,
-        key: tuple[Hashable, ...],
-        given: Sequence[Tensor],
-        made: Sequence[Tensor],
-        enqueue: Callable[[], object],
-        held: tuple[Any, ...],
-    ) -> None:
-        """Enqueue a gather, a return of gradients or both, and the launches between; or launch the graph of an equal call.
-
-        Args:
-            key: All that decides the work beside the tensors; objects by their identity.
-            given: Input tensors.
-            made: Tensors that the caller has allocated for it, whose shapes, strides and dtypes follow from the others.
-            enqueue: Enqueues it, on the current stream; returns the other objects that must live while it may be repeated.
-            held: The objects that the key names.
-        """
-        ...
-
 
 class Done:
     """The work of a post that moves nothing."""
 
     def wait(self) -> None:
         """Return."""
-
-
-class NoTransport(Transport):
-    """The transport of a ring of one rank."""
-
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """Accept only empty groups."""
-        assert len(sends) + len(receives) == 0, f"a ring of one rank has no peers, yet {what} wants to move tensors"
-        return Done()
-
-    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
-        """Return: nothing is ever sent."""
 
 
 class Buffers:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -161,18 +161,6 @@ class SimulatedTransport(Transport):
             grad_return.begin()
             grad_return.handle = handle
         return handle
-
-    def repeat(
-        self,
-        key: tuple[Hashable, ...],
-        given: Sequence[Tensor],
-        made: Sequence[Tensor],
-        enqueue: Callable[[], object],
-        held: tuple[Any, ...],
-    ) -> None:
-        """See `KVGather.repeat`; nothing is repeated."""
-        del key, given, made, held
-        enqueue()
 
     def _fetch(self, mine: Tensor, remote: Tensor, gather_plan: GatherPlan, what: str) -> Tensor:
         """Write the rows of all others into remote, whose dimension 1 is rows, and return it."""

@@ -1,4 +1,4 @@
-"""What tests of several commands need."""
+"""Helpers for tests of several commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _off_by_a_little(right: Any, name: str) -> Any:
 
 
 class FakeRing:
-    """Deals out positions among ranks that are not there."""
+    """Ring of ranks that do not exist, for its shardings."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

@@ -28,7 +28,7 @@ from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.server import Bench, Load, Prompts, Server, Target, holds, run_load
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Session
-from ringattn.launch.serve.http.app import Limits
+from ringattn.launch.serve.config import Limits
 from tests.support.serving import VOCAB, FakeRunner, FakeServer, follow
 
 SAYS = {"vocab_size": VOCAB, "world_size": 2, "device": "cpu", "gpus": [], "cpu": "x", "dtype": "float32", "torch": "2"}
@@ -464,7 +464,7 @@ def test_no_key_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         (["--latency-ms", "0"], "latency_ms must be above 0"),
     ],
 )
-def test_numbers_that_mean_nothing_are_refused(words: list[str], message: str):
+def test_impossible_numbers_are_refused(words: list[str], message: str):
     with pytest.raises((ValueError, SystemExit)) as caught:
         bench.main(["server", *words])
     assert isinstance(caught.value, SystemExit) or message in str(caught.value)

@@ -1,15 +1,18 @@
-"""`check` is red when something is wrong, and says what."""
+"""`check` is red when something is wrong, and prints where."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -111,16 +114,16 @@ def test_check_is_red_when_nothing_was_checked(capsys: pytest.CaptureFixture[str
 
 
 def test_nan_is_outside_every_budget() -> None:
-    case = check.Case("x", "fp32", 3)
+    session, case = Session(0, 1, torch.device("cpu"), None), check.Case("x", "fp32", 3)
     exact = torch.zeros(3, dtype=torch.float64)
     standard: check.Standard = {"o": (exact, Budget(1.0, 1.0))}
     for wrong in (math.nan, math.inf, -math.inf):
         x = torch.tensor([0.0, wrong, 0.0])
-        finding = check.examine(case, "zigzag", lambda x=x: ({"o": x}, lambda x, name: x), standard)
+        finding = check.examine("zigzag", lambda x=x: ({"o": x}, lambda x, name: x), standard)
         assert finding.ratios["o"] > 1
-        verdict = check.agree(Session(0, 1, torch.device("cpu"), None), [finding], [])
+        verdict = check.Verdict(check.merge_findings(session, case, [finding]))
         assert [row["tensor"] for row in verdict.red] == ["o"]
-    assert Session(0, 1, torch.device("cpu"), None).maximum([math.nan, 1.0]) == [math.inf, 1.0]
+    assert session.maximum([math.nan, 1.0]) == [math.inf, 1.0]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -136,19 +139,41 @@ def test_every_layout_meets_every_mask_and_option(make: Any, world_size: int, de
     assert {"keys", "queries"} <= {case.backward for case in cases}
 
 
-def test_compilers_say_how_far_they_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(check, "SAY_SECONDS", 0.2)
-    shares = [subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({s})"]) for s in (0, 1)]
-    check.wait_for(shares, Session(0, 1, torch.device("cpu"), None))
+def test_progress_of_compiling_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(check, "PROGRESS_SECONDS", 0.2)
+    session, cases = Session(0, 1, torch.device("cpu"), None), [check.masked("causal", 8, dtype="fp32")]
+    check.compile_ahead(cases, check.CheckArgs(), 2, session)
     said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("compiling in 1 processes first")
+    assert said[-1].startswith("  1 of 1 cases are compiled, ")
     assert len(said) > 2
-    assert said[-1].startswith("  2 of 2 processes are done, ")
-    assert [share.returncode for share in shares] == [0, 0]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_processes_that_compile_end_with_their_parent(how: int) -> None:
+    starter = (
+        "import signal, torch; from ringattn.launch.check import attention as check\n"
+        "from ringattn.launch.runtime.session import Session\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background processes ignore it
+        "check.compile_ahead(list(check.full_cases(4, 'cpu')), check.CheckArgs(), 4, Session(0, 1, torch.device('cpu'), None))"
+    )
+    process = psutil.Popen(
+        [sys.executable, "-c", starter], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL
+    )
+    children: list[psutil.Process] = []
+    deadline = time.monotonic() + 120
+    # the first child tracks shared memory, and ends by itself
+    while len(children) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        children = process.children()
+    process.send_signal(how)
+    assert len(children) >= 2
+    assert not psutil.wait_procs([process, *children], 60)[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_few_kernels_are_compiled_by_default(device: str) -> None:
-    # each differs in dozens of kernels, and sixteen processes share them: a newcomer waits a minute for these
+    # each differs in dozens of kernels, and sixteen processes share them: a first run waits a minute for these
     args, session = check.CheckArgs(), Session(0, 1, torch.device("cpu"), None)
     cases = list(check.default_cases(4, device))
     assert len(check.distinct_kernels(cases, args, session)) <= 16

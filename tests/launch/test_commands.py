@@ -1,4 +1,4 @@
-"""Command lines are refused in a line where they mean nothing, and results are kept whole."""
+"""Impossible command lines are refused in one line, and results are written whole."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import errno
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ from tests.drawing import figures
 from tests.launch.common import ROOT, TINY
 
 
-def test_modules_that_are_no_commands_say_which_is() -> None:
+def test_running_a_module_that_is_no_command_names_one() -> None:
     files = {
         ".".join(path.relative_to(ROOT / "launch").with_suffix("").parts): path
         for path in (ROOT / "launch").rglob("*.py")
@@ -45,7 +43,6 @@ def test_modules_that_are_no_commands_say_which_is() -> None:
         if '\nif __name__ == "__main__":' in path.read_text()
     }
     assert runs == {*launch.COMMANDS, *launch.INSIDE}
-    assert set(launch.PARTS) <= set(files)
     for name in files:
         name = name.removesuffix(".__init__")
         module = f"ringattn.launch.{name}"
@@ -54,18 +51,16 @@ def test_modules_that_are_no_commands_say_which_is() -> None:
             if name in runs:
                 launch._check_command(*words)
                 continue
-            with pytest.raises(SystemExit, match=f"must be a command, got {module}; run (.*)") as refused:
+            with pytest.raises(
+                SystemExit, match=f"must be a command, got {module}; run one of ringattn.launch.bench, "
+            ):
                 launch._check_command(*words)
-            instead = str(refused.value).rpartition("; run ")[2]
-            if instead.startswith("ringattn.launch.bench "):
-                with pytest.raises(SystemExit, match="0"):
-                    bench.main([*instead.split()[1:], "--help"])
     launch._check_command(["-m"], ["python", "-m", "myringattn.launch.x"])
     done = subprocess.run(
         [sys.executable, "-m", "ringattn.launch.check.fuzz"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.strip().endswith("got ringattn.launch.check.fuzz; run ringattn.launch.check --fuzz")
+    assert "got ringattn.launch.check.fuzz; run one of " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -85,7 +80,7 @@ def test_modules_that_are_no_commands_say_which_is() -> None:
         (bench, ["ring", "--head-dim", "0"], "head_dim must be at least 1, got 0; pass another --head-dim"),
     ],
 )  # fmt: skip
-def test_numbers_that_mean_nothing_are_refused(command: Any, words: list[str], said: str) -> None:
+def test_impossible_numbers_are_refused(command: Any, words: list[str], said: str) -> None:
     with pytest.raises(SystemExit, match=f"^{said}$"):
         command.main([*words, "--device", "cpu"])
 
@@ -184,7 +179,7 @@ def test_json_is_whole_beside_another_writer_and_a_full_disk_leaves_the_last_one
         (bench, ["ring", "--host"]),
     ],
 )
-def test_kernels_that_nobody_knows_are_refused_at_once(command: Any, words: list[str]) -> None:
+def test_unknown_kernels_are_refused_at_once(command: Any, words: list[str]) -> None:
     with pytest.raises(SystemExit, match=r"^impl must be \"auto\" or one of .*, got 'hooper'; use \"auto\"$"):
         command.main([*words, "--impl", "hooper", "--device", "cpu"])
 
@@ -249,45 +244,6 @@ def test_schedules_and_nodes_that_cannot_be_are_refused_on_every_rank(pool) -> N
     )
 
 
-@pytest.mark.parametrize("share", ["x", "1/", "-1/2", "2/2"])
-def test_shares_of_compiling_that_are_none_are_refused(share: str) -> None:
-    with pytest.raises(SystemExit, match=f"^compile_share must be i/n with i below n, got {share}; pass such as"):
-        check_command.main([f"--compile-share={share}", "--device", "cpu"])
-
-
-def _wait_for(what: Any, seconds: float = 180.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_processes_that_compile_end_with_the_one_that_started_them(how: int, tmp_path: Path) -> None:
-    share = (
-        "import os, sys, time; from pathlib import Path; from ringattn.launch.runtime.session import share_of\n"
-        "for item in share_of(range(12000), '0/1'): Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(0.05)"
-    )
-    starter = (
-        "import os, signal, subprocess, sys, torch\n"
-        "from ringattn.launch.check import attention as check; from ringattn.launch.runtime import session\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # what is started in the background ignores it
-        "start, words = subprocess.Popen, sys.argv[1:]\n"
-        "subprocess.Popen = lambda *_, **options: start([sys.executable, '-c', *words])\n"
-        "os.cpu_count = lambda: 2\n"
-        "one = session.Session(0, 1, torch.device('cpu'), None)\n"
-    )
-    starter += "check.compile_ahead([], check.CheckArgs(), 1, one)"
-    said = tmp_path / "pid"
-    command = [sys.executable, "-c", starter, share, str(said)]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
-    _wait_for(lambda: said.exists() and said.read_text())
-    process.send_signal(how)
-    process.wait(120)
-    pid = int(said.read_text())
-    _wait_for(lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text(), 60)
-
-
 @pytest.mark.parametrize(
     ("kind", "words", "first", "rows"),
     [
@@ -331,7 +287,7 @@ def test_a_device_is_refused_with_what_to_do() -> None:
     assert resolve_device("cpu", 3, 4) == torch.device("cpu")
 
 
-def test_ranks_share_gpus_where_torch_is_told_that_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_gpus_if_the_environment_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv(SHARE, raising=False)
@@ -349,7 +305,7 @@ def test_ranks_share_gpus_where_torch_is_told_that_they_may(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("command", [check_command, doctor, train_command])
-def test_commands_refuse_devices_that_are_not_there_in_a_line(command: Any, monkeypatch: Any, capsys: Any) -> None:
+def test_commands_refuse_absent_devices_in_one_line(command: Any, monkeypatch: Any, capsys: Any) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1000", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1000"}.items():
         monkeypatch.setenv(name, value)
     said = "must be at most its number of GPUs, got 1000 ranks and .* or pass --device cpu"

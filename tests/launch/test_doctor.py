@@ -1,4 +1,4 @@
-"""`doctor` finds what is there and what is broken."""
+"""`doctor` reports versions, devices and faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringattn.launch import doctor
 from ringattn.launch.runtime.session import open_session
 
 
-def test_doctor_finds_this_box_healthy_and_says_why_a_kernel_is_not_used(tmp_path: Path) -> None:
+def test_doctor_reports_a_healthy_machine_and_why_a_kernel_is_not_used(tmp_path: Path) -> None:
     assert doctor.main(["--device", "cpu", "--json", str(tmp_path / "report.json")]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["faults"] == []
@@ -24,7 +24,7 @@ def test_doctor_finds_this_box_healthy_and_says_why_a_kernel_is_not_used(tmp_pat
     assert all(row["why"] and row["rejected"].get("portable") for row in report["kernels"])
 
 
-def test_ranks_that_do_not_meet_are_told_where_they_look(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_meet_raise_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
@@ -56,7 +56,7 @@ def _doctor() -> dict[str, Any]:
 
 
 @pytest.mark.dist
-def test_doctor_measures_links_and_says_the_same_on_every_rank(pool) -> None:
+def test_doctor_measures_links_with_equal_reports_on_every_rank(pool) -> None:
     reports = pool(2).run(_doctor)
     assert reports[0]["faults"] == reports[1]["faults"] == []
     assert [row["mib"] for row in reports[0]["links"]] == [1, 8, 64]

@@ -1,4 +1,4 @@
-"""A lost rank is noticed by all others, in time and by name; and the tool that says so can tell when it is not."""
+"""Every survivor of a lost rank raises in time and names it; and trials where one does not are bad."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 from ringattn.launch.check import fault_injection as faults
 
-TOLD = "RuntimeError: ring rank 0: forward, keys for ring step 1: the transfer with ring ranks [1] failed or timed out"
+NAMED = "RuntimeError: ring rank 0: forward, keys for ring step 1: the transfer with ring ranks [1] failed or timed out"
 
 
-def _outcome(rank: int, code: int | None = 1, seconds: float | None = 2.0, said: str = TOLD) -> faults.Outcome:
-    return faults.Outcome(rank, code, seconds, said)
+def _outcome(rank: int, code: int | None = 1, seconds: float | None = 2.0, output: str = NAMED) -> faults.Outcome:
+    return faults.Outcome(rank, code, seconds, output)
 
 
 @pytest.mark.dist
-def test_every_survivor_of_every_fault_says_so_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_survivor_of_every_fault_raises_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--ranks", "2", "--times", "1", "--parallel", "3", "--timeout", "2", "--tokens", "48", "--device", "cpu"]
     code = faults.main([*words, "--impl", "eager", "--out", str(tmp_path)])
     said = capsys.readouterr().out
@@ -61,12 +61,12 @@ def test_a_rank_that_dies_while_decoding_is_named_by_all_others(tmp_path: Path) 
         ({"code": None, "seconds": None}, "ended"),
         ({"code": 0}, "ended"),
         ({"seconds": 2.0 + 5.0 + faults.GRACE_S}, "ended"),
-        ({"said": "RuntimeError: connection closed"}, "named"),
-        ({"said": "RuntimeError: ring rank 0 lost something"}, "named"),
-        ({"said": "step 1 failed"}, "named"),
+        ({"output": "RuntimeError: connection closed"}, "named"),
+        ({"output": "RuntimeError: ring rank 0 lost something"}, "named"),
+        ({"output": "step 1 failed"}, "named"),
     ],
 )
-def test_a_survivor_that_hangs_or_succeeds_or_says_nothing_is_bad(wrong: dict[str, Any], fails: str) -> None:
+def test_a_survivor_that_hangs_or_succeeds_or_names_nothing_is_bad(wrong: dict[str, Any], fails: str) -> None:
     trial = faults.Trial("kill", 1, 1, 0.0)
     rest = [_outcome(1, -9, 0.0, ""), _outcome(2)]
     assert faults.judge(trial, [_outcome(0), *rest], True, 5.0).good
@@ -80,13 +80,13 @@ def test_a_fault_that_did_not_happen_proves_nothing() -> None:
     assert not faults.judge(trial, [_outcome(0), _outcome(1, -9)], False, 5.0).good
 
 
-def test_what_was_bad_is_said_and_kept_before_the_next_trials_begin(
+def test_bad_trials_are_printed_and_written_before_the_next_begin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     args = faults.FaultArgs(out=tmp_path)
     good, bad = (
         faults.judge(faults.Trial("kill", 1, 1, 0.0), [_outcome(0, **wrong), _outcome(1, -9)], True, 5.0)
-        for wrong in ({}, {"code": None, "seconds": None, "said": "still here"})
+        for wrong in ({}, {"code": None, "seconds": None, "output": "still here"})
     )
     faults.record(args, [good, bad], [bad])
     assert "ended False" in capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_what_was_bad_is_said_and_kept_before_the_next_trials_begin(
     assert len(json.loads((tmp_path / "faults.json").read_text())["trials"]) == 3
 
 
-def test_a_rank_of_another_shape_is_told_too() -> None:
+def test_a_rank_of_another_shape_must_raise_too() -> None:
     trial = faults.Trial("shape", 1, 0, 0.0)
     assert faults.judge(trial, [_outcome(0), _outcome(1)], True, 5.0).good
     assert not faults.judge(trial, [_outcome(0), _outcome(1, None, None)], True, 5.0).good
@@ -115,7 +115,7 @@ def test_more_ranks_than_gpus_are_refused() -> None:
         faults.main(["--ranks", "1000", "--device", "cuda"])
 
 
-def test_one_rank_is_refused_as_nobody_would_survive() -> None:
+def test_one_rank_is_refused_as_none_would_survive() -> None:
     with pytest.raises(SystemExit, match=r"ranks must be at least 2, .*, got 1; pass --ranks"):
         faults.main(["--ranks", "1", "--device", "cpu"])
 
@@ -134,7 +134,7 @@ def test_graphs_are_refused_without_gpus() -> None:
         (["--schedule", "stepwise"], "--schedule stepwise must have GPUs, got the CPU; use --schedule process_group"),
     ],
 )
-def test_rings_that_cannot_be_are_refused_before_they_are_tried(words: list[str], said: str, tmp_path: Path) -> None:
+def test_impossible_rings_are_refused_before_they_are_tried(words: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=said):
         faults.main([*words, "--device", "cpu", "--times", "1", "--out", str(tmp_path)])
 

@@ -1,4 +1,4 @@
-"""Random visits: they are repeatable, they reach the edges, and they notice what is wrong."""
+"""Random kernel calls are repeatable, reach the edges, and are red when a kernel is wrong."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def _reds(seeds: range) -> dict[int, str]:
     return {row["seed"]: row["why"] for tally in tallies for row in tally.red}
 
 
-def test_random_visits_of_the_eager_kernels_are_inside_the_budget() -> None:
+def test_random_calls_of_the_eager_kernels_are_inside_the_budget() -> None:
     assert _reds(range(1000, 1060)) == {}
 
 
-def test_what_was_found_is_kept(tmp_path: Path) -> None:
+def test_results_are_written_as_json(tmp_path: Path) -> None:
     assert check.main([*CPU, "--fuzz", "1", "--fuzz-seed", "7", "--json", str(tmp_path / "fuzz.json")]) == 0
     kept = json.loads((tmp_path / "fuzz.json").read_text())
     assert kept["green"]
@@ -104,7 +104,7 @@ def test_a_kernel_that_raises_is_red(monkeypatch: pytest.MonkeyPatch, capfd: Any
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_random_visits_reach_the_edges(kind: str) -> None:
+def test_random_cases_reach_the_edges(kind: str) -> None:
     cases = [fuzz.draw_case(seed, kind) for seed in range(1200)]
     assert cases[7] == fuzz.draw_case(7, kind)
     lengths = {case.mask.seq_len for case in cases}
@@ -126,7 +126,7 @@ def test_random_visits_reach_the_edges(kind: str) -> None:
         assert scores <= fuzz.SCORES[kind]
 
 
-def test_runs_ascend_and_visits_are_disjoint() -> None:
+def test_runs_ascend_and_keys_of_ring_steps_are_disjoint() -> None:
     for seed in range(300):
         rows, ring_steps = fuzz.draw_split(random.Random(seed), AttentionMask(50, 61))
         for shard in (rows, *ring_steps):
@@ -138,7 +138,7 @@ def test_runs_ascend_and_visits_are_disjoint() -> None:
 
 
 @pytest.mark.parametrize("kind", fuzz.STRIDES)
-def test_strides_change_where_values_lie_and_nothing_else(kind: str) -> None:
+def test_strides_change_the_memory_layout_and_no_value(kind: str) -> None:
     x = torch.randn(2, 5, 3, 8)
     y = fuzz.lay_out(x, kind)
     assert torch.equal(x, y)

@@ -1,4 +1,4 @@
-"""Many calls on one ring: all kinds alternate, and one answer that differs is noticed and named."""
+"""Many calls of all kinds on one ring: one wrong answer is red and named."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_many_calls_on_one_ring_keep_their_bits(pool, tmp_path: Path) -> None:
 
 
 def _soak_with_a_late_mistake(words: list[str], name: str) -> int:
-    """Rank 1 answers right until the sequence has begun, and then once a little wrong."""
+    """Make one small error on rank 1 after the sequence has begun."""
     right, asked = getattr(eager, name), [0]
     begun = stress._run
 
@@ -61,7 +61,7 @@ def _soak_with_a_late_mistake(words: list[str], name: str) -> int:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["forward", "backward"])
-def test_one_wrong_answer_among_many_is_noticed(pool, name: str, tmp_path: Path) -> None:
+def test_one_wrong_answer_among_many_is_red(pool, name: str, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     words = ["--soak", "40", "--only", "documents", "--json", str(path)]
     assert pool(2).run(_soak_with_a_late_mistake, words, name) == [1, 1]

@@ -1,4 +1,4 @@
-"""A model for the tests of the server that answers with a function of all tokens it was given, and keeps them in honest books."""
+"""A fake model for the tests of the server: its answer is a function of all tokens, which it stores in real pages."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ from ringattn.launch.serve.engine import Engine
 from ringattn.launch.serve.engine_server import BACKLOG, EngineServer, bind
 from ringattn.launch.serve.http.app import HttpServer, make_app
 from ringattn.launch.serve.http.engine_client import EngineClient
-from ringattn.launch.serve.messages import Capacity, Logprob, receive_at, send_to, to_engine_address, to_http_address
-from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score
+from ringattn.launch.serve.messages import (
+    Capacity,
+    Settings,
+    receive_at,
+    send_to,
+)
+from ringattn.launch.serve.sampling import Logprob, SampledTokens, Sampling, sample_tokens, score
 from ringattn.launch.serve.scheduler import Plan, Scheduler
 from ringattn.launch.serve.tokenizer import ChatTemplateError
 
@@ -30,20 +35,20 @@ STOP = 0
 
 
 def follow(tokens: Sequence[int]) -> int:
-    """The token that follows: one of the printable ones, or now and then STOP."""
+    """Return the next token: a printable one, or now and then STOP."""
     digest = hashlib.sha256(bytes(token % 251 for token in tokens)).digest()
     return STOP if digest[0] == 0 else 32 + digest[1] % 95
 
 
 def scores_after(tokens: Sequence[int]) -> Tensor:
-    """The scores of a next token."""
+    """Return the logits of the next token."""
     logits = torch.zeros(VOCAB)
     logits[follow(tokens)] = 10.0
     return logits
 
 
 def answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What a request gets alone."""
+    """Return the answer to a request alone."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens and (token := follow(tokens)) != STOP:
         tokens.append(token)
@@ -54,7 +59,7 @@ class FakeStep:
     """A step of a `FakeRunner`.
 
     Attributes:
-        ends: When its device will have computed it; None: when somebody waits for it.
+        ends: Time at which its device will have computed it; None: at the first `wait`.
     """
 
     def __init__(self, chosen: SampledTokens, ends: float | None) -> None:
@@ -79,11 +84,11 @@ class FakeStep:
 
 
 class FakeRunner:
-    """Keeps each token in the page and row where the books put it, and reads it back from there.
+    """Runner that stores each token in the page and row that the allocator assigns, and reads it back from there.
 
     Args:
-        step_s: What its device needs for a step.
-        ahead: Whether `start` returns before; without step_s such steps end when somebody waits for them, and not before.
+        step_s: Seconds that its device needs for a step.
+        ahead: Whether `start` returns before; without step_s such steps end at the first `wait`.
     """
 
     def __init__(
@@ -99,25 +104,26 @@ class FakeRunner:
         self._last: FakeStep | None = None
         self._before: FakeStep | None = None
 
-    def start(self, plan: Plan) -> FakeStep:
+    def start(self, plan: Any) -> FakeStep:
         assert self._before is None or self._before.ended, "two steps are under way"
         for i, place in enumerate(plan.from_previous):
             if place >= 0:
                 plan.tokens[i] = self._chosen[place]
                 self.from_previous += 1
         logits = self.run(plan)
-        requests = [plan.requests[place] for place in plan.wanted] if plan.requests else []
-        how = [request.sampling or Sampling(0) for request in requests]
-        chosen = sample_tokens(logits if how else logits[:0], how, [request.prompt for request in requests])
+        # the other ranks have no requests
+        every, wanted = (plan.requests, plan.wanted) if isinstance(plan, Plan) else ([], [])
+        samplings = [every[place].sampling or Sampling(0) for place in wanted]
+        chosen = sample_tokens(logits[: len(samplings)], samplings, [every[place].prompt for place in wanted])
         scores = []
-        for place, targets in zip(plan.scored if plan.requests else (), plan.targets, strict=True):
-            request, tokens = plan.requests[place], torch.tensor(targets)
+        for place, targets in zip(plan.scored, plan.targets, strict=True) if isinstance(plan, Plan) else ():
+            request, tokens = every[place], torch.tensor(targets)
             ends = range(request.num_computed - plan.counts[place] + 1, request.num_computed + 1)
             rows = torch.stack([scores_after(request.prompt[:end]) for end in ends])
-            scores.append(score(rows[: len(targets)], tokens, request.sampling.logprobs if request.sampling else 0))
+            scores.append(score(rows[: len(targets)], tokens, (request.sampling and request.sampling.logprobs) or 0))
         chosen = replace(chosen, scores=tuple(scores))
         # what other ranks get from rank 0 is the same
-        self._chosen = chosen.tokens.clamp(min=0).tolist() if how else logits.argmax(-1).tolist()
+        self._chosen = chosen.tokens.clamp(min=0).tolist() if samplings else logits.argmax(-1).tolist()
         now = time.monotonic()
         busy_until = now if self._last is None or self._last.ends is None else max(now, self._last.ends)
         ends = busy_until + self.step_s if self.step_s or not self.ahead else None
@@ -126,7 +132,7 @@ class FakeRunner:
             self._last.wait()
         return self._last
 
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, plan: Any) -> Tensor:
         self.steps.append(tuple(plan.counts))
         assert not (plan.packed and plan.decodes)
         at = 0
@@ -145,6 +151,11 @@ class FakeRunner:
                 tokens += self.memory[block.rank][block.page][: block.length]
             logits[row] = scores_after(tokens)
         return logits
+
+
+def make_engine(runner: Any, scheduler: Scheduler, time_limit_s: float = 60.0) -> Engine:
+    """Return an engine with a fake runner and no other ranks."""
+    return Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
 
 
 class Letters:
@@ -169,7 +180,7 @@ class Letters:
 
 
 def text_of(prompt: str, max_tokens: int) -> str:
-    """The text that a prompt gets alone."""
+    """Return the text of the answer to a prompt alone."""
     return Letters().decode(answer(Letters().encode(prompt), max_tokens))
 
 
@@ -188,7 +199,7 @@ class Link:
         self.engine, self.http = socket.socketpair()
 
     def client(self, capacity: Capacity, state: dict[str, Any]) -> EngineClient:
-        pull, push = receive_at(to_http_address(self.folder)), send_to(to_engine_address(self.folder))
+        pull, push = receive_at(self.folder, "http"), send_to(self.folder, "engine")
         return EngineClient(pull, push, self.http, capacity, state)
 
     def server(self, engine: Engine, name: str, lost: Callable[[str], None], timeout_s: float) -> EngineServer:
@@ -204,7 +215,7 @@ class FakeServer:
     """The whole server in this process, both of its processes as threads, with a fake model.
 
     Attributes:
-        lost: What the engine's side has said about the loss of the other.
+        lost: Messages of the engine's side about the loss of the HTTP process.
     """
 
     def __init__(
@@ -216,23 +227,25 @@ class FakeServer:
         time_limit_s: float = 60.0,
         limits: Limits | None = None,
         key: str | None = None,
-        hosts: Sequence[str] | None = None,
+        hosts: tuple[str, ...] | None = None,
         connections: int = 1000,
         about: dict[str, Any] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         scheduler = Scheduler(runner.allocator, chunk=64, max_running=running, max_waiting=waiting)
         self.runner = runner
-        self.engine = Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
+        self.engine = make_engine(runner, scheduler, time_limit_s)
         self.link = Link()
         self.lost: list[str] = []
         self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, timeout_s)
         client = self.link.client(scheduler.capacity, self.engine.state())
-        app = make_app(client, Letters(), "fake", limits or Limits(), key=key, hosts=hosts, about=about)
+        tokenizer: Any = Letters()
+        capacity, state, limits = scheduler.capacity, self.engine.state(), limits or Limits()
+        settings = Settings("fake", {}, limits, capacity, state, connections, key, hosts, about or {})
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)
         self.server = HttpServer(listening, connections)
-        self.server.start(app)
+        self.server.start(make_app(client, tokenizer, settings))
         self.url = f"http://127.0.0.1:{self.server.port}"
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -251,7 +264,7 @@ class FakeServer:
         self.link.close()
 
     def state_when(self, so: Callable[[dict[str, Any]], bool], timeout_s: float = 10.0) -> dict[str, Any]:
-        """The state as soon as something is so."""
+        """Return the state as soon as it fulfils a condition."""
         deadline = time.monotonic() + timeout_s
         while not so(state := self.engine.state()):
             assert time.monotonic() < deadline, state
@@ -259,7 +272,7 @@ class FakeServer:
         return state
 
     def assert_idle(self) -> None:
-        """Nothing runs or waits, and every page is free or holds a prefix that is kept."""
+        """Assert that nothing runs or waits, and every page is free or holds a kept prefix."""
         state = self.state_when(lambda state: not (state["running"] or state["waiting"]))
         assert state["pages"]["running"] == [0] * state["ranks"]
         deadline = time.monotonic() + 10.0

@@ -630,7 +630,7 @@ class Again:
 
         self.ranks.streams[rank].call(refresh)
         enqueue = self.come_back if backward else self.forward
-        self.ranks.ends[rank].repeat(
+        self.ranks.ends[rank].replay_or_enqueue(
             ("again", backward),
             self.inputs[rank],
             (),
@@ -842,7 +842,7 @@ def test_survivors_of_a_rank_that_is_lost_in_a_call_that_came_again_end_in_nan(
     attention = Attention(ranks, full(world_size))
 
     def attend(rank: int) -> None:
-        ranks.ends[rank].repeat(
+        ranks.ends[rank].replay_or_enqueue(
             ("attend",),
             (),
             (),

@@ -18,7 +18,8 @@ import ringattn.transport.select
 from ringattn import Ring, ring_attention, simulate_ring
 from ringattn.launch.runtime import slow_link
 from ringattn.launch.runtime.slow_link import Throttled, slow_down
-from ringattn.transport.base import Done, NoTransport
+from ringattn.transport.base import Done
+from ringattn.transport.local import LocalTransport
 from ringattn.transport.select import group_by_host
 from tests.cases import Attention
 from tests.pool import Pools
@@ -146,7 +147,7 @@ class Clock:
 
 
 def test_transfers_of_a_throttled_link_queue_up_and_pass_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nothing(NoTransport):
+    class Nothing(LocalTransport):
         def post(self, sends: Any, receives: Any, what: str) -> Done:
             del sends, receives, what
             return Done()
@@ -208,7 +209,7 @@ def test_wrong_options_are_refused() -> None:
     with pytest.raises(ValueError, match="the ring must have several nodes"):
         slow_down(Ring(), 100)
     with pytest.raises(ValueError, match="gbps must be a positive number"):
-        Throttled(NoTransport(), 0)
+        Throttled(LocalTransport(), 0)
     x = torch.randn(1, 8, 1, 16)
     with pytest.raises(ValueError, match="nodes must divide the ring of 4 ranks, got 3"):
         simulate_ring(x, x, x, 4, nodes=3)

@@ -1,58 +1,49 @@
 """Bodies of requests and answers: the parts of OpenAI's interface that are served.
 
-Owns validation of bodies, and the objects of answers, chunks and errors. HTTP itself is in app.py.
 Nothing is accepted and ignored: a field that is not served may only have a value that asks for nothing.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import to_json
 
 from ringattn.inference.block_table import MAX_REQUEST_TOKENS
 from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings, text_alone
-from ringattn.launch.serve.messages import Event, Logprob
-from ringattn.launch.serve.sampling import Sampling
+from ringattn.launch.serve.messages import Event
+from ringattn.launch.serve.sampling import Logprob, Sampling
 from ringattn.launch.serve.tokenizer import REPLACEMENT, Tokenizer
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_NAMED = 1024
-"""Tokens that `logit_bias` or `stop_token_ids` may name."""
-COMPLETION_TOKENS = 16
-"""New tokens of a completion that does not say how many: OpenAI's default."""
+"""Maximum of tokens in `logit_bias` or `stop_token_ids`."""
 
 TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
+_to_json = msgspec.json.Encoder().encode
+
 
 class RequestError(Exception):
-    """An error that a request gets instead of an answer.
-
-    Args:
-        status: Of HTTP.
-        message: For the user.
-        param: The field that it is about.
-        code: A word for programs.
-    """
+    """An error that a request gets instead of an answer: HTTP status, message, the field that it is about, and OpenAI's code."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """In OpenAI's format."""
+        """Return the body in OpenAI's format."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -62,13 +53,15 @@ class _Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, said: Any) -> Any:
+    def _without_nulls(cls, fields: Any) -> Any:
         """Drop null fields, which some clients send for absent ones."""
-        return {name: value for name, value in said.items() if value is not None} if isinstance(said, dict) else said
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class StreamOptions(_Strict):
-    """Of a stream: whether its last chunk has the usage."""
+    """Options of a stream: whether its last chunk has the usage."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -79,14 +72,17 @@ class _Body(_Strict):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1, le=MAX_REQUEST_TOKENS)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
+    stop: str | list[str] = []
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    # what says nothing about the answer, and the values of others that ask for nothing: clients send them unasked
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] = Field({}, max_length=MAX_NAMED)
+    # fields that say nothing about the answer, and values of others that ask for nothing: clients send them unasked
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -96,12 +92,9 @@ class _Body(_Strict):
     service_tier: Literal["auto", "default"] | None = None
     reasoning_effort: Literal["none", "medium"] | None = None  # both are defaults of OpenAI's models
     verbosity: Literal["medium"] | None = None
-    ignore_eos: bool = False  # goes on to max_tokens, for measurements; not OpenAI's, as is the next
-    return_token_ids: bool | None = None  # says the answer's tokens as numbers, those without text of their own too
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] = Field({}, max_length=MAX_NAMED)
-    # not OpenAI's, named as vLLM has them
+    # not OpenAI's, with vLLM's names
+    ignore_eos: bool = False
+    return_token_ids: bool = False
     top_k: int = Field(0, ge=-1, le=MAX_REQUEST_TOKENS)  # 0 and -1: all
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
@@ -109,7 +102,7 @@ class _Body(_Strict):
 
     @field_validator("logit_bias")
     @classmethod
-    def _biases(cls, value: dict[str, float]) -> dict[str, float]:
+    def _check_biases(cls, value: dict[str, float]) -> dict[str, float]:
         for token, bias in value.items():
             if not TOKEN.fullmatch(token) or not -100 <= bias <= 100:
                 raise ValueError(
@@ -119,53 +112,41 @@ class _Body(_Strict):
 
     @field_validator("stop")
     @classmethod
-    def _stops(cls, value: str | list[str] | None) -> str | list[str] | None:
-        strings = [value] if isinstance(value, str) else value or []
-        if len(strings) > MAX_STOPS or not all(0 < len(string) <= 1000 for string in strings):
+    def _check_stops(cls, value: str | list[str]) -> list[str]:
+        stops = [value] if isinstance(value, str) else value
+        if len(stops) > MAX_STOPS or not all(0 < len(stop) <= 1000 for stop in stops):
             raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to 1000 characters")
-        return value
+        return stops
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> _Body:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(400, "stream_options must be left out when stream is not true", "stream_options")
+        return self
 
     @property
-    def stops(self) -> list[str]:
-        """The stop strings."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-
-    @property
-    def biases(self) -> dict[int, float]:
-        """Biases of logits by token."""
-        return {int(token): bias for token, bias in self.logit_bias.items()}
-
-    @property
-    def choices(self) -> int:
-        """Answers per prompt."""
-        return self.n or 1
-
     def wanted_logprobs(self) -> int | None:
         """Number of likeliest tokens to return; None for no logprobs."""
-        raise NotImplementedError("each kind of request says this in its own way")
+        raise NotImplementedError("each kind of request has fields of its own for it")
 
     def sampling(self, choice: int) -> Sampling:
         """Return the sampling of a choice; each of several has its own seed."""
         return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            temperature=self.temperature,
+            top_p=self.top_p,
             seed=None if self.seed is None else self.seed + choice,
-            logprobs=self.wanted_logprobs(),
+            logprobs=self.wanted_logprobs,
             top_k=max(0, self.top_k),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            logit_bias=tuple(self.biases.items()),
+            logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
         )
 
     def check_tokens(self, vocab_size: int) -> None:
-        """Refuses tokens that the model does not have.
-
-        Raises:
-            RequestError: `logit_bias` or `stop_token_ids` names one.
-        """
-        for name, tokens in (("logit_bias", self.biases), ("stop_token_ids", self.stop_token_ids)):
+        """Raise RequestError if `logit_bias` or `stop_token_ids` names a token that the model does not have."""
+        for name, tokens in (("logit_bias", map(int, self.logit_bias)), ("stop_token_ids", self.stop_token_ids)):
             for token in tokens:
                 if not 0 <= token < vocab_size:
                     raise RequestError(400, f"{name}: tokens must be from 0 to {vocab_size - 1}, got {token}", name)
@@ -183,21 +164,26 @@ class Completion(_Body):
 
     @field_validator("suffix")
     @classmethod
-    def _no_suffix(cls, value: str | None) -> str | None:
+    def _check_suffix(cls, value: str) -> str:
         if value:
             raise ValueError("must be left out: inserting text is not supported")
         return value
 
+    @model_validator(mode="after")
+    def _check_fields(self) -> Completion:
+        if self.best_of not in (None, self.n):
+            raise RequestError(400, f"best_of must be left out or equal n, got {self.best_of}", "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError(400, "max_tokens: must be at least 1 when echo is not true, got 0", "max_tokens")
+        return self
+
+    @property
     def wanted_logprobs(self) -> int | None:
-        """See `_Body`."""
+        """Number of likeliest tokens to return; None for no logprobs."""
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts: each a text or tokens.
-
-        Raises:
-            RequestError: They are something else, or none.
-        """
+        """Return the prompts, each a text or tokens; raise RequestError if they are something else, or none."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -221,7 +207,7 @@ class TextPart(_Strict):
 
 
 class Message(_Strict):
-    """A message of a chat. Fields that answers have, and that clients send back, may be there with nothing in them."""
+    """A message of a chat. Fields of answers, which clients send back, may be there with nothing in them."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
@@ -254,58 +240,37 @@ class Chat(_Body):
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none"] | None = None
 
+    @model_validator(mode="after")
+    def _check_fields(self) -> Chat:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(400, "top_logprobs must be left out when logprobs is not true", "top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise RequestError(400, "max_tokens must be left out beside max_completion_tokens", "max_tokens")
+        return self
+
+    @property
     def wanted_logprobs(self) -> int | None:
-        """See `_Body`."""
+        """Number of likeliest tokens to return; None for no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def read_body(kind: type[_Body], data: bytes) -> Any:
-    """A request's body.
-
-    Args:
-        kind: `Completion` or `Chat`.
-        data: As it came.
-
-    Raises:
-        RequestError: It is not JSON, or says what is not served.
-    """
+def read_body(kind: type[Chat] | type[Completion], data: bytes) -> Chat | Completion:
+    """Return the body of a request; raise RequestError if it is not JSON, or asks for what is not served."""
     try:
-        content = json.loads(data, parse_constant=_no_constant)
-    except RecursionError:
-        raise RequestError(
-            400, "the body must be JSON, got one that is nested too deeply", code="invalid_json"
-        ) from None
-    except ValueError as error:
-        raise RequestError(400, f"the body must be JSON, got: {ascii_only(str(error))}", code="invalid_json") from None
-    if not isinstance(content, dict):
-        raise RequestError(400, f"the body must be a JSON object, got {type(content).__name__}", code="invalid_json")
-    try:
-        body = kind.model_validate(content)
+        return kind.model_validate_json(data)
     except ValidationError as error:
-        # where one of two forms may be said, that which was meant fails further in
+        # of two forms that a field may have, the one that was meant fails further in
         first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
         where = ascii_only(".".join(map(str, first["loc"])))[:100]
-        if first["type"] == "extra_forbidden":
-            raise RequestError(
-                400, f"{where} must be left out: it is not supported", where, "unsupported_parameter"
-            ) from None
         what = ascii_only(first["msg"].removeprefix("Value error, "))
+        if not where:
+            kind_of_body = "JSON" if first["type"] == "json_invalid" else "a JSON object"
+            message = f"the body must be {kind_of_body}, got: {what.removeprefix('Invalid JSON: ')}"
+            raise RequestError(400, message[:500], code="invalid_json") from None
+        if first["type"] == "extra_forbidden":
+            message = f"{where} must be left out: it is not supported"
+            raise RequestError(400, message, where, "unsupported_parameter") from None
         raise RequestError(400, f"{where}: {what}"[:500], where) from None
-    if body.stream_options is not None and not body.stream:
-        raise RequestError(400, "stream_options must be left out when stream is not true", "stream_options")
-    if isinstance(body, Completion) and body.best_of not in (None, body.choices):
-        raise RequestError(400, f"best_of must be left out or equal n, got {body.best_of}", "best_of")
-    if isinstance(body, Completion) and body.max_tokens == 0 and not body.echo:
-        raise RequestError(400, "max_tokens: must be at least 1 when echo is not true, got 0", "max_tokens")
-    if isinstance(body, Chat) and body.top_logprobs is not None and not body.logprobs:
-        raise RequestError(400, "top_logprobs must be left out when logprobs is not true", "top_logprobs")
-    if isinstance(body, Chat) and None not in (body.max_tokens, body.max_completion_tokens):
-        raise RequestError(400, "max_tokens must be left out beside max_completion_tokens", "max_tokens")
-    return body
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def ascii_only(text: str) -> str:
@@ -313,30 +278,20 @@ def ascii_only(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode()
 
 
-Said = tuple[int, Logprob | None, int]
-"""A token, what the model thought of it, and where it begins in the text."""
+ScoredToken = tuple[int, Logprob | None, int]
+"""A token, its logprobs, and where it begins in the text."""
 
 
 @dataclass
 class Choice:
     """State of one answer.
 
-    Args:
-        index: Its place among the answers to a request.
-        prompt: The tokens of its prompt.
-        tokenizer: Of the model.
-        stops: Strings that end it.
-        echo: Text that comes before it.
+    Attributes:
         score_prompt: Whether logprobs of the prompt come, which is echoed.
         silent: Whether it has no tokens: only its prompt is wanted.
-
-    Attributes:
-        finish: Why it has ended; None while it has not.
         length: Characters of its tokens so far, with those that may yet begin a stop string.
-        num_cached: Tokens of its prompt that were in the cache.
-        ids: Its tokens.
-        logprobs: Of its tokens: (token, its logprobs, where it begins in the text with the echo).
-        echoed: The same of its prompt's, whose first one has none.
+        logprobs: Of its tokens; they begin in the text with the echo.
+        echoed: Of its prompt's tokens, whose first one has none.
     """
 
     index: int
@@ -350,8 +305,8 @@ class Choice:
     length: int = 0
     num_cached: int = 0
     ids: list[int] = field(default_factory=list)
-    logprobs: list[Said] = field(default_factory=list)
-    echoed: list[Said] = field(default_factory=list)
+    logprobs: list[ScoredToken] = field(default_factory=list)
+    echoed: list[ScoredToken] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.tokenizer.decode, self.prompt)
@@ -363,21 +318,17 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All of it so far."""
+        """All of its text so far."""
         return "".join(self._texts)
 
     def push(self, event: Event) -> str:
-        """Add an event; return the text that it adds.
-
-        Raises:
-            RequestError: The event is a failure.
-        """
+        """Add an event; return the text that it adds, or raise RequestError if it is a failure."""
         if event.failure is not None:
             status, message = event.failure
             raise RequestError(status, message, code="unavailable" if status == 503 else None)
         self.num_cached = event.num_cached
-        for one in event.scores:
-            self._echo(one)
+        for logprob in event.scores:
+            self._echo(logprob)
         if self.silent:
             self.finish = "length" if event.token is not None or event.finish is not None else None
             return ""
@@ -386,130 +337,129 @@ class Choice:
             self.ids.append(event.token)
             if event.details is not None:
                 self.logprobs.append((event.token, event.details, len(self.echo) + self.length))
-            piece = self._stop_deadline(self._detokenizer.push(event.token))
+            piece = self._before_stops(self._detokenizer.push(event.token))
         if event.finish is not None:
-            piece += self._stop_deadline(self._detokenizer.rest())
-            piece += self._stops.rest()
-        if piece:
-            self._texts.append(piece)
-        if self._stops.found:
-            self.finish = "stop"
-        elif event.finish is not None:
-            self.finish = event.finish
+            piece += self._before_stops(self._detokenizer.rest()) + self._stops.rest()
+        self._texts.append(piece)
+        self.finish = "stop" if self._stops.found else event.finish
         return piece
 
-    def _echo(self, said: Logprob | None) -> None:
+    def _echo(self, logprob: Logprob | None) -> None:
         """Add the logprobs of the prompt's next token."""
         token = self.prompt[len(self.echoed)]
-        self.echoed.append((token, said, self._echoed_length))
+        self.echoed.append((token, logprob, self._echoed_length))
         self._echoed_length += len(self._prompt_detokenizer.push(token))
 
-    def _stop_deadline(self, piece: str) -> str:
+    def _before_stops(self, piece: str) -> str:
         """Return the part of some more text that certainly comes before any stop string."""
         self.length += len(piece)
         return self._stops.push(piece)
 
 
-def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the token counts of a request; prompts count once, whatever n is."""
-    prompt, generated = sum(map(len, prompts)), sum(len(choice.ids) for choice in choices)
-    per_prompt = len(choices) // max(1, len(prompts))
-    cached = sum(choice.num_cached for choice in choices[::per_prompt])
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
 def sse_line(chunk: dict[str, Any]) -> bytes:
-    """An object as a stream sends it."""
-    return b"data: " + to_json(chunk) + b"\n\n"
+    """Return an object as a stream sends it."""
+    return b"data: " + _to_json(chunk) + b"\n\n"
 
 
 class ResponseWriter:
-    """The objects of one answer, and the lines of a stream.
+    """The answer to one request: at once, or as the lines of a stream, which accumulate while a client does not read.
 
     Args:
-        chat: Whether it answers a chat.
-        model: The model's name.
-        tokenizer: For the texts of single tokens.
-        with_usage: Whether chunks have the field `usage`.
-        with_ids: Whether answers and pieces have the field `token_ids`.
+        choices: The same number for each prompt, in order.
+        with_ids: Whether answers and chunks have the field `token_ids`, and tokens without text a chunk.
     """
 
     def __init__(
-        self, chat: bool, model: str, tokenizer: Tokenizer, with_usage: bool = False, with_ids: bool = False
+        self,
+        chat: bool,
+        model: str,
+        tokenizer: Tokenizer,
+        prompts: Sequence[Sequence[int]],
+        choices: Sequence[Choice],
+        *,
+        with_usage: bool = False,
+        with_ids: bool = False,
     ) -> None:
-        self._chat, self._with_usage, self._with_ids = chat, with_usage, with_ids
-        self._decode = tokenizer.decode
+        self._chat, self._decode, self._prompts, self._choices = chat, tokenizer.decode, prompts, choices
+        self._with_usage, self._with_ids = with_usage, with_ids
         name = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self._common = {"id": name, "created": int(time.time()), "model": model}
-        self._forms: dict[int, tuple[bytes, ...]] = {}
+        self._chunk = {**self._common, "object": "chat.completion.chunk" if chat else "text_completion"}
+        self._chunk |= {"usage": None} if with_usage else {}
+        self._opened: set[int] = set()
+        self._lines: list[bytes] = []
 
-    def whole(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
-        """The answer at once."""
-        made = []
-        for choice in choices:
-            said = self._logprobs(choice.echoed + choice.logprobs)
-            body: dict[str, Any] = (
-                {"message": {"role": "assistant", "content": choice.text}}
-                if self._chat
-                else {"text": choice.echo + choice.text}
-            )
+    def record(self, place: int, event: Event) -> bool:
+        """Add an event of a choice; return whether the choice has ended, or raise RequestError if it has failed."""
+        self._choices[place].push(event)
+        return self._choices[place].finish is not None
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer at once."""
+        choices = []
+        for choice in self._choices:
+            body: dict[str, Any] = {"text": choice.echo + choice.text}
+            if self._chat:
+                body = {"message": {"role": "assistant", "content": choice.text}}
             body |= {"token_ids": choice.ids} if self._with_ids else {}
-            made.append({"index": choice.index, **body, "logprobs": said, "finish_reason": choice.finish})
+            logprobs = self._logprobs(choice.echoed + choice.logprobs)
+            choices.append({"index": choice.index, **body, "logprobs": logprobs, "finish_reason": choice.finish})
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._common, "object": kind, "choices": made, "usage": usage(prompts, choices)}
+        return {**self._common, "object": kind, "choices": choices, "usage": self._usage()}
 
-    def opening(self, choice: Choice) -> bytes:
-        """The first line of a choice, before any token; may be none."""
-        if self._chat:
-            return sse_line(self._chunk(choice.index, {"delta": {"role": "assistant", "content": ""}}, None, None))
-        said = self._logprobs(choice.echoed)
-        return sse_line(self._chunk(choice.index, {"text": choice.echo}, said, None)) if choice.echo or said else b""
+    def push(self, place: int, event: Event) -> bool:
+        """Add an event of a choice, and its lines; see `record`."""
+        choice = self._choices[place]
+        known = len(choice.ids)
+        piece = choice.push(event)
+        if event.scores:
+            return False  # they come with the echo
+        if place not in self._opened:
+            self._opened.add(place)
+            if self._chat:
+                self._add(choice, {"delta": {"role": "assistant", "content": ""}})
+            elif choice.echo or choice.echoed:
+                self._add(choice, {"text": choice.echo}, choice.echoed)
+        if piece or (len(choice.ids) > known and (self._with_ids or choice.logprobs)):
+            body: dict[str, Any] = {"delta": {"content": piece}} if self._chat else {"text": piece}
+            if self._with_ids:
+                body["token_ids"] = choice.ids[known:]
+            self._add(choice, body, choice.logprobs[known:])
+        if choice.finish is None:
+            return False
+        self._add(choice, {"delta": {}} if self._chat else {"text": ""}, finish=choice.finish)
+        return True
 
-    def piece(self, choice: Choice, text: str, said: int) -> bytes:
-        """A line with some text; of the answer's tokens `said` have been sent before."""
-        form = self._forms.get(choice.index) or self._form(choice.index)
-        ids = to_json(choice.ids[said:]) if self._with_ids else b""
-        logprobs = to_json(self._logprobs(choice.logprobs[said:])) if choice.logprobs else b"null"
-        return form[0] + to_json(text) + form[1] + ids + form[2] + logprobs + form[3]
+    def take(self) -> bytes:
+        """Return the lines since the last call."""
+        data = b"".join(self._lines)
+        self._lines.clear()
+        return data
 
-    def closing(self, choice: Choice) -> bytes:
-        """The last line of a choice."""
-        body: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return sse_line(self._chunk(choice.index, body, None, choice.finish))
+    def end(self) -> bytes:
+        """Return the last lines of the stream."""
+        usage = sse_line({**self._chunk, "choices": [], "usage": self._usage()}) if self._with_usage else b""
+        return self.take() + usage + b"data: [DONE]\n\n"
 
-    def usage(self, prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> bytes:
-        """The line with the usage, after all choices."""
-        chunk = {**self._common, "object": self._kind, "choices": [], "usage": usage(prompts, choices)}
-        return sse_line(chunk)
+    def _add(
+        self, choice: Choice, body: dict[str, Any], rows: Sequence[ScoredToken] = (), finish: str | None = None
+    ) -> None:
+        logprobs = self._logprobs(rows) if rows else None
+        one = {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": finish}
+        self._lines.append(sse_line({**self._chunk, "choices": [one]}))
 
-    def _form(self, index: int) -> tuple[bytes, ...]:
-        """Return the constant parts around the text, the tokens and the logprobs in all pieces of a choice."""
-        text, ids, logprobs = events = [f"{self._common['id']} {x}" for x in range(3)]
-        body: dict[str, Any] = {"delta": {"content": text}} if self._chat else {"text": text}
-        body |= {"token_ids": ids} if self._with_ids else {}
-        rest, form = sse_line(self._chunk(index, body, logprobs, None)), []
-        for mark in events:
-            before, found, after = rest.partition(to_json(mark))
-            form.append(before if found else b"")
-            rest = after if found else before
-        self._forms[index] = (*form, rest)
-        return self._forms[index]
+    def _usage(self) -> dict[str, Any]:
+        """Return the token counts; prompts count once, whatever n is."""
+        prompt, generated = sum(map(len, self._prompts)), sum(len(choice.ids) for choice in self._choices)
+        per_prompt = len(self._choices) // len(self._prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(one.num_cached for one in self._choices[::per_prompt])},
+        }
 
-    @property
-    def _kind(self) -> str:
-        return "chat.completion.chunk" if self._chat else "text_completion"
-
-    def _chunk(self, index: int, body: dict[str, Any], logprobs: Any, finish: str | None) -> dict[str, Any]:
-        choice = {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
-        chunk = {**self._common, "object": self._kind, "choices": [choice]}
-        return {**chunk, "usage": None} if self._with_usage else chunk
-
-    def _logprobs(self, rows: Sequence[Said]) -> dict[str, Any] | None:
+    def _logprobs(self, rows: Sequence[ScoredToken]) -> dict[str, Any] | None:
         if not rows:
             return None
         if self._chat:
@@ -527,61 +477,20 @@ class ResponseWriter:
         }
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """The likeliest tokens by their texts; of several with one text the likeliest."""
-        said: dict[str, float] = {}
+        """Return the likeliest tokens by their texts; of several with one text the likeliest."""
+        found: dict[str, float] = {}
         for token, value in top:
-            said.setdefault(self._text(token), _number(value))
-        return said
+            found.setdefault(self._text(token), _number(value))
+        return found
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        # a part of a character has bytes that its text does not say
+        # the text of a part of a character does not have its bytes
         known = None if REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _number(logprob), "bytes": known}
 
     def _text(self, token: int) -> str:
         return text_alone(self._decode, token)
-
-
-class StreamLines:
-    """Lines of a stream that were not sent yet; they accumulate where a client does not read.
-
-    Args:
-        writer: Of the answer.
-        choices: In the order of their places.
-        with_ids: Whether a token without text has a line too.
-    """
-
-    def __init__(self, writer: ResponseWriter, choices: Sequence[Choice], with_ids: bool) -> None:
-        self._writer, self._choices, self._with_ids = writer, choices, with_ids
-        self._opened: set[int] = set()
-        self._lines: list[bytes] = []
-
-    def push(self, place: int, event: Event) -> bool:
-        """Takes what happened to a choice; returns whether it has ended.
-
-        Raises:
-            RequestError: The event is a failure.
-        """
-        choice = self._choices[place]
-        said = len(choice.ids)
-        piece = choice.push(event)
-        if event.scores:
-            return False  # said with the echo
-        if place not in self._opened:
-            self._opened.add(place)
-            self._lines += filter(None, [self._writer.opening(choice)])
-        if piece or (len(choice.ids) > said and (self._with_ids or choice.logprobs)):
-            self._lines.append(self._writer.piece(choice, piece, said))
-        if choice.finish is None:
-            return False
-        self._lines.append(self._writer.closing(choice))
-        return True
-
-    def take(self) -> bytes:
-        """Those that have been made since the last call."""
-        lines, self._lines = self._lines, []
-        return lines[0] if len(lines) == 1 else b"".join(lines)
 
 
 def _number(logprob: float) -> float:

@@ -1,11 +1,8 @@
 """Limit of open connections: one too many gets status 503, and idle ones are closed.
 
-Wraps uvicorn's protocol, which handles requests.
-
-Note [Not by uvicorn]
-    uvicorn's own limit counts connections too, but looks at it when a request has come: connections that send none are not bounded,
-    and each holds a file of the process. Here one too many is answered and closed as it comes, before a byte is read. It is
-    closed in two steps, because a connection that is closed while the client still writes is reset, answer and all.
+Wraps uvicorn's protocol, which handles requests. uvicorn's own limit is checked when a request has come: connections that send none
+are not bounded, and each holds a file of the process. Here one too many is answered and closed as it comes, before a byte is read.
+It is closed in two steps, because a connection that is closed while the client still writes is reset, answer and all.
 """
 
 from __future__ import annotations
@@ -24,15 +21,17 @@ FAREWELL_S = 5.0
 
 
 def limit_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
-    """Return a protocol that accepts a limited number of connections; others get status 503.
-
-    Args:
-        kind: uvicorn's protocol.
-        most: How many.
-    """
+    """Return a subclass of uvicorn's protocol `kind` that accepts at most `most` connections; others get status 503."""
     accepted: set[asyncio.Protocol] = set()
     closing: dict[asyncio.Protocol, Any] = {}  # in the order in which they came, with their transports
-    answer = _answer(most)
+    error = RequestError(
+        503, f"at most {most} connections may be open, got one more; try again later", code="too_many_connections"
+    )
+    body = json.dumps(error.body())
+    answer = (
+        f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"Retry-After: 1\r\nConnection: close\r\n\r\n{body}"
+    ).encode()
 
     class LimitedProtocol(kind):
         """One connection."""
@@ -72,15 +71,3 @@ def limit_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
                 self.transport.close()
 
     return LimitedProtocol
-
-
-def _answer(most: int) -> bytes:
-    error = RequestError(
-        503, f"at most {most} connections may be open, got one more; try again later", code="too_many_connections"
-    )
-    body = json.dumps(error.body()).encode()
-    head = (
-        f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        "Retry-After: 1\r\nConnection: close\r\n\r\n"
-    )
-    return head.encode() + body

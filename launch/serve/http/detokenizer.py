@@ -1,11 +1,4 @@
-"""Text of the tokens of an answer, as they come, up to a stop string.
-
-Note [Text of one more token]
-    Where the text so far is whole, what a token adds is the text of it and the token before, less the text of that one alone. Both
-    are remembered, for most pairs of a language come again and again: a token then costs one look-up. Where one of the two texts
-    does not say enough (bytes that are no text yet, a token without text, a text that changes when something follows) the
-    tokenizer is asked for the text of the last few tokens instead, until the text is whole again.
-"""
+"""Text of the tokens of an answer, as they come, up to a stop string."""
 
 from __future__ import annotations
 
@@ -15,19 +8,14 @@ from functools import lru_cache
 from ringattn.launch.serve.tokenizer import REPLACEMENT
 
 CONTEXT_TOKENS = 8
-"""Tokens of the prompt before an answer: some tokenizers write a token's text by what stands before it."""
-
+"""Tokens of the prompt before an answer: the text of a token may depend on those before it."""
 MAX_BEGUN = 3
 """Bytes, and so tokens, of a character that has begun and not ended."""
-
 MAX_KEPT = CONTEXT_TOKENS + MAX_BEGUN
-"""Of the tokens before: the last few, and those that may have begun a character of which these have the end."""
-
 MAX_UNDECODED = 64
 """Tokens after which text that never becomes valid is given as it is."""
-
 MAX_TEXTS = 2**16
-"""Texts of tokens, and of pairs of them, that are remembered; 2**16 pairs take about 15 MiB."""
+"""Texts of tokens, and of pairs of them, that are cached; 2**16 pairs take about 15 MiB."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -50,11 +38,9 @@ def text_after(decode: Decode, before: int, token: int) -> str | None:
 class Detokenizer:
     """Incremental detokenizer: the pieces together are the text of all tokens.
 
-    A character whose bytes come in several tokens is given with the last of them (Note [Text of one more token]).
-
-    Args:
-        decode: A tokenizer's.
-        before: The tokens of the prompt; the last few are enough.
+    A character whose bytes come in several tokens is given with the last of them. If the text so far is whole, a token adds the
+    text of it and the token before, less the text of that one alone; both are cached. If one of these texts does not say enough
+    (bytes that are not text yet, a token without text), the last few tokens are decoded instead, until the text is whole again.
 
     Example:
         >>> detokenizer = Detokenizer(lambda tokens: bytes(tokens).decode(errors="replace"))
@@ -78,7 +64,7 @@ class Detokenizer:
         self._emitted = len(self._context_text()) - 1
 
     def push(self, token: int) -> str:
-        """The text that is certain now; may be empty."""
+        """Add a token; return the text that is certain now, which may be empty."""
         tokens = self._tokens
         if self._emitted is None:
             piece = text_after(self._decode, tokens[-1], token) if tokens else None
@@ -102,7 +88,7 @@ class Detokenizer:
         return piece
 
     def _context_text(self) -> str:
-        """The text of the last few tokens, which are kept: from where a character begins, if one does."""
+        """Return the text of the last few tokens, from where a character begins, and keep only these."""
         tokens = self._tokens
         for count in range(CONTEXT_TOKENS, MAX_KEPT + 1):
             text = self._decode(tokens[-count:])
@@ -124,10 +110,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Cuts a text that comes in pieces before the first stop string.
-
-    Args:
-        strings: Those that end it; empty ones are not allowed.
+    """Cuts a text that comes in pieces before the first stop string; none of these may be empty.
 
     Example:
         >>> stops = StopStrings(["END"])
@@ -141,7 +124,7 @@ class StopStrings:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """The text that certainly comes before any stop string."""
+        """Add a piece; return the text that certainly comes before any stop string."""
         if self.found:
             return ""
         if not self._strings:
@@ -168,7 +151,5 @@ def _partial_match(string: str, text: str) -> int:
         >>> _partial_match("END", "an EEN"), _partial_match("END", "an E D")
         (4, 6)
     """
-    place = text.find(string[0], max(0, len(text) - len(string) + 1))
-    while place >= 0 and not string.startswith(text[place:]):
-        place = text.find(string[0], place + 1)
-    return place if place >= 0 else len(text)
+    begins = range(max(0, len(text) - len(string) + 1), len(text))
+    return next((place for place in begins if string.startswith(text[place:])), len(text))

@@ -10,7 +10,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-# fine where latencies are promised: 5 to 50 ms
 _TOKEN_SECONDS = (
     *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
     *(0.1, 0.25, 0.5, 1, 2.5),
@@ -18,34 +17,22 @@ _TOKEN_SECONDS = (
 
 
 class Metrics:
-    """Counts and times of one server.
-
-    Args:
-        state: The engine's state.
-    """
+    """Counts and times of one server, and the engine's state, which a function returns."""
 
     def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
-        self._state = state
-        self._registry = CollectorRegistry()
+        self._state, self._registry = state, CollectorRegistry()
         self._registry.register(self)  # type: ignore[arg-type]
-        made: dict[str, Any] = {"registry": self._registry}
-        self.responses = Counter("ringattn_requests", "Answers by path and status", ["path", "status"], **made)
-        self.first_token = Histogram(
-            "ringattn_time_to_first_token_seconds",
-            "From a request's arrival to its first token",
-            buckets=_SECONDS,
-            **made,
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(f"ringattn_{name}_seconds", text, buckets=buckets, registry=self._registry)
+
+        self.responses = Counter(
+            "ringattn_requests", "Answers by path and status", ["path", "status"], registry=self._registry
         )
-        self.per_token = Histogram(
-            "ringattn_time_per_output_token_seconds",
-            "Mean time of an answer's later tokens",
-            buckets=_TOKEN_SECONDS,
-            **made,
-        )
-        self.latency = Histogram(
-            "ringattn_request_seconds", "From a request's arrival to its end", buckets=_SECONDS, **made
-        )
-        self.cancelled = Counter("ringattn_cancelled", "Answers that nobody waited for any more", **made)
+        self.cancelled = Counter("ringattn_cancelled", "Answers whose client went away", registry=self._registry)
+        self.first_token = histogram("time_to_first_token", "From a request's arrival to its first token")
+        self.per_token = histogram("time_per_output_token", "Mean time of an answer's later tokens", _TOKEN_SECONDS)
+        self.latency = histogram("request", "From a request's arrival to its end")
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engine's state."""
@@ -59,18 +46,17 @@ class Metrics:
                 pages.add_metric([str(rank), use], value)
         yield pages
         yield GaugeMetricFamily("ringattn_cache_page_tokens", "Tokens of a page", value=state["page_size"])
-        tokens = CounterMetricFamily("ringattn_tokens", "Tokens computed, shared or generated", labels=["kind"])
-        for kind, name in (("prompt", "prompt_tokens"), ("shared", "shared_tokens"), ("generated", "generated_tokens")):
-            tokens.add_metric([kind], totals[name])
-        yield tokens
-        steps = CounterMetricFamily("ringattn_steps", "Steps of the model", labels=["kind"])
-        seconds = CounterMetricFamily("ringattn_step_seconds", "Time in steps of the model", labels=["kind"])
-        for kind in totals["steps"]:
-            steps.add_metric([kind], totals["steps"][kind])
-            seconds.add_metric([kind], totals["seconds"][kind])
-        yield steps
-        yield seconds
+        tokens = {kind: totals[f"{kind}_tokens"] for kind in ("prompt", "shared", "generated")}
+        for name, text, by_kind in (
+            ("tokens", "Tokens computed, shared or generated", tokens),
+            ("steps", "Steps of the model", totals["steps"]),
+            ("step_seconds", "Time in steps of the model", totals["seconds"]),
+        ):
+            family = CounterMetricFamily(f"ringattn_{name}", text, labels=["kind"])
+            for kind, value in by_kind.items():
+                family.add_metric([kind], value)
+            yield family
 
     def text(self) -> bytes:
-        """All of it, in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)

@@ -1,7 +1,7 @@
 """The process that serves HTTP: python -m ringattn.launch.serve.http.process PORT LINK FOLDER, as rank 0 starts it.
 
-Owns the life of the process: its settings, and when it ends. Routes are in app.py; rank 0's side is engine_server.py. It
-touches no GPU and joins no process group.
+Receives its settings, serves, and ends when the engine ends. Rank 0's side is engine_server.py. It touches no GPU and joins no
+process group.
 """
 
 from __future__ import annotations
@@ -13,58 +13,39 @@ import sys
 
 import zmq
 
-from ringattn.launch.serve.freeze_gc import freeze_gc
+from ringattn.launch.serve import messages
+from ringattn.launch.serve.config import freeze_gc
 from ringattn.launch.serve.http.app import HttpServer, make_app
 from ringattn.launch.serve.http.engine_client import EngineClient
-from ringattn.launch.serve.messages import (
-    Settings,
-    decode_to_http,
-    receive_at,
-    send_to,
-    to_engine_address,
-    to_http_address,
-)
 from ringattn.launch.serve.tokenizer import make_tokenizer
 
 TURN_S = 0.0005
-"""Seconds for which a thread may keep the others waiting: what reads requests, for one, and what writes to clients."""
-LOOK_S = 1.0
-"""Seconds between looks at whether the thread that serves is still there."""
+"""Seconds after which a thread must let another one run: one thread tokenizes requests, one writes to clients."""
+CHECK_S = 1.0
+"""Seconds between checks that the serving thread is alive."""
 
 
 def main(port: int, link: int, folder: str) -> int:
-    """Serves until the engine sends Stop, or is gone.
+    """Serve until the engine sends Stop, or is gone; return the exit code, 0 after Stop or without settings.
 
     Args:
         port: Descriptor of the socket for clients.
-        link: Descriptor of the socket that ends with the engine's process.
-        folder: Where the sockets are; removed where the engine's process can not do it.
-
-    Returns:
-        The exit code: 0 when the engine has sent Stop, or has ended before it began.
+        link: Descriptor of the socket that closes with the engine's process.
+        folder: Folder of the sockets; removed if the engine's process can not do it.
     """
     engine = socket.socket(fileno=link)
-    pull, push = receive_at(to_http_address(folder)), send_to(to_engine_address(folder))
+    pull, push = messages.receive_at(folder, "http"), messages.send_to(folder, "engine")
     settings = _receive_settings(pull, engine)
     if settings is None:
         shutil.rmtree(folder, ignore_errors=True)
         return 0
     client = EngineClient(pull, push, engine, settings.capacity, settings.state)
-    app = make_app(
-        client,
-        make_tokenizer(settings.tokenizer),
-        settings.model,
-        settings.limits,
-        key=settings.key,
-        hosts=settings.hosts,
-        about=settings.about,
-    )
     sys.setswitchinterval(TURN_S)
     server = HttpServer(socket.socket(fileno=port), settings.connections)
-    server.start(app)
+    server.start(make_app(client, make_tokenizer(settings.tokenizer), settings))
     freeze_gc()
     client.send_ready()
-    while not client.ended.wait(LOOK_S):
+    while not client.ended.wait(CHECK_S):
         if not server.alive:
             return 1
     server.stop()
@@ -73,15 +54,12 @@ def main(port: int, link: int, folder: str) -> int:
     return 0 if client.stopped else 1
 
 
-def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> Settings | None:
-    """The first message; None when the engine ends or fails before."""
-    poller = zmq.Poller()
-    poller.register(pull, zmq.POLLIN)
-    poller.register(engine, zmq.POLLIN)
-    if pull not in dict(poller.poll()):
+def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> messages.Settings | None:
+    """Return the first message; None when the engine ends or fails before."""
+    if pull not in dict(messages.poller(pull, engine).poll()):
         return None
-    message = decode_to_http(pull.recv())
-    return message if isinstance(message, Settings) else None
+    message = messages.decode_to_http(pull.recv())
+    return message if isinstance(message, messages.Settings) else None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`torch.compile` of a model's decoder layers, for decode.
+"""`torch.compile` of a model's decoder layers, for decode and prefill over a cache.
 
 Owns which modules are compiled, when the compiled code runs, and the comparison with the model as it was. Refuses to know caches,
 attention, and how CUDA graphs are captured.
@@ -12,7 +12,7 @@ Note [Decode under torch.compile]
     for its very shape, and all others need no compiler when a request arrives. CUDA graphs are captured around the layers
     (cuda_graph_runner.py), so none are made inside. Inductor is asked to be deterministic: it then chooses the order of sums by
     rules and not by timing, and all ranks get the same bits.
-    Prefill and training run the code of transformers.
+    A packed prefill has one batch element and gets code of its own. Other prefills and training run the code of transformers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ringattn.integrations.transformers.model_forward import (
     failure_on_any_rank,
     forward_step,
     has_hooks,
+    is_in_forward,
     one_forward,
     replicated_rows_ring,
 )
@@ -43,7 +44,11 @@ from ringattn.integrations.transformers.ring_cache import cache_sizes
 from ringattn.ring import Ring
 
 TRIED = (1, 4)
-"""Batch sizes with which compiled layers are compared: a single row has code of its own, all others share it."""
+"""Batch sizes of decode with which compiled layers are compared: a single row has code of its own, all others share it."""
+TOKENS = 4
+"""Different tokens in these."""
+TRIED_PROMPT = 200
+"""Tokens of the prefill with which they are compared."""
 VARIANTS = 64
 """Variants of compiled code per function: shapes of calls times kinds of layers; torch's default is 8."""
 REFUSAL = "a model must be copied or saved whole before its layers are compiled, got one after; copy it before"
@@ -53,9 +58,9 @@ REFUSAL = "a model must be copied or saved whole before its layers are compiled,
 def compile_for_decode(model: PreTrainedModel, ring: Ring, *, backend: str | Callable = "inductor") -> int:
     """Compile the decoder layers of a model for decode, where that works; collective over the ring.
 
-    One decode step is computed with both: the layers must give the same numbers within rounding, and the same bits on all ranks,
-    because ranks choose tokens separately. Otherwise all layers stay as they are on all ranks, with a warning. Call it before
-    CUDA graphs are captured, and after `apply_tensor_parallel`.
+    Decode steps and a prefill are computed with both: the layers must give the same numbers within rounding, and in decode the
+    same bits on all ranks, because ranks choose tokens separately. Otherwise all layers stay as they are on all ranks, with a
+    warning. Call it before CUDA graphs are captured, and after `apply_tensor_parallel`.
 
     Args:
         model: Of transformers with `attn_implementation="ringattn"`, whole on every rank, in eval mode.
@@ -101,17 +106,17 @@ def _modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _compare(model: PreTrainedModel, compiled: list[_Compiled], shared: _EagerOnError, ring: Ring) -> str:
-    """Return how compiled modules differ from plain ones in a decode step over an empty cache; empty when they do not."""
+    """Return how compiled modules differ from plain ones in steps over an empty cache; empty when they do not."""
     try:
         sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
-        pages = max(TRIED)
+        pages = max(*TRIED, -(-TRIED_PROMPT // 16))
         cache = PagedKVCache(ring, **sizes, dtype=model.dtype, pages=pages, page_size=16, device=model.device)
         for one in compiled:
             one.module.forward = one.compare
-        for batch in TRIED:
-            requests = [cache.add_request(1) for _ in range(batch)]
-            step = cache.extend(requests, [1] * batch, mode="decode")
-            tokens = torch.arange(batch, device="cpu")[:, None]
+        for batch, new, mode in [*((batch, 1, "decode") for batch in TRIED), (1, TRIED_PROMPT, "prefill")]:
+            requests = [cache.add_request(new) for _ in range(batch)]
+            step = cache.extend(requests, [new] * batch, mode=mode)
+            tokens = torch.arange(batch * new, device="cpu").view(batch, new) % TOKENS
             forward_step(model, step, {"input_ids": tokens}, step.positions, [0])
             for request in requests:
                 cache.free(request)
@@ -181,8 +186,10 @@ class _Compiled:
         self.failure, self.digest = "", blake2b(digest_size=8)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled code in decode, and the plain forward elsewhere."""
-        if replicated_rows_ring() is None or torch.is_grad_enabled():
+        """Run the compiled code in decode and in packed prefill, and the plain forward elsewhere."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        serves = replicated_rows_ring() is not None or (is_in_forward() and hidden.shape[0] == 1)
+        if not serves or torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         self._backend.module = type(self.module).__name__
         with torch._dynamo.config.patch(recompile_limit=VARIANTS):
@@ -194,7 +201,8 @@ class _Compiled:
         with one_forward():
             found = self.forward(*args, **kwargs)
         for x, y in zip(_tensors(found), _tensors(expected), strict=True):
-            self.digest.update(x.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            if replicated_rows_ring() is not None:
+                self.digest.update(x.cpu().contiguous().view(torch.uint8).numpy().tobytes())
             name = f"compiled {type(self.module).__name__}"
             self.failure = self.failure or describe_difference(name, x, y, self.module)
         return expected

@@ -70,6 +70,11 @@ def one_forward() -> Iterator[None]:
         _attended.reset(before)
 
 
+def is_in_forward() -> bool:
+    """Return whether a call of a model with a step of a cache is running."""
+    return _attended.get() is not None
+
+
 def attended_before(layer: int) -> bool:
     """Return whether a layer has attended before in this call of a model, and record that it does now."""
     layers = _attended.get()

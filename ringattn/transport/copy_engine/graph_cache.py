@@ -15,13 +15,13 @@ Note [Graph cache]
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from ringattn.transport.copy_engine.streams import Program
+from ringattn.transport.copy_engine.streams import Program, Streams
 
 CAPACITY = 512
 """Most calls of a ring in the cache."""
@@ -48,7 +48,11 @@ class CachedCall:
     can_capture: bool = True
     takes_turn: bool = False
     layout: object = None
-    graphs: dict[tuple[bool, int], tuple[Program, list[Any]]] = field(default_factory=dict)
+    graphs: dict[Hashable, tuple[Program, list[Any]]] = field(default_factory=dict)
+
+    def count(self) -> None:
+        """Count a call that was enqueued piece by piece."""
+        self.seen = min(self.seen + 1, SEEN)
 
 
 class GraphCache:
@@ -61,7 +65,7 @@ class GraphCache:
     def find(
         self, key: tuple[Hashable, ...], given: Sequence[Tensor], made: Sequence[Tensor], held: tuple[Any, ...]
     ) -> CachedCall:
-        """Return the entry of a call, new at its first time; takes arguments of `KVGather.repeat`."""
+        """Return the entry of a call, new at its first time; takes arguments of `Transport.replay_or_enqueue`."""
         facts: list[Hashable] = [*key, *[x.data_ptr() for x in made]]
         for x in given:
             facts += (x.data_ptr(), x.shape, x.stride(), x.dtype)
@@ -75,9 +79,41 @@ class GraphCache:
             self._calls.move_to_end(key)
         return found
 
-    def may_capture(self) -> bool:
-        """Return whether one more graph is likely to pay: addresses may come back a few times and then never again."""
-        return self.captured < FREE + self.launched // WORTH
+    def graph(
+        self,
+        call: CachedCall,
+        which: Hashable,
+        streams: Streams,
+        enqueue: Callable[[], object],
+        kept: list[Any] | None = None,
+    ) -> Program | None:
+        """Return a graph of a call, found or captured now, for a launch; None: enqueue the call piece by piece.
+
+        Args:
+            call: From `find`.
+            which: The state on the host that the graph depends on.
+            streams: Captures.
+            enqueue: See `find`; captured, it does nothing yet.
+            kept: Objects that the graph keeps alive; enqueue may add to it.
+        """
+        if call.seen < SEEN or not call.can_capture:
+            return None
+        found = call.graphs.get(which)
+        if found is None:
+            # addresses may come back a few times and then never again
+            if self.captured >= FREE + self.launched // WORTH:
+                return None
+            kept = [] if kept is None else kept
+            call.can_capture = False
+            try:
+                program = streams.record(lambda: kept.append(enqueue()))
+            except RuntimeError:
+                return None  # piece by piece the call may succeed, or raise the error again
+            call.can_capture = True
+            found = call.graphs[which] = program, kept
+            self.captured += 1
+        self.launched += 1
+        return found[0]
 
     def clear(self) -> None:
         """Empty the cache."""

@@ -21,7 +21,7 @@ from ringattn.transport.base import Done, GradMessage, GradReturn, KVGatherHandl
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.buffers import GRADS, KINDS, PLAIN, RankBuffers, ZeroCopyKV
 from ringattn.transport.copy_engine.grad_return import CombinedPrograms, GradReturnPrograms
-from ringattn.transport.copy_engine.graph_cache import SEEN, CachedCall
+from ringattn.transport.copy_engine.graph_cache import CachedCall
 from ringattn.transport.copy_engine.kv_gather import GatherPrograms
 from ringattn.transport.copy_engine.peer_buffers import padded
 from ringattn.transport.copy_engine.send_recv import SendRecvPrograms, send_recv_programs
@@ -202,7 +202,7 @@ class CopyEngineTransport(RankBuffers, Transport):
             self._kept.append(plans)
         return _CopyEngineGradReturn(self, key, plans)
 
-    def repeat(
+    def replay_or_enqueue(
         self,
         key: tuple[Hashable, ...],
         given: Sequence[Tensor],
@@ -210,49 +210,35 @@ class CopyEngineTransport(RankBuffers, Transport):
         enqueue: Callable[[], object],
         held: tuple[Any, ...],
     ) -> None:
-        """See `KVGather.repeat`."""
+        """See `Transport.replay_or_enqueue`."""
         _, capturing = self._enter()
         if capturing or self._grad_return is not None:
             enqueue()
             return
-        known = self._graphs.find(key, given, made, held)
-        graph = self._graph_of(known, enqueue) if known.can_capture and known.seen >= SEEN else None
+        known, turn = self._graphs.find(key, given, made, held), self._grad_turn
+        graph = self._graph_of(known, enqueue)
         if graph is not None:
-            self._graphs.launched += 1
+            self._remote_layout, self._grad_turn = known.layout, 1 - turn if known.takes_turn else turn
             self.streams.launch(graph, self.streams.main())
             return
-        turn = self._grad_turn
         enqueue()
-        known.seen = min(known.seen + 1, SEEN)
+        known.count()
         known.layout, known.takes_turn = self._remote_layout, self._grad_turn != turn
 
     def _graph_of(self, known: CachedCall, enqueue: Callable[[], object]) -> Program | None:
-        """Return the graph of a call, captured now or before, and update the call's state; None: it cannot be captured."""
+        """Return the graph of a call in the present state; None: it cannot be captured."""
         turn, layout = self._grad_turn, self._remote_layout
         clears = self._captured or (known.layout is not layout and known.layout != layout)
-        which = clears, turn if known.takes_turn else 0
-        found = known.graphs.get(which)
-        if found is not None:
-            self._remote_layout, self._grad_turn = known.layout, 1 - turn if known.takes_turn else turn
-            return found[0]
-        if not self._graphs.may_capture():
-            return None
-        kept: list[Any] = []
-        self._kept, graph = kept, None
+        self._kept = kept = []
+        graph = None
         try:
-            graph = self.streams.record(lambda: kept.append(enqueue()))
-        except RuntimeError:
-            pass  # enqueued directly the call may succeed, or raise the error again
+            graph = self._graphs.graph(known, (clears, turn if known.takes_turn else 0), self.streams, enqueue, kept)
         finally:
             self._kept = None
             if graph is None:
                 # none of its work has run
-                known.can_capture = False
                 self._grad_turn, self._remote_layout = turn, layout
                 self._handle = self._grad_return = None
-        if graph is not None:
-            known.graphs[which] = graph, kept
-            self._graphs.captured += 1
         return graph
 
     def one_shot(self, consensus: RankConsensus, why: str) -> OneShotReducer:

@@ -134,7 +134,7 @@ def broken(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         ({"table": lambda x: replace(x.table, counts=x.table.counts[:1])}, ValueError, "table.counts must have shape"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused(changes: dict[str, Any], error: type[Exception], match: str) -> None:
+def test_models_that_cannot_be_served_are_refused(changes: dict[str, Any], error: type[Exception], match: str) -> None:
     args, scales = broken(**changes)
     with pytest.raises(error, match=match):
         decode_eager.decode(*args, **scales)

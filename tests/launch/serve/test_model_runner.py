@@ -26,14 +26,14 @@ from tests.pool import Pools
 
 CPU = torch.device("cpu")
 SPOILT = 65
-"""A token of no job of `jobs`."""
+"""A token of no request of `requests`."""
 Answers = dict[int, tuple[list[int], Any]]
 SCORED = 5
 """The request that wants the logprobs of its prompt."""
 
 
 class _Later:
-    """A step that seems to be under way until somebody waits for it."""
+    """A step that is not ended until `wait` is called."""
 
     def __init__(self, step: PendingStep) -> None:
         self._step, self.ended = step, False
@@ -52,7 +52,7 @@ class _Later:
 
 
 class _Ahead:
-    """A replica whose steps seem to take a while, as on a GPU.
+    """A model runner whose steps seem to take a while, as on a GPU.
 
     Attributes:
         carried: Tokens that a step took from the one before.
@@ -61,15 +61,15 @@ class _Ahead:
     ahead = True
 
     def __init__(self, model_runner: ModelRunner) -> None:
-        self._replica, self.allocator, self.from_previous = model_runner, model_runner.allocator, 0
+        self._model_runner, self.allocator, self.from_previous = model_runner, model_runner.allocator, 0
 
     def start(self, plan: Plan) -> Any:
         self.from_previous += sum(place >= 0 for place in plan.from_previous)
-        return _Later(self._replica.start(plan))
+        return _Later(self._model_runner.start(plan))
 
 
 def requests() -> list[Request]:
-    """Greedy ones and drawn ones, with every option, of which some end by a token."""
+    """Requests with every option, greedy and sampled, of which some end by a token."""
     draw = random.Random(3)
     found = []
     for name in range(9):
@@ -93,12 +93,12 @@ def requests() -> list[Request]:
 
 
 def spoilt_requests() -> list[Request]:
-    """Prompts with a token whose embedding is not a number, of lengths that share tiles and steps with those of `jobs`."""
+    """Prompts with a token whose embedding is not a number, of lengths that share tiles and steps with those of `requests`."""
     return [Request(100 + n, [98] * n + [SPOILT] + [99] * 4, 3, sampling=Sampling(0.0)) for n in (2, 30, 63)]
 
 
 def scores_of(prompt: list[int]) -> Tensor:
-    """What one process with torch's own attention thinks of a prompt's tokens, from the second one on."""
+    """Logprobs of a prompt's tokens, from the second one on, by one process with torch's own attention."""
     model = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0).model
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
@@ -151,7 +151,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, list[float], int, 
 
 
 def alone() -> Answers:
-    """What each request gets by itself, step by step, on one rank without replays."""
+    """Answer of each request by itself, step by step, on one rank without replays."""
     served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
     cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
     model_runner = ModelRunner(served.model, cache, 4, False)
@@ -186,7 +186,7 @@ def test_a_step_ahead_answers_as_each_prompt_alone_and_the_same_on_all_ranks(poo
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_requests_go_on_beside_those_whose_scores_are_no_numbers(pool: Pools, world_size: int):
+def test_nan_logits_do_not_change_requests_beside_them(pool: Pools, world_size: int):
     answers, _, _, free = pool(world_size).run(serve, False, True)[0]
     for request in spoilt_requests():
         tokens, failure = answers.pop(request.id)
@@ -197,7 +197,7 @@ def test_requests_go_on_beside_those_whose_scores_are_no_numbers(pool: Pools, wo
 
 
 class _Waits:
-    """A ring, an event and a cache in one, which note who is asked to wait."""
+    """A ring, an event and a cache in one, which record their calls."""
 
     device, ring = CPU, property(lambda self: self)
 
@@ -214,10 +214,10 @@ class _Waits:
         events.lasted_s = 0.25
 
 
-def test_what_may_be_a_replay_is_waited_for_in_a_wait_that_ends_and_a_long_prompt_as_long_as_it_takes():
+def test_waits_for_replays_have_a_timeout_and_waits_for_long_prompts_do_not():
     model_runner: Any = ModelRunner.__new__(ModelRunner)
     waits: Any = _Waits()
-    model_runner._cache, model_runner._typical_s = waits, {}
+    model_runner.cache, model_runner.typical_s = waits, {}
     for kind in ((True, False, False, 3), (False, False, False, 12), (True, False, False, 3), (False, True, False, 9)):
         PendingStep(model_runner, kind, None, waits, waits, f"{kind[3]}").wait()
     assert waits.asked == [("3", 0.0), "synchronize", ("3", 0.25), ("9", 0.0)]
@@ -225,7 +225,7 @@ def test_what_may_be_a_replay_is_waited_for_in_a_wait_that_ends_and_a_long_promp
     assert len(waits.asked) == 4
 
 
-def test_what_a_failed_exchange_leaves_is_a_token_to_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_a_failed_exchange_are_valid_tokens_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """All bits are set then: as an index of the embedding that is an error of the device, which hides the one with a reason."""
     served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
     cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
@@ -241,4 +241,4 @@ def test_what_a_failed_exchange_leaves_is_a_token_to_the_next_step(monkeypatch: 
     assert plan is not None
     assert plan.wanted
     model_runner.start(plan)
-    assert model_runner._chosen.tolist() == [0] * len(plan.wanted)
+    assert model_runner._previous.tolist() == [0] * len(plan.wanted)

@@ -24,7 +24,7 @@ QUIET += ["--disable-component-update", "--disable-sync", "--disable-quic"]
 SOME = re.compile(r"[\s\S]{6}")
 
 
-def test_the_page_asks_nothing_of_anybody_else():
+def test_the_page_loads_nothing_from_other_servers():
     text, policy = read_page()
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)""", text)
     assert not re.findall(r"https?://|@import|innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
@@ -46,7 +46,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A page that fails the test when its console says anything bad, or when it asks another server."""
+    """A page that fails the test after an error in its console or a request to another server."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     page, bad = context.new_page(), []
     page.set_default_timeout(15_000)
@@ -69,12 +69,12 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 def screenshot(page: Any, name: str) -> None:
-    """Where someone asks for them: SERVE_SCREENSHOTS=folder."""
+    """Save a screenshot into the folder SERVE_SCREENSHOTS, if set."""
     if folder := os.environ.get("SERVE_SCREENSHOTS"):
         page.screenshot(path=str(Path(folder, f"{name}.png")))
 
 
-def test_a_chat_streams_and_the_state_lives(page):
+def test_a_chat_streams_and_the_state_is_updated(page):
     from playwright.sync_api import expect
 
     served = FakeServer(FakeRunner(pages=300, page_size=16, step_s=0.02))
@@ -118,7 +118,7 @@ def test_a_chat_streams_and_the_state_lives(page):
         served.close()
 
 
-def test_what_a_model_says_is_text_and_never_markup(page):
+def test_answers_are_shown_as_text_and_never_as_markup(page):
     from playwright.sync_api import expect
 
     class Markup(FakeRunner):
@@ -146,7 +146,7 @@ def test_what_a_model_says_is_text_and_never_markup(page):
 
 
 class Endless(FakeRunner):
-    """Never stops by itself."""
+    """A runner whose answers never stop."""
 
     def run(self, plan: Plan) -> Tensor:
         logits = super().run(plan)
@@ -174,7 +174,7 @@ def test_stopping_an_answer_frees_its_pages(page):
         served.close()
 
 
-def test_a_long_prompt_shows_how_far_it_is_and_refusals_are_shown(page):
+def test_progress_of_a_long_prompt_and_errors_are_shown(page):
     from playwright.sync_api import expect
 
     served = FakeServer(FakeRunner(pages=600, page_size=16, step_s=0.05))
@@ -195,7 +195,7 @@ def test_a_long_prompt_shows_how_far_it_is_and_refusals_are_shown(page):
         served.close()
 
 
-def test_a_server_with_a_key_asks_for_it_and_one_that_is_gone_shows(page):
+def test_the_page_asks_for_a_key_and_shows_an_unreachable_server(page):
     from playwright.sync_api import expect
 
     served = FakeServer(FakeRunner(), key="open sesame")

@@ -1,4 +1,4 @@
-"""The two processes of the server: what they say survives the way, neither waits for the other, and neither outlives the other."""
+"""The two processes of the server: messages are received as sent, neither process waits for the other or outlives it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from hypothesis import strategies as st
 from ringattn.launch.runtime.distributed import Rank
 from ringattn.launch.serve import engine_server, run
 from ringattn.launch.serve.config import Limits
-from ringattn.launch.serve.engine import Engine
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, requests_of
 from ringattn.launch.serve.http.api import RequestError
-from ringattn.launch.serve.http.engine_client import ENGINE_GONE, submit_of
+from ringattn.launch.serve.http.engine_client import ENGINE_GONE
 from ringattn.launch.serve.messages import (
     Cancel,
     Capacity,
     Event,
-    Logprob,
+    NewRequest,
+    Prompt,
     Ready,
     Rejected,
     Settings,
@@ -47,16 +47,14 @@ from ringattn.launch.serve.messages import (
     encode,
     receive_at,
     send_to,
-    to_engine_address,
-    to_http_address,
 )
 from ringattn.launch.serve.prefix_cache import prefix_digests
-from ringattn.launch.serve.sampling import Sampling
-from ringattn.launch.serve.scheduler import Request, Scheduler
+from ringattn.launch.serve.sampling import Logprob, Sampling
+from ringattn.launch.serve.scheduler import Scheduler
 from ringattn.launch.serve.tokenizer import ByteTokenizer, make_tokenizer
 from tests.launch.serve.test_http import going_on
 from tests.launch.serve.test_server import FLAGS, Process
-from tests.support.serving import FakeRunner, FakeServer, Link, text_of
+from tests.support.serving import FakeRunner, FakeServer, Link, make_engine, text_of
 
 # what travels
 
@@ -90,7 +88,7 @@ events = st.builds(
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(events), st.none() | st.just({"closed": None, "pages": {"free": [1, 2]}, "uptime_s": 0.5}))
-def test_what_is_sent_to_http_is_what_is_received(sent, state):
+def test_messages_to_http_are_received_as_sent(sent, state):
     message = StepOutput(sent, state)
     assert decode_to_http(encode(message)) == message
 
@@ -101,33 +99,27 @@ def test_what_is_sent_to_http_is_what_is_received(sent, state):
     st.lists(st.tuples(st.integers(0, 3), counts, samplings, st.frozensets(st.integers(0, 2**31))), min_size=1),
     st.integers(1, 8),
 )
-def test_requests_that_are_sent_are_those_that_are_received_and_draw_the_same(prompts, asked, size):
-    digests = [prefix_digests(prompt, size) for prompt in prompts]
-    sent = [
-        Request(
-            name,
-            prompts[x % len(prompts)],
-            most,
-            sampling=how,
-            stops=stops,
-            digests=digests[x % len(prompts)],
-            score_prompt=x % 2 == 0,
-        )
-        for name, (x, most, how, stops) in enumerate(asked, 1)
-    ]
-    message = decode_to_engine(encode(submit_of(sent)))
+def test_requests_are_received_as_sent_and_draw_the_same_numbers(prompts, asked, size):
+    sent = Submit(
+        [Prompt(prompt, prefix_digests(prompt, size)) for prompt in prompts],
+        [
+            NewRequest(name, x % len(prompts), most, sorted(stops), sampling, x % 2 == 0)
+            for name, (x, most, sampling, stops) in enumerate(asked, 1)
+        ],
+    )
+    message = decode_to_engine(encode(sent))
+    assert message == sent
     assert isinstance(message, Submit)
-    assert len(message.prompts) == len({x % len(prompts) for x, *_ in asked})  # each is sent once
-    found = requests_of(message)
-    for one, other in zip(sent, found, strict=True):
-        for name in ("id", "prompt", "max_tokens", "stops", "digests", "score_prompt"):
-            assert getattr(one, name) == getattr(other, name)
-        assert one.sampling == other.sampling
-        drawn = [how.draw() for how in (one.sampling, other.sampling)]
-        assert one.sampling.seed is None or drawn[0] == drawn[1]
+    for one, other in zip(sent.requests, requests_of(message), strict=True):
+        prompt = sent.prompts[one.prompt]
+        assert (other.id, other.prompt, other.digests) == (one.id, prompt.tokens, prompt.digests)
+        assert (other.max_tokens, other.stops, other.score_prompt) == (one.max_tokens, {*one.stops}, one.score_prompt)
+        assert other.sampling is not None
+        assert other.sampling == one.sampling
+        assert one.sampling.seed is None or other.sampling.draw() == one.sampling.draw()
 
 
-def test_a_tokenizer_is_made_again_from_its_recipe():
+def test_a_tokenizer_is_rebuilt_from_its_recipe():
     made = make_tokenizer(json.loads(json.dumps(ByteTokenizer(300).recipe())))
     assert isinstance(made, ByteTokenizer)
     assert made.vocab_size == 300
@@ -140,14 +132,14 @@ def test_a_tokenizer_is_made_again_from_its_recipe():
 def quiet_http(lost: list[str], timeout_s: float) -> Iterator[tuple[EngineServer, Link]]:
     """An engine's side of a connection whose other side is the test."""
     runner = FakeRunner()
-    engine = Engine(runner, Scheduler(runner.allocator, chunk=8, max_running=4, max_waiting=4), print, time_limit_s=9.0)
+    engine = make_engine(runner, Scheduler(runner.allocator, chunk=8, max_running=4, max_waiting=4))
     with contextlib.closing(Link()) as link:
         server = link.server(engine, "the other", lost.append, timeout_s)
         yield server, link
         server.stop()
 
 
-def test_what_is_not_received_at_once_is_sent_later_in_order_and_the_sender_never_waits():
+def test_unread_messages_are_sent_later_in_order_and_the_sender_never_waits():
     # now and then one that no socket takes whole
     sent = [Event(x, failure=(503, "y" * (2**20 if x % 500 == 499 else x * 7919 % 5000))) for x in range(3000)]
     lost: list[str] = []
@@ -157,7 +149,7 @@ def test_what_is_not_received_at_once_is_sent_later_in_order_and_the_sender_neve
             server._deliver([event], None)
         assert time.monotonic() - began < 2.0
         server.stop()
-        with receive_at(to_http_address(link.folder)) as pull:
+        with receive_at(link.folder, "http") as pull:
             found = []
             while not isinstance(message := decode_to_http(pull.recv()), Stop):
                 assert isinstance(message, StepOutput)
@@ -166,7 +158,7 @@ def test_what_is_not_received_at_once_is_sent_later_in_order_and_the_sender_neve
     assert not lost
 
 
-def test_what_waits_for_http_is_bounded_and_what_comes_after_the_end_is_dropped(monkeypatch):
+def test_unread_messages_are_bounded_and_dropped_after_the_end(monkeypatch):
     monkeypatch.setattr(engine_server, "MAX_QUEUED", 100)
     lost: list[str] = []
     with quiet_http(lost, 60.0) as (server, _):
@@ -193,9 +185,9 @@ def wait_for(what: Any, timeout_s: float = 10.0) -> None:
         (b"", "the other must send messages that are understood, got DecodeError: "),
     ],
 )
-def test_an_http_process_that_is_gone_silent_or_odd_is_lost(data, message):
+def test_an_http_process_that_is_gone_silent_or_invalid_is_lost(data, message):
     lost: list[str] = []
-    with quiet_http(lost, 0.2) as (_, link), send_to(to_engine_address(link.folder)) as push:
+    with quiet_http(lost, 0.2) as (_, link), send_to(link.folder, "engine") as push:
         if data is None:
             link.http.close()
         else:
@@ -205,7 +197,7 @@ def test_an_http_process_that_is_gone_silent_or_odd_is_lost(data, message):
     assert lost[0].startswith(message)
 
 
-def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_get_a_503():
+def test_open_and_new_requests_get_a_503_when_the_engine_is_gone():
     served = FakeServer(FakeRunner(pages=400, step_s=0.02))
     try:
         body = {"prompt": going_on("e", 300), "max_tokens": 300, "temperature": 0}
@@ -229,7 +221,7 @@ def test_when_the_engine_is_gone_answers_that_are_open_and_that_are_asked_for_ge
         served.close()
 
 
-def test_who_is_refused_because_the_engine_is_closed_knows_it_before_the_next_state():
+def test_a_rejection_by_a_closed_engine_closes_the_client_before_the_next_state():
     with contextlib.closing(Link()) as link:
         client = link.client(Capacity(64, 4, 4, 4, True), {"closed": None, "queued": 3})
         client.check()
@@ -239,7 +231,7 @@ def test_who_is_refused_because_the_engine_is_closed_knows_it_before_the_next_st
             client.check()
 
 
-def test_a_request_that_crosses_the_engines_last_word_is_refused_and_one_that_comes_later_too():
+def test_requests_around_the_engines_stop_are_refused():
     async def cross(link: Link) -> list[Any]:
         client = link.client(Capacity(64, 4, 4, 4, True), {"closed": "the server is shutting down", "queued": 0})
         await client.open()
@@ -259,7 +251,7 @@ def test_a_request_that_crosses_the_engines_last_word_is_refused_and_one_that_co
     assert (str(late), late.status, nothing) == ("the server is shutting down", 503, 0)
 
 
-def test_a_full_queue_is_refused_by_what_the_engine_has_said_last():
+def test_requests_are_refused_if_the_last_state_has_a_full_queue():
     with contextlib.closing(Link()) as link:
         client = link.client(Capacity(64, 4, 4, 4, True), {"closed": None, "queued": 3})
         client.handle(StepOutput(state={"closed": None, "queued": 4}))
@@ -272,7 +264,7 @@ def test_a_full_queue_is_refused_by_what_the_engine_has_said_last():
 
 
 class Apart:
-    """An engine with a fake model in this process, and HTTP in another, which is told of more room than there is."""
+    """An engine with a fake model in this process, and HTTP in another, with a larger capacity in its settings."""
 
     def __init__(self) -> None:
         bound = bind("127.0.0.1", 0)
@@ -283,14 +275,14 @@ class Apart:
         self.other = psutil.Process(self.process._process.pid)
         self.runner = FakeRunner(pages=8, step_s=0.01)  # 64 tokens
         scheduler = Scheduler(self.runner.allocator, chunk=64, max_running=64, max_waiting=2)
-        self.engine = Engine(self.runner, scheduler, lambda _: None, time_limit_s=60.0)
+        self.engine = make_engine(self.runner, scheduler)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
 
     @property
     def settings(self) -> Settings:
         capacity = msgspec.structs.replace(self.engine.scheduler.capacity, tokens=10**6, max_waiting=10**6)
         recipe = ByteTokenizer().recipe()
-        return Settings("fake", recipe, Limits(), capacity, self.engine.state(), None, None, {}, connections=50)
+        return Settings("fake", recipe, Limits(), capacity, self.engine.state(), connections=50)
 
     def ask(self, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json={"temperature": 0, **body}, timeout=30)
@@ -301,7 +293,7 @@ class Apart:
 
 @pytest.fixture(scope="module")
 def others() -> Iterator[tuple[Apart, Apart]]:
-    """They start side by side."""
+    """Two of them, which start at the same time."""
     others = Apart(), Apart()
     yield others
     for one in others:
@@ -320,7 +312,7 @@ def test_an_engine_that_is_killed_takes_the_process_of_http_with_it_and_the_port
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
     engine = subprocess.Popen(sleep, pass_fds=[link.fileno()])
     link.close()
-    push = send_to(to_http_address(apart.process.folder))
+    push = send_to(apart.process.folder, "http")
     push.send(encode(apart.settings))
     with ThreadPoolExecutor(1) as threads:
         assert httpx.get(f"{apart.url}/health", timeout=30).status_code == 200
@@ -339,9 +331,7 @@ def test_an_engine_that_is_killed_takes_the_process_of_http_with_it_and_the_port
         free.listen()
 
 
-def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_http_ends_the_server(
-    others, monkeypatch, capfd
-):
+def test_a_stalled_http_process_stops_no_step_and_a_killed_one_ends_the_server(others, monkeypatch, capfd):
     _, apart = others
     codes: list[int] = []
     monkeypatch.setattr(run, "FAREWELL_S", 0.01)
@@ -367,7 +357,7 @@ def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_htt
     prompt = going_on("f", 50)
 
     def ask_three() -> list[Future[httpx.Response]]:
-        """At once: one that runs, and two that wait."""
+        """Submit three requests at once: one runs, two wait."""
         asked = [threads.submit(apart.ask, prompt=prompt, max_tokens=50) for _ in range(3)]
         apart.state_when(lambda state: (state["running"], state["waiting"]) == (1, 2))
         return asked
@@ -405,7 +395,7 @@ def test_statuses_come_through_a_stall_stops_no_step_and_a_killed_process_of_htt
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Process, Process]]:
-    """Two whole servers, which will lose one of their processes."""
+    """Two whole servers, each of which will lose one of its processes."""
     servers = Process(*FLAGS, "--nproc", "1"), Process(*FLAGS, "--nproc", "1")
     yield servers
     for server in servers:
@@ -413,7 +403,7 @@ def pair() -> Iterator[tuple[Process, Process]]:
 
 
 def open_stream(server: Process, seen: list[Any]) -> threading.Thread:
-    """A request whose answer will not end, once it has begun; what comes of it goes into `seen`."""
+    """Start a request whose answer will not end, and append its chunks to `seen`."""
 
     def stream() -> None:
         body = {"prompt": "abc", "max_tokens": 2000, "temperature": 1, "stream": True, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""The queue: it bounds those who wait beyond what can run, whenever and however many at once they come."""
+"""The queue bounds the requests that wait beyond those that can run, whenever and however many at once they come."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import doctest
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,35 +14,34 @@ from hypothesis import strategies as st
 
 from ringattn.launch.serve import engine
 from ringattn.launch.serve import scheduler as scheduler_module
-from ringattn.launch.serve.engine import Engine
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.messages import Event, StepOutput
-from ringattn.launch.serve.scheduler import NeverFits, Plan, QueueFull, Request, Scheduler
-from tests.support.serving import STOP, FakeRunner, FakeStep, Link, answer
+from ringattn.launch.serve.scheduler import NeverFits, QueueFull, Request, Scheduler
+from tests.support.serving import STOP, FakeRunner, FakeStep, Link, answer, make_engine
 
 
 class Hooked(FakeRunner):
-    """Its device calls somebody when a step is started, in the middle of the engine's loop: no thread and no time is in it."""
+    """A runner that calls `during` when a step is started, in the middle of the engine's loop, without threads and times."""
 
     def __init__(self, pages: int, ahead: bool = False) -> None:
         super().__init__(2, pages, 4, ahead=ahead)
         self.during: Callable[[], object] = lambda: None
 
-    def start(self, plan: Plan) -> FakeStep:
+    def start(self, plan: Any) -> FakeStep:
         self.during()
         return super().start(plan)
 
 
 class Bench:
-    """An engine without a thread: who asks does so before it runs, or while a step is computed."""
+    """An engine without a thread: requests come before it runs, or while a step is computed."""
 
     def __init__(self, slots: int, queue: int, *, pages: int = 1000, keep: bool = False, ahead: bool = False) -> None:
         self.runner = Hooked(pages, ahead)
         self.scheduler = Scheduler(
             self.runner.allocator, chunk=64, max_running=slots, max_waiting=queue, keep=keep, pieces=2
         )
-        self.engine = Engine(self.runner, self.scheduler, lambda _: None, time_limit_s=1e6)
+        self.engine = make_engine(self.runner, self.scheduler, 1e6)
         self.engine.deliver = self._take
         self.accepted: dict[int, Request] = {}
         self.ended: dict[int, Event] = {}
@@ -54,11 +54,11 @@ class Bench:
 
     @property
     def here(self) -> int:
-        """Requests that were accepted and have not ended."""
+        """Number of requests that were accepted and have not ended."""
         return len(self.accepted) - len(self.ended)
 
     def ask(self, prompt: int = 4, max_tokens: int = 4, answers: int = 1) -> bool:
-        """Whether a request is accepted."""
+        """Submit requests; return whether they are accepted."""
         text = [1 + next(self.names) % 250] * prompt
         requests = [Request(next(self.names), text, max_tokens, stops=frozenset([STOP])) for _ in range(answers)]
         try:
@@ -69,7 +69,7 @@ class Bench:
         return True
 
     def run(self) -> None:
-        """Until all that were accepted have ended; nobody was let down."""
+        """Run until all accepted requests have ended, without failure."""
         deliver = self.engine.deliver
 
         def stop_after(events: list[Event], state: dict | None) -> None:
@@ -87,7 +87,7 @@ class Bench:
 
 
 def status_of(client: EngineClient) -> int:
-    """What a client would get before its request is read."""
+    """Status that a client would get before its request is read."""
     try:
         client.check()
     except RequestError as error:
@@ -95,14 +95,14 @@ def status_of(client: EngineClient) -> int:
     return 200
 
 
-def test_an_idle_server_takes_at_once_what_can_run_and_as_many_as_may_wait_and_no_more():
+def test_an_idle_server_accepts_running_plus_waiting_requests_and_no_more():
     for slots, queue in ((1, 1), (4, 2), (3, 5)):
         bench = Bench(slots, queue)
         assert [bench.ask() for _ in range(2 * (slots + queue))] == [True] * (slots + queue) + [False] * (slots + queue)
         bench.run()
 
 
-def test_what_the_cache_cannot_hold_beside_the_others_waits_though_places_are_free():
+def test_requests_without_pages_wait_although_slots_are_free():
     bench = Bench(64, 2, pages=8)  # 16 pages of 4
     assert [bench.ask(20, 20) for _ in range(4)] == [True, True, True, False]  # 10 pages each
     # in order: nobody small overtakes who waits
@@ -110,7 +110,7 @@ def test_what_the_cache_cannot_hold_beside_the_others_waits_though_places_are_fr
     bench.run()
 
 
-def test_who_goes_away_makes_room():
+def test_a_removed_request_makes_room():
     bench = Bench(1, 2)
     bench.scheduler.add([Request(name, [name] * 4, 4) for name in (1, 2, 3)])
     bench.scheduler.plan()
@@ -124,7 +124,7 @@ def test_who_goes_away_makes_room():
     )  # the second one's
 
 
-def test_a_flood_in_the_middle_of_a_step_is_refused_from_the_first_that_could_not_wait():
+def test_requests_during_a_step_are_refused_from_the_first_that_may_not_wait():
     bench = Bench(3, 2)
     assert bench.ask(max_tokens=30)
     seen: list[list[bool]] = []
@@ -139,7 +139,7 @@ def test_a_flood_in_the_middle_of_a_step_is_refused_from_the_first_that_could_no
     assert seen == [[True] * 4 + [False] * 46] + [[False] * 50] * 4
 
 
-def test_who_hears_that_a_request_has_ended_finds_its_place_free():
+def test_the_slot_is_free_when_the_end_of_a_request_is_delivered():
     bench = Bench(1, 1)
     assert bench.ask(4, 3)
     assert bench.ask(4, 3)
@@ -164,9 +164,7 @@ def test_who_hears_that_a_request_has_ended_finds_its_place_free():
     st.booleans(),
     st.booleans(),
 )
-def test_at_most_as_many_wait_as_may_and_nobody_is_refused_for_whom_there_is_room(
-    seed, slots, queue, pages, keep, ahead
-):
+def test_the_queue_limit_holds_and_no_request_with_room_is_refused(seed, slots, queue, pages, keep, ahead):
     draws = random.Random(seed)
     bench = Bench(slots, queue, pages=pages, keep=keep, ahead=ahead)
     left = 60
@@ -193,25 +191,25 @@ def test_at_most_as_many_wait_as_may_and_nobody_is_refused_for_whom_there_is_roo
     bench.run()
 
 
-def test_kept_prefixes_leave_all_room_to_those_who_come():
+def test_kept_prefixes_leave_all_pages_to_new_requests():
     bench = Bench(3, 1, pages=32, keep=True)  # 64 pages of 4
     asked = [[bench.ask(40, 20) for _ in range(5)]]  # 15 pages each
-    num_kept_prefixes: list[int] = []
+    kept: list[int] = []
     take = bench.engine.deliver
 
     def ask_again(events: list[Event], state: dict | None) -> None:
         take(events, state)
         if not bench.here and len(asked) < 4:
-            num_kept_prefixes.append(bench.scheduler.num_kept_prefixes)
+            kept.append(len(bench.scheduler.kept_prefixes))
             asked.append([bench.ask(40, 20) for _ in range(5)])
 
     bench.engine.deliver = ask_again
     bench.run()
     assert asked == [[True] * 4 + [False]] * 4
-    assert min(num_kept_prefixes) > 1
+    assert min(kept) > 1
 
 
-def test_what_an_empty_server_could_not_take_at_once_is_refused_for_good():
+def test_requests_that_an_empty_server_could_not_accept_together_are_refused():
     bench = Bench(4, 2, pages=8)
     whole = [Request(name, [1] * 40, 20) for name in range(4)]  # 15 of 16 pages each: one runs, two may wait
     with pytest.raises(
@@ -222,7 +220,7 @@ def test_what_an_empty_server_could_not_take_at_once_is_refused_for_good():
     bench.run()
 
 
-def test_a_busy_engine_says_at_once_that_its_queue_is_not_full_any_more(monkeypatch):
+def test_a_busy_engine_delivers_at_once_that_its_queue_has_room(monkeypatch):
     monkeypatch.setattr(engine, "STATE_S", 0.0)
     bench = Bench(1, 1)
     bench.ask(4, 2)
@@ -251,5 +249,5 @@ def test_a_busy_engine_says_at_once_that_its_queue_is_not_full_any_more(monkeypa
     assert (429, 0) not in seen
 
 
-def test_the_example_of_a_line():
+def test_examples_of_the_scheduler():
     assert doctest.testmod(scheduler_module).failed == 0

@@ -26,7 +26,7 @@ def rank(index: int, world_size: int = 2) -> Rank:
 
 
 class Addresses:
-    """Carries the address of rank 0 to the others, in place of a channel."""
+    """Channel that carries only the address of rank 0 to the others."""
 
     def __init__(self) -> None:
         self.sent: queue.Queue[RankAddress] = queue.Queue()
@@ -45,7 +45,7 @@ def local(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_thread(body: Callable[[], Any]) -> Callable[[], Any]:
-    """Starts a function; the one that is returned waits for its result."""
+    """Start a function in a thread; return one that waits for its result."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(body()), daemon=True)
     thread.start()
@@ -64,7 +64,7 @@ def wait_for(what: Callable[[], Any], timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_stranger_does_not_take_the_place_of_a_rank():
+def test_a_connection_without_the_secret_is_dropped():
     addresses = Addresses()
     accepted = in_thread(lambda: accept_ranks(rank(0), addresses.broadcast, 20.0))
     address = addresses.receive()
@@ -72,12 +72,12 @@ def test_a_stranger_does_not_take_the_place_of_a_rank():
         stranger.linger = 0
         stranger.routing_id = b"guessed/1"
         stranger.connect(f"tcp://{address.host}:{address.port}")
-        stranger.send(encode(Hello(1, 4711)))
+        stranger.send(encode(Hello(4711)))
         time.sleep(0.2)
         dealer, _ = connect_to_rank_0(rank(1), address)
-        router, peers = accepted()
-        assert [(peer.rank, peer.process) for peer in peers] == [(1, os.getpid())]
-        router.send_multipart([peers[0].identity, b"command"])
+        router, names = accepted()
+        assert list(names.values()) == [f"rank 1 (process {os.getpid()})"]
+        router.send_multipart([*names, b"command"])
         assert dealer.recv() == b"command"
         assert not stranger.poll(100)
     close_dealer(dealer)
@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_connect_is_named():
 
 @pytest.fixture
 def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankChannel, RankChannel]]:
-    """Those of two ranks, both in this process."""
+    """Channels of two ranks, both in this process."""
     addresses = Addresses()
 
     def share(_: RankChannel, address: RankAddress | None = None) -> RankAddress:
@@ -116,7 +116,7 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankChannel, Ran
     other.close()
 
 
-def test_what_rank_0_sent_before_it_ended_is_received_and_then_its_end(channels):
+def test_messages_before_the_end_of_rank_0_are_received_and_then_its_end(channels):
     first, other = channels
     sent = [StepCommand(tokens=[x]) for x in range(20)]
     for message in sent:
@@ -144,7 +144,7 @@ def test_a_rank_that_is_gone_is_named_by_the_next_send(channels):
 
 
 def watch(timeout_s: float, lost: list[str]) -> tuple[RankLiveness, Any, Any]:
-    """Rank 0's side, and the sockets of a rank 1 that does nothing by itself."""
+    """Liveness of rank 0, and the sockets of a rank 1 that sends nothing by itself."""
     addresses: Any = Addresses()
     first = in_thread(lambda: RankLiveness(rank(0), addresses, lost.append, timeout_s))
     dealer, ended = connect_to_rank_0(rank(1), addresses.receive())

@@ -1,4 +1,4 @@
-"""Tokens that are chosen from logits, against probabilities in fp64 and against transformers' processors of logits."""
+"""Sampling of tokens from logits, against probabilities in fp64 and against transformers' processors of logits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.launch.serve import sampling
-from ringattn.launch.serve.messages import SamplingOptions
 from ringattn.launch.serve.sampling import MIN_TEMPERATURE, Sampling, sample_tokens
 
 INF = float("inf")
 LAST = 1 - 2.0**-53
 """The largest number below 1."""
 EPS = 2e-6
-"""By how much probabilities in fp32 may miss a boundary."""
+"""Error of probabilities in fp32 at a boundary."""
 
 
 Rows = Sequence[tuple[float, float, float]]
@@ -53,7 +52,7 @@ def draw_logits(seed: int, b: int, vocab: int, scale: float, *, ties: bool = Fal
 
 
 def sorted_out(x: Tensor, temperature: float, top_p: float) -> list[tuple[int, float]]:
-    """The tokens that are in, in the order of the vocabulary, and the sum of probabilities up to each."""
+    """Kept tokens, in the order of the vocabulary, and the sum of probabilities up to each."""
     p = ((x.double() - x.double().max()) / temperature).exp()
     p /= p.sum()
     total, least = 0.0, INF
@@ -100,12 +99,12 @@ def test_tokens_are_those_of_probabilities_sorted_in_fp64(
 
 
 def test_most_numbers_leave_no_choice() -> None:
-    """What the test above allows near boundaries is the exception."""
+    """The tolerance of the test above near boundaries is seldom used."""
     x = draw_logits(0, 1, 60, 2.0)[0]
     assert sum(len(wanted(x, 1.0, 0.9, i / 200)) == 1 for i in range(200)) >= 198
 
 
-def test_tokens_as_likely_as_the_last_one_that_is_in_are_in() -> None:
+def test_tokens_as_likely_as_the_last_kept_one_are_kept() -> None:
     x = torch.tensor([[2.0, 5.0, 2.0, 1.0, 2.0]]).expand(100, 5)
     for top_p, inside in ((0.0, {1}), (1e-30, {1}), (0.5, {1}), (0.87, {0, 1, 2, 4}), (0.95, {0, 1, 2, 4})):
         tokens = draw(x, how(*((1.0, top_p, i / 100) for i in range(100))))
@@ -135,12 +134,12 @@ def exact_rows() -> tuple[Tensor, Rows, list[int]]:
     return torch.stack(rows), how(*settings_), tokens
 
 
-def test_a_sum_that_just_comes_to_what_is_needed_is_enough() -> None:
+def test_a_sum_equal_to_the_bound_is_enough() -> None:
     x, settings_, tokens = exact_rows()
     assert draw(x, settings_).tolist() == tokens
 
 
-def test_the_ends_of_the_interval_fall_on_the_first_and_the_last_token_that_are_in() -> None:
+def test_the_ends_of_the_interval_give_the_first_and_the_last_kept_token() -> None:
     x = draw_logits(1, 20, 50, 1.0, masked=0.3)
     for temperature, top_p in ((1.0, 1.0), (0.5, 0.9), (100.0, 1.0)):
         for row in x:
@@ -180,7 +179,7 @@ def test_a_row_alone_is_the_row_in_a_batch() -> None:
     assert torch.equal(sampling.draw(x, settings, all_rows[1::2]), wide)
 
 
-def test_no_order_of_adding_changes_what_is_in() -> None:
+def test_the_order_of_adding_changes_no_kept_token() -> None:
     x = draw_logits(7, 1, 5000, 1.0)
     order = torch.randperm(5000, generator=torch.Generator().manual_seed(8))
     one = torch.tensor([[1.0]], dtype=torch.float64)
@@ -301,7 +300,7 @@ def test_the_largest_is_taken_after_penalties_and_biases() -> None:
 
 
 def test_requests_with_options_answer_alone_as_beside_others() -> None:
-    """Rows come and go, and penalties go with them."""
+    """Penalties stay with their request while rows of the batch change."""
     generator = torch.Generator().manual_seed(12)
     logits = [torch.randn(6, 50, generator=generator) * 2 for _ in range(12)]
     prompts = [[x, 2 * x] for x in range(6)]
@@ -343,9 +342,9 @@ def test_numbers_are_those_of_the_seed_and_evenly_spread() -> None:
     assert Sampling(seed=-5).draw() != one[0]
 
 
-def test_options_survive_the_way_and_name_only_tokens_of_the_model() -> None:
+def test_options_survive_encoding_and_ignore_tokens_without_logits() -> None:
     sent = Sampling(0.5, 0.9, -(10**30), 3, 7, 0.1, 1.5, -0.5, 0.25, ((3, 1.5), (70, -100.0)))
-    found = Sampling.of(msgspec.msgpack.decode(msgspec.msgpack.encode(sent.options()), type=SamplingOptions))
+    found = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Sampling)
     assert found == sent
     assert found.draw() == sent.draw()
     # an output head may have fewer tokens than the embedding

@@ -1,4 +1,4 @@
-"""The scheduler: what is let in, what each step brings, what prefixes are shared, and that all pages come back."""
+"""The scheduler: admission, contents of steps, shared prefixes, and that all pages are freed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def request(name: int, prompt: Sequence[int], max_tokens: int = 5, deadline: flo
 
 
 class Bench:
-    """A scheduler with a fake model, and the books of another rank that follows it."""
+    """A scheduler with a fake model, and the page allocator of another rank that follows it."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Bench:
         self.plans: list[Plan] = []
 
     def step(self) -> bool:
-        """The next step; with `ahead` it is started before the one before it is read."""
+        """Run the next step; with `ahead` it is started before the previous one is read."""
         plan = self.scheduler.plan()
         before, self.before = self.before, None
         started = None
@@ -70,9 +70,9 @@ class Bench:
             assert len(plan.from_previous) in (0, len(plan.tokens))
             apply_changes(self.other.allocator, plan.changes)
             if plan.cache_ids:
-                told = Plan.of(decode_to_rank(encode(plan.command())))  # type: ignore[arg-type]
+                received: Any = decode_to_rank(encode(plan))
                 started = plan, self.runner.start(plan)
-                self.other.start(told)
+                self.other.start(received)
                 assert self.other._chosen == self.runner._chosen
                 assert self.other.memory == self.runner.memory
         if self.ahead:
@@ -82,7 +82,7 @@ class Bench:
         return plan is not None or before is not None
 
     def record(self, plan: Plan, step: FakeStep) -> None:
-        """Reads a step."""
+        """Read and record a step."""
         requests = [plan.requests[place] for place in plan.wanted]
         chosen = {request.id: one for request, one in zip(requests, step.read(), strict=True)}
         for event in self.scheduler.record(plan, chosen, step.read_scores()):
@@ -119,9 +119,7 @@ class Bench:
     st.booleans(),
     st.sampled_from([0, 3, 30]),
 )
-def test_every_request_gets_what_it_gets_alone_and_all_pages_come_back(
-    seed, page_size, chunk, keep, pieces, ahead, rows
-):
+def test_every_request_gets_its_answer_alone_and_all_pages_are_freed(seed, page_size, chunk, keep, pieces, ahead, rows):
     draw = random.Random(seed)
     bench = Bench(
         pages=48 // page_size + 8,
@@ -247,7 +245,7 @@ def test_short_prompts_whose_pieces_read_too_much_together_come_one_after_anothe
 
 
 def likelihoods(prompt: Sequence[int]) -> list[float]:
-    """What the fake thinks of the tokens of a prompt, from the second one on."""
+    """Logprobs of the fake model for the tokens of a prompt, from the second one on."""
     rows = [scores_after(prompt[:end]).log_softmax(-1) for end in range(1, len(prompt))]
     return [float(row[token]) for row, token in zip(rows, prompt[1:], strict=True)]
 
@@ -296,13 +294,13 @@ def test_the_last_token_of_a_known_prompt_is_computed_again():
     assert bench.answers[1] == bench.answers[0] == answer(range(1, 9), 5)
 
 
-def test_kept_prefixes_go_in_the_order_of_their_last_use():
+def test_kept_prefixes_are_evicted_in_the_order_of_their_last_use():
     bench = Bench(pages=12, page_size=4)  # 24 pages in all
     prompts = [[10 * name + 1] * 27 for name in range(3)]  # 7 pages each, and an answer of one token
     for name, prompt in enumerate(prompts):
         bench.scheduler.add([request(name, prompt, 1)])
         bench.drain()
-    assert bench.scheduler.num_kept_prefixes == 3
+    assert len(bench.scheduler.kept_prefixes) == 3
     bench.scheduler.add([request(3, prompts[0], 1)])  # used again
     bench.drain()
     bench.scheduler.add([request(4, [99] * 20, 1)])  # needs 6 pages, and so the room of one
@@ -336,16 +334,17 @@ def test_long_prompts_stall_neither_answers_nor_short_prompts():
     assert sum(any(request.id == 1 for request in plan.requests) for plan in bench.plans) <= 1000 / 16 + 1
 
 
-def test_what_can_never_fit_is_refused_with_numbers():
+def test_requests_larger_than_the_cache_are_refused_with_numbers():
     bench = Bench(pages=4, page_size=4)
     with pytest.raises(NeverFits, match=r"cache of 32 tokens on 2 ranks, got 30 \+ 3 = 33"):
-        bench.scheduler.add([request(0, [1] * 30, 3)])
+        bench.scheduler.check([request(0, [1] * 30, 3)])
+    bench.scheduler.check([request(1, [1] * 30, 2)])
     bench.scheduler.add([request(1, [1] * 30, 2)])
     bench.drain()
     assert len(bench.answers[1]) == 2
 
 
-def test_what_does_not_fit_now_waits_and_a_full_queue_refuses():
+def test_requests_without_pages_wait_in_order_and_a_full_queue_refuses():
     bench = Bench(pages=4, page_size=4, waiting=2)
     bench.scheduler.add([request(0, [1] * 20, 8)])
     bench.step()
@@ -359,7 +358,7 @@ def test_what_does_not_fit_now_waits_and_a_full_queue_refuses():
     bench.assert_all_pages_come_back()
 
 
-def test_a_fork_that_does_not_fit_is_let_in_afresh():
+def test_a_fork_that_does_not_fit_is_admitted_without_prefix():
     bench = Bench(pages=2, page_size=8)  # 4 pages
     bench.scheduler.add([request(0, [1] * 12, 1)])  # leaves a page and a half
     bench.drain()
@@ -369,7 +368,7 @@ def test_a_fork_that_does_not_fit_is_let_in_afresh():
     assert bench.ended[1].num_cached == 0
 
 
-def test_time_runs_out_for_those_who_run_and_those_who_wait():
+def test_running_and_waiting_requests_fail_at_their_deadline():
     bench = Bench(pages=4, page_size=4)
     bench.scheduler.add([request(0, [1] * 20, 8, deadline=10.0), request(1, [2] * 20, 8, deadline=10.0)])
     bench.step()
@@ -380,7 +379,7 @@ def test_time_runs_out_for_those_who_run_and_those_who_wait():
     bench.assert_all_pages_come_back()
 
 
-def test_ranks_that_name_requests_differently_are_found_out():
+def test_page_allocators_that_diverge_are_an_error():
     allocator = PageAllocator(1, 4, 4)
     allocator.add_request(4)
     with pytest.raises(RuntimeError, match="got 1 here and 0 on rank 0"):

@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.dist
 
 SURE = 1e-3
-"""A token is decided when the largest logit leads by this much, far more than rounding moves it."""
+"""Lead of the largest logit by which a token is decided, far more than rounding errors."""
 
 
 class Process:
@@ -117,7 +117,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def doomed() -> Iterator[Process]:
-    """A server that will lose a rank; it starts beside the other."""
+    """A server that will lose a rank; it starts at the same time as the other."""
     process = Process(*FLAGS)
     yield process
     process.close()
@@ -193,7 +193,7 @@ def test_greedy_text_is_that_of_one_process(server):
 
 
 def test_options_and_scores_of_a_prompt_go_through_two_processes_and_two_ranks(server):
-    """The likelihood of a prompt and of an answer is what one process with torch's own attention gives."""
+    """Logprobs of a prompt and of an answer are those of one process with torch's own attention."""
     prompt, most = "the exact ring of keys " * 20, 6
     punished = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2, "logit_bias": {"122": 3}}
     body = {
@@ -219,7 +219,7 @@ def test_options_and_scores_of_a_prompt_go_through_two_processes_and_two_ranks(s
     torch.testing.assert_close(torch.tensor(found[1:]), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_the_state_says_what_the_server_runs_on_and_how_it_was_started(server):
+def test_the_state_has_the_machine_and_the_flags(server):
     about = server.state()["server"]
     assert (about["world_size"], about["device"], about["backend"]) == (2, "cpu", "gloo")
     assert (about["vocab_size"], about["dtype"], about["graphs"]) == (257, "float32", 0)
@@ -230,7 +230,7 @@ def test_the_state_says_what_the_server_runs_on_and_how_it_was_started(server):
 
 
 def load_and_check(server: Process, count: int, distinct: Sequence[str], most: int) -> None:
-    """Many requests at once, some broken, some left: all others get what one process gives, and all pages come back."""
+    """Send many requests at once, some invalid, some cancelled: all others get the text of one process, and all pages are freed."""
     wanted = [ask_for(prompt, 2 + x % most) for x, prompt in enumerate(distinct)]
     room = server.state()["pages_per_rank"] * 2 * 16
     client = httpx.Client(base_url=server.url, timeout=240, limits=httpx.Limits(max_connections=count))
@@ -282,11 +282,11 @@ def load_and_check(server: Process, count: int, distinct: Sequence[str], most: i
     assert state["kept_prefixes"] == 1
 
 
-def test_many_at_once_get_what_each_gets_alone_and_all_pages_come_back(server):
+def test_many_at_once_get_their_answers_alone_and_all_pages_are_freed(server):
     load_and_check(server, 200, prompts(24, 400), 12)
 
 
-def test_the_bench_finds_answers_alike_alone_and_beside_others_and_says_on_what(server, tmp_path, capsys):
+def test_the_bench_finds_equal_answers_alone_and_beside_others(server, tmp_path, capsys):
     words = [
         "--contexts",
         "300",
@@ -379,7 +379,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_under_torchrun_rank_0_is_told_to_end_and_the_code_says_how_it_ended(number: signal.Signals) -> None:
+def test_under_torchrun_the_exit_code_tells_an_orderly_end(number: signal.Signals) -> None:
     server = Process(*FLAGS, start=TORCHRUN)
     try:
         server.wait_until_ready()
@@ -414,7 +414,7 @@ def _receive(messages: list[ToRank]) -> list[ToRank]:
     return received
 
 
-def test_what_was_there_before_a_server_began_is_no_business_of_its_collector() -> None:
+def test_objects_from_before_the_start_are_not_garbage_collected() -> None:
     mine = [object()]
     assert any(x is mine for x in gc.get_objects())
     try:
@@ -426,7 +426,7 @@ def test_what_was_there_before_a_server_began_is_no_business_of_its_collector() 
         gc.unfreeze()
 
 
-def test_messages_of_any_length_arrive_whole(pool):
+def test_messages_of_any_length_are_received_whole(pool):
     change = ("fork", 2, 1, 16, 2**40)
     messages = [Heartbeat(), StepCommand(), StepCommand(changes=[change], tokens=list(range(10)), decodes=True)]
     messages += [StepCommand(tokens=list(range(count))) for count in (3000, 100_000)]

@@ -1,4 +1,4 @@
-"""A step on its way to clients: a line is the JSON of its chunk, a stream gets one write, and nobody waits for somebody else."""
+"""From steps to clients: a line is the JSON of its chunk, a stream gets one write per step, and no client delays another."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.serve.config import Limits
-from ringattn.launch.serve.http.api import Choice, ResponseWriter, StreamLines
+from ringattn.launch.serve.http.api import Choice, ResponseWriter
 from ringattn.launch.serve.http.app import make_app
-from ringattn.launch.serve.messages import Capacity, Event, Logprob, StepOutput, Stop
+from ringattn.launch.serve.messages import Capacity, Event, Settings, StepOutput, Stop
+from ringattn.launch.serve.sampling import Logprob
 from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer
 from tests.support.serving import Letters, Link
 
@@ -37,8 +38,9 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
 
     tokenizer: Any = Said()
     choice = Choice(3, [], tokenizer, [])
-    writer = ResponseWriter(chat, model, tokenizer, with_usage, with_ids)
-    lines, said, offset = StreamLines(writer, {3: choice}, with_ids), "", 0  # type: ignore[arg-type]
+    choices: Any = {3: choice}
+    lines = ResponseWriter(chat, model, tokenizer, [[]], choices, with_usage=with_usage, with_ids=with_ids)
+    said, offset = "", 0
     for token, word in enumerate(words):
         before, held = said, choice.length
         details = Logprob(-0.25 if token else float("-inf"), ((token, -0.25),)) if with_logprobs else None
@@ -69,11 +71,11 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
         assert chunk == (made | {"usage": None} if with_usage else made)
 
 
-def test_bytes_of_a_token_that_is_a_part_of_a_character_are_not_made_up():
+def test_tokens_of_a_part_of_a_character_have_no_bytes():
     choice = Choice(0, [], ByteTokenizer(), [])
     for token in "aß".encode():
         choice.push(Event(1, token, details=Logprob(-0.5, ((token, -0.5),))))
-    (answer,) = ResponseWriter(True, "bytes", ByteTokenizer()).whole([[1]], [choice])["choices"]
+    (answer,) = ResponseWriter(True, "bytes", ByteTokenizer(), [[1]], [choice]).whole()["choices"]
     said = answer["logprobs"]["content"]
     assert [(entry["token"], entry["bytes"]) for entry in said] == [
         ("a", [97]),
@@ -83,10 +85,10 @@ def test_bytes_of_a_token_that_is_a_part_of_a_character_are_not_made_up():
     assert [entry["top_logprobs"][0]["bytes"] for entry in said] == [[97], None, None]
 
 
-def test_of_tokens_with_one_text_the_likeliest_is_said():
+def test_of_tokens_with_one_text_the_likeliest_is_reported():
     choice = Choice(0, [], ByteTokenizer(), [])
     choice.push(Event(1, 0xC3, details=Logprob(-0.1, ((0xC3, -0.1), (0x61, -3.0), (0xE2, -5.0)))))
-    (answer,) = ResponseWriter(False, "bytes", ByteTokenizer()).whole([[1]], [choice])["choices"]
+    (answer,) = ResponseWriter(False, "bytes", ByteTokenizer(), [[1]], [choice]).whole()["choices"]
     assert list(answer["logprobs"]["top_logprobs"][0].items()) == [(REPLACEMENT, -0.1), ("a", -3.0)]
 
 
@@ -94,15 +96,17 @@ def test_of_tokens_with_one_text_the_likeliest_is_said():
 
 
 class Steps:
-    """The app, asked by clients that are here, and an engine whose steps are made by hand."""
+    """The app with clients in this process, and an engine whose steps are made by hand."""
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.link = Link()
-        self.client = self.link.client(Capacity(10**6, 64, 100, 64, False), {"closed": None, "queued": 0})
-        self.app = make_app(self.client, tokenizer or Letters(), "fake", Limits())
+        capacity, state = Capacity(10**6, 64, 100, 64, False), {"closed": None, "queued": 0}
+        self.client = self.link.client(capacity, state)
+        tokenizer = Letters() if tokenizer is None else tokenizer
+        self.app = make_app(self.client, tokenizer, Settings("fake", {}, Limits(), capacity, state, 10))
 
     async def ask(self, send: Callable[[Any], Awaitable[None]], **body: Any) -> tuple[asyncio.Task[None], list[int]]:
-        """The task of a request that the engine has been given, and the names of its requests."""
+        """Start a request; return its task and the ids of its requests once they are submitted."""
         data = json.dumps({"prompt": "abc", "max_tokens": 500, **body}).encode()
         asked = iter([{"type": "http.request", "body": data, "more_body": False}])
         over = asyncio.Event()
@@ -138,7 +142,7 @@ class Steps:
 
 
 def collected() -> tuple[list[Any], Callable[[Any], Awaitable[None]]]:
-    """What an answer sends, and what it sends it with."""
+    """Messages of an answer, and the function that sends them."""
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -185,7 +189,7 @@ def test_a_step_is_one_write_of_a_stream_and_the_last_brings_the_end(choices):
     assert [texts_of(b"".join(bodies), index) for index in range(choices)] == ["abcdef"] * choices
 
 
-def test_a_client_that_does_not_read_gets_all_later_and_nobody_waits_for_it():
+def test_a_client_that_does_not_read_gets_all_later_and_delays_no_other():
     steps = Steps()
 
     async def what() -> tuple[list[Any], list[Any]]:
@@ -217,7 +221,7 @@ def test_a_client_that_does_not_read_gets_all_later_and_nobody_waits_for_it():
     assert len(body_of(quick)) == 500
 
 
-def test_a_tokenizer_that_breaks_breaks_its_own_answer_only():
+def test_an_exception_of_the_tokenizer_fails_only_its_answer():
     class Breaking(Letters):
         def decode(self, tokens: Sequence[int]) -> str:
             if 33 in tokens:
@@ -247,7 +251,7 @@ def test_a_tokenizer_that_breaks_breaks_its_own_answer_only():
     assert texts_of(said) == "AAAB"
 
 
-def test_a_job_that_was_answered_is_told_once_and_what_comes_after_is_nobodys():
+def test_an_answer_ended_by_a_stop_string_is_cancelled_once():
     steps = Steps()
 
     async def what() -> tuple[list[Any], str]:

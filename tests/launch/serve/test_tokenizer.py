@@ -1,4 +1,4 @@
-"""Tokens become text piece by piece: the pieces are the text, for every kind of tokenizer, and what is remembered changes none."""
+"""Tokens become text piece by piece: the pieces are the text, for every kind of tokenizer, with and without cached texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def byte_level() -> Any:
 
 
 def byte_fallback() -> Any:
-    """As Llama 2 and Gemma have it: blanks are part of words, rare characters are bytes, the first blank is dropped."""
+    """Tokenizer like that of Llama 2 and Gemma: blanks are part of words, rare characters are bytes, the first blank is dropped."""
     from tokenizers import Tokenizer, decoders, models
 
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{x:02X}>" for x in range(256))]
@@ -74,7 +74,7 @@ KINDS: dict[str, Callable[[], Any]] = {one.__name__: one for one in (byte_level,
 
 @cache
 def decoder(kind: str) -> tuple[Callable[[Sequence[int]], str], int]:
-    """How tokens of a kind become text, and how many there are."""
+    """Decode function of a kind of tokenizer, and its number of tokens."""
     if kind == "bytes":
         return ByteTokenizer().decode, ByteTokenizer().vocab_size
     inner = KINDS[kind]()
@@ -89,7 +89,7 @@ def pieces_of(decode: Any, tokens: Sequence[int], before: Sequence[int]) -> list
 @pytest.mark.parametrize("kind", ["bytes", *KINDS])
 @settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 2**32), before=st.integers(0, 12), count=st.integers(0, 60))
-def test_pieces_are_the_text_and_those_that_are_remembered_are_those_that_are_asked_for(kind, seed, before, count):
+def test_pieces_are_the_text_with_and_without_cached_texts(kind, seed, before, count):
     decode, vocabulary = decoder(kind)
     draw = random.Random(seed)
     few = [draw.randrange(vocabulary) for _ in range(draw.choice([3, 30]))]  # pairs come again
@@ -107,7 +107,7 @@ def test_pieces_are_the_text_and_those_that_are_remembered_are_those_that_are_as
         assert prompt + "".join(found) == whole
 
 
-def test_characters_that_are_bytes_are_never_torn():
+def test_characters_of_several_bytes_are_never_split():
     decode, _ = decoder("byte_fallback")
     tokens = [3 + byte for byte in "日🙂本é🙂🙂".encode()]
     for cut in range(len(tokens)):
@@ -119,7 +119,7 @@ def test_characters_that_are_bytes_are_never_torn():
         assert REPLACEMENT not in "".join(pieces)
 
 
-def test_pairs_that_came_before_are_not_asked_for_again():
+def test_texts_of_known_pairs_are_cached():
     asked: list[int] = []
 
     def decode(tokens: Sequence[int]) -> str:
@@ -134,7 +134,7 @@ def test_pairs_that_came_before_are_not_asked_for_again():
     assert asked == [6]
 
 
-def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(tmp_path: Path):
+def test_tokenizers_with_their_own_decode_are_used_as_they_are(tmp_path: Path):
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<|end|>").save_pretrained(tmp_path)
@@ -142,7 +142,7 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself(tmp_path: Path)
     tokens = [*plain.encode(WORDS), *plain.stops, *plain.encode("日 plain added")]
     wanted = plain.inner.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert plain.decode(tokens) == wanted
-    assert plain._plain is not None
+    assert plain._decoder is not None
 
     class Own(type(plain.inner)):
         def _decode(self, *args: Any, **how: Any) -> str:
@@ -163,6 +163,6 @@ def may_begin(string: str, said: str) -> int:
 
 
 @given(st.text("abE", min_size=1, max_size=6), st.text("abE", max_size=12))
-def test_what_may_begin_a_stop_string_is_its_first_part_at_the_end(string, said):
+def test_a_partial_match_is_the_longest_prefix_at_the_end(string, said):
     if string not in said:
         assert detokenizer._partial_match(string, said) == may_begin(string, said)

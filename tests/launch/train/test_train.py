@@ -212,7 +212,7 @@ def test_the_loss_in_chunks_is_the_loss_of_all_rows(softcap, chunk_elements):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most elements that any operator has returned."""
+    """Records the most elements that any operator has returned."""
 
     elements = 0
 
@@ -236,7 +236,7 @@ def test_the_logits_of_all_rows_never_exist():
 def take_steps(
     seq_len: int, mesh: str | None = None, count: int = 3, batch: int = 4, **recipe: Any
 ) -> dict[str, object]:
-    """What one rank knows after some steps and a validation."""
+    """Results of one rank after some steps and a validation."""
     with single_process_group(CPU):
         trainer = Trainer(make_model, Recipe(**recipe), make_parallel(CPU, mesh))
         steps = [trainer.step(some_tokens(batch, seq_len + 1, seed=step), 1e-2, [1.0]) for step in range(count)]
@@ -328,14 +328,8 @@ def test_the_positions_of_packed_rows_begin_at_each_document():
     assert document_positions(ringattn.Ring().sharding(4)).tolist() == [0, 1, 2, 3]
 
 
-def test_a_batch_that_cannot_be_dealt_out_is_refused(alone):
-    trainer = Trainer(make_model, Recipe(accumulate=3), alone)
-    with pytest.raises(ValueError, match="batch_size must be a multiple of accumulate x dp, got 4 and 3 x 1"):
-        trainer.step(some_tokens(4, 9), 1e-3)
-
-
 def bf16_steps() -> dict[str, object]:
-    """A few steps in bfloat16, and what the parameters, gradients and states are kept in."""
+    """A few steps in bfloat16, and the dtypes of parameters, gradients and states."""
     with single_process_group(CPU):
         trainer = Trainer(make_model, Recipe(dtype=torch.bfloat16, accumulate=2), make_parallel(CPU))
         steps = [trainer.step(some_tokens(4, 33, seed=step), 1e-2) for step in range(3)]
@@ -348,7 +342,7 @@ def bf16_steps() -> dict[str, object]:
 
 
 @pytest.mark.dist
-def test_bfloat16_computes_low_and_keeps_high(pool):
+def test_bfloat16_computes_in_low_and_stores_in_high_precision(pool):
     exact = take_steps(32, accumulate=2)
     for rank in pool(2).run(bf16_steps):
         assert rank["losses"] == pytest.approx(exact["losses"], rel=2e-3)
@@ -387,12 +381,12 @@ def test_a_large_gradient_is_scaled_down_to_the_limit(alone):
         (None, None, (1, 1)),
     ],
 )
-def test_a_mesh_takes_what_is_named_and_what_is_left(text, world_size, sizes):
+def test_an_unnamed_size_of_a_mesh_is_the_rest(text, world_size, sizes):
     assert mesh_sizes(text, world_size) == sizes
 
 
 @pytest.mark.parametrize("text", ["2,2", "dp=0", "dp=2,dp=2", "tp=2", "dp=two"])
-def test_a_mesh_that_is_not_understood_is_refused(text):
+def test_an_invalid_mesh_is_refused(text):
     with pytest.raises(ValueError, match="mesh must be like dp=2,cp=4"):
         mesh_sizes(text, 4)
 
@@ -433,7 +427,7 @@ class FakeEvent:
         return 2 * (end.at - self.at)
 
 
-def test_exposed_time_is_what_attention_takes_beyond_its_pairs_alone(alone, monkeypatch):
+def test_exposed_time_is_the_time_beyond_that_of_the_pairs_alone(alone, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     asked: list[Any] = []
@@ -540,8 +534,8 @@ def test_a_folder_is_its_text_files_in_a_fixed_order(tmp_path):
     assert load_corpus(str(tmp_path)).fingerprint != corpus.fingerprint
 
 
-def test_what_a_run_writes_is_no_data_of_its_next_start(tmp_path, monkeypatch):
-    """With --data . and the default --out a run could not be continued: its log was new data."""
+def test_files_of_a_run_are_not_data_of_its_next_start(tmp_path, monkeypatch):
+    """With --data . and the default --out the log was new data, so a run could not continue."""
     (tmp_path / "a.txt").write_bytes(b"some text")
     before = load_corpus(str(tmp_path), str(tmp_path / "runs" / "train"))
     (tmp_path / "runs" / "train").mkdir(parents=True)

@@ -1,0 +1,96 @@
+"""The schedule of a ring of one rank: one launch forward, one backward, and nothing moves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.interface import Grads, Score, accumulation_dtype
+from ringattn.kernels.runtime.table_cache import find
+from ringattn.schedule.execution_plan import ExecutionPlan
+from ringattn.schedule.short_calls import enqueue_or_replay, present
+from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
+from ringattn.transport.base import RingContext, span
+
+
+def local_forward(
+    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
+) -> tuple[Tensor, Tensor]:
+    """Return o and lse of all rows. See `stepwise_forward`."""
+    b, s, h, _ = q.shape
+    o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
+    keys_table = plan.tables.moving[0]
+    if keys_table is None:
+        # no row sees a key: a launch over an empty buffer writes the empty rows
+        keys_table, k, v = plan.tables.nothing, k[:, :0], v[:, :0]
+        score = dataclasses.replace(score, key_bias=None if score.key_bias is None else score.key_bias[:, :0])
+
+    def enqueue() -> tuple[Any, ...]:
+        rows, keys = find(plan.tables.stationary), find(keys_table)
+        plan.kernels.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
+        return rows, keys
+
+    if s:
+        with span("ring step 0: keys of rank 0"):
+            enqueue_or_replay(
+                context.transport, plan, plan.is_short_forward, ("forward",), score, (q, k, v), (o, lse), enqueue
+            )
+    return o, lse
+
+
+def local_backward(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    score: Score,
+    plan: ExecutionPlan,
+    context: RingContext,
+    wanted: WantedGrads,
+) -> Gradients:
+    """Return the gradients of `local_forward`. See `stepwise_backward`."""
+    if dlse is not None:
+        dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
+    wide = accumulation_dtype(q.dtype)
+    # one step adds to no other, so gradients are rounded at once
+    delta, dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (lse, q, k, v))
+    dalibi = torch.empty_like(delta) if wanted.alibi_slopes else None
+    dkey_bias = torch.empty(k.shape[:2], dtype=wide, device=k.device) if wanted.key_bias else None
+    b, s, h, _ = q.shape
+    dbias = torch.zeros(b, h, s, plan.spec.kv_sharding.seq_len, dtype=wide, device=q.device) if wanted.bias else None
+    keys_table = plan.tables.moving[0]
+
+    def enqueue() -> tuple[Any, ...]:
+        assert keys_table is not None, "a call without visible pairs is never computed"
+        rows, keys = find(plan.tables.stationary), find(keys_table)
+        grads = Grads(
+            dq=dq, dk=dk, dv=dv, dkey_bias=dkey_bias, dalibi=dalibi, dbias=dbias, deterministic=plan.spec.deterministic
+        )
+        plan.kernels.backward(do, q, k, v, lse, delta, rows, keys, score, grads, o=o, dlse=dlse)
+        return rows, keys
+
+    if keys_table is None:
+        plan.kernels.delta(o, do, dlse, delta)
+        for x in (dq, dk, dv, *present(dalibi), *present(dkey_bias)):
+            x.zero_()
+    else:
+        key = "backward", dlse is None, dalibi is None
+        given, made = (do, q, k, v, o, lse, *present(dlse)), (delta, dq, dk, dv, *present(dalibi))
+        with span("ring step 0 backward: keys of rank 0"):
+            enqueue_or_replay(context.transport, plan, plan.is_short_backward, key, score, given, made, enqueue)
+    return Gradients(
+        dq=dq,
+        dk=dk,
+        dv=dv,
+        dsinks=sinks_gradient(score, lse, delta) if wanted.sinks else None,
+        dalibi=None if dalibi is None else dalibi.sum((0, 2)),
+        dkey_bias=dkey_bias,
+        dbias=dbias,
+    )
