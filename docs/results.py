@@ -1,7 +1,6 @@
 """Writes the result tables and the figures they show from the JSON rows in docs/results.
 
-    python docs/results.py            rewrites what stands between the result marks of docs/results.md, where all tables are, and
-                                      of README.md, which has those that say most; and the figures
+    python docs/results.py            rewrites the tables between the result marks of docs/results.md, and the figures
     python docs/results.py --check    fails when one of them is not what the rows say
 
 A section without rows is left out. Every file of rows has the command that measured it.
@@ -20,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
 PAGE = HERE / "results.md"
 BEGIN, END = "<!-- results: written by docs/results.py -->", "<!-- end of results -->"
 
@@ -271,7 +269,7 @@ def kernels() -> str:
     if others:
         parts += ["#### Other shapes\n\nForward / backward.", table_of_masks(others)]
     if (HERE / FIGURE).exists():
-        parts.append(f"![TFLOP/s over tokens, one line per implementation](docs/{FIGURE})")
+        parts.append(f"![TFLOP/s over tokens, one line per implementation]({FIGURE})")
     return "\n\n".join(parts)
 
 
@@ -501,7 +499,7 @@ def ring() -> str:
         if refused:
             parts.append(f"Without a speed: {'; '.join(refused)}.")
     if (HERE / RING_FIGURE).exists():
-        parts.append(f"![Share of the kernel alone over tokens per GPU, one line per ring](docs/{RING_FIGURE})")
+        parts.append(f"![Share of the kernel alone over tokens per GPU, one line per ring]({RING_FIGURE})")
     for title, said, body in (
         (
             "Weak scaling",
@@ -518,7 +516,7 @@ def ring() -> str:
         if body:
             parts += [f"#### {title}\n\n{said}", body]
         if title == "Weak scaling" and body and (HERE / SCALING_FIGURE).exists():
-            parts.append(f"![TFLOP/s per GPU over the number of GPUs](docs/{SCALING_FIGURE})")
+            parts.append(f"![TFLOP/s per GPU over the number of GPUs]({SCALING_FIGURE})")
     return "\n\n".join(parts)
 
 
@@ -551,7 +549,7 @@ def replays() -> str:
         table(["GPUs", "heads", "tokens per GPU", "call", "takes", "alone", "waiting", "idle", "copies"], lines),
     ]
     if (HERE / REPLAYS_FIGURE).exists():
-        parts.append(f"![Kernels and copies of every GPU on one clock](docs/{REPLAYS_FIGURE})")
+        parts.append(f"![Kernels and copies of every GPU on one clock]({REPLAYS_FIGURE})")
     return "\n\n".join(parts)
 
 
@@ -642,7 +640,7 @@ def training() -> str:
     )
     return (
         f"### Training\n\nThe training job, {_millions(rows)} parameters. Tokens/s are of all GPUs together, the median "
-        "of the steps; memory is of the fullest GPU; [the page on training](docs/training.md) defines MFU and exposed "
+        "of the steps; memory is of the fullest GPU; [the page on training](training.md) defines MFU and exposed "
         f"communication.{caution} {said}\n\n{body}"
     )
 
@@ -692,7 +690,7 @@ def models() -> str:
         f"989 TFLOP/s. `launch/bench/model.py` has the definitions. {said}\n\n{body}"
     )
     if drawing().model_lines(rows):
-        text += f"\n\n![MFU of training steps over the context](docs/{MODEL_FIGURE})"
+        text += f"\n\n![MFU of training steps over the context]({MODEL_FIGURE})"
     return text
 
 
@@ -850,7 +848,7 @@ def inference() -> str:
         ),
     ]
     if drawing().inference_lines(rows):
-        parts.append(f"![Times of prompts and tokens over the context](docs/{INFERENCE_FIGURE})")
+        parts.append(f"![Times of prompts and tokens over the context]({INFERENCE_FIGURE})")
     for title, said, body in (
         (
             "Time to first token",
@@ -1039,18 +1037,6 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     inference,
     serving,
 )
-ELSEWHERE = (
-    "Online softmax",
-    "Other shapes",
-    "2 GPUs",
-    "Time, host and memory on 4 GPUs",
-    "Time, host and memory on 2 GPUs",
-    "Attention of a prompt",
-    "generate()",
-    "Attention over the cache",
-    "Clients within a latency",
-)
-"""Headings of what the README leaves to the page of all results."""
 
 
 def everything() -> list[str]:
@@ -1058,43 +1044,19 @@ def everything() -> list[str]:
     return [body for section in SECTIONS if (body := section())]
 
 
-def shortened(body: str) -> str:
-    """Return a section for the README: of parts that are on the results page only it keeps figures and a link."""
-    kept, links = list[str](), list[str]()
-    for part in re.split(r"\n\n(?=####? )", body):
-        title = part.splitlines()[0].lstrip("# ")
-        if title not in ELSEWHERE:
-            kept.append(part)
-            continue
-        slug = re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
-        links.append(f"[{title}](docs/results.md#{slug})")
-        kept += [line for line in part.splitlines() if line.startswith("![")]
-    if links and not any(part.startswith("#") for part in kept):
-        return ""
-    return "\n\n".join([*kept, *([f"And: {', '.join(links)}."] if links else [])])
-
-
-def written(path: Path, sections: Iterable[str]) -> str:
-    """Return the text of a file with these sections between its marks."""
-    before, rest = path.read_text().split(BEGIN)
+def page() -> str:
+    """Return docs/results.md with all sections between its marks."""
+    before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n" + "\n\n".join(sections) + f"\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n" + "\n\n".join(everything()) + f"\n\n{END}{after}"
 
 
 def main() -> int:
-    """Rewrites or checks the README and the page; returns the exit code."""
-    if "--check" not in sys.argv:
-        draw_figures()
-    bodies = everything()
-    wanted = {
-        README: written(README, filter(None, map(shortened, bodies))),
-        # seen from docs/
-        PAGE: written(PAGE, (body.replace("](docs/", "](") for body in bodies)),
-    }
+    """Rewrite or check the page; return the exit code."""
     if "--check" in sys.argv:
-        return int(any(path.read_text() != text for path, text in wanted.items()) or not figures_are_true())
-    for path, text in wanted.items():
-        path.write_text(text)
+        return int(PAGE.read_text() != page() or not figures_are_true())
+    draw_figures()
+    PAGE.write_text(page())
     return 0
 
 

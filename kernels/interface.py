@@ -1,15 +1,12 @@
 """Interface of the attention kernel sets: the types that they are given and the formula that they compute.
 
-Owns the interface between the ring and the kernels. Knows nothing of ranks, groups or transports, and computes nothing.
-
 Shape legend: `b` batch, `s` query rows, `t` key rows, `h` query heads, `hk` key/value heads (`hk` divides `h`),
 `d` head_dim of q and k, `dv` head_dim of v, `n` tokens of the whole key sequence, `r` runs.
 
-Note [One ring step]
-    A kernel call is one ring step: the query rows of one rank against one buffer of keys. Row `x` of q sits at the global
-    position `rows.positions[x]` and sees the keys whose global position p satisfies `rows.lo[b, x] <= p < rows.hi[b, x]`.
-    The same relation is given for keys: key row `y` is seen by the queries at global positions
-    `keys.lo[b, y] <= i < keys.hi[b, y]`. So forward and dq loop over keys, while dk and dv loop over queries.
+A kernel call is one ring step: the query rows of one rank against one buffer of keys. Row `x` of q sits at the global
+position `rows.positions[x]` and sees the keys whose global position p satisfies `rows.lo[b, x] <= p < rows.hi[b, x]`.
+The same relation is given for keys: key row `y` is seen by the queries at global positions
+`keys.lo[b, y] <= i < keys.hi[b, y]`. So forward and dq loop over keys, while dk and dv loop over queries.
 
 Note [Score]
     s   = softmax_scale * (q . k)
@@ -65,7 +62,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RowMetadata:
-    """The rows of one side (queries, or keys) of a step: where they sit and what they see on the other side.
+    """The rows of one side (queries, or keys) of a step: their positions, and their bounds on the other side.
 
     Compared and hashed by identity, so that a kernel set may keep what it derives from a side as long as the side lives.
 
@@ -179,8 +176,8 @@ class GatheredKeys:
         positions: `local_rows + remote_rows` int32 on the device: as `RowMetadata.positions`, row x of the local buffer at x
             and row x of the remote buffer at local_rows + x, so that one pointer serves all sources; pad rows hold zeros. Those
             of the sides are views of it.
-        lo: `b|1 local_rows+remote_rows` int32, likewise.
-        hi: `b|1 local_rows+remote_rows` int32, likewise.
+        lo: `b|1 local_rows+remote_rows` int32, in the same order.
+        hi: `b|1 local_rows+remote_rows` int32, in the same order.
     """
 
     sides: tuple[RowMetadata, ...]
@@ -234,11 +231,11 @@ class KernelSet(Protocol):
 
         Args:
             q: `b s h d`; any strides with a contiguous last dim.
-            k: `b t hk d`, likewise.
-            v: `b t hk dv`, likewise.
+            k: `b t hk d`, strides as of q.
+            v: `b t hk dv`, strides as of q.
             rows: The query side.
             keys: The key side.
-            score: How scores are made.
+            score: Options of the score.
             carry: Running partial, updated in place; None only when first and last.
             first: Start from the identity (or from the sinks) instead of reading the carry, which may be uninitialised.
             last: Normalise into `o` and `lse` and leave the carry alone; otherwise write the carry.
@@ -271,15 +268,10 @@ class KernelSet(Protocol):
 
         Args:
             do: `b s h dv`, contiguous last dim.
-            q: As in forward.
-            k: As in forward.
-            v: As in forward.
+            q: See `forward`; also k, v, rows, keys and score.
             lse: `b h s`, natural log: of the finished rows, over all ring steps.
             delta: `b h s`, from `delta`; where o is given it is made here, and written.
-            rows: The query side.
-            keys: The key side.
-            score: How scores are made.
-            grads: Where results go.
+            grads: Outputs.
             o: `b s h dv`, contiguous last dim; None: delta is given.
             dlse: `b h s`, contiguous last dim, the gradient of lse, with o; None: zero.
         """
@@ -290,11 +282,11 @@ class FusedKernelSet(KernelSet, Protocol):
     """A kernel set that can also compute all ring steps of a rank in one launch (Note [Fused call])."""
 
     def can_capture(self) -> bool:
-        """Whether a CUDA graph of what the functions of this set enqueue may be launched in place of calling them again."""
+        """Return whether a CUDA graph of the launches of this set may replace further calls."""
         ...
 
     def can_fuse(self, head_dim: int, v_head_dim: int, score: Score) -> bool:
-        """Whether `forward_fused` and `backward_fused` serve such a call; other calls go step by step."""
+        """Return whether `forward_fused` and `backward_fused` serve such a call; other calls go step by step."""
         ...
 
     def forward_fused(
@@ -315,11 +307,11 @@ class FusedKernelSet(KernelSet, Protocol):
 
         Args:
             q: `b s h d`; any strides with a contiguous last dim.
-            local_kv: k `b t hk d` and v `b t hk dv` of this rank, likewise.
+            local_kv: k `b t hk d` and v `b t hk dv` of this rank, strides as of q.
             remote_kv: k `b remote_rows hk d` and v `b remote_rows hk dv`: views of one `b remote_rows hk (d + dv)` buffer.
             rows: The query side.
             keys: The key sides.
-            score: How scores are made; bias is absent.
+            score: Options of the score; bias is absent.
             ready_flags: None when all remote rows have arrived.
             o: `b s h dv`, q's dtype or fp32; written.
             lse: `b h s`, natural log, fp32; written.
@@ -354,24 +346,17 @@ class FusedKernelSet(KernelSet, Protocol):
 
         Args:
             do: `b s h dv`, contiguous last dim.
-            q: As in `forward_fused`.
-            local_kv: As in `forward_fused`.
-            remote_kv: As in `forward_fused`.
+            q: See `forward_fused`; also local_kv, remote_kv, rows, score, ready_flags and sm_margin.
             lse: `b h s`, natural log.
             delta: `b h s`, from `delta`; where o is given it is made here, and written.
-            rows: The query side; `keys.sides` hold what every key row is seen by.
-            keys: The key sides.
-            score: As in `forward_fused`.
-            ready_flags: As in `forward_fused`.
+            keys: The key sides, with the bounds of every key row.
             grad_buffers: int64, on the device: the address of the region of each of `keys.sides`, in their order.
             grad_buffer_rows: Rows of a region, the same for all.
             dq: `b s h d`, q's dtype or fp32; overwritten.
             dalibi: `b h s` fp32, one partial sum per query row; overwritten. None: not wanted.
             bias_grad_buffers: Like grad_buffers, of the regions of dkey_bias. None: not wanted.
             deterministic: Sum in a fixed order.
-            sm_margin: As in `forward_fused`.
-            o: As in `backward`.
-            dlse: As in `backward`.
+            o: See `backward`; also dlse.
         """
         ...
 
@@ -382,7 +367,7 @@ class FusedKernelSet(KernelSet, Protocol):
 
         Args:
             dk: `b t hk d`, contiguous, any floating dtype; written.
-            dv: `b t hk dv`, likewise.
+            dv: `b t hk dv`, like dk.
             local_grads: `b grad_buffer_rows hk (d + dv)` fp32: row x belongs to key row x.
             remote_grads: Like local_grads, one per rank that read these keys, in ring order.
             rows: int32 `remote_grads t` on the device: the row of a part that belongs to a key row, or -1.
@@ -398,7 +383,7 @@ class FusedKernelSet(KernelSet, Protocol):
             dkey_bias: `b t` fp32, contiguous; written.
             local_grads: `b hk grad_buffer_rows` fp32: row x belongs to key row x.
             remote_grads: Like local_grads, one per rank that read these keys, in ring order.
-            rows: As in `reduce_kv_grads`.
+            rows: See `reduce_kv_grads`.
         """
         ...
 

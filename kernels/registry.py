@@ -1,7 +1,7 @@
 """Selection of the kernel set that serves a call, with the reasons against the others.
 
-Owns the table of kernel sets, fastest first, and what each refuses. Knows nothing of ranks. Imports a kernel set only
-when it is picked, and probes nothing at import time.
+Owns the table of kernel sets, fastest first, and the calls that each refuses. Imports a kernel set only when it is
+selected, and probes nothing at import time.
 """
 
 from __future__ import annotations
@@ -11,45 +11,95 @@ import importlib.util
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from ringattn.kernels.interface import KernelSet
 
+K = TypeVar("K")
+R = TypeVar("R")
+
 FEATURES = frozenset({"softcap", "dropout", "sinks", "alibi", "key_bias", "bias", "per_batch_bounds", "deterministic"})
-"""What a call may use beyond q . k and an interval; a kernel set may refuse some of them."""
-
-
-def explain(name: str, reason: str, rejected: Collection[tuple[str, str]]) -> str:
-    """A choice in words: what serves and why, then what was passed over and why not.
-
-    Args:
-        name: What serves.
-        reason: Why.
-        rejected: (name, why not) of the others.
-    """
-    return "; ".join([f"{name}: {reason}", *(f"not {other}: {why}" for other, why in rejected)])
+"""Options of a call beyond q . k and an interval; a kernel set may refuse some of them."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The kernel set that serves a call; `print(choice)` says what and why.
+class Choice(Generic[K]):
+    """The kernels that serve a call; `print(choice)` shows the reasons.
 
     Attributes:
         name: "hopper", "portable" or "eager".
-        kernels: The module with forward, delta and backward.
-        reason: Why this one.
-        rejected: (name, why not) of every faster one that was passed over.
+        kernels: Their module.
+        reason: Reason for these.
+        rejected: (name, reason against it) of every faster one.
     """
 
     name: str
-    kernels: KernelSet
+    kernels: K
     reason: str
     rejected: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        return explain(self.name, self.reason, self.rejected)
+        return "; ".join([f"{self.name}: {self.reason}", *(f"not {other}: {why}" for other, why in self.rejected)])
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[R]):
+    """A row of a table of kernels: their name, their module, and (serves, reason) for a request."""
+
+    name: str
+    module: str
+    answer: Callable[[R], tuple[bool, str]]
+
+
+def select(kind: str, table: tuple[Candidate[R], ...], request: R, impl: str, cast: str) -> Choice[Any]:
+    """Return the first candidate that serves a request, or the one named `impl`; `cast` is the remedy if none does."""
+    rejected: list[tuple[str, str]] = []
+    for row in table:
+        if impl not in ("auto", row.name):
+            continue
+        serves, why = row.answer(request)
+        if serves:
+            return Choice(row.name, importlib.import_module(row.module), why, tuple(rejected))
+        rejected.append((row.name, why))
+    if impl == "auto":
+        reasons = "; ".join(f"{name}: {why}" for name, why in rejected)
+        raise NotImplementedError(f"no {kind} serves this call: {reasons}; {cast}")
+    others = [row.name for row in table if row.name != impl and row.answer(request)[0]]
+    remedy = f'use impl="{others[0]}" or "auto"' if others else cast
+    raise NotImplementedError(f'impl="{impl}" cannot serve this call: {rejected[0][1]}; {remedy}')
+
+
+def check_dims(least: int, multiple: int = 1, **dims: int) -> str | None:
+    """Return the reason against head dims outside of `least` to 256; None: they are served."""
+    for name, dim in dims.items():
+        if not least <= dim <= 256 or dim % multiple:
+            kind = f"a multiple of {multiple} " if multiple > 1 else ""
+            return f"{name} must be {kind}between {least} and 256, got {dim}"
+    return None
+
+
+def check_triton_device(device: torch.device, *, explicit: bool) -> tuple[bool, str]:
+    """Return whether portable Triton kernels run on a device, and the reason; on CPUs only where they are asked for."""
+    if device.type != "cuda" and not (explicit and os.environ.get("TRITON_INTERPRET") == "1"):
+        return False, f"device must be a CUDA or ROCm GPU (or TRITON_INTERPRET=1 be set), got {device}"
+    if importlib.util.find_spec("triton") is None:
+        return False, "triton must be installed, got none"
+    if device.type != "cuda":
+        return True, "the Triton interpreter was asked for"
+    if torch.version.hip is not None:
+        return True, "ROCm device"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return False, f"compute capability must be at least 8.0, got {major}.{minor}"
+    return True, f"CUDA device of compute capability {major}.{minor}"
+
+
+def check_dtype(dtype: torch.dtype, *names: str) -> str | None:
+    """Return the reason against a dtype that is not among `names`; None: it is served."""
+    got = str(dtype).removeprefix("torch.")
+    return None if got in names else f"dtype must be {', '.join(names[:-1])} or {names[-1]}, got {got}"
 
 
 @dataclass(frozen=True)
@@ -62,15 +112,6 @@ class _Request:
     explicit: bool
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One kernel set: where it is, and what it answers to a request: (serves, why or why not)."""
-
-    name: str
-    module: str
-    answer: Callable[[_Request], tuple[bool, str]]
-
-
 HOPPER_TRITON = ("3.6", "3.7", "3.8")
 """Triton versions on which the tests compile the Hopper kernels; the emulator runs them on 3.7, GPUs ran them with 3.6 and 3.8.
 
@@ -78,11 +119,11 @@ Gluon is young: another version may compile them to something else, so it is ref
 
 
 def _hopper(request: _Request) -> tuple[bool, str]:
-    if request.dtype not in (torch.float16, torch.bfloat16):
-        return False, f"dtype must be float16 or bfloat16, got {_short(request.dtype)}"
-    for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
-        if not 16 <= dim <= 256 or dim % 8:
-            return False, f"{name} must be a multiple of 8 between 16 and 256, got {dim}"
+    why_not = check_dtype(request.dtype, "float16", "bfloat16") or check_dims(
+        16, 8, head_dim=request.head_dim, v_head_dim=request.v_head_dim
+    )
+    if why_not is not None:
+        return False, why_not
     for feature in ("bias", "dropout"):
         if feature in request.features:
             return False, f"{feature} is served by the portable kernels"
@@ -100,51 +141,35 @@ def _hopper(request: _Request) -> tuple[bool, str]:
 
 
 def _portable(request: _Request) -> tuple[bool, str]:
-    if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return False, f"dtype must be float16, bfloat16 or float32, got {_short(request.dtype)}"
-    for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
-        if not 16 <= dim <= 256:
-            return False, f"{name} must be between 16 and 256, got {dim}"
-    interpreted = request.explicit and os.environ.get("TRITON_INTERPRET") == "1"
-    if request.device.type != "cuda" and not interpreted:
-        return False, f"device must be a CUDA or ROCm GPU (or TRITON_INTERPRET=1 be set), got {request.device}"
-    if request.device.type != "cuda" and request.dtype == torch.bfloat16:
+    why_not = check_dtype(request.dtype, "float16", "bfloat16", "float32") or check_dims(
+        16, head_dim=request.head_dim, v_head_dim=request.v_head_dim
+    )
+    if why_not is not None:
+        return False, why_not
+    serves, why = check_triton_device(request.device, explicit=request.explicit)
+    if serves and request.device.type != "cuda" and request.dtype == torch.bfloat16:
         return False, "dtype must be float16 or float32 in the Triton interpreter, whose products of bfloat16 are wrong"
-    if importlib.util.find_spec("triton") is None:
-        return False, "triton must be installed, got none"
-    if request.device.type != "cuda":
-        return True, "the Triton interpreter was asked for"
-    if torch.version.hip is not None:
-        return True, "ROCm device"
-    major, minor = torch.cuda.get_device_capability(request.device)
-    if major < 8:
-        return False, f"compute capability must be at least 8.0, got {major}.{minor}"
-    return True, f"CUDA device of compute capability {major}.{minor}"
+    return serves, why
 
 
 def _eager(request: _Request) -> tuple[bool, str]:
-    if request.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        return False, f"dtype must be float16, bfloat16, float32 or float64, got {_short(request.dtype)}"
-    return True, "plain torch serves any device, head_dim and feature"
+    why_not = check_dtype(request.dtype, "float16", "bfloat16", "float32", "float64")
+    return why_not is None, why_not or "plain torch serves any device, head_dim and feature"
 
 
 _TABLE = (
-    _Row("hopper", "ringattn.kernels.attention.hopper.api", _hopper),
-    _Row("portable", "ringattn.kernels.attention.portable.api", _portable),
-    _Row("eager", "ringattn.kernels.attention.eager", _eager),
+    Candidate("hopper", "ringattn.kernels.attention.hopper.api", _hopper),
+    Candidate("portable", "ringattn.kernels.attention.portable.api", _portable),
+    Candidate("eager", "ringattn.kernels.attention.eager", _eager),
 )
 
 
 IMPLS = ("auto", *(row.name for row in _TABLE))
-"""What a call may ask for."""
+"""Values of `impl`."""
 
 
 def resolve_impl(impl: object) -> str:
-    """The name of a kernel set, or "auto", as users give it.
-
-    Raises:
-        ValueError: It is neither.
-    """
+    """Return the name of a kernel set, or "auto", as Python's own str."""
     if not isinstance(impl, str) or impl not in IMPLS:
         raise ValueError(f'impl must be "auto" or one of {", ".join(IMPLS[1:])}, got {impl!r}; use "auto"')
     return IMPLS[IMPLS.index(impl)]
@@ -158,24 +183,12 @@ def select_kernels(
     *,
     impl: str = "auto",
     features: Collection[str] = (),
-) -> Choice:
-    """Picks the fastest kernel set that serves a call, or the one that is asked for.
+) -> Choice[KernelSet]:
+    """Return the fastest kernel set that serves a call, or the one that is asked for.
 
     Args:
-        device: Where q, k and v are.
-        dtype: Of q, k and v.
-        head_dim: Of q and k.
-        v_head_dim: Of v.
         impl: "auto", or the name of a kernel set, which then serves or is refused, never replaced.
         features: Those of FEATURES that the call uses.
-
-    Returns:
-        The choice, with the reason and those passed over.
-
-    Raises:
-        ValueError: impl or a feature is unknown.
-        NotImplementedError: The kernel set that is asked for cannot serve (the message names one that can), or none
-            can.
 
     Example:
         >>> print(select_kernels(torch.device("cpu"), torch.float64, 64, 64, impl="eager"))
@@ -186,21 +199,4 @@ def select_kernels(
     if unknown:
         raise ValueError(f"features must be among {', '.join(sorted(FEATURES))}, got {', '.join(unknown)}")
     request = _Request(device, dtype, head_dim, v_head_dim, frozenset(features), explicit=impl != "auto")
-    rejected: list[tuple[str, str]] = []
-    for row in _TABLE:
-        if impl not in ("auto", row.name):
-            continue
-        serves, why = row.answer(request)
-        if serves:
-            return Choice(row.name, cast(KernelSet, importlib.import_module(row.module)), why, tuple(rejected))
-        rejected.append((row.name, why))
-    if impl == "auto":
-        reasons = "; ".join(f"{name}: {why}" for name, why in rejected)
-        raise NotImplementedError(f"no kernel set serves this call: {reasons}; cast q, k and v to a supported dtype")
-    others = [row.name for row in _TABLE if row.name != impl and row.answer(request)[0]]
-    remedy = f'use impl="{others[0]}" or "auto"' if others else "cast q, k and v to a supported dtype"
-    raise NotImplementedError(f'impl="{impl}" cannot serve this call: {rejected[0][1]}; {remedy}')
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return select("kernel set", _TABLE, request, impl, "cast q, k and v to a supported dtype")

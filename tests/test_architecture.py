@@ -156,16 +156,6 @@ def test_gluon_is_known_to_the_hopper_kernels_only(module):
         assert not [name for name in names if _within(name, "triton.experimental", "triton._C")]
 
 
-@pytest.mark.parametrize(
-    "module",
-    sorted(m for m in MODULES if _within(m, "ringattn.kernels.attention.hopper") and not m.endswith(".hopper")),
-)
-def test_hopper_modules_say_what_they_own_and_what_they_refuse_to_know(module):
-    doc = ast.get_docstring(_tree(MODULES[module])) or ""
-    assert re.search(r"\bOwns\b", doc), module
-    assert "Refuses to know" in doc, module
-
-
 @everywhere
 def test_optional_packages_are_imported_where_they_are_used(module):
     optional = (

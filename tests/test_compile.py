@@ -1,6 +1,6 @@
 """Blocks with ring attention inside under torch.compile: one graph, eager's numbers, no second compilation.
 
-Inductor is asked for C++ here; what it makes of GPUs is in test_gpu_compile.py.
+Inductor is asked for C++ here; what it makes of GPUs is in tests/gpu/test_compile.py.
 """
 
 from __future__ import annotations
@@ -305,6 +305,6 @@ def test_fsdp_with_compiled_blocks_equals_fsdp(pool: Pools) -> None:
 
 
 def test_compilers_leave_the_operators_out_of_their_cuda_graphs() -> None:
-    """Note [Beside compiled graphs] of autograd.py; on GPUs the test of test_gpu_compile.py shows it at work."""
+    """Note [Beside compiled graphs] of autograd.py; on GPUs the test of tests/gpu/test_compile.py shows it at work."""
     for op in (torch.ops.ringattn.forward.default, torch.ops.ringattn.backward.default):
         assert torch.Tag.cudagraph_unsafe in op.tags

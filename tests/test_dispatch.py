@@ -89,8 +89,7 @@ def test_nothing_is_decided_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         (dispatch, "make_execution_plan"),
         (calls, "parse"),
         (calls, "make_plan"),
-        (device_tables, "stationary_key"),
-        (device_tables, "moving_key"),
+        (device_tables, "side_key"),
         (device_tables, "_make"),
     ):
         monkeypatch.setattr(module, name, decided)

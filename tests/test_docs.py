@@ -1,11 +1,11 @@
-"""The documentation is true: its code runs and prints what it shows, its figures and tables are current, its links lead somewhere.
+"""The documentation matches the code: blocks print the output shown, figures and tables are current, links and paths exist.
 
 Code on the pages, fenced:
 
-    ```python                    runs, in the order of the page and in one namespace, in one process
+    ```python                    runs in one process, in the order of the page and in one namespace
     ```python title="x.py"       runs on two ranks
-    ```text                      right behind either: what it printed (rank after rank)
-    ```py                        is only read: it needs a GPU, another package, or names that it does not define
+    ```text                      directly after either: its output (rank after rank)
+    ```py                        does not run: it needs a GPU, another package, or names that it does not define
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEADING = re.compile(r"^#+ (.+?)$", re.MULTILINE)
 
 @cache
 def load(name: str) -> ModuleType:
-    """A script of docs/, which is no package."""
+    """Return a script of docs/, which is no package, as a module."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -51,7 +51,7 @@ def load(name: str) -> ModuleType:
 
 
 def blocks(page: str) -> list[tuple[str, str, str | None]]:
-    """Title, code and shown output of every block that runs, in order."""
+    """Return title, code and shown output of every block that runs, in order."""
     text = (DOCS / page).read_text()
     found: list[tuple[str, str, str | None]] = []
     end = -1
@@ -67,20 +67,20 @@ def blocks(page: str) -> list[tuple[str, str, str | None]]:
 
 
 def run(code: str, name: str, space: dict[str, object]) -> str:
-    """Executes code and returns what it prints."""
+    """Execute code and return its output."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(compile(code, name, "exec"), space)
     return out.getvalue()
 
 
 def run_rank(code: str, name: str) -> str:
-    """The same as one rank of a group that is there already."""
+    """Execute code as one rank of a group that already exists."""
     with patch.object(dist, "init_process_group"), patch.object(dist, "destroy_process_group"):
         return run(code, name, {"__name__": "__main__"})
 
 
 ELSEWHERE = ("meshes.md", "transformers.md")
-"""Pages whose code is run by tests of their own, on more ranks or with other packages."""
+"""Pages whose code other tests run, on more ranks or with other packages."""
 WITH_CODE = [
     path.name for path in PAGES if path.name not in ELSEWHERE and any(not title for title, _, _ in blocks(path.name))
 ]
@@ -90,7 +90,7 @@ ON_RANKS = [
 
 
 @pytest.mark.parametrize("page", WITH_CODE)
-def test_code_on_a_page_runs_and_prints_what_it_shows(page: str) -> None:
+def test_code_on_a_page_prints_the_output_shown(page: str) -> None:
     space: dict[str, object] = {"__name__": page}
     torch.manual_seed(0)
     for number, (title, code, shown) in enumerate(blocks(page)):
@@ -101,13 +101,13 @@ def test_code_on_a_page_runs_and_prints_what_it_shows(page: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("page", ON_RANKS)
-def test_code_for_two_ranks_runs_and_prints_what_it_shows(page: str, pool: Pools) -> None:
+def test_code_for_two_ranks_prints_the_output_shown(page: str, pool: Pools) -> None:
     for title, code, shown in blocks(page):
         if title:
             assert "".join(pool(2).run(run_rank, code, title)) == (shown or "")
 
 
-def test_the_readers_of_pages_see_code_and_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_paired_with_the_output_directly_after_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fence = "`" * 3
     page = f"{fence}python\nprint(1)\n{fence}\n\n{fence}text\n1\n{fence}\n\nWords.\n\n{fence}text\n2\n{fence}\n"
     page += f'{fence}py\nraise SystemExit\n{fence}\n\n{fence}python title="x.py"\npass\n{fence}\n'
@@ -117,7 +117,7 @@ def test_the_readers_of_pages_see_code_and_what_it_prints(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda path: path.name)
-def test_links_and_images_lead_somewhere(page: Path) -> None:
+def test_targets_of_links_and_images_exist(page: Path) -> None:
     text = FENCE.sub("", page.read_text())
     for found in LINK.finditer(text):
         link = found[1] or found[2]
@@ -127,14 +127,12 @@ def test_links_and_images_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), f"{page.name} links to {link}"
         if anchor and not anchor.startswith("ringattn."):
-            there = load("pages").on_page_markdown(target.read_text())
-            slugs = [
-                re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in HEADING.findall(there)
-            ]
+            titles = HEADING.findall(target.read_text())
+            slugs = [re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles]
             assert anchor in slugs, f"{page.name} links to {link}"
 
 
-def test_the_readme_starts_with_the_script_that_is_run() -> None:
+def test_the_quickstart_of_the_readme_is_the_example_script() -> None:
     script = ast.parse((ROOT / "examples/quickstart.py").read_text())
     block = next(block for block in FENCE.finditer((ROOT / "README.md").read_text()) if block[1] == "python")
     assert ast.dump(ast.parse(block[3])) == ast.dump(ast.Module(script.body[1:], [])), (
@@ -156,14 +154,14 @@ def test_every_public_name_is_on_the_api_page_once(monkeypatch: pytest.MonkeyPat
     assert pages.public_names() == ringattn.__all__
 
 
-def test_drawings_are_what_the_library_says() -> None:
+def test_committed_drawings_are_current() -> None:
     drawn = load("drawings").drawings()
     there = {path.name: path.read_text() for path in (DOCS / "drawings").glob("*.svg")}
     assert there == drawn, "run `python docs/drawings.py`"
     assert (DOCS / "ring.svg").read_text() == load("ring_figure").figure(), "run `python docs/ring_figure.py`"
 
 
-def test_drawings_are_what_the_definition_computes() -> None:
+def test_drawings_show_the_pairs_that_the_reference_computes() -> None:
     drawings = load("drawings")
     for mask in drawings.MASKS:
         # all scores equal, values that are unit vectors: the output has a weight where a key is visible
@@ -184,12 +182,12 @@ def test_drawings_are_what_the_definition_computes() -> None:
         assert torch.equal(steps, seen.long()), f"{mask.name}: every visible pair belongs to one step"
 
 
-def test_every_drawing_is_shown() -> None:
+def test_every_drawing_is_on_a_page() -> None:
     shown = set(re.findall(r"drawings/([\w-]+\.svg)", "".join(path.read_text() for path in PAGES)))
     assert shown == {path.name for path in (DOCS / "drawings").glob("*.svg")}
 
 
-def test_tables_are_what_the_library_says() -> None:
+def test_computed_tables_are_current() -> None:
     tables = load("tables")
     pages = tables.pages()
     asked = [name for path in pages for name in tables.MARKED.findall(path.read_text())]
@@ -198,16 +196,35 @@ def test_tables_are_what_the_library_says() -> None:
         assert path.read_text() == tables.fill(path.read_text()), "run `python docs/tables.py`"
 
 
-def test_the_table_of_kernels_asks_about_every_option() -> None:
+def test_the_table_of_kernels_has_a_row_for_every_option() -> None:
     assert load("tables").kernels().count("\n") == 1 + 4 + 9 + 1 + len(registry.FEATURES)
 
 
-def test_pages_from_the_readme_keep_their_links() -> None:
-    pages = load("pages")
-    text = "## One\n\n    code\n\nsee [there](docs/x.md)\n\n### Part\n\n## Two\nend\n"
-    assert pages.section("One", text) == "    code\n\nsee [there](x.md)\n\n### Part"
-    with pytest.raises(ValueError, match="## Three"):
-        pages.section("Three", text)
+def test_speeds_in_the_readme_are_on_the_page_of_results() -> None:
+    section = (ROOT / "README.md").read_text().split("## How fast")[1].split("\n## ")[0]
+    rows = [line.split("|")[2:4] for line in section.splitlines() if line.startswith("| ")]
+    number = re.compile(r"\d[\d.,]*\d")
+    shown = {x for row in rows for cell in row for x in number.findall(cell)}
+    results = set(number.findall((DOCS / "results.md").read_text()))
+    assert len(rows) == 7, "a head and six rows"
+    assert len(shown) >= 15
+    assert shown - results == set()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 220
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/contributing.md", "docs/dropins.md"])
+def test_files_named_on_a_page_exist(page: str) -> None:
+    named = re.findall(r"`((?:[\w.]+/)*[\w.]+(?:\.py|\.md|/))`", (ROOT / page).read_text())
+    named = {path for path in named if "NAME" not in path and path != "x.py"}
+    tops = ("ringattn", "kernels", "launch", "tests", "docs", "examples")
+    there = [
+        f"/{x.relative_to(ROOT)}" + "/" * x.is_dir() for top in tops for x in (ROOT / top, *(ROOT / top).rglob("*"))
+    ]
+    assert named
+    assert [path for path in sorted(named) if not any(one.endswith(f"/{path}") for one in there)] == []
 
 
 def test_pages_from_other_hosts_are_refused() -> None:

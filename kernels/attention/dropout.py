@@ -1,8 +1,4 @@
-"""The dropout mask as a pure function of the seed and of global indices, in plain torch.
-
-Owns Note [Dropout] of interface.py for kernels and references written in torch. Knows nothing of tiles, ranks
-and scores.
-"""
+"""The dropout mask of Note [Dropout] in interface.py, in plain torch."""
 
 from __future__ import annotations
 
@@ -28,9 +24,6 @@ def philox(counter: tuple[Tensor, Tensor], key: Tensor) -> tuple[Tensor, Tensor]
     Args:
         counter: Two int64 tensors of 32-bit words; they and `key` broadcast.
         key: int64 tensor of 32-bit words.
-
-    Returns:
-        Two int64 tensors of 32-bit words.
     """
     x, y = counter
     for _ in range(10):
@@ -43,20 +36,7 @@ def philox(counter: tuple[Tensor, Tensor], key: Tensor) -> tuple[Tensor, Tensor]
 def keep_mask(
     seed: int, b_index: Tensor, h_index: Tensor, i: Tensor, j: Tensor, num_heads: int, dropout_p: float
 ) -> Tensor:
-    """Mask of the attention weights that survive dropout: the same answer on every device and at any world size.
-
-    Args:
-        seed: 64-bit seed.
-        b_index: Batch index; all four index tensors broadcast.
-        h_index: Query head index.
-        i: Global position of the query.
-        j: Global position of the key.
-        num_heads: Query heads H.
-        dropout_p: Probability of dropping a weight.
-
-    Returns:
-        Boolean tensor in the broadcast shape of the indices.
-    """
+    """Mask of the attention weights that survive dropout: the same answer on every device and at any world size."""
     stream = b_index.long() * num_heads + h_index.long()
     high = torch.full_like(stream, (seed >> 32) & _WORD)
     key, _ = philox((stream, high), torch.full_like(stream, seed & _WORD))

@@ -1,17 +1,11 @@
-"""The kernel contract in plain torch: CPUs, fp64 and whatever the fast kernels refuse.
+"""The kernel contract in plain torch: CPUs, fp64 and all calls that the fast kernels refuse.
 
-Owns one blockwise implementation of Notes [Score], [Dropout] and [Carry] of interface.py, for any device. Knows nothing
-of ranks or of how rows are laid out beyond positions and intervals. Never holds a rows x keys tensor: at most one tile.
+Never holds a rows x keys tensor: at most one tile. Query rows are cut into tiles of TILE_ROWS. Positions ascend and bounds never
+decrease, so the keys seen by any row of a tile are one range of key rows, and those seen by all of its rows are a range inside
+it. Keys outside the first are skipped, tiles within the second need no mask.
 
 Shape legend beside the contract's: `g` query heads per key head, `c = b hk` independent problems, `x` rows and `y` keys
 of a tile. Inside, tensors are head-major: queries `c (g x) d`, keys `c y d`, logits `c (g x) y`.
-
-Note [Tiles]
-    Query rows are cut into tiles of TILE_ROWS. Positions ascend and bounds never decrease, so the keys seen by any row
-    of a tile are one range of key rows, and those seen by all of its rows are a range inside it. Both are found for all
-    tiles by one binary search on the device and one copy to the host per call; keys outside the first are skipped,
-    tiles within the second need no mask. With bounds per batch element the first is the union over the batch and the
-    second the intersection.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ def _without_tf32(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _RowTile:
-    """Rows start:stop, the key rows seen by any of them and those seen by all of them (Note [Tiles])."""
+    """Rows start:stop, the key rows seen by any of them and those seen by all of them."""
 
     start: int
     stop: int
@@ -60,7 +54,7 @@ class _RowTile:
         return self.seen[0] < self.seen[1]
 
     def key_tiles(self) -> Iterator[tuple[slice, bool]]:
-        """Key rows to visit in ascending order, and whether they need a mask."""
+        """Key rows to use in ascending order, and whether they need a mask."""
         begin, end = self.seen
         for y in range(begin, end, TILE_KEYS):
             y_end = min(y + TILE_KEYS, end)
@@ -72,12 +66,7 @@ def _row_tiles(rows: RowMetadata, keys: RowMetadata) -> list[_RowTile]:
     starts = torch.arange(0, num_rows, TILE_ROWS, device=rows.positions.device)
     finals = (starts + (TILE_ROWS - 1)).clamp_max(num_rows - 1)
     edges = torch.stack(
-        [
-            rows.lo[:, starts].amin(0),
-            rows.lo[:, finals].amax(0),
-            rows.hi[:, starts].amin(0),
-            rows.hi[:, finals].amax(0),
-        ]
+        [f for bound in (rows.lo, rows.hi) for f in (bound[:, starts].amin(0), bound[:, finals].amax(0))]
     )
     ranges = torch.searchsorted(keys.positions, edges).T.tolist()
     return [
@@ -87,7 +76,7 @@ def _row_tiles(rows: RowMetadata, keys: RowMetadata) -> list[_RowTile]:
 
 
 @dataclass(frozen=True)
-class _Visit:
+class _Step:
     """One ring step, head-major and in the accumulation dtype, as far as every tile needs it."""
 
     shape: tuple[int, int, int]  # b hk g
@@ -99,7 +88,7 @@ class _Visit:
     score: Score
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, score: Score) -> _Visit:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, score: Score) -> _Step:
         dtype = accumulation_dtype(q.dtype)
         b, _, hk, _ = k.shape
         shape = (b, hk, q.shape[2] // hk)
@@ -198,31 +187,31 @@ def forward(
     o: Tensor,
     lse: Tensor,
 ) -> None:
-    """Visits one buffer of keys (`KernelSet.forward`)."""
-    assert carry is not None or (first and last), "a visit that is not alone has a carry"
+    """Attend to one buffer of keys (`KernelSet.forward`)."""
+    assert carry is not None or (first and last), "only a ring step that is first and last has no carry"
     with _without_tf32(q.device):
-        visit = _Visit.of(q, k, v, rows, keys, score)
-        b, hk, g = visit.shape
+        step = _Step.of(q, k, v, rows, keys, score)
+        b, hk, g = step.shape
         for tile in _row_tiles(rows, keys):
             x = tile.rows
             num = tile.stop - tile.start
             if not (first or last or tile.sees_keys):
                 continue  # the carry stays as it is
             if first:
-                m = visit.keys_h.new_full((b * hk, g * num, 1), -math.inf)
+                m = step.keys_h.new_full((b * hk, g * num, 1), -math.inf)
                 if score.sinks is not None:
-                    visit.grouped(m).copy_(visit.per_head(score.sinks) * LOG2E)
+                    step.grouped(m).copy_(step.per_head(score.sinks) * LOG2E)
                 l = (m > -math.inf).to(m.dtype)  # noqa: E741
                 acc = m.new_zeros(b * hk, g * num, v.shape[3])
             else:
                 assert carry is not None
-                m = visit.statistic(carry.m[:, :, x])
-                l = visit.statistic(carry.l[:, :, x])  # noqa: E741
-                acc = visit.by_head(carry.acc[:, x])
+                m = step.statistic(carry.m[:, :, x])
+                l = step.statistic(carry.l[:, :, x])  # noqa: E741
+                acc = step.by_head(carry.acc[:, x])
 
-            q_h = visit.by_head(q[:, x])
+            q_h = step.by_head(q[:, x])
             for y, masked in tile.key_tiles():
-                s = visit.logits(visit.capped(q_h, y), x, y, masked)
+                s = step.logits(step.capped(q_h, y), x, y, masked)
                 m_new = torch.maximum(m, s.amax(-1, keepdim=True))
                 # rows that have seen nothing: exponentials are taken against 0, so that 2^-inf is 0 and never NaN
                 m_safe = m_new.masked_fill(m_new == -math.inf, 0.0)
@@ -230,20 +219,20 @@ def forward(
                 rescale = (m - m_safe).exp2_()
                 l = l * rescale + p.sum(-1, keepdim=True)  # noqa: E741
                 if score.dropout_p:
-                    p.mul_(visit.kept(x, y))
-                acc = torch.baddbmm(acc * rescale, p, visit.values_h[:, y])
+                    p.mul_(step.kept(x, y))
+                acc = torch.baddbmm(acc * rescale, p, step.values_h[:, y])
                 m = m_new
 
             if last:
                 # a row without weight has acc = 0, and log2(0) = -inf is its lse
-                o[:, x] = visit.by_token(acc / l.masked_fill(l == 0, 1.0)).to(o.dtype)
+                o[:, x] = step.by_token(acc / l.masked_fill(l == 0, 1.0)).to(o.dtype)
                 m_safe = m.masked_fill(m == -math.inf, 0.0)
-                lse[:, :, x] = visit.grouped(LN2 * m_safe + l.log())[..., 0]
+                lse[:, :, x] = step.grouped(LN2 * m_safe + l.log())[..., 0]
             else:
                 assert carry is not None
-                carry.m[:, :, x] = visit.grouped(m)[..., 0]
-                carry.l[:, :, x] = visit.grouped(l)[..., 0]
-                carry.acc[:, x] = visit.by_token(acc)
+                carry.m[:, :, x] = step.grouped(m)[..., 0]
+                carry.l[:, :, x] = step.grouped(l)[..., 0]
+                carry.acc[:, x] = step.by_token(acc)
 
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -277,46 +266,46 @@ def backward(
     if o is not None:
         delta.copy_(_make_delta(o, do, dlse))
     with _without_tf32(q.device):
-        visit = _Visit.of(q, k, v, rows, keys, score)
-        dk, dv = torch.zeros_like(visit.keys_h), torch.zeros_like(visit.values_h)
+        step = _Step.of(q, k, v, rows, keys, score)
+        dk, dv = torch.zeros_like(step.keys_h), torch.zeros_like(step.values_h)
         dkey_bias = None if grads.dkey_bias is None else torch.zeros_like(grads.dkey_bias)
         for tile in _row_tiles(rows, keys):
             x = tile.rows
-            q_h, do_h = visit.by_head(q[:, x]), visit.by_head(do[:, x])
-            lse2 = visit.statistic(lse[:, :, x]) * LOG2E
+            q_h, do_h = step.by_head(q[:, x]), step.by_head(do[:, x])
+            lse2 = step.statistic(lse[:, :, x]) * LOG2E
             # a row that saw nothing has weights exp(s - inf) = 0
             lse2 = lse2.masked_fill(lse2 == -math.inf, math.inf)
-            delta_h = visit.statistic(delta[:, :, x])
+            delta_h = step.statistic(delta[:, :, x])
             dq = torch.zeros_like(q_h)
             dalibi = torch.zeros_like(lse2)
             for y, masked in tile.key_tiles():
-                capped = visit.capped(q_h, y)
-                p = visit.logits(capped, x, y, masked).sub_(lse2).exp2_()
-                dp = torch.bmm(do_h, visit.values_h[:, y].transpose(1, 2))
+                capped = step.capped(q_h, y)
+                p = step.logits(capped, x, y, masked).sub_(lse2).exp2_()
+                dp = torch.bmm(do_h, step.values_h[:, y].transpose(1, 2))
                 if score.dropout_p:
-                    kept = visit.kept(x, y)
+                    kept = step.kept(x, y)
                     dp.mul_(kept)
                     dv[:, y].baddbmm_((p * kept).transpose(1, 2), do_h)
                 else:
                     dv[:, y].baddbmm_(p.transpose(1, 2), do_h)
                 ds = dp.sub_(delta_h).mul_(p)
                 if dkey_bias is not None:
-                    dkey_bias[:, y] += visit.grouped(ds).sum((1, 2))
+                    dkey_bias[:, y] += step.grouped(ds).sum((1, 2))
                 if grads.dalibi is not None:
-                    dalibi -= (visit.grouped(ds) * visit.distance(x, y)).sum(-1).view_as(dalibi)
+                    dalibi -= (step.grouped(ds) * step.distance(x, y)).sum(-1).view_as(dalibi)
                 if grads.dbias is not None:
                     # zero on invisible pairs, so adding writes the visible ones only
-                    grads.dbias[:, :, x].index_add_(3, keys.positions[y], visit.grouped(ds).to(grads.dbias.dtype))
+                    grads.dbias[:, :, x].index_add_(3, keys.positions[y], step.grouped(ds).to(grads.dbias.dtype))
                 if score.softcap:
                     ds = ds.mul_(1 - capped.square_())
-                dq.baddbmm_(ds, visit.keys_h[:, y])
+                dq.baddbmm_(ds, step.keys_h[:, y])
                 dk[:, y].baddbmm_(ds.transpose(1, 2), q_h)
 
-            _store(grads.dq[:, x], visit.by_token(dq.mul_(score.softmax_scale)), grads.accumulate_rows)
+            _store(grads.dq[:, x], step.by_token(dq.mul_(score.softmax_scale)), grads.accumulate_rows)
             if grads.dalibi is not None:
-                _store(grads.dalibi[:, :, x], visit.grouped(dalibi)[..., 0], grads.accumulate_rows)
+                _store(grads.dalibi[:, :, x], step.grouped(dalibi)[..., 0], grads.accumulate_rows)
 
-        b, hk, _ = visit.shape
+        b, hk, _ = step.shape
         dk.mul_(score.softmax_scale)
         _store(grads.dk, dk.view(b, hk, *dk.shape[1:]).transpose(1, 2), grads.accumulate_keys)
         _store(grads.dv, dv.view(b, hk, *dv.shape[1:]).transpose(1, 2), grads.accumulate_keys)

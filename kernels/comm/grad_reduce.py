@@ -1,8 +1,4 @@
-"""Sum of the gradients of keys over the ranks that read them, in plain torch; `grad_reduce_triton` does it on GPUs.
-
-Owns the sum over a rank's own contribution and those of the ranks that read its keys (Note [Fused call] of interface.py), in
-a fixed order. Refuses to know how they arrived.
-"""
+"""Sum of the gradients of keys over the ranks that read them, in a fixed order; plain torch, as `grad_reduce_triton` on GPUs."""
 
 from __future__ import annotations
 
@@ -18,15 +14,11 @@ def reduce_kv_grads(dk: Tensor, dv: Tensor, local_grads: Tensor, remote_grads: S
 
     Args:
         dk: `b t hk d`, contiguous, any floating dtype; written.
-        dv: `b t hk dv`, likewise.
+        dv: `b t hk dv`, in the same form.
         local_grads: `b grad_buffer_rows hk (d + dv)` fp32: row x belongs to key row x.
-        remote_grads: Like local_grads, in the order of the sum.
         rows: int32 `remote_grads t`: the row of a part that belongs to a key row, or -1; rows that it names nowhere are not read.
     """
-    total = local_grads[:, : dk.shape[1]].clone()
-    for part, row in zip(remote_grads, rows, strict=True):
-        there = row >= 0
-        total[:, there] += part[:, row[there].long()]
+    total = _sum_rows(local_grads[:, : dk.shape[1]], remote_grads, rows)
     dk.copy_(total[..., : dk.shape[-1]])
     dv.copy_(total[..., dk.shape[-1] :])
 
@@ -37,14 +29,17 @@ def reduce_key_bias_grads(dkey_bias: Tensor, local_grads: Tensor, remote_grads: 
     Args:
         dkey_bias: `b t` fp32, contiguous; written.
         local_grads: `b hk grad_buffer_rows` fp32: row x belongs to key row x.
-        remote_grads: Like local_grads, in the order of the sum.
-        rows: As in `reduce_kv_grads`.
     """
-    total = _over_heads(local_grads[..., : dkey_bias.shape[1]]).clone()
-    for part, row in zip(remote_grads, rows, strict=True):
+    local = _over_heads(local_grads[..., : dkey_bias.shape[1]])
+    dkey_bias.copy_(_sum_rows(local, [_over_heads(part) for part in remote_grads], rows))
+
+
+def _sum_rows(local: Tensor, remote: Sequence[Tensor], rows: Tensor) -> Tensor:
+    total = local.clone()
+    for part, row in zip(remote, rows, strict=True):
         there = row >= 0
-        total[:, there] += _over_heads(part[..., row[there].long()])
-    dkey_bias.copy_(total)
+        total[:, there] += part[:, row[there].long()]
+    return total
 
 
 def _over_heads(x: Tensor) -> Tensor:

@@ -1,10 +1,7 @@
-"""Sum of the gradients of keys over the ranks that read them, in one Triton launch; the sums are those of `grad_reduce`.
-
-Owns the kernels and their launchers. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
-"""
+"""Sum of the gradients of keys over the ranks that read them, in one Triton launch; the sums are those of `grad_reduce`."""
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels, says Triton)
+# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def _reduce_kv_grads_kernel(
     """A program owns ROWS key rows of one head of one batch element.
 
     Example: local_grads row 5 is 1, row 5 of the first part's table is 2, and row 2 of that part is 3; the second part's table
-    says -1: the sum is 4.
+    has -1: the sum is 4.
     """
     head = tl.program_id(0) % heads
     x = tl.program_id(0) // heads * ROWS + tl.arange(0, ROWS)
@@ -52,37 +49,13 @@ def _reduce_kv_grads_kernel(
     WIDTH: tl.constexpr = D + DV
     local_at = b * grad_buffer_rows * (heads * WIDTH)
     _add(
-        dk + b * t * (heads * D),
-        local_grads,
-        remote_grads,
-        rows,
-        local_at,
-        head,
-        heads,
-        x,
-        inside,
-        t,
-        0,
-        D,
-        WIDTH,
-        D_COLUMNS,
-    )
+        dk + b * t * (heads * D), local_grads, remote_grads, rows, local_at, head, heads, x, inside, t,
+        0, D, WIDTH, D_COLUMNS,
+    )  # fmt: skip
     _add(
-        dv + b * t * (heads * DV),
-        local_grads,
-        remote_grads,
-        rows,
-        local_at,
-        head,
-        heads,
-        x,
-        inside,
-        t,
-        D,
-        DV,
-        WIDTH,
-        DV_COLUMNS,
-    )
+        dv + b * t * (heads * DV), local_grads, remote_grads, rows, local_at, head, heads, x, inside, t,
+        D, DV, WIDTH, DV_COLUMNS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -112,7 +85,7 @@ def _reduce_key_bias_grads_kernel(
 
 
 def reduce_key_bias_grads(dkey_bias: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor) -> None:
-    """As `kernels.grad_buffers.reduce_key_bias_grads`."""
+    """`kernels.comm.grad_reduce.reduce_key_bias_grads` on a GPU."""
     b, t = dkey_bias.shape
     if b * t == 0:
         return
@@ -126,7 +99,7 @@ def reduce_key_bias_grads(dkey_bias: Tensor, local_grads: Tensor, remote_grads: 
 
 
 def reduce_kv_grads(dk: Tensor, dv: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor) -> None:
-    """As `kernels.grad_buffers.reduce_kv_grads`; fp32 regions."""
+    """`kernels.comm.grad_reduce.reduce_kv_grads` on a GPU; fp32 regions."""
     b, t, heads, d = dk.shape
     if dk.numel() + dv.numel() == 0:
         return

@@ -1,45 +1,35 @@
-"""An exchange in one launch per rank: store the own share at every rank, wait, make the answer of all shares.
+"""Exchange between ranks in one launch per rank: store the own share at every rank, wait, make the result of all shares.
 
-Owns the kernels (packed parts that are merged and normalised; addends that are summed, or columns that are laid side by side),
-their launchers, and what lies where in the memory that ranks share. Refuses to know where that memory comes from.
+The kernels merge and normalise packed parts; or they sum addends, or lay columns side by side.
 
 Shape legend: `p` ranks, `g` programs, which are as many in every launch, on every rank.
 
 Note [Mailboxes]
     Every rank has a *control* of int64 words: flags `g p`, epochs `g`, and one word `failed`; and a *mailbox* of two halves of
-    p slots, each of which holds the share of one rank: a packed part (Note [Packed parts] of kernels.partials.packed), or
-    numbers as they are, from the beginning of the slot. `table`, on the device, has the addresses of all mailboxes, of all
-    controls, and of `errors`, one int32 per rank in host memory. Program i owns some rows. In its n-th launch it merges the
-    splits of these rows, stores the result into slot [n % 2][me] of every rank, its own included, and sets flag [i][me] of
-    every rank to n; it waits until its own flags [i] are all n at least, then merges the slots of its rows in the order of the
-    ranks. Programs without rows do the same: so all count alike, from words that they keep in the control. A graph that was
-    captured needs nothing else: it may be replayed at any time. Launches of both kernels have as many programs and count in the
-    same words, so they may follow each other in any order.
+    p slots, each of which holds the share of one rank: a packed part (Note [Packed parts] of kernels.partials.packed), or plain
+    numbers, from the beginning of the slot. `table`, on the device, has the addresses of all mailboxes, of all controls, and of
+    `errors`, one int32 per rank in host memory. Program i owns some rows. In its n-th launch it merges the splits of these rows,
+    stores the result into slot [n % 2][me] of every rank, its own included, and sets flag [i][me] of every rank to n; it waits
+    until its own flags [i] are all n at least, then merges the slots of its rows in the order of the ranks. Programs without
+    rows do the same, so all count alike, and a captured graph may be replayed at any time. Both kernels count in the same words,
+    so they may follow each other in any order.
 
-Note [Two halves]
-    A store of launch n + 2 may not meet a reader of launch n. Let rank A store in its launch n + 2. Its launch n + 1 has ended,
-    since launches of a stream do not overlap; so each of its programs has seen flag n + 1 of each rank B, set by a program of
-    B's launch n + 1; so B's launch n had ended. What the slots of a launch are for does not matter: this holds of the whole
-    half, and shapes, dtypes and kernels may change from launch to launch. A flag may be n + 1 when it is looked at, and is
-    never more.
+    A store of launch n + 2 never meets a reader of launch n. When rank A stores in launch n + 2, its launch n + 1 has ended, so
+    each of its programs has seen flag n + 1 of each rank B, which a program of B's launch n + 1 set; so B's launch n had ended.
 
-Note [Nobody waits for ever]
-    Every program stores and sets its flags before it waits, and waits for the program of its own number alone. Programs start in
-    the order of their numbers: so the lowest one that has not ended can end, however few of them a device holds at a time.
-    A program that waits longer than `timeout_us`, or meets a negative flag, gives up: it says whom it waited for in `errors`
-    (1: did not come; 2: has failed itself), sets `failed` and its flags at all ranks to -1, and writes NaN. Whoever finds
-    `failed` set stores no share any more, does not wait, and writes NaN. So a rank that is merely slow meets whole shares, or
-    fails too.
+    Every program stores and sets its flags before it waits, and waits for the programs of its own number alone. Programs start
+    in the order of their numbers, so the lowest one that has not ended can end. A program that waits longer than `timeout_us`,
+    or reads a negative flag, gives up: it writes to `errors` which rank it waited for (1: timeout; 2: that rank has failed), sets
+    `failed` and its flags at all ranks to -1, and writes NaN. A program that finds `failed` set stores no share, does not wait,
+    and writes NaN. So a slow rank reads whole shares, or fails too.
 
-Note [Order of memory]
-    Shares are stored by all threads of a program and announced by some: the threads meet at a barrier, then a store that
-    releases at the scope of the system makes all that came before it visible to whoever acquires the flag, on any device. On
-    the other side the threads that have acquired meet the others at a barrier before any of them reads a share. Shares are
-    read from L2, where stores of peers arrive.
+    All threads of a program store shares, some announce them: the threads meet at a barrier, then a store that releases at the
+    scope of the system makes the shares visible to the threads that acquire the flag, on any device. Those meet the others at a
+    barrier before any of them reads a share, from L2, where stores of peers arrive.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels, says Triton)
+# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 
@@ -67,7 +57,7 @@ WIDE = 16
 UNITS = 512
 """Units that a program of `share` holds of a rank at most: 64 bytes per thread."""
 AT_ONCE = 8
-"""Ranks whose shares a program of `share` asks for before it needs the first: all of a host, in half of its registers."""
+"""Ranks whose shares a program of `share` loads before it uses the first: all of a host, in half of its registers."""
 
 
 def control_size(ranks: int) -> int:
@@ -140,7 +130,7 @@ def _meeting(ranks):
 
 @triton.jit
 def meet(controls, flags, offset, epoch, word, failed, errors, timeout_us, RANKS: tl.constexpr):
-    """Sets this program's flag at every rank, and waits for those of all ranks; Note [Mailboxes], Note [Order of memory].
+    """Sets this program's flag at every rank, and waits for those of all ranks; Note [Mailboxes].
 
     Args are where the addresses of the controls stand, this program's own flags, the offset in bytes of its flag in a control,
     the number of this launch, what was found in `failed`, where that is, the address of `errors`, and nanoseconds. Returns 1,
@@ -241,8 +231,6 @@ def one_shot(
         o: `b s h dv`, contiguous; written.
         lse: `b h s` fp32, contiguous; written.
         table: int64 `2 * ranks + 1` (Note [Mailboxes]).
-        rank: This rank.
-        ranks: All.
         slot: Numbers of a slot, at least b * s * h * (dv + 2); a multiple of 16. Mailboxes begin at multiples of 16 bytes.
         timeout_us: Microseconds for which a program waits.
     """
@@ -255,22 +243,10 @@ def one_shot(
         "RANKS": ranks, "PROGRAMS": PROGRAMS, "ROWS": per_program, "COLUMNS": columns,
         "TOGETHER": together(stack.shape[0], per_program * columns, WARPS),
     }  # fmt: skip
+    height, height_stride = stack.shape[0], stack.stride(0)
     args = (
-        stack,
-        sinks,
-        o,
-        lse,
-        table,
-        stack.shape[0],
-        stack.stride(0),
-        rank,
-        rows,
-        heads,
-        queries,
-        dv,
-        slot,
-        timeout_us,
-    )
+        stack, sinks, o, lse, table, height, height_stride, rank, rows, heads, queries, dv, slot, timeout_us,
+    )  # fmt: skip
     bound_launch.launch(_one_shot_kernel, (PROGRAMS,), args, constants, num_warps=WARPS, num_stages=1)
 
 
@@ -321,7 +297,7 @@ def _share_kernel(
                 if base + i < RANKS:
                     begun = (mailbox + 4 * (base + i) * slot).to(x.dtype if ADDS else Bits)
                     brought = tl.load(tl.multiple_of(begun, 16) + at, mask=ok, cache_modifier=".cg")
-                    asked = asked + (brought,)  # noqa: RUF005 (likewise)
+                    asked = asked + (brought,)  # noqa: RUF005 (Triton unpacks nothing)
             for i in tl.static_range(TOGETHER):
                 if base + i < RANKS:
                     if not ADDS:
@@ -354,12 +330,7 @@ def share(
         x: This rank's numbers, contiguous; `rows width` where columns are laid side by side.
         out: The shape of x, any floating dtype; or `rows, ranks * width`, the dtype of x. Contiguous, at most 2**30 numbers, no
             memory of x; written.
-        table: As in `one_shot`.
         adds: Sum all ranks' numbers in fp32, in the order of the ranks, and round once; else lay columns side by side.
-        rank: As in `one_shot`.
-        ranks: As in `one_shot`.
-        slot: As in `one_shot`, at least the bytes of x / 4.
-        timeout_us: As in `one_shot`.
     """
     assert ranks <= MAX_RANKS, "a thread per rank sets and waits for flags"
     width = x.numel() if adds else x.shape[-1]

@@ -1,13 +1,7 @@
-"""Shapes of decode calls on each kind of device: one table and a few rules, so that a measured choice is a changed number.
+"""Shapes of decode calls on each kind of device: tile sizes, pipeline depth, and the share of a device that one call fills.
 
-Owns tile sizes, pipeline depth and how much of a device one call should fill. Refuses to know tensors, and needs no Triton.
-
-Note [Slots]
-    The unit of work is a slot: a share of one request's blocks, for all its key heads and tiles of rows. `slots` of them fill
-    the device, `splits` of them at most belong to one request (it is the height of the stack). On the device every program
-    computes from the table how many blocks a share has, the same for all requests: so many that about `slots` shares come out,
-    or with many requests a few times as many, and at most `splits` for a request. A long request among short ones so gets many
-    programs.
+The unit of work is a slot: a share of one request's blocks, for all its key heads and tiles of rows. `slots` of them fill the
+device; at most `splits` of them, the height of the stack, belong to one request.
 """
 
 from __future__ import annotations
@@ -110,8 +104,6 @@ def choose(kind: str, itemsize: int, head_dim: int, rows: int) -> Config:
     Args:
         kind: From `portable.configs.kind_of`.
         itemsize: Bytes per element of the pool.
-        head_dim: The larger of the head_dim of q and of v.
-        rows: Query rows that share a key head.
     """
     bucket = next(b for b in (64, 128, 256) if head_dim <= b)
     found = _TABLE[kind, itemsize, bucket]
@@ -126,7 +118,7 @@ def row_tiles(s: int, group: int, block_m: int) -> tuple[int, int]:
 
 
 def slots(s: int, h: int, hk: int, sms: int, config: Config) -> int:
-    """Slots that fill a device at once (Note [Slots])."""
+    """Return the number of slots that fill a device at once."""
     _, tiles = row_tiles(s, h // hk, config.block_m)
     return max(1, sms * config.per_sm // (hk * tiles))
 
@@ -135,15 +127,6 @@ def shares(weights: Sequence[int], s: int, h: int, hk: int, page_size: int, sms:
     """The height of the stack with which requests of many rows are soonest done, by an estimate of rounds.
 
     Programs that multiply are long, so they are cut until the last round costs little; few enough that parts cost little.
-
-    Args:
-        weights: Blocks of each request that some of its rows see.
-        s: Rows of each.
-        h: Query heads.
-        hk: Key heads.
-        page_size: Rows of a page.
-        sms: Multiprocessors.
-        config: Of the launch.
 
     Example:
         >>> one = Config(64, 8, 3, 1, block_m=128)

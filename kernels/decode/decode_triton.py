@@ -1,60 +1,48 @@
 """Decode in Triton: one launch of split-KV attention over pages, and its launcher.
 
-Owns the kernel and the sharing out of its work. Refuses to know ranks, who wrote the pages, and how partials are merged.
-
-Note [Who does what]
+Note [Division of work]
     The rows that share a key head, s tokens x (h / hk) heads, are packed into one tile: keys are read once for all of them. A
-    program owns a tile of rows of one key head and one slot: a share of one request's blocks (Note [Slots] of
-    decode_configs). It finds its share itself, from what the table and the bounds hold when it runs:
+    program owns a tile of rows of one key head and one slot: a share of one request's blocks. It computes its share, from the
+    table and the bounds at run time (or `plan_splits` computed it once for all layers):
         weight of request r      w[r] = blocks of r, at most as many as [min lo, max hi) can touch
         blocks of a share        c = max(sum w / slots, max w / splits, least), rounded up
         shares of r              n[r] = max(1, w[r] / c), rounded up: the slots of r follow those of r - 1
-    Or it was found before, by a program of its own for all layers (`plan_splits`): most of what a program of few keys does is this.
-    Rounding up may make more shares than slots, which then go in rounds. With c as many times larger as there are too many
-    shares they go in one, and are larger: whichever is done first by an estimate is taken. Where requests are so many that
-    rounds are likely, shares of a FINER-th are a third choice: the last round is then that much shorter.
-    Then it finds the blocks of its request that some row sees (they are adjacent) and takes its part of these. A program
-    without blocks writes the identity; so do the programs of a request, in turns, for the splits that it does not need, but
-    for their acc, at which nobody looks (Note [Packed parts] of kernels.partials.packed). Programs beyond the last slot leave
-    at once.
+    Rounding up may make more shares than slots, which then go in rounds. Three values of c are compared by an estimate of the
+    time: c, c times the excess of shares over slots (one round of larger shares), and, with many requests, c / FINER (a shorter
+    last round). A program takes its part of the blocks that some row of its request sees. A program without blocks writes the
+    identity; so do the programs of a request, in turns, for the splits that it does not need, except for their acc, which is
+    not read (Note [Packed parts] of kernels.partials.packed). Programs beyond the last slot return at once.
 
-    Example: 100 and 4 blocks, 8 slots, 8 splits, least 2: with c = 13 n = (8, 1), which is one share more than there are slots;
-    with c = 15 n = (7, 1). The second request's only program also says of the splits 1 to 7 that they hold nothing.
-    Example: 9 requests of 100 blocks, 8 slots, 8 splits: with c = 113 each is one share, and the last of them goes alone, in a
-    second round of 100 blocks. With FINER = 4 c = 29 and n = 4: 36 shares, of which the last four go in a fifth round of 25.
+    Example: 100 and 4 blocks, 8 slots, 8 splits, least 2: with c = 13 n = (8, 1), one share more than slots; with c = 15
+    n = (7, 1). The second request's only program also writes the identity for the splits 1 to 7.
 
-Note [Pipeline]
-    Tiles of K and V stream through shared memory, several ahead. Which page a tile lies in, where it starts, and how many of
-    its rows count, is loaded one tile before the tile itself is asked for, so that no load waits for another.
-    Rows behind the end of a block are not loaded: zeros take their place, because 0 * NaN is NaN.
-    Tiles at an edge of what rows see, or of a block, are masked; all others are not even compared.
+    Tiles of K and V stream through shared memory, several ahead. The page, start and length of a tile are loaded one tile before
+    it, so that no load waits for another. Rows behind the end of a block are not loaded: zeros take their place, because
+    0 * NaN is NaN. Only tiles at an edge of the visible range, or of a block, are masked.
 
 Note [Bytes in pairs]
-    fp8 halves the bytes of a tile, so there is half the time for everything else, and what a warp issues decides. Pools are
-    loaded as int16, which the matrix loads of shared memory can transpose; the bytes of a register's two elements are four
-    numbers, of which one permutation and two conversions make those of even columns and those of odd ones. q is split alike,
-    once, and products are taken of the halves: q . k = q_even . k_even + q_odd . k_odd, and (even, odd) columns of p v.
-    What converts ("instructions"), else integer operations on two elements at once ("bits"), else those that the interpreter
-    knows ("portable"): the last two move sign and magnitude to where fp16 has them, which is the number over 2^8, because
-    fp16's exponent is biased by 15 instead of 7. Scales are of rows, so they take part in scores and in p, never in a tile.
-    sm_90, head_dim 128, 64 keys, 4 warps: 484 instructions of a warp per tile, some 45 of them at edges only, where two
-    conversions of single bytes and masks everywhere made it 663.
+    fp8 halves the bytes of a tile, and then the instructions of a warp are the bound. Pools are loaded as int16, which the
+    matrix loads of shared memory can transpose; the bytes of a register's two elements are four numbers, of which one
+    permutation and two conversions make those of even columns and those of odd ones. q is split alike, once, and products are
+    taken of the halves: q . k = q_even . k_even + q_odd . k_odd, and (even, odd) columns of p v. Conversion is by
+    "instructions", or by integer operations on two elements at once ("bits"), or by those that the interpreter knows
+    ("portable"): the last two move sign and magnitude to where fp16 has them, which is the number over 2^8, because fp16's
+    exponent is biased by 15 instead of 7. Scales are of rows, so they are part of scores and of p, never of a tile.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# (powers of two may be constants of kernels, says Triton)
+# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels.attention.arguments import LOG2E, padded, pair, scale_and_cap
 from ringattn.kernels.attention.portable.configs import kind_of
 from ringattn.kernels.attention.portable.scores import score as score_of
 from ringattn.kernels.decode import configs as decode_configs
@@ -63,13 +51,12 @@ from ringattn.kernels.decode.dispatch import FP8, PageTable, check_decode
 from ringattn.kernels.interface import Score
 from ringattn.kernels.runtime import bound_launch
 
-LOG2E = math.log2(math.e)
 FAN = 128
 """Blocks that one step of a search looks at."""
 FINER = 4
 """Into how many shares an even one is cut at most where there are rounds."""
 SPARED = tl.constexpr(32)
-"""Splits of which a program says at once that they hold nothing."""
+"""Splits for which a program writes the identity at once."""
 BEGIN = tl.constexpr(2)
 """What one more round costs, in blocks: programs begin and end."""
 
@@ -102,7 +89,7 @@ def _find_ends(
     counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least,
     PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr, FINER: tl.constexpr,
 ):  # fmt: skip
-    """The running sum of the shares of every request (Note [Who does what])."""
+    """The running sum of the shares of every request (Note [Division of work])."""
     r = tl.arange(0, B)
     there = r < b
     count = tl.load(counts + r, mask=there, other=0)
@@ -222,7 +209,7 @@ def _decode_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SEARCH: tl.constexpr, FINER: tl.constexpr,
     K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """The partial of one tile of rows over one share of blocks (Note [Who does what]). Strides are in elements."""
+    """The partial of one tile of rows over one share of blocks (Note [Division of work]). Strides are in elements."""
     pid = tl.program_id(0)
     tile = pid % tiles
     h_kv = (pid // tiles) % hk
@@ -270,7 +257,7 @@ def _decode_kernel(
     any_hi = tl.max(all_hi, 0)
     first = 0
     last = tl.where(any_lo < any_hi, count, 0)
-    # asked for before either is looked at: they are one round trip
+    # both loads before either is used: one round trip
     start_of_first = tl.load(starts, mask=last > 0, other=0)
     start_of_last = tl.load(starts + last - 1, mask=last > 0, other=0)
     if last > 0:
@@ -370,7 +357,7 @@ def _decode_kernel(
     # a maximum on the GPU passes over NaN: a row of NaN alone would have the m of a row that saw nothing
     tl.store(ml + home + row, tl.where(total == total, m_i - HEADROOM, total), mask=exists)
     tl.store(ml + home + rows + row, total, mask=exists)
-    # of the splits that nobody needs, each program of this request says those that are its own modulo their number
+    # the identity of unused splits is written by all programs of this request in turns
     x = tl.arange(0, SPARED)
     for base in tl.range(mine // SPARED * SPARED, splits, SPARED):
         unused = base + x
@@ -380,18 +367,14 @@ def _decode_kernel(
         tl.store(at + rows, tl.zeros([SPARED, BLOCK_M], tl.float32), mask=spared)
 
 
-_kernel: Any = _decode_kernel  # what @triton.jit makes of a function has a type that does not know [grid]
-
-
 @dataclass(frozen=True)
 class _Sharing:
-    """Division of the work of a call (Note [Who does what]).
+    """Division of the work of a call (Note [Division of work]).
 
     Attributes:
-        config: Of the launch.
         slots: Shares that fill the device.
-        least: Blocks of a share at least.
-        finer: Into how many shares an even one may be cut.
+        least: Smallest share, in blocks.
+        finer: Largest number of shares that an even one is cut into.
     """
 
     config: Config
@@ -401,7 +384,7 @@ class _Sharing:
 
 
 def _sharing(q: Tensor, v: Tensor, splits: int, config: Config | None) -> _Sharing:
-    """The same for all calls of the same shapes. v is the pool as it was given, in fp8 or not."""
+    """Return the division of all calls of the same shapes; v is the pool as it was given, in fp8 or not."""
     b, s, h, d = q.shape
     _, hk, page_size, dv = v.shape
     if config is None:
@@ -413,6 +396,27 @@ def _sharing(q: Tensor, v: Tensor, splits: int, config: Config | None) -> _Shari
     # every share of a few requests begins at once
     finer = FINER if not many and 2 * b > slots else 1
     return _Sharing(config, slots, decode_configs.least_blocks(s, h // hk, page_size), finer)
+
+
+def plan_splits(
+    q: Tensor, k: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, splits: int
+) -> Tensor | None:
+    """`kernels.decode.dispatch.plan_splits`."""
+    del k
+    b, s, _, _ = q.shape
+    if not b:
+        return None
+    room: int = triton.next_power_of_2(b)
+    split_plan = torch.empty(room, dtype=torch.int32, device=q.device)
+    sharing = _sharing(q, v, splits, None)
+    bound_launch.launch(
+        _plan_splits_kernel,
+        (1,),
+        (table.counts, lo, hi, split_plan, lo.stride(0), hi.stride(0), b, s, sharing.slots, splits, sharing.least),
+        {"PAGE": v.shape[2], "B": room, "S": triton.next_power_of_2(s), "FINER": sharing.finer},
+        num_warps=4,
+    )
+    return split_plan
 
 
 def decode(
@@ -432,86 +436,40 @@ def decode(
     config: Config | None = None,
 ) -> None:
     """`kernels.decode.dispatch.decode`, with a configuration of the caller's choice in place of the table's."""
-    fp8 = k.dtype == FP8 and v.dtype == FP8
-    if fp8:
-        _expect_even_strides("k", k)
-        _expect_even_strides("v", v)
-        k, v = k.view(torch.int16), v.view(torch.int16)  # Note [Bytes in pairs]
-    _launch(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale, split_plan, fp8, config)
-
-
-def plan_splits(
-    q: Tensor, k: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, splits: int
-) -> Tensor | None:
-    """`kernels.decode.dispatch.plan_splits`."""
-    del k
-    if not q.shape[0]:
-        return None
-    room: int = triton.next_power_of_2(q.shape[0])
-    split_plan = torch.empty(room, dtype=torch.int32, device=q.device)
-    _launch_plan_splits(q, v, table, lo, hi, split_plan, splits)
-    return split_plan
-
-
-def _launch_plan_splits(
-    q: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, split_plan: Tensor, splits: int
-) -> None:
-    b, s, _, _ = q.shape
-    sharing = _sharing(q, v, splits, None)
-    bound_launch.launch(
-        _plan_splits_kernel,
-        (1,),
-        (table.counts, lo, hi, split_plan, lo.stride(0), hi.stride(0), b, s, sharing.slots, splits, sharing.least),
-        {"PAGE": v.shape[2], "B": len(split_plan), "S": triton.next_power_of_2(s), "FINER": sharing.finer},
-        num_warps=4,
-    )
-
-
-def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: PageTable,
-    lo: Tensor,
-    hi: Tensor,
-    positions: Tensor,
-    score: Score,
-    parts: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    split_plan: Tensor | None,
-    fp8: bool,
-    config: Config | None,
-) -> None:
-    pools = (k.view(FP8), v.view(FP8)) if fp8 else (k, v)
-    check_decode(q, *pools, table, lo, hi, positions, score, parts, k_scale, v_scale)
+    check_decode(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale)
     b, s, h, d = q.shape
-    _, hk, page_size, dv = pools[1].shape
+    _, hk, page_size, dv = v.shape
     if b == 0:
         return
     kind, splits = kind_of(q.device), parts.shape[0]
-    sharing = _sharing(q, pools[1], splits, config)
+    sharing = _sharing(q, v, splits, config)
     config = sharing.config
+    if k.dtype == FP8:
+        for name, x in (("k", k), ("v", v)):
+            if any(stride % 2 for stride in x.stride()[:3]) or x.data_ptr() % 2:
+                raise ValueError(
+                    f"{name} in {FP8} must have even strides and address, got {x.stride()}; make it contiguous"
+                )
+        k, v = k.view(torch.int16), v.view(torch.int16)  # Note [Bytes in pairs]
     block_m, tiles = decode_configs.row_tiles(s, h // hk, config.block_m)
     programs = min(sharing.finer * sharing.slots + b, b * splits) * hk * tiles
-    softcap = score.softcap > 0
-    scale = score.softmax_scale / score.softcap if softcap else score.softmax_scale * LOG2E
+    scale, _ = scale_and_cap(score)
     options = {"num_warps": config.num_warps} | ({} if config.maxnreg is None else {"maxnreg": config.maxnreg})
     k_bytes, v_bytes = bytes_of(None if not q.is_cuda else torch.cuda.get_device_capability(q.device))
     fp32_on_gpu = q.dtype == torch.float32 and kind.startswith("sm")
     bound_launch.launch(
-        _kernel,
+        _decode_kernel,
         (programs,),
         (
             q, k, v, k_scale, v_scale, table.pages, table.starts, table.lengths, table.counts, lo, hi, positions,
-            score.alibi_slopes, split_plan, parts, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_strides(k_scale),
-            *_strides(v_scale), parts.stride(0), lo.stride(0), hi.stride(0), positions.stride(0), table.pages.stride(0),
+            score.alibi_slopes, split_plan, parts, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *pair(k_scale),
+            *pair(v_scale), parts.stride(0), lo.stride(0), hi.stride(0), positions.stride(0), table.pages.stride(0),
             b, s, hk, h // hk, tiles, sharing.slots, splits, sharing.least, b * s * h, scale, score.softcap * LOG2E,
         ),
         {
-            "PAGE": page_size, "BLOCK_M": block_m, "BLOCK_N": min(config.block_n, page_size), "D": _padded(d), "D_WIDTH": d,
-            "DV": _padded(dv), "DV_WIDTH": dv, "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s),
-            "SOFTCAP": softcap, "DENSE": k.stride(2) == k.shape[3] and v.stride(2) == v.shape[3],
+            "PAGE": page_size, "BLOCK_M": block_m, "BLOCK_N": min(config.block_n, page_size), "D": padded(d), "D_WIDTH": d,
+            "DV": padded(dv), "DV_WIDTH": dv, "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s),
+            "SOFTCAP": score.softcap > 0, "DENSE": k.stride(2) == k.shape[3] and v.stride(2) == v.shape[3],
             "PRECISION": "tf32x3" if fp32_on_gpu else "ieee", "STAGES": config.num_stages, "SEARCH": FAN,
             "FINER": sharing.finer, "K_BYTES": k_bytes, "V_BYTES": v_bytes,
         },
@@ -520,20 +478,7 @@ def _launch(
 
 
 def bytes_of(capability: tuple[int, int] | None) -> tuple[str, str]:
-    """Conversion of the bytes of k and of v to numbers on a device (Note [Bytes in pairs]); None: the interpreter."""
+    """Return the conversion of bytes of k and of v on a device (Note [Bytes in pairs]); None: the interpreter."""
     if capability is None:
         return "portable", "portable"
     return ("instructions", "instructions") if capability >= (8, 9) else ("bits", "bits")
-
-
-def _expect_even_strides(name: str, x: Tensor) -> None:
-    if any(stride % 2 for stride in x.stride()[:3]) or x.data_ptr() % 2:
-        raise ValueError(f"{name} in {FP8} must have even strides and address, got {x.stride()}; make it contiguous")
-
-
-def _padded(d: int) -> int:
-    return max(16, 1 << (d - 1).bit_length())
-
-
-def _strides(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.stride(0), x.stride(1))

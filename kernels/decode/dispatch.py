@@ -1,31 +1,22 @@
 """Decode: attention of a few new tokens per request over this rank's pages of a cache, as a stack of partials.
 
-Owns the contract of decode kernels and the choice between them; `decode_eager` is the definition, `decode_triton` runs on
-GPUs. Refuses to know who owns which pages, how partials meet those of other ranks, and how K and V came into the pages.
+Owns the contract of decode kernels and the choice between them; `decode.eager` is the definition, `decode_triton` runs on GPUs.
 
 Shape legend: `b` requests, `s` new tokens of each, 1 to 128; `h` query heads, `hk` key/value heads (`hk` divides `h`);
 `d` head_dim of q and k, `dv` of v; `pages` of the pool; `blocks`, columns of the table.
 
-Note [Pages and blocks]
-    A pool is k `pages hk page_size d` and v `pages hk page_size dv`: a page of one head is contiguous, and is what a kernel
-    streams. A block of a request is (page, start, length): rows 0 .. length - 1 of the page hold the keys at global positions
-    start .. start + length - 1. Blocks of a request ascend by start and do not overlap. What lies in a page from row
-    `length` on is somebody's or nobody's: it may be NaN, and takes no part.
-    An fp8 pool (float8_e4m3fn) comes with a scale for every row of a page: k = k_scale * pool row, likewise v.
-
-Note [Splits]
-    A decode call leaves a stack of packed parts (Note [Packed parts] of kernels.partials.packed), whose merge is the attention
-    of this rank's keys. m of a row is the point to which its l and acc refer, near its maximum but not always equal to it. How
-    the keys are divided among the stack follows from shapes and the content of the table alone, so the bits are the same from
-    run to run.
+A pool is k `pages hk page_size d` and v `pages hk page_size dv`: a page of one head is contiguous. A block of a request is
+(page, start, length): rows 0 .. length - 1 of the page hold the keys at global positions start .. start + length - 1.
+Blocks of a request ascend by start and do not overlap. Rows of a page from `length` on may be NaN, and are not used.
+An fp8 pool (float8_e4m3fn) comes with a scale for every row of a page: k = k_scale * pool row, and v the same.
+A decode call leaves a stack of packed parts (Note [Packed parts] of kernels.partials.packed), whose merge is the attention
+of this rank's keys. m of a row is the reference point of its l and acc, near its maximum. The division of keys among the
+stack follows from shapes and the content of the table alone, so the bits are the same from run to run.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -36,7 +27,7 @@ from torch import Tensor
 from ringattn.kernels.decode import configs as decode_configs
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.packed import size as parts_len
-from ringattn.kernels.registry import explain
+from ringattn.kernels.registry import Candidate, Choice, check_dims, check_dtype, check_triton_device, select
 
 MAX_TOKENS = 128
 """Rows of a request that one call takes. More are several requests with the same blocks."""
@@ -45,7 +36,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class PageTable:
-    """This rank's blocks of every request (Note [Pages and blocks]); int32, on the device of the pool.
+    """This rank's blocks of every request; int32, on the device of the pool.
 
     Attributes:
         pages: `b blocks`: the page of each block. Columns from counts[b] on are garbage, here and below.
@@ -61,52 +52,10 @@ class PageTable:
 
 
 class DecodeKernel(Protocol):
-    """A module that serves `decode`."""
+    """A module with the functions `decode` and `plan_splits` of this one, but for their `impl`."""
 
-    def decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        table: PageTable,
-        lo: Tensor,
-        hi: Tensor,
-        positions: Tensor,
-        score: Score,
-        parts: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        split_plan: Tensor | None = None,
-    ) -> None:
-        """As the function `decode`."""
-        ...
-
-    def plan_splits(
-        self, q: Tensor, k: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, splits: int
-    ) -> Tensor | None:
-        """As the function `plan_splits`."""
-        ...
-
-
-@dataclass(frozen=True)
-class DecodeChoice:
-    """The decode kernel that serves a call; `print(choice)` says what and why.
-
-    Attributes:
-        name: "portable" or "eager".
-        kernel: The module.
-        reason: Why this one.
-        rejected: (name, why not) of every faster one that was passed over.
-    """
-
-    name: str
-    kernel: DecodeKernel
-    reason: str
-    rejected: tuple[tuple[str, str], ...]
-
-    def __str__(self) -> str:
-        return explain(self.name, self.reason, self.rejected)
+    decode: Callable[..., None]
+    plan_splits: Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -133,23 +82,7 @@ def num_splits(
     kv_dtype: torch.dtype = torch.bfloat16,
     same_length: bool = False,
 ) -> int:
-    """Number of partials that a decode call should leave: enough to fill the device, few enough to be cheap to merge.
-
-    Args:
-        b: Requests.
-        s: New tokens of each.
-        h: Query heads.
-        hk: Key/value heads.
-        blocks: Columns of the table.
-        page_size: Rows of a page.
-        device: Of the pool.
-        head_dim: The larger of q's and v's.
-        kv_dtype: Of the pool.
-        same_length: Requests are about equally long: pieces of prompts.
-
-    Returns:
-        At least 1; the same for all content of a table, so that buffers and CUDA graphs can be made ahead.
-    """
+    """Number of partials that a decode call should leave: enough to fill the device, few enough to be cheap to merge."""
     if device.type != "cuda" or not 1 <= head_dim <= 256 or kv_dtype.itemsize > 4:
         return 1
     from ringattn.kernels.attention.portable.configs import kind_of
@@ -162,15 +95,7 @@ def num_splits(
 def tile_tokens(
     h: int, hk: int, device: torch.device, *, head_dim: int = 128, kv_dtype: torch.dtype = torch.bfloat16
 ) -> int:
-    """Largest number of rows of a request that share one pass over its keys: the least that calls of many rows should bring.
-
-    Args:
-        h: Query heads.
-        hk: Key/value heads.
-        device: Of the pool.
-        head_dim: The larger of q's and v's.
-        kv_dtype: Of the pool.
-    """
+    """Largest number of rows of a request that share one pass over its keys: the least that calls of many rows should bring."""
     if device.type != "cuda" or not 1 <= head_dim <= 256 or kv_dtype.itemsize > 4:
         return 16
     from ringattn.kernels.attention.portable.configs import kind_of
@@ -203,25 +128,18 @@ def decode(
     Args:
         q: `b s h d`, fp16, bf16, fp32 (fp64 eager); last dim contiguous.
         k: `pages hk page_size d`, q's dtype, or float8_e4m3fn with k_scale; last dim contiguous.
-        v: `pages hk page_size dv`, likewise.
-        table: This rank's blocks.
+        v: `pages hk page_size dv`, like k.
         lo: `b s` int32: the new token x of b sees the keys at global positions lo[b, x] <= p < hi[b, x].
         hi: `b s` int32.
         positions: `b s` int32: where the new tokens sit; matters to ALiBi only.
-        score: softmax_scale, softcap and alibi_slopes. A sink belongs to the merged partial, and is refused here.
         parts: `splits parts_len(b * s * h, dv)`, fp32 (fp64 for fp64 inputs), last dim contiguous: overwritten. Any number of
-            splits is right; `num_splits` says which is fast.
+            splits is right; `num_splits` returns a fast one.
         k_scale: `pages hk page_size` fp32, with fp8 only.
-        v_scale: Like k_scale, of v.
         split_plan: What `plan_splits` found for tensors of these shapes with the same table and bounds; None: it is found again.
         impl: "auto", or the name of a kernel, which then serves or is refused.
-
-    Raises:
-        ValueError: A shape, dtype or device is inconsistent.
-        NotImplementedError: The score uses what decode does not serve, or no kernel (or not the one asked for) can.
     """
     choice = select_decode_kernel(q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], k.shape[-2], impl=impl)
-    choice.kernel.decode(
+    choice.kernels.decode(
         q, k, v, table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale, split_plan=split_plan
     )
 
@@ -241,21 +159,11 @@ def plan_splits(
 
     In stream order on a GPU, and capturable.
 
-    Args:
-        q: As in `decode`, like the others; its numbers do not matter.
-        k: As in `decode`.
-        v: As in `decode`.
-        table: As in `decode`.
-        lo: As in `decode`.
-        hi: As in `decode`.
-        splits: Height of the stack.
-        impl: As in `decode`.
-
     Returns:
         Integers for the kernel that serves the call; None where it needs none.
     """
     choice = select_decode_kernel(q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], k.shape[-2], impl=impl)
-    return choice.kernel.plan_splits(q, k, v, table, lo, hi, splits)
+    return choice.kernels.plan_splits(q, k, v, table, lo, hi, splits)
 
 
 def check_decode(
@@ -271,7 +179,7 @@ def check_decode(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
 ) -> None:
-    """Refuses what `decode` says it refuses; kernels call it once per kind of call."""
+    """Raise the errors of `decode`."""
     _expect(q.ndim == 4 and k.ndim == 4 and v.ndim == 4, "q, k and v must have 4 dims", f"{q.ndim}, {k.ndim}, {v.ndim}")
     b, s, h, d = q.shape
     pages, hk, page_size, dv = v.shape
@@ -335,42 +243,30 @@ def _expect_shape(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dty
 
 
 def _portable(request: _Request) -> tuple[bool, str]:
-    if request.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return False, f"dtype must be float16, bfloat16 or float32, got {_short(request.dtype)}"
-    for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
-        if not 16 <= dim <= 256:
-            return False, f"{name} must be between 16 and 256, got {dim}"
+    dims = {"head_dim": request.head_dim, "v_head_dim": request.v_head_dim}
+    why_not = check_dtype(request.dtype, "float16", "bfloat16", "float32") or check_dims(16, **dims)
+    if why_not is not None:
+        return False, why_not
+    for name, dim in dims.items():
         if request.kv_dtype == FP8 and dim % 2:
             return False, f"{name} of fp8 pages must be even, got {dim}"
     size = request.page_size
     if not 16 <= size <= 256 or size & (size - 1):
         return False, f"page_size must be a power of two between 16 and 256, got {size}"
-    interpreted = request.explicit and os.environ.get("TRITON_INTERPRET") == "1"
-    if request.device.type != "cuda" and not interpreted:
-        return False, f"device must be a CUDA or ROCm GPU (or TRITON_INTERPRET=1 be set), got {request.device}"
-    if importlib.util.find_spec("triton") is None:
-        return False, "triton must be installed, got none"
-    if request.device.type != "cuda":
-        return True, "the Triton interpreter was asked for"
-    if torch.version.hip is not None:
-        if request.kv_dtype == FP8:
-            return False, "device must be a CUDA GPU for fp8 pages, got a ROCm device"
-        return True, "ROCm device"
-    major, minor = torch.cuda.get_device_capability(request.device)
-    if major < 8:
-        return False, f"compute capability must be at least 8.0, got {major}.{minor}"
-    return True, f"CUDA device of compute capability {major}.{minor}"
+    serves, why = check_triton_device(request.device, explicit=request.explicit)
+    if serves and request.kv_dtype == FP8 and request.device.type == "cuda" and torch.version.hip is not None:
+        return False, "device must be a CUDA GPU for fp8 pages, got a ROCm device"
+    return serves, why
 
 
 def _eager(request: _Request) -> tuple[bool, str]:
-    if request.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        return False, f"dtype must be float16, bfloat16, float32 or float64, got {_short(request.dtype)}"
-    return True, "plain torch serves any device, head_dim and page_size"
+    why_not = check_dtype(request.dtype, "float16", "bfloat16", "float32", "float64")
+    return why_not is None, why_not or "plain torch serves any device, head_dim and page_size"
 
 
-_TABLE: tuple[tuple[str, str, Callable[[_Request], tuple[bool, str]]], ...] = (
-    ("portable", "ringattn.kernels.decode.decode_triton", _portable),
-    ("eager", "ringattn.kernels.decode.eager", _eager),
+_TABLE = (
+    Candidate("portable", "ringattn.kernels.decode.decode_triton", _portable),
+    Candidate("eager", "ringattn.kernels.decode.eager", _eager),
 )
 
 
@@ -384,48 +280,18 @@ def select_decode_kernel(
     page_size: int,
     *,
     impl: str = "auto",
-) -> DecodeChoice:
-    """Picks the fastest decode kernel that serves a call, or the one that is asked for.
+) -> Choice[DecodeKernel]:
+    """Return the fastest decode kernel that serves a call, or the one that is asked for.
 
     Args:
-        device: Where the pool is.
-        dtype: Of q.
-        kv_dtype: Of the pool.
-        head_dim: Of q and k.
-        v_head_dim: Of v.
-        page_size: Rows of a page.
         impl: "auto", or the name of a kernel, which then serves or is refused, never replaced.
 
-    Returns:
-        The choice, with the reason and those passed over.
-
-    Raises:
-        ValueError: impl is unknown.
-        NotImplementedError: The kernel that is asked for cannot serve (the message names one that can), or none can.
-
     Example:
-        >>> print(pick(torch.device("cpu"), torch.float32, torch.float32, 64, 64, 16, impl="eager"))
+        >>> print(select_decode_kernel(torch.device("cpu"), torch.float32, torch.float32, 64, 64, 16, impl="eager"))
         eager: plain torch serves any device, head_dim and page_size
     """
-    names = [name for name, _, _ in _TABLE]
+    names = [row.name for row in _TABLE]
     if impl not in ("auto", *names):
         raise ValueError(f'impl must be "auto" or one of {", ".join(names)}, got "{impl}"; use "auto"')
     request = _Request(device, dtype, kv_dtype, head_dim, v_head_dim, page_size, explicit=impl != "auto")
-    rejected: list[tuple[str, str]] = []
-    for name, module, answer in _TABLE:
-        if impl not in ("auto", name):
-            continue
-        serves, why = answer(request)
-        if serves:
-            return DecodeChoice(name, cast(DecodeKernel, importlib.import_module(module)), why, tuple(rejected))
-        rejected.append((name, why))
-    reasons = "; ".join(f"{name}: {why}" for name, why in rejected)
-    if impl == "auto":
-        raise NotImplementedError(f"no decode kernel serves this call: {reasons}; cast q to a supported dtype")
-    others = [name for name, _, answer in _TABLE if name != impl and answer(request)[0]]
-    remedy = f'use impl="{others[0]}" or "auto"' if others else "cast q to a supported dtype"
-    raise NotImplementedError(f'impl="{impl}" cannot serve this call: {rejected[0][1]}; {remedy}')
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return select("decode kernel", _TABLE, request, impl, "cast q to a supported dtype")

@@ -1,7 +1,4 @@
-"""Decode in plain torch: the definition, for CPUs, tests and what the kernels refuse.
-
-Owns the arithmetic of `kernels.decode.dispatch`, request by request. Refuses to know how a GPU would share the work.
-"""
+"""Decode in plain torch, request by request: the definition, for CPUs, tests and all calls that the kernels refuse."""
 
 from __future__ import annotations
 

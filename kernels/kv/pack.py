@@ -1,8 +1,4 @@
-"""Keys and values of one rank side by side in one buffer, which is how they travel.
-
-Owns the copy, what is set to zero in the same launch, and who does it: Triton on a GPU where it is installed, torch elsewhere.
-Refuses to know who reads the buffer.
-"""
+"""Keys and values of one rank side by side in one buffer, as they are sent; by Triton on a GPU, by torch elsewhere."""
 
 from __future__ import annotations
 
@@ -22,8 +18,6 @@ class Cleared:
         error: One int32.
         remote: `b rows hk width`, contiguous.
         pad_rows: `n 2` int32 on the device: first and one past the last row of each stretch of the remote buffer.
-        longest: Rows of the longest of them.
-        stretches: Whether they are cleared; flags and the error are in any case.
     """
 
     flags: Tensor
@@ -39,9 +33,8 @@ def pack(slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None = None) -> 
 
     Args:
         slot: `b t hk (d + dv)`, any strides with a contiguous last dim; written.
-        k: `b t hk d`, likewise.
-        v: `b t hk dv`, likewise.
-        cleared: What else is written.
+        k: `b t hk d`, in the same form.
+        v: `b t hk dv`, in the same form.
     """
     fast = import_optional("ringattn.kernels.kv.pack_triton") if slot.is_cuda else None
     if fast is not None:

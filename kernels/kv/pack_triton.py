@@ -1,10 +1,10 @@
-"""Packing keys and values into one buffer in one Triton launch; `kernels.kv.pack` says what and has the torch version.
+"""Packing keys and values into one buffer in one Triton launch; `kernels.kv.pack` has the torch version.
 
 Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
 """
 
 # pyright: reportArgumentType=false
-# (powers of two may be constants of kernels, says Triton)
+# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def _pack_kernel(
 
 
 def pack(slot: Tensor, k: Tensor, v: Tensor, cleared: Cleared | None = None) -> None:
-    """Takes the arguments of `kernels.kv.pack.pack`; what is cleared wants rows to pack."""
+    """Take the arguments of `kernels.kv.pack.pack`; `cleared` needs rows to pack."""
     b, t, hk, d = k.shape
     dv = v.shape[-1]
     rows = t * hk
     if not b * rows:
-        assert cleared is None, "what is cleared wants rows to pack"
+        assert cleared is None, "cleared needs rows to pack"
         return
     cols, cols_v = triton.next_power_of_2(d), triton.next_power_of_2(dv)
     block = max(1, min(triton.next_power_of_2(rows), BYTES // (max(cols, cols_v) * k.element_size())))

@@ -1,16 +1,7 @@
-"""Rows into pages and out of them, in one Triton launch for keys and values. `kernels.kv.pages` has the torch version.
-
-Owns the kernels and their launchers. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
-
-Note [Bits of e4m3]
-    fp8 is made and read as bytes, by integer arithmetic: the same bits on every device, those without fp8 instructions and the
-    interpreter included. Of a number y with |y| < 464: from 2^-6 on, rounding the mantissa of fp32 to three bits and moving the
-    bias from 127 to 7 gives the code, carries included; below, |y| * 2^9 rounded to an integer is the code. Adding 2^23 and
-    taking the last byte rounds to nearest even, as the conversion does.
-"""
+"""Rows into pages and out of them, in one Triton launch for keys and values. `kernels.kv.pages` has the torch version."""
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels, says Triton)
+# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 
@@ -21,13 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.kv.pages import LARGEST, SMALLEST_SCALE
+from ringattn.kernels.kv.pages import FP8, LARGEST, SMALLEST_SCALE
 from ringattn.kernels.runtime import bound_launch
 
 BYTES = 8192
-"""What one program moves of each tensor: enough in flight to keep memory busy, few enough rows to fill the device."""
-
-_Pools = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Bytes that one program moves of each tensor: enough in flight to keep memory busy, few enough rows to fill the device."""
 
 _LARGEST = tl.constexpr(LARGEST)
 _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
@@ -35,7 +24,11 @@ _SMALLEST_SCALE = tl.constexpr(SMALLEST_SCALE)
 
 @triton.jit
 def _encode(y):
-    """The e4m3 codes of numbers within its range, as bytes (Note [Bits of e4m3])."""
+    """The e4m3 codes of numbers within its range, as bytes; by integer arithmetic, for the same bits on every device.
+
+    From 2^-6 on, rounding the mantissa of fp32 to three bits and moving the bias from 127 to 7 gives the code, carries
+    included; below, |y| * 2^9 rounded to an integer (by adding 2^23) is the code.
+    """
     bits = y.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     large = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
@@ -103,7 +96,7 @@ def _put_kernel(
     t, h = r // HK, (r % HK).to(tl.int64)
     slot = tl.load(slots + t, mask=ok, other=-1)
     b, x = (t // s).to(tl.int64), (t % s).to(tl.int64)
-    # rows are asked for before their slots are known: one round trip
+    # rows are loaded before their slots are known: one round trip
     k_rows = _rows_at(k + b * k_sb + x * k_ss + h * k_sh, ok, D, D_COLUMNS)
     v_rows = _rows_at(v + b * v_sb + x * v_ss + h * v_sh, ok, DV, DV_COLUMNS)
     k_rows, v_rows = _contain(k_rows, v_rows)
@@ -155,9 +148,20 @@ def put(
     v_scale: Tensor | None = None,
     contained: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Takes the arguments of `kernels.kv.pages.put`."""
-    if slots.numel():
-        _put(*_seen(pool_k, pool_v, k_scale, v_scale), k, v, slots, *(contained or (None, None)))
+    """Take the arguments of `kernels.kv.pages.put`."""
+    b, s, hk, _ = k.shape
+    rows, constants = b * s * hk, _constants(pool_k, k, v, k_scale)
+    constants["ROWS"] = min(constants["ROWS"], triton.next_power_of_2(rows))
+    bound_launch.launch(
+        _put_kernel,
+        (-(-rows // constants["ROWS"]),),
+        (
+            _bytes(pool_k), _bytes(pool_v), k_scale, v_scale, k, v, slots, *(contained or (None, None)), s, rows,
+            *k.stride()[:3], *v.stride()[:3],
+        ),
+        constants,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def take(
@@ -169,68 +173,30 @@ def take(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """Takes the arguments of `kernels.kv.pages.take`."""
-    if slots.numel():
-        _take(*_seen(pool_k, pool_v, k_scale, v_scale), k, v, slots)
-
-
-def _seen(pool_k: Tensor, pool_v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> _Pools:
-    """The pools and scales as kernels see them: fp8 is bytes (Note [Bits of e4m3])."""
-    if k_scale is None:
-        return pool_k, pool_v, None, None
-    return pool_k.view(torch.uint8), pool_v.view(torch.uint8), k_scale, v_scale
-
-
-def _put(
-    pool_k: Tensor,
-    pool_v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-    k_contained: Tensor | None,
-    v_contained: Tensor | None,
-) -> None:
+    """Take the arguments of `kernels.kv.pages.take`."""
     b, s, hk, _ = k.shape
-    rows, constants = b * s * hk, _constants(pool_k, k, v)
-    constants["ROWS"] = min(constants["ROWS"], triton.next_power_of_2(rows))
+    constants = _constants(pool_k, k, v, k_scale)
     bound_launch.launch(
-        _put_kernel,
-        (-(-rows // constants["ROWS"]),),
+        _take_kernel,
+        (-(-b * s // constants["ROWS"]) * hk,),
         (
-            pool_k, pool_v, k_scale, v_scale, k, v, slots, k_contained, v_contained, s, rows, *k.stride()[:3],
-            *v.stride()[:3],
+            _bytes(pool_k), _bytes(pool_v), k_scale, v_scale, k, v, slots, s, b * s, *k.stride()[:3], *v.stride()[:3],
         ),
-        constants | {"FP8": k_scale is not None},
+        constants,
         num_warps=4,
     )  # fmt: skip
 
 
-def _take(
-    pool_k: Tensor,
-    pool_v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    slots: Tensor,
-) -> None:
-    b, s, hk, _ = k.shape
-    constants = _constants(pool_k, k, v)
-    bound_launch.launch(
-        _take_kernel,
-        (-(-b * s // constants["ROWS"]) * hk,),
-        (pool_k, pool_v, k_scale, v_scale, k, v, slots, s, b * s, *k.stride()[:3], *v.stride()[:3]),
-        constants | {"FP8": k_scale is not None},
-        num_warps=4,
-    )
+def _bytes(pool: Tensor) -> Tensor:
+    """Return a pool as kernels see it: fp8 is bytes."""
+    return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 
-def _constants(pool_k: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+def _constants(pool_k: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None) -> dict[str, Any]:
     d, dv = k.shape[-1], v.shape[-1]
     columns, v_columns = triton.next_power_of_2(d), triton.next_power_of_2(dv)
     rows = max(1, BYTES // (max(columns, v_columns) * k.element_size()))
     return {
         "HK": k.shape[2], "SIZE": pool_k.shape[2], "D": d, "DV": dv, "D_COLUMNS": columns, "DV_COLUMNS": v_columns, "ROWS": rows,
+        "FP8": k_scale is not None,
     }  # fmt: skip

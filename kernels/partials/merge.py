@@ -1,13 +1,8 @@
-"""Merging a stack of partials in a fixed order: plain torch. `merge_triton` has the same function for GPUs.
+"""Merge of a stack of partials in a fixed order, in plain torch; `merge_triton` does it on GPUs.
 
-Owns the merge of P partials of the same rows at once, for reduction trees, decode and tests; ring steps fuse theirs
-into the attention kernels. Refuses to know where the partials come from.
-
-Note [Merging a stack]
-    With M = max_p m_p:  l = sum_p l_p e^(m_p - M),  o = sum_p o_p e^(m_p - M), summed in the order p = 0, 1, ..., so
-    that the result does not depend on the device's schedule. M is exact, so each partial is rescaled once, not P times.
-    Empty partials (-inf, 0, anything) contribute nothing; a row whose partials are all empty stays empty. `m` is in natural
-    log units, or in log2 units as kernels carry it (e is then 2); lse is natural log either way.
+With M = max_p m_p:  l = sum_p l_p e^(m_p - M),  o = sum_p o_p e^(m_p - M), summed in the order p = 0, 1, ..., so that the result
+does not depend on the device's schedule. Empty partials (-inf, 0, anything) contribute nothing; a row whose partials are all
+empty stays empty. `m` is in natural log units, or in log2 units as in kernels (e is then 2); lse is natural log either way.
 """
 
 from __future__ import annotations
@@ -29,15 +24,13 @@ def merge_stack(
     finish: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
-    """Merges P partials of the same rows (Note [Merging a stack]).
+    """Merges P partials of the same rows.
 
     Args:
         m: `p r`, the maxima.
         l: `p r`, the sums.
         o: `p r dv`, the weighted values, not normalised; any strides with a contiguous last dim.
         log2: m is in log2 units instead of natural log.
-        finish: Normalise.
-        out_dtype: Of o when finishing; None keeps the dtype of o.
 
     Returns:
         (m `r`, l `r`, o `r dv`), or with finish (o `r dv`, lse `r`), where an empty row has o = 0 and lse = -inf.

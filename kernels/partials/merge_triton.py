@@ -1,10 +1,7 @@
-"""Merging a stack of fp32 partials in one Triton launch; the formula is Note [Merging a stack] in `kernels.partials.merge`.
-
-Owns the kernel and its launcher. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter.
-"""
+"""Merge of a stack of fp32 partials in one Triton launch; `kernels.partials.merge` has the formula."""
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels, says Triton)
+# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 
@@ -27,14 +24,7 @@ IN_FLIGHT = 48
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows and columns that a merging program owns.
-
-    Attributes:
-        rows: Rows, a power of two.
-        columns: Columns of each, a power of two.
-        warps: Of the program.
-        together: Parts whose loads are under way at once.
-    """
+    """Rows and columns that a merging program owns."""
 
     rows: int
     columns: int
@@ -50,13 +40,7 @@ class Tile:
 def merging(parts: int, rows: int, dv: int, programs: int) -> Tile:
     """Division of a stack among programs: rows are cut into columns until every multiprocessor has a program.
 
-    Merging waits for memory: a program reads m of all parts, then l and acc of all, which it asks for together.
-
-    Args:
-        parts: Height of the stack.
-        rows: Its rows.
-        dv: Columns of each.
-        programs: How many there should be, where there is so much to do.
+    Merging waits for memory: a program reads m of all parts, then l and acc of all, loaded together.
 
     Example:
         >>> merging(33, 32, 128, programs=132)
@@ -99,9 +83,9 @@ def merge_rows(
 ):  # fmt: skip
     """(m, l, acc) of some rows over all parts: the maximum of all, then the sums, part by part in their order.
 
-    The pointers are those of the first part, and `m_at`, `l_at`, `o_at` what lies between them and the rows; `first` is the m of
-    one more part (m, 1, 0) in front, -inf for none. CACHE says how parts are read. Loads of TOGETHER parts are under way at once,
-    which changes no bit: beyond the last part stand identities.
+    The pointers are those of the first part; `m_at`, `l_at`, `o_at` are offsets of the rows; `first` is the m of one more part
+    (m, 1, 0) in front, -inf for none. CACHE is the cache modifier of loads of parts. TOGETHER parts are loaded at once, which
+    changes no bit: beyond the last part stand identities.
 
     Example: parts (m, l) = (3, 2), (-inf, 0), (5, 1) of one row: top 5, total 2 e^-2 + 0 + 1 = 1.2707.
     """
@@ -180,7 +164,7 @@ def merge_stack(
     finish: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
-    """As `kernels.partials.merge.merge_stack`, for fp32 partials."""
+    """`kernels.partials.merge.merge_stack` for fp32 partials."""
     _, rows, dv = o.shape
     top = torch.empty(rows, dtype=torch.float32, device=o.device)
     total = None if finish else torch.empty_like(top)

@@ -1,21 +1,21 @@
-"""Packed partials: how a rank's answer over its own keys travels, is merged with others, and ends as o and lse.
+"""Packed partials: a rank's attention over its own keys in one flat buffer, its merge with others, and the end as o and lse.
 
-Owns the layout, and who merges: Triton on a GPU where it is installed, torch elsewhere; `kernels.partials.merge` is the definition.
-Refuses to know who made a partial and how it came here.
+Triton merges on a GPU where it is installed, torch elsewhere; `kernels.partials.merge` is the definition.
 
 Shape legend: `r` rows, one per batch element, query token and head, in the order b, s, h.
 
 Note [Packed parts]
     The partial of r rows (Note [Softmax state] of interface.py: log2 units) is one flat fp32 buffer of r * (dv + 2) numbers:
     first acc `r dv`, then m `r`, then l `r`. The identity is (-inf, 0, 0). A stack of p of them is `p, r * (dv + 2)`. They are
-    merged in the order of the stack, so that whoever merges the same stack has the same bits. A sink is the partial (sink, 1,
-    0) of its head and is merged once, first. Where m is -inf acc may be anything, and is left out: a stack is as high as the
-    longest request may need, and its writer spares most of it for the others.
+    merged in the order of the stack, so all ranks have the same bits. A sink is the partial (sink, 1, 0) of its head and is
+    merged once, first. Where m is -inf, acc is not read: a stack is as high as the longest request may need, and shorter ones
+    do not write all of it.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +41,6 @@ def views(parts: Tensor, rows: int, dv: int) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         parts: `rows * (dv + 2)`, or `p, rows * (dv + 2)`; contiguous last dim.
-        rows: Rows of a part.
-        dv: Head dim of the values.
 
     Returns:
         M `rows`, l `rows` and acc `rows dv`, with the dims of parts in front.
@@ -52,15 +50,14 @@ def views(parts: Tensor, rows: int, dv: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def clear(parts: Tensor, rows: int, dv: int) -> None:
-    """Sets parts to the identity.
-
-    Args:
-        parts: As in `views`; written.
-        rows: As in `views`.
-        dv: As in `views`.
-    """
+    """Sets parts to the identity."""
     parts.zero_()
     views(parts, rows, dv)[0].fill_(float("-inf"))
+
+
+def _triton_for(stack: Tensor) -> Any:
+    is_fast = stack.is_cuda and stack.dtype == torch.float32
+    return import_optional("ringattn.kernels.partials.packed_triton") if is_fast else None
 
 
 def merge_parts(stack: Tensor, out: Tensor, rows: int, dv: int) -> None:
@@ -68,15 +65,9 @@ def merge_parts(stack: Tensor, out: Tensor, rows: int, dv: int) -> None:
 
     Args:
         stack: `p, rows * (dv + 2)` fp32 (fp64 for fp64 inputs), contiguous last dim.
-        out: `rows * (dv + 2)`, likewise; written. No part of stack.
-        rows: Rows of a part.
-        dv: Head dim of the values.
+        out: `rows * (dv + 2)`, like a part; written. Not in stack.
     """
-    fast = (
-        import_optional("ringattn.kernels.partials.packed_triton")
-        if stack.is_cuda and stack.dtype == torch.float32
-        else None
-    )
+    fast = _triton_for(stack)
     if fast is not None:
         fast.merge_parts(stack, out, rows, dv)
         return
@@ -91,17 +82,11 @@ def finish_parts(stack: Tensor, rows: int, dv: int, sinks: Tensor | None, o: Ten
 
     Args:
         stack: `p, rows * (dv + 2)` fp32 (fp64 for fp64 inputs), contiguous last dim.
-        rows: Rows of a part, b * s * h.
-        dv: Head dim of the values.
         sinks: `h`, the dtype of stack, natural log; None for none.
         o: `b s h dv`, contiguous, any floating dtype; written.
         lse: `b h s`, the dtype of stack, contiguous, natural log; written.
     """
-    fast = (
-        import_optional("ringattn.kernels.partials.packed_triton")
-        if stack.is_cuda and stack.dtype == torch.float32
-        else None
-    )
+    fast = _triton_for(stack)
     if fast is not None:
         fast.finish_parts(stack, rows, dv, sinks, o, lse)
         return

@@ -1,11 +1,7 @@
-"""Merging and finishing packed parts in one Triton launch each; `kernels.partials.packed` says what they are.
-
-Owns the kernel that finishes and its launcher, and the tiles that other kernels of packed parts are made of. Runs on CUDA and
-ROCm devices, and on CPU tensors in the Triton interpreter.
-"""
+"""Merging and finishing packed parts in one Triton launch each (Note [Packed parts] of kernels.partials.packed)."""
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels, says Triton)
+# (powers of two may be constants of kernels)
 
 from __future__ import annotations
 
@@ -65,12 +61,12 @@ def _finish_parts_kernel(
 
 
 def merge_parts(stack: Tensor, out: Tensor, rows: int, dv: int) -> None:
-    """As `kernels.partials.packed.merge_parts`."""
+    """`kernels.partials.packed.merge_parts` on a GPU."""
     merge_into(*views(stack, rows, dv), *views(out, rows, dv), log2=True, finish=False)
 
 
 def finish_parts(stack: Tensor, rows: int, dv: int, sinks: Tensor | None, o: Tensor, lse: Tensor) -> None:
-    """As `kernels.partials.packed.finish_parts`."""
+    """`kernels.partials.packed.finish_parts` on a GPU."""
     _, heads, queries = lse.shape
     tile = merging(stack.shape[0], rows, dv, programs_of(stack))
     if rows:

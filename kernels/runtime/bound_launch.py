@@ -1,23 +1,17 @@
 """Launches of Triton kernels that are bound once.
 
-Owns the table of compiled kernels, what is handed to the driver, and the one place that knows how Triton is built inside.
-Refuses to know what kernels compute, and Gluon: a descriptor is anything that has a base, a shape, strides and a block.
+Owns the table of compiled kernels, the arguments of the driver, and all knowledge of Triton's internals.
 
-Note [Bound launch]
-    Binding the arguments of a kernel costs the host more than a short kernel takes. What binding decides depends on a few
-    facts about each argument: dtype and alignment of a tensor, width of an integer and, unless the kernel declares it in
-    do_not_specialize, whether it is 1 or a multiple of 16, the block of a descriptor, and the constants. The compiled
-    kernel is looked up by these, and launched with arguments as the driver wants them: addresses in place of tensors, and
-    descriptors encoded. The caching allocator hands the same addresses out again and again, so encoded descriptors are
-    kept, by address, and only by address: keeping one keeps no memory alive.
-
-Note [Inside Triton]
-    A compiled kernel is launched by `compiled[grid](*args)`, which is public and takes tens of microseconds: it asks for
-    the device, makes metadata for profilers, and encodes every descriptor. `_open` takes it apart: it finds the function
-    below all that, which Triton 3.6 to 3.8 keep in the same places (3.8 encodes a descriptor with one argument more, which it does
-    not look at), and goes past what asks for scratch memory where a kernel needs none. Where it does not find what it expects
-    (another version, another vendor, the interpreter, a test that compiles without launching), and whenever a profiler has
-    hooked itself to launches, the public way is taken.
+Binding the arguments of a kernel costs the host more than a short kernel takes. Binding depends on a few facts about each
+argument: dtype and alignment of a tensor, width of an integer and, unless the kernel declares it in do_not_specialize,
+whether it is 1 or a multiple of 16, the block of a descriptor, and the constants. The compiled kernel is looked up by these,
+and launched with arguments for the driver: addresses in place of tensors, and encoded descriptors. The caching allocator
+returns the same addresses again and again, so encoded descriptors are kept by address, which keeps no memory alive.
+The public `compiled[grid](*args)` takes tens of microseconds: it asks for the device, makes metadata for profilers, and
+encodes every descriptor. `_open` finds the function below all that, which Triton 3.6 to 3.8 keep in the same places (3.8
+encodes a descriptor with one unused argument more), and skips the request for scratch memory where a kernel needs none.
+Where something is not as expected (another version, another vendor, the interpreter, a test that compiles without
+launching), and whenever a profiler has hooked launches, the public way is taken.
 """
 
 from __future__ import annotations
@@ -44,11 +38,7 @@ _LEADING = ("self", "gridX", "gridY", "gridZ", "stream", "function")
 
 
 class Template:
-    """Properties that are the same for all tensors of one shape, strides and dtype that a kernel sees through one block.
-
-    Args:
-        descriptor: A descriptor of such a tensor, made and checked by its own class.
-    """
+    """Properties that are the same for all tensors of one shape, strides and dtype that a kernel sees through one block."""
 
     __slots__ = ("_fields", "_kind", "fact")
 
@@ -70,13 +60,9 @@ class Bound:
     """A compiled kernel and what its launches have in common.
 
     Attributes:
-        compiled: Triton's own.
-        tail: The values of the compile-time arguments, in order.
         run: Launches with a grid, a stream and flat arguments; None: only the public way is known.
-        straight: A shorter way, past what asks for scratch memory at each launch, and what it is given between stream and
+        straight: A shorter way, without a request for scratch memory at each launch, and its arguments between stream and
             arguments; None: the kernel may need scratch memory.
-        metas: What encodes descriptors, by their number.
-        blanks: Arguments that Triton's encoding takes beyond descriptor and meta, and does not look at.
         encoded: What they became, by number, address and template.
     """
 
@@ -106,7 +92,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class _Place:
-    """In place of a tensor where its address is all that is asked for."""
+    """Stand-in for a tensor where only its address is used."""
 
     address: int
 
@@ -135,15 +121,7 @@ class _Places:
 
 @dataclass(eq=False)
 class _Kernel:
-    """A kernel and what it was compiled to.
-
-    Attributes:
-        kernel: The function; held, so that its id stays its own.
-        names: Of its arguments, in order.
-        general: Per argument: integers are not specialised on; nothing is known of an emulated kernel.
-        places: Which arguments are what, by their types.
-        variants: What it was compiled to, by the facts that this depends on.
-    """
+    """A kernel and what it was compiled to."""
 
     kernel: Any
     names: tuple[str, ...]
@@ -162,10 +140,6 @@ def launch(
 
     Args:
         kernel: A `triton.jit` or `gluon.jit` function.
-        grid: One to three sizes.
-        args: Its run-time arguments, in order; tuples hold tensors.
-        constants: Its compile-time arguments, which come after them in its signature.
-        **options: num_warps and the like; may be compile-time arguments too. A constant or option is of one type always.
 
     Returns:
         What was launched; None: nothing is known of it, as of an emulated kernel.
@@ -273,13 +247,13 @@ def _fact_of_descriptor(x: Any) -> Hashable:
 
 
 def is_hooked() -> bool:
-    """Whether somebody wants to hear of launches."""
+    """Return whether a profiler has hooked launches."""
     before, after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(before, "calls", before)) or bool(getattr(after, "calls", after))
 
 
 def _open(compiled: Any, tail: tuple[Any, ...] | None) -> Bound:
-    """Takes a compiled kernel apart (Note [Inside Triton])."""
+    """Find the launch function of a compiled kernel."""
     public = Bound(compiled, () if tail is None else tail)
     try:
         inside = importlib.import_module("triton.backends.nvidia.driver")
@@ -318,7 +292,7 @@ def _open(compiled: Any, tail: tuple[Any, ...] | None) -> Bound:
 
 def _find_straight(bare: Any, function: int, packed: Any) -> tuple[Callable[..., None], tuple[Any, ...]] | None:
     """See `Bound.straight`; which arguments Triton hands on, and in which order, is seen from a launch that goes nowhere."""
-    marks = [object() for _ in range(6)]  # a grid, a stream and two arguments, with which nobody can count
+    marks = [object() for _ in range(6)]  # a grid, a stream and two arguments, which support no arithmetic
     seen: list[tuple[Any, ...]] = []
     astray = copy.copy(bare)
     astray.launch = lambda *args: seen.append(args)

@@ -1,23 +1,12 @@
-"""Integer tables that many calls read, brought to the device once.
+"""Integer tables that many calls read, copied to the device once.
 
-Owns the copy, and that no stream reads a table before it is there or after it is gone. Refuses to know what is in tables, and how
-long they are kept.
+Tables are computed on the CPU, laid side by side as int32 in pinned memory, and copied in one piece without waiting for the
+device. The copy is in the stream of the first call that needs the table; a later call may be in another stream, so
+`wait_for_uploads` makes that stream wait for uploads of others that have not ended.
 
-Note [One upload]
-    Tables are computed on the CPU, laid side by side as int32 in pinned memory, and copied in one piece without waiting for the
-    device.
-
-Note [Other streams]
-    The copy stands in the stream of the call that was first to need the table. A later call finds the table made, and may be in
-    another stream, whose work the device may begin before that copy. So whoever finds tables joins: the stream waits, on the
-    device, for what other streams have yet to upload. What is over is forgotten, so that joining costs nothing as a rule. A
-    capture begins when the device has nothing left to do, and waits for nothing.
-
-Note [Whose memory]
-    torch gives the memory of a table that is dropped to the next who asks in the stream that uploaded it, and another stream may
-    still be reading. So whoever finds tables meets them: all tables of the device are marked as read by its stream, and their
-    memory waits for what that stream holds when they are dropped. With one stream nothing is marked. A capture marks nothing:
-    what a graph reads is kept. Nor do streams that are not torch's: they may be gone by then.
+torch gives the memory of a dropped table to the next request in the stream that uploaded it, while another stream may still read
+it. So `protect_from_reuse` marks all tables of the device as read by the current stream. With one stream nothing is marked. A
+capture marks nothing, because tables of graphs are kept; nor do streams that are not torch's, which may be gone by then.
 """
 
 from __future__ import annotations
@@ -38,17 +27,12 @@ _under_way: dict[tuple[torch.device, int], torch.cuda.Event] = {}
 _tables: dict[int, weakref.ref[Tensor]] = {}
 """The first table of every buffer, which lives as long as the others."""
 _readers: defaultdict[torch.device, dict[int, torch.cuda.Stream]] = defaultdict(dict)
-"""Streams that have met tables, by device (Note [Whose memory])."""
+"""Streams that read tables, by device."""
 _lock = threading.Lock()
 
 
 def upload(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tables as int32 on a device: views of one buffer.
-
-    Args:
-        tables: Of integers that fit, on the CPU.
-        device: The device.
-    """
+    """The tables as int32 on a device: views of one buffer."""
     offsets = [0]
     for table in tables:
         offsets.append(-(-(offsets[-1] + table.numel()) // ALIGNMENT) * ALIGNMENT)
@@ -65,11 +49,7 @@ def upload(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def wait_for_uploads(device: torch.device) -> None:
-    """Lets the current stream of a device wait for what other streams upload; to be called before tables are read.
-
-    Args:
-        device: Where the tables are (Note [Other streams]).
-    """
+    """Make the current stream of a device wait for uploads of other streams; to be called before tables are read."""
     if not _under_way or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return
     here = torch.cuda.current_stream(device)
@@ -85,10 +65,7 @@ def wait_for_uploads(device: torch.device) -> None:
 
 
 def protect_from_reuse(device: torch.device) -> int | None:
-    """Lets tables of a device live until its current stream has read them; to be called before they are read in another stream.
-
-    Args:
-        device: Where the tables are (Note [Whose memory]).
+    """Keep tables of a device until its current stream has read them; to be called before they are read in another stream.
 
     Returns:
         The stream, as `torch._C._cuda_getCurrentRawStream` has it, which need not meet them again; None: it must.
@@ -109,7 +86,7 @@ def protect_from_reuse(device: torch.device) -> int | None:
 
 
 def _mark(table: Tensor) -> None:
-    """Lets a new table live until those who have met others have read it."""
+    """Keep a new table until all streams that read others have read it."""
     here = id(table)
     with _lock:
         for stream in _readers[table.device].values():

@@ -1,8 +1,4 @@
-"""Import of modules that need Triton, which need not be installed.
-
-Owns what counts as having no Triton: that the package itself is missing, and nothing else. Refuses to know what a module
-computes, and for which tensors it is asked.
-"""
+"""Import of modules that need Triton, which need not be installed."""
 
 from __future__ import annotations
 
@@ -19,9 +15,6 @@ def import_optional(name: str) -> Any:
 
     Args:
         name: In full, "ringattn.kernels.merge_triton".
-
-    Raises:
-        ImportError: It cannot be imported for another reason: it, or the Triton that is installed, is broken.
     """
     try:
         return importlib.import_module(name)

@@ -1,12 +1,8 @@
-"""Tables that many calls read on a device, made at first sight and kept under a budget of bytes.
+"""Cache of device tables that many calls read, under a budget of bytes.
 
-Owns the cache and when a stream may read a table. Refuses to know what tables hold, and how they are copied (host_to_device.py).
-
-Note [Kept tables]
-    The tensors of a table are views of one int32 buffer (Note [One upload] of host_to_device.py). Finished tables are kept,
-    least recently used first out, under a budget of bytes; their memory goes when all streams have read them (Note [Whose
-    memory] there). A CUDA graph reads the sides it was captured with at every replay, and nobody says when it is gone: these are
-    kept for good.
+The tensors of a table are views of one int32 buffer (host_to_device.py). Tables are dropped least recently used first; their memory
+is free when all streams have read them. A CUDA graph reads its tables at every replay, so tables found in a capture are kept for
+good.
 """
 
 from __future__ import annotations
@@ -34,14 +30,7 @@ _captured: dict[Key[Any], Any] = {}
 
 
 class Key(Generic[T]):
-    """What a table is made of; hashed once, because masks of many documents are long to hash.
-
-    Attributes:
-        device: Where the kernels run.
-        facts: All that decides the content.
-        make: Makes the table at first sight.
-        stream: Of a GPU: the last that has met it.
-    """
+    """Key of a table: device, facts that decide the content, and `make`; hashed once, because masks may be long to hash."""
 
     __slots__ = ("_hash", "device", "facts", "make", "stream")
 
@@ -67,11 +56,7 @@ class Key(Generic[T]):
 
 
 def find(key: Key[T]) -> T:
-    """The table of a key, made at first sight and kept under the budget.
-
-    Raises:
-        RuntimeError: A CUDA graph is being captured and the table is not there yet.
-    """
+    """The table of a key, made at first sight and kept under the budget."""
     wait_for_uploads(key.device)
     with _lock:
         found = _cache.get(key)

@@ -1,18 +1,11 @@
-"""Online softmax and log-sum-exp of rows of any length, in plain torch: for CPUs and fp64, and as the Triton oracle.
+"""Online softmax and log-sum-exp of rows of any length, in plain torch: for CPUs and fp64; `softmax_triton` runs on GPUs.
 
-Owns the block-by-block formulas, forward and backward. `softmax_triton` has the same four functions for GPUs. Refuses
-to know autograd, operators and which of the two is used.
-
-Note [Online softmax]
-    One pass over a row x in blocks keeps a running maximum m and a running sum l, two numbers however long the row is:
-        m' = max(m, max(block))     l' = l e^(m - m') + sum e^(block - m')
-    starting from (-inf, 0) (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3). A
-    second pass writes y = e^(x - m) / l. That is 2MN reads and MN writes; lse = m + ln l needs MN reads only.
-    Statistics are fp32 (fp64 for fp64 rows).
-
-Note [Empty logit rows]
-    A row that is -inf throughout has y = 0, lse = -inf and gradient 0: the convention of an attention row that sees
-    nothing. (torch.softmax gives NaN.) A row that holds +inf or NaN is NaN throughout, and so is its lse.
+One pass over a row x in blocks keeps a running maximum m and a running sum l, two numbers however long the row is:
+    m' = max(m, max(block))     l' = l e^(m - m') + sum e^(block - m')
+starting from (-inf, 0) (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", algorithm 3). A second pass
+writes y = e^(x - m) / l. That is 2MN reads and MN writes; lse = m + ln l needs MN reads only.
+Statistics are fp32 (fp64 for fp64 rows). A row that is -inf throughout has y = 0, lse = -inf and gradient 0, like an attention row
+that sees nothing. A row that holds +inf or NaN is NaN throughout, and so is its lse.
 """
 
 from __future__ import annotations
@@ -44,16 +37,7 @@ def _stats(rows: Tensor, block_size: int | None) -> tuple[Tensor, Tensor]:
 
 
 def softmax(x: Tensor, dim: int, block_size: int | None = None) -> Tensor:
-    """Softmax along dim (Note [Online softmax]).
-
-    Args:
-        x: Logits of any floating dtype and any strides.
-        dim: The dim that is normalised.
-        block_size: Logits of a row that are looked at together; None chooses.
-
-    Returns:
-        Tensor with the shape, dtype and strides of x.
-    """
+    """Softmax along dim."""
     y = torch.empty_like(x)
     rows, out = x.movedim(dim, -1), y.movedim(dim, -1)
     m, l = _stats(rows, block_size)  # noqa: E741

@@ -1,25 +1,19 @@
 """Online softmax and log-sum-exp in Triton: rows of any length with O(block) state on chip, forward and backward.
 
-Owns the kernels, how rows are given to programs (`choose_launch`) and the launchers, which have the signatures of
-`kernels.softmax.eager`. Runs on CUDA and ROCm devices, and on CPU tensors in the Triton interpreter (TRITON_INTERPRET=1).
-Refuses to know autograd and operators.
+The launchers have the signatures of `kernels.softmax.eager`. A tensor and the dim to normalise are seen as `o n i`: `o` outer rows,
+`n` logits of a row, `i` inner rows. The last dim of a contiguous tensor becomes `1 n i` with strides (0, 1, n).
 
-Shape legend: a tensor and the dim to normalise are seen as `o n i`: `o` outer rows, `n` logits of a row, `i` inner
-rows. The last dim of a contiguous tensor becomes `1 n i` with strides (0, 1, n).
+A program owns ROWS adjacent inner rows, or one share of them, and walks its columns in tiles of LANES * VEC. Every lane is an
+online softmax of its own, (m, l) over the columns that pass by it, so the loop has no reduction across threads: VEC is one 16-byte
+load, reduced inside one thread. Lanes are partials and are merged once, at the end.
+- A row that fits one tile is read once and written once, several rows to a program.
+- A longer row is one program: a pass that reduces and a pass that writes, backwards, because the end of the row is still cached.
+- A row too long for one program, or too few rows to fill the device, is split into shares: the first launch leaves one partial
+  (m, l) per share, the second merges the partials of its row and writes its own share.
+Rows that are adjacent in memory (softmax over a dim that is not the last) are loaded side by side, with ROWS > 1.
 
-Note [Which program owns what]
-    A program owns ROWS adjacent inner rows, or one share of them, and walks its columns in tiles of LANES * VEC. Every
-    lane is an online softmax of its own, (m, l) over the columns that pass by it, so the loop has no reduction across
-    threads: VEC is one 16-byte load, reduced inside one thread. Lanes are partials and are merged once, at the end.
-    - A row that fits one tile is read once and written once, several rows to a program.
-    - A longer row is one program: a pass that reduces and a pass that writes. The second pass walks backwards, because
-      the end of the row is what the cache still holds.
-    - A row too long for one program, or too few rows to fill the device, is split into shares: the first launch leaves
-      one partial (m, l) per share, the second merges the partials of its row and writes its own share.
-    Rows that are adjacent in memory (softmax over a dim that is not the last) are loaded side by side, with ROWS > 1.
-
-    Example: n = 10, tile = 4, two shares. Program 0 reads columns 0-7 and stores (m, l) of them, program 1 columns 8-9;
-    then program 0 merges both partials and writes columns 4-7 and 0-3, program 1 merges them too and writes 8-9.
+Example: n = 10, tile = 4, two shares. Program 0 reads columns 0-7 and stores (m, l) of them, program 1 columns 8-9; then program 0
+merges both partials and writes columns 4-7 and 0-3, program 1 merges them too and writes 8-9.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
@@ -307,7 +301,7 @@ def _logsumexp_backward_kernel(
 
 @dataclass(frozen=True)
 class Launch:
-    """Division of rows among programs (Note [Which program owns what]).
+    """Division of rows among programs.
 
     Attributes:
         rows: Inner rows of one program; a power of two.
@@ -347,14 +341,7 @@ def choose_launch(
     """The launch for a tensor seen as `o n i`: integers in, integers out.
 
     Args:
-        leading: Outer rows.
-        n: Logits of a row.
-        inner: Inner rows.
-        unit_columns: The logits of a row are adjacent in memory.
         itemsize: Bytes of a logit.
-        num_sms: Multiprocessors of the device.
-        block_size: Tile to use, a power of two; None chooses.
-        per_thread: Logits of a tile that fall to one thread.
 
     Returns:
         The launch. `n <= tile` means one block per row.
@@ -476,19 +463,19 @@ def _forward(x: Tensor, dim: int, block_size: int | None, want_lse: bool, how: L
 
 
 def softmax(x: Tensor, dim: int, block_size: int | None = None, how: Launch | None = None) -> Tensor:
-    """As `kernels.softmax.eager.softmax`, for fp16, bf16 and fp32; `how` overrides `choose_launch`."""
+    """`kernels.softmax.eager.softmax` for fp16, bf16 and fp32; `how` overrides `choose_launch`."""
     return _forward(x, dim, block_size, False, how)
 
 
 def logsumexp(x: Tensor, dim: int, block_size: int | None = None, how: Launch | None = None) -> Tensor:
-    """As `kernels.softmax.eager.logsumexp`, for fp16, bf16 and fp32; `how` overrides `choose_launch`."""
+    """`kernels.softmax.eager.logsumexp` for fp16, bf16 and fp32; `how` overrides `choose_launch`."""
     return _forward(x, dim, block_size, True, how)
 
 
 def softmax_backward(
     dy: Tensor, y: Tensor, dim: int, block_size: int | None = None, how: Launch | None = None
 ) -> Tensor:
-    """As `kernels.softmax.eager.softmax_backward`; `how` overrides `choose_launch`."""
+    """`kernels.softmax.eager.softmax_backward`; `how` overrides `choose_launch`."""
     dx = torch.empty_like(y)
     if y.numel() == 0:
         return dx
@@ -517,7 +504,7 @@ def softmax_backward(
 def logsumexp_backward(
     g: Tensor, x: Tensor, lse: Tensor, dim: int, block_size: int | None = None, how: Launch | None = None
 ) -> Tensor:
-    """As `kernels.softmax.eager.logsumexp_backward`; `how` overrides `choose_launch`."""
+    """`kernels.softmax.eager.logsumexp_backward`; `how` overrides `choose_launch`."""
     dx = torch.empty_like(x)
     if x.numel() == 0:
         return dx

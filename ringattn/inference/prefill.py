@@ -67,8 +67,8 @@ from ringattn.kernels.interface import RowMetadata, Score, SoftmaxState, accumul
 from ringattn.kernels.partials.packed import clear, finish_parts, size, views
 from ringattn.kernels.runtime.table_cache import Key, find
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
-from ringattn.plan.device_tables import moving_key, stationary_key
-from ringattn.plan.ring_plan import Plan, RingStep, Rows
+from ringattn.plan.device_tables import side_key
+from ringattn.plan.ring_plan import Plan, Rows, pack
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import message_bytes, slices
 from ringattn.transport.base import GradMessage, Message, RingContext, Work, span
@@ -330,8 +330,8 @@ def plan_queries(spec: AttentionSpec, device: torch.device) -> QueryPlan:
         QuerySegment(visit.owner, visit.rows, visit.num_rows, _ranges([part[1:] for part in sorted(mine)], device))
         for visit, mine in zip(visits, parts, strict=True)
     )
-    side = find(moving_key(RingStep(0, spec.rank, (), runs, 0), spec.mask, device, "keys"))
-    keys = stationary_key(spec.kv_sharding.shards[spec.rank], spec.mask, device, None)
+    side = find(side_key(runs, spec.mask, device, "keys"))
+    keys = side_key(pack(spec.kv_sharding.shards[spec.rank]), spec.mask, device, None)
     return QueryPlan(plan, side, segments, ends[-1], tuple((start, length) for _, length, start, _ in runs), keys)
 
 

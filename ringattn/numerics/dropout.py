@@ -1,15 +1,15 @@
-"""Dropout of calls that are not given a seed: where the seed comes from, and the mask of columns that no kernel sees.
+"""Dropout of calls that are not given a seed: the seed, and the mask of columns that are no keys of a kernel.
 
-Owns two operators, so that torch.compile traces both without breaking the graph. Refuses to know attention.
+Both are operators, so that torch.compile traces them without breaking the graph.
 
 Note [Seeds]
-    A seed is drawn from torch's default CPU generator, which activation checkpointing saves and restores: what is recomputed
-    draws the same one. Ranks whose generators are in the same state draw the same seed, and then the mask is that of one
-    process, at any world size. Where they differ, each rank drops weights of its own query rows by its own seed: an honest
-    mask too, and the gradients are exact as long as keys move in the backward, because then a row's weights are made
-    again by the rank that made them. So keys move in the backward of a call with dropout, unless it says backward="queries". Calls
-    that draw a seed say backward="keys", and their seeds are not compared. Other calls must have the same seed on all ranks
-    (Note [Call marks] of transport/call_order.py); with backward="queries" every new seed is compared before the call.
+    A seed is drawn from torch's default CPU generator, which activation checkpointing saves and restores. Ranks whose
+    generators are in the same state draw the same seed, and then the mask is that of one process, at any world size. Where
+    they differ, each rank drops weights of its own query rows by its own seed; the gradients are exact as long as keys move
+    in the backward, because then the same rank computes a row's weights again. So keys move in the backward of a call with
+    dropout, unless backward="queries". Calls that draw a seed pass backward="keys", and their seeds are not compared. Other
+    calls must have the same seed on all ranks (Note [Call marks] of transport/call_order.py); with backward="queries" every
+    new seed is compared before the call.
 """
 
 from __future__ import annotations
@@ -30,27 +30,17 @@ _LIBRARY.define(
 
 
 def draw_seed(like: Tensor) -> int:
-    """A dropout seed from torch's default CPU generator (Note [Seeds]).
-
-    Args:
-        like: Any tensor of the call; its values do not matter. The compiler asks operators for a device.
-    """
+    """Draw a dropout seed from torch's default CPU generator (Note [Seeds]); the compiler needs a tensor to see a device."""
     return torch.ops.ringattn.draw_seed.default(like)
 
 
 def kept_columns(
     positions: Tensor, seed: int, batch: int, heads: int, first: int, columns: int, dropout_p: float
 ) -> Tensor:
-    """Which weights of some columns dropout keeps, as the kernels decide it: bool `b h s c`.
+    """Return the weights of some columns that dropout keeps, as the kernels decide it: bool `b h s c`.
 
-    Args:
-        positions: Global positions of the rows, `s`.
-        seed: Seed of the mask.
-        batch: Batch elements b.
-        heads: Query heads h.
-        first: Global index of the first column. Columns that are no keys stand behind all keys.
-        columns: Number of columns c.
-        dropout_p: Probability of dropping a weight.
+    `positions` are those of the rows, `s`; `first` is the global index of the first column. Columns that are no keys come
+    after all keys.
     """
     return torch.ops.ringattn.kept_columns.default(positions, seed, batch, heads, first, columns, dropout_p)
 

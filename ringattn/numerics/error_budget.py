@@ -1,7 +1,4 @@
-"""How wrong a result may be: the error budget against an exact answer.
-
-Owns the one measure of error and the one rule for what is allowed, used by tests and by the check that users run on
-their own machine. Knows nothing of attention.
+"""The error budget of a result against an exact answer, for tests and for the check that users run.
 
 Note [Budget]
     Let `exact` be the fp64 answer, `low` the same quantity computed from the same inputs by plain torch in the dtype under
@@ -9,11 +6,10 @@ Note [Budget]
     With noise = 16 * eps_acc * max(1, max|exact|), a result passes when
         rms(x - exact) <= 2 * rms(low - exact) + eps * rms(exact) + noise            typical elements
         max|x - exact| <= 4 * max|low - exact| + 4 * eps * max|exact| + noise        no element is far out
-    Twice the error that everyone accepts already, and one rounding. The root mean square is the measure that a few
-    lucky or unlucky roundings do not move; the maximum, a noisy statistic of small tensors, has twice the room and finds
-    the single wrong element that a mean would hide. The noise is about 2e-6 below fp64: it lets a result differ from a
-    reference that happens to cancel exactly (one key: dp - delta = 0), where a blockwise order of operations leaves a
-    rounding. Nothing in it grows with the number of ranks or visits.
+    That is twice the error of plain torch, and one rounding. A few lucky or unlucky roundings do not move the root mean
+    square; the maximum, a noisy statistic of small tensors, has twice the room and finds a single wrong element. The noise
+    lets a result differ from a reference that happens to cancel exactly (one key: dp - delta = 0), where a blockwise
+    order of operations leaves a rounding. Nothing in it grows with the number of ranks or ring steps.
 """
 
 from __future__ import annotations
@@ -27,28 +23,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Budget:
-    """The error that one tensor may have (Note [Budget]).
-
-    Attributes:
-        rms: Allowed root mean square of the error.
-        largest: Allowed largest absolute error.
-    """
+    """Allowed root mean square and largest absolute value of the error of one tensor (Note [Budget])."""
 
     rms: float
     largest: float
 
     @classmethod
     def of(cls, exact: Tensor, low: Tensor, dtype: torch.dtype | None = None) -> Budget:
-        """The budget that follows from two references.
+        """Return the budget that follows from two references.
 
-        Args:
-            exact: The exact answer, fp64.
-            low: The answer of a plain low-precision computation, in its own dtype.
-            dtype: The dtype under test; default that of `low`. For fp64, which has no wider exact answer, pass an fp32
-                `low`: its error is scaled by the ratio of the epsilons.
-
-        Raises:
-            ValueError: The shapes differ.
+        dtype, the one under test, is that of `low` by default. For fp64, which has no wider exact answer, pass an fp32
+        `low`: its error is scaled by the ratio of the epsilons.
         """
         accepted = _difference(low, exact)
         size = exact.detach().double().abs()
@@ -62,15 +47,7 @@ class Budget:
         )
 
     def ratio(self, actual: Tensor, exact: Tensor) -> float:
-        """How much of the budget is used up; at most 1 passes; inf when an element is NaN or wrongly infinite.
-
-        Args:
-            actual: The result.
-            exact: The exact answer, fp64.
-
-        Raises:
-            ValueError: The shapes differ.
-        """
+        """Return the used part of the budget; at most 1 passes; inf when an element is NaN or wrongly infinite."""
         found = _difference(actual, exact)
         if _largest(found) == math.inf:
             return math.inf
@@ -78,17 +55,10 @@ class Budget:
 
 
 def error(actual: Tensor, exact: Tensor) -> float:
-    """The largest absolute difference, in fp64; infinities agree with themselves, NaN agrees with nothing.
+    """Return the largest absolute difference, in fp64; 0.0 for empty tensors.
 
-    Args:
-        actual: Any float dtype.
-        exact: The same shape.
-
-    Returns:
-        The difference; inf when an element is NaN or only one of the two is infinite; 0.0 for empty tensors.
-
-    Raises:
-        ValueError: The shapes differ.
+    Infinities agree with themselves, NaN agrees with nothing: the difference is inf where an element is NaN or only one of
+    the two is infinite.
     """
     return _largest(_difference(actual, exact))
 

@@ -1,7 +1,4 @@
-"""The partial result of a softmax-weighted sum, and the merge that makes partials a monoid.
-
-Owns `Partial(m, l, o)`: identity, `merge`, `reduce_partials`, `finalize`, in plain torch on any device and in any float
-dtype. Refuses to know where partials come from (ring steps, split keys, sinks) and how kernels compute them.
+"""The partial result of a softmax-weighted sum, and its merge, in plain torch on any device and in any float dtype.
 
 Note [Partial]
     For one query row with scores s_j and values v_j over *some* of its keys:
@@ -11,15 +8,8 @@ Note [Partial]
     (Milakov & Gimelshein 2018, "Online normalizer calculation for softmax", eq. 4, with the weighted sum of
     Rabe & Staats 2021, "Self-attention does not need O(n^2) memory", carried along). Merging is commutative, and
     associative up to rounding. Units are natural log; kernels keep `m` in log2 units internally.
-
-Note [Empty rows]
-    A row that has seen nothing is (-inf, 0, 0): the identity, on both sides and to the bit. Two empty rows merge to an
-    empty row, and `finalize` gives it o = 0, lse = -inf. No combination of -inf scores makes a NaN, forward or
-    backward.
-
-Note [Infinite scores]
-    A score of +inf is an overflow upstream. It is shown, not repaired: the row's l and o, and what `finalize` makes of
-    them, are NaN, like those of a NaN score. Other rows are not touched.
+    A row that has seen nothing is (-inf, 0, 0): the identity, on both sides and to the bit; `finalize` gives it o = 0,
+    lse = -inf. No combination of -inf scores makes a NaN, forward or backward. A score of +inf makes its row NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +26,7 @@ from ringattn.tensor_checks import check_tensor
 
 @dataclass(frozen=True)
 class Partial:
-    """What softmax attention over some of the keys leaves behind (Note [Partial]).
+    """Partial result of softmax attention over some of the keys (Note [Partial]).
 
     Example:
         >>> s, v = torch.tensor([1.0, 2.0, 3.0, 10.0]), torch.eye(4)
@@ -83,14 +73,7 @@ class Partial:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Partial:
-        """The partial of no keys at all, (-inf, 0, 0).
-
-        Args:
-            shape: Shape of m and l.
-            v_dim: Size of the last dim of o.
-            dtype: Any floating dtype.
-            device: Where the tensors live.
-        """
+        """Return the partial of no keys, (-inf, 0, 0), of a shape of m and l and a last dim of o."""
         return cls(
             m=torch.full(tuple(shape), float("-inf"), dtype=dtype, device=device),
             l=torch.zeros(tuple(shape), dtype=dtype, device=device),
@@ -99,7 +82,7 @@ class Partial:
 
     @classmethod
     def from_scores(cls, s: Tensor, v: Tensor) -> Partial:
-        """The partial of one set of keys.
+        """Return the partial of one set of keys.
 
         Statistics are kept in fp32 for 16-bit inputs, else in the dtype of the inputs.
 
@@ -143,7 +126,7 @@ def _check_partial(name: str, x: object) -> None:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The partial of the keys of a and b together (Note [Partial]).
+    """Return the partial of the keys of a and b together (Note [Partial]).
 
     Args:
         a: Partial of some keys.
@@ -180,7 +163,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def reduce_partials(parts: Sequence[Partial], how: str = "tree") -> Partial:
-    """Merges many partials in an order that depends on their number only.
+    """Merge many partials in an order that depends on their number only.
 
     Args:
         parts: At least one partial.
@@ -215,7 +198,7 @@ def reduce_partials(parts: Sequence[Partial], how: str = "tree") -> Partial:
 
 
 def finalize(p: Partial) -> tuple[Tensor, Tensor]:
-    """The attention output and the log-sum-exp of a finished partial.
+    """Return the attention output and the log-sum-exp of a finished partial.
 
     Args:
         p: The partial over all keys.

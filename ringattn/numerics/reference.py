@@ -1,7 +1,7 @@
-"""Attention as it is defined: dense, whole, differentiable by plain autograd. The oracle of every test.
+"""Reference attention: dense, whole, differentiable by plain autograd. Every test compares with it.
 
-Owns `attention_reference` and the mask pair by pair. Refuses to be fast or frugal: it holds `n x n` tensors, and it
-shares no code with the intervals, the kernels or the ring that it judges, except for the counter-based dropout mask.
+It holds `n x n` tensors, and shares no code with the intervals, the kernels or the ring that it judges, except for the
+counter-based dropout mask.
 
 Shape legend: `b` batch, `s` queries, `t` keys, `h` query heads, `hk` key/value heads (`hk` divides `h`), `d` head_dim
 of q and k, `dv` head_dim of v.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -25,11 +25,14 @@ from ringattn.plan.options import (
     resolve_flag,
     resolve_integer,
     resolve_lengths,
-    resolve_prefix_len,
     resolve_real,
+    resolve_width,
     resolve_window,
 )
 from ringattn.tensor_checks import check_tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def visible_pairs(
@@ -45,25 +48,10 @@ def visible_pairs(
     chunks_restart: bool = False,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Which query sees which key, decided for every pair by the definitions.
+    """Return the visible pairs, decided one by one by the definitions: boolean `b s t`, or `1 s t` without lengths.
 
-    Args:
-        seq_len: Queries in the whole sequence.
-        kv_len: Keys in the whole sequence; None: as many as queries.
-        causal: `j <= i`.
-        window: (left, right): `i - left <= j <= i + right`; None on a side means unbounded; an int w is (w - 1, 0).
-        documents: Boundaries `[0, ..., seq_len]`; i and j lie in the same document. Empty documents are allowed.
-        prefix_len: With causal, the keys `j < prefix_len` count as `j <= i` for every row.
-        chunk_len: `i // chunk_len == j // chunk_len`.
-        lengths: (start, stop) per batch element: rows and keys outside see nothing and are seen by nobody.
-        chunks_restart: Chunks are counted from the beginning of the document of i, or from start, whichever is later.
-        device: Where the mask is made.
-
-    Returns:
-        Boolean `b s t`, or `1 s t` without lengths.
-
-    Raises:
-        ValueError: prefix_len is given without causal, or documents do not divide the sequence.
+    Options are those of `attention_reference`; with chunks_restart, chunks are counted from the beginning of the
+    document of i, or from start, whichever is later.
 
     Example:
         >>> visible_pairs(4, causal=True, window=(1, None))[0].int().tolist()
@@ -122,30 +110,10 @@ def dense_attention(
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of any rows over any keys under a given mask: what `attention_reference` is made of.
+    """Return o and lse of any rows over any keys under a mask, boolean `b s t` or `1 s t`.
 
     Matmuls take and give the dtype of the inputs, as one device running plain torch would; scores are then softmaxed in
-    fp32 (fp64 for fp64 inputs). So fp64 inputs give the exact answer and 16-bit inputs the usual low-precision one.
-
-    Args:
-        q: Queries, `b s h d`.
-        k: Keys, `b t hk d`.
-        v: Values, `b t hk dv`.
-        visible: Boolean `b s t` or `1 s t`.
-        q_positions: Global positions of the queries, `s`.
-        k_positions: Global positions of the keys, `t`.
-        softmax_scale: Factor on q . k; None: `d ** -0.5`.
-        softcap: The score becomes `softcap * tanh(score / softcap)`; 0.0 for none.
-        sinks: One more logit per head in the denominator only, `h`.
-        alibi_slopes: `- slope * |i - j|` is added to the score; `h`, or `b h s` for one slope per row.
-        key_bias: Added to the scores of a key, `b t`.
-        bias: Added to the scores, broadcast to `b h s t`; -inf hides a pair.
-        dropout_p: Probability of dropping one attention weight.
-        dropout_seed: 64-bit seed; the mask is a function of it and of global indices.
-
-    Returns:
-        o `b s h dv` in q's dtype; lse `b h s`, natural log, fp32 (fp64 for fp64 inputs). A row without any weight has
-        o = 0 and lse = -inf, and no gradient.
+    fp32 (fp64 for fp64 inputs). Options are those of `attention_reference`; alibi_slopes may be `b h s`, one per row.
     """
     b, _, h, d = q.shape
     hk = k.shape[2]
@@ -191,49 +159,32 @@ def dense_attention(
         return torch.einsum("bhst,bthd->bshd", p.to(v.dtype), v), lse
 
 
+class _Options(TypedDict, total=False):
+    """Options of `attention_reference`."""
+
+    causal: bool
+    window: int | tuple[int | None, int | None] | None
+    documents: Sequence[int] | None
+    prefix_len: int
+    chunk_len: int | None
+    lengths: Sequence[tuple[int, int]] | None
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    key_bias: Tensor | None
+    bias: Tensor | None
+    dropout_p: float
+    dropout_seed: int
+
+
 @overload
 def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    documents: Sequence[int] | None = None,
-    prefix_len: int = 0,
-    chunk_len: int | None = None,
-    lengths: Sequence[tuple[int, int]] | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    return_lse: Literal[False] = False,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[_Options]
 ) -> Tensor: ...
 @overload
 def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    window: int | tuple[int | None, int | None] | None = None,
-    documents: Sequence[int] | None = None,
-    prefix_len: int = 0,
-    chunk_len: int | None = None,
-    lengths: Sequence[tuple[int, int]] | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
-    return_lse: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
 def attention_reference(
     q: Tensor,
@@ -256,7 +207,7 @@ def attention_reference(
     dropout_seed: int = 0,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The definition of attention in this library, over a whole sequence on one device.
+    """Compute attention by its definition, over a whole sequence on one device.
 
     Query i and key j sit at global positions i and j; keys may belong to another, longer or shorter sequence. Memory
     grows as `s x t`. Exact for fp64 inputs; for 16-bit inputs it is the ordinary low-precision computation.
@@ -311,7 +262,7 @@ def attention_reference(
         causal=resolve_flag("causal", causal),
         window=resolve_window(window),
         documents=resolve_documents(documents),
-        prefix_len=resolve_prefix_len(prefix_len),
+        prefix_len=resolve_width("prefix_len", prefix_len),
         chunk_len=resolve_chunk_len(chunk_len),
         lengths=resolve_lengths(lengths),
         device=q.device,

@@ -1,8 +1,7 @@
 """Softmax and log-sum-exp of rows of any length, with a fixed number of logits on chip, as public differentiable ops.
 
-Owns what `online_softmax` and `online_logsumexp` promise, their registrations as operators (fake, autograd, second
-derivatives) and the choice of an implementation. Refuses to know how a row is walked: that is `kernels.softmax.eager` (plain
-torch) and `kernels.softmax.softmax_triton` (GPUs).
+Owns the operators (fake, autograd, second derivatives) and the choice between `kernels.softmax.eager` (plain torch) and
+`kernels.softmax.softmax_triton` (GPUs).
 """
 
 from __future__ import annotations
@@ -64,17 +63,14 @@ def online_logsumexp(x: Tensor, dim: int = -1, *, block_size: int | None = None,
     Args:
         x: Logits, fp16, bf16, fp32 or fp64, any strides.
         dim: The dim that is reduced.
-        block_size: As in `online_softmax`.
-        impl: As in `online_softmax`.
+        block_size: See `online_softmax`; also impl.
 
     Returns:
         Natural log, x's shape without dim, fp32 (fp64 for fp64 logits). -inf for a row that is -inf throughout, with
         gradient 0; NaN for a row that holds +inf or NaN.
 
     Raises:
-        ValueError: As in `online_softmax`.
-        TypeError: As in `online_softmax`.
-        NotImplementedError: As in `online_softmax`.
+        ValueError: See `online_softmax`; also TypeError and NotImplementedError.
 
     Example:
         >>> online_logsumexp(torch.tensor([1.0, 2.0, 3.0, 10.0]))
@@ -113,9 +109,7 @@ def _check(x: Tensor, dim: int, block_size: int | None, impl: str) -> int:
     return dim % x.ndim
 
 
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+_has_triton = cache(lambda: importlib.util.find_spec("triton") is not None)
 
 
 def _why_not_portable(x: Tensor) -> str | None:
@@ -165,24 +159,14 @@ def _logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dim: int, block_size:
     return _implementation(x, block_size, impl).logsumexp_backward(g, x, lse, dim, block_size)
 
 
-@_softmax.register_fake
-def _(x: Tensor, dim: int, block_size: int | None, impl: str) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(x)
-
-
-@_softmax_backward.register_fake
-def _(dy: Tensor, y: Tensor, dim: int, block_size: int | None, impl: str) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(y)
+_softmax.register_fake(lambda x, *_: torch.empty_like(x))
+_softmax_backward.register_fake(lambda _, y, *__: torch.empty_like(y))
+_logsumexp_backward.register_fake(lambda _, x, *__: torch.empty_like(x))
 
 
 @_logsumexp.register_fake
 def _(x: Tensor, dim: int, block_size: int | None, impl: str) -> Tensor:  # noqa: ARG001
     return x.new_empty([*x.shape[:dim], *x.shape[dim + 1 :]], dtype=accumulation_dtype(x.dtype))
-
-
-@_logsumexp_backward.register_fake
-def _(g: Tensor, x: Tensor, lse: Tensor, dim: int, block_size: int | None, impl: str) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(x)
 
 
 def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

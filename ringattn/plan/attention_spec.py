@@ -1,8 +1,7 @@
 """The options of one attention call, apart from its tensors.
 
 Owns the record of shardings, mask and score options, its text form (a custom op takes strings, and a text can be compared
-between ranks), and the integers that follow from it: ring plans and gather plans. Refuses to know groups, buffers, devices and
-how anything is computed.
+between ranks), and the integers that follow from it: ring plans and gather plans.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from ringattn.plan.options import (
     resolve_chunk_len,
     resolve_flag,
     resolve_lengths,
-    resolve_prefix_len,
     resolve_real,
+    resolve_width,
     resolve_window,
     resolve_word,
 )
@@ -56,16 +55,9 @@ class AttentionSpec:
     """The options of one attention call.
 
     Attributes:
-        sharding: The query positions of every rank.
-        kv_sharding: The key positions of every rank.
-        mask: The mask.
-        softmax_scale: Factor on q . k.
-        softcap: Bound of the soft cap; 0.0 for none.
-        dropout_p: Probability of dropping an attention weight.
+        softcap: 0.0 for none.
         impl: Kernel set: "auto", or a name that `kernels.registry` knows.
         backward: Side that moves in a stepwise backward: "keys", "queries", or "auto" for the one of fewer bytes.
-        deterministic: Gradients are the same bits from run to run.
-        forward_only: There will be no backward (Note [Forward only] in device_tables.py).
     """
 
     sharding: Sharding
@@ -83,14 +75,18 @@ class AttentionSpec:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    @staticmethod
-    def deserialize(text: str, rank: int) -> AttentionSpec:
-        """Return the record that `serialize` wrote, seen from a rank; cached.
-
-        Raises:
-            ValueError: Options are inconsistent.
-        """
-        return _deserialize(text, rank)
+    @classmethod
+    @lru_cache(maxsize=512)
+    def deserialize(cls, text: str, rank: int) -> AttentionSpec:
+        """Return the record that `serialize` wrote, seen from a rank; cached."""
+        record = parse(text)
+        sharding = Sharding.from_spec(json.loads(record["sharding"]), rank)
+        keys = record["kv_sharding"]
+        kv_sharding = sharding if keys is None else Sharding.from_spec(json.loads(keys), rank)
+        masked = {name: record[name] for name in ("causal", "window", "prefix_len", "chunk_len", "lengths")}
+        mask = AttentionMask(sharding.seq_len, kv_sharding.seq_len, documents=sharding.documents, **masked)
+        others = {name: record[name] for name in record if name not in ("sharding", "kv_sharding", *masked)}
+        return cls(sharding, kv_sharding, mask, **others)
 
     @property
     def rank(self) -> int:
@@ -105,39 +101,27 @@ class AttentionSpec:
             self._plans[moving, nodes] = plan
         return plan
 
-    def gather_plan(self, nodes: Nodes | None = None, outer: int = 0) -> GatherPlan:
-        """Return which rows this rank fetches and sends when all steps of an outer step are computed in one launch."""
-        found = self._gather_plans.get((nodes, outer))
+    def gather_plan(self, nodes: Nodes | None = None, outer_step: int = 0) -> GatherPlan:
+        """Return the rows that this rank receives and sends when all steps of an outer step are computed in one launch."""
+        found = self._gather_plans.get((nodes, outer_step))
         if found is None:
-            found = self._gather_plans[nodes, outer] = make_gather_plan(
-                self.plan("keys", nodes), self.rank, PAD_ROWS, outer, nodes
-            )
+            plan = self.plan("keys", nodes)
+            found = make_gather_plan(plan, self.rank, PAD_ROWS, outer_step, nodes)
+            self._gather_plans[nodes, outer_step] = found
         return found
 
     def score(self, dtype: torch.dtype, dropout_seed: int, tensors: ScoreTensors) -> Score:
         """Return the score that kernels compute; small tensors in the accumulation dtype of `dtype`, bias as it is."""
         wide = accumulation_dtype(dtype)
-        sinks, alibi_slopes, key_bias, bias = tensors
-        return Score(
-            self.softmax_scale,
-            self.softcap,
-            self.dropout_p,
-            dropout_seed,
-            sinks=None if sinks is None else sinks.to(wide),
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes.to(wide),
-            key_bias=None if key_bias is None else key_bias.to(wide),
-            bias=bias,
-        )
+        small = (None if x is None else x.to(wide) for x in tensors[:3])
+        return Score(self.softmax_scale, self.softcap, self.dropout_p, dropout_seed, *small, bias=tensors.bias)
 
     def features(self, tensors: ScoreTensors) -> frozenset[str]:
         """Return the features that a kernel set must have, by their names in `kernels.registry.FEATURES`."""
         asked = {
             "softcap": self.softcap > 0,
             "dropout": self.dropout_p > 0,
-            "sinks": tensors.sinks is not None,
-            "alibi": tensors.alibi_slopes is not None,
-            "key_bias": tensors.key_bias is not None,
-            "bias": tensors.bias is not None,
+            **{name: x is not None for name, x in zip(("sinks", "alibi", "key_bias", "bias"), tensors, strict=True)},
             "per_batch_bounds": self.mask.lengths is not None,
             "deterministic": self.deterministic,
         }
@@ -169,9 +153,6 @@ def serialize(
     """Return the text of a call, equal on all ranks, which `AttentionSpec.deserialize` reads; options as in `ring_attention`.
 
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
-
-    Raises:
-        ValueError: An option is of the wrong kind, or the shardings are those of different ranks or ring sizes.
     """
     if kv_sharding is not None and (kv_sharding.rank, kv_sharding.world_size) != (sharding.rank, sharding.world_size):
         raise ValueError(
@@ -179,7 +160,7 @@ def serialize(
             f"{kv_sharding.rank} of {kv_sharding.world_size}; make both with the same ring"
         )
     window, lengths = resolve_window(window), resolve_lengths(lengths)
-    prefix_len, chunk_len = resolve_prefix_len(prefix_len), resolve_chunk_len(chunk_len)
+    prefix_len, chunk_len = resolve_width("prefix_len", prefix_len), resolve_chunk_len(chunk_len)
     causal, deterministic = resolve_flag("causal", causal), resolve_flag("deterministic", deterministic)
     softmax_scale, softcap = resolve_real("softmax_scale", softmax_scale), resolve_real("softcap", softcap)
     dropout_p = resolve_real("dropout_p", dropout_p)
@@ -194,7 +175,7 @@ def serialize(
 
 
 def describe_record(record: Mapping[str, Any]) -> str:
-    """A call in a few words, of what `parse` gives: what it is for, the sequence, and options that are no defaults.
+    """Return a short text of a parsed call: the sequence, and options that differ from their defaults.
 
     Example:
         >>> record = {"sharding": '[8, "zigzag", 2, null, null]', "kv_sharding": None, "causal": True, "softcap": 0.0}
@@ -215,33 +196,5 @@ def describe_record(record: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=4)
 def parse(text: str) -> Mapping[str, Any]:
-    """The record that `serialize` wrote, as plain Python values."""
+    """Return the record that `serialize` wrote, as plain Python values."""
     return ast.literal_eval(text)
-
-
-@lru_cache(maxsize=512)
-def _deserialize(text: str, rank: int) -> AttentionSpec:
-    record = parse(text)
-    sharding = Sharding.from_spec(json.loads(record["sharding"]), rank)
-    keys = record["kv_sharding"]
-    kv_sharding = sharding if keys is None else Sharding.from_spec(json.loads(keys), rank)
-    return AttentionSpec(
-        sharding,
-        kv_sharding,
-        AttentionMask(
-            seq_len=sharding.seq_len,
-            kv_len=kv_sharding.seq_len,
-            causal=record["causal"],
-            window=record["window"],
-            documents=sharding.documents,
-            prefix_len=record["prefix_len"],
-            chunk_len=record["chunk_len"],
-            lengths=record["lengths"],
-        ),
-        softmax_scale=record["softmax_scale"],
-        softcap=record["softcap"],
-        dropout_p=record["dropout_p"],
-        impl=record["impl"],
-        backward=record["backward"],
-        deterministic=record["deterministic"],
-    )

@@ -1,13 +1,11 @@
 """The integers of a plan as the device tensors that kernels read.
 
-Owns the making of `RowMetadata` and `GatheredKeys` (kernels/interface.py), which kernels/runtime/table_cache.py keeps. Refuses to
-know groups and how bytes move.
+Makes `RowMetadata` and `GatheredKeys` (kernels/interface.py), which kernels/runtime/table_cache.py keeps.
 
 Note [Forward only]
-    A forward asks of keys where they sit, and of queries what they see. What sees a key is asked by backwards, and costs most of
-    what these tables cost. So a call that will have no backward (`AttentionSpec.forward_only`) leaves it out: lo and hi of its keys
-    have no columns.
-
+    A forward needs the positions of keys, and the positions and bounds of queries. Only a backward needs the bounds of keys,
+    which are most of the cost of these tables. So a call without a backward (`AttentionSpec.forward_only`) leaves them out: the
+    axis of its keys is None, and their lo and hi have no columns.
 """
 
 from __future__ import annotations
@@ -52,13 +50,7 @@ _TENSORS = _Tensors()
 
 @dataclass(frozen=True, eq=False)
 class StepTables:
-    """Tables of one side that stays and one that moves, for a loop over ring steps; keys, which `find` turns into tables.
-
-    Attributes:
-        stationary: The side that stays: this rank's queries when keys move, and the other way round.
-        moving: The rows that each ring step brings; None where nothing is visible.
-        nothing: A moving side without rows.
-    """
+    """Keys of the tables of a stepwise loop, which `find` turns into tables; moving is None where nothing is visible."""
 
     stationary: Key[RowMetadata]
     moving: tuple[Key[RowMetadata] | None, ...]
@@ -67,13 +59,7 @@ class StepTables:
 
 @dataclass(frozen=True, eq=False)
 class FusedTables:
-    """Tables of a fused launch, one per outer step; keys, which `find` turns into tables.
-
-    Attributes:
-        rows: This rank's queries.
-        keys: The keys of all owners.
-        returning: Which row of each reader's contribution belongs to each row that this rank holds, or -1.
-    """
+    """Keys of the tables of fused launches, one per outer step, which `find` turns into tables."""
 
     rows: Key[RowMetadata]
     keys: tuple[Key[GatheredKeys], ...]
@@ -81,88 +67,45 @@ class FusedTables:
 
 
 def step_tables(spec: AttentionSpec, moving: str, device: torch.device, nodes: Nodes | None = None) -> StepTables:
-    """Return the keys of the tables of a stepwise loop.
-
-    Args:
-        spec: The call.
-        moving: The side that moves: "keys" or "queries".
-        device: Where the kernels run.
-        nodes: The nodes of a hierarchical ring.
-    """
+    """Return the keys of the tables of a stepwise loop in which "keys" or "queries" move."""
     of_keys: MaskAxis | None = None if spec.forward_only else "queries"
     shards, stays, moves = (
         (spec.sharding.shards, "keys", of_keys) if moving == "keys" else (spec.kv_sharding.shards, of_keys, "keys")
     )
     ring_steps = spec.plan(moving, nodes).ranks[spec.rank].ring_steps
     return StepTables(
-        stationary_key(shards[spec.rank], spec.mask, device, stays),
+        side_key(pack(shards[spec.rank]), spec.mask, device, stays),
         tuple(
-            None if ring_step is None else moving_key(ring_step, spec.mask, device, moves) for ring_step in ring_steps
+            None if ring_step is None else side_key(ring_step.runs, spec.mask, device, moves)
+            for ring_step in ring_steps
         ),
-        moving_key(RingStep(0, spec.rank, (), (), 0), spec.mask, device, moves),
+        side_key((), spec.mask, device, moves),
     )
 
 
 def fused_tables(spec: AttentionSpec, device: torch.device, nodes: Nodes | None = None) -> FusedTables:
-    """Return the keys of the tables of fused launches.
-
-    Args:
-        spec: The call.
-        device: Where the kernels run.
-        nodes: The nodes of a hierarchical ring.
-    """
+    """Return the keys of the tables of fused launches."""
     plan, size = spec.plan("keys", nodes).ranks[spec.rank], len(nodes[0]) if nodes else len(spec.sharding.shards)
     keys, returning = list[Key[GatheredKeys]](), list[Key[Tensor]]()
-    for outer in range(len(plan.remote_shards)):
-        held, gather_plan = plan.held(outer), spec.gather_plan(nodes, outer)
-        ring_steps = (held, *plan.ring_steps[outer * size + 1 : (outer + 1) * size])
+    for outer_step in range(len(plan.remote_shards)):
+        held, gather_plan = plan.held(outer_step), spec.gather_plan(nodes, outer_step)
+        ring_steps = (held, *plan.ring_steps[outer_step * size + 1 : (outer_step + 1) * size])
         keys.append(gathered_key(ring_steps, gather_plan, spec.mask, device, forward_only=spec.forward_only))
         returning.append(returning_key(gather_plan.sends, held.num_rows, device))
-    rows = stationary_key(spec.sharding.shards[spec.rank], spec.mask, device)
+    rows = side_key(pack(spec.sharding.shards[spec.rank]), spec.mask, device, "keys")
     return FusedTables(rows, tuple(keys), tuple(returning))
 
 
-def stationary_key(
-    shard: Shard, mask: AttentionMask, device: torch.device | str, axis: MaskAxis | None = "keys"
-) -> Key[RowMetadata]:
-    """The key of the side of a rank's own rows, which stay.
-
-    Args:
-        shard: The rows.
-        mask: The mask.
-        device: Where the kernels run.
-        axis: What the rows see: "keys" when they are queries, "queries" when they are keys; None: Note [Forward only].
-    """
-    return _side_key(pack(shard), mask, device, axis)
-
-
-def moving_key(
-    ring_step: RingStep, mask: AttentionMask, device: torch.device | str, axis: MaskAxis | None = "queries"
-) -> Key[RowMetadata]:
-    """The key of the side of the rows that a visit brings, packed in its buffer.
-
-    Args:
-        ring_step: The visit.
-        mask: The mask.
-        device: Where the kernels run.
-        axis: What the rows see: "queries" when they are keys (moving="keys"), "keys" when they are queries; None:
-            Note [Forward only].
-    """
-    return _side_key(ring_step.runs, mask, device, axis)
+def side_key(runs: Runs, mask: AttentionMask, device: torch.device | str, axis: MaskAxis | None) -> Key[RowMetadata]:
+    """Return the key of the table of rows that are packed by runs; axis None: Note [Forward only]."""
+    return Key(device, (runs, mask, axis), lambda place: _make(runs, mask, place, axis))
 
 
 def stationary_side(
     shard: Shard, mask: AttentionMask, device: torch.device | str, axis: MaskAxis = "keys"
 ) -> RowMetadata:
-    """The side of `stationary_key`."""
-    return find(stationary_key(shard, mask, device, axis))
-
-
-def moving_side(
-    ring_step: RingStep, mask: AttentionMask, device: torch.device | str, axis: MaskAxis = "queries"
-) -> RowMetadata:
-    """The side of `moving_key`."""
-    return find(moving_key(ring_step, mask, device, axis))
+    """Return the table of all rows of a shard."""
+    return find(side_key(pack(shard), mask, device, axis))
 
 
 def gathered_key(
@@ -173,27 +116,15 @@ def gathered_key(
     *,
     forward_only: bool = False,
 ) -> Key[GatheredKeys]:
-    """The key of the sides of all visits of a rank, when they are computed in one launch.
-
-    Args:
-        ring_steps: The rank's visits by inner step; at step 0 those rows that are in place.
-        gather_plan: Where the rows of each visit stand in far.
-        mask: The mask.
-        device: Where the kernels run.
-        forward_only: Note [Forward only].
-    """
+    """Return the key of the tables of all ring steps of a rank, by inner step, when they are computed in one launch."""
     own = ring_steps[0]
-    assert own is not None, "a rank without keys of its own visits one by one"
+    assert own is not None, "a rank without keys of its own goes step by step"
     local_rows, sources = own.num_rows, [(0, own.runs)]
-    for fetch in gather_plan.recvs:
-        ring_step = ring_steps[fetch.step]
-        assert ring_step is not None, "only rows that are visited are fetched"
-        sources.append(
-            (
-                fetch.step,
-                tuple((fetch.at + offset, rows, start, stride) for offset, rows, start, stride in ring_step.runs),
-            )
-        )
+    for recv in gather_plan.recvs:
+        ring_step = ring_steps[recv.step]
+        assert ring_step is not None, "only rows that are used are received"
+        runs = tuple((recv.at + offset, rows, start, stride) for offset, rows, start, stride in ring_step.runs)
+        sources.append((recv.step, runs))
     return Key(
         device,
         (tuple(sources), gather_plan.remote_rows, mask, forward_only),
@@ -202,7 +133,7 @@ def gathered_key(
 
 
 def returning_key(sends: tuple[Send, ...], rows: int, device: torch.device | str) -> Key[Tensor]:
-    """The key of `sends rows` int32: which row of each reader's contribution belongs to each own row, or -1."""
+    """Return the key of `sends rows` int32: the row of each reader's contribution that belongs to each own row, or -1."""
 
     def make(place: torch.device) -> Tensor:
         table = torch.full((len(sends), rows), -1, dtype=torch.int32, device="cpu")
@@ -217,15 +148,9 @@ def returning_key(sends: tuple[Send, ...], rows: int, device: torch.device | str
 
 
 def bounds_of(positions: Tensor, mask: AttentionMask, axis: MaskAxis | None) -> tuple[Tensor, Tensor]:
-    """The intervals of `AttentionMask.interval` for a whole tensor of positions.
+    """Return lo and hi, `b s`, of rows at positions `s` int64; b is 1 when all batch elements share one mask.
 
-    Args:
-        positions: `s` int64, global positions of the rows.
-        mask: The mask.
-        axis: "keys" when the rows are queries, "queries" when they are keys; None: Note [Forward only].
-
-    Returns:
-        lo and hi, `b s` int64; b is 1 when all batch elements share one mask. `1 0` where nobody asks.
+    With axis None they are `1 0` (Note [Forward only]).
     """
     if axis is None:
         nothing = positions.new_empty(1, 0)
@@ -236,10 +161,6 @@ def bounds_of(positions: Tensor, mask: AttentionMask, axis: MaskAxis | None) -> 
         extent = (lengths[:, :1], lengths[:, 1:])
     lo, hi = mask.interval(positions[None], axis, extent, _TENSORS)
     return lo, hi
-
-
-def _side_key(runs: Runs, mask: AttentionMask, device: torch.device | str, axis: MaskAxis | None) -> Key[RowMetadata]:
-    return Key(device, (runs, mask, axis), lambda place: _make(runs, mask, place, axis))
 
 
 def _make(runs: Runs, mask: AttentionMask, device: torch.device, axis: MaskAxis | None) -> RowMetadata:
@@ -267,11 +188,11 @@ def _make_gathered(
         parts.append((positions, *bounds_of(positions, mask, None if forward_only else "queries")))
     batches = max(lo.shape[0] for _, lo, _ in parts)
     positions = torch.zeros(local_rows + remote_rows, dtype=dtype, device="cpu")
-    asked = 0 if forward_only else local_rows + remote_rows
-    lo, hi = torch.zeros(2, batches, asked, dtype=torch.int64, device="cpu")
+    columns = 0 if forward_only else local_rows + remote_rows
+    lo, hi = torch.zeros(2, batches, columns, dtype=torch.int64, device="cpu")
     for place, part in zip(places, parts, strict=True):
         positions[place] = part[0]
-        if asked:
+        if columns:
             lo[:, place], hi[:, place] = part[1:]
     tables = [torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4) for _, runs in sources]
     on_device = upload([positions, lo, hi, *tables], device)
@@ -291,7 +212,7 @@ def _make_gathered(
 
 
 def _positions(runs: Runs, dtype: torch.dtype) -> Tensor:
-    """Positions of rows that are packed in the order of their runs."""
+    """Return the positions of rows that are packed in the order of their runs."""
     stretches = [
         torch.arange(start, start + stride * n, stride, dtype=dtype, device="cpu") for _, n, start, stride in runs
     ]

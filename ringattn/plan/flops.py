@@ -1,7 +1,6 @@
-"""How many floating-point operations a call costs: visible pairs only.
+"""Floating-point operations of a call, visible pairs only, for torch's counter.
 
-Owns the formulas and their registration with torch's counter. Registered when the first ring is made, not at import:
-torch's counter imports triton where it is installed.
+Registered when the first ring is made, not at import: torch's counter imports triton where it is installed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ringattn.ring_registry import get_ring
 
 @lru_cache(maxsize=1)
 def register_flops() -> None:
-    """Lets `torch.utils.flop_counter` see the operators; a counter made later counts them."""
+    """Register the operators with `torch.utils.flop_counter`; a counter made later counts them."""
     from torch.utils.flop_counter import register_flop_formula
 
     register_flop_formula(torch.ops.ringattn.forward)(_forward_flops)

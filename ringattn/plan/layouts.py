@@ -1,7 +1,4 @@
-"""Which rank holds which positions of a sequence.
-
-Owns `Run` and the layouts (contiguous, striped, zigzag, balanced) as pure integer functions. Refuses to know tensors,
-groups and masks (balanced is told the work of a stretch of queries, not why). Standard library only.
+"""Assignment of the positions of a sequence to ranks, as pure integer functions.
 
 Every layout returns one shard per rank. The runs of a shard are sorted and do not interleave, so positions ascend over
 its rows; no run is empty; a rank that holds nothing has the empty shard `()`.
@@ -17,7 +14,7 @@ from typing import Protocol
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 PART = "part"
-"""The name of what is no layout: shards, made by hand, that hold only some positions of a sequence."""
+"""Name of shards that are made by hand and hold only some positions of a sequence."""
 
 
 @dataclass(frozen=True, order=True)
@@ -37,17 +34,12 @@ class Run:
         """The position of row i of the run."""
         return self.start + self.stride * i
 
-    def index_of(self, position: int) -> int | None:
-        """The row of the run that sits at a position; None when the run does not hold it."""
-        i, rest = divmod(position - self.start, self.stride)
-        return i if rest == 0 and 0 <= i < self.length else None
-
 
 Shard = tuple[Run, ...]
 
 
 class Workload(Protocol):
-    """Anything that can say how much work a stretch of queries is; `AttentionMask` can."""
+    """Source of the work of a stretch of queries, such as `AttentionMask`."""
 
     def work(self, a: int, b: int) -> int:
         """Work of the queries [a, b): the pairs they see."""
@@ -55,12 +47,7 @@ class Workload(Protocol):
 
 
 def shard_len(shard: Shard) -> int:
-    """Rows of a shard.
-
-    Example:
-        >>> shard_len((Run(0, 1, 3), Run(9, 1, 2)))
-        5
-    """
+    """Rows of a shard."""
     return sum(run.length for run in shard)
 
 
@@ -72,8 +59,7 @@ def contiguous(seq_len: int, world_size: int) -> tuple[Shard, ...]:
         ((Run(start=0, stride=1, length=3),), (Run(start=3, stride=1, length=2),))
     """
     check_sizes(seq_len, world_size)
-    edges = _edges(seq_len, world_size)
-    return tuple(_merge([(edges[r], edges[r + 1])]) for r in range(world_size))
+    return tuple(_merge([stretch]) for stretch in pairwise(_edges(seq_len, world_size)))
 
 
 def striped(seq_len: int, world_size: int) -> tuple[Shard, ...]:
@@ -114,23 +100,12 @@ def balanced(
     tolerance: float = 1.02,
     min_chunk_len: int = 128,
 ) -> tuple[Shard, ...]:
-    """Equal chunks dealt to ranks so that every rank has the same work, and the same number of chunks up to one.
+    """Equal chunks, assigned so that every rank has the same work, and the same number of chunks up to one.
 
     Starts from `chunks_per_rank` chunks per rank and doubles until the greatest work of a rank is within `tolerance` of
     the mean, or chunks would be shorter than `min_chunk_len`; the best assignment seen is returned. So a mask that is
     already even keeps one stretch per rank (and moves only its halo), a causal mask becomes a zigzag, and packed
     documents get chunks as coarse as their lengths allow. The same arguments give the same shards on every rank.
-
-    Args:
-        seq_len: Tokens of the whole sequence.
-        world_size: Ranks.
-        work: The work of the queries [a, b); additive over adjacent stretches.
-        chunks_per_rank: Chunks per rank to start from.
-        tolerance: Greatest accepted ratio of the work of a rank to the mean.
-        min_chunk_len: Tokens; refinement stops before chunks get shorter than this.
-
-    Raises:
-        ValueError: A size is out of range.
 
     Example:
         >>> balanced(8, 2, lambda a, b: sum(i + 1 for i in range(a, b)), min_chunk_len=1)
@@ -149,10 +124,10 @@ def balanced(
         edges = _edges(seq_len, world_size * chunks_per_rank)
         weights = [work(a, b) if a < b else 0 for a, b in pairwise(edges)]
         goal = int(tolerance * sum(weights) / world_size)
-        dealt = _deal(weights, world_size, goal)
-        load = max(sum(weights[c] for c in chunks) for chunks in dealt)
+        assigned = _assign(weights, world_size, goal)
+        load = max(sum(weights[c] for c in chunks) for chunks in assigned)
         if best is None or load < best_load:
-            best, best_load = [[(edges[c], edges[c + 1]) for c in sorted(chunks)] for chunks in dealt], load
+            best, best_load = [[(edges[c], edges[c + 1]) for c in sorted(chunks)] for chunks in assigned], load
         chunks_per_rank *= 2
         if load <= goal or seq_len < world_size * chunks_per_rank * min_chunk_len:
             # ranks in order of their first position: what a window needs then comes from the rank before
@@ -164,12 +139,7 @@ def make_shards(layout: str, seq_len: int, world_size: int, mask: Workload | Non
 
     Args:
         layout: "contiguous", "striped", "zigzag" or "balanced".
-        seq_len: Tokens of the whole sequence.
-        world_size: Ranks.
         mask: The mask whose work "balanced" equalises; the other layouts do not look at it.
-
-    Raises:
-        ValueError: The layout is unknown, a size is out of range, or balanced has no mask.
     """
     if layout == "balanced":
         if mask is None:
@@ -181,7 +151,7 @@ def make_shards(layout: str, seq_len: int, world_size: int, mask: Workload | Non
 
 
 def check_sizes(seq_len: int, world_size: int) -> None:
-    """Refuses sequences without tokens and rings without ranks."""
+    """Refuse sequences without tokens and rings without ranks."""
     if seq_len < 1:
         raise ValueError(f"seq_len must be at least 1, got {seq_len}; give the length of the whole sequence")
     if world_size < 1:
@@ -205,31 +175,31 @@ def _merge(stretches: list[tuple[int, int]]) -> Shard:
     return tuple(Run(a, 1, b - a) for a, b in merged)
 
 
-def _deal(weights: list[int], world_size: int, goal: int) -> list[list[int]]:
+def _assign(weights: list[int], world_size: int, goal: int) -> list[list[int]]:
     """Chunks per rank: the same number each, loads as equal as exchanges of two chunks can make them."""
     order = sorted(range(len(weights)), key=lambda c: (-weights[c], c))
-    dealt: list[list[int]] = [[] for _ in range(world_size)]
+    assigned: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
     # longest first, one round of chunks at a time, so that counts stay equal: the heaviest goes to the lightest rank
     for begin in range(0, len(order), world_size):
         lightest = sorted(range(world_size), key=lambda r: (loads[r], r))
         for rank, c in zip(lightest, order[begin : begin + world_size], strict=False):
-            dealt[rank].append(c)
+            assigned[rank].append(c)
             loads[rank] += weights[c]
-    while max(loads) > goal and _exchange(weights, dealt, loads, loads.index(max(loads))):
+    while max(loads) > goal and _exchange(weights, assigned, loads, loads.index(max(loads))):
         pass
-    return dealt
+    return assigned
 
 
-def _exchange(weights: list[int], dealt: list[list[int]], loads: list[int], heavy: int) -> bool:
-    """Swaps one chunk of the heaviest rank so that the heavier of the two gets lightest; False when nothing helps."""
+def _exchange(weights: list[int], assigned: list[list[int]], loads: list[int], heavy: int) -> bool:
+    """Swap one chunk of the heaviest rank so that the heavier of the two gets lightest; False when nothing helps."""
     found: tuple[int, int, int, int] | None = None
-    mine = sorted(dealt[heavy], key=lambda c: (weights[c], c))
+    mine = sorted(assigned[heavy], key=lambda c: (weights[c], c))
     for other in range(len(loads)):
         surplus = loads[heavy] - loads[other]
         if other == heavy or surplus <= 1:
             continue
-        theirs = sorted(dealt[other], key=lambda c: (weights[c], c))
+        theirs = sorted(assigned[other], key=lambda c: (weights[c], c))
         values = [weights[c] for c in theirs]
         for c in mine:
             # the ideal partner is lighter by half the surplus; its neighbours in weight are the only candidates
@@ -243,8 +213,8 @@ def _exchange(weights: list[int], dealt: list[list[int]], loads: list[int], heav
         return False
     _, other, mine_out, theirs_out = found
     moved = weights[mine_out] - weights[theirs_out]
-    dealt[heavy][dealt[heavy].index(mine_out)] = theirs_out
-    dealt[other][dealt[other].index(theirs_out)] = mine_out
+    assigned[heavy][assigned[heavy].index(mine_out)] = theirs_out
+    assigned[other][assigned[other].index(theirs_out)] = mine_out
     loads[heavy] -= moved
     loads[other] += moved
     return True

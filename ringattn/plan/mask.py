@@ -1,28 +1,24 @@
-"""Which keys a query sees: always one interval of global positions.
+"""Visibility of keys to a query: always one interval of global positions.
 
-Owns the meaning of causal, window, documents, prefix_len, chunk_len and lengths, and both readings of it: the keys of a
-query and the queries of a key. Counts visible pairs. Refuses to know layouts, ranks and devices. Standard library only.
+Owns the meaning of causal, window, documents, prefix_len, chunk_len and lengths for both sides: the keys of a query and the
+queries of a key. Counts visible pairs.
 
 Note [Interval]
-    Every feature bounds the visible positions from below, from above, or both; each bound does not decrease with the
-    row, and so neither does the greatest lower bound or the least upper bound: an intersection of features is again one
-    monotone interval per row. `AttentionMask.interval` is the only place where the bounds are written. It uses `+ - * //`
-    and a small `Algebra` given by the caller, so Python integers and integer tensors go through the same lines.
-
-Note [Pieces]
+    Every feature bounds the visible positions from below, from above, or both, and no bound decreases with the row. So an
+    intersection of features is again one monotone interval per row. `AttentionMask.interval` is the only place where the
+    bounds are written. It uses `+ - * //` and a small `Algebra`, so that integers and integer tensors go through the same
+    lines.
     As a function of the row, each bound is piecewise linear with slopes 0 and 1, and it can bend only at rows that are
     known in advance: where a segment (document, attention chunk) begins, a window's width after that, and so on.
-    `bounds` evaluates the interval there, joins what is straight, and sums come from the pieces in closed form: the
-    cost of counting grows with the number of pieces, never with the number of tokens. Segments of one length have the
-    same pieces, moved: they are evaluated once. Where shards have no gaps, pairs are counted between the ends of their
-    runs; where shards are the classes of a modulus, pieces that are alike are counted together.
+    `bounds` evaluates the interval there; sums come from the pieces in closed form, so the cost of counting grows with
+    the number of pieces, never with the number of tokens.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import gt, sub
@@ -31,22 +27,16 @@ from typing import Any, Literal, Protocol
 from ringattn.plan.layouts import Run, Shard
 
 MaskAxis = Literal["keys", "queries"]
-"""What the rows of one side see: "keys" (the rows are queries) or "queries" (the rows are keys)."""
+"""The side that the rows of one side see: "keys" (the rows are queries) or "queries" (the rows are keys)."""
 
 Bounds = tuple["PiecewiseBound", "PiecewiseBound"]
 
 
 class Algebra(Protocol):
-    """What `AttentionMask.interval` needs beyond arithmetic. Operands are integers or integer tensors alike."""
+    """Operations of `AttentionMask.interval` beyond arithmetic, on integers or on integer tensors."""
 
-    def minimum(self, x: Any, y: Any) -> Any:
-        """The smaller of x and y, elementwise."""
-        ...
-
-    def maximum(self, x: Any, y: Any) -> Any:
-        """The greater of x and y, elementwise."""
-        ...
-
+    def minimum(self, x: Any, y: Any, /) -> Any: ...  # noqa: D102
+    def maximum(self, x: Any, y: Any, /) -> Any: ...  # noqa: D102
     def document(self, documents: tuple[int, ...], x: Any) -> tuple[Any, Any]:
         """First position and end of the (not empty) document that holds position x."""
         ...
@@ -55,13 +45,7 @@ class Algebra(Protocol):
 class _Integers:
     """The algebra of Python integers."""
 
-    @staticmethod
-    def minimum(x: int, y: int) -> int:
-        return x if x < y else y
-
-    @staticmethod
-    def maximum(x: int, y: int) -> int:
-        return x if x > y else y
+    minimum, maximum = staticmethod(min), staticmethod(max)
 
     @staticmethod
     def document(documents: tuple[int, ...], x: int) -> tuple[int, int]:
@@ -84,18 +68,7 @@ class AttentionMask:
     Widths that reach beyond either sequence are kept as those that just do: sums with positions then fit any integer.
 
     Attributes:
-        seq_len: Queries in the whole sequence.
-        kv_len: Keys in the whole sequence (equals seq_len unless cross attention).
-        causal: Keys j <= i.
         window: (left, right): i - left <= j <= i + right; None on a side means unbounded; None: no window.
-        documents: Cumulative boundaries (0, ..., seq_len); i and j in the same one. Empty documents are allowed.
-        prefix_len: With causal: keys j < prefix_len are visible to every row too.
-        chunk_len: i // chunk_len == j // chunk_len.
-        lengths: One (start, stop) per batch element: rows and keys outside see nothing and are seen by nobody.
-        chunks_restart: Chunks are counted from where a document, and the batch element's tokens, begin.
-
-    Raises:
-        ValueError: A field is out of range, or documents or lengths are given for two sequences of different lengths.
 
     Example:
         >>> AttentionMask(8, 8, causal=True, window=(2, None)).keys_of(5)
@@ -115,12 +88,9 @@ class AttentionMask:
     chunks_restart: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses fields that define no mask."""
-        for name, numbers in (
-            ("window", self.window or ()),
-            ("prefix_len", (self.prefix_len,)),
-            ("chunk_len", (self.chunk_len,)),
-        ):
+        """Refuse fields that define no mask."""
+        widths = {"window": self.window or (), "prefix_len": (self.prefix_len,), "chunk_len": (self.chunk_len,)}
+        for name, numbers in widths.items():
             if any(x is not None and type(x) is not int for x in numbers):
                 raise ValueError(f"{name} must be of integers, got {getattr(self, name)!r}; convert it first")
         if self.seq_len < 1 or self.kv_len < 1:
@@ -128,8 +98,10 @@ class AttentionMask:
                 f"seq_len and kv_len must be at least 1, got {self.seq_len} and {self.kv_len}; "
                 "give the lengths of the whole sequences"
             )
-        if self.window is not None:
-            _check_window(self.window)
+        if self.window is not None and len(self.window) != 2:
+            raise ValueError(f"window must be (left, right), got {self.window}; None on a side means unbounded")
+        if any(side is not None and side < 0 for side in self.window or ()):
+            raise ValueError(f"window must have sides of at least 0 or None, got {self.window}; None means unbounded")
         if self.documents is not None:
             if self.seq_len != self.kv_len:
                 raise ValueError(
@@ -148,9 +120,6 @@ class AttentionMask:
             raise ValueError(f"chunk_len must be at least 1 or None, got {self.chunk_len}; None means no chunks")
         if self.lengths is not None:
             _check_lengths(self.lengths, self.seq_len, self.kv_len)
-        self._bound_widths()
-
-    def _bound_widths(self) -> None:
         longest = max(self.seq_len, self.kv_len)
         if self.window is not None:
             window = tuple(None if side is None else min(side, longest) for side in self.window)
@@ -160,22 +129,24 @@ class AttentionMask:
         object.__setattr__(self, "prefix_len", min(self.prefix_len, longest))
 
     @cached_property
+    def _fields(self) -> tuple[object, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    @cached_property
     def _hash(self) -> int:
-        return hash((self.seq_len, self.kv_len, self.causal, self.window, self.documents, self.prefix_len,
-                     self.chunk_len, self.lengths, self.chunks_restart))  # fmt: skip
+        return hash(self._fields)
 
     def __hash__(self) -> int:
         return self._hash  # plans are looked up on every call, and documents may be thousands of integers
 
     def __reduce__(self) -> tuple[type[AttentionMask], tuple[object, ...]]:
-        # copies carry the fields alone: the hash of None, and so the cached one, differs from process to process
-        return AttentionMask, (self.seq_len, self.kv_len, self.causal, self.window, self.documents, self.prefix_len,
-                            self.chunk_len, self.lengths, self.chunks_restart)  # fmt: skip
+        # copies have the fields alone: the hash of None, and so the cached one, differs from process to process
+        return AttentionMask, self._fields
 
     @property
     def batch_size(self) -> int:
         """Batch elements with bounds of their own; 1 when all share one mask."""
-        return 1 if self.lengths is None else len(self.lengths)
+        return len(self.lengths or (None,))
 
     def extent(self, b: int = 0) -> tuple[int, int] | None:
         """The (start, stop) of batch element b; None when the mask has no lengths."""
@@ -192,16 +163,14 @@ class AttentionMask:
     def interval(
         self, x: Any, axis: MaskAxis, extent: tuple[Any, Any] | None, algebra: Algebra = _INTEGERS
     ) -> tuple[Any, Any]:
-        """The visible positions [lo, hi) of the other side, for a row at global position x (Note [Interval]).
+        """Return the visible positions [lo, hi) of the other side, for a row at global position x (Note [Interval]).
 
         A row that sees nothing has lo == hi, placed so that neither bound ever decreases: before `start` both are
         start, from `stop` on both are stop.
 
         Args:
-            x: Position of the row, below seq_len (or kv_len when it is a key): an integer or an integer tensor.
             axis: "keys": x is a query and the interval holds keys; "queries": the reverse.
             extent: (start, stop) of the batch element: integers or tensors that broadcast with x; None: everything.
-            algebra: The operations for the type of x.
         """
         rows_are_queries = axis == "keys"
         limit = self.kv_len if rows_are_queries else self.seq_len
@@ -240,7 +209,7 @@ class AttentionMask:
         return smaller(lo, limit), greater(smaller(lo, limit), hi)
 
     def bounds(self, axis: MaskAxis, extent: tuple[int, int] | None = None) -> Bounds:
-        """Both bounds of the interval as functions of the row (Note [Pieces]); cached on the mask."""
+        """Both bounds of the interval as functions of the row (Note [Interval]); cached on the mask."""
         key = (axis, extent)
         if key not in self._bounds:
             self._bounds[key] = self._trace(axis, extent)
@@ -270,7 +239,7 @@ class AttentionMask:
         return lower, upper
 
     def _segments(self, rows: int, extent: tuple[int, int] | None) -> list[int]:
-        """Where a document, a batch element or an attention chunk begins or ends; rows see keys of their own segment."""
+        """Edges of documents, batch elements and attention chunks; rows see keys of their own segment."""
         edges = {0, rows}
         if self.documents is not None:
             edges.update(self.documents)
@@ -299,13 +268,7 @@ class AttentionMask:
         return lower, upper
 
     def pairs(self, a: int, b: int, b_index: int = 0) -> int:
-        """Visible pairs of the queries [a, b) of one batch element, exactly; O(log pieces).
-
-        Args:
-            a: First query.
-            b: One past the last query.
-            b_index: The batch element.
-        """
+        """Visible pairs of the queries [a, b) of one batch element, exactly; O(log pieces)."""
         lower, upper = self.bounds("keys", self.extent(b_index))
         return upper.total(b) - upper.total(a) - lower.total(b) + lower.total(a)
 
@@ -313,19 +276,9 @@ class AttentionMask:
         """Visible pairs of the queries [a, b), summed over batch elements."""
         return sum(self.pairs(a, b, index) for index in range(self.batch_size))
 
-    def count(self, q_run: Run, k_run: Run, b_index: int = 0) -> int:
-        """Visible pairs between the queries of one run and the keys of another, exactly, for one batch element."""
-        return count_pairs(self.bounds("keys", self.extent(b_index)), [(q_run,)], [(k_run,)])[0][0]
-
 
 class PiecewiseBound:
-    """A function of the rows 0 .. rows - 1 that does not decrease: pieces of slope 0 or 1.
-
-    Attributes:
-        starts: First row of each piece; one entry more at the end: the number of rows.
-        values: Value at the first row of each piece.
-        slopes: 0 or 1 per piece.
-    """
+    """A function of the rows 0 .. rows - 1 that does not decrease: pieces of slope 0 or 1."""
 
     def __init__(self) -> None:
         self.starts: list[int] = [0]
@@ -333,25 +286,25 @@ class PiecewiseBound:
         self.slopes: list[int] = []
 
     def append(self, rows: int, first: int, last: int) -> None:
-        """Adds rows, straight from the value `first` to the value `last`, to the end."""
+        """Add rows, straight from the value `first` to the value `last`, to the end."""
         slope = int(last > first)
         assert last - first == slope * (rows - 1), "a bound bends inside a piece"
-        if not self._join(rows, first, slope):
+        if not self._lengthen(rows, first, slope):
             self.values.append(first)
             self.slopes.append(slope)
             self.starts.append(self.starts[-1] + rows)
 
     def extend(self, at: int, other: PiecewiseBound) -> None:
-        """Adds the rows and values of another function, both counted from `at`, to the end."""
+        """Add the rows and values of another function, both counted from `at`, to the end."""
         starts, values, slopes = other.starts, other.values, other.slopes
-        joined = int(self._join(starts[1], at + values[0], slopes[0]))
+        joined = int(self._lengthen(starts[1], at + values[0], slopes[0]))
         if len(values) > joined:
             self.values.extend([at + value for value in values[joined:]])
             self.slopes.extend(slopes[joined:])
             self.starts.extend([at + start for start in starts[joined + 1 :]])
 
-    def _join(self, rows: int, first: int, slope: int) -> bool:
-        """Makes the last piece longer by rows that go straight on, if they do."""
+    def _lengthen(self, rows: int, first: int, slope: int) -> bool:
+        """Lengthen the last piece by rows that continue it, if they do."""
         if not self.values:
             return False
         before = self.starts[-1] - self.starts[-2]
@@ -395,7 +348,7 @@ class PiecewiseBound:
 
 
 class Tally:
-    """How many rows of a shard lie below a position, and sums of that over positions."""
+    """Number of rows of a shard below a position, and sums of that over positions."""
 
     def __init__(self, shard: Shard) -> None:
         self._runs = shard
@@ -407,11 +360,6 @@ class Tally:
         for k, run in enumerate(shard):
             self._sums.append(self._sum_in(k - 1, run.start + 1) if k else 0)
 
-    @property
-    def rows(self) -> int:
-        """Rows of the shard."""
-        return self._before[-1]
-
     def below(self, position: int) -> int:
         """Rows at positions less than `position`."""
         k = bisect_left(self._starts, position) - 1
@@ -420,22 +368,22 @@ class Tally:
         run = self._runs[k]
         return self._before[k] + min(run.length, (position - 1 - run.start) // run.stride + 1)
 
-    def sum_below(self, position: int, step: int, terms: int) -> int:
-        """The sum of `below(position + step * x)` over 0 <= x < terms, in closed form per run."""
-        if terms == 1:
+    def sum_below(self, position: int, step: int, number: int) -> int:
+        """The sum of `below(position + step * x)` over 0 <= x < number, in closed form per run."""
+        if number == 1:
             return self.below(position)
         if step == 1:
-            return self._sum(position + terms) - self._sum(position)
+            return self._sum(position + number) - self._sum(position)
         nearest = max(0, bisect_left(self._starts, position) - 1)
-        total = terms * self._before[nearest]
+        total = number * self._before[nearest]
         for run in self._runs[nearest:]:
-            # terms at positions up to the start of a run see none of it; those past its last row see all of it
-            some = min(terms, max(0, _ceil_div(run.start + 1 - position, step)))
-            if some == terms:
+            # positions up to the start of a run count none of it; those past its last row count all of it
+            some = min(number, max(0, _ceil_div(run.start + 1 - position, step)))
+            if some == number:
                 break
-            full = min(terms, max(some, _ceil_div(run.last + 1 - position, step)))
+            full = min(number, max(some, _ceil_div(run.last + 1 - position, step)))
             offset = position + step * some - 1 - run.start
-            total += floor_sum(full - some, run.stride, step, offset) + (full - some) + (terms - full) * run.length
+            total += floor_sum(full - some, run.stride, step, offset) + (full - some) + (number - full) * run.length
         return total
 
     def sum_along(self, bound: PiecewiseBound, a: int, b: int) -> int:
@@ -471,11 +419,10 @@ class Tally:
 class VisibleSpan:
     """The positions of the other side that at least one row of a shard sees.
 
-    Seen as combs, in order of the rows that see them: positions p in [first, end) with `(p - first) % step < width`.
-    Most are solid (step 1); strided rows under a window narrower than the stride leave gaps. Neither first nor end
-    decreases from one comb to the next, and what earlier rows see begins no later: the first comb that meets a run has
-    the smallest position of it, the last one the greatest. Combs are made when a run is looked for, from the rows that
-    see its ends: most runs are found in the first one.
+    They are periodic intervals, in order of the rows that see them: positions p in [first, end) with
+    `(p - first) % step < width`. Most are solid (step 1); strided rows under a window narrower than the stride leave
+    gaps. Neither first nor end decreases from one to the next, so the first that meets a run has the smallest position
+    of it, the last one the greatest. They are made on demand, from the rows that see the ends of a run.
     """
 
     def __init__(self, bounds: Bounds, shard: Shard) -> None:
@@ -490,11 +437,11 @@ class VisibleSpan:
         return None if first is None else (first, self._last(run) - first + 1)
 
     def _first(self, run: Run) -> int | None:
-        for first, end, step, width in self._combs_from(self._bounds[1].first_above(run.start)):
+        for first, end, step, width in self._intervals_from(self._bounds[1].first_above(run.start)):
             if first > run.last:
                 return None
             y = max(0, _ceil_div(first - run.start, run.stride))
-            # the run's place between the teeth repeats after at most `step` rows
+            # the run's place within the period repeats after at most `step` rows
             for row in range(y, min(y + step, run.length)):
                 offset = run.start + run.stride * row - first
                 if offset >= end - first:
@@ -504,7 +451,7 @@ class VisibleSpan:
         return None
 
     def _last(self, run: Run) -> int:
-        for first, end, step, width in self._combs_to(self._bounds[0].first_above(run.last) - 1):
+        for first, end, step, width in self._intervals_to(self._bounds[0].first_above(run.last) - 1):
             y = min(run.length - 1, (end - 1 - run.start) // run.stride)
             for row in range(y, max(y - step, -1), -1):
                 offset = run.start + run.stride * row - first
@@ -514,8 +461,8 @@ class VisibleSpan:
                     return row
         raise AssertionError("a run with a first seen row has a last one")
 
-    def _combs_from(self, row: int) -> Iterator[tuple[int, int, int, int]]:
-        """What rows of the shard see, from the first one at or after a row on: (first, end, step, width)."""
+    def _intervals_from(self, row: int) -> Iterator[tuple[int, int, int, int]]:
+        """Positions that rows of the shard see, from the first one at or after a row on: (first, end, step, width)."""
         lower, upper = self._bounds
         for run in self._shard[bisect_left(self._lasts, row) :]:
             x = max(0, _ceil_div(row - run.start, run.stride))
@@ -523,10 +470,10 @@ class VisibleSpan:
                 begin = run.start + run.stride * x
                 k, m = lower.piece(begin), upper.piece(begin)
                 x = min(run.length, _ceil_div(min(lower.starts[k + 1], upper.starts[m + 1]) - run.start, run.stride))
-                yield from self._comb(begin, run.start + run.stride * (x - 1), run.stride, k, m)
+                yield from self._interval(begin, run.start + run.stride * (x - 1), run.stride, k, m)
 
-    def _combs_to(self, row: int) -> Iterator[tuple[int, int, int, int]]:
-        """The same backwards, from the last row of the shard at or before a row on."""
+    def _intervals_to(self, row: int) -> Iterator[tuple[int, int, int, int]]:
+        """`_intervals_from` backwards, from the last row of the shard at or before a row on."""
         lower, upper = self._bounds
         for run in reversed(self._shard[: bisect_right(self._starts, row)]):
             x = min(run.length - 1, (row - run.start) // run.stride)
@@ -534,11 +481,11 @@ class VisibleSpan:
                 last = run.start + run.stride * x
                 k, m = lower.piece(last), upper.piece(last)
                 x = max(0, _ceil_div(max(lower.starts[k], upper.starts[m]) - run.start, run.stride))
-                yield from self._comb(run.start + run.stride * x, last, run.stride, k, m)
+                yield from self._interval(run.start + run.stride * x, last, run.stride, k, m)
                 x -= 1
 
-    def _comb(self, begin: int, last: int, stride: int, k: int, m: int) -> Iterator[tuple[int, int, int, int]]:
-        """What the rows begin .. last of a run see, which lie in piece k of the lower bound and m of the upper."""
+    def _interval(self, begin: int, last: int, stride: int, k: int, m: int) -> Iterator[tuple[int, int, int, int]]:
+        """Positions seen by the rows begin .. last of a run, which lie in piece k of the lower bound and m of the upper."""
         lower, upper = self._bounds
         down, up = lower.slopes[k], upper.slopes[m]
         low, high = lower.values[k] - down * lower.starts[k], upper.values[m] - up * upper.starts[m]
@@ -554,15 +501,10 @@ class VisibleSpan:
 
 
 def count_pairs(bounds: Bounds, rows: Sequence[Shard], others: Sequence[Shard]) -> list[list[int]]:
-    """Visible pairs between every shard of rows and every shard of the other side.
+    """Count the visible pairs between every shard of rows and every shard of the other side.
 
     Row x of one side sees [lower(x), upper(x)) of the other, so its pairs with a shard are the shard's rows below
     upper(x) less those below lower(x): sums of tallies along the pieces of the bounds.
-
-    Args:
-        bounds: The bounds of the rows (`AttentionMask.bounds`).
-        rows: Shards of the side that the bounds belong to.
-        others: Shards of the side that is seen.
 
     Returns:
         `counts[r][o]`: pairs between `rows[r]` and `others[o]`.
@@ -584,7 +526,7 @@ def count_pairs(bounds: Bounds, rows: Sequence[Shard], others: Sequence[Shard]) 
 
 
 def _is_class(shard: Shard, modulus: int, end: int) -> bool:
-    """Whether a shard holds all positions below `end` that are congruent by the modulus."""
+    """Return whether a shard holds all positions below `end` that are congruent by the modulus."""
     if len(shard) != 1:
         return False
     run = shard[0]
@@ -594,7 +536,7 @@ def _is_class(shard: Shard, modulus: int, end: int) -> bool:
 def _add_stretches(
     counts: list[list[int]], sign: int, bound: PiecewiseBound, rows: Sequence[Shard], others: Sequence[Shard]
 ) -> None:
-    """Adds what lies below a bound where no run has gaps: the cost grows with runs, not with pieces."""
+    """Add the rows below a bound where no run has gaps: the cost grows with runs, not with pieces."""
     tallies = [Tally(shard) for shard in others]
     for shard, row in zip(rows, counts, strict=True):
         for run in shard:
@@ -605,37 +547,34 @@ def _add_stretches(
 def _add_classes(
     counts: list[list[int]], sign: int, bound: PiecewiseBound, rows: Sequence[Shard], others: Sequence[Shard]
 ) -> None:
-    """Adds what lies below a bound where shards are the classes of one modulus: pieces that are alike are counted once.
+    """Add the rows below a bound where shards are the classes of one modulus: pieces that are alike are counted once.
 
-    A piece and its values may be moved by a multiple of the modulus: what then lies below changes by that many rows.
+    A piece and its values may be moved by a multiple of the modulus: the count then changes by that many rows.
     """
     modulus = rows[0][0].stride
     alike: dict[tuple[int, int, int, int], list[int]] = {}
     for start, end, value, slope in zip(bound.starts, bound.starts[1:], bound.values, bound.slopes, strict=False):
         whole, begin = divmod(start, modulus)
         kind = begin, end - start, value - start, slope
-        found = alike.get(kind)
-        if found is None:
-            alike[kind] = [1, whole]
-        else:
-            found[0] += 1
-            found[1] += whole
+        found = alike.setdefault(kind, [0, 0])
+        found[0] += 1
+        found[1] += whole
     classes = [shard[0].start for shard in others]
     for (begin, length, ahead, slope), (times, wholes) in alike.items():
         for shard, row in zip(rows, counts, strict=True):
             first = (shard[0].start - begin) % modulus
-            terms = _ceil_div(length - first, modulus) if first < length else 0
-            if terms:
+            number = _ceil_div(length - first, modulus) if first < length else 0
+            if number:
                 value = begin + ahead + slope * first - 1 + modulus
-                rest = wholes * terms + times * slope * (terms * (terms - 1) // 2)
+                rest = wholes * number + times * _ramp(0, slope, number)
                 for o, least in enumerate(classes):
-                    row[o] += sign * (times * terms * ((value - least) // modulus) + rest)
+                    row[o] += sign * (times * number * ((value - least) // modulus) + rest)
 
 
 def _add_pieces(
     counts: list[list[int]], sign: int, bound: PiecewiseBound, rows: Sequence[Shard], others: Sequence[Shard]
 ) -> None:
-    """Adds what lies below a bound, piece by piece."""
+    """Add the rows below a bound, piece by piece."""
     tallies = [Tally(shard) for shard in others]
     columns: dict[int, list[int]] = {}
     starts, values, slopes = bound.starts, bound.values, bound.slopes
@@ -647,24 +586,24 @@ def _add_pieces(
                 while starts[k + 1] <= begin:
                     k += 1
                 x_end = min(run.length, -((run.start - starts[k + 1]) // run.stride))
-                terms = x_end - x
+                number = x_end - x
                 if slopes[k]:
                     value = values[k] + begin - starts[k]
                     for o, tally in enumerate(tallies):
-                        row[o] += sign * tally.sum_below(value, run.stride, terms)
+                        row[o] += sign * tally.sum_below(value, run.stride, number)
                 else:
                     value = values[k]
                     column = columns.get(value)
                     if column is None:
                         column = columns[value] = [tally.below(value) for tally in tallies]
-                    terms *= sign
+                    number *= sign
                     for o, below in enumerate(column):
-                        row[o] += terms * below
+                        row[o] += number * below
                 x = x_end
 
 
-def floor_sum(terms: int, modulus: int, slope: int, offset: int) -> int:
-    """The sum of `(slope * x + offset) // modulus` over 0 <= x < terms; slope, offset >= 0; O(log modulus).
+def floor_sum(number: int, modulus: int, slope: int, offset: int) -> int:
+    """The sum of `(slope * x + offset) // modulus` over 0 <= x < number; slope, offset >= 0; O(log modulus).
 
     Whole multiples of the modulus come out of slope and offset. What is left counts the lattice points under a line;
     counted by rows from the far end instead of by columns, slope and modulus swap, as in Euclid's algorithm.
@@ -674,18 +613,18 @@ def floor_sum(terms: int, modulus: int, slope: int, offset: int) -> int:
         4
     """
     total = 0
-    while terms > 0:
+    while number > 0:
         whole, slope = divmod(slope, modulus)
-        total += whole * (terms * (terms - 1) // 2)
+        total += _ramp(0, whole, number)
         whole, offset = divmod(offset, modulus)
-        total += whole * terms
-        height, rest = divmod(slope * terms + offset, modulus)
-        terms, modulus, slope, offset = height, slope, modulus, rest
+        total += whole * number
+        height, rest = divmod(slope * number + offset, modulus)
+        number, modulus, slope, offset = height, slope, modulus, rest
     return total
 
 
 def check_documents(documents: tuple[int, ...], seq_len: int) -> None:
-    """Refuses boundaries that do not divide seq_len tokens."""
+    """Refuse boundaries that do not divide seq_len tokens."""
     if len(documents) < 2 or documents[0] != 0 or documents[-1] != seq_len:
         shown = f"{documents[0]}, ..., {documents[-1]}" if documents else "nothing"
         raise ValueError(
@@ -698,14 +637,6 @@ def check_documents(documents: tuple[int, ...], seq_len: int) -> None:
         raise ValueError(
             f"documents must not decrease, got {documents[k]} then {documents[k + 1]} at index {k}; pass cumulative lengths"
         )
-
-
-def _check_window(window: tuple[int | None, int | None]) -> None:
-    if len(window) != 2:
-        raise ValueError(f"window must be (left, right), got {window}; None on a side means unbounded")
-    for side in window:
-        if side is not None and side < 0:
-            raise ValueError(f"window must have sides of at least 0 or None, got {window}; None means unbounded")
 
 
 def _check_lengths(lengths: tuple[tuple[int, int], ...], seq_len: int, kv_len: int) -> None:
@@ -724,8 +655,8 @@ def _check_lengths(lengths: tuple[tuple[int, int], ...], seq_len: int, kv_len: i
             )
 
 
-def _ramp(first: int, slope: int, terms: int) -> int:
-    return first * terms + slope * (terms * (terms - 1) // 2)
+def _ramp(first: int, slope: int, number: int) -> int:
+    return first * number + slope * (number * (number - 1) // 2)
 
 
 def _ceil_div(x: int, y: int) -> int:

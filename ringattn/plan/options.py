@@ -1,7 +1,6 @@
-"""Options as users give them, made Python's own values; an option of another kind is refused by name.
+"""Conversion of options as users give them to Python's own values; an option of another kind is refused by name.
 
-Owns the kinds: flags, numbers, integers, words, and the options of a mask. Refuses to know their range (masks and calls check
-that) and tensors with rows (`plain`).
+Owns the kinds: flags, numbers, integers, words, and the options of a mask. Their range is checked by masks and calls.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 
 def as_integer(number: Any) -> int | None:
-    """An integer as Python's own, whose text can be read again; None for what is none, flags and whole floats included."""
+    """Return an integer of any type as Python's own; None for anything else, flags and whole floats included."""
     if type(number) is int:
         return number
     if isinstance(number, (bool, float)) or not hasattr(type(number), "__index__"):
@@ -28,11 +27,7 @@ def as_integer(number: Any) -> int | None:
 
 
 def resolve_integer(name: str, number: Any, kind: str = "an integer") -> int:
-    """An integer as users give it, of any type that counts; kind is what all of the option must be, for the message.
-
-    Raises:
-        TypeError: It is something else: fractions are not rounded.
-    """
+    """Return an integer as Python's own; `kind` is the name of the whole option in the error."""
     found = as_integer(number)
     if found is None:
         raise TypeError(f"{name} must be {kind}, got {number!r}; convert it first")
@@ -40,11 +35,7 @@ def resolve_integer(name: str, number: Any, kind: str = "an integer") -> int:
 
 
 def resolve_flag(name: str, flag: Any) -> bool:
-    """A flag as users give it.
-
-    Raises:
-        ValueError: It is no truth value: words like "no" would count as true.
-    """
+    """Return a flag as a bool; words are refused, because "no" would count as true."""
     if type(flag) is bool:
         return flag
     try:
@@ -57,11 +48,7 @@ def resolve_flag(name: str, flag: Any) -> bool:
 
 
 def resolve_real(name: str, number: Any) -> float:
-    """A finite number as Python's own.
-
-    Raises:
-        ValueError: It is something else, or would get a gradient.
-    """
+    """Return a finite number as a float; a tensor that requires a gradient is refused, because it would not get one."""
     if type(number) is not float:
         if isinstance(number, Tensor) and number.requires_grad:
             raise ValueError(
@@ -79,60 +66,42 @@ def resolve_real(name: str, number: Any) -> float:
     return number
 
 
-def resolve_word(name: str, word: Any, words: tuple[str, ...]) -> str:
-    """One of some words.
+def resolve_word(name: str, word: Any, choices: tuple[str, ...]) -> str:
+    """Return one of some words."""
+    if not isinstance(word, str) or word not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {word!r}; use one of these")
+    return choices[choices.index(word)]
 
-    Raises:
-        ValueError: It is another, or no text.
-    """
-    if not isinstance(word, str) or word not in words:
-        raise ValueError(f"{name} must be one of {', '.join(words)}, got {word!r}; use one of these")
-    return words[words.index(word)]
+
+def resolve_width(name: str, number: Any, given: Any = None) -> int:
+    """Return an integer of a mask; `given` is shown in its place where a sequence holds it."""
+    found = as_integer(number)
+    if found is None:
+        raise ValueError(f"{name} must be of integers, got {number if given is None else given!r}; convert it first")
+    return found
 
 
 def resolve_window(window: int | Sequence[int | None] | None) -> tuple[int | None, int | None] | None:
-    """(left, right) of a window as users give it; a mask checks the numbers.
-
-    Raises:
-        ValueError: It is neither one number nor two.
-    """
+    """Return (left, right) of a window."""
     if window is None:
         return None
     if isinstance(window, (tuple, list)):
         if len(window) != 2:
             raise ValueError(f"window must be (left, right), got {window}; None on a side means unbounded")
-        left, right = (None if side is None else _resolve_width("window", side, window) for side in window)
+        left, right = (None if side is None else resolve_width("window", side, window) for side in window)
         return left, right
     if as_integer(window) is None:
         raise ValueError(f"window must be an int, (left, right) or None, got {window!r}; convert it first")
-    return _resolve_width("window", window) - 1, 0
-
-
-def resolve_prefix_len(prefix_len: int) -> int:
-    """The length of a prefix as users give it; a mask checks the number.
-
-    Raises:
-        ValueError: It is no integer.
-    """
-    return _resolve_width("prefix_len", prefix_len)
+    return resolve_width("window", window) - 1, 0
 
 
 def resolve_chunk_len(chunk_len: int | None) -> int | None:
-    """The length of chunks as users give it; a mask checks the number.
-
-    Raises:
-        ValueError: It is no integer.
-    """
-    return None if chunk_len is None else _resolve_width("chunk_len", chunk_len)
+    """Return the length of chunks."""
+    return None if chunk_len is None else resolve_width("chunk_len", chunk_len)
 
 
 def resolve_lengths(lengths: Sequence[Sequence[int]] | Tensor | None) -> tuple[tuple[int, int], ...] | None:
-    """(start, stop) of each batch element, of lengths as users give them; a mask checks the numbers.
-
-    Raises:
-        ValueError: They are no pairs.
-        TypeError: They are no integers.
-    """
+    """Return (start, stop) of each batch element."""
     if lengths is None:
         return None
     rows = lengths.tolist() if isinstance(lengths, Tensor) else lengths
@@ -147,11 +116,7 @@ def resolve_lengths(lengths: Sequence[Sequence[int]] | Tensor | None) -> tuple[t
 
 
 def resolve_documents(documents: Sequence[int] | Tensor | None) -> tuple[int, ...] | None:
-    """Boundaries of documents as users give them; a sharding checks the numbers.
-
-    Raises:
-        TypeError: They are no integers.
-    """
+    """Return the boundaries of documents."""
     if documents is None:
         return None
     try:
@@ -166,19 +131,14 @@ def resolve_documents(documents: Sequence[int] | Tensor | None) -> tuple[int, ..
 _MASK: dict[str, Callable[[Any], Any]] = {
     "causal": partial(resolve_flag, "causal"),
     "window": resolve_window,
-    "prefix_len": resolve_prefix_len,
+    "prefix_len": partial(resolve_width, "prefix_len"),
     "chunk_len": resolve_chunk_len,
     "lengths": resolve_lengths,
 }
 
 
 def resolve_balance(balance: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The mask to balance for as users give it -> as `AttentionMask` takes it; without one, a causal mask.
-
-    Raises:
-        ValueError: An option of the mask is unknown or of another kind.
-        TypeError: It is no dict, or what counts is no integer.
-    """
+    """Return the mask to balance for, as keyword arguments of `AttentionMask`; a causal one by default."""
     if balance is None:
         return {"causal": True}
     if not isinstance(balance, Mapping):
@@ -187,11 +147,3 @@ def resolve_balance(balance: Mapping[str, Any] | None) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"balance must have options among {', '.join(_MASK)}, got {unknown}; leave out the others")
     return {name: _MASK[name](option) for name, option in balance.items()}
-
-
-def _resolve_width(name: str, number: Any, given: Any = None) -> int:
-    """An integer of a mask; given is what to show of a sequence that holds it."""
-    found = as_integer(number)
-    if found is None:
-        raise ValueError(f"{name} must be of integers, got {number if given is None else given!r}; convert it first")
-    return found

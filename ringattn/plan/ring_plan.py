@@ -1,21 +1,18 @@
-"""The plan: who visits whom, which rows move, and where they land. Pure integers.
+"""The ring plan: ring steps of every rank, the rows that move, and their places. Pure integers.
 
-Owns the ring order and what is skipped. Refuses to know tensors, groups, devices and how bytes move.
-
-Note [Two directions]
-    One side of the attention stays and the other travels. With moving="keys" a rank's queries stay and the keys of
-    every owner come to them; with moving="queries" its keys stay and the queries come. The plan of the second is the
-    plan of the first with the two readings of the mask exchanged. At step s, rank r visits owner (r - s) % world_size:
-    every rank reads from one rank and is read by one, and nothing is forwarded.
+One side of the attention stays and the other moves: with moving="keys" a rank's queries stay and receive the keys of every
+owner; with moving="queries" the reverse, which exchanges the two axes of the mask. At step s, rank r computes with the rows
+of owner (r - s) % world_size: every rank receives from one rank and sends to one, and nothing is forwarded.
 
 Note [Double ring]
     Where some ranks share a node and the link between nodes is slow, the ring has two levels: N nodes of L ranks. Step
-    s = o * L + i is inner step i of outer step o, and the rank at place l of node n visits the owner at place (l - i) % L
-    of node (n - o) % N. Rows cross the slow link once per node: for outer step o, every rank sends its counterpart, at
-    the same place of node n + o, the rows that anybody there needs. They are a *guest* in that node: the counterpart
-    visits the whole guest at inner step 0, and at inner step i hands (l + i) % L the part that it needs. Contributions to
-    gradients go the same way back: first to the holder, who adds those of its node to its own in the order of steps, and
-    then home, once. The one-level ring is the double ring of one node.
+    s = o * L + i is inner step i of outer step o, and the rank at place l of node n computes with the rows of the owner at
+    place (l - i) % L of node (n - o) % N. Rows cross the slow link once per node: for outer step o, every rank sends its
+    counterpart, at the same place of node n + o, the rows that any rank there needs. They are a *remote shard* in that
+    node: the counterpart, its local root, computes with all of it at inner step 0, and at inner step i sends rank
+    (l + i) % L the part that it needs. Contributions to gradients return the same way: first to the local root, which adds
+    those of its node to its own in the order of steps, and then to the owner, once. The one-level ring is the double ring
+    of one node.
 """
 
 from __future__ import annotations
@@ -32,22 +29,12 @@ Rows = tuple[tuple[int, int], ...]
 """Row ranges of a shard, as (offset, length): ascending, disjoint, never empty, joined where they touch."""
 
 Nodes = tuple[tuple[int, ...], ...]
-"""Who shares a node: ranks by node and place; every rank once, equally many in each node."""
+"""Ranks by node and place; every rank once, equally many in each node."""
 
 
 @dataclass(frozen=True)
 class RingStep:
-    """One stationary shard meets the rows of one moving shard.
-
-    Attributes:
-        step: Ring step, 0 .. world_size - 1; within one node owner == (rank - step) % world_size.
-        owner: The rank whose moving rows are visited.
-        rows: The owner's rows that are needed here (per run: from the first to the last needed row). At step 0 the
-            whole shard, which is at home; at inner step 0 of a guest, what the whole node needs (Note [Double ring]).
-        runs: The same rows as a packed buffer: (offset in the buffer, length, start, stride) each.
-        pairs: Visible (query, key) pairs of this visit, summed over batch elements when the mask has lengths.
-        local_root: The rank of this node that holds the rows as a guest; None where they come from their owner.
-    """
+    """Computation of one stationary shard with rows of one moving shard."""
 
     step: int
     owner: int
@@ -69,9 +56,9 @@ class RingStep:
 
 @dataclass(frozen=True)
 class Send:
-    """What `peer` fetches from this rank at `step` (within one node peer == (rank + step) % world_size).
+    """Rows that `peer` receives from this rank at `step` (within one node peer == (rank + step) % world_size).
 
-    The rows are those of the buffer that this rank holds: its own shard or, at inner steps of a guest, the guest.
+    They are rows of the buffer that this rank holds: its own shard or, from outer step 1 on, a remote shard.
     """
 
     step: int
@@ -88,9 +75,9 @@ class Send:
 class RankPlan:
     """One rank's part. `ring_steps[s]` and `sends[s]` belong to step s, `remote_shards[o]` to outer step o.
 
-    A visit is None where nothing is visible, at step 0 only where the rank's moving shard is empty. sends[0] is None;
-    sends[o * local_size] crosses the slow link. guests[0] is None; a guest is there when anybody of the node needs it, and
-    is the visit of inner step 0 when its holder needs it too.
+    A ring step is None where nothing is visible, at step 0 only where the rank's moving shard is empty. sends[0] is None;
+    sends[o * local_size] crosses the slow link. remote_shards[0] is None; there is one when any rank of the node needs it,
+    and it is the ring step of inner step 0 when its local root needs it too.
     """
 
     rank: int
@@ -103,10 +90,10 @@ class RankPlan:
         """Ranks of a node, which is the number of inner steps."""
         return len(self.ring_steps) // len(self.remote_shards)
 
-    def held(self, outer: int) -> RingStep:
-        """What this rank holds in an outer step: its own rows, or a guest, which may have none; seen by it or not."""
-        found = self.remote_shards[outer] if outer else self.ring_steps[0]
-        return RingStep(outer * self.local_size, self.rank, (), (), 0) if found is None else found
+    def held(self, outer_step: int) -> RingStep:
+        """Rows that this rank holds in an outer step: its own or those of a remote shard, which may have none."""
+        found = self.remote_shards[outer_step] if outer_step else self.ring_steps[0]
+        return RingStep(outer_step * self.local_size, self.rank, (), (), 0) if found is None else found
 
     @property
     def received_rows(self) -> int:
@@ -120,10 +107,9 @@ class Plan:
     """Every rank's part.
 
     Attributes:
-        moving: The side that travels: "keys" (forward; dk and dv go home) or "queries" (dq goes home).
-        ranks: One part per rank.
-        largest_send: The largest number of rows that a rank sends to a rank of its node in one step.
-        largest_remote_send: The largest number of rows that a rank sends over the slow link in one step.
+        moving: "keys" (forward; dk and dv return) or "queries" (dq returns).
+        largest_send: Most rows that a rank sends to a rank of its node in one step.
+        largest_remote_send: Most rows that a rank sends over the slow link in one step.
     """
 
     moving: str
@@ -134,14 +120,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class RecvSpec:
-    """Rows of one owner on their way into the far buffer of a gathered visit.
-
-    Attributes:
-        step: Inner step, which is the ring step where there is one level.
-        owner: The rank that holds them: as its shard or, from outer step 1 on, as its guest.
-        rows: Row ranges of what it holds.
-        at: Where they begin in far.
-    """
+    """Rows that a fused launch receives from one owner; `at` is their first row in the remote buffer."""
 
     step: int
     owner: int
@@ -151,13 +130,13 @@ class RecvSpec:
 
 @dataclass(frozen=True)
 class SendSpec(Send):
-    """A `Send` and where its rows stand in the far buffer of the peer.
+    """A `Send` into the remote buffer of the peer.
 
     Attributes:
-        at: Where they begin there.
+        at: First row in that buffer.
         remote_rows: Rows of that buffer.
         local_rows: Rows that the peer holds itself.
-        owners: Whose rows the peer fetches, in ring order; this rank is one of them.
+        owners: Owners that the peer receives from, in ring order; this rank is one of them.
     """
 
     at: int
@@ -168,17 +147,14 @@ class SendSpec(Send):
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Who fetches which rows of whom when a rank's visits of one outer step are computed in one launch.
+    """Rows that one rank receives and sends, in ring order, when an outer step is computed in one launch.
 
     Attributes:
-        recvs: What this rank fetches, in ring order.
-        sends: What others fetch from this rank, in ring order, and where they want it.
-        remote_rows: Rows of this rank's far buffer, guards included; 0 when nothing is fetched.
+        remote_rows: Rows of this rank's remote buffer, pad rows included; 0 when nothing is received.
         slot_rows: Rows of the longest moving shard of all ranks.
-        most_remote_rows: The largest remote_rows of all ranks, and of all outer steps.
-        first: The ring step of what this rank holds.
-        skipped: The rank whose nearest owner this rank is, and its first owner, where that is another one: the rank fetches, but
-            nothing from here. None: there is no such rank.
+        most_remote_rows: The largest remote_rows of all ranks and outer steps.
+        first: The ring step of the rows that this rank holds.
+        skipped: The next rank and its first owner, where that is not this rank: it receives, but nothing from here.
     """
 
     recvs: tuple[RecvSpec, ...]
@@ -191,63 +167,47 @@ class GatherPlan:
 
 
 @lru_cache(maxsize=256)
-def make_gather_plan(plan: Plan, rank: int, guard: int, outer: int = 0, nodes: Nodes | None = None) -> GatherPlan:
-    """The gathered form of an outer step of a plan for one rank; cached.
+def make_gather_plan(
+    plan: Plan, rank: int, pad_rows: int, outer_step: int = 0, nodes: Nodes | None = None
+) -> GatherPlan:
+    """Return one rank's fused form of an outer step of a plan; cached.
 
-    Args:
-        plan: The plan.
-        rank: The rank.
-        guard: What the first row of each owner in far is a multiple of, and the least number of rows between owners.
-        outer: The outer step; a plan of one level has one.
-        nodes: As for the plan.
+    Owners in the remote buffer begin at multiples of `pad_rows`, with at least as many rows between them.
     """
     steps = range(len(plan.ranks[rank].remote_shards))
-    most = max(_recvs(plan, part, step, guard)[1] for part in plan.ranks for step in steps)
-    recvs, remote_rows = _recvs(plan, plan.ranks[rank], outer, guard)
+    most = max(_recvs(plan, part, step, pad_rows)[1] for part in plan.ranks for step in steps)
+    recvs, remote_rows = _recvs(plan, plan.ranks[rank], outer_step, pad_rows)
     size = plan.ranks[rank].local_size
     sends: list[SendSpec] = []
-    for send in plan.ranks[rank].sends[outer * size + 1 : (outer + 1) * size]:
+    for send in plan.ranks[rank].sends[outer_step * size + 1 : (outer_step + 1) * size]:
         if send is not None:
-            theirs, room = _recvs(plan, plan.ranks[send.peer], outer, guard)
-            at = next(fetch.at for fetch in theirs if fetch.owner == rank)
-            local_rows = plan.ranks[send.peer].held(outer).num_rows
-            owners = tuple(fetch.owner for fetch in theirs)
+            theirs, room = _recvs(plan, plan.ranks[send.peer], outer_step, pad_rows)
+            at = next(recv.at for recv in theirs if recv.owner == rank)
+            local_rows = plan.ranks[send.peer].held(outer_step).num_rows
+            owners = tuple(recv.owner for recv in theirs)
             sends.append(SendSpec(send.step % size, send.peer, send.rows, at, room, local_rows, owners))
     members = next(node for node in _check_nodes(nodes, len(plan.ranks)) if rank in node)
     after = members[(members.index(rank) + 1) % len(members)]
-    theirs, _ = _recvs(plan, plan.ranks[after], outer, guard)
+    theirs, _ = _recvs(plan, plan.ranks[after], outer_step, pad_rows)
     skipped = (after, theirs[0].owner) if theirs and theirs[0].owner != rank else None
-    homes = [
-        ring_step
-        for part in plan.ranks
-        for ring_step in part.ring_steps
-        if ring_step is not None and ring_step.step == 0
-    ]
-    slot_rows = max((ring_step.num_rows for ring_step in homes), default=0)
-    return GatherPlan(recvs, tuple(sends), remote_rows, slot_rows, most, outer * size, skipped)
+    slot_rows = max(part.held(0).num_rows for part in plan.ranks)
+    return GatherPlan(recvs, tuple(sends), remote_rows, slot_rows, most, outer_step * size, skipped)
 
 
-def _recvs(plan: Plan, part: RankPlan, outer: int, guard: int) -> tuple[tuple[RecvSpec, ...], int]:
+def _recvs(plan: Plan, part: RankPlan, outer_step: int, pad_rows: int) -> tuple[tuple[RecvSpec, ...], int]:
     size, at = part.local_size, 0
     recvs: list[RecvSpec] = []
-    for ring_step in part.ring_steps[outer * size + 1 : (outer + 1) * size]:
+    for ring_step in part.ring_steps[outer_step * size + 1 : (outer_step + 1) * size]:
         if ring_step is not None:
             send = plan.ranks[ring_step.source].sends[ring_step.step]
-            assert send is not None, "what is visited is sent"
+            assert send is not None, "rows of a ring step are sent"
             recvs.append(RecvSpec(ring_step.step % size, ring_step.source, send.rows, at))
-            at += -(-(ring_step.num_rows + guard) // guard) * guard
+            at += -(-(ring_step.num_rows + pad_rows) // pad_rows) * pad_rows
     return tuple(recvs), at
 
 
 def make_nodes(world_size: int, num_nodes: int) -> Nodes:
     """Consecutive ranks in nodes of equal size.
-
-    Args:
-        world_size: Number of ranks.
-        num_nodes: Number of nodes; divides world_size.
-
-    Raises:
-        ValueError: It does not.
 
     Example:
         >>> make_nodes(4, 2)
@@ -269,22 +229,15 @@ def make_plan(
     moving: str,
     nodes: Nodes | None = None,
 ) -> Plan:
-    """The plan of one mask over one pair of shardings; cached on its arguments.
+    """Return the plan of one mask over one pair of shardings; cached on its arguments.
 
-    Every visible pair belongs to exactly one visit of one rank. From step 1 on, a run of moving rows that no stationary
-    row of the visitor sees is left out, and the others are cut to the first and last row that one of them sees (in any
-    batch element).
+    Every visible pair belongs to exactly one ring step of one rank. From step 1 on, a run of moving rows that no
+    stationary row of the rank sees is left out, and the others are cut to the first and last row that one of them sees
+    (in any batch element).
 
     Args:
-        q_shards: The queries of every rank.
-        kv_shards: The keys of every rank.
-        mask: The mask.
-        moving: The side that travels: "keys" or "queries".
-        nodes: Who shares a node (Note [Double ring]); None: all.
-
-    Raises:
-        ValueError: `moving` is unknown, the shardings have different world sizes, the nodes do not hold every rank once
-            and equally many each, or a shard leaves the sequence.
+        moving: "keys" or "queries".
+        nodes: Ranks that share a node (Note [Double ring]); None: all.
     """
     if moving not in ("keys", "queries"):
         raise ValueError(f"moving must be 'keys' or 'queries', got {moving!r}; 'keys' is the forward direction")
@@ -300,46 +253,47 @@ def make_plan(
     axis: MaskAxis = "keys" if moving == "keys" else "queries"
     world_size = len(stationary)
     counts = [[0] * world_size for _ in stationary]
-    reaches: list[list[VisibleSpan]] = [[] for _ in stationary]
+    spans: list[list[VisibleSpan]] = [[] for _ in stationary]
     for extent, times in Counter(mask.lengths or (None,)).items():
         bounds = mask.bounds(axis, extent)
         for rank, row in enumerate(count_pairs(bounds, stationary, moving_shards)):
             counts[rank] = [count + times * more for count, more in zip(counts[rank], row, strict=True)]
-            reaches[rank].append(VisibleSpan(bounds, stationary[rank]))
+            spans[rank].append(VisibleSpan(bounds, stationary[rank]))
 
     nodes = _check_nodes(nodes, world_size)
     routes = [_route(rank, nodes) for rank in range(world_size)]
-    remote_shards = [
-        (
-            None,
-            *(
-                _remote_shard(rank, outer, routes[rank], nodes, moving_shards, reaches, counts)
-                for outer in range(1, len(nodes))
-            ),
-        )
-        for rank in range(world_size)
-    ]
     size = len(nodes[0])
+    remote_shards: list[tuple[RingStep | None, ...]] = []
+    for rank, route in enumerate(routes):
+        node = next(node for node in nodes if rank in node)
+        received: list[RingStep | None] = [None]
+        for step in range(size, world_size, size):
+            owner = route[step][0]
+            seen = [span for member in node for span in spans[member] if counts[member][owner]]
+            pairs = sum(counts[member][owner] for member in node)
+            ring_step = _ring_step(step, owner, moving_shards[owner], seen, pairs)
+            received.append(None if ring_step is None else replace(ring_step, pairs=counts[rank][owner]))
+        remote_shards.append(tuple(received))
     ring_steps = []
-    for rank, stops in enumerate(routes):
+    for rank, route in enumerate(routes):
         mine: list[RingStep | None] = []
-        for step, (owner, source) in enumerate(stops):
+        for step, (owner, source) in enumerate(route):
             remote_shard = remote_shards[rank][step // size] if step % size == 0 else None
             if remote_shard is not None:
                 mine.append(remote_shard if remote_shard.pairs else None)
                 continue
-            ring_step = _ring_step(step, owner, moving_shards[owner], reaches[rank], counts[rank][owner])
+            ring_step = _ring_step(step, owner, moving_shards[owner], spans[rank], counts[rank][owner])
             local_root = None if source == owner else source
             mine.append(ring_step if ring_step is None else replace(ring_step, local_root=local_root))
         ring_steps.append(tuple(mine))
 
     sends: list[list[Send | None]] = [[None] * world_size for _ in range(world_size)]
-    for rank, stops in enumerate(routes):
-        for step, (_, source) in enumerate(stops):
-            outer, inner = divmod(step, size)
-            wanted = ring_steps[rank][step] if inner else remote_shards[rank][outer]
+    for rank, route in enumerate(routes):
+        for step, (_, source) in enumerate(route):
+            outer_step, inner_step = divmod(step, size)
+            wanted = ring_steps[rank][step] if inner_step else remote_shards[rank][outer_step]
             if wanted is not None and step:
-                held = remote_shards[source][outer] if inner else None
+                held = remote_shards[source][outer_step] if inner_step else None
                 rows = wanted.rows if held is None else _within(wanted.rows, held.rows)
                 sends[source][step] = Send(step, rank, rows)
     ranks = tuple(
@@ -367,38 +321,20 @@ def _check_nodes(nodes: Nodes | None, world_size: int) -> Nodes:
 
 
 def _route(rank: int, nodes: Nodes) -> list[tuple[int, int]]:
-    """The owner that a rank visits at every step, and who sends it the rows."""
+    """Return, per step, the owner of the rows that a rank receives, and the rank that sends them."""
     n = next(n for n, node in enumerate(nodes) if rank in node)
     place, size = nodes[n].index(rank), len(nodes[n])
-    stops = []
-    for outer in range(len(nodes)):
-        for inner in range(size):
-            seat = (place - inner) % size
-            owner = nodes[(n - outer) % len(nodes)][seat]
-            stops.append((owner, nodes[n][seat] if inner else owner))
-    return stops
-
-
-def _remote_shard(
-    rank: int,
-    outer: int,
-    stops: list[tuple[int, int]],
-    nodes: Nodes,
-    moving_shards: tuple[Shard, ...],
-    reaches: list[list[VisibleSpan]],
-    counts: list[list[int]],
-) -> RingStep | None:
-    """What a rank receives over the slow link for an outer step, for its whole node."""
-    node = next(node for node in nodes if rank in node)
-    step = outer * len(node)
-    owner = stops[step][0]
-    everyone = [reach for member in node for reach in reaches[member] if counts[member][owner]]
-    ring_step = _ring_step(step, owner, moving_shards[owner], everyone, sum(counts[member][owner] for member in node))
-    return None if ring_step is None else replace(ring_step, pairs=counts[rank][owner])
+    route = []
+    for outer_step in range(len(nodes)):
+        for inner_step in range(size):
+            there = (place - inner_step) % size
+            owner = nodes[(n - outer_step) % len(nodes)][there]
+            route.append((owner, nodes[n][there] if inner_step else owner))
+    return route
 
 
 def _within(rows: Rows, held: Rows) -> Rows:
-    """Row ranges of a shard as row ranges of a buffer that holds some of its rows."""
+    """Return row ranges of a shard as row ranges of a buffer that holds some of its rows."""
     found: list[tuple[int, int]] = []
     packed = 0
     for begin, length in held:
@@ -420,7 +356,7 @@ def moved_rows(plan: Plan) -> int:
 
 
 def describe(plan: Plan) -> str:
-    """The plan as a short table: per rank the rows received at each step, and its share of the work.
+    """Return a plan as a short table: per rank the rows received at each step, and its share of the work.
 
     Example:
         >>> from ringattn.plan.layouts import contiguous
@@ -445,15 +381,7 @@ def describe(plan: Plan) -> str:
 
 
 def draw(mask: AttentionMask, shards: tuple[Shard, ...], b: int = 0) -> str:
-    """A small mask as text: a line per query, a character per key; which rank computes the pair, or `.` where hidden.
-
-    Args:
-        mask: The mask; best below a hundred tokens.
-        shards: The queries of every rank, at most 36 (ranks are drawn as 0-9, a-z).
-        b: The batch element.
-
-    Raises:
-        ValueError: There are more ranks than characters.
+    """Draw a small mask: a line per query, a character per key: the rank that computes the pair, or `.` where hidden.
 
     Example:
         >>> from ringattn.plan.layouts import zigzag
@@ -475,7 +403,7 @@ def draw(mask: AttentionMask, shards: tuple[Shard, ...], b: int = 0) -> str:
     return "\n".join(lines)
 
 
-def _ring_step(step: int, owner: int, shard: Shard, reaches: list[VisibleSpan], pairs: int) -> RingStep | None:
+def _ring_step(step: int, owner: int, shard: Shard, visible: list[VisibleSpan], pairs: int) -> RingStep | None:
     if step == 0:
         return RingStep(0, owner, ((0, rows_of(shard)),), pack(shard), pairs) if shard else None
     if not pairs:
@@ -484,7 +412,7 @@ def _ring_step(step: int, owner: int, shard: Shard, reaches: list[VisibleSpan], 
     runs: list[tuple[int, int, int, int]] = []
     base = packed = 0
     for run in shard:
-        spans = [span for reach in reaches if (span := reach.span(run)) is not None]
+        spans = [span for rows_seen in visible if (span := rows_seen.span(run)) is not None]
         if spans:
             first = min(offset for offset, _ in spans)
             length = max(offset + length for offset, length in spans) - first

@@ -1,8 +1,4 @@
-"""A whole sequence and its shards: cutting tensors, putting them together, and the positions of the rows.
-
-Owns `Sharding`, the record that a batch is sharded by. Refuses to know groups and transports (gathering is injected)
-and masks other than the documents of the batch.
-"""
+"""The sharding of one batch's sequence: cutting tensors, assembling them, and the positions of the rows."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -23,8 +19,8 @@ from ringattn.ring_registry import find_ring
 from ringattn.tensor_checks import check_tensor
 
 
-class Gathering(Protocol):
-    """What a sharding needs of the ring that made it."""
+class SupportsAllGather(Protocol):
+    """The part of a ring that a sharding uses: `Ring`, or the simulated one."""
 
     name: str
     impl: str
@@ -35,21 +31,13 @@ class Gathering(Protocol):
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
         ...
 
-    def propagate_errors(self) -> AbstractContextManager[None]:
-        """Lets the other ranks know of what is raised inside."""
-        ...
-
-    def raise_on_all_ranks(self, error: Exception) -> NoReturn:
-        """Raises an error of which the other ranks hear."""
-        ...
-
-    def assert_equal_once(self, what: str, text: str, doing: str = "") -> None:
-        """Raises on every rank where a text that is new differs between ranks."""
-        ...
+    def propagate_errors(self) -> AbstractContextManager[None]: ...  # noqa: D102
+    def raise_on_all_ranks(self, error: Exception) -> NoReturn: ...  # noqa: D102
+    def assert_equal_once(self, what: str, text: str, doing: str = "") -> None: ...  # noqa: D102
 
 
 class Sharding:
-    """Who holds which positions of one batch's sequence. Immutable; equal when the content is equal.
+    """Positions of one batch's sequence that each rank holds. Immutable; equal when the content is equal.
 
     The sharding belongs to the batch and the mask to the layer: one sharding serves layers with different masks.
 
@@ -60,9 +48,12 @@ class Sharding:
         rank: This rank.
         documents: Cumulative boundaries (0, ..., seq_len) of packed documents; None: one document.
         ring: The ring that made it; needed by `unshard` among several ranks, and by attention.
-        device: Where `positions` lives; None: the CPU.
+        device: Device of `positions`; None: the CPU.
 
     Attributes:
+        world_size: Ranks of the ring.
+        shard_lens: Rows of every rank's shard.
+        shard_len: Rows of this rank's shard; may be 0.
         text: `spec` as JSON in a Python literal: equal on all ranks, and read within milliseconds however long it is.
         texts: The texts of attention calls with this sharding, by their options as given (`dispatch.call_text`).
         ring_name: The name of the ring that made it; None: it was made without one.
@@ -88,7 +79,7 @@ class Sharding:
         rank: int,
         documents: Sequence[int] | None = None,
         *,
-        ring: Gathering | None = None,
+        ring: SupportsAllGather | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         check_sizes(seq_len, len(shards))
@@ -107,52 +98,24 @@ class Sharding:
             )
         if documents is not None:
             check_documents(tuple(documents), seq_len)
-        self._seq_len = seq_len
-        self._layout = layout
-        self._shards = tuple(shards)
-        self._rank = rank
-        self._documents = None if documents is None else tuple(documents)
+        self.seq_len = seq_len
+        self.layout = layout
+        self.shards = tuple(shards)
+        self.rank = rank
+        self.documents = None if documents is None else tuple(documents)
         self._ring = ring
         self.ring_name = None if ring is None else ring.name
-        self._device = torch.device("cpu" if device is None else device)
-        _check_partition(self._shards, seq_len, whole=layout != PART)
+        self.device = torch.device("cpu" if device is None else device)
+        self.world_size = len(self.shards)
+        _check_partition(self.shards, seq_len, whole=layout != PART)
         # not cached_property, whose lock torch.compile does not trace
-        self._shard_lens = tuple(shard_len(shard) for shard in self._shards)
+        self.shard_lens = tuple(shard_len(shard) for shard in self.shards)
+        self.shard_len = self.shard_lens[rank]
         self.text = repr(json.dumps(self.spec))
         self.texts: dict[Hashable, str] = {}
 
     @property
-    def seq_len(self) -> int:
-        """Tokens of the whole sequence."""
-        return self._seq_len
-
-    @property
-    def layout(self) -> str:
-        """The name of the layout."""
-        return self._layout
-
-    @property
-    def documents(self) -> tuple[int, ...] | None:
-        """Cumulative boundaries of packed documents; None: one document."""
-        return self._documents
-
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        """Every rank's shard."""
-        return self._shards
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the ring."""
-        return len(self._shards)
-
-    @property
-    def ring(self) -> Gathering:
+    def ring(self) -> SupportsAllGather:
         """The ring that made this sharding.
 
         Raises:
@@ -164,30 +127,20 @@ class Sharding:
             )
         return self._ring
 
-    @property
-    def device(self) -> torch.device:
-        """Where `positions` lives."""
-        return self._device
-
-    @property
-    def shard_lens(self) -> tuple[int, ...]:
-        """Rows of every rank's shard."""
-        return self._shard_lens
-
-    @property
-    def shard_len(self) -> int:
-        """Rows of this rank's shard; may be 0."""
-        return self.shard_lens[self._rank]
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in self.__dict__:
+            raise AttributeError(f"{name} of a sharding must stay as it is, got a new value; make another sharding")
+        super().__setattr__(name, value)
 
     @cached_property
     def positions(self) -> Tensor:
         """The global position of each of this rank's rows: `s` int64, ascending, on `device`."""
         # they outlive the call that makes them: ordinary tensors even when made under inference mode
         with torch.inference_mode(False):
-            return positions_of(self._shards[self._rank]).to(self._device)
+            return positions_of(self.shards[self.rank]).to(self.device)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of a whole tensor, as a new contiguous tensor; differentiable.
+        """Return this rank's rows of a whole tensor, as a new contiguous tensor; differentiable.
 
         Args:
             x: The whole tensor, seq_len long in `dim`; the same on every rank.
@@ -198,18 +151,18 @@ class Sharding:
             TypeError: x is no tensor, or dim no integer.
             NotImplementedError: x is a DTensor, or another tensor with a meaning of its own.
         """
-        with self._shared_refusals():
-            dim = self._check_rows("x", x, dim, "seq_len", self._seq_len, "the whole sequence, or name its dim")
+        with self._propagate_errors():
+            dim = self._check_rows("x", x, dim, "seq_len", self.seq_len, "the whole sequence, or name its dim")
         return self.cut(x, dim)
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
         """Return `shard` of a tensor that was checked; dim counts from the front."""
-        parts = [_run_of(x, dim, run) for run in self._shards[self._rank]] or [x.narrow(dim, 0, 0)]
+        parts = [_run_of(x, dim, run) for run in self.shards[self.rank]] or [x.narrow(dim, 0, 0)]
         # cat copies even a single part: a view would keep the whole sequence in memory
         return torch.cat(parts, dim).contiguous()
 
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor from every rank's rows; the inverse of `shard`. Every rank must call it.
+        """Return the whole tensor from every rank's rows; the inverse of `shard`. Every rank must call it.
 
         Args:
             x_local: This rank's rows, shard_len long in `dim`.
@@ -223,7 +176,7 @@ class Sharding:
             NotImplementedError: x_local is a DTensor, or another tensor with a meaning of its own.
         """
         ring = self._ring
-        with self._shared_refusals():
+        with self._propagate_errors():
             dim = self._check_rows(
                 "x_local", x_local, dim, "shard_len", self.shard_len, "this rank's rows, or name their dim"
             )
@@ -235,20 +188,20 @@ class Sharding:
                 "make it with Ring.sharding, or pass all parts to assemble"
             )
         if not torch.compiler.is_compiling():  # a trace has no other ranks
-            shape = [*x_local.shape[:dim], self._shard_lens, *x_local.shape[dim + 1 :]]
+            shape = [*x_local.shape[:dim], self.shard_lens, *x_local.shape[dim + 1 :]]
             kind = f"{x_local.dtype} {x_local.device.type}"
             differentiable = torch.is_grad_enabled() and x_local.requires_grad
             text = f"{shape} {kind} with gradients: {differentiable}"
             ring.assert_equal_once("a tensor to unshard", text, f"Sharding.unshard({shape}, {kind})")
         return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
 
-    def _shared_refusals(self) -> AbstractContextManager[None]:
-        """Lets the other ranks of the ring, if there is one, know of what is raised inside."""
+    def _propagate_errors(self) -> AbstractContextManager[None]:
+        """Raise the errors of this block on the other ranks of the ring too, if there is one."""
         return nullcontext() if self._ring is None else self._ring.propagate_errors()
 
     @staticmethod
     def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:
-        """The dim, counted from the front, in which a tensor has so many rows; refuses others."""
+        """Return dim, counted from the front; refuse a tensor with another number of rows there."""
         check_tensor(name, x)
         dim = _resolve_dim(x, dim)
         if x.shape[dim] != rows:
@@ -258,7 +211,7 @@ class Sharding:
         return dim
 
     def assemble(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """The whole tensor from the local tensors of all ranks, in rank order; pure and differentiable.
+        """Return the whole tensor from the local tensors of all ranks, in rank order; pure and differentiable.
 
         Args:
             parts: One tensor per rank, shard_lens[r] long in `dim`, alike otherwise.
@@ -277,7 +230,7 @@ class Sharding:
             raise ValueError(
                 f"parts must have one tensor per rank, {self.world_size}, got {len(parts)}; pass all ranks'"
             )
-        dim = _resolve_dim(parts[self._rank], dim)
+        dim = _resolve_dim(parts[self.rank], dim)
         lengths = tuple(part.shape[dim] for part in parts)
         if lengths != self.shard_lens:
             raise ValueError(
@@ -287,14 +240,14 @@ class Sharding:
 
     def concatenate(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """Return `assemble` of tensors that were checked; dim counts from the front."""
-        if all(run.stride == 1 for shard in self._shards for run in shard):
-            stretches = [
-                (run.start, part.narrow(dim, offset, run.length))
-                for part, shard in zip(parts, self._shards, strict=True)
-                for run, offset in zip(shard, accumulate((run.length for run in shard), initial=0), strict=False)
+        if all(run.stride == 1 for shard in self.shards for run in shard):
+            pieces = [
+                (run.start, piece)
+                for part, shard in zip(parts, self.shards, strict=True)
+                for run, piece in zip(shard, part.split([run.length for run in shard], dim), strict=False)
             ]
-            return torch.cat([stretch for _, stretch in sorted(stretches, key=lambda item: item[0])], dim)
-        order = torch.cat([positions_of(shard) for shard in self._shards]).argsort()
+            return torch.cat([piece for _, piece in sorted(pieces, key=lambda item: item[0])], dim)
+        order = torch.cat([positions_of(shard) for shard in self.shards]).argsort()
         return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
 
     @cached_property
@@ -305,28 +258,24 @@ class Sharding:
         not part of it: all ranks have the same text.
         """
         shards = None
-        if self._layout in ("balanced", PART) or self._shards != make_shards(
-            self._layout, self._seq_len, self.world_size
-        ):
-            shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self._shards)
-        return self._seq_len, self._layout, self.world_size, self._documents, shards
+        if self.layout in ("balanced", PART) or self.shards != make_shards(self.layout, self.seq_len, self.world_size):
+            shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self.shards)
+        return self.seq_len, self.layout, self.world_size, self.documents, shards
 
     @property
     def _content(self) -> tuple[Any, ...]:
-        return self._rank, self.spec
+        return self.rank, self.spec
 
     @classmethod
     def from_spec(
-        cls, spec: Sequence[Any], rank: int, *, ring: Gathering | None = None, device: torch.device | str | None = None
+        cls,
+        spec: Sequence[Any],
+        rank: int,
+        *,
+        ring: SupportsAllGather | None = None,
+        device: torch.device | str | None = None,
     ) -> Sharding:
-        """The sharding that `spec` describes; lists serve as well as tuples, so a spec survives JSON.
-
-        Args:
-            spec: What `Sharding.spec` gave, on any rank.
-            rank: This rank.
-            ring: As in the constructor.
-            device: As in the constructor.
-        """
+        """The sharding that `spec` describes; lists serve as well as tuples, so a spec survives JSON."""
         seq_len, layout, world_size, documents, runs = spec
         if runs is None:
             shards = make_shards(layout, seq_len, world_size)
@@ -347,29 +296,25 @@ class Sharding:
     def __reduce__(self) -> tuple[Any, ...]:
         # a ring has connections and is found by its name: workers of a DataLoader send shardings to the process that holds it,
         # other ranks of the ring get their own view, and a process that does not hold it gets a sharding without
-        return _restore, (self.spec, self._rank, None if self._ring is None else self._ring.name, self._device)
+        return _restore, (self.spec, self.rank, None if self._ring is None else self._ring.name, self.device)
 
     def __repr__(self) -> str:
-        documents = "" if self._documents is None else f", {len(self._documents) - 1} documents"
+        documents = "" if self.documents is None else f", {len(self.documents) - 1} documents"
         return (
-            f"Sharding({self._seq_len} tokens, {self._layout}, rank {self._rank} of {self.world_size}, "
+            f"Sharding({self.seq_len} tokens, {self.layout}, rank {self.rank} of {self.world_size}, "
             f"{self.shard_len} rows{documents})"
         )
 
 
 def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
-    found: Gathering | None = find_ring(ring)
+    found: SupportsAllGather | None = find_ring(ring)
     if found is None or found.world_size != spec[2]:  # perhaps a ring of another job
         return Sharding.from_spec(spec, rank, device=device)
     return Sharding.from_spec(spec, found.rank, ring=found, device=device)
 
 
 def check_sharding(x: object, name: str = "sharding") -> None:
-    """Refuses what is no sharding.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Refuse anything but a sharding."""
     if not isinstance(x, Sharding):
         raise TypeError(f"{name} must be what ring.sharding(seq_len) gives, got {type(x).__name__}")
 
@@ -381,12 +326,7 @@ def resolve_shards(
     balance: Mapping[str, Any] | None,
     world_size: int,
 ) -> tuple[int, tuple[int, ...] | None, tuple[Shard, ...]]:
-    """Length, documents and shards of a sequence, of what users give `Ring.sharding`.
-
-    Raises:
-        ValueError: An unknown layout, boundaries that do not fit, or an option of a mask that does not.
-        TypeError: The length or a boundary is no integer, or balance no dict.
-    """
+    """Length, documents and shards of a sequence, of what users give `Ring.sharding`."""
     seq_len, documents = resolve_integer("seq_len", seq_len), resolve_documents(documents)
     if balance is not None and layout != "balanced":
         raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
@@ -402,8 +342,8 @@ def positions_of(shard: Shard) -> Tensor:
 
 
 def _run_of(x: Tensor, dim: int, run: Run) -> Tensor:
-    stretch = x.narrow(dim, run.start, run.stride * (run.length - 1) + 1)
-    return stretch if run.stride == 1 else stretch[(slice(None),) * dim + (slice(None, None, run.stride),)]
+    rows = x.narrow(dim, run.start, run.stride * (run.length - 1) + 1)
+    return rows if run.stride == 1 else rows[(slice(None),) * dim + (slice(None, None, run.stride),)]
 
 
 def _resolve_dim(x: Tensor, dim: int) -> int:

@@ -2,7 +2,7 @@
 
 The kernel is a model of it: programs that store row by row, set flags, wait and read, in any order that a device could choose.
 What the kernel itself stores and reads is held to the same in tests/kernels/interpreter;
-what a device makes of it, in test_gpu_exchange.
+what a device makes of it, in tests/gpu/test_reduce.py.
 """
 
 from __future__ import annotations

@@ -1,52 +1,32 @@
 """The fused backward kernel for sm_90: one pass over the scores makes dq, dk and dv (five products instead of seven).
 
-Owns the gradients of one ring step for head dims up to 128. Refuses to know how it is launched, how work is dealt
-(`tile_scheduler.py`), and what runs before and after it (`backward_pre_post.py`).
+It makes the gradients of one ring step for head dims up to 128. `tile_scheduler.py` assigns its work; kernels of
+`backward_pre_post.py` run before and after it.
 
-Note [Tile of keys]
-    A tile is 128 keys of one key head: two consumer warpgroups of 64 keys each. Blocks of BM queries of every query head of
-    the group stream past it, first those that need a mask, then those that do not. Per block, in keys x queries:
+A tile is 128 keys of one key head: two consumer warpgroups of 64 keys each. Blocks of BM queries of every query head of
+the group stream past it, first those that need a mask, then those that do not. Per block, in keys x queries:
 
-        s  = k q^T            p  = 2^(scale * s - lse)         S and P of 64 x BM in registers
-        dp = v do^T           ds = p * (dp - delta)
-        dv += p do            dk += ds q                       64 x D in registers through the whole tile
-        dq = ds^T k                                            of both warpgroups together, each makes half of it
+    s  = k q^T            p  = 2^(scale * s - lse)         S and P of 64 x BM in registers
+    dp = v do^T           ds = p * (dp - delta)
+    dv += p do            dk += ds q                       64 x D in registers through the whole tile
+    dq = ds^T k                                            of both warpgroups together, each makes half of it
 
-    ds goes through shared memory, so that dq leaves the program once per block: in fp32, added to global memory by the
-    bulk copy engine, which a warp of its own drives.
-
-Note [Start values]
-    A product may start from any accumulator. S starts from -lse / softmax_scale (hidden pairs: from -1e30) and dP from
-    -delta, so that p = 2^(scale * S) and ds = p * dP: no subtraction, no mask and no register is left for them. Scores
-    that are more than a scaled product (softcap, ALiBi, key bias, a scale that is not positive) start from zero instead.
-
-Note [Rows beyond the keys]
-    In a tile that the end of the buffer cuts, every block is masked: p of a key that does not exist could overflow,
-    and infinity times the zeros read in its place would reach dq.
-
-Note [Addresses]
-    K and V stay where they are through all loops, so the compiler makes the descriptors of all their slices once and keeps
-    them, in registers that the products need. An index that it cannot see through makes them where they are used (LATE_ADDRESSES).
+ds goes through shared memory, so that dq leaves the program once per block: in fp32, added to global memory by the
+bulk copy engine, which a warp of its own drives.
+Start values: S starts from -lse / softmax_scale (hidden pairs: from -1e30) and dP from -delta, so that
+p = 2^(scale * S) and ds = p * dP need no subtraction, mask or register. Scores that are more than a scaled product
+(softcap, ALiBi, key bias, a scale that is not positive) start from zero instead.
+In a tile that the end of the buffer cuts, every block is masked: p of a key that does not exist could overflow, and
+infinity times the zeros read in its place would reach dq.
 
 Note [Tiles of several owners]
-    In a fused call (Note [Fused call] of interface.py) a tile holds rows of one source: `tiles` says which. Its K
-    and V come from the local or the remote buffer, and the end of the source takes the place of the end of the buffer; what
-    lies behind it in the remote buffer are zeros. The producer waits for the flag of a source before the first tile of it that
-    its program takes; flags rise in order, so that one number says what has been seen. A bias of keys came before the flag too:
-    consumers read it when K is there. dk and dv go to the address of the owner's region.
-
-Note [Stores to other devices]
-    An accumulator gives a thread two neighbouring columns, so that its stores are 32 bytes in each of eight rows: what
-    crosses the link in packets of that size is mostly headers. Sums on their way home change their layout first, through the
-    buffer of dq where there is one: 16 bytes a thread, whole lines of 128 bytes or more. The storer hands each half of the
-    buffer over once more for that.
-
-Note [Roles]
-    warps 0-3, 4-7   consumers: keys 0 .. 63 and 64 .. 127 of the tile
-    warp 8           producer: loads K and V of a tile, and Q, dO, lse and delta of a block
-    warp 9           storer: adds dq to global memory
-    Named barriers: 8 both halves of ds are stored; 9 + stage the consumers are done with a stage; 12 + half that half of
-    the dq buffer is free; 14 + half it is full.
+    In a fused call (Note [Fused call] of interface.py) a tile holds rows of one source, given by `tiles`. Its K and V come
+    from the local or the remote buffer, and it ends with its source; zeros follow in the remote buffer. The producer waits for
+    the flag of a source before its first tile; flags rise in order. A bias of keys arrives before the flag, and consumers read
+    it when K is there. dk and dv go to the address of the owner's region.
+    An accumulator gives a thread two neighbouring columns: stores of 32 bytes in each of eight rows, of which most of the link
+    would carry headers. So returned sums change their layout first, through the buffer of dq where there is one: 16 bytes a
+    thread, whole lines of 128 bytes or more. The storer hands each half of the buffer over once more for that.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -108,7 +88,7 @@ def _end(tiles, at, rows):
 
 @gluon.jit
 def _tile(work, tiles, at, rows):
-    """(head, row, segment, masked, full, masked_blocks, full_blocks, slot); Note [Rows beyond the keys]."""
+    """(head, row, segment, masked, full, masked_blocks, full_blocks, slot); all blocks of a tile that the end cuts are masked."""
     head, row, segment, masked, full, masked_blocks, full_blocks, slot = entry(work, at)
     cut = row + TILE > _end(tiles, at, rows)
     masked = gl.where(cut, masked + full, masked)
@@ -327,7 +307,7 @@ def _step(
 ):  # fmt: skip
     """Adds what one block of queries sends to 64 keys, and makes this warpgroup's half of the block's dq.
 
-    `low`, `high`: limits of each key (Note [Limits] of primitives.py). `x`: first query row of the block; row y sits at the
+    `low`, `high`: limits of each key (`limits` of primitives.py). `x`: first query row of the block; row y sits at the
     global position origin + stride * y. `slope` and `key_bias` are in log2 units.
     """
     dtype: gl.constexpr = q_s.dtype
@@ -340,7 +320,9 @@ def _step(
     st = count & 1
     phase = (count >> 1) & 1
     COLUMNS: gl.constexpr = D * BM // 128
-    tile = opaque(gl.to_tensor(0)) if LATE_ADDRESSES else 0  # Note [Addresses]
+    # K and V stay, so the compiler would keep descriptors of all their slices in registers that the products need; an index
+    # that it cannot see through makes them where they are used
+    tile = opaque(gl.to_tensor(0)) if LATE_ADDRESSES else 0
     k = k_s.index(tile).reshape([TILE, D])
     k_w = k.slice(WHICH * HALF, HALF, 0)
     v_w = v_s.index(tile).reshape([TILE, DV]).slice(WHICH * HALF, HALF, 0)
@@ -600,7 +582,7 @@ def backward_kernel(
     """dq, dk and dv of one ring step, or dk and dv alone; `rows` are keys, `heads` key heads.
 
     q, do, k and v are described as rows of one head (`descriptors.rows_of`), lse and delta as lists with heads of
-    `padded_queries` numbers: start values (Note [Start values]), or for scores that are not plain lse in log2 units and
+    `padded_queries` numbers: start values of the products, or for scores that are not plain lse in log2 units and
     -delta. dq is fp32 and added to, times softmax_scale under SCALE_DQ. dk and dv are written (under ADD: added to) in
     the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `slots
     128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the

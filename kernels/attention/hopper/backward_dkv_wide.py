@@ -1,27 +1,22 @@
 """dk and dv for head dims beyond 128: the two consumers share a tile of keys by role, not by rows.
 
-Owns dk, dv and dkey_bias of one ring step, or of all in one launch, in a fixed order of sums; dq is the business of
-`backward_dq.py`. Refuses to know how it is launched, how work is dealt (`tile_scheduler.py`), and who prepares lse and delta
-(`backward_pre_post.py`).
+It makes dk, dv and dkey_bias of one ring step, or of all in one launch, in a fixed order of sums; `backward_dq.py` makes dq.
 
-Note [Roles of the wide kernel]
-    At 256 columns the accumulators of dk and dv of 64 keys fill the registers of two warpgroups, 128 each per thread. A
-    tile is 64 keys of one key head; blocks of 64 queries of every query head of the group stream past it, first those that
-    need a mask, then those that do not. Per block, in keys x queries:
+At 256 columns the accumulators of dk and dv of 64 keys fill the registers of two warpgroups, 128 each per thread. A tile is 64
+keys of one key head; blocks of 64 queries of every query head of the group stream past it, first those that need a mask, then
+those that do not. Per block, in keys x queries:
 
-        warps 0-3   s  = k q^T    p  = 2^(scale * s - lse)    dv += p do     p from registers, and to the other warpgroup
-        warps 4-7   dp = v do^T   ds = p * (dp - delta)       dk += ds q     ds from registers
-        warp 8      loads K and V of a tile, and Q, dO, lse and delta of a block
+    warps 0-3   s  = k q^T    p  = 2^(scale * s - lse)    dv += p do     p from registers, and to the other warpgroup
+    warps 4-7   dp = v do^T   ds = p * (dp - delta)       dk += ds q     ds from registers
+    warp 8      loads K and V of a tile, and Q, dO, lse and delta of a block
 
-    Only p changes hands, rounded to the dtype of the inputs, through shared memory. Exponentials of one warpgroup run
-    under the products of the other. With both products from registers a block reads 272 KiB of shared memory where halves
-    of the columns or rows for each warpgroup would read 312; see NOTES.md.
+Only p is passed on, rounded to the dtype of the inputs, through shared memory. Exponentials of one warpgroup run under the
+products of the other. With both products from registers a block reads 272 KiB of shared memory where halves of the columns or
+rows for each warpgroup would read 312; see NOTES.md.
 
-    Named barriers, each + stage: Q_FREE and DO_FREE: both consumers are done with it. P_FULL, P_FREE: between them.
-
-    Tiles of several owners, their flags, tables and gradient buffers are those of Note [Tiles of several owners] in
-    backward.py; a tile that the end of its source cuts needs no mask for that, because no sum over keys is made here. Sums on
-    their way home change their layout through the shared memory of K and of V, which is let go behind them.
+Named barriers, each + stage: Q_FREE and DO_FREE: both consumers are done with it. P_FULL, P_FREE: between them.
+Fused calls are those of Note [Tiles of several owners] in backward.py, but a tile that the end of its source cuts needs no mask,
+because no sum over keys is made here. Returned sums change their layout through the shared memory of K and of V.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -149,7 +144,7 @@ def _weigh(
 ):  # fmt: skip
     """Makes the weights of one block, hands them over, and adds what they send to dv.
 
-    `low`, `high`: limits of each key (Note [Limits] of primitives.py). `x`: first query row of the block; row y sits at the
+    `low`, `high`: limits of each key (`limits` of primitives.py). `x`: first query row of the block; row y sits at the
     global position origin + stride * y. `slope` and `key_bias` are in log2 units.
     """
     dtype: gl.constexpr = q_s.dtype
@@ -452,7 +447,7 @@ def backward_dkv_wide_kernel(
     AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
-    """dk, dv and dkey_bias of one ring step (Note [Roles of the wide kernel]); `rows` are keys, `heads` key heads.
+    """dk, dv and dkey_bias of one ring step; `rows` are keys, `heads` key heads.
 
     q, do, k and v are described as rows of one head (`descriptors.rows_of`); lse in log2 units (infinity where a row saw
     nothing) and -delta as lists with heads of `padded_queries` numbers. dk and dv are written (under ADD: added to) in the

@@ -1,24 +1,20 @@
 """The dq kernel: a tile of queries stays, keys and values stream past, and every sum has a fixed order.
 
-Owns dq and dalibi of one ring step. Each row of dq has one writer (or, in a tile that was split, one writer per part and one
-that adds the parts in order), so the result is the same bits from run to run. It is the other half of a backward whose
-keys half makes dk and dv only. Refuses to know how it is launched and how work is dealt.
+It makes dq and dalibi of one ring step, the same bits from run to run: each row of dq has one writer (or, in a tile that was
+split, one writer per part and one that adds the parts in order).
 
-Note [Rows]
-    A program takes tiles of 128 rows of one query head, a consumer warpgroup 64 of them. Per block of keys:
+A program takes tiles of 128 rows of one query head, a consumer warpgroup 64 of them. Per block of keys:
 
-        S  = Q K^T       P  = 2^(scale * S - lse2)      lse2, delta: two numbers per thread, in registers
-        dP = dO V^T      dS = P * (dP - delta)
-        dQ += dS K       dS from registers
+    S  = Q K^T       P  = 2^(scale * S - lse2)      lse2, delta: two numbers per thread, in registers
+    dP = dO V^T      dS = P * (dP - delta)
+    dQ += dS K       dS from registers
 
-    Q and dO lie in shared memory for the whole tile; one producer warp streams K and V. The two warpgroups do not meet:
-    while one computes exponentials, the products of the other keep the tensor cores busy.
-
-In a fused call segments say of their step whether their rows lie in the local or the remote buffer (Note [Sources] of
-tile_scheduler.py); a bias of keys has those of the remote buffer behind the `local_rows` of the local buffer. All of the remote
-buffer is there when this kernel runs; where another kernel waited for it in vain, `error` is set and every result is NaN.
-
-Named barriers: V_EMPTY + stage, K_EMPTY + stage: both warpgroups have read the stage. ROWS_EMPTY: likewise Q and dO.
+Q and dO lie in shared memory for the whole tile; one producer warp streams K and V. The two warpgroups do not meet: while one
+computes exponentials, the products of the other keep the tensor cores busy.
+In a fused call the step of a segment says whether its rows are in the local or the remote buffer (Note [Sources] of
+tile_scheduler.py). All of the remote buffer is there when this kernel runs; where another kernel waited for it in vain, `error`
+is set and every result is NaN.
+Named barriers: V_EMPTY + stage, K_EMPTY + stage, ROWS_EMPTY: both warpgroups have read the stage, or Q and dO.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -312,7 +308,7 @@ def backward_dq_kernel(
     gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
-    """Dq and dalibi of the tiles dealt to this program (Note [Rows]).
+    """Make dq and dalibi of the tiles of this program.
 
     `lse` (natural log), `delta` and `dalibi_out` are `b h s`; `dq_out` is `b s h d`, its strides counted in UNIT elements,
     so that the compiler sees when pairs of columns are aligned. `scale` is softmax_scale * log2(e), or under SOFTCAP

@@ -1,8 +1,6 @@
 """Kernels that run before and after the fused backward, in plain Triton: row statistics, zeroed sums, scaled and summed results.
 
-Owns the form in which the fused kernel wants lse and delta, and what becomes of its fp32 sums. Refuses to know scores.
-
-Sums of a fused call that waited in vain (`error` is set) are NaN; `error` is None where nothing is waited for.
+Where `error` is set, a wait of a fused call has failed, and its sums become NaN; None: no kernel waits.
 """
 
 # pyright: reportGeneralTypeIssues=false

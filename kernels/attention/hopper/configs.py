@@ -1,15 +1,4 @@
-"""Shapes of the Hopper kernels: one table, so that a measured choice is a changed number.
-
-Owns tile sizes, pipeline depth, switches for measurements, and which scores the fused backward is for. Refuses to know
-tensors and kernels.
-
-Note [Scores for the pair]
-    The fused kernel at 128 columns holds dk and dv (128 registers), S and dP (64) and half of dq; what a score needs beyond
-    that must fit into the rest. A soft cap, slopes or a key bias fit. A sum over queries for the gradient of a key bias makes
-    the assembler serialise the products (C7512), one over keys for the gradient of slopes spills in every block, and so do
-    three terms at once. These go to a pair of kernels instead, one for dk and dv and one for dq: seven products instead of
-    five, with all loops in registers. At 64 columns everything fits.
-"""
+"""Shapes of the Hopper kernels: tile sizes, pipeline depth, switches for measurements. A measured choice is a changed number."""
 
 from __future__ import annotations
 
@@ -126,7 +115,7 @@ class DqConfig:
     split: bool = True
 
 
-FIRST_BARRIER = 8  # Note [Named barriers] in primitives.py
+FIRST_BARRIER = 8  # lower ones are Triton's
 BUCKETS = (64, 128, 256)  # columns of a head in shared memory
 MAX_HEAD_DIM = BUCKETS[-1]
 FUSED_MAX_HEAD_DIM = 128
@@ -170,15 +159,7 @@ _EVERY_TERM = DkvConfig(32)  # without dq at 128 columns: three terms spill in b
 def choose_dkv(
     head_dim: int, v_head_dim: int, dot_only: bool, extras: int = 0, *, want_dq: bool = True
 ) -> DkvConfig | WideDkvConfig:
-    """The configuration of a launch that makes dk and dv.
-
-    Args:
-        head_dim: Of q and k.
-        v_head_dim: Of v.
-        dot_only: The score is q . k times a positive scale.
-        extras: How many of soft cap, slopes and key bias the score has.
-        want_dq: dq is made too.
-    """
+    """The configuration of a launch that makes dk and dv."""
     if max(head_dim, v_head_dim) > FUSED_MAX_HEAD_DIM:
         return WideDkvConfig()
     dims = padded_dims(head_dim, v_head_dim)
@@ -191,10 +172,6 @@ def choose_dq(columns: int, extras: int) -> DqConfig:
     """The configuration of a launch that makes dq alone.
 
     Scores with a soft cap or terms of their own hold more numbers per pair: smaller blocks keep them in registers.
-
-    Args:
-        columns: What head_dims are padded to at most.
-        extras: How many of soft cap, slopes and key bias the score has.
     """
     if columns <= 64:
         return DqConfig(64, 3, 3) if extras else DqConfig(128, 3, 3)
@@ -204,13 +181,11 @@ def choose_dq(columns: int, extras: int) -> DqConfig:
 
 
 def is_for_pair(head_dim: int, v_head_dim: int, extras: int, wants_extra_grads: bool) -> bool:
-    """Whether a pair of kernels takes a score that may be summed in any order; Note [Scores for the pair].
+    """Return whether a pair of kernels takes a score that may be summed in any order.
 
-    Args:
-        head_dim: Of q and k.
-        v_head_dim: Of v.
-        extras: How many of soft cap, slopes and key bias the score has.
-        wants_extra_grads: Whether a gradient of slopes or key bias is wanted.
+    The fused kernel at 128 columns holds dk and dv (128 registers), S and dP (64) and half of dq. A soft cap, slopes or a key
+    bias fit beside that. A sum over queries for the gradient of a key bias makes the assembler serialise the products (C7512);
+    one over keys for the gradient of slopes spills in every block, and so do three terms at once.
     """
     return padded_dims(head_dim, v_head_dim)[0] == 128 and (wants_extra_grads or extras == 3)
 

@@ -1,8 +1,4 @@
-"""Arguments of Hopper kernels: descriptors of the bulk copy engine (TMA), strides, scales, workspaces.
-
-Owns the hardware's conditions on addresses and strides, and which descriptors are alike. Refuses to know which kernel they are
-for, and how a launch reaches the driver (Note [Bound launch] in bound_launch.py).
-"""
+"""Descriptors of the bulk copy engine (TMA) and workspaces: the hardware's conditions on addresses and strides."""
 
 from __future__ import annotations
 
@@ -16,10 +12,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ringattn.kernels.interface import ReadyFlags, Score
+from ringattn.kernels.interface import ReadyFlags
 from ringattn.kernels.runtime.bound_launch import WORD, Template
 
-LOG2E = math.log2(math.e)
 CAPACITY = 1024
 """Templates of descriptors that are kept; beyond it all are dropped, and made again when needed."""
 
@@ -27,11 +22,9 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32
 
 _templates: dict[Hashable, Template] = {}
 
-Strides = tuple[int, int, int]
-
 
 def describable(x: Tensor) -> bool:
-    """Whether the bulk copy engine can address it: aligned base and strides, nothing expanded, something there."""
+    """Return whether the bulk copy engine can address a tensor: aligned base and strides, not expanded, not empty."""
     return _is_describable(x.shape, x.stride(), x.element_size()) and x.data_ptr() % WORD == 0
 
 
@@ -118,31 +111,9 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def scale_and_cap(score: Score) -> tuple[float, float]:
-    """The kernels' `scale` and `cap`, in log2 units."""
-    if score.softcap > 0:
-        return score.softmax_scale / score.softcap, score.softcap * LOG2E
-    return score.softmax_scale * LOG2E, 0.0
-
-
 def timeout_us_of(ready_flags: ReadyFlags) -> int:
     """Timeout of kernels that wait, in microseconds, so that every timeout has one width: a wider integer is another kernel."""
     return min(max(ready_flags.timeout_ns // 1000, 1), 2**31 - 1)
-
-
-def per_batch(x: Tensor | None) -> int:
-    """The batch stride of a tensor with one row per batch element, or one row for all."""
-    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
-
-
-def pair(x: Tensor | None) -> tuple[int, int]:
-    """The strides of batch and head of a `b h s` tensor; zeros where it is absent."""
-    return (0, 0) if x is None else (x.stride(0), x.stride(1))
-
-
-def strides(x: Tensor | None, unit: int = 1) -> Strides:
-    """The strides of batch, row and head of a `b s h d` tensor, in units of elements; zeros where it is absent."""
-    return (0, 0, 0) if x is None else (x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit)
 
 
 def store_unit(x: Tensor, widest: int) -> int:

@@ -1,7 +1,7 @@
-"""The Hopper forward: a tile of queries in registers, blocks of keys and values streaming past it, from carry to output.
+"""The Hopper forward: a tile of queries stays in registers, blocks of keys and values stream past it.
 
-Owns the pipeline between the copy engine, the tensor cores and the online softmax of Note [Softmax state], and the merge of tiles
-that were split among programs. Refuses to know how it is launched, and which blocks a tile meets: that is data (tile_scheduler.py).
+Owns the pipeline between the copy engine, the tensor cores and the online softmax of Note [Softmax state]. The work plan says
+which blocks a tile meets (tile_scheduler.py).
 
 Note [Pipeline]
     One producer warp copies; each consumer warpgroup owns 64 rows of the tile and keeps q . k of block j and p v of
@@ -12,27 +12,14 @@ Note [Pipeline]
         softmax (j)         |---------|     |---------|
 
     The first block of a tile has no p v beneath it and the last p v no softmax above it: both stand outside the loops.
-    Masked blocks come first, in a loop of their own; what only they need holds no registers during the full ones.
-
-Note [Empty stages]
-    A consumer that has read a stage of shared memory says so. A named barrier takes the arrivals of single warps without
-    stopping them; barriers of shared memory want the whole warpgroup at one point. A stage is never released twice before
-    it is filled again, so a named barrier never collects arrivals of two rounds. There are eight names: enough for four
-    stages of k and of v.
-
-Note [Packed heads]
-    Row r of a tile is query row r // PACK of head r % PACK among PACK neighbouring heads that share keys: few query rows
-    then still fill a tile.
-
-Note [Gathered keys]
-    Keys of other ranks lie in a second pair of tensors, k_remote and v_remote, which may fill while the kernel runs. Only the
-    producer knows: by the ring step of a segment it chooses the tensor, and before the first block of a segment whose rows it
-    has not yet known to be there it waits for their flag. Flags rise in the order of their places, and none behind one that
-    became negative, so that one that has been seen stands for all before it, in whatever order heads come. A wait in vain is
-    the last one of its program; what its consumers write from then on is not a number, because they read the error word at
-    the end of each tile, behind the last copy of the tile and so behind its waits. A bias of keys comes before the flag of
-    its keys, and is read by consumers once a block of them is in shared memory: behind the producer's wait, which has
-    acquired what the flag stands for.
+    Masked blocks come first, in a loop of their own, so that their registers are free during the full ones.
+    Consumers release stages by named barriers, which count single warps without stopping them. A stage is never released
+    twice before it is filled again. Eight names are enough for four stages of k and of v.
+    With PACK > 1, row r of a tile is query row r // PACK of head r % PACK among PACK neighbouring heads that share keys.
+    Keys of other ranks are in k_remote and v_remote, which may fill while the kernel runs. Only the producer waits: by the
+    ring step of a segment it chooses the buffer, and waits for the flag of its rows unless a later one was seen. After a
+    wait that fails it stops waiting. Consumers read the error word at the end of each tile, behind its last copy, and then
+    write NaN. A bias of keys arrives before their flag, and is read once a block of them is in shared memory.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -69,7 +56,7 @@ ALL = gl.constexpr(2**31 - 1)  # beyond every place of a flag
 
 @gluon.jit
 def _release(empty, stage, name, THREADS: gl.constexpr, NAMED: gl.constexpr):
-    """Says that this partition has read a stage; Note [Empty stages]."""
+    """Release a stage that this partition has read; Note [Pipeline]."""
     if NAMED:
         arrive(name + stage, THREADS)
     else:
@@ -183,7 +170,7 @@ def _segment(segments, i):
 
 @gluon.jit
 def _limits(lo, hi, begin, end, origin, stride):
-    """As `limits` of primitives.py; dense runs, which are most, go without the divisions."""
+    """Return `limits` of primitives.py; dense runs, which are most, need no division."""
     start = origin + stride * begin
     length = (end - begin) * stride
     low = gl.minimum(gl.maximum(lo - start, 0), length)
@@ -225,7 +212,7 @@ def _first_limits(
 
 @gluon.jit
 def _hide(s, low, high, key, COLUMNS: gl.constexpr):
-    """Scores of a block whose first key row is `key`, with the pairs outside [low, high) at -inf; Note [Limits]."""
+    """Scores of a block whose first key row is `key`, with the pairs outside [low, high) at -inf."""
     y = gl.expand_dims(key + gl.arange(0, s.shape[1], COLUMNS), 0)
     visible = (y >= gl.expand_dims(low, 1)) & (y < gl.expand_dims(high, 1))
     return gl.where(visible, s, -float("inf"))
@@ -312,7 +299,7 @@ def _merge_sums(m_a, l_a, m_b, l_b):
 
 @gluon.jit
 def _packed(p):
-    """The same weights, two to a register: what a loop carries as halves costs a permutation of each in each round."""
+    """Return 16-bit weights, two to a register: halves that a loop carries cost a permutation each in each round."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
 
 
@@ -662,7 +649,7 @@ def forward_kernel(
     score is q . k times a positive scale, which is folded into the exponent. Strides of o and carry_acc are counted in
     O_UNIT and ACC_UNIT elements, which tells the compiler how wide a store may be. `keys` are the numbers of key_bias for
     one batch element; where keys are gathered, those of the remote buffer begin at local_rows. Key heads come in groups of
-    flag_heads; flags has flag_steps columns. Note [Gathered keys].
+    flag_heads; flags has flag_steps columns. Note [Pipeline].
     """
     q_s = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
     k_s = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)  # noqa: RUF005

@@ -1,7 +1,6 @@
 """The merge of the parts of split tiles of the forward, in plain Triton.
 
-Owns what the end of a tile does when several programs shared it: parts are merged in the order of their slots, the carry or
-the sinks joining once, first. Refuses to know scores and keys.
+Parts are merged in the order of their slots; the carry or the sinks join once, first.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportOptionalOperand=false, reportOptionalMemberAccess=false

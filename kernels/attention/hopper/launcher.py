@@ -1,24 +1,22 @@
 """From tensors to launches of the Hopper kernels: the forward, dk and dv (fused with dq or alone), and dq alone.
 
-Owns the choice of kernels and configurations, arguments, workspaces and compile-time switches. Refuses to know the mathematics
-of the kernels and, of a ring, all but that keys may have several owners. Never waits for the device. Allocates workspaces and
-copies of tensors that the bulk copy engine cannot address.
-
-The two kernels that make dk and dv differ in their tiles, a few arguments and their switches; all else of their launch is
-`launch_dkv`. Stepwise calls and fused ones differ in `RemoteGradArgs`, which fused ones have.
+Owns the choice of kernels and configurations, arguments, workspaces and compile-time switches. Never waits for the device.
+Allocates workspaces and copies of tensors that the bulk copy engine cannot address. The two kernels that make dk and dv differ
+in their tiles, a few arguments and their switches; all else of their launch is `launch_dkv`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringattn.kernels.attention.arguments import LOG2E, is_dot_only, pair, per_batch, scale_and_cap, strides
 from ringattn.kernels.attention.hopper.backward import backward_kernel
 from ringattn.kernels.attention.hopper.backward_dkv_wide import backward_dkv_wide_kernel
 from ringattn.kernels.attention.hopper.backward_dq import add_parts_kernel, backward_dq_kernel
@@ -38,7 +36,6 @@ from ringattn.kernels.attention.hopper.configs import (
     padded_dims,
 )
 from ringattn.kernels.attention.hopper.descriptors import (
-    LOG2E,
     addressable,
     addressable_kv,
     describable,
@@ -47,12 +44,8 @@ from ringattn.kernels.attention.hopper.descriptors import (
     layout_of,
     multiprocessors,
     numbers_of,
-    pair,
-    per_batch,
     rows_of,
-    scale_and_cap,
     store_unit,
-    strides,
     timeout_us_of,
     workspace,
 )
@@ -60,12 +53,12 @@ from ringattn.kernels.attention.hopper.forward import forward_kernel
 from ringattn.kernels.attention.hopper.forward_combine import combine_kernel
 from ringattn.kernels.attention.hopper.progress_barrier import progress_board
 from ringattn.kernels.attention.hopper.tile_scheduler import AnyRows, Shape, WorkPlan, make_plan
+from ringattn.kernels.attention.portable import api as portable
 from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, Grads, ReadyFlags, RowMetadata, Score, SoftmaxState
 from ringattn.kernels.runtime import bound_launch
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_PACK = 64  # heads in the rows of one warpgroup
-LEAST_SCALE = 1e-30  # a smaller softmax_scale may be 0 in fp32, which makes NaN of a hidden pair: -inf times 0
 TINIEST_SCALE = 1e-6  # lse over a smaller softmax_scale may overflow
 HIDDEN = -1.0e30
 DQ_TILE = 128  # rows
@@ -80,10 +73,7 @@ class RemoteGradArgs:
     """Keys of other owners, and where their gradients go (Note [Fused call] of interface.py).
 
     Attributes:
-        remote_kv: k and v of the other owners.
-        ready_flags: None when all of the remote buffer is there.
         grad_buffers: Addresses of the regions of dk and dv.
-        grad_buffer_rows: Rows of a region.
         bias_grad_buffers: Addresses of the regions of dkey_bias; None: it is not wanted.
     """
 
@@ -105,13 +95,9 @@ class BackwardInputs:
         v: `b t hk dv`.
         lse: `b h s`, natural log; contiguous last dim.
         delta: `b h s`; contiguous last dim. Written where `o` is given.
-        rows: The query side.
-        keys: The key side, or those of a fused call.
-        score: Without bias and dropout.
         o: Makes delta = rowsum(o * do) - dlse; None: delta is given.
         dlse: `b h s`, contiguous last dim; None: zero.
         remote: Of a fused call; None: of one step.
-        sm_margin: Multiprocessors that stay free.
     """
 
     do: Tensor
@@ -165,7 +151,7 @@ class GradOutputs:
         return cls(grads.dq, grads.dk, grads.dv, grads.dkey_bias, grads.dalibi, rows, keys)
 
 
-def launch_forward(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -183,20 +169,18 @@ def launch_forward(
     pack: int | None = None,
 ) -> None:
     """`KernelSet.forward`, with a configuration and packing of the caller's choice in place of the table's."""
-    _check_forward(q, v, score)
+    _check(q, v, score)
     t = k.shape[1]
     if q.numel() == 0 or not (first or last or t):
         return
     if t == 0:
         # nothing is multiplied: the identity, the sinks or the carry become the result
-        from ringattn.kernels.attention.portable.launcher import launch_forward as launch_without_keys
-
-        launch_without_keys(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
+        portable.forward(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
         return
     _launch_forward(q, k, v, rows, keys, _ABSENT, score, t, carry, first, last, o, lse, config, pack, sm_margin)
 
 
-def launch_forward_fused(
+def forward_fused(
     q: Tensor,
     local_kv: tuple[Tensor, Tensor],
     remote_kv: tuple[Tensor, Tensor],
@@ -214,14 +198,14 @@ def launch_forward_fused(
     """`FusedKernelSet.forward_fused`, with a configuration and packing of the caller's choice."""
     batch, s, h, d = q.shape
     (k, v), hk = local_kv, local_kv[0].shape[2]
-    _check_forward(q, v, score)
-    assert serves_fused(d, v.shape[-1], score), "the caller asks first whether visits of this kind are gathered"
+    _check(q, v, score)
+    assert can_fuse(d, v.shape[-1], score), "a fused call must satisfy can_fuse"
     if batch * s * h == 0:
         return
     if len(keys.sides) == 1:
         options: dict[str, Any] = {"sm_margin": sm_margin, "config": config, "pack": pack}
         alone = keys.sides[0]
-        launch_forward(q, k, v, rows, alone, score, carry=None, first=True, last=True, o=o, lse=lse, **options)
+        forward(q, k, v, rows, alone, score, carry=None, first=True, last=True, o=o, lse=lse, **options)
         return
     if k.shape[1] == 0:
         # hidden blocks are read from the local buffer: one row of zeros stands for none
@@ -236,7 +220,7 @@ def launch_forward_fused(
     _launch_forward(q, k, v, rows, keys, fused, score, streamed, None, True, True, o, lse, config, pack, sm_margin)
 
 
-def serves_fused(head_dim: int, v_head_dim: int, score: Score) -> bool:
+def can_fuse(head_dim: int, v_head_dim: int, score: Score) -> bool:
     """`FusedKernelSet.can_fuse`: the copy engine reads whole words of the remote buffer."""
     return score.bias is None and max(head_dim, v_head_dim) <= MAX_HEAD_DIM and head_dim % 8 == v_head_dim % 8 == 0
 
@@ -269,7 +253,7 @@ def _launch_forward(
     t, hk, dv = v.shape[1:]
     remote_kv, (flags, error, *flag_numbers, local_rows) = fused[:2], fused[2:]
     keys_in_all = t if score.key_bias is None else score.key_bias.shape[1]
-    dot_only = is_dot_only(score, LEAST_SCALE)
+    dot_only = is_dot_only(score)
     config = config or choose_forward(d, dv, dot_only)
     assert config.block_n <= PAD_ROWS, "a block that begins in a source ends before the next one"
     tile = 64 * config.consumers
@@ -300,11 +284,8 @@ def _launch_forward(
     state = (carry.m, carry.l, carry.acc) if carry is not None else (lse, lse, lse)
     parts = (lse, lse, lse)
     if plan.slots:
-        parts = (
-            workspace(q, plan.slots, tile),
-            workspace(q, plan.slots, tile),
-            workspace(q, plan.slots, tile, v_columns),
-        )
+        m, l = workspace(q, plan.slots, tile), workspace(q, plan.slots, tile)  # noqa: E741
+        parts = (m, l, workspace(q, plan.slots, tile, v_columns))
     acc = None if carry is None else carry.acc
     o_unit, acc_unit = store_unit(o, 8), 1 if acc is None else store_unit(acc, 4)
     pairs = (*pair(lse), *pair(state[0]), *pair(state[1]))
@@ -346,23 +327,11 @@ def _launch_forward(
 
 @functools.lru_cache
 def choose_pack(s: int, group: int, tile: int) -> int:
-    """Number of neighbouring heads that share a tile: one, unless more save at least an eighth of the tiles.
-
-    Args:
-        s: Query rows.
-        group: Query heads per key head.
-        tile: Rows of a tile.
-    """
+    """Number of neighbouring heads that share a tile: one, unless more save at least an eighth of the tiles."""
     powers = [1 << i for i in range(MAX_PACK.bit_length()) if group % (1 << i) == 0 and tile % (1 << i) == 0]
     tiles = {pack: -(-s * pack // tile) / pack for pack in powers}  # per head
     best = min(powers, key=lambda pack: (tiles[pack], pack))
     return best if tiles[best] <= 0.875 * tiles[1] else 1
-
-
-def is_dot_only(score: Score, least: float) -> bool:
-    """Whether the score is q . k times a positive scale of at least `least`."""
-    absent = score.alibi_slopes is None and score.key_bias is None
-    return absent and not score.softcap > 0 and score.softmax_scale >= least
 
 
 def launch_backward(x: BackwardInputs, out: GradOutputs, *, deterministic: bool) -> None:
@@ -370,7 +339,7 @@ def launch_backward(x: BackwardInputs, out: GradOutputs, *, deterministic: bool)
 
     One kernel makes them, whose dq and dalibi are sums in an order that changes from run to run; or a pair does, one that makes
     dk and dv and one that makes dq, in a fixed order: beyond a head_dim of 128, where `deterministic` asks for it, and where it
-    suits the score better (Note [Scores for the pair] of configs.py).
+    suits the score better (`is_for_pair` of configs.py).
     """
     d, dv = x.q.shape[-1], x.v.shape[-1]
     remote_bias = x.remote is not None and x.remote.bias_grad_buffers is not None
@@ -391,18 +360,12 @@ def launch_dkv(
     """Makes dk, dv and dkey_bias in a fixed order of sums, and under `want_dq` dq and dalibi in the same launch.
 
     Args:
-        x: What is read.
         out: Where gradients go; without `want_dq`, dq and dalibi are left as they are.
-        want_dq: Make dq and dalibi too; head_dim up to 128.
-        config: In place of the table's; its type selects the kernel.
-
-    Raises:
-        NotImplementedError: A dtype, head_dim or score that these kernels do not take.
     """
     do, q, k, v, score, remote, ready_flags = x.do, x.q, x.k, x.v, x.score, x.remote, x.ready_flags
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
-    _check_backward(q, d, dv, score)
+    _check(q, x.v, score, 8)
     config = config or choose_dkv(d, dv, is_dot_only(score, TINIEST_SCALE), _extras(score), want_dq=want_dq)
     is_wide = isinstance(config, WideDkvConfig)
     assert not (is_wide and want_dq), "the kernel for wide heads makes no dq"
@@ -492,7 +455,7 @@ def launch_dkv(
             numbers_of(start_s, block), numbers_of(start_dp, block), *of_tiles,
             out.dk, out.dv, grad_buffers, *_flags_of(ready_flags), board,
             # a kernel asks at run time whether a tile was split: what it would then write to must be a pointer of its kind
-            start_s if parts is None else parts, *((None, None) if bias is None else (bias.per_head, bias.parts)), *of_dalibi,
+            start_s if parts is None else parts, *((None, None) if bias is None else bias[:2]), *of_dalibi,
             x.keys.positions, x.keys.lo, x.keys.hi, score.alibi_slopes, score.key_bias,
             *([stride // unit for stride in sums_strides] or [None] * 6),
             per_batch(x.keys.lo), per_batch(x.keys.hi), per_batch(score.key_bias), *(pair(dalibi) if of_dalibi else ()),
@@ -521,25 +484,16 @@ def launch_dkv(
         key_sums = KeySums(plan, parts, tile, columns, (d, dv), target, out.accumulate_keys)
     finish_sums(key_sums, row_sums)
     if bias is not None:
-        bias.finish()
+        bias[2]()
 
 
 def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = None) -> None:
-    """Makes dq and dalibi of keys that are all there, the same bits from run to run; other gradients are left alone.
-
-    Args:
-        x: What is read; delta is given.
-        out: Only dq and dalibi are touched; dq in the dtype of q unless it is added to.
-        config: In place of the table's.
-
-    Raises:
-        NotImplementedError: A dtype, head_dim or score that this kernel does not take.
-    """
+    """Makes dq and dalibi of keys that are all there, the same bits from run to run; other gradients are left alone."""
     q, score, dq, dalibi, add = x.q, x.score, out.dq, out.dalibi, out.accumulate_rows
     batch, s, h, d = q.shape
     hk, dv = x.v.shape[2:]
     t = sum(x.key_rows)
-    _check_backward(q, d, dv, score)
+    _check(q, x.v, score, 8)
     if batch * s * h == 0:
         return
     if t == 0:
@@ -617,10 +571,6 @@ class RowSums:
         total: `b s h d` fp32.
         dq: `b s h d` in any dtype: scale * total is written to it, or added.
         dalibi: NaN, like dq, where `error` is set.
-        error: The error word of a fused call.
-        columns: Of a row, padded.
-        scale: softmax_scale.
-        add: To what is in dq.
     """
 
     total: Tensor
@@ -637,14 +587,9 @@ class KeySums:
     """Partial results of split tiles of keys, and where their sums belong.
 
     Attributes:
-        plan: Of the kernel that left them.
         parts: fp32, a line per slot.
-        tile: Keys of a tile.
-        columns: Of a row of dk and of dv in a slot.
-        widths: Of them in the sums.
         target: dk and dv; lines of sources and addresses of regions, by which a fused call finds them; strides of batch, row
             and head of both; heads, and rows.
-        add: To what is there.
     """
 
     plan: WorkPlan
@@ -688,64 +633,37 @@ def finish_sums(keys: KeySums | None, rows: RowSums | None = None) -> None:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class _BiasSums:
-    """Sums of dkey_bias that a kernel of dk and dv writes.
+def _bias_sums(
+    x: BackwardInputs, out: GradOutputs, plan: WorkPlan, tile: int, beside: Tensor
+) -> tuple[Tensor, Tensor, Callable[[], None]] | None:
+    """Return (sums of each key head, sums of split tiles, finish) of dkey_bias; None: it is not wanted.
 
-    Attributes:
-        per_head: `b hk t` fp32, the sums of each key head; or the addresses of the regions of a fused call.
-        parts: Partial results of split tiles; where there are none, another tensor of their kind, which is not touched.
-        split: Those parts; None: no tile was split.
-        out: dkey_bias, `b t`; None: owners add up the heads.
-        add: To what is in out.
+    The first is `b hk t` fp32, or the addresses of the regions of a fused call, where owners add up the heads. Where no tile is
+    split, `beside`, an fp32 tensor of the launch, stands for the second.
     """
-
-    per_head: Tensor
-    parts: Tensor
-    split: KeySums | None
-    out: Tensor | None
-    add: bool
-
-    def finish(self) -> None:
-        """Adds up the parts of split tiles, and the heads."""
-        finish_sums(self.split)
-        if self.out is not None and self.add:
-            self.out.add_(self.per_head.sum(1))
-        elif self.out is not None:
-            torch.sum(self.per_head, 1, out=self.out)
-
-
-def _bias_sums(x: BackwardInputs, out: GradOutputs, plan: WorkPlan, tile: int, beside: Tensor) -> _BiasSums | None:
-    """Return the tensors that take dkey_bias first; None: it is not wanted. `beside` is an fp32 tensor of the launch."""
     batch, t, heads, _ = x.k.shape
     if out.dkey_bias is not None:
-        # where something is added, tiles that see nothing are left out
+        # where gradients are accumulated, tiles that see nothing are left out
         make = torch.zeros if out.accumulate_keys else torch.empty
         per_head = make((batch, heads, t), dtype=torch.float32, device=x.k.device)
-        target = (per_head, None, None, None, heads * t, 1, t, 0, 0, 0, heads, t)
+        target = (per_head, None, None, None, *(heads * t, 1, t), 0, 0, 0, heads, t)
     elif x.remote is not None and x.remote.bias_grad_buffers is not None:
         per_head, grad_buffer_rows = x.remote.bias_grad_buffers, x.remote.grad_buffer_rows
-        target = (
-            None,
-            None,
-            plan.split_tiles,
-            per_head,
-            heads * grad_buffer_rows,
-            1,
-            grad_buffer_rows,
-            0,
-            0,
-            0,
-            heads,
-            0,
-        )
+        buffer_strides = (heads * grad_buffer_rows, 1, grad_buffer_rows)
+        target = (None, None, plan.split_tiles, per_head, *buffer_strides, 0, 0, 0, heads, 0)
     else:
         return None
-    if not plan.slots:
-        return _BiasSums(per_head, beside, None, out.dkey_bias, out.accumulate_keys)
-    parts = workspace(beside, plan.slots, tile)
-    split = KeySums(plan, parts, tile, (1, 0), (1, 0), target)
-    return _BiasSums(per_head, parts, split, out.dkey_bias, out.accumulate_keys)
+    parts = workspace(beside, plan.slots, tile) if plan.slots else beside
+    split = KeySums(plan, parts, tile, (1, 0), (1, 0), target) if plan.slots else None
+
+    def finish() -> None:
+        finish_sums(split)
+        if out.dkey_bias is not None and out.accumulate_keys:
+            out.dkey_bias.add_(per_head.sum(1))
+        elif out.dkey_bias is not None:
+            torch.sum(per_head, 1, out=out.dkey_bias)
+
+    return per_head, parts, finish
 
 
 def _prepare(
@@ -824,30 +742,19 @@ def _extras(score: Score) -> int:
     return (score.softcap > 0) + (score.alibi_slopes is not None) + (score.key_bias is not None)
 
 
-def _check_forward(q: Tensor, v: Tensor, score: Score) -> None:
+def _check(q: Tensor, v: Tensor, score: Score, multiple: int = 1) -> None:
     d, dv = q.shape[-1], v.shape[-1]
     if q.dtype not in DTYPES:
         raise NotImplementedError(
-            f"the hopper kernels take float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}; "
+            f"q must be float16 or bfloat16 for the hopper kernels, got {str(q.dtype).removeprefix('torch.')}; "
             'use impl="portable" or "auto"'
         )
-    if max(d, dv) > MAX_HEAD_DIM:
+    if max(d, dv) > MAX_HEAD_DIM or d % multiple or dv % multiple:
+        kind = f" and multiples of {multiple}" if multiple > 1 else ""
         raise NotImplementedError(
-            f'the hopper kernels take head_dim up to {MAX_HEAD_DIM}, got {max(d, dv)}; use impl="eager" or "auto"'
+            f"head dims must be at most {MAX_HEAD_DIM}{kind} for the hopper kernels, got {d} and {dv}; "
+            'use impl="portable" or "auto"'
         )
     if score.bias is not None or score.dropout_p > 0:
         what = "bias" if score.bias is not None else "dropout"
         raise NotImplementedError(f'the hopper kernels take no {what}, got one; use impl="portable" or "auto"')
-
-
-def _check_backward(q: Tensor, d: int, dv: int, score: Score) -> None:
-    if q.dtype not in DTYPES:
-        raise NotImplementedError(
-            f"the Hopper kernels take float16 or bfloat16, got {q.dtype}; use the portable kernels"
-        )
-    if max(d, dv) > MAX_HEAD_DIM or d % 8 or dv % 8:
-        raise NotImplementedError(
-            f"the Hopper kernels take head dims up to {MAX_HEAD_DIM} in steps of 8, got {d} and {dv}; use the portable kernels"
-        )
-    if score.bias is not None or score.dropout_p > 0:
-        raise NotImplementedError("the Hopper kernels take neither bias nor dropout; use the portable kernels")

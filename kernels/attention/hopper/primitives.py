@@ -1,20 +1,6 @@
 """Parts of every Hopper kernel: named barriers, copies that add, tiles of the work plan, limits of visibility.
 
-Owns the inline assembly. Refuses to know scores, softmax and gradients.
-
-Note [Named barriers]
-    Triton gives the barriers 0, 1, 2, ... to the partitions of a kernel; 8 to 15 are free and are named by the kernels.
-    `sync` waits for `threads` threads to have arrived, `arrive` counts this warp without stopping it.
-
-Note [Limits]
-    A masked block compares the row numbers of the streamed side with two limits per row of the tile, so that positions are
-    divided once per segment and not compared at every pair: row y of the buffer is visible iff low <= y < high.
-
-Note [Flags]
-    What fills a buffer beside a running kernel is another engine: rows are there once the flag that is written behind them
-    reads 1 to a load that acquires at the scope of the system. Bulk copies read through a proxy of their own, so a fence
-    between the proxies stands behind the load. A wait ends: by the flag, by a negative flag, or by the clock. All threads of
-    a warp leave it with one answer, because what follows is done by the warp as a whole.
+Triton gives the barriers 0, 1, 2, ... to the partitions of a kernel; 8 to 15 are free and are named by the kernels.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
@@ -25,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-EPOCH = gl.constexpr(64)  # blocks between two looks at the board; Note [Pace] in progress_barrier.py
+EPOCH = gl.constexpr(64)  # blocks between two looks at the board; see progress_barrier.py
 LEFT = gl.constexpr(2**30)  # beyond every epoch
 
 
@@ -50,9 +36,12 @@ def arrive(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def wait_flag(flag, error, timeout_us):
-    """Waits until *flag is 1, and says so with a 1; Note [Flags].
+    """Wait until *flag is 1, and return 1; the same to all threads of a warp.
 
-    A negative flag, or patience (microseconds) running out, sets *error and returns 0 all the same.
+    The load acquires at the scope of the system; bulk copies read through a proxy of their own, so a fence between the
+    proxies follows it.
+
+    A negative flag, or a timeout (patience, microseconds), sets *error and returns 0.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -85,15 +74,10 @@ def wait_flag(flag, error, timeout_us):
 
 @gluon.jit
 def wait_for_progress(board, epoch, epochs):
-    """Says that this program has come to the end of an epoch, and waits for those that are more than one behind.
+    """Report that this program has ended an epoch, and wait for those that are more than one behind.
 
     Args:
         board: `epochs` int32: how many programs have ended each epoch.
-        epoch: The one that ends; LEFT: this program says and waits no more.
-        epochs: Those of the program with the most blocks.
-
-    Returns:
-        The next epoch, or LEFT.
     """
     if epoch < LEFT:
         enough = gl.where(epoch > 0, gl.num_programs(0), 0)
@@ -107,7 +91,7 @@ def wait_for_progress(board, epoch, epochs):
 
 @gluon.jit
 def exit_barrier(board, epoch, epochs):
-    """Says at once what this program has not said, so that nobody waits for it."""
+    """Report all remaining epochs at once, so that no program waits for this one."""
     for i in range(epoch, epochs):
         _check_in(board + i, board + i, 0)
 
@@ -156,13 +140,13 @@ def reduce_add(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def opaque(x):
-    """The same int32 tensor, computed where it stands: hoisted out of a loop it would hold registers through it."""
+    """Return an int32 tensor that is computed in place: hoisted out of a loop it would hold registers through it."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def pinned(x):
-    """The same fp32 tensor in registers of its own, made here: the copy cannot move behind a product that needs it."""
+    """Return an fp32 tensor in registers of its own: the copy cannot move behind a product that needs it."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
@@ -201,7 +185,10 @@ def rows_ahead(segments, i, local_rows):
 
 @gluon.jit
 def limits(lo, hi, begin, end, origin, stride):
-    """(low, high): rows of the streamed buffer that a tile row with bounds lo, hi sees of a run; Note [Limits]."""
+    """(low, high): rows of the streamed buffer that a tile row with bounds lo, hi sees of a run.
+
+    Comparing row numbers divides positions once per segment and not at every pair.
+    """
     low = begin + _rows_before(lo, begin, end, origin, stride)
     high = begin + _rows_before(hi, begin, end, origin, stride)
     return low, high
@@ -242,8 +229,8 @@ def send_grads(
     """Writes the rows before `rows` of the 64 rows of an accumulator from row y on, CHUNK columns at a time.
 
     `target` points at row 0; WIDTH of the columns exist, of which `value` holds COLUMNS from FIRST on. `buffer`: shared memory
-    for 64 x CHUNK numbers; None: of the compiler's choice. Note [Stores to
-    other devices] in backward.py.
+    for 64 x CHUNK numbers; None: of the compiler's choice. See
+    Note [Tiles of several owners] in backward.py.
     """
     if COLUMNS > CHUNK:
         left, right = gl.split(gl.permute(gl.reshape(value, [64, 2, COLUMNS // 2]), [0, 2, 1]))

@@ -1,13 +1,13 @@
-"""Assignment and order of work: the work of one ring step cut into tiles and assigned to persistent programs.
+"""Assignment and order of work: one ring step cut into tiles that are assigned to persistent programs.
 
-Owns the integers: which blocks a tile of stationary rows meets, which of them need a mask, and which program takes which
-tile when. Made once per pair of sides on the host and kept as long as the sides live. Refuses to know tensors of values.
+Owns the integers: the blocks that a tile of stationary rows meets, those that need a mask, and the order of tiles of each program.
+Made once per pair of sides on the host and kept as long as the sides live.
 
 Note [Work]
-    The stationary side is cut into tiles (queries for the forward and dq, keys for dk and dv); what streams past a tile is
-    a list of segments of blocks of `block` rows of the other side. Per tile, segments that need a mask come first, then
-    those in which every pair is visible. Blocks of a full segment lie inside one run and are visible to every row of the
-    tile; a masked block may hold hidden pairs, rows beyond its run, and rows beyond the buffer.
+    The stationary side is cut into tiles (queries for the forward and dq, keys for dk and dv); a list of segments of blocks of
+    `block` rows of the other side streams past a tile. Per tile, segments that need a mask come first, then those in which
+    every pair is visible. Blocks of a full segment lie inside one run and are visible to every row of the tile; a masked block
+    may hold hidden pairs, rows beyond its run, and rows beyond the buffer.
 
     work      `entries 8` int32: head, row, segment, masked, full, masked_blocks, full_blocks, slot
               head: index into batch x heads of the stationary side (b * heads + h). row: first row of the tile.
@@ -17,42 +17,31 @@ Note [Work]
     segments  `n 8` int32: row, blocks, begin, end, origin, stride, step, 0
               row: first streamed row of the first block. begin, end: the rows of the run that the segment lies in; row x
               sits at global position origin + stride * x. A masked block's rows outside [begin, end) are hidden.
-              step: 0, or the ring step of a gathered source; Note [Sources].
+              step: 0, or the ring step of a remote source; Note [Sources].
     starts    `programs + 1` int32: program p takes entries starts[p] .. starts[p + 1] - 1, in order.
     splits    `tiles 4` int32: head, row, first slot, parts: the tiles whose partial results a second kernel adds up.
     tiles     `entries 4` int32, only when the stationary side is gathered: side, step, begin, end of each entry's source:
               its index among the sides, its ring step, and its rows in the local or the remote buffer.
-    split_tiles  `tiles 4` int32, likewise: the same of each line of splits.
+    split_tiles  `tiles 4` int32: the same of each line of splits.
 
     Every tile in `work` has at least one block; a tile that sees nothing is left out, or, when its rows must be written
-    all the same (`every_tile`), has one masked block in which everything is hidden.
-
-Note [Phase]
-    Where the grid of blocks begins is free for every tile and run, and decides how many blocks are met and how many of
-    them need a mask. The fewest blocks come from beginning at the first row that is seen, or at any row that the slack of
-    the last block allows; among those, the most full blocks come from beginning such that a block begins where the rows
-    that all see begin, or, when the slack does not reach so far, as early as it allows. These three are compared. A tile
-    that holds the end of one run and the beginning of a distant one may see two stretches of a run with a hole between
-    them: nothing is full then, and the blocks before the hole and those after it are two masked segments.
+    (`every_tile`), has one masked block in which everything is hidden.
 
 Note [Sources]
     Either side may be gathered: the rows of several owners (Note [Fused call] of interface.py). Local rows and remote rows are
-    counted each from zero, and what a segment or a tile says of rows is meant in the buffer of its source: local for step 0,
-    remote for the others. Blocks begin inside their source; where they leave it they meet pad rows. A tile never holds rows of
-    two sources. Streamed sources come in ring order, among masked segments and among full ones, so that what arrives last is
-    met last. Of stationary sources, tiles are taken in the order in which their rows arrive: the longer half of the local
-    buffer first, then remote rows group by group and step by step, then the rest of the local buffer, while the last
-    contributions are on their way to their owners.
+    each counted from zero: those of step 0 in the local buffer, those of other steps in the remote buffer. Blocks begin inside
+    their source; where they leave it they meet pad rows. A tile never holds rows of two sources. Streamed sources come in ring
+    order, among masked segments and among full ones. Stationary sources are taken in the order of arrival: the longer half of
+    the local buffer first, then remote rows group by group and step by step, then the rest of the local buffer, while the last
+    contributions are sent to their owners.
 
 Note [Assignment]
-    Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads go in groups that stream no
-    more than L2_BYTES together, so that what they stream stays in the level-two cache; within a group the longest tiles
-    come first, heads change fastest among equals, and each goes to the program that is free first (the greedy
-    longest-processing-time rule). If the most loaded program would still exceed the mean by more than SLACK, tiles are
-    split along the streamed side: under a limit a little above the mean, a tile that no program can take whole fills up
-    the least loaded programs one after another, and its rest goes where it fits most tightly. So long tiles are cut into
-    programs' shares, and of equal tiles those of the last round are. A part costs EPILOGUE more than a tile, for its
-    partial result, and the second launch costs MERGE: a split that gains less is not made.
+    Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads form groups that stream no more
+    than L2_BYTES together; within a group the longest tiles come first, heads change fastest among equals, and each goes to the
+    program that is free first (longest processing time first). If the most loaded program would still exceed the mean by more
+    than SLACK, tiles are split along the streamed side: under a limit a little above the mean, a tile that no program can take
+    whole fills up the least loaded programs one after another, and its rest goes where it fits most tightly. A part costs
+    EPILOGUE more than a tile, for its partial result, and the second launch costs MERGE: a split that gains less is not made.
 """
 
 from __future__ import annotations
@@ -102,12 +91,8 @@ class WorkPlan:
         starts: `programs + 1`.
         splits: `tiles 4`; no rows when nothing is split.
         tiles: `entries 4`; no rows unless the stationary side is gathered.
-        split_tiles: `tiles 4`; likewise.
-        programs: Persistent programs.
-        slots: Partial results that the launch leaves.
-        blocks: Blocks of all entries together, for tests and for judging balance.
+        split_tiles: `tiles 4`; no rows unless the stationary side is gathered.
         longest: Blocks that the program with the most of them loads, `repeats` counted.
-        deepest: Blocks of the longest entry, walked once.
     """
 
     work: Tensor
@@ -179,7 +164,6 @@ class _Tiles:
     Attributes:
         segments: `n 8`, as in Note [Work].
         table: `tiles 5`: segment, masked, full, masked_blocks, full_blocks, as in Note [Work].
-        row: First row of each tile of one batch element.
         source: `tiles 4` of one batch element: side, step, begin, end, as in Note [Work].
     """
 
@@ -240,7 +224,7 @@ def _sources(sides: AnyRows) -> list[tuple[RowMetadata, int]]:
 
 
 def _wave(tile: Tensor, head: Tensor, count: Tensor, tiles: _Tiles, shape: Shape) -> Tensor:
-    """When the rows of each entry are to be taken, if they are those of gathered sources; Note [Sources]."""
+    """Return the place of each entry in the order of arrival of gathered sources (Note [Sources])."""
     step = tiles.source[tile, 1]
     steps = int(step.max()) + 1 if step.numel() else 1
     group = head % shape.heads // (shape.heads // shape.groups)
@@ -287,7 +271,9 @@ def _stream(bounds: tuple[Tensor, ...], streamed: list[tuple[RowMetadata, int]],
     first, end, full_first, full_end, hole_first, hole_end = (row_from(x) for x in bounds)
     seen, has_full = end > first, full_end > full_first
 
-    # where the grid begins is chosen as Note [Phase] says
+    # the grid of blocks may begin anywhere: the fewest blocks come from the first row that is seen, or from any row that the
+    # slack of the last block allows; among those, the most full blocks come from one that begins where the rows that all see
+    # begin, or, when the slack does not reach so far, as early as it allows
     def blocks_from(row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(blocks, head blocks, full blocks) of the grid that begins at a row."""
         count = -((row - end) // block)
@@ -379,7 +365,7 @@ def _reduce_bounds(side: RowMetadata, shape: Shape) -> tuple[Tensor, ...]:
 
 
 def _assign(blocks: Tensor, shape: Shape) -> _Assignment:
-    """Deals entries of so many blocks, in this order (Note [Assignment])."""
+    """Assign entries of so many blocks, in this order (Note [Assignment])."""
     counts = blocks.tolist()
     costs = (blocks * shape.repeats + OVERHEAD).tolist()
     programs = shape.programs
@@ -405,7 +391,7 @@ def _assign(blocks: Tensor, shape: Shape) -> _Assignment:
 
 
 def _assign_within(counts: list[int], costs: list[int], limit: int, shape: Shape) -> _Assignment:
-    """Deals likewise, but splits what would lift the least loaded program over a limit.
+    """Assign entries as `_assign`, but split those that would lift the least loaded program over a limit.
 
     The makespan exceeds the limit if that cannot be kept.
     """

@@ -1,15 +1,37 @@
 """The portable kernel set: `KernelSet` of interface.py in plain Triton, for any GPU Triton serves and for its interpreter.
 
-Owns nothing but the three names. Everything is computed in fp32 from fp16, bf16 or fp32 operands; the backward is
-deterministic.
+Owns grids, strides and compile-time switches. Everything is computed in fp32 from fp16, bf16 or fp32 operands; the backward
+is deterministic. Never waits for the device, and allocates nothing beyond delta, lse in log2 units, copies of tensors whose
+rows lie too far apart and, with a key bias that wants a gradient, one sum per key head.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+import contextlib
+import math
+from typing import Any
 
-from ringattn.kernels.attention.portable.launcher import launch_backward, launch_delta, launch_forward
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ringattn.kernels.attention.arguments import LOG2E, is_dot_only, padded, pair, per_batch, scale_and_cap, strides
+from ringattn.kernels.attention.portable import configs
+from ringattn.kernels.attention.portable.backward import delta_kernel, keys_kernel, rows_kernel
+from ringattn.kernels.attention.portable.configs import Config
+from ringattn.kernels.attention.portable.forward import forward_kernel
 from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState
+from ringattn.kernels.runtime import bound_launch
+
+# the type of a @triton.jit function knows neither [grid] nor plain values for constants
+_forward: Any = forward_kernel
+_keys: Any = keys_kernel
+_rows: Any = rows_kernel
+
+L2_BYTES = 32 * 2**20  # of the level-two cache, what one sweep of heads may stream
+MAX_HEAD_DIM = 256
+FARTHEST = 2**24  # elements from row to row: a tile has up to 128 rows, whose offsets are counted in 32 bits
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def forward(
@@ -25,18 +47,59 @@ def forward(
     last: bool,
     o: Tensor,
     lse: Tensor,
+    config: Config | None = None,
 ) -> None:
-    """Visits one buffer of keys (`KernelSet.forward`).
-
-    Raises:
-        NotImplementedError: The dtype is not fp16, bf16 or fp32, or head_dim exceeds 256.
-    """
-    launch_forward(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
+    """`KernelSet.forward`, with a configuration of the caller's choice in place of the table's."""
+    batch, s, h, d = q.shape
+    t, hk, dv = v.shape[1:]
+    _check(q, d, dv)
+    q, k, v = _compact(q), _compact(k), _compact(v)
+    if batch * s * h == 0 or not (first or last or t):
+        return
+    kind = configs.kind_of(q.device)
+    dot_only = is_dot_only(score)
+    if config is None:
+        config = configs.choose(kind, q.element_size(), max(padded(d), padded(dv)), "forward", dot_only)
+    tma = config.tma and _describable(k) and _describable(v)
+    if config.tma and not tma:
+        config = configs.without_tma(config)
+    tiles = -(-s // config.block_m)
+    per_head = t * (d + dv) * k.element_size() * hk // h
+    carry_m, carry_l, carry_acc = (carry.m, carry.l, carry.acc) if carry is not None else (None, None, None)
+    with _device(q):
+        _forward[(tiles * batch * h,)](
+            q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), o, lse, carry_m, carry_l, carry_acc,
+            rows.positions, rows.lo, rows.hi, keys.runs, score.sinks, score.alibi_slopes, score.key_bias, score.bias,
+            *strides(q), *strides(k), *strides(v), *strides(o), *strides(carry_acc),
+            *pair(lse), *pair(carry_m), *pair(carry_l), per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
+            *_bias_strides(score.bias),
+            batch * h, h, h // hk, s, len(keys.run_list) if t else 0, tiles, _sweep(per_head, batch * h),
+            *scale_and_cap(score), *_dropout(score),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
+            FIRST=first, LAST=last, DOT_ONLY=dot_only, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, SKEW=config.skew,
+            TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
+        )  # fmt: skip
 
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """rowsum(o * do) - dlse as `b h s`, fp32 (`KernelSet.delta`)."""
-    return launch_delta(o, do, dlse, out)
+    """`KernelSet.delta`."""
+    batch, s, h, _ = o.shape
+    found = torch.empty((batch, h, s), dtype=torch.float32, device=o.device) if out is None else out
+    _fill_delta(o, _compact(do), dlse, found)
+    return found
+
+
+def _fill_delta(o: Tensor, do: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
+    batch, s, h, dv = o.shape
+    block_m = 64
+    if delta.numel():
+        bound_launch.launch(
+            delta_kernel,
+            (-(-s // block_m) * batch * h,),
+            (o, do, dlse, delta, *strides(o), *strides(do), *pair(dlse), h, s),
+            {"BLOCK_M": block_m, "DV": padded(dv), "DV_WIDTH": dv},
+            num_warps=4,
+        )
 
 
 def backward(
@@ -53,12 +116,191 @@ def backward(
     *,
     o: Tensor | None = None,
     dlse: Tensor | None = None,
+    keys_config: Config | None = None,
+    rows_config: Config | None = None,
 ) -> None:
-    """Gradients of one ring step (`KernelSet.backward`), the same bits from run to run.
-
-    Raises:
-        NotImplementedError: The dtype is not fp16, bf16 or fp32, or head_dim exceeds 256.
-    """
+    """`KernelSet.backward`, with configurations of the caller's choice in place of the table's."""
     if o is not None:
-        launch_delta(o, do, dlse, delta)
-    launch_backward(do, q, k, v, lse, delta, rows, keys, score, grads)
+        _fill_delta(o, _compact(do), dlse, delta)
+    _check(q, q.shape[3], v.shape[3])
+    do, q, k, v = _compact(do), _compact(q), _compact(k), _compact(v)
+    _launch_keys(do, q, k, v, lse, delta, rows, keys, score, grads, keys_config)
+    _launch_rows(do, q, k, v, lse, delta, rows, keys, score, grads, rows_config)
+
+
+def _launch_keys(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    rows: RowMetadata,
+    keys: RowMetadata,
+    score: Score,
+    grads: Grads,
+    config: Config | None,
+) -> None:
+    batch, s, h, d = q.shape
+    t, hk, dv = v.shape[1:]
+    if batch * t * hk == 0 or (grads.accumulate_keys and batch * s * h == 0):
+        return
+    kind = configs.kind_of(q.device)
+    if config is None:
+        config = configs.choose(kind, q.element_size(), max(padded(d), padded(dv)), "keys", is_dot_only(score))
+    # coordinates of a descriptor have 32 bits
+    tma = config.tma and _describable(q) and _describable(do) and batch * h * (s + 3) < 2**31
+    # times log2(e) once here, not once per tile of keys
+    lse2, delta = lse.contiguous() * LOG2E, delta.contiguous()
+    if tma:
+        # bulk loads begin at multiples of 16 bytes, so every head does
+        lse2, delta = (_padded_rows(x, 4) for x in (lse2, delta))
+    tiles = -(-t // config.block_n)
+    per_head = s * (d + dv) * q.element_size()
+    partial = None
+    if grads.dkey_bias is not None:
+        partial = torch.empty((batch, hk, t), dtype=torch.float32, device=q.device)
+        if grads.accumulate_keys:
+            partial.zero_()  # tiles that see nothing return at once
+    with _device(q):
+        _keys[(tiles * batch * hk,)](
+            _streamed(do, config.block_m, tma), _streamed(q, config.block_m, tma), k, v,
+            _listed(lse2, config.block_m, tma), _listed(delta, config.block_m, tma), grads.dk, grads.dv,
+            partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
+            *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dk), *strides(grads.dv),
+            lse2.shape[2], per_batch(keys.lo), per_batch(keys.hi), per_batch(score.key_bias), *_bias_strides(score.bias),
+            batch * hk, hk, h // hk, t, len(rows.run_list) if s else 0, tiles, _sweep(per_head, batch * hk),
+            score.softmax_scale, *scale_and_cap(score), *_dropout(score),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
+            ADD=grads.accumulate_keys, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
+            SAME_STRIDE=_same_stride(q, do), PRECISION=_precision(q, kind), **_options(config),
+        )  # fmt: skip
+    if grads.dkey_bias is not None and partial is not None:
+        if grads.accumulate_keys:
+            grads.dkey_bias.add_(partial.sum(1))
+        else:
+            torch.sum(partial, 1, out=grads.dkey_bias)
+
+
+def _launch_rows(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    rows: RowMetadata,
+    keys: RowMetadata,
+    score: Score,
+    grads: Grads,
+    config: Config | None,
+) -> None:
+    batch, s, h, d = q.shape
+    t, hk, dv = v.shape[1:]
+    if batch * s * h == 0 or (grads.accumulate_rows and t == 0):
+        return
+    kind = configs.kind_of(q.device)
+    if config is None:
+        config = configs.choose(kind, q.element_size(), max(padded(d), padded(dv)), "rows", is_dot_only(score))
+    tma = config.tma and _describable(k) and _describable(v)
+    tiles = -(-s // config.block_m)
+    per_head = t * (d + dv) * k.element_size() * hk // h
+    with _device(q):
+        _rows[(tiles * batch * h,)](
+            do, q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), lse, delta, grads.dq, grads.dalibi,
+            grads.dbias, rows.positions, rows.lo, rows.hi, keys.runs, score.alibi_slopes, score.key_bias, score.bias,
+            *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dq),
+            *pair(lse), *pair(delta), *pair(grads.dalibi), per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
+            *_bias_strides(score.bias), *_bias_strides(grads.dbias),
+            batch * h, h, h // hk, s, len(keys.run_list) if t else 0, tiles, _sweep(per_head, batch * h),
+            score.softmax_scale, *scale_and_cap(score), *_dropout(score),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
+            ADD=grads.accumulate_rows, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
+            SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
+        )  # fmt: skip
+
+
+def _check(q: Tensor, d: int, dv: int) -> None:
+    if q.dtype not in DTYPES:
+        raise NotImplementedError(
+            f"the portable kernels take float16, bfloat16 or float32, got {q.dtype}; use the eager kernels"
+        )
+    if max(d, dv) > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"the portable kernels take head_dim up to {MAX_HEAD_DIM}, got {max(d, dv)}; use the eager kernels"
+        )
+
+
+def _compact(x: Tensor) -> Tensor:
+    """The tensor itself, or a copy of one whose rows lie too far apart."""
+    return x if x.stride(1) <= FARTHEST else x.contiguous()
+
+
+def _dropout(score: Score) -> tuple[int, int, int, float]:
+    """The kernels' `seed_low`, `seed_high`, `drop_threshold` (32 bits each, as signed integers) and `drop_factor`."""
+    if score.dropout_p >= 1:
+        return 0, 0, -1, 0.0
+    seed = score.dropout_seed
+    threshold = math.floor(score.dropout_p * 2**32)
+    return _signed(seed), _signed(seed >> 32), _signed(threshold), 1 / (1 - score.dropout_p)
+
+
+def _signed(word: int) -> int:
+    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
+
+
+def _precision(q: Tensor, kind: str) -> str:
+    """Precision of fp32 products: three TF32 products where tensor cores have them, which keeps 21 bits."""
+    return "tf32x3" if q.dtype == torch.float32 and kind.startswith("sm") else "ieee"
+
+
+def _options(config: Config) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.maxnreg is not None:
+        options["maxnreg"] = config.maxnreg
+    return options
+
+
+def _sweep(bytes_per_head: int, heads: int) -> int:
+    return max(1, min(heads, L2_BYTES // max(1, bytes_per_head)))
+
+
+def _describable(x: Tensor) -> bool:
+    """Return whether the tensor memory accelerator can address it: 16-byte aligned base and strides, not expanded."""
+    size = x.element_size()
+    aligned = all(stride > 0 and stride * size % 16 == 0 for stride in x.stride()[:-1])
+    return aligned and x.data_ptr() % 16 == 0 and x.numel() > 0
+
+
+def _streamed(x: Tensor, block: int, tma: bool) -> Any:
+    """Argument that the kernel streams: the tensor, or a descriptor over `b h s d` with tiles of `block` rows."""
+    if not tma:
+        return x
+    batch, s, h, d = x.shape
+    steps = [x.stride(0), x.stride(2), x.stride(1), 1]
+    return TensorDescriptor(x, [batch, h, s, d], steps, [1, 1, block, padded(d)])
+
+
+def _padded_rows(x: Tensor, multiple: int) -> Tensor:
+    """`b h s` with s rounded up and a base that a descriptor takes."""
+    missing = -x.shape[2] % multiple
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _listed(x: Tensor, block: int, tma: bool) -> Any:
+    """A contiguous tensor, or a descriptor over it as one list with tiles of `block` numbers."""
+    return TensorDescriptor(x, [x.numel()], [1], [block]) if tma else x
+
+
+def _same_stride(x: Tensor, y: Tensor) -> bool:
+    return x.stride(1) == y.stride(1)
+
+
+def _bias_strides(x: Tensor | None) -> tuple[int, int, int, int]:
+    return (0, 0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2), x.stride(3))
+
+
+def _device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    if not x.is_cuda or torch.cuda.current_device() == x.device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

@@ -1,13 +1,9 @@
 """The backward kernels: delta, then dk and dv by tiles of keys, then dq by tiles of queries.
 
-Owns the gradients of one ring step. Every output element has exactly one writer and every sum has a fixed order, so that the
-result is the same bits from run to run. That costs q . k and do . v twice (seven products instead of five).
-Refuses to know how it is launched.
-
-Note [Two readings]
-    dk and dv hold a tile of keys and walk the runs of the query side by `keys.lo, keys.hi`; dq holds a tile of queries and
-    walks the runs of the key side by `rows.lo, rows.hi`. Both are the loop of Note [Tile ranges], with the sides exchanged.
-    A dk/dv program takes all query heads of its key head in turn: a shared key head needs no atomics.
+Every output element has exactly one writer and every sum has a fixed order: the same bits from run to run. That costs q . k and
+do . v twice (seven products instead of five). dk and dv hold a tile of keys and walk the runs of the query side; dq holds a tile
+of queries and walks those of the key side; both are the loop of Note [Tile ranges]. A dk/dv program takes all query heads of its
+key head in turn: a shared key head needs no atomics.
 """
 
 # pyright: reportGeneralTypeIssues=false

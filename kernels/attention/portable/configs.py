@@ -1,7 +1,4 @@
-"""Shapes of the kernels on each kind of device: one table, so that a measured choice is a changed number.
-
-Owns tile sizes, warps and pipeline depth, and the naming of device kinds. Refuses to know tensors and kernels.
-"""
+"""Shapes of the kernels on each kind of device: tile sizes, warps, pipeline depth. A measured choice is a changed number."""
 
 from __future__ import annotations
 
@@ -17,11 +14,6 @@ class Config:
     """The shape of one kernel launch.
 
     Attributes:
-        block_m: Query rows of a tile.
-        block_n: Key rows of a tile.
-        num_warps: Warps of a program.
-        num_stages: Depth of the load pipeline.
-        skew: Issue the next q . k before the current softmax (forward only).
         tma: Load what streams through tensor descriptors, where strides and addresses allow it.
         maxnreg: Cap on registers per thread; None for the compiler's choice.
     """
@@ -107,10 +99,7 @@ def choose(kind: str, itemsize: int, head_dim: int, kernel: str, dot_only: bool)
     Args:
         kind: From `kind_of`.
         itemsize: Bytes per element of q, k and v.
-        head_dim: The larger of the padded head_dim of q and of v.
         kernel: "forward", "keys" or "rows".
-        dot_only: False when the score has a cap, a bias or dropout: those need registers and shared memory, so tiles of
-            scores get narrower and the pipeline shorter.
     """
     bucket = next(b for b in (64, 128, 256) if head_dim <= b)
     config = _TABLE[kind, itemsize, bucket][_KERNELS.index(kernel)]

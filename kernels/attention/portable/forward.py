@@ -1,11 +1,8 @@
 """The forward kernel: one tile of queries against every run of a key buffer, from carry (or nothing) to carry (or output).
 
 Owns the online softmax of Note [Softmax state] over the tiles of Note [Tile ranges]. A program owns BLOCK_M rows of one head and is
-the only one to touch their carry. Refuses to know how it is launched.
-
-Note [Skew]
-    SKEW issues q . k of the next full tile before the softmax of the current one, so that the tensor cores have work
-    beneath the exponentials. It costs one more score tile of registers and leaves the arithmetic as it is.
+the only one to write their carry. SKEW issues q . k of the next full tile before the softmax of the current one, so that the
+tensor cores have work beneath the exponentials; it costs one more score tile of registers.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -98,7 +95,7 @@ def forward_kernel(
     DROPOUT: tl.constexpr, SKEW: tl.constexpr, TMA: tl.constexpr, SAME_STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Visits the keys of `runs`. Strides are in elements; last dims are contiguous; absent tensors are None.
+    """Attend to the keys of `runs`. Strides are in elements; last dims are contiguous; absent tensors are None.
 
     DOT_ONLY: the score is q . k times a positive scale, so that the scale is folded into the exponent.
     """

@@ -1,7 +1,6 @@
-"""From q . k to a score, and the counter-based dropout mask.
+"""Note [Score] and Note [Dropout] of interface.py inside kernels.
 
-Owns Note [Score] and Note [Dropout] of interface.py, inside kernels. Refuses to know tiles and softmax: every operand comes
-already broadcastable to the tile, so the same code serves tiles of queries x keys and of keys x queries.
+Operands broadcast to the tile, so the same code serves tiles of queries x keys and of keys x queries.
 """
 
 # pyright: reportGeneralTypeIssues=false

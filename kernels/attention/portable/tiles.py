@@ -1,9 +1,7 @@
-"""Code that every tile loop shares: which tiles a program walks, which of them need a mask, and how rows are loaded.
-
-Owns the arithmetic between global positions and rows of a run. Refuses to know scores and softmax.
+"""Tile loops of all portable kernels: the tiles of a program, those that need a mask, and loads of rows.
 
 Note [Tile ranges]
-    Along a run, global positions ascend, so what a tile of stationary rows sees of it is described by four numbers in
+    Along a run, global positions ascend, so the part that a tile of stationary rows sees is described by four numbers in
     local row indices: [any_lo, any_hi) is seen by some row, [full_lo, full_hi) by all of them. They come from four
     reductions over the bounds of the rows (once per program) and a clamped division per run, because that division is
     monotone. Tiles start at any_lo; a tile inside the full region needs no mask, the few others at either end do:
@@ -11,9 +9,8 @@ Note [Tile ranges]
         any_lo        full_lo              full_hi       any_hi
           |  head tiles  |    full tiles      |  tail tiles |
 
-    Full tiles are one loop. Head and tail tiles are one loop as well, which jumps over the full ones, so that the
-    masked code exists once; it comes first, so that what only it needs holds no registers during the other. A run
-    that nobody sees costs a handful of scalar instructions.
+    Full tiles are one loop. Head and tail tiles are one loop, which jumps over the full ones, so that the masked code
+    exists once; it comes first, so that its registers are free during the other.
 """
 
 import triton

@@ -155,7 +155,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
 
 def test_a_gpu_is_served_by_portable_and_the_choice_says_why(gpu: types.ModuleType) -> None:
     choice = select_decode_kernel(GPU, torch.bfloat16, FP8, 128, 64, 64)
-    assert choice.kernel is gpu
+    assert choice.kernels is gpu
     assert str(choice) == "portable: CUDA device of compute capability 9.0"
 
 
@@ -173,7 +173,7 @@ def test_what_portable_refuses_falls_to_eager_with_a_reason(
     dtype: torch.dtype, dims: tuple[int, int, int], why: str
 ) -> None:
     choice = select_decode_kernel(GPU, dtype, dtype, *dims)
-    assert choice.kernel is decode_eager
+    assert choice.kernels is decode_eager
     assert choice.rejected == (("portable", why),)
     assert str(choice).endswith(f"not portable: {why}")
     with pytest.raises(NotImplementedError, match=f'impl="portable" cannot serve .*{why}; use impl="eager"'):

@@ -161,15 +161,15 @@ def test_what_is_not_computed_is_refused(launch: Any):
         grads = Grads(x.float(), x.float(), x.float())
         launch(BackwardInputs(x, x, x, x, lse, lse, rows, rows, score), GradOutputs.of(grads))
 
-    with pytest.raises(NotImplementedError, match="take float16 or bfloat16, got"):
+    with pytest.raises(NotImplementedError, match="q must be float16 or bfloat16"):
         call(Score(1.0), 64, torch.float32)
-    with pytest.raises(NotImplementedError, match="head dims up to 256 in steps of 8, got 264 and 264"):
+    with pytest.raises(NotImplementedError, match=r"at most 256 and multiples of 8 .*, got 264 and 264"):
         call(Score(1.0), 264, torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="in steps of 8, got 20 and 20"):
+    with pytest.raises(NotImplementedError, match=r"multiples of 8 .*, got 20 and 20"):
         call(Score(1.0), 20, torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="neither bias nor dropout"):
+    with pytest.raises(NotImplementedError, match=r"take no (bias|dropout)"):
         call(Score(1.0, dropout_p=0.5), 64, torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="neither bias nor dropout"):
+    with pytest.raises(NotImplementedError, match=r"take no (bias|dropout)"):
         call(Score(1.0, bias=torch.zeros(1, 1, n, n)), 64, torch.bfloat16)
 
 

@@ -52,7 +52,7 @@ SCORES = replace(CARRIES, name="scores", softcap=2.0, alibi=True, key_bias=True)
 
 def hopper_forward(**options: Any) -> KernelSet:
     """The forward under test beside a backward that is right."""
-    forward = partial(launcher.launch_forward, **options)
+    forward = partial(launcher.forward, **options)
     return types.SimpleNamespace(forward=forward, delta=eager.delta, backward=eager.backward)  # type: ignore[return-value]
 
 

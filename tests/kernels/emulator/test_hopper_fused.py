@@ -55,7 +55,7 @@ CASES = [
 ]  # fmt: skip
 SMALL = ForwardConfig(1, 16, 2)
 EVERY_SWITCH = ForwardConfig(2, 32, 2, early=True, store=True, ahead=True, lazy=True)
-small, switched = (partial(launcher.launch_forward_fused, config=config) for config in (SMALL, EVERY_SWITCH))
+small, switched = (partial(launcher.forward_fused, config=config) for config in (SMALL, EVERY_SWITCH))
 
 
 def named(name: str) -> Gathering:
@@ -99,7 +99,7 @@ def test_one_launch_equals_one_visit_that_meets_the_same_blocks(name: str):
     rows, keys = step_tables(call, "keys", device).stationary, step_tables(alone, "keys", device).moving[0]
     assert keys is not None
     other_o, other_lse = torch.empty_like(o), torch.empty_like(lse)
-    launcher.launch_forward(
+    launcher.forward(
         scene.q, x["k"], x["v"], find(rows), find(keys), scene.score,
         carry=None, first=True, last=True, o=other_o, lse=other_lse, config=SMALL,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """The cache on a GPU: rows to the bit, steps in pinned memory, and decoding captured once and replayed for other tokens.
 
-python -m pytest -m gpu tests/test_gpu_cache.py
+python -m pytest -m gpu tests/gpu/test_cache.py
 """
 
 from __future__ import annotations

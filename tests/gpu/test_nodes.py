@@ -1,6 +1,6 @@
 """Two nodes of two GPUs each, on one host: copy engines within, NCCL and a throttle between; every schedule to the bit.
 
-python -m pytest -m gpu tests/test_gpu_nodes.py        # four GPUs
+python -m pytest -m gpu tests/gpu/test_nodes.py        # four GPUs
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ringattn import Ring, ring_attention, simulate_ring
 from ringattn.launch.check.poison import poison_buffers
 from ringattn.launch.runtime.slow_link import slow_down
 from ringattn.transport.copy_engine.transport import CopyEngineTransport
-from tests.test_copy_engine_gpu import RANKS, SHARED, run
-from tests.test_gpu_ring import PATIENCE, PLENTY, assert_same, check_replays, draw, step
+from tests.gpu.test_copy_engine import RANKS, SHARED, run
+from tests.gpu.test_ring import PATIENCE, PLENTY, assert_same, check_replays, draw, step
 
 IS_HOPPER = RANKS >= 4 and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 4, reason="needs four GPUs")]

@@ -1,6 +1,6 @@
-"""What only several GPUs can show of the copy engine: python -m pytest tests/test_copy_engine_gpu.py.
+"""What only several GPUs can show of the copy engine: python -m pytest tests/gpu/test_copy_engine.py.
 
-torchrun --nproc_per_node 4 -m tests.test_copy_engine_gpu        # host time per call
+torchrun --nproc_per_node 4 -m tests.gpu.test_copy_engine        # host time per call
 """
 
 # pyright: reportArgumentType=false

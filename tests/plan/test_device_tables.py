@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.kernels.runtime import table_cache
-from ringattn.plan.device_tables import bounds_of, moving_side, stationary_side
+from ringattn.plan.device_tables import bounds_of, side_key, stationary_side
 from ringattn.plan.layouts import contiguous, zigzag
 from ringattn.plan.mask import AttentionMask, MaskAxis
 from ringattn.plan.ring_plan import make_plan
@@ -53,7 +53,7 @@ def test_sides_hold_the_runs_positions_and_intervals_of_a_visit(
         for ring_step in part.ring_steps:
             if ring_step is not None:
                 rows = [start + stride * x for _, length, start, stride in ring_step.runs for x in range(length)]
-                side = moving_side(ring_step, mask, "cpu", of_move)
+                side = table_cache.find(side_key(ring_step.runs, mask, "cpu", of_move))
                 assert side.run_list == ring_step.runs
                 checked.append((side, rows, read_move))
         for side, rows, read in checked:

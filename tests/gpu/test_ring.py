@@ -1,6 +1,6 @@
 """Whole attention calls over several GPUs: every schedule to the bit, CUDA graphs, subgroups, other traffic, shared memory.
 
-python -m pytest -m gpu tests/test_gpu_ring.py
+python -m pytest -m gpu tests/gpu/test_ring.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Ring, ring_attention, simulate_ring
-from tests.test_copy_engine_gpu import RANKS, run
+from tests.gpu.test_copy_engine import RANKS, run
 
 IS_HOPPER = RANKS >= 2 and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")]

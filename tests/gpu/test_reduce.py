@@ -1,7 +1,7 @@
 """Exchanges between several GPUs: the same bits everywhere, in graphs, beside other traffic; and ranks that do not come.
 
-python -m pytest -m gpu tests/test_gpu_exchange.py
-torchrun --nproc_per_node 2 -m tests.test_gpu_exchange
+python -m pytest -m gpu tests/gpu/test_reduce.py
+torchrun --nproc_per_node 2 -m tests.gpu.test_reduce
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.kernels.partials import packed
 from ringattn.transport.reduce.base import PartialReducer
+from tests.gpu.test_copy_engine import RANKS, SHARED, run
+from tests.gpu.test_ring import draw as draw_attention
+from tests.gpu.test_ring import step
 from tests.kernels.contract.test_packed import Sizes
-from tests.test_copy_engine_gpu import RANKS, SHARED, run
-from tests.test_gpu_ring import draw as draw_attention
-from tests.test_gpu_ring import step
 from tests.transport.test_reduce import DTYPES, add, assert_bits, draw_bits, draw_shares, side_by_side, total
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 2, reason="needs two GPUs")]

@@ -124,7 +124,7 @@ def test_pairs_between_two_runs_are_counted_exactly(mask: AttentionMask, data: s
     q_run, k_run = data.draw(runs(mask.seq_len)), data.draw(runs(mask.kv_len))
     for b in range(mask.batch_size):
         visible = sum(is_visible(mask, i, j, b) for i in positions((q_run,)) for j in positions((k_run,)))
-        assert mask.count(q_run, k_run, b) == visible
+        assert count_pairs(mask.bounds("keys", mask.extent(b)), [(q_run,)], [(k_run,)]) == [[visible]]
 
 
 @settings(max_examples=200, deadline=None)
@@ -183,16 +183,16 @@ def test_floor_sum_is_the_sum_of_floors(terms: int, modulus: int, slope: int, of
 
 @settings(deadline=None)
 @given(st.data(), st.integers(0, 50), st.integers(1, 9), st.integers(1, 20))
-def test_tally_counts_rows_below_a_position(data: st.DataObject, position: int, step: int, terms: int) -> None:
+def test_tally_counts_rows_below_a_position(data: st.DataObject, position: int, step: int, number: int) -> None:
     for shard in (data.draw(run_shards(40)), *data.draw(layouts(40, 3))):
         tally, held = Tally(shard), positions(shard)
 
         def below(p: int, held: list[int] = held) -> int:
             return sum(q < p for q in held)
 
-        assert tally.rows == len(held)
+        assert tally.below(1 << 40) == len(held)
         assert tally.below(position) == below(position)
-        assert tally.sum_below(position, step, terms) == sum(below(position + step * x) for x in range(terms))
+        assert tally.sum_below(position, step, number) == sum(below(position + step * x) for x in range(number))
 
 
 def test_counting_a_million_tokens_takes_no_pass_over_tokens() -> None:
@@ -203,7 +203,7 @@ def test_counting_a_million_tokens_takes_no_pass_over_tokens() -> None:
     def count() -> int:  # with a mask that has counted nothing yet
         mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents, window=(4096, 0))
         shards = striped(seq_len, 4)
-        return sum(mask.count(q[0], k[0]) for q in shards for k in shards)
+        return sum(map(sum, count_pairs(mask.bounds("keys"), shards, shards)))
 
     assert least_seconds(count) < 1.0  # about 60 ms on a quiet core
     total = count()
@@ -271,7 +271,8 @@ def test_a_run_of_one_position_counts_like_the_pair() -> None:
     mask = AttentionMask(6, 6, causal=True, window=(2, None))
     for i in range(6):
         for j in range(6):
-            assert mask.count(Run(i, 1, 1), Run(j, 1, 1)) == is_visible(mask, i, j)
+            row, key = (Run(i, 1, 1),), (Run(j, 1, 1),)
+            assert count_pairs(mask.bounds("keys"), [row], [key]) == [[is_visible(mask, i, j)]]
 
 
 def test_examples_in_the_docstrings_hold() -> None:

@@ -1,6 +1,6 @@
 """Compiled blocks on GPUs: CUDA graphs of the compiler around the ring, and captures by hand with the ring inside.
 
-python -m pytest -m gpu tests/test_gpu_compile.py
+python -m pytest -m gpu tests/gpu/test_compile.py
 
 `mode="reduce-overhead"` makes each of its graphs in three runs: an eager one in the graphs' own memory pool, one that is
 captured, and replays from then on. The ring's operators are tagged so that they stay between the graphs (Note [Beside
@@ -22,8 +22,8 @@ from torch._inductor import config as inductor
 from torch.nn.functional import rms_norm, silu
 
 from ringattn import Ring, Sharding, ring_attention
-from tests.test_copy_engine_gpu import GPUS, RANKS, run
-from tests.test_gpu_ring import capture
+from tests.gpu.test_copy_engine import GPUS, RANKS, run
+from tests.gpu.test_ring import capture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600), pytest.mark.skipif(GPUS < 1, reason="needs a GPU")]
 PATIENCE = timedelta(minutes=5)  # ranks compile while others wait

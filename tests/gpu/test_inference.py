@@ -1,7 +1,7 @@
 """Attention over a cache on GPUs: every way that rows move, histories of all kinds, and prompts that need no new buffers.
 
-python -m pytest -m gpu tests/test_gpu_inference.py
-torchrun --nproc_per_node 4 tests/test_gpu_inference.py
+python -m pytest -m gpu tests/gpu/test_inference.py
+torchrun --nproc_per_node 4 tests/gpu/test_inference.py
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ringattn.inference import PagedKVCache, attend
 from ringattn.launch.check.cache_scenarios import OPTIONS, History, Op, Sizes, extend
 from ringattn.launch.check.inference import MOVES, InferenceCase, examine_history
 from ringattn.launch.runtime.session import Session
+from tests.gpu.test_copy_engine import RANKS, run
 from tests.isolation import BAD, SPOILT, attend_beside
-from tests.test_copy_engine_gpu import RANKS, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PLENTY = 2**40

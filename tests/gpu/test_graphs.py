@@ -1,7 +1,7 @@
 """Decoding by CUDA graphs of whole models: what plain calls give, batches that change, refusals that leave nothing behind.
 
-python -m pytest -m gpu tests/test_gpu_graphs.py
-torchrun --nproc_per_node 4 tests/test_gpu_graphs.py
+python -m pytest -m gpu tests/gpu/test_graphs.py
+torchrun --nproc_per_node 4 tests/gpu/test_graphs.py
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ringattn.integrations.transformers.cuda_graph_runner import (
     select_capturer,
 )
 from ringattn.launch.bench.inference_model import Shape, make_cache, make_model
+from tests.gpu.test_copy_engine import RANKS, SHARED, run
 from tests.integrations.transformers.models import make, tokens
-from tests.test_copy_engine_gpu import RANKS, SHARED, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16, SHORT = torch.bfloat16, timedelta(seconds=3)

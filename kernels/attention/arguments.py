@@ -1,0 +1,45 @@
+"""Arguments that the launchers of attention kernels share: strides, scales, and which scores are plain."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ringattn.kernels.interface import Score
+
+LOG2E = math.log2(math.e)
+LEAST_SCALE = 1e-30  # a smaller softmax_scale may be 0 in fp32, which makes NaN of a hidden pair: -inf times 0
+
+
+def strides(x: Tensor | None, unit: int = 1) -> tuple[int, int, int]:
+    """Return the strides of batch, row and head of a `b s h d` tensor, in units of elements; zeros where it is absent."""
+    return (0, 0, 0) if x is None else (x.stride(0) // unit, x.stride(1) // unit, x.stride(2) // unit)
+
+
+def pair(x: Tensor | None) -> tuple[int, int]:
+    """Return the first two strides of a tensor; zeros where it is absent."""
+    return (0, 0) if x is None else (x.stride(0), x.stride(1))
+
+
+def per_batch(x: Tensor | None) -> int:
+    """Return the batch stride of a tensor with one row per batch element, or one row for all."""
+    return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
+def scale_and_cap(score: Score) -> tuple[float, float]:
+    """Return the kernels' `scale` and `cap`, in log2 units."""
+    if score.softcap > 0:
+        return score.softmax_scale / score.softcap, score.softcap * LOG2E
+    return score.softmax_scale * LOG2E, 0.0
+
+
+def is_dot_only(score: Score, least: float = LEAST_SCALE) -> bool:
+    """Return whether the score is q . k times a positive scale of at least `least`."""
+    absent = score.alibi_slopes is None and score.key_bias is None and score.bias is None
+    return absent and not score.softcap > 0 and score.dropout_p == 0 and score.softmax_scale >= least
+
+
+def padded(head_dim: int) -> int:
+    """Return the columns that a head dim takes in a tile: a power of two, at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
