@@ -1,10 +1,9 @@
-"""Draws the layouts and masks of the documentation from the library itself: docs/drawings/*.svg.
+"""Draw the layouts and masks of the documentation from the library itself: docs/drawings/*.svg.
 
     python docs/drawings.py            writes every drawing
     python docs/drawings.py --check    fails when a file is not what the library says
 
-Owns how masks, layouts and ring steps look. Refuses to know what a mask or a layout means: that is read off `AttentionMask`,
-`make_shards` and `make_plan`, on small integers.
+Masks, layouts and ring steps are read from `AttentionMask`, `make_shards` and `make_plan`, on small integers.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Mask:
-    """One mask to draw.
+    """Mask to draw.
 
     Attributes:
-        name: Of the file: docs/drawings/mask-{name}.svg.
-        call: What a user writes for it.
-        layout: Who holds which positions.
+        name: Part of the file name: docs/drawings/mask-{name}.svg.
+        call: Options that a user passes.
+        layout: Layout of queries and keys.
         seq_len: Queries.
         kv_len: Keys.
         fields: The fields of its `AttentionMask`.
@@ -52,20 +51,20 @@ class Mask:
 
     @property
     def mask(self) -> AttentionMask:
-        """The mask itself."""
+        """Return the mask of the library."""
         return AttentionMask(self.seq_len, self.kv_len, **self.fields)
 
     def shards(self, of: str) -> tuple[Shard, ...]:
-        """Every rank's queries ("queries") or keys ("keys")."""
+        """Return the shards of "queries" or "keys" of all ranks."""
         length = self.seq_len if of == "queries" else self.kv_len
         if self.layout == "balanced":
-            # the library deals no chunks below 128 tokens, which nobody can draw
+            # the smallest chunk of the library, 128 tokens, is too large to draw
             return balanced(length, WORLD_SIZE, self.mask.work, min_chunk_len=1)
         return make_shards(self.layout, length, WORLD_SIZE)
 
     @property
     def plan(self) -> Plan:
-        """Who visits whom, and which rows move, in a forward."""
+        """Return the ring steps of a forward and the rows that move."""
         return make_plan(self.shards("queries"), self.shards("keys"), self.mask, "keys")
 
 
@@ -107,7 +106,7 @@ MASKS = (
 
 
 def colors() -> list[str]:
-    """Those of ring.svg: one per rank."""
+    """Return the colors of ring.svg, one per rank."""
     spec = importlib.util.spec_from_file_location("ring_figure", HERE / "ring_figure.py")
     assert spec is not None, "a Python file"
     assert spec.loader is not None, "a Python file"
@@ -120,7 +119,7 @@ COLORS = colors()
 
 
 def svg(width: float, height: float, label: str, parts: list[str]) -> str:
-    """A drawing as text."""
+    """Return a drawing as text."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img" '
         f'aria-label="{label}">\n<style>{STYLE}</style>\n' + "\n".join(parts) + "\n</svg>\n"
@@ -128,31 +127,31 @@ def svg(width: float, height: float, label: str, parts: list[str]) -> str:
 
 
 def text(x: float, y: float, said: str, kind: str = "", color: str | None = None) -> str:
-    """Words, left-aligned unless the class says otherwise."""
+    """Return a line of text, left-aligned unless the class changes that."""
     style = "" if color is None else f' style="fill:{color};font-weight:600"'
     return f'<text class="{kind}" x="{x:g}" y="{y:g}"{style}>{said}</text>'
 
 
 def positions(shard: Shard) -> list[int]:
-    """The positions of a shard, in order."""
+    """Return the positions of a shard, in order."""
     return [run.position(i) for run in shard for i in range(run.length)]
 
 
 def holders(shards: tuple[Shard, ...]) -> list[int]:
-    """The rank that holds each position."""
+    """Return the rank that holds each position."""
     found = {position: rank for rank, shard in enumerate(shards) for position in positions(shard)}
     return [found[position] for position in range(len(found))]
 
 
 class Grid:
-    """A square per pair of query and key: rows are queries, columns are keys, a strip on each side says who holds them.
+    """Square per pair of query and key: rows are queries, columns are keys; strips on two sides show their ranks.
 
     Args:
         x: Left edge of the cells.
         y: Upper edge.
         cell: Size of a cell, the gap included.
-        queries: The holder of each query.
-        keys: The holder of each key.
+        queries: Rank of each query.
+        keys: Rank of each key.
     """
 
     def __init__(self, x: float, y: float, cell: float, queries: list[int], keys: list[int]) -> None:
@@ -161,16 +160,16 @@ class Grid:
 
     @property
     def width(self) -> float:
-        """Of the cells."""
+        """Return the width of the cells."""
         return self.cell * len(self.keys)
 
     @property
     def height(self) -> float:
-        """Of the cells."""
+        """Return the height of the cells."""
         return self.cell * len(self.queries)
 
     def _path(self, stretches: list[tuple[int, int, int]], kind: str, color: str | None = None) -> str:
-        """Cells as dashes of broad lines: (row, first column, end)."""
+        """Return cells, given as (row, first column, end), as dashes of broad lines."""
         gap = self.cell / 7
         size = self.cell - gap
         lines = "".join(
@@ -181,7 +180,7 @@ class Grid:
         return f'<path class="cells {kind}"{style} stroke-width="{size:.3g}" stroke-dasharray="{size:.3g} {gap:.3g}" d="{lines}"/>'
 
     def frame(self) -> list[str]:
-        """Hidden cells and the strips."""
+        """Return hidden cells and the strips."""
         parts = [self._path([(i, 0, len(self.keys)) for i in range(len(self.queries))], "hidden")]
         thick, away = self.cell * 0.45, self.cell * 0.8
         for holder, x, y, along in (
@@ -195,7 +194,7 @@ class Grid:
         return parts
 
     def pairs(self, seen: dict[int, list[tuple[int, int]]], kind: str = "") -> list[str]:
-        """Visible stretches of keys by query, in the color of the rank that computes them."""
+        """Return the visible keys of queries, in the color of the rank that computes them."""
         parts = []
         for rank, color in enumerate(COLORS):
             stretches = [(i, a, b) for i, some in seen.items() if self.queries[i] == rank for a, b in some]
@@ -205,13 +204,13 @@ class Grid:
 
 
 def visible(mask: AttentionMask) -> dict[int, list[tuple[int, int]]]:
-    """The keys [lo, hi) of every query that sees any."""
+    """Return the keys [lo, hi) of every query that sees any."""
     bounds = {i: mask.keys_of(i) for i in range(mask.seq_len)}
     return {i: [(lo, hi)] for i, (lo, hi) in bounds.items() if lo < hi}
 
 
 def seen_at(step: int, mask: AttentionMask, queries: list[int], keys: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """Those keys that a ring step brings: at step s, rank r visits the keys of rank r - s."""
+    """Return the visible keys of a ring step: at step s, rank r computes with the keys of rank r - s."""
     found: dict[int, list[tuple[int, int]]] = {}
     for i, [(lo, hi)] in visible(mask).items():
         owner = (queries[i] - step) % WORLD_SIZE
@@ -228,7 +227,7 @@ def seen_at(step: int, mask: AttentionMask, queries: list[int], keys: list[int])
 
 
 def draw_mask(drawn: Mask) -> str:
-    """The mask, and what each ring step computes and moves."""
+    """Return the drawing of a mask, and of the pairs and rows of each ring step."""
     mask, plan = drawn.mask, drawn.plan
     queries, keys = holders(drawn.shards("queries")), holders(drawn.shards("keys"))
     whole = Grid(24, 44, 11, queries, keys)
@@ -257,7 +256,7 @@ def draw_mask(drawn: Mask) -> str:
 
 
 def bars(x: float, y: float, work: list[int], height: float, step: float) -> list[str]:
-    """Work per rank as columns, with its number in percent of the mean."""
+    """Return work per rank as columns, labelled in percent of the mean."""
     mean, parts = sum(work) / len(work), []
     scale = height / max(2 * mean, max(work))
     parts.append(
@@ -273,13 +272,13 @@ def bars(x: float, y: float, work: list[int], height: float, step: float) -> lis
 
 
 def work_of(shards: tuple[Shard, ...], mask: AttentionMask) -> list[int]:
-    """Visible pairs of every rank's queries."""
+    """Return the number of visible pairs of each rank's queries."""
     plan = make_plan(shards, shards, mask, "keys")
     return [sum(ring_step.pairs for ring_step in rank.ring_steps if ring_step is not None) for rank in plan.ranks]
 
 
 def draw_layouts() -> str:
-    """Who computes what under a causal mask, and how much that is."""
+    """Return the drawing of four layouts under a causal mask, with the work of each rank."""
     mask = AttentionMask(16, 16, causal=True)
     parts = []
     for place, (name, shards) in enumerate(
@@ -303,7 +302,7 @@ PACKED = (0, 7000, 7600, 8100, 8900, 13000, 14500, 14700, 16384)
 
 
 def draw_packed() -> str:
-    """Where the tokens of packed documents lie, and the work of each rank."""
+    """Return the drawing of four layouts of packed documents, with the work of each rank."""
     seq_len, left, width = PACKED[-1], 96, 520
     mask = AttentionMask(seq_len, seq_len, causal=True, documents=PACKED)
     scale = width / seq_len
@@ -335,13 +334,13 @@ def draw_packed() -> str:
 
 
 def drawings() -> dict[str, str]:
-    """Every drawing by its file name."""
+    """Return every drawing by its file name."""
     found = {f"mask-{mask.name}.svg": draw_mask(mask) for mask in MASKS}
     return {"layouts.svg": draw_layouts(), "layouts-packed.svg": draw_packed(), **found}
 
 
 def main() -> int:
-    """Writes or checks the files; returns the exit code."""
+    """Write or check the files and return the exit code."""
     folder = HERE / "drawings"
     wanted = drawings()
     if "--check" in sys.argv:

@@ -1,4 +1,4 @@
-"""The tables of `online_softmax.md`: run it and they are printed.
+"""Print the tables of `online_softmax.md`.
 
 python docs/online_softmax.py
 """
@@ -20,7 +20,7 @@ SHARED_MEMORY = 227 * 1024  # bytes that one program can have on an H100, H200 o
 
 
 class Memory:
-    """A row in slow memory that counts how often it is touched."""
+    """Row in slow memory that counts its reads and writes."""
 
     def __init__(self, values: list[float]) -> None:
         self.values = values
@@ -28,23 +28,23 @@ class Memory:
         self.writes = 0
 
     def read(self, start: int, stop: int) -> list[float]:
-        """Loads values[start:stop]."""
+        """Load values[start:stop]."""
         self.reads += stop - start
         return self.values[start:stop]
 
     def write(self, start: int, values: list[float]) -> None:
-        """Stores values from start on."""
+        """Store values from start on."""
         self.writes += len(values)
         self.values[start : start + len(values)] = values
 
 
 def blocks(n: int, size: int) -> list[tuple[int, int]]:
-    """(start, stop) of each block of a row."""
+    """Return (start, stop) of each block of a row."""
     return [(i, min(i + size, n)) for i in range(0, n, size)]
 
 
 def three_pass(x: Memory, y: Memory, block: int) -> int:
-    """Maximum, sum, result: three reads. Returns the bytes on chip (fp32)."""
+    """Read for the maximum, the sum and the result; return the bytes on chip (fp32)."""
     n = len(x.values)
     m = max(max(x.read(*b)) for b in blocks(n, block))
     l = sum(sum(math.exp(s - m) for s in x.read(*b)) for b in blocks(n, block))  # noqa: E741
@@ -54,7 +54,7 @@ def three_pass(x: Memory, y: Memory, block: int) -> int:
 
 
 def fused(x: Memory, y: Memory, block: int) -> int:  # noqa: ARG001
-    """The whole row on chip: one read."""
+    """Hold the whole row on chip and read it once."""
     n = len(x.values)
     row = x.read(0, n)
     m = max(row)
@@ -65,7 +65,7 @@ def fused(x: Memory, y: Memory, block: int) -> int:  # noqa: ARG001
 
 
 def online(x: Memory, y: Memory, block: int) -> int:
-    """Running maximum and running sum in one pass, the result in a second: two reads."""
+    """Compute maximum and sum in one pass and the result in a second."""
     n = len(x.values)
     m, l = -math.inf, 0.0  # noqa: E741
     for b in blocks(n, block):
@@ -79,19 +79,19 @@ def online(x: Memory, y: Memory, block: int) -> int:
 
 
 def logits(n: int = 1024) -> list[float]:
-    """The row that all tables use."""
+    """Return the row that all tables use."""
     generator = random.Random(0)
     return [round(generator.uniform(-8.0, 8.0), 3) for _ in range(n)]
 
 
 def naive(x: list[float]) -> list[float]:
-    """The definition, with an exactly rounded sum and no shift: fine for small logits only."""
+    """Return the definition, with an exactly rounded sum and no shift: fine for small logits only."""
     e = [math.exp(s) for s in x]
     return [v / math.fsum(e) for v in e]
 
 
 def traffic_table() -> str:
-    """Counted reads and writes of the three ways."""
+    """Return the counted reads and writes of the three ways."""
     x = logits()
     want = naive(x)
     lines = ["way          reads  writes  bytes on chip  max difference from naive"]
@@ -109,7 +109,7 @@ def traffic_table() -> str:
 
 
 def chip_table() -> str:
-    """Bytes on chip by row length, and where a whole row no longer fits."""
+    """Return bytes on chip by row length, and whether a whole row fits."""
     lines = ["logits in a row   fused: bytes on chip            online, block 1024"]
     for n in (1024, 32768, SHARED_MEMORY // 4, 65536, 131072, 1048576):
         fits = "fits" if 4 * n <= SHARED_MEMORY else "does not fit"
@@ -118,7 +118,7 @@ def chip_table() -> str:
 
 
 def worked_example() -> str:
-    """Every intermediate value of s = [1, 2, 3, 10] in two chunks."""
+    """Return every intermediate value of s = [1, 2, 3, 10] in two chunks."""
     chunks = [[1.0, 2.0], [3.0, 10.0]]
     m, l = -math.inf, 0.0  # noqa: E741
     lines = ["chunk      m before  m after  e^(m - m')  l before    terms of the chunk    l after"]
@@ -138,7 +138,7 @@ def worked_example() -> str:
 
 
 def value_example() -> str:
-    """Every intermediate value of s = [0, 5], V = [2, 3]."""
+    """Return every intermediate value of s = [0, 5], V = [2, 3]."""
     m, l, o = -math.inf, 0.0, 0.0  # noqa: E741
     lines = ["key        m  e^(m - m')         l         o     o / l"]
     for s, v in zip([0.0, 5.0], [2.0, 3.0], strict=True):
@@ -152,7 +152,7 @@ def value_example() -> str:
 
 
 def block_table() -> str:
-    """The block-size sweep against the naive softmax."""
+    """Return the block-size sweep against the naive softmax."""
     x = torch.tensor(logits(), dtype=torch.float64)
     want = torch.tensor(naive(logits()), dtype=torch.float64)
     lines = ["block size  max difference  total probability"]
@@ -163,7 +163,7 @@ def block_table() -> str:
 
 
 def order_table() -> str:
-    """Eight partials merged in five orders."""
+    """Return the results of eight partials merged in five orders."""
     x = torch.tensor(logits(), dtype=torch.float64)
     v = torch.linspace(-1, 1, 1024, dtype=torch.float64).unsqueeze(-1)
     parts = [Partial.from_scores(a, b) for a, b in zip(x.split(128), v.split(128), strict=True)]
@@ -187,7 +187,7 @@ def _fp32(x: float) -> float:
 
 
 def underflow_table() -> str:
-    """What the rescaled old sum adds to a new one in fp32."""
+    """Return the contribution of a rescaled old sum to a new one in fp32."""
     lines = ["m_new - m_old  factor in fp32  1 + factor  1 + 1,000,000 * factor"]
     for gap in (1, 5, 10, 20, 32, 80, 104, 800):
         factor = _fp32(math.exp(-gap))
@@ -196,7 +196,7 @@ def underflow_table() -> str:
 
 
 def tree_table() -> str:
-    """P workers, one share each, merged as a tree."""
+    """Return the results of P workers whose shares are merged as a tree."""
     x = torch.tensor(logits(), dtype=torch.float64)
     want = torch.tensor(naive(logits()), dtype=torch.float64)
     lines = ["workers  logits each  merges in a row         lse  max difference  total probability"]
@@ -225,7 +225,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Prints every table under its name."""
+    """Print every table under its name."""
     for name, table in TABLES.items():
         sys.stdout.write(f"{name}\n\n{table()}\n\n")
 

@@ -1,4 +1,4 @@
-"""Draws docs/ring.svg: four ranks, key/value shards that travel, partials that merge. Standard library only."""
+"""Draw docs/ring.svg: four ranks, key/value shards that move, partials that merge. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ WIDTH, HEIGHT, RADIUS = 760, 330, 112
 COLORS = ["#3b82f6", "#10b981", "#f59e0b", "#ec4899"]
 STYLE = """
   text { font-family: system-ui, sans-serif; fill: #1f2937; font-size: 14px; text-anchor: middle }
-  .small { font-size: 12px } .on { fill: #ffffff; font-weight: 600 }
+  .small { font-size: 12px } .on { fill: #111827; font-weight: 600 }
   .line { stroke: #6b7280; fill: none; stroke-width: 2 } .head { fill: #6b7280 } .box { fill: none; stroke: #9ca3af }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e5e7eb } .line { stroke: #9ca3af } .head { fill: #9ca3af } .box { stroke: #6b7280 } .on { fill: #ffffff }
+    text { fill: #e5e7eb } .line { stroke: #9ca3af } .head { fill: #9ca3af } .box { stroke: #6b7280 } .on { fill: #111827 }
   }
 """
 
 
-def block(x: float, y: float, rank: int, text: str, opacity: float = 1.0) -> str:
-    """A labelled shard in its rank's color, centered on (x, y)."""
+def block(x: float, y: float, rank: int, text: str) -> str:
+    """Return a labelled shard in its rank's color, centered on (x, y)."""
     return (
-        f'<rect x="{x - 23:.0f}" y="{y - 12:.0f}" width="46" height="24" rx="5" fill="{COLORS[rank]}" '
-        f'opacity="{opacity}"/><text class="small on" x="{x:.0f}" y="{y + 4:.0f}">{text}</text>'
+        f'<rect x="{x - 23:.0f}" y="{y - 12:.0f}" width="46" height="24" rx="5" fill="{COLORS[rank]}"/>'
+        f'<text class="small on" x="{x:.0f}" y="{y + 4:.0f}">{text}</text>'
     )
 
 
 def figure() -> str:
-    """The picture as SVG."""
+    """Return the picture as SVG."""
     center_x, center_y = 205, 165
     parts = []
     for rank in range(4):
@@ -34,7 +34,7 @@ def figure() -> str:
         x, y = center_x + 1.25 * RADIUS * math.cos(angle), center_y + RADIUS * math.sin(angle)
         parts.append(f'<rect class="box" x="{x - 60:.0f}" y="{y - 40:.0f}" width="120" height="80" rx="10"/>')
         parts.append(f'<text class="small" x="{x:.0f}" y="{y - 22:.0f}">rank {rank}</text>')
-        parts += [block(x - 27, y + 8, rank, f"Q{rank}"), block(x + 27, y + 8, rank, f"KV{rank}", 0.8)]
+        parts += [block(x - 27, y + 8, rank, f"Q{rank}"), block(x + 27, y + 8, rank, f"KV{rank}")]
         # an arc on the ellipse, from this rank towards the next
         a, b = angle + math.radians(34), angle + math.radians(56)
         start, end = ((center_x + 1.2 * RADIUS * math.cos(t), center_y + RADIUS * math.sin(t)) for t in (a, b))
@@ -43,13 +43,13 @@ def figure() -> str:
             f'A{1.2 * RADIUS:.0f} {RADIUS} 0 0 1 {end[0]:.0f} {end[1]:.0f}"/>'
         )
     parts.append(f'<text x="{center_x}" y="{center_y - 2}">keys and values</text>')
-    parts.append(f'<text x="{center_x}" y="{center_y + 17}">travel, queries stay</text>')
+    parts.append(f'<text x="{center_x}" y="{center_y + 17}">move, queries stay</text>')
     left = 435
-    parts.append(f'<text x="{left + 150}" y="42">on rank 0: a partial per visit, merged</text>')
+    parts.append(f'<text x="{left + 150}" y="42">on rank 0: a partial per ring step, merged</text>')
     for step in range(4):
         owner, y = -step % 4, 82 + 44 * step
         parts.append(f'<text class="small" x="{left}" y="{y + 4}">step {step}</text>')
-        parts += [block(left + 58, y, 0, "Q0"), block(left + 112, y, owner, f"KV{owner}", 0.8)]
+        parts += [block(left + 58, y, 0, "Q0"), block(left + 112, y, owner, f"KV{owner}")]
         parts.append(f'<path class="line" marker-end="url(#head)" d="M{left + 140} {y} H{left + 168}"/>')
         parts.append(f'<text x="{left + 215}" y="{y + 4}">(m, l, o)</text>')
         if step:

@@ -30,10 +30,15 @@ def test_examples_of_docstrings_are_true(name: str) -> None:
 
 def run_on_ranks(example: str, *flags: str, ranks: int = 2) -> str:
     """What a program of examples/ prints on CPU ranks."""
+    return run_script(ROOT / f"examples/{example}.py", *flags, ranks=ranks)
+
+
+def run_script(script: Path, *flags: str, ranks: int = 2) -> str:
+    """What a script prints on CPU ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [*launch, f"examples/{example}.py", *flags],
+        [*launch, str(script), *flags],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
