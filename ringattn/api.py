@@ -1,7 +1,4 @@
-"""The public functions: resolve options, describe the call, run the operator.
-
-Owns the contract that users read. Refuses to know how a ring works: it only describes a call.
-"""
+"""The public functions `ring_attention` and `ring_attention_with_lse`: resolve options, describe the call, run the operator."""
 
 from __future__ import annotations
 
@@ -16,9 +13,8 @@ from ringattn.plan.options import resolve_integer, resolve_real
 from ringattn.plan.sharding import Sharding, check_sharding
 from ringattn.schedule.validation import check_tensors, expand_bias
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _AUTOCAST = ("cpu", "cuda", "hip", "xpu")
-"""Devices with autocast. Named, because torch.compile of torch 2.11 does not trace the question."""
+"""Devices with autocast. A constant, because torch.compile of torch 2.11 does not trace `torch.amp.is_autocast_available`."""
 
 
 def ring_attention(
@@ -59,7 +55,7 @@ def ring_attention(
         q: Queries of this rank, `b s h d`, fp16, bf16, fp32 or fp64.
         k: Keys of this rank, `b s hk d`; hk divides h (grouped-query attention).
         v: Values of this rank, `b s hk dv`.
-        sharding: Who holds which positions, from `ring.sharding`; its documents are part of the mask.
+        sharding: The positions of each rank, from `ring.sharding`; its documents are part of the mask.
         kv_sharding: For cross attention: the sharding of the keys' own sequence; it may have no other documents than sharding.
         causal: Keys j <= i.
         window: (left, right): i - left <= j <= i + right, None for unbounded on a side. An int w is (w - 1, 0):
@@ -80,8 +76,8 @@ def ring_attention(
         deterministic: Demand bitwise repeatable gradients. The eager and portable kernels always give them; the Hopper
             kernels then compute two products more. The forward always repeats.
         impl: Kernel set: "auto", "hopper", "portable", "eager"; default: the ring's.
-        backward: What a backward that goes step by step moves: "keys", "queries", or "auto" for whichever moves fewer bytes, and
-            for keys with dropout. One that gathers all keys in one launch moves keys; "queries" makes it go step by step.
+        backward: The side that a stepwise backward moves: "keys", "queries", or "auto" for the one with fewer bytes, and
+            keys with dropout. A fused backward moves keys; "queries" makes the backward stepwise.
 
     Returns:
         `b s h dv`, this rank's rows, q's dtype.
@@ -170,7 +166,7 @@ def ring_attention_with_lse(
         if kv_sharding is not None:
             check_sharding(kv_sharding, "kv_sharding")
         tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
-        if not all(map(_is_plain, tensors)) or q is None or k is None or v is None:
+        if not all(map(_is_dense_or_none, tensors)) or q is None or k is None or v is None:
             check_tensors(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes, key_bias=key_bias, bias=bias)
         kind = q.device.type
         if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
@@ -210,7 +206,7 @@ def ring_attention_with_lse(
         }
         call = call_text(sharding, kv_sharding, options)
     except Exception as error:
-        # what is refused here on one rank, others hear of (not in a trace, which has no other ranks)
+        # published to the other ranks, except in a trace, which has no other ranks
         if isinstance(sharding, Sharding) and not torch.compiler.is_compiling():
             sharding.ring.raise_on_all_ranks(error)
         raise
@@ -219,9 +215,9 @@ def ring_attention_with_lse(
     return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, ring, call)
 
 
-def _is_plain(x: Tensor | None) -> bool:
-    """Whether a tensor is absent, or surely one of those that `check_tensors` takes."""
+def _is_dense_or_none(x: Tensor | None) -> bool:
+    """Return whether a tensor is None, or is one of the usual ones that `check_tensors` accepts."""
     if x is None:
         return True
-    is_usual = type(x) in _PLAIN and x.layout is torch.strided
+    is_usual = (type(x) is Tensor or type(x) is torch.nn.Parameter) and x.layout is torch.strided
     return is_usual and not (x.is_nested or x.is_quantized or x.is_meta)

@@ -1,31 +1,16 @@
 """The whole ring as one custom operator: forward, backward, fakes and gradients.
 
-Owns what is saved and what is handed back. One operator per direction, because communication cannot be traced through:
-`torch.compile` sees two opaque calls, selective checkpointing can keep the one that is expensive, and FLOP counters see
-the visible pairs. Groups travel by name (Note [Names] in ring.py).
-
-Note [Operators by hand]
-    PyTorch's decorators for operators would say the same in fewer lines, and cost the host more per call: they ask each time
-    whether outputs alias inputs, which ours never do, and carry arguments through general containers. So the operators are
-    defined with their schemas, and what autograd does with them is one `torch.autograd.Function`.
-
-Note [The short way]
-    A dispatcher takes a call apart and puts it together again, twice forward and once backward, for whoever wants to see
-    operators: compilers, modes, subclasses of Tensor, functional transforms, profilers. Where nobody looks, the bodies are called
-    as the functions that they are, with the same autograd around them. Nobody can tell from results which way was taken.
-
-Note [Beside the operators]
-    Keys that a forward keeps for its backward (`Ring(save_gathered_kv=True)`) are no result of the operator: they pass beside it,
-    in the thread that runs it. Autograd saves them like any tensor, so they go when the backward has run, `retain_graph` keeps
-    them, and a checkpoint that forgets them brings them again as it recomputes. Where something else may answer for the operator
-    (a compiler, selective checkpointing) its body may run once, twice or never: nothing is kept there, and the backward gathers.
+One operator per direction, because communication cannot be traced through: `torch.compile` sees two opaque calls, selective
+checkpointing can keep the one that is expensive, and FLOP counters see the visible pairs. Groups are passed by name (Note
+[Names] in ring.py). PyTorch's decorators for operators cost the host more per call: they check each time whether outputs alias
+inputs, and pass arguments through general containers. So the operators are defined with their schemas and one
+`torch.autograd.Function`.
 
 Note [Beside compiled graphs]
-    `torch.compile(mode="reduce-overhead")` captures CUDA graphs by itself. It makes its eager first run inside the memory pool
-    of its graphs, and takes whatever outlives that run for a leak. What a ring makes at first sight does outlive it: tables,
-    buffers, programs. And whether all ranks capture the same call is for the caller to say, not for a compiler's heuristics.
-    So both operators carry the tag by which the compiler leaves them out: it cuts its graph there, captures what lies
-    between, and calls the ring as eager code does. A capture by hand, `torch.cuda.graph`, asks no tags and has the ring inside.
+    `torch.compile(mode="reduce-overhead")` captures CUDA graphs. In its eager first run, memory that outlives the run counts as
+    a leak, as tables, buffers and programs of a ring do. And whether all ranks capture the same call is the caller's decision.
+    So the operators carry the tag by which the compiler cuts its graph there and captures the code between. A capture by
+    `torch.cuda.graph` ignores tags and has the ring inside.
 """
 
 from __future__ import annotations
@@ -47,9 +32,9 @@ from ringattn.schedule.stepwise_backward import WantedGrads
 from ringattn.tensor_checks import has_tangent
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
-"""What has no ideas of its own about operators."""
+"""Types that do not override operators."""
 _HARMLESS = ("torch.utils.flop_counter",)
-"""Where dispatch modes are defined that run every operator once, as it is."""
+"""Modules of dispatch modes that run every operator once, as it is."""
 
 _LIBRARY = torch.library.Library("ringattn", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)  # Note [Beside compiled graphs]
@@ -67,23 +52,27 @@ ring_attention_op = torch.ops.ringattn.forward.default
 ring_attention_backward_op = torch.ops.ringattn.backward.default
 
 
-class _Aside(threading.local):
-    """What passes beside an operator (Note [Beside the operators]).
+class _SideValues(threading.local):
+    """Values that pass beside the operator, per thread: they are no results of it.
+
+    Gathered K/V that a forward saves (`Ring(save_gathered_kv=True)`) are saved by autograd like any tensor: they go when the
+    backward has run, `retain_graph` keeps them, and recomputation of a checkpoint brings them again. Where the body of the
+    operator may run once, twice or never (a compiler, selective checkpointing) nothing is saved, and the backward gathers.
 
     Attributes:
-        keep: A forward keeps the keys of others, where it can.
-        kept: What it kept, or what a backward is given.
-        made: The number of a forward that has run, as a call of its ring; 0: none has.
-        forward: That of the forward whose backward runs; 0: unknown.
+        save: The forward saves the gathered K/V, where it can.
+        saved: The K/V that a forward saved, or that a backward is given.
+        number: The number of the forward that has run, as a call of its ring; 0: none has.
+        forward: The number of the forward whose backward runs; 0: unknown.
     """
 
-    keep: bool = False
-    kept: Tensor | None = None
-    made: int = 0
+    save: bool = False
+    saved: Tensor | None = None
+    number: int = 0
     forward: int = 0
 
 
-_aside = _Aside()
+_side = _SideValues()
 
 
 def _forward(
@@ -98,14 +87,14 @@ def _forward(
     ring: str,
     call: str,
 ) -> tuple[Tensor, Tensor]:
-    """O `b s h dv` and lse `b h s` of this rank's rows; arguments as in `ring_attention`, ring and call as text."""
+    """Return o `b s h dv` and lse `b h s` of this rank's rows; arguments as in `ring_attention`, ring and call as text."""
     args = (q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed, ring, call)
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _forward(*args)
     tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
-    here, plan, score, _aside.made = resolve(q, k, v, tensors, dropout_seed, ring, call)
-    o, lse, _aside.kept = run_forward(_rows(q), _rows(k), _rows(v), score, plan, here.context, keep=_aside.keep)
+    here, plan, score, _side.number = resolve(q, k, v, tensors, dropout_seed, ring, call)
+    o, lse, _side.saved = run_forward(_rows(q), _rows(k), _rows(v), score, plan, here.context, keep=_side.save)
     return o, lse
 
 
@@ -126,13 +115,13 @@ def _backward(
     call: str,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """dq, dk, dv and those of dsinks, dalibi_slopes, dkey_bias, dbias that are wanted, each in its tensor's dtype."""
+    """Return dq, dk, dv and those of dsinks, dalibi_slopes, dkey_bias, dbias that are wanted, in their tensors' dtypes."""
     tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _backward(do, dlse, q, k, v, o, lse, *tensors, dropout_seed, ring, call, wanted)
-    here, plan, score, _ = resolve(q, k, v, tensors, dropout_seed, ring, call, _aside.forward)
-    do = torch.zeros_like(o) if do is None else _rows(_as(do, o))
+    here, plan, score, _ = resolve(q, k, v, tensors, dropout_seed, ring, call, _side.forward)
+    do = torch.zeros_like(o) if do is None else _rows(_cast(do, o))
     grads = run_backward(
         do,
         dlse,
@@ -145,73 +134,47 @@ def _backward(
         plan,
         here.context,
         WantedGrads(*wanted),
-        saved=_aside.kept,
+        saved=_side.saved,
     )
     found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
-    result = [_as(grads.dq, q), _as(grads.dk, k), _as(grads.dv, v)]
+    result = [_cast(grads.dq, q), _cast(grads.dk, k), _cast(grads.dv, v)]
     for grad, option in zip(found, tensors, strict=True):
         if grad is not None and option is not None:
-            result.append(_as(grad, option))
+            result.append(_cast(grad, option))
     return result
 
 
-def _as(x: Tensor, like: Tensor) -> Tensor:
-    """X in the dtype of another tensor."""
+def _cast(x: Tensor, like: Tensor) -> Tensor:
     return x if x.dtype == like.dtype else x.to(like.dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """X with a contiguous last dimension, which is all that kernels ask of strides."""
+    """Return x with a contiguous last dimension, which is all that kernels require of strides."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _fake_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: int,
-    ring: str,
-    call: str,
-) -> tuple[Tensor, Tensor]:
-    del k, sinks, alibi_slopes, key_bias, bias, dropout_seed, ring, call
+def _fake_forward(q: Tensor, _k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     b, s, h, _ = q.shape
     return q.new_empty(b, s, h, v.shape[-1]), q.new_empty(b, h, s, dtype=accumulation_dtype(q.dtype))
 
 
-def _fake_backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: int,
-    ring: str,
-    call: str,
-    wanted: list[bool],
-) -> list[Tensor]:
-    del do, dlse, o, lse, dropout_seed, ring, call
-    options = (sinks, alibi_slopes, key_bias, bias)
-    kept = [x for x, want in zip(options, wanted, strict=True) if want and x is not None]
-    return [x.new_empty(x.shape) for x in (q, k, v, *kept)]
+def _fake_backward(_do: Tensor | None, _dlse: Tensor | None, *args: Any) -> list[Tensor]:
+    q, k, v, _o, _lse, sinks, alibi_slopes, key_bias, bias, _seed, _ring, _call, wanted = args
+    options = zip((sinks, alibi_slopes, key_bias, bias), wanted, strict=True)
+    return [x.new_empty(x.shape) for x in (q, k, v, *(x for x, want in options if want and x is not None))]
 
 
 def attend(*args: Any) -> tuple[Tensor, Tensor]:
-    """The forward operator, of its arguments and with its gradients, by the shortest way (Note [The short way])."""
+    """Run the forward operator with its gradients.
+
+    The dispatcher repacks the arguments three times per call for compilers, modes, subclasses of Tensor, functional transforms and
+    profilers. Where none is active, the body is called as a function, with the same autograd around it.
+    """
     return _differentiably(None, *args) if _is_unseen(args[:7]) else ring_attention_op(*args)
 
 
 def _is_unseen(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether nobody would notice operators on these tensors."""
+    """Return whether no mode, transform, subclass or profiler would see operators on these tensors."""
     return not torch.compiler.is_compiling() and not (
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
@@ -223,21 +186,21 @@ def _is_unseen(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 class _Attention(torch.autograd.Function):
-    """What autograd does with a call of the forward operator."""
+    """Autograd of the forward operator."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        """Keys of the dispatcher; None: the short way."""
-        *tensors, ctx.dropout_seed, ctx.ring, ctx.call = args
+        """Run the forward; without keys of the dispatcher, as a function."""
+        *tensors, ctx.dropout_seed, ctx.ring_name, ctx.call = args
         # the graph keeps the ring alive until it is used up
-        ctx.living_ring = ring_of(ctx.ring)
-        _aside.keep, _aside.made = ctx.living_ring.save_gathered_kv and _runs_as_it_is(), 0
+        ctx.ring = ring_of(ctx.ring_name)
+        _side.save, _side.number = ctx.ring.save_gathered_kv and _runs_as_it_is(), 0
         try:
             o, lse = _below_autograd(keys, *args)
-            kept, ctx.number = _aside.kept, _aside.made
+            saved, ctx.number = _side.saved, _side.number
         finally:
-            _aside.keep, _aside.kept = False, None
-        ctx.save_for_backward(*tensors, o, lse, kept)
+            _side.save, _side.saved = False, None
+        ctx.save_for_backward(*tensors, o, lse, saved)
         ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors[3:]]
         ctx.set_materialize_grads(False)
         return o, lse
@@ -247,48 +210,48 @@ class _Attention(torch.autograd.Function):
         do, dlse = grads
         if _is_batch(do) or _is_batch(dlse):
             _refuse(
-                ctx.ring,
+                ctx.ring_name,
                 "ring attention must be given one gradient at a time, got a batch of them (vmap, is_grads_batched=True or "
                 "jacobian(vectorize=True)); loop over them with retain_graph=True, or use attention_reference",
             )
-        q, k, v, *options, o, lse, _aside.kept = ctx.saved_tensors
-        _aside.forward = ctx.number
+        q, k, v, *options, o, lse, _side.saved = ctx.saved_tensors
+        _side.forward = ctx.number
         run = _short_backward if _is_unseen((do, dlse, q, k, v, o, lse, *options)) else ring_attention_backward_op
         run = _Gradients.apply if torch.is_grad_enabled() else run
-        args = (do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring, ctx.call, ctx.wanted)
+        args = (do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring_name, ctx.call, ctx.wanted)
         try:
             dq, dk, dv, *others = run(*args)
         finally:
-            _aside.kept, _aside.forward = None, 0
+            _side.saved, _side.forward = None, 0
         rest = iter(others)
         return None, dq, dk, dv, *(next(rest) if want else None for want in ctx.wanted), None, None, None
 
 
 class _Gradients(torch.autograd.Function):
-    """What autograd does with gradients that are differentiated themselves: it refuses."""
+    """Autograd of the backward operator: raises."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *_, ring, _, _ = args
-        ctx.living_ring = ring_of(ring)
+        ctx.ring = ring_of(ring)
         return tuple(ring_attention_backward_op(*args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         del grads
         _refuse(
-            ctx.living_ring.name,
+            ctx.ring.name,
             "ring attention must be differentiated once, got a gradient of its gradients; use attention_reference for it",
         )
 
 
 def _is_batch(grad: Tensor | None) -> bool:
-    """Whether a gradient stands for several: autograd makes batches of one kind, torch.func of another."""
+    """Return whether a gradient stands for several: autograd makes batches of one kind, torch.func of another."""
     return grad is not None and (is_legacy_batchedtensor(grad) or is_batchedtensor(grad))
 
 
 def _runs_as_it_is() -> bool:
-    """Whether calling the operator runs its body, once, here and now."""
+    """Return whether calling the operator runs its body, once, here and now."""
     if torch.compiler.is_compiling():
         return False
     if not torch._C._len_torch_dispatch_stack():
@@ -309,7 +272,7 @@ def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
-    """The forward operator as autograd sees it; without keys of the dispatcher, the short way."""
+    """Run the forward operator as autograd sees it; without keys of the dispatcher, as a function."""
     if forward_ad._current_level >= 0 and has_tangent(*args[:7]):
         _refuse(
             args[8],
@@ -328,9 +291,9 @@ def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _refuse(ring: str, why: str) -> NoReturn:
-    """Refuses a derivative, on every rank."""
+    """Raise NotImplementedError for a derivative, on every rank."""
     error = NotImplementedError(why)
-    # while a graph is traced nothing is said to others: they trace the same
+    # nothing is published while a graph is traced: the other ranks trace the same
     if not torch.compiler.is_compiling():
         ring_of(ring).raise_on_all_ranks(error)
     raise error

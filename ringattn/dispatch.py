@@ -1,15 +1,9 @@
-"""From options and tensors to the record that a call runs by, and to the schedule that runs it.
+"""Resolution of a call into an `ExecutionPlan`, once, and the schedule that runs it.
 
-Owns the cache of resolved calls: validated options, chosen kernels and schedule, device tables. Refuses to know how anything is
-computed, and how bytes move.
-
-Note [Resolved calls]
-    Whether a call is right, what it means and which kernels serve it depends on its text, on the ring, and on a few facts about
-    its tensors: shapes, dtypes, devices and whether they require gradients, never on values. So all of it is resolved once into
-    an `ExecutionPlan`, and a later call with the same facts is found by one look into a table. A call that was refused is not
-    there: it is checked, and refused, again. The cache does not record what other ranks agreed on (`Ring.consistent_call` does), so
-    dropping an entry is harmless. Closing a ring, or deciding its transport, begins a new generation, whose calls are resolved
-    again.
+Validation, kernels and schedule depend on the call's text, the ring, and the shapes, dtypes, devices and requires_grad of its
+tensors, never on values. So a call is resolved once and later found by one look into a table. A call that was refused is not
+in the table: it is checked again. Agreement between ranks is recorded elsewhere (`Ring.consistent_call`), so dropping an
+entry is harmless. Closing a ring, or deciding its transport, begins a new generation, whose calls are resolved again.
 """
 
 from __future__ import annotations
@@ -21,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Score
+from ringattn.kernels.interface import KernelSet, Score
 from ringattn.kernels.registry import select_kernels
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, parse, serialize
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
-from ringattn.ring_registry import RINGS, find_ring
+from ringattn.ring_registry import RINGS, get_ring
 from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarchical_forward
@@ -47,15 +41,7 @@ _plans: dict[Hashable, ExecutionPlan] = {}
 
 
 def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:
-    """Return the text of a call (`serialize`), found again by the options as they were given.
-
-    Texts are kept with the sharding, but for calls with `lengths`, which belong to a batch.
-
-    Args:
-        sharding: The sharding of the queries.
-        kv_sharding: The sharding of the keys, where it is another one.
-        options: The other arguments of `serialize`, always in the same order; impl None is the ring's.
-    """
+    """Return the text of a call (`serialize`), cached in the sharding, except with `lengths`; impl None is the ring's."""
     values = tuple(options.values())
     # tracing must not see a table that changes
     if torch.compiler.is_compiling() or not all(map(is_value, values)):
@@ -80,22 +66,10 @@ def resolve(
 ) -> tuple[Ring, ExecutionPlan, Score, int]:
     """Return the ring, the plan, the score and the number of a call; every refusal happens here, on every rank.
 
-    Args:
-        q: `b s h d`.
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        tensors: The optional tensors of the score.
-        dropout_seed: Seed of the dropout mask.
-        ring: The name of the ring.
-        text: The call as `serialize` wrote it.
-        forward: The number of the forward whose backward it is, 0 where that is unknown; FORWARD in a forward.
-
-    Raises:
-        ValueError: A shape, dtype, device or option is inconsistent, here or between ranks.
-        NotImplementedError: The combination is not supported.
-        RuntimeError: The ring is gone.
+    text is the call as `serialize` wrote it; forward is the number of the forward whose backward it is, 0 where that is unknown,
+    FORWARD in a forward.
     """
-    here: Ring = ring_of(ring)
+    here = ring_of(ring)
     facts = (ring, here.generation, text, *_facts(q, k, v, tensors))
     plan = _plans.get(facts)
     if plan is None:
@@ -104,9 +78,7 @@ def resolve(
             record = parse(text)
         shares_seed = record["dropout_p"] > 0 and record["backward"] != "keys"
         with here.consistent_call(text, given, dropout_seed if shares_seed else 0):
-            spec = AttentionSpec.deserialize(text, here.rank)
-            check_call(q, k, v, spec, tensors)
-            kernels = _pick(spec, q, v, tensors).kernels
+            spec, kernels = _validate(q, k, v, tensors, text, here.rank)
         # the first call of a ring decides its transport, which begins a generation
         facts = (ring, here.generation, *facts[2:])
         plan = make_execution_plan(spec, q, k, v, tensors, kernels, here.context)
@@ -122,28 +94,12 @@ def resolve(
 def resolve_simulated(
     q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, dropout_seed: int, context: RingContext, text: str
 ) -> tuple[ExecutionPlan, Score]:
-    """Return the plan and the score of a call of one simulated rank.
-
-    Args:
-        q: As in `resolve`.
-        k: As in `resolve`.
-        v: As in `resolve`.
-        tensors: As in `resolve`.
-        dropout_seed: As in `resolve`.
-        context: The place of the rank in the simulated ring.
-        text: As in `resolve`.
-
-    Raises:
-        ValueError: As in `resolve`.
-        NotImplementedError: As in `resolve`.
-    """
+    """Return the plan and the score of a call of one simulated rank; takes arguments of `resolve`."""
     place = ("simulated", context.rank, context.world_size, context.nodes, context.budget)
     facts = (place, text, *_facts(q, k, v, tensors))
     plan = _plans.get(facts)
     if plan is None:
-        spec = AttentionSpec.deserialize(text, context.rank)
-        check_call(q, k, v, spec, tensors)
-        kernels = _pick(spec, q, v, tensors).kernels
+        spec, kernels = _validate(q, k, v, tensors, text, context.rank)
         plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, context))
     return plan, _score(plan, q, dropout_seed, tensors)
 
@@ -151,14 +107,14 @@ def resolve_simulated(
 def run_forward(
     q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext, *, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return o and lse of this rank's rows by the schedule of the plan, and the saved K/V (Note [Saved K/V] in fused.py).
+    """Return o `b s h dv` in q's dtype, lse `b h s`, and the saved K/V (Note [Saved K/V] in fused.py), by the schedule of the plan.
 
     Args:
         q: `b s h d`, this rank's rows.
         k: `b t hk d`, this rank's rows.
         v: `b t hk dv`, this rank's rows.
-        score: From `resolve`.
-        plan: From `resolve`.
+        score: Options of the score; key_bias holds this rank's keys.
+        plan: The resolved call.
         context: This rank's place in the ring.
         keep: Save the gathered K/V for the backward, where both directions are fused; the same on all ranks.
     """
@@ -186,22 +142,7 @@ def run_backward(
     *,
     saved: Tensor | None = None,
 ) -> Gradients:
-    """Return the gradients of `run_forward` by the schedule of the plan.
-
-    Args:
-        do: `b s h dv`, cotangent of o.
-        dlse: `b h s`, cotangent of lse.
-        q: As in the forward.
-        k: As in the forward.
-        v: As in the forward.
-        o: From the forward.
-        lse: From the forward.
-        score: As in the forward.
-        plan: As in the forward.
-        context: As in the forward.
-        wanted: Which gradients of optional tensors to compute.
-        saved: The K/V that the forward saved.
-    """
+    """Return the gradients of `run_forward` by the schedule of the plan; takes arguments of `stepwise_backward`."""
     args = (do, dlse, q, k, v, o, lse, score, plan, context, wanted)
     if context.world_size == 1:
         return local_backward(*args)
@@ -213,12 +154,8 @@ def run_backward(
 
 
 def ring_of(name: str) -> Ring:
-    """Return the living ring of a name.
-
-    Raises:
-        RuntimeError: Nothing holds it any more.
-    """
-    return RINGS.get(name) or find_ring(name)
+    """Return the live ring of a name, or raise RuntimeError."""
+    return RINGS.get(name) or get_ring(name)
 
 
 def _serialize(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:
@@ -228,7 +165,7 @@ def _serialize(sharding: Sharding, kv_sharding: Sharding | None, options: Mappin
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> tuple[Hashable, ...]:
-    """Return all that decides a call apart from its text and its ring."""
+    """Return all facts that decide a call apart from its text and its ring."""
     return (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.requires_grad, k.requires_grad, v.requires_grad,
@@ -236,8 +173,13 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> tuple[Hash
     )  # fmt: skip
 
 
-def _pick(spec: AttentionSpec, q: Tensor, v: Tensor, tensors: ScoreTensors) -> Any:
-    return select_kernels(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=spec.impl, features=spec.features(tensors))
+def _validate(
+    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, text: str, rank: int
+) -> tuple[AttentionSpec, KernelSet]:
+    spec = AttentionSpec.deserialize(text, rank)
+    check_call(q, k, v, spec, tensors)
+    features = spec.features(tensors)
+    return spec, select_kernels(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=spec.impl, features=features).kernels
 
 
 def _score(plan: ExecutionPlan, q: Tensor, dropout_seed: int, tensors: ScoreTensors) -> Score:
@@ -252,7 +194,7 @@ def _keep(facts: Hashable, plan: ExecutionPlan) -> ExecutionPlan:
 
 
 def is_value(x: Any) -> bool:
-    """Whether an option is of a type whose value, with the type, can be a key."""
+    """Return whether an option has a type whose value, with the type, can be a key."""
     if type(x) is tuple:
         return all(y is None or type(y) is int for y in x)
     return type(x) in _VALUES

@@ -1,6 +1,4 @@
-"""Ring: the long-lived thing that knows the group, the transport and the buffers.
-
-Owns who is in the ring, the shardings made for it, and that all ranks make the same calls. Refuses to know attention.
+"""Ring: the process group, the transport and the buffers that calls share.
 
 Note [Names]
     A custom operator takes strings, and a live ProcessGroup at interpreter exit aborts gloo processes. So a group is kept
@@ -11,7 +9,6 @@ Note [Names]
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import socket
 from collections import Counter
@@ -34,24 +31,22 @@ from ringattn.plan.layouts import shard_len
 from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
-from ringattn.ring_registry import add_ring, find_ring
+from ringattn.ring_registry import add_ring, get_ring
 from ringattn.transport.base import Buffers, Choice, RingContext, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.consensus import RankConsensus
-from ringattn.transport.hierarchical import WithinNode, group_by_host
 from ringattn.transport.local import LocalTransport
 from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
 from ringattn.transport.reduce.base import PartialReducer
-from ringattn.transport.reduce.stacked import LocalReducer, ProcessGroupReducer
 from ringattn.transport.row_collectives import gather_rows
-from ringattn.transport.select import TRANSPORTS, choose
+from ringattn.transport.select import TRANSPORTS, choose, choose_reducer, group_by_host
 from ringattn.transport.timeout import BoundedWait, EventPair, record_events
 
 _COUNTS: Counter[str] = Counter()
 
 
 class Ring:
-    """The ranks that share a sequence, and what they reuse from call to call.
+    """The ranks that share a sequence, with the transport and the buffers of their calls.
 
     Make it once and keep it. All ranks of the group make their rings in the same order and the same calls on them.
 
@@ -62,26 +57,26 @@ class Ring:
         transport: "copy_engine" (GPUs of one host that reach each other; with several nodes, within each), "process_group"
             (NCCL or gloo), or "auto": the copy engine where it can serve, decided by all ranks together at the first call
             with tensors on a GPU. With several nodes "auto" is the process group.
-        memory_budget: Bytes per rank that gathered keys, and gradients on their way home, may take; None for a quarter of
+        memory_budget: Bytes per rank that gathered keys, and gradients to be returned, may take; None for a quarter of
             the memory that is free on the fullest GPU at the first call. The same on all ranks.
-        save_gathered_kv: What a gathered forward has brought stays until its backward has run, which then fetches nothing: less
-            traffic for the memory of all other ranks' visible keys per layer, beyond the memory budget. A permission: calls
-            that go step by step, with `key_bias`, or through `torch.compile` or selective checkpointing, keep nothing. The same
-            on all ranks.
-        timeout: How long a rank waits for the others: when a call of a new shape is compared, for rows that come by copy
-            engine, and for replays of graphs (`synchronize`). Plain transfers of the process group obey the group's own timeout.
-        nodes: Over how many nodes the ranks are spread, consecutive ranks sharing one, or "auto": by host name. With more
-            than one the ring has two levels, and each shard crosses between nodes once per node.
+        save_gathered_kv: Keep the K/V that a fused forward has gathered until its backward has run, which then gathers nothing:
+            less traffic for the memory of all other ranks' visible keys per layer, beyond the memory budget. A permission:
+            stepwise calls, and calls with `key_bias`, or through `torch.compile` or selective checkpointing, keep nothing. The
+            same on all ranks.
+        timeout: Time that a rank waits for the others: when a call of a new shape is compared, for rows of the copy engine,
+            and for replays of graphs (`synchronize`). Plain transfers of the process group obey the group's own timeout.
+        nodes: Number of nodes, consecutive ranks sharing one, or "auto": by host name. With more than one the ring has two
+            levels, and each shard crosses between nodes once per node.
         nccl_max_ctas: Thread blocks, and so SMs, that NCCL may use for a transfer, in communicators of the ring's own; more
             are faster and leave less to attention. None: the group's own communicator, for within and between nodes.
 
     Attributes:
-        name: Text by which operators find this ring.
+        name: Name by which operators find this ring.
         rank: This process's place, 0 .. world_size - 1.
         world_size: Number of ranks.
         impl: Default kernel set.
         save_gathered_kv: As given.
-        generation: How often it was closed, or its transport was decided.
+        generation: Number of times it was closed, or its transport was decided.
         call_order: The comparison of the order of calls between ranks; None: there are no others.
 
     Raises:
@@ -117,20 +112,7 @@ class Ring:
             raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; timedelta(seconds=60) is a minute")
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be longer than 0, got {timeout!r}; leave it out for 5 minutes")
-        is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
-        if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(f"a mesh must have one dimension, got {group.ndim}; pass a slice such as mesh['cp']")
-            is_member = group.get_coordinate() is not None
-            group = group.get_group() if is_member else None
-        if not is_member:
-            raise ValueError(
-                "this process must be a member of the group, got a group without it; make the Ring on members only"
-            )
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
+        group = _resolve_members(group)
         self._group_name = "" if group is None else str(group.group_name)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
@@ -143,11 +125,11 @@ class Ring:
         if isinstance(nodes, str) and nodes != "auto":
             raise ValueError(f"nodes must be a number or 'auto', got {nodes!r}; 'auto' groups ranks by host name")
         levels = None if isinstance(nodes, str) else make_nodes(self.world_size, resolve_integer("nodes", nodes))
-        # every rank counts its rings per group, so equal rings have equal names: what one rank alone may refuse comes first
+        # every rank counts its rings per group, so equal rings have equal names: checks that may fail on one rank come first
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
         _COUNTS[self._group_name] += 1
         alone = self.world_size == 1
-        self._wanted_transport, self._memory_budget, self._timeout = transport, memory_budget, timeout
+        self._wanted_transport, self._memory_budget = transport, memory_budget
         self._has_transport = alone
         undecided = Choice("undecided", f"transport={transport!r} is decided at the first call with tensors on a GPU")
         self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
@@ -155,39 +137,34 @@ class Ring:
             None if alone else RankConsensus(self._group_name, self.rank, self.world_size, self.name, timeout)
         )
         if levels is None:
-            hosts = (
-                [""]
-                if self._consensus is None
-                else self._consensus.share("host", socket.gethostname(), "Ring(nodes='auto')")
-            )
+            hosts = [""]
+            if self._consensus is not None:
+                hosts = self._consensus.share("host", socket.gethostname(), "Ring(nodes='auto')")
             levels = group_by_host(hosts)
         levels = None if len(levels) == 1 else levels
-        names = [
-            f"{self.name}/{level}"
-            for level in (() if alone else ("ring",) if levels is None else ("ring", "between nodes"))
-        ]
+        names = [] if alone else [f"{self.name}/ring"]
+        if levels is not None:
+            names.append(f"{self.name}/between nodes")
         self._links = [
             ProcessGroupTransport(self._group_name, self.rank, self.world_size, name, nccl_max_ctas) for name in names
         ]
         self.call_order = None if self._consensus is None else CallOrder(self._consensus, self._links[0])
-        mover: Transport = LocalTransport() if alone else self._links[0]
-        between: Transport | None = None
-        if levels is not None:
-            mover, between = WithinNode(mover), self._links[1]
-        self.context = RingContext(self.rank, self.world_size, mover, Buffers(), memory_budget or 0, levels, between)
-        self._kept = Buffers()  # what kv_buffer has lent
+        moves: Transport = LocalTransport() if alone else self._links[0]
+        between = None if levels is None else self._links[1]
+        self.context = RingContext(self.rank, self.world_size, moves, Buffers(), memory_budget or 0, levels, between)
+        self._kv_buffers = Buffers()  # of kv_buffer, where the transport has none
         release = partial(abort_communicators, self._group_name, names)
         self._bounded_wait = BoundedWait(self.rank, self.world_size, self.name, timeout.total_seconds(), release)
         self._agreed: set[bytes] = set()  # digests: a job with packed documents makes a new call in every step
         self._warm: set[torch.device] = set()
         self._reducers: dict[torch.device, PartialReducer] = {}
         add_ring(self)
-        # not at import: torch's counter imports triton, and nothing is to be counted before there is a ring
+        # not at import: torch's FLOP counter imports triton
         register_flops()
 
     @property
     def transport(self) -> Choice:
-        """How shards move between the ranks, and why so; prints as text."""
+        """The way in which shards move between the ranks, and the reason; prints as text."""
         return self._choice
 
     def __repr__(self) -> str:
@@ -195,7 +172,7 @@ class Ring:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # copies of a model share its ring: a second one would meet the other ranks under the name of the first
-        return find_ring, (self.name,)
+        return get_ring, (self.name,)
 
     def sharding(
         self,
@@ -206,7 +183,7 @@ class Ring:
         balance: dict[str, Any] | None = None,
         device: torch.device | str | None = None,
     ) -> Sharding:
-        """Who holds which positions of a sequence.
+        """Return the sharding of a sequence over the ring, seen from this rank.
 
         Args:
             seq_len: Tokens of the whole sequence, at least 1; nothing has to divide it.
@@ -214,10 +191,7 @@ class Ring:
                 the mask given by `balance` and documents).
             documents: Cumulative boundaries (0, ..., seq_len) of packed documents: attention stays inside them.
             balance: For "balanced": the mask to balance for, as in `ring_attention`; default {"causal": True}.
-            device: Where `sharding.positions` lives; default the CPU.
-
-        Returns:
-            The sharding, seen from this rank.
+            device: Device of `sharding.positions`; default the CPU.
 
         Raises:
             ValueError: An unknown layout, or boundaries that do not fit; other ranks find it when they compare their next call.
@@ -232,23 +206,15 @@ class Ring:
 
     @property
     def failures(self) -> int:
-        """How many calls have been refused, here or on another rank, or were not made by all: for what ranks remember in step."""
+        """Number of calls that failed here or on another rank, equal on all ranks; state that ranks cache in step depends on it."""
         return 0 if self._consensus is None else self._consensus.failures
 
     @contextmanager
     def consistent_call(self, call: str, tensors: Sequence[Tensor | None], seed: int = 0) -> Iterator[None]:
-        """Makes what is raised inside, and any difference between ranks, an error on every rank.
+        """Turn an exception raised inside, and any difference between ranks, into an error on every rank.
 
-        The first call of each signature compares texts; later ones pay a set lookup.
-
-        Args:
-            call: The call as text: must be equal on all ranks.
-            tensors: Their dtypes, devices, shapes but for the row counts, and whether they require gradients must be equal on
-                all ranks.
-            seed: The dropout seed, compared with the first call of the signature; 0 where seeds may differ between ranks.
-
-        Raises:
-            ValueError: Inconsistent here, on another rank, or between ranks; the ranks are named.
+        The first call of each signature compares texts, and the seed (0 where seeds may differ between ranks); later ones cost
+        a set lookup. Dtypes, devices, requires_grad and shapes but for the row counts must be equal on all ranks.
         """
         here = json.dumps(
             [None if x is None else (list(x.shape), str(x.dtype), x.device.type, x.requires_grad) for x in tensors]
@@ -271,7 +237,7 @@ class Ring:
         self._agreed.add(signature)
 
     def mark_call(self, call: str, tensors: Sequence[Tensor | None]) -> CallMark:
-        """The mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `consistent_call`."""
+        """Return the mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `consistent_call`."""
         if self.call_order is None:
             return CallMark(0, "")
         text = json.dumps([call, _without_rows(tensors)])
@@ -281,111 +247,55 @@ class Ring:
         )
 
     def raise_on_all_ranks(self, error: Exception) -> NoReturn:
-        """Raises an error of this rank that ranks which compare their next call find there, instead of waiting for this one.
-
-        For what is checked before a call is made and may be wrong on some ranks only. An error is told once, however many places
-        it passes on its way.
-
-        Args:
-            error: What to raise.
-
-        Raises:
-            Exception: The error.
-        """
+        """Raise an error of this rank, and publish it: other ranks raise it at their next comparison, before their timeout."""
         if self._consensus is not None:
             self._consensus.publish_error(error)
         raise error
 
     def propagate_errors(self) -> AbstractContextManager[None]:
-        """Publish an error raised inside to the ranks that compare their next call; in a trace, only raise it here.
+        """Return a context that publishes an exception raised inside to the other ranks; in a trace, it is only raised here.
 
-        A refusal stands in place of this rank's next comparison: the call has failed here, and where the others next compare. A
-        program that catches such errors goes on to the same call on all ranks then. What all ranks are refused alike costs none of
-        them a later call.
-
-        Raises:
-            Exception: What is raised inside.
+        The error takes the place of this rank's next comparison. A program that catches it on all ranks goes on in step. Errors
+        that are equal on all ranks cost none of them a later call.
         """
-        return nullcontext() if torch.compiler.is_compiling() or self._consensus is None else self._consensus
+        if torch.compiler.is_compiling() or self._consensus is None:
+            return nullcontext()
+        return self._consensus.publishing_errors()
 
     def assert_equal_across_ranks(self, what: str, text: str, doing: str = "") -> None:
-        """Compares a text between all ranks, each of which must call it: for what must be equal and no call shows.
-
-        Args:
-            what: What the text says, in words for the message.
-            text: Must be equal on all ranks.
-            doing: The call that this rank is in, for ranks that are in another one; default what and the text.
-
-        Raises:
-            ValueError: It is not; raised on every rank, naming those that differ from most.
-        """
+        """Raise ValueError on every rank unless a text, named in messages, is equal on all ranks, each of which calls this."""
         if self._consensus is not None:
             self._consensus.assert_equal_across_ranks(what, text, doing)
 
     def assert_equal_once(self, what: str, text: str, doing: str = "") -> None:
-        """`assert_equal_across_ranks`, at the first call with a text; later ones pay a set lookup.
-
-        Args:
-            what: As there.
-            text: Likewise.
-            doing: See `assert_equal_across_ranks`.
-
-        Raises:
-            ValueError: Likewise.
-        """
+        """Do `assert_equal_across_ranks` at the first call with a text; later ones cost a set lookup."""
         known = hashlib.blake2b(f"{what}: {text}".encode(), digest_size=16).digest()
         if known not in self._agreed:
             self.assert_equal_across_ranks(what, text, doing)
             self._agreed.add(known)
 
     def init_transport(self, device: torch.device) -> None:
-        """Decides how rows move, as the first attention call does; every rank calls it, when the ranks have agreed on a call.
-
-        Args:
-            device: Where rows are.
-
-        Raises:
-            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
-        """
+        """Decide the transport, as the first attention call does; every rank calls it when the ranks have agreed on a call."""
         self._init_transport(device)
-        self._warm_up(device)
+        if device not in self._warm:
+            for link in self._links[self._choice.name == "copy_engine" :]:
+                link.prepare(device)
+            self._warm.add(device)
 
     def all_reduce_min(self, number: int) -> int:
-        """The least of all ranks' numbers, each of which must call it.
-
-        Args:
-            number: This rank's.
-
-        Raises:
-            ValueError: Another rank has refused its call.
-        """
+        """Return the least of all ranks' numbers; every rank must call it. ValueError if another rank's call has failed."""
         if self._consensus is None:
             return number
         return min(self._consensus.share("number", number, "the least of all ranks' numbers"))
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
-        """Every rank's tensor, which differ in length along dim only; differentiable (gradients are summed over ranks).
-
-        Args:
-            x: This rank's tensor.
-            dim: The dimension along which lengths differ.
-            lengths: Every rank's length.
-        """
+        """Return every rank's tensor, `lengths` long along dim; differentiable (gradients are summed over ranks)."""
         if len(lengths) == 1:
             return [x.clone()]
         return gather_rows(x, dim, lengths, self.rank, self._group_name)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, the same bits on every rank; not differentiable.
-
-        Exact where at most one rank has a number other than 0: so rows that one rank has come to all of them.
-
-        Args:
-            x: This rank's tensor, contiguous, of one shape and dtype on all ranks; overwritten with the sum.
-
-        Returns:
-            x.
-        """
+        """Return x overwritten with the sum of all ranks' contiguous x, the same bits on every rank; not differentiable."""
         if self.world_size > 1 and x.numel():
             dist.all_reduce(x, group=resolve_group(self._group_name, (self.rank, self.world_size)))
         return x
@@ -402,24 +312,22 @@ class Ring:
         name: str,
         device: torch.device | str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Where a model can write its keys so that they leave for other ranks from there: these are not packed.
+        """Return K and V tensors in the ring's own memory: attention calls send them from there without packing them.
 
-        (With `key_bias` they are packed like others.)
-
-        The rows belong to the name until it is asked for again; work enqueued after that may overwrite them. A backward reads
-        its keys again, so use one name per layer: writing before the backward has run changes what it reads. Every rank calls
-        it alike, and passes either all of both tensors or neither of them to an attention call. Where shards do not move by
-        copy engine it is plain memory.
+        Calls with `key_bias` pack them like others. The buffer belongs to the name until that is asked for again; work enqueued
+        after that may overwrite it. A backward reads its keys again, so use one name per layer: writing before the backward
+        has run changes what it reads. Every rank makes the same calls, and passes either all of both tensors or neither of
+        them to an attention call. Without the copy engine it is plain memory.
 
         Args:
-            sharding: Who holds which keys.
+            sharding: The sharding of the keys.
             batch: Batch elements.
             kv_heads: Key heads.
             head_dim: Of the keys.
             v_head_dim: Of the values; default head_dim.
             dtype: Of both.
-            name: Which buffer of this ring.
-            device: Where; default the current GPU, or the CPU where there is none.
+            name: Name of the buffer in this ring.
+            device: Default the current GPU, or the CPU where there is none.
 
         Returns:
             K `b t hk d` and v `b t hk dv`, this rank's rows, uninitialised; the last dim is contiguous.
@@ -438,68 +346,49 @@ class Ring:
             k, v = found
         else:
             with self.propagate_errors():
-                whole = self._kept.take(name, (batch, rows, kv_heads, sum(dims)), dtype, device)
+                whole = self._kv_buffers.take(name, (batch, rows, kv_heads, sum(dims)), dtype, device)
             k, v = whole[:, :mine, :, :head_dim], whole[:, :mine, :, head_dim:]
         # fresh tensors each time: what autograd ties to them in one step is not there in the next
         return k.detach(), v.detach()
 
     def partial_reducer(self, device: torch.device | str) -> PartialReducer:
-        """What makes one answer of what all ranks bring: made at the first call for a device, which all ranks make.
+        """Return the reducer of partials across ranks, made at the first call for a device; all ranks make this call.
 
         Args:
-            device: Where partials are, or addends, or columns.
+            device: Device of the partials, or addends, or columns.
 
         Returns:
-            The exchange; `print` says which one it is, and why. It lives until the ring is closed.
+            The reducer; `print` names it, and the reason. It lives until the ring is closed.
 
         Raises:
             RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
         """
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = _with_index(device)
         found = self._reducers.get(device)
         if found is None:
-            found = self._reducers[device] = self._make_reducer(device)
+            if self._consensus is not None:
+                self._init_transport(device)
+            found = choose_reducer(device, self._choice, self._consensus, self.context, self._bounded_wait)
+            self._reducers[device] = found
         return found
-
-    def _make_reducer(self, device: torch.device) -> PartialReducer:
-        if self._consensus is None:
-            return LocalReducer()
-        self._init_transport(device)
-        why = f"the partials are in {device.type} memory" if self._choice.name == "undecided" else str(self._choice)
-        in_memory = self._choice.name == "copy_engine"
-        if in_memory and self.context.nodes is not None:
-            why = f"partials cross between nodes ({why})"
-        elif in_memory and device.type == "cuda":
-            missing = None if importlib.util.find_spec("triton") else f"ring rank {self.rank} has no triton"
-            missing = next(
-                (text for text in self._consensus.share("what an exchange lacks", missing) if text is not None), None
-            )
-            if missing is None:
-                return self.context.transport.one_shot(self._consensus, why)
-            why = missing
-        return ProcessGroupReducer(
-            self._group_name, self.rank, self.world_size, self._consensus, self._bounded_wait, why
-        )
 
     def synchronize(
         self, device: torch.device | str, *, events: EventPair | None = None, what: str = "a replay"
     ) -> None:
-        """Waits, on the host, for what the current stream of a device holds, and no longer than ranks may be waited for.
+        """Wait, on the host, for the work of the current stream of a device, with the ring's timeout.
 
-        For replays of CUDA graphs that hold calls of this ring: no watchdog of torch knows the collectives in a graph, so a host
-        that blocks behind a replay whose peer has died (`torch.cuda.synchronize()`, `.item()`) may do so without end. Call it
-        after a replay, and before what blocks.
+        For replays of CUDA graphs that hold calls of this ring: torch's watchdog does not know the collectives in a graph, so
+        a host that blocks behind a replay whose peer has died (`torch.cuda.synchronize()`, `.item()`) may block for ever. Call
+        it after a replay, and before blocking calls.
 
         Args:
-            device: Where the work is; nothing is waited for on a CPU, whose calls have ended when they return.
-            events: Where the work begins and ends, from when on time counts; None: all that the current stream holds, and now.
-            what: What it is, for the message.
+            device: Device of the work; on a CPU calls have ended when they return.
+            events: Begin and end of the work, from when on time counts; None: all work of the current stream, and now.
+            what: Names the work in the message.
 
         Raises:
-            RuntimeError: It has not ended within the ring's `timeout` and 2 s of its beginning, so a rank did not come; or one
-                did not come in an earlier call, and results since then are NaN. The message names ranks. The ring can not be used
+            RuntimeError: It has not ended within the ring's `timeout` and 2 s of its beginning, so a rank is missing; or one
+                was missing in an earlier call, and results since then are NaN. The message names ranks. The ring can not be used
                 any more then, and with NCCL the process group can not, either.
 
         Example:
@@ -507,13 +396,11 @@ class Ring:
             >>> ring.synchronize("cuda", what=f"decoding step {number}")  # doctest: +SKIP
             >>> token = tokens.tolist()  # doctest: +SKIP
         """
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = _with_index(device)
         if events is None and device.type == "cuda":
             events = record_events(device)
         ended = events is None or self._bounded_wait.wait(events)
-        # who gave up by itself knows more
+        # a reducer and a transport that timed out by themselves name more
         reducer = self._reducers.get(device)
         if reducer is not None:
             reducer.check()
@@ -522,7 +409,7 @@ class Ring:
             self._bounded_wait.raise_timeout(what, device)
 
     def close(self) -> None:
-        """Lets go of buffers and NCCL communicators; every rank must call it, when its calls are over.
+        """Release buffers and NCCL communicators; every rank must call it, when its calls are over.
 
         The ring may be used again; they are then made anew.
         """
@@ -532,26 +419,21 @@ class Ring:
         self._reducers.clear()
         self.context.transport.close()
         self.context.buffers.clear()
-        self._kept.clear()
+        self._kv_buffers.clear()
         self._agreed.clear()
         self._warm.clear()
         for link in self._links:
             link.close()
 
     def _init_transport(self, device: torch.device) -> None:
-        """Decides the transport, once, together with all ranks."""
+        """Decide the transport, once, together with all ranks."""
         if self._has_transport or (device.type != "cuda" and self._wanted_transport == "auto"):
             return
         assert self._consensus is not None, "a ring of one rank is settled from the start"
-        mover, self._choice, budget, rate = choose(
+        moves, self._choice, budget, rate = choose(
             self._wanted_transport,
-            self._group_name,
-            self.rank,
-            self.world_size,
-            self.name,
             device,
             self._consensus,
-            self._timeout,
             self._memory_budget,
             self._links[0],
             self.context.nodes,
@@ -560,26 +442,45 @@ class Ring:
             self._choice = replace(self._choice, why=f"{self._choice.why}; save_gathered_kv finds nothing to keep")
         between = self.context.between_nodes
         if between is not None:
-            watched = mover.watch_transport(between)
-            mover, between = (WithinNode(mover), between) if watched is None else (mover, watched)
-        self.context = replace(self.context, transport=mover, between_nodes=between, budget=budget, push_rate=rate)
+            between = moves.watch_transport(between) or between
+        self.context = replace(self.context, transport=moves, between_nodes=between, budget=budget, push_rate=rate)
         self.generation += 1
         self._has_transport = True
 
-    def _warm_up(self, device: torch.device) -> None:
-        if device not in self._warm:
-            for link in self._links[self._choice.name == "copy_engine" :]:
-                link.prepare(device)
-            self._warm.add(device)
-
 
 def default_world_size() -> int:
-    """Ranks of the default group, in which a `Ring` without a group is made; 1 when torch.distributed is not initialised."""
+    """Return the ranks of the default group; 1 when torch.distributed is not initialised."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def _with_index(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+    )
+
+
+def _resolve_members(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the process group of a ring; None where torch.distributed is not initialised."""
+    is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"a mesh must have one dimension, got {group.ndim}; pass a slice such as mesh['cp']")
+        is_member = group.get_coordinate() is not None
+        group = group.get_group() if is_member else None
+    if not is_member:
+        raise ValueError(
+            "this process must be a member of the group, got a group without it; make the Ring on members only"
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return group
+
+
 def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Row counts differ by rank and were checked against the sharding: dim 1 of `b s h d` and `b t`, dim 2 of bias."""
+    """Describe tensors without their row counts, which differ by rank: dim 1 of `b s h d` and `b t`, dim 2 of bias."""
     result: list[Any] = []
     for x in tensors:
         if x is None:

@@ -1,7 +1,4 @@
-"""The rings that are alive, by name.
-
-Owns a table of weak references (Note [Names] in ring.py). Refuses to know what a ring is.
-"""
+"""Registry of live rings by name, as weak references (Note [Names] in ring.py)."""
 
 from __future__ import annotations
 
@@ -12,24 +9,20 @@ RINGS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def add_ring(ring: Any) -> None:
-    """Lets the ring be found by its name for as long as something holds it."""
+    """Register a ring under its name for as long as something holds it."""
     RINGS[ring.name] = ring
 
 
-def find_ring(name: str) -> Any:
-    """The living `Ring` of that name.
+def find_ring(name: str | None) -> Any | None:
+    """Return the live `Ring` of that name; None where this process has none."""
+    return None if name is None else RINGS.get(name)
 
-    Raises:
-        RuntimeError: Nothing holds it any more.
-    """
+
+def get_ring(name: str) -> Any:
+    """Return the live `Ring` of that name, or raise RuntimeError."""
     ring = RINGS.get(name)
     if ring is None:
         raise RuntimeError(
             f"the ring {name!r} is gone; keep the Ring or its Sharding alive as long as its results are used"
         )
     return ring
-
-
-def living_ring(name: str | None) -> Any | None:
-    """The living `Ring` of that name, or None where this process has none."""
-    return None if name is None else RINGS.get(name)

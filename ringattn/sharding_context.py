@@ -1,14 +1,11 @@
-"""The sharding that calls use which cannot be given one: set by a `with`, found from anywhere below it.
+"""The current sharding of a thread: set by `use_sharding`, used by calls below that are given none.
 
-Owns the current sharding of each thread and its way into recomputation. Refuses to know what is done with it.
-
-Note [Current sharding]
-    Kept in a `threading.local`, not in a ContextVar: torch.compile traces the former from torch 2.13 on, and guards on what it
-    found, so that a compiled module meets another sharding by compiling again; the latter it does not trace at all. For compiled
-    code of older versions there is a second, plain object, which all threads share: it refuses when two threads have a sharding.
-    Activation checkpointing runs a module again during backward, when the `with` is over, or, worse, another one is open. So a
-    sharding is current only for the pass in which it was set: a forward that is recomputed does not find one of outside,
-    and `checkpoint_contexts` sets it again inside.
+It is kept in a `threading.local`, not in a ContextVar: torch.compile traces the former from torch 2.13 on, with guards, so
+that a compiled module compiles again for another sharding; it does not trace the latter. For compiled code of older
+versions a second, plain object is shared by all threads, and is ambiguous while two threads have a sharding.
+Activation checkpointing runs a module again during backward, outside of the `with` or inside of another one. So a
+sharding is current only for the pass in which it was set: a forward that is recomputed does not find one of outside, and
+`checkpoint_contexts` sets it again inside.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ class _Current(threading.local):
 
 
 class _Traced:
-    """What compiled code finds, where it cannot read what belongs to a thread."""
+    """The entry that compiled code finds on versions of torch that cannot trace thread-local data."""
 
     entry: _Entry | None = None
 
@@ -45,7 +42,7 @@ class _Traced:
 
     @contextmanager
     def shown(self, entry: _Entry) -> Iterator[None]:
-        """Shows an entry of this thread as long as no other thread has one."""
+        """Set the entry of this thread for as long as no other thread has one."""
         here = threading.get_ident()
         with self.lock:
             self.inside.setdefault(here, []).append(entry)
@@ -71,20 +68,20 @@ _used = False  # whether any sharding has ever been current in this process
 
 
 def _backward_pass() -> int:
-    """Which backward pass this thread is in, or -1."""
+    """Return the backward pass that this thread is in, or -1."""
     return torch._C._current_graph_task_id()
 
 
 @contextmanager
 def use_sharding(sharding: Sharding, kv_sharding: Sharding | None = None) -> Iterator[None]:
-    """Makes a sharding the current one: calls inside that are given none use it.
+    """Make a sharding the current one: calls inside that are given none use it.
 
     For code that cannot pass a sharding as an argument, as the layers of `torch.nn.TransformerEncoder`. Uses may be nested;
-    the innermost counts, and what a call is given explicitly always wins. It belongs to the thread that enters it.
+    the innermost counts, and a sharding that a call is given wins. It belongs to the thread that enters it.
     Activation checkpointing runs the forward again in the backward, outside of the `with`: pass `checkpoint_contexts` to it.
 
     Args:
-        sharding: Who holds which positions, from `ring.sharding`.
+        sharding: The positions of each rank, from `ring.sharding`.
         kv_sharding: The sharding of the keys of cross attention. `RingMultiheadAttention` uses it where key is not the same
             tensor as query; `scaled_dot_product_attention`, which cannot tell, everywhere inside.
 
@@ -125,7 +122,7 @@ def _entered(sharding: Sharding | None, kv_sharding: Sharding | None) -> Iterato
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Carries the current sharding into recomputation: a `context_fn` for `torch.utils.checkpoint`.
+    """Carry the current sharding into recomputation: a `context_fn` for `torch.utils.checkpoint`.
 
         with ringattn.use_sharding(sharding):
             y = checkpoint(layer, x, use_reentrant=False, context_fn=ringattn.checkpoint_contexts)
@@ -140,7 +137,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
 
 def find_sharding() -> tuple[Sharding, Sharding | None] | None:
-    """The current sharding and that of keys; None where there is none.
+    """Return the current sharding and that of keys; None where there is none.
 
     Raises:
         RuntimeError: It was set outside of the backward pass that recomputes this forward.
@@ -167,18 +164,9 @@ def find_sharding() -> tuple[Sharding, Sharding | None] | None:
 def resolve_sharding(
     sharding: Sharding | None, kv_sharding: Sharding | None
 ) -> tuple[Sharding, Sharding | None] | None:
-    """What a call uses that was given these: explicit ones win, and a sharding alone is that of queries and keys.
+    """Return the sharding of a call and that of its keys where it is another one; None where there is none.
 
-    Args:
-        sharding: As given to the call.
-        kv_sharding: As given to the call.
-
-    Returns:
-        The sharding, and that of keys where it is another; None where there is no sharding at all.
-
-    Raises:
-        RuntimeError: As `find_sharding`.
-        TypeError: One of them is something else.
+    Given ones win over current ones, and a sharding alone is that of queries and keys.
     """
     for name, x in (("sharding", sharding), ("kv_sharding", kv_sharding)):
         if x is not None:

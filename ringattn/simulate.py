@@ -1,7 +1,7 @@
-"""The whole ring in one process: the oracle for distribution.
+"""All ranks of a ring in one process, on whole sequences: the reference for distribution.
 
-Owns running the loops of all ranks in lockstep over a simulated transport, on whole sequences. Same plans, same loops,
-same kernels in the same order: what real ranks compute must equal this to the bit.
+The loops of all ranks run in lockstep over a simulated transport, with the same plans and kernels in the same order: real ranks
+must compute the same bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ringattn.transport.simulated import run_ranks
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulated ring computed, whole sequences put together again.
+    """Result of a simulated ring, as whole sequences.
 
     Attributes:
         o: `b n h dv`.
@@ -42,7 +42,7 @@ class Simulated:
 
 
 _checked: dict[Hashable, tuple[list[Sharding], list[Sharding], dict[str, Any], list[int]]] = {}
-"""Calls that `_check` has taken, with what it returned."""
+"""Results of `_check`, by call."""
 
 
 def simulate_ring(
@@ -67,7 +67,7 @@ def simulate_ring(
     save_gathered_kv: bool = False,
     **options: Any,
 ) -> Simulated:
-    """Runs all ranks of a ring in this process and puts the results together.
+    """Run all ranks of a ring in this process and concatenate their results.
 
     Args:
         q: Whole queries, `b n h d`.
@@ -86,7 +86,7 @@ def simulate_ring(
         key_bias: `b m`, whole.
         bias: Broadcastable to `b h n m`, whole.
         dropout_seed: Seed of the dropout mask.
-        memory_budget: As in `Ring`: bytes that gathered keys may take on a rank; 0: visits one by one.
+        memory_budget: As in `Ring`: bytes that gathered keys may take on a rank; 0: step by step.
         save_gathered_kv: As in `Ring`.
         **options: causal, window, prefix_len, chunk_len, lengths, softcap, dropout_p, impl, backward.
 
@@ -94,7 +94,7 @@ def simulate_ring(
         Whole outputs and gradients.
 
     Raises:
-        ValueError: What `ring_attention` or `Ring.sharding` raises, of whole tensors; or a cotangent has another shape.
+        ValueError: As `ring_attention` and `Ring.sharding`, for whole tensors; or a cotangent has another shape.
         TypeError: A tensor is something else, or what counts is no integer.
         NotImplementedError: Meaningful but not supported; the message names the alternative.
     """
@@ -138,28 +138,28 @@ def simulate_ring(
         levels = None if nodes == 1 else make_nodes(world_size, nodes)
         # tiles are split by the number of programs: beside ranks that share a GPU it has as few as theirs
         sm_margin = sm_margin_of(q.device, ranks_per_gpu()) if memory_budget else 0
-        parts = run_ranks(world_size, run, levels, budget=memory_budget, sm_margin=sm_margin)
+        parts = run_ranks(world_size, run, levels, budget=memory_budget, sm_margin=sm_margin, device=q.device)
         o = shardings[0].concatenate([part[0] for part in parts], 1)
         lse = shardings[0].concatenate([part[1] for part in parts], 2)
         found = [part[2] for part in parts if part[2] is not None]
         if not found:
             return Simulated(o, lse, None)
         queries, keys = shardings[0], kv_shardings[0]
-        grads = {
-            "q": queries.concatenate([grad.dq for grad in found], 1).to(q.dtype),
-            "k": keys.concatenate([grad.dk for grad in found], 1).to(q.dtype),
-            "v": keys.concatenate([grad.dv for grad in found], 1).to(q.dtype),
-        }
-        shares = {"sinks": [g.dsinks for g in found], "alibi_slopes": [g.dalibi for g in found]}
-        for name, share in shares.items():
-            present = [x for x in share if x is not None]
+        table = (
+            ("q", "dq", queries, 1),
+            ("k", "dk", keys, 1),
+            ("v", "dv", keys, 1),
+            ("sinks", "dsinks", None, 0),
+            ("alibi_slopes", "dalibi", None, 0),
+            ("key_bias", "dkey_bias", keys, 1),
+            ("bias", "dbias", queries, 2),
+        )
+        grads: dict[str, Tensor] = {}
+        for name, field, sharding, dim in table:
+            present = [x for grad in found if (x := getattr(grad, field)) is not None]
             if present:
-                grads[name] = torch.stack(present).sum(0)
-        rows = {"key_bias": ([g.dkey_bias for g in found], keys, 1), "bias": ([g.dbias for g in found], queries, 2)}
-        for name, (row_parts, sharding, dim) in rows.items():
-            present = [x for x in row_parts if x is not None]
-            if present:
-                grads[name] = sharding.concatenate(present, dim)
+                grads[name] = torch.stack(present).sum(0) if sharding is None else sharding.concatenate(present, dim)
+        grads |= {name: grads[name].to(q.dtype) for name in "qkv"}
         if bias is not None:
             grads["bias"] = grads["bias"].sum_to_size(bias.shape)
         return Simulated(o, lse, grads)
@@ -207,18 +207,14 @@ def _check(
 
 
 def _shardings(
-    seq_len: int,
-    layout: str,
-    documents: Sequence[int] | Tensor | None,
-    balance: dict[str, Any] | None,
-    world_size: int,
+    seq_len: int, layout: str, documents: Sequence[int] | Tensor | None, balance: dict[str, Any] | None, world_size: int
 ) -> list[Sharding]:
     seq_len, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, world_size)
     return [Sharding(seq_len, layout, shards, rank, boundaries) for rank in range(world_size)]
 
 
 def _fact(x: Any) -> Hashable:
-    """Return all of a tensor that `_check` looks at."""
+    """Return the facts of a tensor that `_check` reads."""
     if not isinstance(x, Tensor) or x.is_nested:
         return type(x)
     return type(x), x.shape, x.dtype, x.device, x.layout

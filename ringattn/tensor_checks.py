@@ -1,7 +1,6 @@
-"""Plain tensors, and those that are more: tensors with a meaning of their own, and tensors that a tangent follows.
+"""Checks that tensors are plain: their numbers mean themselves, and no tangent follows them.
 
-Owns how they are told apart, and what each other kind is refused with. Refuses to know process groups, and so the types
-themselves: importing it costs as much as importing torch.
+The types of other tensors are imported when one is seen: importing them costs as much as importing torch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch.autograd import forward_ad
 
 
 def is_causal_bias(x: object) -> bool:
-    """Whether x is torch's `CausalBias`: a tensor of uninitialised memory whose type says which pairs are visible."""
+    """Return whether x is torch's `CausalBias`: a tensor of uninitialised memory whose type is a mask."""
     if type(x) is Tensor or not isinstance(x, Tensor):
         return False
     from torch.nn.attention.bias import CausalBias
@@ -22,19 +21,10 @@ def is_causal_bias(x: object) -> bool:
     return isinstance(x, CausalBias)
 
 
-def check_plain(name: str, x: Any) -> None:
-    """Refuses what is no plain tensor: something else, or a tensor that means more or other than the numbers of its rows.
+def check_tensor(name: str, x: Any) -> None:
+    """Raise TypeError, ValueError or NotImplementedError unless x is a plain tensor, of that name in messages.
 
     Parameters, and subclasses of Tensor that mean their numbers, are plain.
-
-    Args:
-        name: What to call it.
-        x: The tensor.
-
-    Raises:
-        TypeError: It is no tensor.
-        ValueError: It is nested, sparse or quantized.
-        NotImplementedError: It is a DTensor, a masked tensor, a causal bias, or a fake tensor outside of tracing.
     """
     kind = type(x)
     if kind is not Tensor and kind is not torch.nn.Parameter:
@@ -74,7 +64,7 @@ def _check_subclass(name: str, x: Tensor) -> None:
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether forward-mode differentiation follows any of these, whose tangents an operator would lose without a word."""
+    """Return whether forward-mode differentiation follows any of these; an operator would drop their tangents."""
     if forward_ad._current_level < 0:
         return False
     return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)

@@ -10,11 +10,10 @@ Refuses to know what the tests compute.
     def test_sum(pool):
         assert pool(2).run(rank_sum, torch.ones(1)) == [2.0, 2.0]
 
-Note [Fresh workers after a failure]
-    A call that raises on any rank, or that does not answer, may leave messages on the wire, posted receives, or state
-    on one rank that the others do not have. Such workers are killed, never reused. To make that cheap the workers are
-    forked from a server process that has imported torch, started no thread and touched no device (multiprocessing's
-    forkserver): a new set takes a tenth of a second.
+A call that raises on any rank, or that does not answer, may leave messages on the wire, posted receives, or state
+on one rank that the others do not have. Such workers are killed, never reused. To make that cheap the workers are
+forked from a server process that has imported torch, started no thread and touched no device (multiprocessing's
+forkserver): a new set takes a tenth of a second.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def compile_unshard(layout: str) -> tuple[Results, Results]:
 
 
 @pytest.mark.dist
-def test_whole_rows_are_part_of_a_compiled_graph_and_their_gradients_come_home(pool: Pools) -> None:
+def test_whole_rows_are_part_of_a_compiled_graph_and_their_gradients_are_returned(pool: Pools) -> None:
     for layout in ("zigzag", "striped"):
         for found, expected in pool(2, 240).run(compile_unshard, layout):
             assert_close(found, expected)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringattn import Ring, attention_reference
 from ringattn.inference import PagedKVCache, StaticBatch, attend
+from ringattn.launch.check.poison import poison_flat
 
 Op = tuple[Any, ...]
 """("add_request", name, reserve, first), ("fork", name, parent, length, reserve), ("truncate", name, length), ("free", name) or
@@ -147,7 +148,7 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
                 o = attend(batch, layer, *local, **named, **history.options_of(layer)).cpu()
                 answer.layers.append(o if rows is None else o[:, rows])
                 if ring.context.buffers.num_bytes():
-                    ring.context.buffers.poison()
+                    poison_flat(ring.context.buffers)
             answer.moved = batch.comm_modes
             answers.append(answer)
     return answers

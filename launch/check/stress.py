@@ -25,6 +25,7 @@ from torch import Tensor
 import ringattn
 from ringattn.launch.check import attention
 from ringattn.launch.check.attention import Case, CheckArgs, Standard
+from ringattn.launch.check.poison import poison_buffers
 from ringattn.launch.runtime.session import Session
 
 DELAY_MS = 20.0
@@ -157,17 +158,6 @@ def ratio_of(one: Prepared, name: str, x: Tensor) -> float:
 def _title(case: Case) -> str:
     flag = ", deterministic" if "deterministic" in case.options else ""
     return f"{case.name} ({case.dtype} {case.shape}, {case.layouts[0]}, {case.backward} move{flag})"
-
-
-def poison_buffers(ring: ringattn.Ring) -> None:
-    """Fill every buffer of a ring that no call is using with NaN, which shows reads of stale rows.
-
-    Every rank calls it between the same two calls, outside of captures and after `torch.cuda.synchronize()`. Buffers of
-    `kv_buffer` are left alone.
-    """
-    if (poison := getattr(ring.context.transport, "poison", None)) is not None:
-        poison()
-    ring.context.buffers.poison()
 
 
 def soak(args: CheckArgs, session: Session) -> Tally:

@@ -67,9 +67,9 @@ class Throttled:
 
         return _ThrottledWork(self._transport.post(sends, receives, what), wait_for_link)
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         """See `Transport.reserve`."""
-        self._transport.reserve(num_bytes, replies)
+        self._transport.reserve(num_bytes, grad_bytes)
 
     def kv_gather(self) -> None:
         """Return None: a slow link is crossed transfer by transfer."""

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn
 from ringattn.plan.attention_spec import AttentionSpec
-from ringattn.ring_registry import find_ring
+from ringattn.ring_registry import get_ring
 
 # dense bfloat16 with fp32 accumulation, FLOP/s, from data sheets; the first name that is part of the device's counts
 PEAKS = {
@@ -104,7 +104,7 @@ class AttentionTimer(TorchDispatchMode):
         name = func._schema.name.removeprefix("ringattn::")
         q, k, v = args[:3] if name == "forward" else args[2:5]
         ring, text = args[-2:] if name == "forward" else args[-3:-1]
-        pairs = AttentionSpec.deserialize(text, find_ring(ring).rank).pairs(q.shape[0])
+        pairs = AttentionSpec.deserialize(text, get_ring(ring).rank).pairs(q.shape[0])
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         result = func(*args, **(kwargs or {}))

@@ -40,7 +40,7 @@ from ringattn.plan.mask import AttentionMask
 from ringattn.plan.options import resolve_flag, resolve_real, resolve_window
 from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.validation import check_softcap
-from ringattn.tensor_checks import check_plain
+from ringattn.tensor_checks import check_tensor
 
 Window = tuple[int | None, int | None] | None
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
@@ -119,7 +119,7 @@ def attend(
     try:
         for name, x in zip(_TENSORS, given, strict=True):
             if x is not None or name in "qkv":
-                check_plain(name, x)
+                check_tensor(name, x)
         scale = None if softmax_scale is None else resolve_real("softmax_scale", softmax_scale)
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
         options = (causal, resolve_window(window), scale, softcap, chunk_len, comm_mode, kv_access)

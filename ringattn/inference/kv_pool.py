@@ -19,7 +19,7 @@ from ringattn.inference.consistency import ConsistencyChecker
 from ringattn.inference.page_allocator import PageAllocator
 from ringattn.kernels.kv import pages as rows
 from ringattn.ring import Ring
-from ringattn.tensor_checks import check_plain
+from ringattn.tensor_checks import check_tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEFAULT_SHARE = 0.7
@@ -245,7 +245,7 @@ class KVPool:
             if x.stride(-1) == 1 or shape[-1] == 1 or not x.numel():
                 return
             raise ValueError(f"{name} must have a contiguous last dim, got strides {x.stride()}; make it contiguous")
-        check_plain(name, x)
+        check_tensor(name, x)
         if tuple(x.shape) != shape:
             raise ValueError(
                 f"{name} must have shape {shape}, `batch rows heads head_dim` of {what}, got {tuple(x.shape)}"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.interface import accumulation_dtype
-from ringattn.tensor_checks import check_plain
+from ringattn.tensor_checks import check_tensor
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Partial:
 
     def __post_init__(self) -> None:
         for name, x in (("m", self.m), ("l", self.l), ("o", self.o)):
-            check_plain(name, x)
+            check_tensor(name, x)
         if self.l.shape != self.m.shape:
             raise ValueError(f"l must have the shape of m {tuple(self.m.shape)}, got {tuple(self.l.shape)}; reshape it")
         if self.o.shape[:-1] != self.m.shape or self.o.ndim != self.m.ndim + 1:
@@ -99,7 +99,7 @@ class Partial:
             NotImplementedError: One of them is a tensor with a meaning of its own, such as a masked one.
         """
         for name, x in (("s", s), ("v", v)):
-            check_plain(name, x)
+            check_tensor(name, x)
         if s.dtype != v.dtype:
             raise ValueError(f"s must have the dtype of v {v.dtype}, got {s.dtype}; cast one of them")
         if v.ndim < 2 or s.ndim < 1 or s.shape[-1] != v.shape[-2]:

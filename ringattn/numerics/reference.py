@@ -29,7 +29,7 @@ from ringattn.plan.options import (
     resolve_width,
     resolve_window,
 )
-from ringattn.tensor_checks import check_plain
+from ringattn.tensor_checks import check_tensor
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -249,12 +249,12 @@ def attention_reference(
         [1.0, 2.0]
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_plain(name, x)
+        check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes), ("key_bias", key_bias), ("bias", bias)):
         if x is not None:
-            check_plain(name, x)
+            check_tensor(name, x)
     s, t = q.shape[1], k.shape[1]
     visible = visible_pairs(
         s,

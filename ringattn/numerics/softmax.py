@@ -18,7 +18,7 @@ from ringattn.kernels.interface import accumulation_dtype
 from ringattn.kernels.softmax import eager
 from ringattn.plan.options import resolve_integer
 from ringattn.schedule.validation import DTYPES
-from ringattn.tensor_checks import check_plain, has_tangent
+from ringattn.tensor_checks import check_tensor, has_tangent
 
 IMPLS = ("auto", "eager", "portable")
 
@@ -86,7 +86,7 @@ def _tiles(block_size: int | None) -> bool:
 
 
 def _check(x: Tensor, dim: int, block_size: int | None, impl: str) -> int:
-    check_plain("x", x)
+    check_tensor("x", x)
     if x.dtype not in DTYPES:
         raise ValueError(f"x must be fp16, bf16, fp32 or fp64, got {x.dtype}; cast it")
     if x.ndim == 0:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ringattn.plan.attention_spec import AttentionSpec
-from ringattn.ring_registry import find_ring
+from ringattn.ring_registry import get_ring
 
 
 @lru_cache(maxsize=1)
@@ -27,7 +27,7 @@ def _forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, out_sha
     """Two products per visible pair and head: 2 * (d + dv). Counts this rank's pairs only."""
     del k_shape, out_shape, kwargs
     ring, text = args[-2:]
-    call = AttentionSpec.deserialize(text, find_ring(ring).rank)
+    call = AttentionSpec.deserialize(text, get_ring(ring).rank)
     return 2 * call.pairs(q_shape[0]) * q_shape[2] * (q_shape[3] + v_shape[3])
 
 
@@ -37,5 +37,5 @@ def _backward_flops(
     """Five products per visible pair and head: three of width d, two of width dv."""
     del do_shape, dlse_shape, k_shape, kwargs
     ring, text = args[-3:-1]
-    call = AttentionSpec.deserialize(text, find_ring(ring).rank)
+    call = AttentionSpec.deserialize(text, get_ring(ring).rank)
     return 2 * call.pairs(q_shape[0]) * q_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])

@@ -15,8 +15,8 @@ from torch import Tensor
 from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask, check_documents
 from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer
-from ringattn.ring_registry import living_ring
-from ringattn.tensor_checks import check_plain
+from ringattn.ring_registry import find_ring
+from ringattn.tensor_checks import check_tensor
 
 
 class SupportsAllGather(Protocol):
@@ -202,7 +202,7 @@ class Sharding:
     @staticmethod
     def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:
         """Return dim, counted from the front; refuse a tensor with another number of rows there."""
-        check_plain(name, x)
+        check_tensor(name, x)
         dim = _resolve_dim(x, dim)
         if x.shape[dim] != rows:
             raise ValueError(
@@ -225,7 +225,7 @@ class Sharding:
         if not isinstance(parts, Sequence):
             raise TypeError(f"parts must be a sequence of tensors, got {type(parts).__name__}; pass one per rank")
         for rank, part in enumerate(parts):
-            check_plain(f"parts[{rank}]", part)
+            check_tensor(f"parts[{rank}]", part)
         if len(parts) != self.world_size:
             raise ValueError(
                 f"parts must have one tensor per rank, {self.world_size}, got {len(parts)}; pass all ranks'"
@@ -307,7 +307,7 @@ class Sharding:
 
 
 def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
-    found: SupportsAllGather | None = living_ring(ring)
+    found: SupportsAllGather | None = find_ring(ring)
     if found is None or found.world_size != spec[2]:  # perhaps a ring of another job
         return Sharding.from_spec(spec, rank, device=device)
     return Sharding.from_spec(spec, found.rank, ring=found, device=device)

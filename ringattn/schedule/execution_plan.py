@@ -1,16 +1,13 @@
-"""The frozen record of a call: everything that its options, its shapes and the ring decide before it runs.
+"""The frozen record of a call: all that its options, its shapes and the ring decide before it runs.
 
-Owns the choice between the fused and the stepwise schedule, head groups and what moves in a backward. The loops read its fields
-and ask nobody else. Refuses to know how bytes move and how a launch waits for them.
-
-Note [Two schedules]
     fused     One launch forward, one backward, plus the sum of the gradients that were returned. A query row stays in registers
               from its first key to its last, and no partial touches memory. The keys of all owners need space on every rank. In
               a hierarchical ring there is one launch per outer step (fused_hierarchical.py).
     stepwise  One launch per ring step, fp32 partials between them, two receive buffers: space for two shards, whatever the
               number of ranks (a copy engine adds four outboxes). Serves every kernel set, every option and every transport.
-    Both merge the same partials in ring order; they round at different places. The choice follows from numbers that are equal
-    on all ranks, so all ranks make the same one.
+
+Both merge the same partials in ring order; they round at different places. The choice follows from numbers that are equal
+on all ranks.
 """
 
 from __future__ import annotations
@@ -42,15 +39,7 @@ KERNEL_RATE = 5e14
 
 @dataclass(frozen=True, eq=False)
 class FusedPlan:
-    """One direction of a call that is computed in one launch per node.
-
-    Attributes:
-        kernels: The kernel set, which can compute fused launches.
-        gather_plan: The rows that this rank fetches and sends.
-        tables: The device tables that the launches read.
-        groups: Head groups in which rows come.
-        num_bytes: Bytes that the direction takes on the rank that needs most.
-    """
+    """One direction of a call that is computed in one launch per node."""
 
     kernels: FusedKernelSet
     gather_plan: GatherPlan
@@ -64,21 +53,11 @@ class ExecutionPlan:
     """A validated call, resolved once and found again at each later call of its kind.
 
     Attributes:
-        spec: The options.
-        kernels: The kernel set.
-        tables: The device tables of a stepwise forward.
-        score: The score, where it needs no tensor and no seed; None: make it for each call.
-        ring_plan: The ring steps of all ranks in a forward.
+        score: The score, where it needs no tensor and no seed; None: it is made for each call.
         first_step: The first ring step at which this rank computes; -1: it sees no key at all.
-        last_step: The last one.
-        fused_forward: The fused schedule of a forward; None: it goes step by step.
-        fused_backward: The fused schedule of a backward; None: it goes step by step.
+        fused_forward: None: the forward goes step by step; fused_backward is the same of the backward.
         backward_moving: The side that moves in a stepwise backward: "keys" or "queries".
-        backward_plan: The ring steps of all ranks in that backward.
-        backward_tables: Its device tables.
-        is_short_forward: The device may finish a forward before the host has enqueued it.
-        is_short_backward: The device may finish a backward before the host has enqueued it.
-        mark: For the comparison of the order of calls between ranks; None: there are no other ranks.
+        is_short_forward: The device may finish a forward before the host has enqueued it; is_short_backward: a backward.
         shares_seed: Ranks must have equal dropout seeds (Note [Seeds] in dropout.py).
     """
 
@@ -109,17 +88,7 @@ def make_execution_plan(
     kernels: KernelSet,
     context: RingContext,
 ) -> ExecutionPlan:
-    """Return the plan of a validated call.
-
-    Args:
-        spec: The options.
-        q: `b s h d`; shapes, dtype and device alone are read of it and of the others.
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        tensors: The optional tensors of the score.
-        kernels: The kernel set.
-        context: This rank's place in the ring.
-    """
+    """Return the plan of a validated call; of the tensors only shapes, dtypes and devices are read."""
     ring_plan = spec.plan("keys", context.nodes)
     steps = [step for step, ring_step in enumerate(ring_plan.ranks[context.rank].ring_steps) if ring_step is not None]
     has_no_tensors = all(x is None for x in tensors)
@@ -151,10 +120,10 @@ def make_execution_plan(
 def resolve_moving(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, has_bias: bool = False, nodes: Nodes | None = None
 ) -> str:
-    """Return what a stepwise backward moves: the call's choice, or the side that costs fewer bytes on the busiest rank.
+    """Return the side that a stepwise backward moves: the call's choice, or the one that costs fewer bytes on the busiest rank.
 
-    bias is indexed by this rank's query rows, so these cannot leave: keys move then. With dropout keys move, too, unless the
-    call says otherwise (Note [Seeds] in dropout.py).
+    Keys move with bias, whose rows cannot leave their rank, and with dropout unless the call says otherwise (Note [Seeds] in
+    dropout.py).
     """
     if has_bias:
         return "keys"
@@ -172,15 +141,10 @@ def resolve_moving(
 
 
 def choose_groups(k: Tensor, v: Tensor, gather_plan: GatherPlan, push_rate: float = 0.0) -> int:
-    """Return the head groups in which keys come: more groups, so that the first tiles wait for less, while pushes stay long.
+    """Return the number of head groups in which keys arrive; the same on all ranks.
 
-    Computed from numbers that are equal on all ranks.
-
-    Args:
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        gather_plan: The rows that each rank fetches.
-        push_rate: Bytes per second between two ranks; 0.0: not measured.
+    With more groups the first tiles wait for fewer bytes, but pushes must stay long. push_rate is bytes per second between two
+    ranks; 0.0: not measured.
     """
     b, _, hk, d = k.shape
     shard = b * gather_plan.slot_rows * hk * (d + v.shape[-1]) * k.element_size()
@@ -198,19 +162,10 @@ def fused_bytes(
     bias_bytes: int = 0,
     hierarchical: bool = False,
 ) -> int:
-    """Return the bytes that the fused schedule takes on the rank that needs most.
+    """Return the bytes that the fused schedule takes on the rank that needs most, of members that fetch from each other.
 
     These are the buffer of remote rows, the send slot and, in a backward, two sets of gradient regions. A hierarchical ring adds
-    two places for shards of other nodes and one for what is sent, and in the backward two sums on their way and one that arrives.
-
-    Args:
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        gather_plan: The rows that each rank fetches.
-        members: Ranks that fetch from each other.
-        backward: Count a backward.
-        bias_bytes: Bytes of the bias of one key; 0: there is none.
-        hierarchical: The ring has two levels.
+    two buffers for remote shards and one for sends, and in the backward two sums in flight and one that arrives.
     """
     b, _, hk, d = k.shape
     row = b * hk * (d + v.shape[-1])

@@ -1,18 +1,11 @@
 """The fused schedule: the keys of all owners arrive while one kernel computes.
 
-Owns the order of gather, launch and release. Refuses to know how bytes move, how a kernel waits for them, and who chooses this
-schedule (execution_plan.py).
+Holds the order of gather, launch and release.
 
 Note [Saved K/V]
-    A fused forward may leave the gathered K/V in a tensor of the call's own. A backward that is given it fetches nothing:
-    contributions to gradients alone move. No rank reads the memory of another then, so either all ranks save a call's K/V or none
-    does. Kernels, plans and head groups are those of a backward that gathers, and so are the bits: only the flags are raised from
-    the start. A call with a bias of keys saves nothing.
-
-Note [Bias of keys]
-    A bias is one fp32 number per key, whatever the heads: it moves with the keys, and kernels read it from one table of local and
-    remote keys. Its gradient is a sum over queries and heads. A kernel writes one number per key and key head behind dk and dv;
-    the owner adds up heads and ranks.
+    A fused forward may save the gathered K/V in a tensor of the call's own. The backward that is given it gathers nothing; only
+    gradient contributions move. Either all ranks save a call's K/V or none does. Kernels, plans and head groups are those of a
+    backward that gathers, and so are the bits. A call with key_bias saves nothing.
 """
 
 from __future__ import annotations
@@ -34,21 +27,11 @@ from ringattn.transport.base import KVGather, KVGatherHandle, RingContext, span
 def fused_forward(
     q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext, *, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the finished attention of this rank's query rows over the keys of all ranks, in one launch.
+    """Return o, lse and the saved K/V of this rank's query rows over the keys of all ranks, in one launch.
 
-    Args:
-        q: `b s h d`, this rank's rows.
-        k: `b t hk d`, this rank's rows.
-        v: `b t hk dv`, this rank's rows.
-        score: How scores are computed; key_bias holds this rank's keys.
-        plan: The resolved call, which has a fused forward.
-        context: This rank's place in the ring.
-        keep: Save the gathered K/V for `fused_backward` (Note [Saved K/V]); the same on all ranks.
-
-    Returns:
-        o `b s h dv` in q's dtype, lse `b h s`, and the saved K/V, `b remote_rows hk (d + dv)`; None: nothing was saved.
+    Takes the arguments of `dispatch.run_forward`, with the same results.
     """
-    fused, kv_gather = _parts(plan.fused_forward, context)
+    fused, kv_gather = gather_of(plan.fused_forward, context)
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
@@ -59,15 +42,15 @@ def fused_forward(
         nonlocal saved
         rows, keys = find(fused.tables.rows), find(fused.tables.keys[0])
         handle = kv_gather.gather(k, v, fused.gather_plan, fused.groups, "forward", key_bias=score.key_bias, keep=keep)
-        far, there = (handle.k, handle.v), _with_bias(score, handle)
+        remote, joint = (handle.k, handle.v), _with_bias(score, handle)
         fused.kernels.forward_fused(
-            q, (k, v), far, rows, keys, there, handle.ready_flags, o=o, lse=lse, sm_margin=kv_gather.sm_margin
+            q, (k, v), remote, rows, keys, joint, handle.ready_flags, o=o, lse=lse, sm_margin=kv_gather.sm_margin
         )
         handle.close()
         saved = handle.saved
         return rows, keys
 
-    with span("ring forward: all visits in one launch"):
+    with span("ring forward: all ring steps in one launch"):
         is_short = plan.is_short_forward and not keep
         enqueue_or_replay(context.transport, plan, is_short, ("forward",), score, (q, k, v), (o, lse), enqueue)
     return o, lse, saved
@@ -88,30 +71,18 @@ def fused_backward(
     *,
     saved: Tensor | None = None,
 ) -> Gradients:
-    """Return the gradients of `fused_forward`.
+    """Return the gradients of `fused_forward`; takes the arguments of `stepwise_backward`.
 
-    Args:
-        do: `b s h dv`, cotangent of o.
-        dlse: `b h s`, cotangent of lse; ignored on rows that saw nothing.
-        q: `b s h d`.
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        o: From the forward.
-        lse: From the forward.
-        score: As in the forward.
-        plan: The resolved call, which has a fused backward.
-        context: As in the forward.
-        wanted: Which gradients of optional tensors to compute; that of bias is no part of this schedule.
-        saved: The K/V that the forward saved; None: they are gathered again.
+    The gradient of bias is no part of this schedule. saved: the K/V that the forward saved; None: they are gathered again.
     """
-    fused, kv_gather = _parts(plan.fused_backward, context)
+    fused, kv_gather = gather_of(plan.fused_backward, context)
     if dlse is not None:
         dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     b, _, hk, d = k.shape
     is_short = saved is None and plan.is_short_backward
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    # made later, they may have memory that the kernels between have used
+    # allocated later, they may reuse memory of the kernels before
     dk, dv = _like(k, v) if is_short else (k, v)
     dalibi = torch.empty_like(lse) if wanted.alibi_slopes else None
     dkey_bias = torch.empty(k.shape[:2], dtype=torch.float32, device=k.device) if wanted.key_bias else None
@@ -121,27 +92,27 @@ def fused_backward(
         tables = fused.tables
         rows, keys, returning = find(tables.rows), find(tables.keys[0]), find(tables.returning[0])
         shape = (b, hk, d + v.shape[-1])
-        grad_return = kv_gather.grad_return(shape, fused.gather_plan, q.device, "backward", biased=wanted.key_bias)
-        there = score
+        grad_return = kv_gather.grad_return(shape, fused.gather_plan, "backward", biased=wanted.key_bias)
+        joint = score
         if saved is None:
             handle = kv_gather.gather(
                 k, v, fused.gather_plan, fused.groups, "backward", key_bias=score.key_bias, grad_return=grad_return
             )
-            far, ready_flags, there = (handle.k, handle.v), handle.ready_flags, _with_bias(score, handle)
+            remote, ready_flags, joint = (handle.k, handle.v), handle.ready_flags, _with_bias(score, handle)
         else:
-            far = saved[..., :d], saved[..., d:]
-            ready_flags = kv_gather.saved_ready_flags(fused.gather_plan, fused.groups, q.device)
+            remote = saved[..., :d], saved[..., d:]
+            ready_flags = kv_gather.saved_ready_flags(fused.gather_plan, fused.groups)
             grad_return.begin()
         fused.kernels.backward_fused(
             do,
             q,
             (k, v),
-            far,
+            remote,
             lse,
             delta,
             rows,
             keys,
-            there,
+            joint,
             ready_flags,
             grad_return.addresses,
             grad_return.rows,
@@ -162,7 +133,7 @@ def fused_backward(
         grad_return.close()
         return rows, keys, returning
 
-    with span("ring backward: all visits in one launch"):
+    with span("ring backward: all ring steps in one launch"):
         key = "backward", dlse is None, dalibi is None
         given, made = (do, q, k, v, o, lse, *present(dlse)), (delta, dq, dk, dv, *present(dalibi))
         enqueue_or_replay(context.transport, plan, is_short, key, score, given, made, enqueue)
@@ -177,7 +148,8 @@ def fused_backward(
     )
 
 
-def _parts(fused: FusedPlan | None, context: RingContext) -> tuple[FusedPlan, KVGather]:
+def gather_of(fused: FusedPlan | None, context: RingContext) -> tuple[FusedPlan, KVGather]:
+    """Return the fused plan of a direction and the transport's gather, which are there when a call was resolved to it."""
     kv_gather = context.transport.kv_gather()
     assert fused is not None, "the fused schedule runs calls that were resolved to it"
     assert kv_gather is not None, "the fused schedule needs a transport that gathers"
@@ -190,5 +162,5 @@ def _like(*tensors: Tensor) -> list[Tensor]:
 
 
 def _with_bias(score: Score, handle: KVGatherHandle) -> Score:
-    """Return the score of a fused launch, whose bias table holds local and remote keys."""
+    """Return the score of a fused launch, whose bias table holds local and remote keys: one fp32 number per key."""
     return score if score.key_bias is None else dataclasses.replace(score, key_bias=handle.key_bias)

@@ -1,42 +1,22 @@
-"""One launch per outer step: the gathered schedule of a ring of two levels.
+"""The fused schedule of a hierarchical ring: one launch per outer step.
 
-Owns the order of crossings, gathers and launches over the nodes, and what is made of their results. Refuses to know who
-chooses this schedule (execution_plan.py), how bytes move, and how a kernel waits for them.
+Holds the order of transfers between nodes, gathers and launches, and merges the partials of the launches.
 
-Note [One launch per outer step]
-    In outer step o the ranks of a node hold, together, the keys of another node: each rank its guest (Note [Double ring] in
-    ring_plan.py). Guests come over the process group into a place that is pushed from, so a launch finds its own guest
-    in place and waits for the others, as it does with shards in outer step 0. The guests of step o + 1 are on their way while
-    step o is computed; two places take turns.
-    All outer steps in one launch would be possible if a stream wrote a flag behind each guest, and it could hang: the kernel
-    may hold every SM, and NCCL needs some to receive. SMs that a kernel left free could be taken by another collective that
-    waits for the rank that waits here. Between launches there is always room. So a launch waits inside for nothing but words
-    and copies, whose own crossings are over or stand before a launch that ends: by induction over outer steps, all end.
-    What is paid is one partial per outer step, in fp32, and one merge.
-    NCCL's blocks sit on their multiprocessors for as long as a transfer takes. Programs of a kernel that stays on all of them
-    would begin there only afterwards, each with its share of the work, and the launch would end later by the whole crossing.
-    So a launch beside which something crosses leaves them out: 3% of an H200, for as long as that launch lasts.
-
-Note [What crosses, counted]
-    L ranks per node, N nodes; a shard is s tokens of K and V, 2 hk d bytes each in 16 bits. Per outer step and GPU one shard
-    crosses between nodes, L - 1 are pushed within the node, and L visits are computed. 8K tokens per GPU, head_dim 128, L = 8;
-    450 GB/s within, 50 GB/s per GPU between nodes, 650 TFLOP/s, causal (each visit is half of 1.1 TFLOP):
-                                32/8 heads          32/32 heads
-        a shard                 33.5 MB             134 MB
-        pushed in               0.07 ms             0.30 ms         behind a visit of 0.85 ms
-        crosses in              0.67 ms             2.7 ms          behind an outer step of 6.8 ms
-        one ring of N L ranks   0.67 ms             2.7 ms          behind one visit: at the limit, and three times beyond it
-    Backward: as much again for K and V, and twice as much home in fp32: 2.0 ms and 8.0 ms, behind 17 ms; within the node the
-    kernel stores contributions through NVLink, 0.15 ms and 0.6 ms per visit of 2.1 ms. L = 2, two GPUs standing for a node, has a
-    quarter of the work to hide it behind: 1.7 ms forward, which 32/32 heads exceed.
-    What stays exposed: the last sums on their way home, 1.3 ms and 5.4 ms per backward, and the merge, 1% of a forward.
-    Step by step within the node the partial passes through memory L times per outer step instead of once, 0.08 ms each, and
-    every visit ends with its own tail.
+In outer step o the ranks of a node hold, together, the shards of another node: each rank one remote shard (Note [Double
+ring] in ring_plan.py). Remote shards arrive over the process group in a buffer that the copy engine pushes from, so a launch
+finds its own remote shard in place and waits for the others, as it does with shards in outer step 0. The remote shards of
+step o + 1 are in flight while step o is computed; two buffers alternate.
+One launch for all outer steps could hang: its kernel may hold every SM while it waits for rows that NCCL needs SMs to
+receive. SMs that the kernel leaves free could be taken by another collective that waits for this rank. So transfers between
+nodes are over before a launch that waits for their rows. The price is one fp32 partial per outer step, and one merge. NCCL's
+blocks keep their SMs for a whole transfer, so a launch beside which rows move between nodes leaves `COMM_SMS` free.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -47,7 +27,8 @@ from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.ring_plan import RankPlan, Rows
 from ringattn.schedule.execution_plan import ExecutionPlan
-from ringattn.schedule.kv_rotation import PackedMessage, add_rows_, make_message, slices
+from ringattn.schedule.fused import gather_of
+from ringattn.schedule.kv_rotation import Moving, PackedMessage, add_rows_, make_message, slices
 from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
 from ringattn.transport.base import COMM_SMS, Buffers, GradMessage, KVGather, Message, RingContext, Work, span
 
@@ -55,26 +36,12 @@ from ringattn.transport.base import COMM_SMS, Buffers, GradMessage, KVGather, Me
 def hierarchical_forward(
     q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
 ) -> tuple[Tensor, Tensor]:
-    """Return the finished attention of this rank's query rows in a ring of two levels, one launch per outer step.
-
-    Args:
-        q: `b s h d`, this rank's rows.
-        k: `b t hk d`, this rank's rows.
-        v: `b t hk dv`, this rank's rows.
-        score: How scores are computed, without terms by key.
-        plan: The resolved call, which has a fused forward.
-        context: This rank's place in a ring of two levels.
-
-    Returns:
-        o `b s h dv` in q's dtype and lse `b h s`.
-    """
-    fused, kv_gather = plan.fused_forward, context.transport.kv_gather()
-    assert fused is not None, "the fused schedule runs calls that were resolved to it"
-    assert kv_gather is not None, "the fused schedule needs a transport that gathers"
+    """Return o and lse of this rank's query rows, one launch per outer step; takes arguments of `dispatch.run_forward`."""
+    fused, kv_gather = gather_of(plan.fused_forward, context)
     mine = plan.ring_plan.ranks[context.rank]
     b, s, h, _ = q.shape
     dv, wide = v.shape[-1], accumulation_dtype(q.dtype)
-    seeing = [outer for outer in range(len(mine.remote_shards)) if _sees(mine, outer)]
+    seeing = [outer_step for outer_step in range(len(mine.remote_shards)) if _sees(mine, outer_step)]
     o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=wide, device=q.device)
     outs, sums = o[None], lse[None]
@@ -85,23 +52,23 @@ def hierarchical_forward(
     remote_shards = _RemoteShards(
         k, v, mine, plan.spec.gather_plan(context.nodes).slot_rows, context, kv_gather, Buffers(), "forward"
     )
-    for outer in range(len(mine.remote_shards)):
-        held = remote_shards.arrive(outer)
-        handle = kv_gather.gather(*held, plan.spec.gather_plan(context.nodes, outer), fused.groups, "forward")
-        if outer in seeing:
-            place = seeing.index(outer)
-            with span("ring forward: all visits of outer step {} in one launch", outer):
+    for outer_step in range(len(mine.remote_shards)):
+        held = remote_shards.wait_for(outer_step)
+        handle = kv_gather.gather(*held, plan.spec.gather_plan(context.nodes, outer_step), fused.groups, "forward")
+        if outer_step in seeing:
+            place = seeing.index(outer_step)
+            with span("ring forward: all ring steps of outer step {} in one launch", outer_step):
                 fused.kernels.forward_fused(
                     q,
                     held,
                     (handle.k, handle.v),
                     rows,
-                    find(fused.tables.keys[outer]),
+                    find(fused.tables.keys[outer_step]),
                     score if place == 0 else dataclasses.replace(score, sinks=None),
                     handle.ready_flags,
                     o=outs[place],
                     lse=sums[place],
-                    sm_margin=max(kv_gather.sm_margin, COMM_SMS * remote_shards.crossing),
+                    sm_margin=max(kv_gather.sm_margin, COMM_SMS * remote_shards.in_flight),
                 )
         handle.close()
     if len(seeing) > 1:
@@ -122,24 +89,8 @@ def hierarchical_backward(
     context: RingContext,
     wanted: WantedGrads,
 ) -> Gradients:
-    """Return the gradients of `hierarchical_forward`: dq stays, dk and dv are returned to their owners.
-
-    Args:
-        do: `b s h dv`, cotangent of o.
-        dlse: `b h s`, cotangent of lse; ignored on rows that saw nothing.
-        q: `b s h d`.
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        o: From the forward.
-        lse: From the forward.
-        score: As in the forward.
-        plan: The resolved call, which has a fused backward.
-        context: As in the forward.
-        wanted: Which gradients of optional tensors to compute: of sinks and alibi_slopes at most.
-    """
-    fused, kv_gather = plan.fused_backward, context.transport.kv_gather()
-    assert fused is not None, "the fused schedule runs calls that were resolved to it"
-    assert kv_gather is not None, "the fused schedule needs a transport that gathers"
+    """Return the gradients of `hierarchical_forward`, of sinks and alibi_slopes at most; see `stepwise_backward`."""
+    fused, kv_gather = gather_of(plan.fused_backward, context)
     nodes, device = context.nodes, q.device
     kernels, mine = fused.kernels, plan.ring_plan.ranks[context.rank]
     b, _, hk, d = k.shape
@@ -155,19 +106,19 @@ def hierarchical_backward(
     remote_shards = _RemoteShards(
         k, v, mine, plan.spec.gather_plan(context.nodes).slot_rows, context, kv_gather, buffers, "backward"
     )
-    home_again = _Sums(dk, dv, mine, context, buffers, "backward, gradients")
-    for outer in range(len(mine.remote_shards)):
-        held = remote_shards.arrive(outer)
-        gather_plan = plan.spec.gather_plan(nodes, outer)
-        grad_return = kv_gather.grad_return((b, hk, d + v.shape[-1]), gather_plan, device, "backward")
+    node_sums = _NodeGradSums([(dk, 1), (dv, 1)], mine, context, buffers, "backward, gradients")
+    for outer_step in range(len(mine.remote_shards)):
+        held = remote_shards.wait_for(outer_step)
+        gather_plan = plan.spec.gather_plan(nodes, outer_step)
+        grad_return = kv_gather.grad_return((b, hk, d + v.shape[-1]), gather_plan, "backward")
         handle = kv_gather.gather(*held, gather_plan, fused.groups, "backward", grad_return=grad_return)
-        if _sees(mine, outer):
+        if _sees(mine, outer_step):
             # the first launch overwrites, the others add
-            part = dq if outer == 0 else buffers.take("dq", dq.shape, dq.dtype, device)
+            part = dq if outer_step == 0 else buffers.take("dq", dq.shape, dq.dtype, device)
             slopes = dalibi
-            if dalibi is not None and outer:
+            if dalibi is not None and outer_step:
                 slopes = buffers.take("dalibi", dalibi.shape, dalibi.dtype, device)
-            with span("ring backward: all visits of outer step {} in one launch", outer):
+            with span("ring backward: all ring steps of outer step {} in one launch", outer_step):
                 kernels.backward_fused(
                     do,
                     q,
@@ -176,7 +127,7 @@ def hierarchical_backward(
                     lse,
                     delta,
                     rows,
-                    find(fused.tables.keys[outer]),
+                    find(fused.tables.keys[outer_step]),
                     score,
                     handle.ready_flags,
                     grad_return.addresses,
@@ -185,21 +136,25 @@ def hierarchical_backward(
                     dalibi=slopes,
                     bias_grad_buffers=None,
                     deterministic=plan.spec.deterministic,
-                    sm_margin=max(kv_gather.sm_margin, COMM_SMS * (remote_shards.crossing or home_again.crossing)),
+                    sm_margin=max(kv_gather.sm_margin, COMM_SMS * (remote_shards.in_flight or node_sums.in_flight)),
                 )
-            if outer:
+            if outer_step:
                 dq.add_(part)
-            if outer and dalibi is not None and slopes is not None:
+            if outer_step and dalibi is not None and slopes is not None:
                 dalibi.add_(slopes)
         else:
-            grad_return.local_grads[:, : mine.held(outer).num_rows].zero_()
-        into = home_again.room(outer)
+            grad_return.local_grads[:, : mine.held(outer_step).num_rows].zero_()
+        into = node_sums.grads(outer_step)
         kernels.reduce_kv_grads(
-            into[0], into[1], grad_return.local_grads, grad_return.receive()[0], find(fused.tables.returning[outer])
+            into[0],
+            into[1],
+            grad_return.local_grads,
+            grad_return.receive()[0],
+            find(fused.tables.returning[outer_step]),
         )
         grad_return.close()
-        home_again.cross(outer)
-    home_again.land()
+        node_sums.post(outer_step)
+    node_sums.finish()
     return Gradients(
         dq=dq,
         dk=dk,
@@ -211,14 +166,14 @@ def hierarchical_backward(
     )
 
 
-def _sees(plan: RankPlan, outer: int) -> bool:
-    """Whether a rank has anything to compute in an outer step; in the first one it always has: empty rows and sinks."""
-    ring_steps = plan.ring_steps[outer * plan.local_size : (outer + 1) * plan.local_size]
-    return outer == 0 or any(ring_step is not None and ring_step.pairs for ring_step in ring_steps)
+def _sees(plan: RankPlan, outer_step: int) -> bool:
+    """Return whether a rank computes anything in an outer step; in the first one it always does: empty rows and sinks."""
+    ring_steps = plan.ring_steps[outer_step * plan.local_size : (outer_step + 1) * plan.local_size]
+    return outer_step == 0 or any(ring_step is not None and ring_step.pairs for ring_step in ring_steps)
 
 
 def _merge(outs: Tensor, sums: Tensor, o: Tensor, lse: Tensor) -> None:
-    """One result, written to o and lse, of the finished results of several launches, `p b s h dv` and `p b h s`, in their order."""
+    """Merge the results of several launches, `p b s h dv` and `p b h s`, in their order, into o and lse."""
     p, b, s, h, dv = outs.shape
     m = sums.transpose(2, 3).reshape(p, -1)
     # what is lost stays lost: NaN is not empty
@@ -235,146 +190,133 @@ def _merge(outs: Tensor, sums: Tensor, o: Tensor, lse: Tensor) -> None:
     lse.copy_(total.view(b, s, h).transpose(1, 2))
 
 
+@dataclass
 class _RemoteShards:
-    """Keys on their way between nodes: `arrive` for each outer step in turn, and the next one is on its way."""
+    """K/V on their way between nodes: `wait_for` each outer step in turn; the next shard is then in flight."""
 
-    def __init__(
-        self,
-        k: Tensor,
-        v: Tensor,
-        plan: RankPlan,
-        slot_rows: int,
-        context: RingContext,
-        kv_gather: KVGather,
-        buffers: Buffers,
-        what: str,
-    ) -> None:
-        self._keys = k, v
-        self._plan = plan
-        self._slot_rows = slot_rows
-        self._context = context
-        self._gatherer = kv_gather
-        self._buffers = buffers
-        self._what = what
-        self._pending: Work | None = None
-        self._moves = False
-        self._room: Tensor | None = None
-        self._packed: tuple[Rows, Tensor] | None = None
+    k: Tensor
+    v: Tensor
+    plan: RankPlan
+    slot_rows: int
+    context: RingContext
+    kv_gather: KVGather
+    buffers: Buffers
+    what: str
+    _work: Work | None = None
+    _moves: bool = False
+    _buffer: Tensor | None = None
+    _packed: tuple[Rows, Tensor] | None = None
 
     @property
-    def crossing(self) -> bool:
-        """Whether keys are on their way, to this rank or from it."""
-        return self._pending is not None and self._moves
+    def in_flight(self) -> bool:
+        """Whether K/V are in flight between nodes, to this rank or from it."""
+        return self._work is not None and self._moves
 
-    def arrive(self, outer: int) -> tuple[Tensor, Tensor]:
-        """What this rank holds in an outer step: its own keys and values, or those of the guest that has come."""
-        held = self._keys
-        if outer:
-            assert self._pending is not None, "a guest is sent for before it is waited for"
-            assert self._room is not None, "a guest has a place"
-            self._pending.wait()
-            self._pending = None
-            d = self._keys[0].shape[-1]
-            held = self._room[..., :d], self._room[..., d:]
-        if outer + 1 < len(self._plan.remote_shards):
-            self._send_for(outer + 1)
+    def wait_for(self, outer_step: int) -> tuple[Tensor, Tensor]:
+        """Return the K/V that this rank holds in an outer step, and start the transfers for the next one."""
+        held = self.k, self.v
+        if outer_step:
+            assert self._work is not None, "a remote shard is posted before it is waited for"
+            assert self._buffer is not None, "a remote shard has a buffer"
+            self._work.wait()
+            self._work = None
+            d = self.k.shape[-1]
+            held = self._buffer[..., :d], self._buffer[..., d:]
+        if outer_step + 1 < len(self.plan.remote_shards):
+            self._post(outer_step + 1)
         return held
 
-    def _send_for(self, outer: int) -> None:
-        k, v = self._keys
-        step = outer * self._plan.local_size
-        send, remote_shard = self._plan.sends[step], self._plan.remote_shards[outer]
-        shape, dims = (k.shape[0], self._slot_rows, k.shape[2]), (k.shape[-1], v.shape[-1])
-        rows = self._plan.held(outer).num_rows
-        self._room = self._gatherer.remote_shard_buffer(outer % 2, shape, rows, dims, k.dtype, k.device)
-        gives: list[Message] = []
-        recvs: list[Message] = []
+    def _post(self, outer_step: int) -> None:
+        k, v = self.k, self.v
+        step = outer_step * self.plan.local_size
+        send, remote_shard = self.plan.sends[step], self.plan.remote_shards[outer_step]
+        shape, dims = (k.shape[0], self.slot_rows, k.shape[2]), (k.shape[-1], v.shape[-1])
+        rows = self.plan.held(outer_step).num_rows
+        self._buffer = self.kv_gather.remote_shard_buffer(outer_step % 2, shape, rows, dims, k.dtype)
+        sends, receives = list[Message](), list[Message]()
         if send is not None:
-            gives = [(send.peer, x) for x in self._messages(self._export(send.rows))]
+            sends = [(send.peer, x) for x in self._messages(self._export(send.rows))]
         if remote_shard is not None:
-            recvs = [(remote_shard.owner, x) for x in self._messages(self._room)]
-        self._moves = bool(gives or recvs)
-        what = f"{self._what}, keys for ring step {step}, between nodes"
-        self._pending = self._context.slow_transport.post(gives, recvs, what)
+            receives = [(remote_shard.owner, x) for x in self._messages(self._buffer)]
+        self._moves = bool(sends or receives)
+        what = f"{self.what}, keys for ring step {step}, between nodes"
+        self._work = self.context.slow_transport.post(sends, receives, what)
 
     def _messages(self, x: Tensor) -> list[Tensor]:
-        """Rows as they lie in the place of a guest: one message where nothing lies between its batch elements."""
-        return [x.view(-1)] if x.shape[1] == self._slot_rows else list(x)
+        """Return the rows of a remote shard as messages: one where they are contiguous across batch elements."""
+        return [x.view(-1)] if x.shape[1] == self.slot_rows else list(x)
 
     def _export(self, rows: Rows) -> Tensor:
-        """Keys and values side by side, as they are read; packed once for all nodes that get the same."""
+        """Return K and V side by side, packed once for all nodes that receive the same rows."""
         if self._packed is None or self._packed[0] != rows:
-            k, v = self._keys
+            k, v = self.k, self.v
             lengths = [length for _, length in rows]
             shape = (k.shape[0], sum(lengths), k.shape[2], k.shape[-1] + v.shape[-1])
-            packed = self._buffers.take("cross", shape, k.dtype, k.device)
+            packed = self.buffers.take("between nodes", shape, k.dtype, k.device)
             for part, x, y in zip(packed.split(lengths, 1), slices(k, 1, rows), slices(v, 1, rows), strict=True):
                 pack(part, x, y)
             self._packed = rows, packed
         return self._packed[1]
 
 
-class _Sums:
-    """What a node has added up for its guests, on the way home: for each outer step `room`, `cross`; at the end `land`.
+@dataclass
+class _NodeGradSums:
+    """The gradient sums of a node for its remote shards: for each outer step `grads`, `post`; at the end `finish`.
 
-    The sums of a step cross while the next one is computed, and are added at home in the order of steps.
+    The sums of a step are in flight while the next one is computed, and are added by the owner in the order of steps.
     """
 
-    def __init__(
-        self, dk: Tensor, dv: Tensor, plan: RankPlan, context: RingContext, buffers: Buffers, what: str
-    ) -> None:
-        self._home = [(dk, 1), (dv, 1)]
-        self._plan = plan
-        self._context = context
-        self._buffers = buffers
-        self._what = what
-        self._sums: PackedMessage | None = None
-        self._landing: list[Tensor] = []
-        self._pending: Work | None = None
-        self._moves = False
-        self._crossing = 0
+    own_grads: Moving
+    plan: RankPlan
+    context: RingContext
+    buffers: Buffers
+    what: str
+    _sums: PackedMessage | None = None
+    _received: Sequence[Tensor] = ()
+    _work: Work | None = None
+    _moves: bool = False
+    _sent_step: int = 0
 
     @property
-    def crossing(self) -> bool:
-        """Whether sums are on their way, to this rank or from it."""
-        return self._pending is not None and self._moves
+    def in_flight(self) -> bool:
+        """Whether sums are in flight between nodes, to this rank or from it."""
+        return self._work is not None and self._moves
 
-    def room(self, outer: int) -> list[Tensor]:
-        """Where the sums of an outer step are to be written: dk and dv of what this rank holds."""
-        if outer == 0:
-            return [x for x, _ in self._home]
-        self._sums = self._bundle(self._plan.held(outer).num_rows, f"sums {outer % 2}")
+    def grads(self, outer_step: int) -> list[Tensor]:
+        """Return the dk and dv of an outer step that the sum over the node's ranks is written to."""
+        if outer_step == 0:
+            return [x for x, _ in self.own_grads]
+        self._sums = self._make(self.plan.held(outer_step).num_rows, f"sums {outer_step % 2}")
         return self._sums.parts
 
-    def cross(self, outer: int) -> None:
-        """Sends them home, once what was sent before has landed; step 0 is home."""
-        if outer == 0:
+    def post(self, outer_step: int) -> None:
+        """Send the sums of an outer step to their owners, once the sums before have arrived; step 0 has no transfer."""
+        if outer_step == 0:
             return
-        self.land()
-        remote_shard, send = self._plan.remote_shards[outer], self._plan.sends[outer * self._plan.local_size]
-        gives: list[Message] = []
-        recvs: list[Message] = []
+        self.finish()
+        remote_shard, send = self.plan.remote_shards[outer_step], self.plan.sends[outer_step * self.plan.local_size]
+        sends, receives = list[Message](), list[Message]()
         if remote_shard is not None:
             assert self._sums is not None, "sums are made before they are sent"
-            gives = [GradMessage(remote_shard.owner, self._sums.message)]
+            sends = [GradMessage(remote_shard.owner, self._sums.message)]
         if send is not None:
-            bundle = self._bundle(send.num_rows, "landing")
-            self._landing = bundle.parts
-            recvs = [GradMessage(send.peer, bundle.message)]
-        self._moves = bool(gives or recvs)
-        what = f"{self._what} of ring step {outer * self._plan.local_size}, between nodes"
-        self._pending, self._crossing = self._context.slow_transport.post(gives, recvs, what), outer
+            returned = self._make(send.num_rows, "returned")
+            self._received = returned.parts
+            receives = [GradMessage(send.peer, returned.message)]
+        self._moves = bool(sends or receives)
+        what = f"{self.what} of ring step {outer_step * self.plan.local_size}, between nodes"
+        self._work, self._sent_step = self.context.slow_transport.post(sends, receives, what), outer_step
 
-    def land(self) -> None:
-        """Adds what is on its way, if anything is."""
-        if self._pending is None:
+    def finish(self) -> None:
+        """Wait for the sums that are in flight, if any are, and add them."""
+        if self._work is None:
             return
-        self._pending.wait()
-        send = self._plan.sends[self._crossing * self._plan.local_size]
+        self._work.wait()
+        send = self.plan.sends[self._sent_step * self.plan.local_size]
         if send is not None:
-            for (x, dim), part in zip(self._home, self._landing, strict=True):
+            for (x, dim), part in zip(self.own_grads, self._received, strict=True):
                 add_rows_(x, dim, send.rows, part)
-        self._pending, self._landing = None, []
+        self._work, self._received = None, ()
 
-    def _bundle(self, rows: int, name: str) -> PackedMessage:
-        return make_message(self._home, rows, self._buffers, name)
+    def _make(self, rows: int, name: str) -> PackedMessage:
+        return make_message(self.own_grads, rows, self.buffers, name)

@@ -1,6 +1,6 @@
 """The stepwise forward: at each ring step one shard of K/V meets this rank's queries.
 
-Owns the loop. Refuses to know how rows move (kv_rotation.py), how a step is computed, and what a mask means.
+Holds the loop. How rows move is in kv_rotation.py.
 """
 
 from __future__ import annotations
@@ -20,35 +20,28 @@ from ringattn.transport.base import RingContext, span
 def stepwise_forward(
     q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
 ) -> tuple[Tensor, Tensor]:
-    """Return the finished attention of this rank's query rows over the keys of all ranks.
-
-    Args:
-        q: `b s h d`, this rank's rows.
-        k: `b t hk d`, this rank's rows.
-        v: `b t hk dv`, this rank's rows.
-        score: How scores are computed; key_bias holds this rank's keys.
-        plan: The resolved call.
-        context: This rank's place in the ring.
-
-    Returns:
-        o `b s h dv` in q's dtype and lse `b h s` (natural log, accumulation dtype).
-    """
+    """Return o and lse of this rank's query rows over the keys of all ranks; takes arguments of `dispatch.run_forward`."""
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
     rows, ring_steps = find(plan.tables.stationary), plan.ring_plan.ranks[context.rank].ring_steps
-    carry = _carry(o, lse, context) if plan.last_step > plan.first_step else None
+    take, state = context.buffers.take, None
+    if plan.last_step > plan.first_step:
+        state = SoftmaxState(
+            m=take("carry m", lse.shape, lse.dtype, lse.device),
+            l=take("carry l", lse.shape, lse.dtype, lse.device),
+            acc=take("carry acc", o.shape, lse.dtype, o.device),
+        )
     if plan.first_step < 0 and s:
         # this rank sees no key at all: one step over an empty buffer writes the empty rows
+        empty = score if score.key_bias is None else dataclasses.replace(score, key_bias=score.key_bias[:, :0])
         keys = find(plan.tables.nothing)
-        plan.kernels.forward(
-            q, k[:, :0], v[:, :0], rows, keys, _local(score, 0), carry=None, first=True, last=True, o=o, lse=lse
-        )
+        plan.kernels.forward(q, k[:, :0], v[:, :0], rows, keys, empty, carry=None, first=True, last=True, o=o, lse=lse)
     moving = moving_tensors("keys", q, k, v, score)
     reserve(plan.ring_plan, context, moving)
     prefetcher = KVPrefetcher(moving, plan.ring_plan.ranks[context.rank], context, "forward, keys")
     for step, (ring_step, keys) in enumerate(zip(ring_steps, plan.tables.moving, strict=True)):
-        held = prefetcher.arrive(step)
+        held = prefetcher.wait_for(step)
         prefetcher.post(step)
         if ring_step is None or keys is None or s == 0:
             continue
@@ -60,23 +53,10 @@ def stepwise_forward(
                 rows,
                 find(keys),
                 score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2]),
-                carry=carry,
+                carry=state,
                 first=step == plan.first_step,
                 last=step == plan.last_step,
                 o=o,
                 lse=lse,
             )
     return o, lse
-
-
-def _carry(o: Tensor, lse: Tensor, context: RingContext) -> SoftmaxState:
-    take = context.buffers.take
-    return SoftmaxState(
-        m=take("carry m", lse.shape, lse.dtype, lse.device),
-        l=take("carry l", lse.shape, lse.dtype, lse.device),
-        acc=take("carry acc", o.shape, lse.dtype, o.device),
-    )
-
-
-def _local(score: Score, length: int) -> Score:
-    return dataclasses.replace(score, key_bias=None if score.key_bias is None else score.key_bias[:, :length])

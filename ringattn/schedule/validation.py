@@ -1,7 +1,6 @@
-"""Every refusal of a call, in one place, before the first byte is sent.
+"""Validation of a call's tensors against each other and its options, before any communication.
 
-Owns the checks of tensors against the options of a call. Masks check themselves (`AttentionMask`), kernels are chosen in
-`kernels.registry`. Refuses to fix anything.
+Masks check themselves (`AttentionMask`), kernels are chosen in `kernels.registry`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
-from ringattn.tensor_checks import check_plain
+from ringattn.tensor_checks import check_tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SOFTCAPS = {torch.float16: 2.0**13, torch.bfloat16: 2.0**16, torch.float32: 2.0**100, torch.float64: 2.0**100}
@@ -19,32 +18,16 @@ softcap times that: up to here less than one rounding of the dtype. Wider dtypes
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, **options: Tensor | None) -> None:
-    """Raises when a call is given something else than plain tensors with numbers in them; else returns.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        **options: Others, by name; None: not given.
-
-    Raises:
-        TypeError: As `check_plain`.
-        ValueError: As `check_plain`; or it is a meta tensor.
-        NotImplementedError: As `check_plain`.
-    """
+    """Raise unless all given tensors are plain (`check_tensor`) and have numbers; options that are None were not given."""
     given = [(name, x) for name, x in options.items() if x is not None]
     for name, x in (("q", q), ("k", k), ("v", v), *given):
-        check_plain(name, x)
+        check_tensor(name, x)
         if x.is_meta:
             raise ValueError(f"{name} must have numbers, got a meta tensor; make it real")
 
 
 def expand_bias(bias: Tensor, q: Tensor, kv_len: int) -> Tensor:
-    """A bias as `b h s n`, without a copy; as it is where q, which is refused later, has other dims.
-
-    Raises:
-        ValueError: It is not broadcastable to that.
-    """
+    """Return a bias as `b h s n`, without a copy; unchanged where q, which is refused later, has other dims."""
     if q.dim() != 4:
         return bias
     b, s, h, _ = q.shape
@@ -58,22 +41,8 @@ def expand_bias(bias: Tensor, q: Tensor, kv_len: int) -> Tensor:
     return bias.expand(wanted)
 
 
-def check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    tensors: ScoreTensors,
-) -> None:
-    """Raises ValueError or NotImplementedError when the tensors do not fit each other or the call; else returns.
-
-    Args:
-        q: Queries, must be `b s h d`.
-        k: Keys, must be `b t hk d`.
-        v: Values, must be `b t hk dv`.
-        spec: The options of the call.
-        tensors: The optional tensors, bias after expansion.
-    """
+def check_call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, tensors: ScoreTensors) -> None:
+    """Raise ValueError or NotImplementedError when the tensors, bias after expansion, do not fit each other or the call."""
     given = {name: x for name, x in tensors._asdict().items() if x is not None}
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -134,12 +103,7 @@ def _check_rows(q: Tensor, k: Tensor, spec: AttentionSpec) -> None:
 
 
 def check_softcap(softcap: float, dtype: torch.dtype) -> None:
-    """Raises ValueError when a soft cap is below 0, or so wide or tight that kernels would lose the scores; else returns.
-
-    Args:
-        softcap: Finite.
-        dtype: Of q.
-    """
+    """Raise ValueError when a finite soft cap is below 0, or so wide or tight that kernels would lose the scores."""
     if softcap < 0:
         raise ValueError(f"softcap must be at least 0 (0 for none), got {softcap}")
     widest = SOFTCAPS[dtype]

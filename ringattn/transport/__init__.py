@@ -1,1 +1,1 @@
-"""How shards move: the protocol and its implementations."""
+"""Transports that move shards between ranks, and their base class."""

@@ -1,8 +1,4 @@
-"""The protocol between the ring's loops and whatever moves bytes.
-
-Owns the calls (posts, gathers, homecomings), the word for what was chosen and why, and the buffers that receive. Refuses to know
-who chooses, and how bytes move.
-"""
+"""Base class of transports, the protocols of a gather and of returned gradients, and the buffers that receive."""
 
 from __future__ import annotations
 
@@ -24,12 +20,7 @@ Message = tuple[int, Tensor]
 
 
 class GradMessage(NamedTuple):
-    """A parcel that answers one of an earlier post; in every other way a `Message`.
-
-    Attributes:
-        peer: Ring rank.
-        x: A contiguous tensor.
-    """
+    """A `Message` with gradients, which answers a message of an earlier post."""
 
     peer: int
     x: Tensor
@@ -39,28 +30,17 @@ _NO_SPAN = nullcontext()
 
 
 def span(name: str, *values: object) -> AbstractContextManager[Any]:
-    """Name the work inside for a profiler, while one runs: a name costs the host several microseconds.
-
-    Args:
-        name: A template of `str.format`.
-        *values: Fill the template.
-    """
+    """Name the work inside for a profiler, by `name.format(*values)`, while one runs: a name costs several microseconds."""
     return profiler.record_function(name.format(*values)) if profiler._is_profiler_enabled else _NO_SPAN
 
 
 COMM_SMS = 4
-"""Multiprocessors that a launch leaves to what moves bytes by them beside it: as many as a ring's NCCL communicator may take."""
+"""SMs that a launch leaves to transfers beside it: as many as a ring's NCCL communicator may use."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A transport, or an exchange, and the reason for it.
-
-    Attributes:
-        name: Of transports "none", "process_group" or "copy_engine", "undecided" before the first call; of exchanges "alone",
-            "group", "one_shot" or "simulated".
-        why: One clause.
-    """
+    """The name of a transport or of a reducer of partials ("undecided" before the first call), and the reason in one clause."""
 
     name: str
     why: str
@@ -70,10 +50,10 @@ class Choice:
 
 
 class Work(Protocol):
-    """Sends and receives that are under way."""
+    """Sends and receives in flight."""
 
     def wait(self) -> None:
-        """Returns when received tensors may be read and sent ones overwritten (in stream order on CUDA).
+        """Return when received tensors may be read and sent ones overwritten (in stream order on CUDA).
 
         Raises:
             RuntimeError: The transfer failed or timed out; the message names the rank, the step and the peers.
@@ -94,25 +74,25 @@ class Transport:
     graph_launches: int = 0
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """Starts one group of transfers and returns at once.
+        """Start one group of transfers and return at once.
 
-        Between two ranks, the n-th send of a group meets the n-th receive of the same group on the other side. Empty
-        tensors are not moved. All ranks make the same posts in the same order, also those in which they move nothing. In
-        one post a rank sends plain parcels to one peer at most and replies to one at most; a `GradMessage` is received as such.
+        Between two ranks, the n-th send of a group is received by the n-th receive of the same group. Empty tensors are not
+        moved. All ranks make the same posts in the same order, also those in which they move nothing. In one post a rank sends
+        plain messages to one peer at most and `GradMessage` to one at most; a `GradMessage` is received as such.
 
         Args:
-            sends: What goes out; must not change until the wait returns.
-            receives: Where incoming bytes land.
+            sends: Tensors to send; must not change until the wait returns.
+            receives: Tensors that are written.
             what: Names the ring step in errors and traces; the same on all ranks.
         """
         raise NotImplementedError(f"a transport must implement post, got {type(self).__name__}; define it")
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        """Announces how much one post will send at most, so that nothing is allocated between two steps.
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        """Reserve memory for the largest posts to come, so that nothing is allocated between two steps.
 
         Args:
-            num_bytes: Of plain parcels, the largest over all ranks: every rank passes the same number.
-            replies: Of replies, likewise.
+            num_bytes: Of the plain messages of a post, the largest over all ranks: every rank passes the same number.
+            grad_bytes: Of its gradient messages, the largest over all ranks.
         """
         raise NotImplementedError(f"a transport must implement reserve, got {type(self).__name__}; define it")
 
@@ -160,16 +140,6 @@ class Transport:
         del key, given, made, held
         enqueue()
 
-    def one_shot(self, consensus: Any, why: str) -> Any:
-        """Return a `PartialReducer` in this transport's memory; None where there is none. Every rank calls it.
-
-        Args:
-            consensus: `RankConsensus` of the ring.
-            why: The reason for this reducer.
-        """
-        del consensus, why
-        return None
-
     def watch_transport(self, link: Transport) -> Transport | None:
         """Return a transport between nodes whose waits this one's watchdog observes; None where there is no watchdog.
 
@@ -186,23 +156,18 @@ class Transport:
             RuntimeError: It has; the message names this rank, the step and the peers.
         """
 
-    def poison(self) -> None:
-        """Fill idle buffers with NaN, for tests; every rank calls it."""
-
     def close(self) -> None:
         """Release all memory and communicators; every rank calls it. Later calls make them anew."""
 
 
 class KVGatherHandle(Protocol):
-    """Keys of other owners that are on their way.
+    """Remote K/V in flight.
 
     Attributes:
-        remote: `b remote_rows hk (d + dv)`: fills while kernels wait for `ready_flags`; guard rows are zero.
-        k: `b remote_rows hk d`, the keys in it.
-        v: `b remote_rows hk dv`, the values in it.
-        saved: Like far, a tensor of the caller's own, complete behind `close`; None: nothing is kept.
-        key_bias: `b t+remote_rows`, what is added to the scores of keys: this rank's own, then those of far; None: nothing is.
-        ready_flags: How kernels wait; None when everything is there.
+        remote: `b remote_rows hk (d + dv)`: written while kernels wait for `ready_flags`; padding rows are zero. k and v are views.
+        saved: A copy of remote for the caller, complete after `close`; None: nothing is saved.
+        key_bias: `b t+remote_rows`, added to the scores of local keys, then of remote ones; None: there is none.
+        ready_flags: Flags that kernels wait for; None: there are no remote rows.
     """
 
     remote: Tensor
@@ -213,24 +178,19 @@ class KVGatherHandle(Protocol):
     ready_flags: ReadyFlags | None
 
     def close(self) -> None:
-        """To be called once the kernels that read far are launched, on the same stream; `GradReturn.receive` may do it.
-
-        Work that is enqueued later may overwrite this rank's k, v and key_bias, and far.
-        """
+        """End the gather, behind the kernels that read remote rows; then k, v, key_bias and remote may be overwritten."""
         ...
 
 
 class GradReturn(Protocol):
-    """Contributions to gradients on their way to their owners.
-
-    It begins with a gather that is given it, or by itself.
+    """Gradient contributions on their way to the owners of the rows; begins with the gather that it is passed to, or with `begin`.
 
     Attributes:
-        addresses: int64, one per side of the gathered visit: where the backward writes (`KernelSet.backward_fused`).
+        addresses: int64, one per side of the fused call: where the backward writes (`KernelSet.backward_fused`).
         local_grads: `b grad_buffer_rows hk (d + dv)` fp32: contributions of this rank to its own rows; addresses[0] points at it.
         rows: grad_buffer_rows of every region.
-        bias_addresses: Likewise, of what goes to the gradient of key_bias; None: it is not wanted.
-        local_bias_grads: `b hk grad_buffer_rows` fp32, likewise.
+        bias_addresses: As addresses, for the gradient of key_bias; None: it is not wanted.
+        local_bias_grads: `b hk grad_buffer_rows` fp32, as local_grads, for the gradient of key_bias.
     """
 
     addresses: Tensor
@@ -240,26 +200,23 @@ class GradReturn(Protocol):
     local_bias_grads: Tensor | None
 
     def begin(self) -> None:
-        """To be called in front of the backward where nothing is gathered: its owners let this rank write."""
+        """Let this rank write to its owners; called in front of a backward that gathers nothing."""
         ...
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
-        """To be called once the backward is launched, on the same stream: what came home, one region per reader, in order.
+        """Return the regions of contributions to this rank's rows, one per reader, of local_grads and of local_bias_grads.
 
-        Closes the gather with which it began. Work that is enqueued later on this stream sees the regions complete.
-
-        Returns:
-            Regions like own, and like own_bias (none where that is not wanted).
+        Called once the backward is launched; closes the gather with which it began. Later work on this stream reads them complete.
         """
         ...
 
     def close(self) -> None:
-        """To be called once what reads the regions is launched: their writers may use them again."""
+        """Allow the writers to use the regions again; called once the kernels that read them are launched."""
         ...
 
 
 class KVGather(Protocol):
-    """Brings the keys of all owners at once (Note [Fused call] of the interface of the kernels).
+    """All-gather of K/V that runs beside one kernel (Note [Fused call] of the interface of the kernels).
 
     Attributes:
         sm_margin: SMs that kernels must leave free: 0 between GPUs. Where ranks share one, those of the other ranks, and
@@ -269,39 +226,19 @@ class KVGather(Protocol):
     sm_margin: int
 
     def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
-        """Announces the largest gathers to come, so that nothing is allocated between them; every rank passes the same.
-
-        Args:
-            slot_bytes: Of the longest shard's keys and values, and its biases.
-            remote_bytes: Of far on the rank that has the largest, its biases, and their table.
-            remote_shards: There will be guests, of a longest shard each.
-        """
+        """Reserve memory for the largest slot and remote rows of gathers to come, and shards of other nodes; equal on all ranks."""
         ...
 
     def remote_shard_buffer(
-        self,
-        turn: int,
-        shape: tuple[int, int, int],
-        rows: int,
-        dims: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, turn: int, shape: tuple[int, int, int], rows: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
-        """Where rows of another node are to land so that a gather of exactly them copies nothing; there are two places.
+        """Return one of two buffers, 0 or 1, for rows of another node, from which a gather of exactly them sends without a copy.
 
-        Work that is enqueued later on this stream may overwrite what was there.
-
-        Args:
-            turn: Which place: 0 or 1.
-            shape: Batch elements, rows of the longest shard, and key heads; the same on all ranks.
-            rows: Of this guest.
-            dims: Head dims of k and of v.
-            dtype: Of both.
-            device: Where.
+        Work that is enqueued later on this stream may overwrite its rows. shape is (batch, rows of the longest shard, key heads).
 
         Returns:
-            `b rows hk (d + dv)`, keys and values side by side; rows of a batch element are contiguous, and so is all of it
-            when it has as many rows as the longest shard.
+            `b rows hk (d + dv)`, keys and values side by side; contiguous when it has as many rows as the longest shard, else by
+            batch element.
         """
         ...
 
@@ -317,115 +254,74 @@ class KVGather(Protocol):
         keep: bool = False,
         grad_return: GradReturn | None = None,
     ) -> KVGatherHandle:
-        """Starts bringing this rank's keys to their readers, and those of others here, and returns at once.
+        """Start the gather of all ranks' k and v and return at once.
 
         Args:
             k: `b t hk d`, the rows that this rank holds; any strides with a contiguous last dim.
-            v: `b t hk dv`, likewise.
-            gather_plan: Who fetches what.
-            groups: Groups of key heads in which rows come; divides hk. The same on all ranks.
+            v: `b t hk dv`, as k.
+            gather_plan: The rows that each rank fetches.
+            groups: Groups of key heads in which rows arrive; divides hk. The same on all ranks.
             what: Names the call in errors.
-            key_bias: `b t`, what is added to the scores of this rank's keys; it comes with the first group of their heads.
-                All ranks give one or none does.
-            keep: What comes is also copied into a tensor of the caller's own. Not with key_bias.
-            grad_return: That of the same backward; it begins with the gather, and must not begin by itself.
+            key_bias: `b t`, of this rank's keys; sent with the first group of heads. All ranks pass one or none does.
+            keep: Copy the remote rows into a tensor for the caller. Not with key_bias.
+            grad_return: That of the same backward; it begins with the gather.
         """
         ...
 
-    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags | None:
-        """How kernels wait for rows that an earlier gather has brought and kept: as there, and not at all.
-
-        Args:
-            gather_plan: That of the gather.
-            groups: Likewise.
-            device: Where kernels run.
-        """
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags | None:
+        """Return the flags for rows that an earlier gather has saved: they are always raised."""
         ...
 
     def grad_return(
-        self,
-        shape: tuple[int, int, int],
-        gather_plan: GatherPlan,
-        device: torch.device,
-        what: str,
-        *,
-        biased: bool = False,
+        self, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool = False
     ) -> GradReturn:
-        """Regions for the gradients of one gathered backward, which has to begin next.
-
-        Args:
-            shape: (b, hk, d + dv) of the contributions.
-            gather_plan: That of the gather, here or in the forward.
-            device: Where kernels run.
-            what: Names the call in errors.
-            biased: There is a gradient of key_bias; the same on all ranks.
-        """
+        """Return regions for contributions (b, hk, d + dv) of one fused backward, which begins next; biased: and of key_bias."""
         ...
 
 
 class Done:
-    """Nothing was under way."""
+    """The work of a post that moves nothing."""
 
     def wait(self) -> None:
-        """Returns."""
+        """Return."""
 
 
 class Buffers:
-    """Flat buffers that are reused across steps and calls, one per name, dtype, device and stream; they only grow.
-
-    On CUDA, reuse is ordered by the stream: a buffer is handed out again only to work that is enqueued later.
-    """
+    """Flat buffers reused in stream order across steps and calls, one per name, dtype, device and stream; they only grow."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[str, torch.dtype, torch.device, int], Tensor] = {}
 
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised contiguous tensor; valid until the same name is taken again.
-
-        Args:
-            name: Which buffer.
-            shape: Shape of the view that is returned.
-            dtype: Its dtype.
-            device: Its device.
-        """
+        """Return an uninitialised contiguous tensor in the named buffer; valid until the same name is taken again."""
         stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
         key = (name, dtype, device, stream)
         size = math.prod(shape)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < size:
-            # it outlives the call that takes it: training cannot write into what was made under inference mode
+            # it outlives the call: training cannot write into a tensor of inference mode
             with torch.inference_mode(False):
                 flat = self._flat[key] = torch.empty(size, dtype=dtype, device=device)
         return flat[:size].view(tuple(shape))
 
-    def poison(self) -> None:
-        """Sets all bits of all buffers: NaN in every floating dtype. To be called when none is in use."""
-        for flat in self._flat.values():
-            flat.view(torch.uint8).fill_(255)
-
     def num_bytes(self) -> int:
-        """Bytes held now."""
+        """Return the bytes held now."""
         return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
 
     def clear(self) -> None:
-        """Lets go of all buffers."""
+        """Release all buffers."""
         self._flat.clear()
 
 
 @dataclass(frozen=True)
 class RingContext:
-    """One rank's place at the ring, which is all that the loops know of it.
+    """One rank's place in the ring: rank, transports and buffers of the loops.
 
     Attributes:
-        rank: Ring rank.
-        world_size: Ranks of the ring.
-        transport: What moves bytes, within a node where there are several.
-        buffers: Where received and packed rows live.
+        transport: Moves bytes, within a node where there are several; between_nodes (None: transport) between them.
         budget: Bytes that gathered keys and their gradients may take per rank; the same on all ranks.
-        push_rate: Bytes per second at which the slowest rank pushes into another one's memory; the same on all ranks. 0.0:
-            unknown.
-        nodes: Who shares a node, in a ring of two levels (Note [Double ring] in ring_plan.py); None: one level.
-        between_nodes: What moves bytes between nodes; None: `transport` does.
+        nodes: The ranks of each node, in a ring of two levels (Note [Double ring] in ring_plan.py); None: one level.
+        push_rate: Bytes per second of the slowest rank's push to another one; the same on all ranks. 0.0: unknown.
     """
 
     rank: int
@@ -439,5 +335,5 @@ class RingContext:
 
     @property
     def slow_transport(self) -> Transport:
-        """What crosses between nodes: `between_nodes`, or the one transport where that serves both."""
+        """The transport between nodes: `between_nodes`, or the one transport where that serves both levels."""
         return self.transport if self.between_nodes is None else self.between_nodes

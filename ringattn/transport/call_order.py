@@ -1,22 +1,19 @@
 """Check that all ranks of a ring make the same calls in the same order.
 
-Owns the marks of calls, and when ranks compare them. Refuses to know how marks travel (process_group.py), and what is computed.
-
 Note [Call marks]
-    Two calls may be known to all ranks and move messages of equal sizes. A rank that makes them in another order would compute
-    with rows of another call. So every call has a mark: a hash of its text, its tensors without row counts, its dropout seed
-    where ranks must agree on it, and in a backward the number of its forward.
+    Two calls may both have been compared before, and move messages of equal sizes. A rank that makes them in another order would
+    compute with rows of another call. So every call has a mark: a hash of its text, its tensors without row counts, its
+    dropout seed where ranks must agree on it, and in a backward the number of its forward.
     - Where gloo moves rows, each rank sends its mark to all ranks beside the first rows of the call, and compares marks before
       it reads these rows. All ranks raise before a wrong number is computed.
-    - NCCL and the copy engine move rows without the host, which would have to wait for marks. There marks are kept on the host, and
-      ranks compare a hash of them through the store in calls 1, 2, 4, ..., and in every COMPARED-th call. All ranks raise
-      after the fact, and the message names the first call that differs. A replay of a CUDA graph makes no call.
-    Calls that are equal in all of this, and differ in the values of their tensors only, have equal marks in the forward. Their
-    backwards differ.
+    - NCCL and the copy engine move rows without the host. There ranks compare a hash of their marks through the store in calls
+      1, 2, 4, ..., and in every COMPARED-th call. All ranks raise after the fact, naming the first call that differs.
+    Calls that differ in the values of their tensors only have equal marks in the forward. Their backwards differ.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, NoReturn
 
@@ -26,18 +23,13 @@ from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.process_group import ProcessGroupTransport
 
 COMPARED = 1024
-"""Calls after which ranks compare marks again where these do not travel with rows."""
+"""Calls between two comparisons of marks that do not travel with rows."""
 FORWARD = -1
 """In place of the number of a forward, in the forward itself."""
 
 
 class CallMark(NamedTuple):
-    """The part of a mark that is equal in every call of a signature.
-
-    Attributes:
-        digest: A hash that is equal on all ranks.
-        words: The call, for messages.
-    """
+    """The part of a mark that is equal in every call of a signature: a hash, and the call in words."""
 
     digest: int
     words: str
@@ -50,44 +42,26 @@ class _Made(NamedTuple):
     forward: int
 
 
+@dataclass(eq=False)
 class CallOrder:
-    """The calls of one rank, and their comparison with those of the other ranks (Note [Call marks]).
+    """The calls of one rank, and their comparison with those of the other ranks (Note [Call marks])."""
 
-    Args:
-        consensus: How ranks compare.
-        link: What moves marks, where it can.
-
-    Attributes:
-        count: Calls so far.
-    """
-
-    def __init__(self, consensus: RankConsensus, link: ProcessGroupTransport) -> None:
-        self.count = 0
-        self._consensus = consensus
-        self._link = link
-        self._made: list[_Made] = []
+    consensus: RankConsensus
+    link: ProcessGroupTransport
+    count: int = 0
+    _made: list[_Made] = field(default_factory=list)
 
     def begin(self, call: CallMark, seed: int, forward: int, device: torch.device) -> int:
-        """Marks a call; to be called when it is about to move rows.
+        """Mark a call that is about to move rows, and return its number, from 1; ValueError on every rank where calls differ.
 
-        Args:
-            call: Its signature.
-            seed: Its dropout seed; 0 where seeds may differ between ranks.
-            forward: The number of the forward whose backward it is, 0 where that is unknown; FORWARD in a forward.
-            device: Where its rows are.
-
-        Returns:
-            Its number, from 1.
-
-        Raises:
-            ValueError: Ranks have made different calls; raised on every rank.
-            RuntimeError: A rank did not come within the ring's timeout.
+        seed is 0 where seeds may differ between ranks; forward is the number of the forward whose backward it is, 0 where that is
+        unknown, FORWARD in a forward.
         """
         self.count += 1
         # hashes of integers do not depend on the process
         made = _Made(hash((call.digest, seed, forward)), call, seed, forward)
-        if self._link.sends_marks(device):
-            self._link.send_mark(made.mark, partial(self._differ, made, self.count))
+        if self.link.sends_marks(device):
+            self.link.send_mark(made.mark, partial(self._differ, made, self.count))
             return self.count
         self._made.append(made)
         if self.count % min(COMPARED, 1 << (self.count - 1).bit_length()) == 0:
@@ -97,9 +71,9 @@ class CallOrder:
     def _compare(self) -> None:
         made, self._made = self._made, []
         marks = [one.mark for one in made]
-        if len(set(self._consensus.share("a check of the calls so far", hash(tuple(marks))))) == 1:
+        if len(set(self.consensus.share("a check of the calls so far", hash(tuple(marks))))) == 1:
             return
-        found = self._consensus.share("the marks of the calls so far", marks)
+        found = self.consensus.share("the marks of the calls so far", marks)
         first = next(i for i, column in enumerate(zip(*found, strict=False)) if len(set(column)) > 1)
         self._differ(made[first], self.count - len(made) + 1 + first)
 
@@ -107,4 +81,4 @@ class CallOrder:
         words = made.call.words + (f" with dropout_seed={made.seed}" if made.seed else "")
         if made.forward != FORWARD:
             words = f"the backward of call {made.forward}, {words}"
-        self._consensus.differ(words, f"call {number} of the ring")
+        self.consensus.differ(words, f"call {number} of the ring")

@@ -14,12 +14,12 @@ SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 def may_share_gpus() -> bool:
-    """Whether several ranks may have one GPU: to try what needs several where there is one, never for speed."""
+    """Return whether several ranks may have one GPU: for trying a ring on one GPU, never for speed."""
     return os.environ.get(SHARE) == "1"
 
 
 def ranks_per_gpu() -> int:
-    """How many ranks of a job may have one GPU of this host, whatever ring they are in; 1 unless they may share it."""
+    """Return the most ranks of a job that may have one GPU of this host, in any ring; 1 unless they may share it."""
     if not may_share_gpus() or not dist.is_initialized():
         return 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or dist.get_world_size()
@@ -27,9 +27,9 @@ def ranks_per_gpu() -> int:
 
 
 def sm_margin_of(device: torch.device, ranks: int) -> int:
-    """Multiprocessors that the kernels of a rank leave free on a GPU that so many ranks have (`KVGather.sm_margin`).
+    """Return the SMs that the kernels of a rank leave free on a GPU that so many ranks have (`KVGather.sm_margin`).
 
-    Kernels that wait for a peer do not let go of theirs: those of all ranks must fit at once, each with `COMM_SMS`.
+    Kernels that wait for a peer keep their SMs: those of all ranks must fit at once, each with `COMM_SMS`.
     """
     if ranks == 1 or device.type != "cuda":
         return 0

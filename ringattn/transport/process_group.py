@@ -1,28 +1,11 @@
-"""Shards over a torch process group: NCCL between GPUs, gloo between CPU processes.
-
-Owns batched point-to-point transfers and their errors. Keeps the group's name, never the group: a live ProcessGroup at
-interpreter exit aborts gloo processes.
+"""Transport over a torch process group: NCCL between GPUs, gloo between CPU processes.
 
 Note [Few channels]
     NCCL moves bytes with SMs that the attention kernel then lacks, as many as its communicator has channels. A ring
     therefore has NCCL communicators of its own, limited to a few channels (`max_ctas` also limits sends and receives),
     on a stream of high priority, so that a transfer is not queued behind the kernel that it should run beside, and
-    without thread block clusters, which would have to wait for neighbouring SMs. They are no process groups that torch
-    knows of: `dist.new_group` finds the name of a group that only its members create by counting the groups of this
-    process, which need not agree between members, and such names, and with them the keys in the store, come again.
-    All members make them at the first call of a ring, by its name; they end with `close`, or with the process.
-
-Note [Whose message]
-    A group has one order of messages between two ranks, whoever sends them: those of two rings in two threads would be taken
-    for each other, and so would those of two calls, once a rank has left one out. All ranks make the same posts, so a
-    message is marked by the ring, the number of the post and what it is for. Gloo then waits for the one that belongs to a
-    receive, and raises where it does not come. NCCL has no marks: there a ring has communicators of its own. Whether rows are those
-    of the same call is compared beside them (Note [Call marks] of call_order.py).
-
-Note [By the host]
-    Gloo reads and writes host memory only; given the address of a GPU's it ends the process. So where a group of GPUs has no NCCL,
-    rows are copied to the host and back, and a post waits for what its stream has yet to do: for trying a ring where ranks
-    share a GPU, and where there is nothing better.
+    without thread block clusters, which would have to wait for neighbouring SMs. They are no process groups of torch:
+    `dist.new_group` counts the groups of this process for a name, and members need not agree on that number.
 """
 
 from __future__ import annotations
@@ -35,6 +18,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -46,20 +30,12 @@ from ringattn.transport.base import Done, Message, Transport, Work
 
 
 def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.ProcessGroup:
-    """The living process group of that name, as `ProcessGroup.group_name` gives it.
-
-    Args:
-        name: The name, which may come again when groups were destroyed and made again.
-        place: This process's rank in it, and its size; None: whatever they are.
-
-    Raises:
-        RuntimeError: There is none, or it is another one, or one of the process that this one was forked from.
-    """
+    """Return the live process group of a name, in which this process has this (rank, size), else raise RuntimeError."""
     group = distributed_c10d._resolve_process_group(name)  # pyright: ignore
     if _DISOWNED and group in _DISOWNED:
         raise RuntimeError(
             "a ring must be used by the process that made its group, got a call in a process that was forked from it, which "
-            "the others do not hear; make the call in the parent, or start the process by spawn and make a group there"
+            "has no connections; make the call in the parent, or start the process by spawn and make a group there"
         )
     if place is not None and place != (group.rank(), group.size()):
         raise RuntimeError(
@@ -70,7 +46,7 @@ def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.Proce
 
 
 _DISOWNED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-"""Groups of the process that this one was forked from: their connections are its own."""
+"""Groups of the process that this one was forked from, to which their connections belong."""
 
 
 def _disown_groups() -> None:
@@ -82,28 +58,26 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_disown_groups)
 
 
+@dataclass(eq=False)
 class _Works:
-    """The works of one batch, and what landed in host memory for others: (where it belongs, where it landed)."""
+    """The works of one batch, and (target, host copy) of received tensors that belong on a GPU."""
 
-    def __init__(
-        self, works: list[dist.Work], peers: list[int], rank: int, what: str, landed: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        self._works = works
-        self._landed = landed
-        self._peers = peers
-        self._rank = rank
-        self._what = what
+    works: list[dist.Work]
+    peers: list[int]
+    rank: int
+    what: str
+    host_copies: Sequence[tuple[Tensor, Tensor]] = ()
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"ring rank {self._rank}: {self._what}: the transfer with ring ranks {self._peers} failed or timed "
+                    f"ring rank {self.rank}: {self.what}: the transfer with ring ranks {self.peers} failed or timed "
                     f"out; look for an earlier error on those ranks ({error})"
                 ) from error
-        for x, host in self._landed:
+        for x, host in self.host_copies:
             x.copy_(host)
 
 
@@ -112,17 +86,7 @@ _MADE: Counter[str] = Counter()
 
 
 def make_communicator(name: str, parent: dist.ProcessGroup, device: torch.device, max_ctas: int) -> None:
-    """Makes an NCCL communicator of a group's ranks, in their order (Note [Few channels]); every rank must call it.
-
-    Args:
-        name: How it is found; the same on all ranks.
-        parent: The group; its timeout is obeyed.
-        device: This rank's GPU.
-        max_ctas: Most thread blocks, and so SMs, that NCCL may use.
-
-    Raises:
-        RuntimeError: NCCL refuses.
-    """
+    """Make a named NCCL communicator of a group's ranks (Note [Few channels]); every rank must call it."""
     _MADE[name] += 1
     rank, size = dist.get_rank(parent), dist.get_world_size(parent)
     # a store keeps the keys of a communicator that has ended: each one needs a prefix of its own
@@ -152,7 +116,7 @@ def make_communicator(name: str, parent: dist.ProcessGroup, device: torch.device
 
 
 def end_communicator(name: str) -> None:
-    """Ends the communicator of that name, if there is one; every rank must call it."""
+    """Shut down the communicator of that name, if there is one; every rank must call it."""
     group = _COMMUNICATORS.pop(name, None)
     if group is not None:
         group.shutdown()
@@ -171,15 +135,10 @@ _ABORTING: list[threading.Thread] = []
 
 
 def abort_communicators(group_name: str, links: Sequence[str], device: torch.device) -> None:
-    """Aborts what NCCL's kernels of a ring wait for, as torch's watchdog does for plain calls; returns at once.
+    """Abort the collectives that a ring's NCCL kernels wait for, as torch's watchdog does for plain calls; returns at once.
 
-    To abort a communicator is to raise a flag at which its kernels look, and then to wait for graphs that were captured with
-    it: so this is done in threads that nobody waits for. Other backends time out by themselves.
-
-    Args:
-        group_name: Name of the process group.
-        links: Names of communicators that were made beside it, if they were.
-        device: Where kernels are stuck.
+    An abort raises a flag that the kernels poll, and then waits for graphs that were captured with the communicator: so it runs in
+    threads that are not joined. Other backends time out by themselves.
     """
     if device.type != "cuda":
         return
@@ -193,7 +152,7 @@ def abort_communicators(group_name: str, links: Sequence[str], device: torch.dev
 
 
 def _abort(group: dist.ProcessGroup, device: torch.device) -> None:
-    # there is nobody to tell, and what has failed has been said
+    # the failure has been raised already
     with contextlib.suppress(Exception):
         group._get_backend(device).abort()
 
@@ -202,16 +161,9 @@ _PARTS: dict[str, dist.ProcessGroup] = {}
 
 
 def name_part(name: str, parent: str, rank: int, size: int) -> None:
-    """Gives some ranks of a group a name by which torch's symmetric memory finds them; each of them calls it.
+    """Name some ranks of a group, so that torch's symmetric memory finds them; each of them calls it with its rank among them.
 
-    What it finds is a group without a backend: who is there, and a store through which they meet. Calling it again with
-    the same name changes nothing.
-
-    Args:
-        name: The same on these ranks, and of no other ranks of this process's groups.
-        parent: Name of the group, whose store serves.
-        rank: This process's place among these ranks.
-        size: How many they are.
+    The name belongs to a group without a backend: its members, and the store of the parent.
     """
     if name in _PARTS:
         return
@@ -220,38 +172,36 @@ def name_part(name: str, parent: str, rank: int, size: int) -> None:
 
     store = dist.PrefixStore(name, distributed_c10d._get_process_group_store(resolve_group(parent)))  # pyright: ignore
     part = _PARTS[name] = dist.ProcessGroup(store, rank, size)
-    # which of these is asked has changed from one version of torch to the next
+    # versions of torch read different ones of these
     c10d._register_process_group(name, part)  # pyright: ignore[reportArgumentType]
     c10d._SymmetricMemory.set_group_info(name, rank, size, store)
     getattr(symmetric, "_group_name_to_store", {})[name] = store
 
 
+@dataclass(eq=False)
 class _Marked:
-    """A post whose rows may be read once the marks that travel beside them are equal."""
+    """A post whose rows may be read once the call marks that travel beside them are equal."""
 
-    def __init__(self, works: _Works, marks: Tensor, differ: Callable[[], NoReturn], post: Work) -> None:
-        self._works = works
-        self._marks = marks
-        self._differ = differ
-        self._post = post
+    works: _Works
+    marks: Tensor
+    differ: Callable[[], NoReturn]
+    post: Work
 
     def wait(self) -> None:
-        self._works.wait()
-        if len(set(self._marks.tolist())) > 1:
-            self._differ()
-        self._post.wait()
+        self.works.wait()
+        if len(set(self.marks.tolist())) > 1:
+            self.differ()
+        self.post.wait()
 
 
 class ProcessGroupTransport(Transport):
-    """One batched group of sends and receives per call.
+    """Transport with one batched group of sends and receives per post.
 
-    Args:
-        group_name: Name of the process group.
-        rank: This rank within the group.
-        world_size: Ranks in the group.
-        name: Names what belongs to this transport alone; the same on all ranks.
-        max_ctas: Between GPUs: thread blocks of an NCCL communicator of its own (Note [Few channels]); None: the
-            group's own communicator.
+    A group has one order of messages between two ranks, whoever sends them: messages of two rings in two threads, or of two calls
+    after a rank has left one out, would be mistaken for each other. So with gloo the tag of a message is a hash of the ring, the
+    number of the post and its purpose, and a receive of another message raises. NCCL has no tags: there a ring has
+    communicators of its own, of at most max_ctas thread blocks (None: that of the group). Gloo reads and writes host memory only,
+    so rows of GPUs are copied to the host and back.
     """
 
     def __init__(
@@ -269,16 +219,9 @@ class ProcessGroupTransport(Transport):
         self._mark: tuple[list[dist.Work], Tensor, Callable[[], NoReturn]] | None = None
 
     def prepare(self, device: torch.device) -> None:
-        """To be called by all ranks before the first post.
-
-        Args:
-            device: Where tensors will be.
-
-        Raises:
-            RuntimeError: NCCL refuses a communicator.
-        """
+        """Make the communicator for tensors on a device; all ranks must call it before the first post."""
         group = resolve_group(self._group_name)
-        # asked by name: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts another class around gloo's
+        # by name: with TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps gloo's class
         self._is_gloo = "cpu:gloo" in dist.get_backend_config(group)
         if device.type != "cuda" or self._name in _COMMUNICATORS:
             return
@@ -290,7 +233,7 @@ class ProcessGroupTransport(Transport):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def close(self) -> None:
-        """Ends what `prepare` made; every rank must call it."""
+        """Shut down the communicator of `prepare`; every rank must call it."""
         end_communicator(self._name)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
@@ -305,19 +248,14 @@ class ProcessGroupTransport(Transport):
             self._call_mark = 0  # equal on all ranks again
             differ()
 
-        return _Marked(_Works(works, peers, self._rank, what, ()), marks, raise_difference, pending)
+        return _Marked(_Works(works, peers, self._rank, what), marks, raise_difference, pending)
 
     def sends_marks(self, device: torch.device) -> bool:
-        """Whether `send_mark` serves rows on a device: where gloo moves them."""
+        """Return whether `send_mark` serves rows on a device: where gloo moves them."""
         return self._is_gloo and (self._by_host or device.type != "cuda")
 
     def send_mark(self, mark: int, differ: Callable[[], NoReturn]) -> None:
-        """Sends the mark of a call to all ranks; the wait for the next post compares the marks of all ranks.
-
-        Args:
-            mark: 64 bits, signed.
-            differ: Called on every rank where marks differ; raises.
-        """
+        """Send the 64-bit mark of a call to all ranks; the wait for the next post calls `differ` where marks differ."""
         self._marks += 1
         group = resolve_group(self._group_name, self._place)
         tag = zlib.crc32(b"mark", (self._name_mark + self._marks) % 2**32) % 2**31
@@ -332,13 +270,13 @@ class ProcessGroupTransport(Transport):
         self._mark, self._call_mark = (works, marks, differ), mark
 
     def _start(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        self._posts += 1  # of empty ones, too: Note [Whose message]
+        self._posts += 1  # empty ones count: all ranks make the same posts
         sends = [(peer, x) for peer, x in sends if x.numel()]
         receives = [(peer, x) for peer, x in receives if x.numel()]
         if not sends and not receives:
             return Done()
         peers = sorted({peer for peer, _ in (*sends, *receives)})
-        landed = list[tuple[Tensor, Tensor]]()
+        host_copies = list[tuple[Tensor, Tensor]]()
         if self._by_host:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
@@ -346,29 +284,29 @@ class ProcessGroupTransport(Transport):
                     "copy engine, got gloo, which moves rows of GPUs through the host; call init_process_group('nccl')"
                 )
             sends = [(peer, x.to("cpu", copy=True)) for peer, x in sends]
-            landed = [(x, torch.empty(x.shape, dtype=x.dtype, device="cpu")) for _, x in receives]
-            receives = [(peer, host) for (peer, _), (_, host) in zip(receives, landed, strict=True)]
+            host_copies = [(x, torch.empty(x.shape, dtype=x.dtype, device="cpu")) for _, x in receives]
+            receives = [(peer, host) for (peer, _), (_, host) in zip(receives, host_copies, strict=True)]
         own = _COMMUNICATORS.get(self._name)
         try:
             works = self._batch(sends, receives, what) if own is None else _coalesce(own, sends, receives)
         except RuntimeError as error:
             raise RuntimeError(f"ring rank {self._rank}: {what}: cannot reach ring ranks {peers} ({error})") from error
-        return _Works(works, peers, self._rank, what, landed)
+        return _Works(works, peers, self._rank, what, host_copies)
 
     def _batch(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> list[dist.Work]:
         group = resolve_group(self._group_name, self._place)
-        # rows of another call are not matched, whose sizes may differ
+        # the tag differs from that of other calls, whose sizes may differ
         mark = zlib.crc32(what.encode(), (self._name_mark + self._posts + self._call_mark) % 2**32) % 2**31
         ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer, tag=mark) for peer, x in sends]
         ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer, tag=mark) for peer, x in receives]
         return dist.batch_isend_irecv(ops)
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        """Sends leave from where they are: nothing is needed."""
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        """Return: sends need no other memory."""
 
 
 def _coalesce(group: dist.ProcessGroup, sends: Sequence[Message], receives: Sequence[Message]) -> list[dist.Work]:
-    """What `dist.batch_isend_irecv` does, on a group that torch does not know of."""
+    """Do `dist.batch_isend_irecv` on a group that torch does not know of."""
     device = (sends or receives)[0][1].device
     group._start_coalescing(device)
     for peer, x in sends:

@@ -1,7 +1,6 @@
-"""The rows of all ranks on every rank, and the sum of what all ranks say of one's rows: each the gradient of the other.
+"""All-gather and reduce-scatter of rows whose number differs by rank, each the gradient of the other.
 
-Owns both as operators, so that `torch.compile` sees a call where it cannot trace communication. Refuses to know what rows are
-of, and who has which (sharding.py).
+Both are operators, so that `torch.compile` sees a call where it cannot trace communication.
 """
 
 from __future__ import annotations
@@ -16,28 +15,20 @@ from torch import Tensor
 from ringattn.transport.process_group import resolve_group
 
 _LIBRARY = torch.library.Library("ringattn", "FRAGMENT")
-# as Note [Beside compiled graphs] of autograd.py says
+# Note [Beside compiled graphs] of autograd.py
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _LIBRARY.define("gather_rows(Tensor x, int dim, SymInt[] lengths, int rank, str group) -> Tensor", tags=_TAGS)
 _LIBRARY.define("reduce_rows(Tensor x, int dim, SymInt[] lengths, int rank, str group) -> Tensor", tags=_TAGS)
 
 
 def gather_rows(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> list[Tensor]:
-    """Every rank's tensor; differentiable (gradients are summed over ranks).
-
-    Args:
-        x: This rank's, lengths[rank] long in dim.
-        dim: The dimension along which they differ.
-        lengths: Every rank's length.
-        rank: This rank.
-        group: Name of the process group.
-    """
+    """Return every rank's tensor, `lengths` long along dim; differentiable (gradients are summed over ranks)."""
     whole = torch.ops.ringattn.gather_rows.default(x, dim, list(lengths), rank, group)
     return list(whole.split(list(lengths), dim))
 
 
 def _gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
-    """All ranks' tensors in rank order; each is padded to the longest on the way."""
+    """Return all ranks' tensors, concatenated in rank order; each is padded to the longest for the transfer."""
     shape = list(x.shape)
     shape[dim] = max(lengths)
     padded = x.new_zeros(shape)
@@ -50,7 +41,7 @@ def _gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) 
 
 
 def _reduce(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
-    """This rank's part of the sum of all ranks' tensors."""
+    """Return this rank's part of the sum of all ranks' tensors."""
     whole = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(whole, group=resolve_group(group, (rank, len(lengths))))
     return whole.split(list(lengths), dim)[rank].clone()

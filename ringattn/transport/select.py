@@ -1,35 +1,33 @@
-"""Which transport a ring takes, and why: decided by all ranks together, so that they decide alike.
-
-Owns the question whether the GPUs of a group can reach each other, and the memory that gathered keys may take. Refuses to
-know how either transport works.
-"""
+"""Choice of a ring's transport, made by all ranks together, and the memory that gathered keys may take."""
 
 from __future__ import annotations
 
 import importlib.util
 import socket
 from collections import Counter
-from collections.abc import Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ringattn.plan.ring_plan import Nodes
-from ringattn.transport.base import Choice, Transport
+from ringattn.transport.base import Choice, RingContext, Transport
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.symmetric_memory import Memory
 from ringattn.transport.gpu_sharing import SHARE, may_share_gpus, ranks_per_gpu, sm_margin_of
 from ringattn.transport.process_group import name_part
+from ringattn.transport.reduce.base import PartialReducer
+from ringattn.transport.reduce.stacked import LocalReducer, ProcessGroupReducer
+from ringattn.transport.timeout import BoundedWait
 
 TRANSPORTS = ("auto", "copy_engine", "process_group")
 PROBE_BYTES = 16 * 2**20
-"""What is pushed once to learn how fast a link is: large enough to run at full speed."""
+"""Size of the push that measures a link: large enough for full speed."""
 
 
 def look(device: torch.device) -> dict[str, Any]:
-    """What this rank can do for a copy engine, ready to be compared with the others."""
+    """Return the facts of this rank that decide whether a copy engine can serve, as JSON has them."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
     missing = None
@@ -47,20 +45,13 @@ def look(device: torch.device) -> dict[str, Any]:
 def find_obstacle(
     rank: int, device: torch.device, found: Sequence[dict[str, Any]], nodes: Nodes | None = None
 ) -> str | None:
-    """Why the GPU of this rank and those of the others of its node can not reach each other; None where they can.
-
-    Args:
-        rank: This ring rank.
-        device: Its device.
-        found: What `look` said on every rank.
-        nodes: Who shares a node; None: all.
-    """
+    """Return the reason why the GPUs of a rank's node can not reach each other, by the results of `look` of all ranks, or None."""
     for peer, other in enumerate(found):
         if other["missing"] is not None:
             return f"ring rank {peer} can not take part: {other['missing']}"
     mates = node_of(rank, nodes, len(found))
     if len(mates) == 1:
-        return "a node of one rank has nobody within"
+        return "a node of one rank has no peers within"
     for peer in mates:
         if found[peer]["host"] != found[rank]["host"]:
             hint = '; pass nodes="auto" for a ring of several hosts' if nodes is None else ""
@@ -81,13 +72,31 @@ def find_obstacle(
 
 
 def most_on_one_gpu(found: Sequence[dict[str, Any]]) -> int:
-    """How many ranks the fullest GPU has, of this ring or of all, by what `look` said on every rank."""
+    """Return the number of ranks on the fullest GPU, of this ring or of all, by the results of `look` on every rank."""
     here = Counter((one["host"], one["uuid"]) for one in found)
     return max(*here.values(), *(one["ranks"] for one in found))
 
 
+def group_by_host(hosts: Sequence[str]) -> Nodes:
+    """Return the nodes of a ring: ranks of one host share a node, in the order in which hosts appear.
+
+    Example:
+        >>> group_by_host(["a", "a", "b", "b"])
+        ((0, 1), (2, 3))
+    """
+    nodes: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        nodes.setdefault(host, []).append(rank)
+    sizes = {host: len(ranks) for host, ranks in nodes.items()}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(
+            f"nodes='auto' must find equally many ring ranks on every host, got {sizes}; pass nodes=1 for a ring of one level"
+        )
+    return tuple(tuple(ranks) for ranks in nodes.values())
+
+
 def node_of(rank: int, nodes: Nodes | None, world_size: int) -> tuple[int, ...]:
-    """The ranks that share a node with a rank, itself among them, in the order of their places.
+    """Return the ranks that share a node with a rank, itself among them, in the order of their places.
 
     Example:
         >>> node_of(2, ((0, 1), (2, 3)), 4)
@@ -96,67 +105,35 @@ def node_of(rank: int, nodes: Nodes | None, world_size: int) -> tuple[int, ...]:
     return tuple(range(world_size)) if nodes is None else next(node for node in nodes if rank in node)
 
 
-class Clock(Protocol):
-    """What measures a copy (`CudaStreams`)."""
-
-    def time_copy(self, target: int, source: int, num_bytes: int) -> float:
-        """Seconds of one copy between addresses."""
-        ...
-
-
-def measure_push(place: int, size: int, clock: Clock, memory: Memory, consensus: RankConsensus) -> float:
-    """Bytes per second at which the slowest rank pushes to the next one while all do; the same on all ranks.
-
-    Args:
-        place: This rank's among those that share memory.
-        size: How many these are.
-        clock: What measures.
-        memory: Where regions come from.
-        consensus: How all ranks of the ring compare.
-    """
+def measure_push(
+    place: int, size: int, time_copy: Callable[[int, int, int], float], memory: Memory, consensus: RankConsensus
+) -> float:
+    """Return the bytes per second of the slowest rank's push to the next one while all do; the same on all ranks."""
     source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=memory.device)
     region = memory.region(PROBE_BYTES, "probe")
-    seconds = clock.time_copy(region.addresses[(place + 1) % size], source.data_ptr(), PROBE_BYTES)
-    # whoever still pushes is let finish before the region goes
+    seconds = time_copy(region.addresses[(place + 1) % size], source.data_ptr(), PROBE_BYTES)
+    # the region must outlive the pushes of all ranks
     memory.barrier("probe ends")
     return min(consensus.share("bytes per second", PROBE_BYTES / seconds))
 
 
 def choose(
     wanted: str,
-    group_name: str,
-    rank: int,
-    world_size: int,
-    name: str,
     device: torch.device,
     consensus: RankConsensus,
-    timeout: timedelta,
     memory_budget: int | None,
     fallback: Transport,
     nodes: Nodes | None = None,
 ) -> tuple[Transport, Choice, int, float]:
-    """How a ring moves shards. Every rank calls it.
+    """Choose the transport of a ring; every rank calls it. Errors are raised on every rank.
 
-    Args:
-        wanted: One of `TRANSPORTS`.
-        group_name: Name of the process group.
-        rank: This ring rank.
-        world_size: Ranks of the ring.
-        name: The ring's name.
-        device: Where this rank's tensors are.
-        consensus: How ranks compare.
-        timeout: How long the ring may stand still.
-        memory_budget: Bytes; None for a quarter of what is free on the fullest device.
-        fallback: The transport over the process group.
-        nodes: Who shares a node; the transport then serves within this rank's. None: one level.
+    wanted is one of `TRANSPORTS`, fallback the transport over the process group. memory_budget is in bytes; None for a quarter of
+    the free memory of the fullest device. Where nodes are given, the transport serves within this rank's.
 
     Returns:
         The transport, the reason, the bytes that gathered keys may take per rank, and `RingContext.push_rate`.
-
-    Raises:
-        ValueError: The memory budgets differ; raised on every rank.
-        RuntimeError: `copy_engine` was asked for and can not serve; raised on every rank.
     """
+    rank, world_size, timeout = consensus.rank, consensus.world_size, consensus.timeout
     if wanted == "process_group":
         return fallback, Choice("process_group", "asked for"), memory_budget or 0, 0.0
     here = look(device) | {"memory_budget": memory_budget}
@@ -166,7 +143,7 @@ def choose(
         raise ValueError(f"memory_budget must be the same on all ring ranks, got {budgets} by rank; pass one number")
     budget = memory_budget if memory_budget is not None else min(other["free"] for other in found) // 4
     transport, rate, obstacle = None, 0.0, find_obstacle(rank, device, found, nodes)
-    obstacle = next((text for text in consensus.share("obstacle", obstacle) if text is not None), None)
+    obstacle = consensus.first("obstacle", obstacle)
     if obstacle is None:
         from ringattn.transport.copy_engine.cuda_driver import CudaStreams
         from ringattn.transport.copy_engine.symmetric_memory import SymmetricMemory
@@ -177,20 +154,20 @@ def choose(
             error = None
         except RuntimeError as refusal:
             streams, error = None, f"ring rank {rank}: {refusal}"
-        # one rank may have a broken installation: nobody makes memory before all are ready
-        obstacle = next((text for text in consensus.share("error", error) if text is not None), None)
+        # one rank may have a broken installation: all must be ready before memory is made
+        obstacle = consensus.first("error", error)
         if obstacle is None and streams is not None:
-            mates, within, together = node_of(rank, nodes, world_size), group_name, consensus
+            mates, within, together = node_of(rank, nodes, world_size), consensus.group_name, consensus
             if nodes is not None:
                 place = mates.index(rank)
-                within = f"ringattn/{name}/node {nodes.index(mates)}"
-                name_part(within, group_name, place, len(mates))
-                together = RankConsensus(group_name, place, len(mates), within, timeout)
+                within = f"ringattn/{consensus.name}/node {nodes.index(mates)}"
+                name_part(within, consensus.group_name, place, len(mates))
+                together = RankConsensus(consensus.group_name, place, len(mates), within, timeout)
             memory = SymmetricMemory(within, together, device, streams.synchronize)
-            rate = measure_push(mates.index(rank), len(mates), streams, memory, consensus)
+            rate = measure_push(mates.index(rank), len(mates), streams.time_copy, memory, consensus)
             sm_margin = sm_margin_of(device, most_on_one_gpu(found))
             transport = CopyEngineTransport(
-                rank, mates, name, streams, memory, timeout.total_seconds(), sm_margin=sm_margin
+                rank, mates, consensus.name, streams, memory, timeout.total_seconds(), sm_margin=sm_margin
             )
     if transport is not None:
         why = f"the {world_size} GPUs of the ring are on one host and reach each other"
@@ -204,3 +181,28 @@ def choose(
             "use transport='auto' or 'process_group'"
         )
     return fallback, Choice("process_group", f"{obstacle}"), budget, 0.0
+
+
+def choose_reducer(
+    device: torch.device,
+    choice: Choice,
+    consensus: RankConsensus | None,
+    context: RingContext,
+    bounded_wait: BoundedWait,
+) -> PartialReducer:
+    """Choose the reducer of a ring for partials on a device, after its transport. Every rank calls it."""
+    if consensus is None:
+        return LocalReducer()
+    why = f"the partials are in {device.type} memory" if choice.name == "undecided" else str(choice)
+    if choice.name == "copy_engine" and context.nodes is not None:
+        why = f"partials cross between nodes ({why})"
+    elif choice.name == "copy_engine" and device.type == "cuda":
+        from ringattn.transport.copy_engine.transport import CopyEngineTransport
+
+        missing = None if importlib.util.find_spec("triton") else f"ring rank {consensus.rank} has no triton"
+        missing = consensus.first("missing for a reducer", missing)
+        if missing is None:
+            assert isinstance(context.transport, CopyEngineTransport), "the copy engine was chosen"
+            return context.transport.one_shot(consensus, why)
+        why = missing
+    return ProcessGroupReducer(consensus, bounded_wait, why)

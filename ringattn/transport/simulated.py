@@ -1,11 +1,12 @@
-"""All ranks in one process: the oracle for distribution.
+"""Transport between all ranks of a ring in one process: mailboxes between threads of which exactly one runs at a time.
 
-Owns mailboxes between threads of which exactly one runs at a time, so that kernels and interpreters that are not
-thread-safe see one caller. Moves copies, so that a rank that reads too early or writes too late is found out.
+Kernels and interpreters that are not thread-safe see one caller. Messages are copies, and buffers are poisoned, so that a rank
+that reads too early or writes too late gets NaN.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,28 +21,30 @@ from ringattn.plan.ring_plan import GatherPlan, Nodes
 from ringattn.transport.base import GradMessage, GradReturn, Message, RingContext, Transport, Work
 
 T = TypeVar("T")
+_CPU = torch.device("cpu")
 
 MessageTag = tuple[int, bool]
-"""(number of the post, a reply or not): equal on both sides (`Transport.post`)."""
+"""(number of the post, whether it is a `GradMessage`): equal on both sides (`Transport.post`)."""
 
 
+@dataclass
 class _SimulatedWork:
-    def __init__(self, hub: _Hub, rank: int, receives: list[tuple[Message, MessageTag]], what: str) -> None:
-        self._hub = hub
-        self._rank = rank
-        self._receives = receives
-        self._what = what
+    hub: _Hub
+    rank: int
+    receives: list[tuple[Message, MessageTag]]
+    what: str
 
     def wait(self) -> None:
-        for (peer, x), mark in self._receives:
-            x.copy_(self._hub.collect(peer, self._rank, self._what, mark))
+        for (peer, x), tag in self.receives:
+            x.copy_(self.hub.collect(peer, self.rank, self.what, tag))
 
 
 class _Hub:
-    """Mailboxes of all pairs of ranks, and the baton that lets one rank run at a time."""
+    """Mailboxes of all pairs of ranks, and the condition that lets one rank run at a time."""
 
-    def __init__(self, world_size: int) -> None:
-        self.baton = threading.Condition()
+    def __init__(self, world_size: int, device: torch.device) -> None:
+        self.device = device
+        self.running = threading.Condition()
         self.failed: BaseException | None = None
         self.world_size = world_size
         self._running = world_size
@@ -50,25 +53,23 @@ class _Hub:
             (a, b): deque() for a in range(world_size) for b in range(world_size)
         }
 
-    def deliver(self, source: int, target: int, x: Tensor, mark: MessageTag | None = None) -> None:
-        self._mail[source, target].append((x.clone(), mark))
-        self.baton.notify_all()
+    def deliver(self, source: int, target: int, x: Tensor, tag: MessageTag | None = None) -> None:
+        self._mail[source, target].append((x.clone(), tag))
+        self.running.notify_all()
 
-    def collect(self, source: int, target: int, what: str, mark: MessageTag | None = None) -> Tensor:
+    def collect(self, source: int, target: int, what: str, tag: MessageTag | None = None) -> Tensor:
         box = self._mail[source, target]
         self._waiting[target] = source
         while not box:
             if self.failed is None and self._stuck():
                 self.failed = RuntimeError(f"ring rank {target}: {what}: every rank waits; rank {source} never sent")
-                self.baton.notify_all()
+                self.running.notify_all()
             if self.failed is not None:
                 raise RuntimeError(f"ring rank {target}: {what}: another rank failed first") from self.failed
-            self.baton.wait()
+            self.running.wait()
         del self._waiting[target]
         x, found = box.popleft()
-        assert found == mark, (
-            f"{what}: rank {source} sent in post and kind {found} what rank {target} expects in {mark}"
-        )
+        assert found == tag, f"{what}: rank {source} sent in post and kind {found} what rank {target} expects in {tag}"
         return x
 
     def _stuck(self) -> bool:
@@ -79,23 +80,17 @@ class _Hub:
     def end_rank(self, error: BaseException | None) -> None:
         self._running -= 1
         self.failed = self.failed or error
-        self.baton.notify_all()
+        self.running.notify_all()
 
 
+@dataclass(eq=False)
 class SimulatedTransport(Transport):
-    """One rank's end of the mailboxes.
+    """One rank's end of the mailboxes, whose buffers are NaN except where kernels may read and write."""
 
-    Args:
-        hub: The mailboxes.
-        rank: This rank.
-        sm_margin: See `KVGather.sm_margin`.
-    """
-
-    def __init__(self, hub: _Hub, rank: int, sm_margin: int = 0) -> None:
-        self._hub = hub
-        self._rank = rank
-        self._sm_margin = sm_margin
-        self._posts = 0
+    hub: _Hub
+    rank: int
+    sm_margin: int = 0
+    _posts: int = 0
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
@@ -105,54 +100,33 @@ class SimulatedTransport(Transport):
             peer, x = message
             if x.numel():
                 assert peers.setdefault(isinstance(message, GradMessage), peer) == peer, (
-                    f"{what}: one peer per kind of parcel"
+                    f"{what}: one peer per kind of message"
                 )
-                self._hub.deliver(self._rank, peer, x, (self._posts, isinstance(message, GradMessage)))
+                self.hub.deliver(self.rank, peer, x, (self._posts, isinstance(message, GradMessage)))
         for _, x in receives:
             # all bits set is NaN in every float dtype, in messages of bytes too
             x.view(-1).view(torch.uint8).fill_(255)
         expected = [
             (message, (self._posts, isinstance(message, GradMessage))) for message in receives if message[1].numel()
         ]
-        return _SimulatedWork(self._hub, self._rank, expected, what)
+        return _SimulatedWork(self.hub, self.rank, expected, what)
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        """Mailboxes hold whatever is sent."""
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        """Return: mailboxes hold any size."""
 
-    def kv_gather(self) -> SimulatedKVGather:
-        """Everything is fetched before the kernel starts."""
-        return SimulatedKVGather(self._hub, self._rank, self._sm_margin)
-
-
-class SimulatedKVGather:
-    """Gathers by mail: what a kernel reads and writes is poisoned unless it is owed to it.
-
-    Args:
-        hub: The mailboxes.
-        rank: This rank.
-        sm_margin: See `KVGather.sm_margin`.
-    """
-
-    def __init__(self, hub: _Hub, rank: int, sm_margin: int) -> None:
-        self._hub = hub
-        self._rank = rank
-        self.sm_margin = sm_margin
+    def kv_gather(self) -> SimulatedTransport:
+        """Return this transport, which fetches all rows before the kernel starts."""
+        return self
 
     def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
-        """Mailboxes hold whatever is sent."""
+        """Return: mailboxes hold any size."""
 
     def remote_shard_buffer(
-        self,
-        turn: int,
-        shape: tuple[int, int, int],
-        rows: int,
-        dims: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, turn: int, shape: tuple[int, int, int], rows: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
         """See `KVGather.remote_shard_buffer`."""
-        del turn  # nobody reads here what has been delivered
-        return torch.full((*shape, sum(dims)), float("nan"), dtype=dtype, device=device)[:, :rows]
+        del turn
+        return torch.full((*shape, sum(dims)), float("nan"), dtype=dtype, device=self.hub.device)[:, :rows]
 
     def gather(
         self,
@@ -174,53 +148,47 @@ class SimulatedKVGather:
         )
         table = None
         if key_bias is not None:
-            # what belongs to nobody is no number
-            nobody = key_bias.new_full((key_bias.shape[0], gather_plan.remote_rows), float("nan"))
-            table = torch.cat((key_bias, self._fetch(key_bias, nobody, gather_plan, what)), 1)
-        ready_flags = self.saved_ready_flags(gather_plan, groups, k.device)
+            # padding rows stay NaN
+            unset = key_bias.new_full((key_bias.shape[0], gather_plan.remote_rows), float("nan"))
+            table = torch.cat((key_bias, self._fetch(key_bias, unset, gather_plan, what)), 1)
+        ready_flags = self.saved_ready_flags(gather_plan, groups)
         saved = remote.clone() if keep else None
         handle = _SimulatedHandle(
             remote, remote[..., : k.shape[-1]], remote[..., k.shape[-1] :], saved, table, ready_flags
         )
         if grad_return is not None:
-            assert isinstance(grad_return, _SimulatedGradReturn), "a homecoming of the same ring"
+            assert isinstance(grad_return, _SimulatedGradReturn), "gradients are returned in the same ring"
             grad_return.begin()
             grad_return.handle = handle
         return handle
 
     def _fetch(self, mine: Tensor, remote: Tensor, gather_plan: GatherPlan, what: str) -> Tensor:
-        """Far, with the rows of all others in it; rows are dimension 1."""
+        """Write the rows of all others into remote, whose dimension 1 is rows, and return it."""
         for reader in gather_plan.sends:
-            self._hub.deliver(
-                self._rank,
+            self.hub.deliver(
+                self.rank,
                 reader.peer,
                 torch.cat([mine.narrow(1, offset, length) for offset, length in reader.rows], 1),
             )
         for fetch in gather_plan.recvs:
-            rows = self._hub.collect(
-                fetch.owner, self._rank, f"{what}, keys of ring step {gather_plan.first + fetch.step}"
+            rows = self.hub.collect(
+                fetch.owner, self.rank, f"{what}, keys of ring step {gather_plan.first + fetch.step}"
             )
             remote[:, fetch.at : fetch.at + rows.shape[1]] = rows
         return remote
 
-    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags:
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags:
         """See `KVGather.saved_ready_flags`."""
         del gather_plan
-        # there from the start, but said as on real ranks, so that the same kernels run
-        flags = torch.ones(groups, self._hub.world_size, dtype=torch.int32, device=device)
-        return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=device), timeout_ns=10**9)
+        # raised from the start; flags are passed as on real ranks, so that the same kernels run
+        flags = torch.ones(groups, self.hub.world_size, dtype=torch.int32, device=self.hub.device)
+        return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=self.hub.device), timeout_ns=10**9)
 
     def grad_return(
-        self,
-        shape: tuple[int, int, int],
-        gather_plan: GatherPlan,
-        device: torch.device,
-        what: str,
-        *,
-        biased: bool = False,
+        self, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool = False
     ) -> _SimulatedGradReturn:
         """See `KVGather.grad_return`."""
-        return _SimulatedGradReturn(self._hub, self._rank, shape, gather_plan, device, what, biased=biased)
+        return _SimulatedGradReturn(self.hub, self.rank, shape, gather_plan, what, biased=biased)
 
 
 @dataclass
@@ -233,7 +201,7 @@ class _SimulatedHandle:
     ready_flags: ReadyFlags | None
 
     def close(self) -> None:
-        # a kernel that is launched later would be too late
+        # a kernel that is launched later must not read it
         self.remote.fill_(float("nan"))
         if self.key_bias is not None:
             self.key_bias.fill_(float("nan"))
@@ -241,15 +209,7 @@ class _SimulatedHandle:
 
 class _SimulatedGradReturn:
     def __init__(
-        self,
-        hub: _Hub,
-        rank: int,
-        shape: tuple[int, int, int],
-        gather_plan: GatherPlan,
-        device: torch.device,
-        what: str,
-        *,
-        biased: bool,
+        self, hub: _Hub, rank: int, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool
     ) -> None:
         b, hk, width = shape
         self._hub, self._rank, self._gather_plan, self._what = hub, rank, gather_plan, what
@@ -257,14 +217,11 @@ class _SimulatedGradReturn:
         self.handle: _SimulatedHandle | None = None
         self._begun = False
         sides = len(gather_plan.recvs) + 1
-        self._contributions = torch.full(
-            (sides, b, self.rows, hk, width), float("nan"), dtype=torch.float32, device=device
-        )
+        unset = functools.partial(torch.full, fill_value=float("nan"), dtype=torch.float32, device=hub.device)
+        self._contributions = unset((sides, b, self.rows, hk, width))
         self.local_grads = self._contributions[0]
         self.addresses = _addresses(self._contributions)
-        self._biases = None
-        if biased:
-            self._biases = torch.full((sides, b, hk, self.rows), float("nan"), dtype=torch.float32, device=device)
+        self._biases = unset((sides, b, hk, self.rows)) if biased else None
         self.local_bias_grads = None if self._biases is None else self._biases[0]
         self.bias_addresses = None if self._biases is None else _addresses(self._biases)
 
@@ -272,7 +229,7 @@ class _SimulatedGradReturn:
         self._begun = True
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
-        assert self._begun, "a homecoming begins before its backward"
+        assert self._begun, "a return of gradients begins before its backward"
         if self.handle is not None:
             self.handle.close()
         return self._exchange(self._contributions), [] if self._biases is None else self._exchange(self._biases)
@@ -296,7 +253,7 @@ class _SimulatedGradReturn:
 
 
 def _addresses(regions: Tensor) -> Tensor:
-    """Where each region begins, int64."""
+    """Return the int64 addresses of the regions."""
     return torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=regions.device)
 
 
@@ -307,30 +264,23 @@ def run_ranks(
     *,
     budget: int = 0,
     sm_margin: int = 0,
+    device: torch.device = _CPU,
 ) -> list[T]:
-    """Runs `body` once per rank in lockstep and returns the results in rank order.
+    """Run `body` once per rank in lockstep and return the results in rank order; raise the first exception.
 
-    Args:
-        world_size: Ranks to simulate.
-        body: The work of one rank.
-        nodes: Who shares a node, in a ring of two levels.
-        budget: Bytes that gathered keys may take on a rank (`RingContext.budget`); 0: visits one by one.
-        sm_margin: See `KVGather.sm_margin`.
-
-    Raises:
-        BaseException: Whatever the first failing rank raised.
+    nodes, budget and sm_margin are those of `RingContext` and `KVGather`, device that of gathered rows.
     """
-    hub = _Hub(world_size)
+    hub = _Hub(world_size, device)
     results: dict[int, T] = {}
     grad = torch.is_grad_enabled()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def run(rank: int) -> None:
         error: BaseException | None = None
-        with hub.baton:
+        with hub.running:
             try:
-                if device is not None:
-                    torch.cuda.set_device(device)
+                if current is not None:
+                    torch.cuda.set_device(current)
                 with torch.set_grad_enabled(grad):
                     transport = SimulatedTransport(hub, rank, sm_margin)
                     context = RingContext(rank, world_size, transport, budget=budget, nodes=nodes)

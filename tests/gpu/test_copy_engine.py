@@ -138,7 +138,7 @@ def _grad_buffers(rank: int, world_size: int) -> None:
     ring, end = settle()
     gather_plan = gather_plans(ring, causal=True)
     for salt in range(6):
-        coming = end.grad_return((1, HEADS, 2 * DIM), gather_plan, torch.device("cuda"), "test")
+        coming = end.grad_return((1, HEADS, 2 * DIM), gather_plan, "test")
         coming.begin()
         size = ROWS * HEADS * 2 * DIM
         for source in range(1 + len(gather_plan.recvs)):

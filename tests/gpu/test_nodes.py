@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Ring, ring_attention, simulate_ring
-from ringattn.launch.check.stress import poison_buffers
+from ringattn.launch.check.poison import poison_buffers
 from ringattn.launch.runtime.slow_link import slow_down
 from ringattn.transport.copy_engine.transport import CopyEngineTransport
 from tests.gpu.test_copy_engine import RANKS, SHARED, run

@@ -72,14 +72,14 @@ def attempt(call: Callable[..., Any], *args: Any) -> str:
 def refuse(consensus: Ranked, words: str, how: str) -> None:
     """Refuses before comparing, in one of the ways that happen."""
     if how == "wrapped":
-        with consensus:
+        with consensus.publishing_errors():
             try:
-                with consensus:
+                with consensus.publishing_errors():
                     raise KeyError(words)
             except KeyError as error:
                 raise ValueError(words) from error
     elif how == "nested":
-        with consensus, consensus:
+        with consensus.publishing_errors(), consensus.publishing_errors():
             raise ValueError(words)
     else:
         consensus.raise_on_all_ranks(ValueError(words))
@@ -112,7 +112,7 @@ def test_ranks_stay_in_step_whatever_some_of_them_refuse(steps: list[tuple[str, 
         )
 
     def within(consensus: Ranked, rank: int, number: int) -> None:
-        with consensus:
+        with consensus.publishing_errors():
             step(consensus, rank, number)
 
     def program(consensus: Ranked, rank: int) -> list[str]:
@@ -132,7 +132,7 @@ def test_ranks_stay_in_step_whatever_some_of_them_refuse(steps: list[tuple[str, 
                 assert "ValueError: " in words
 
 
-def test_who_refuses_long_before_others_compare_or_long_after_leaves_them_in_step() -> None:
+def test_an_error_long_before_or_after_a_comparison_leaves_ranks_in_step() -> None:
     def program(consensus: Ranked, rank: int) -> list[str]:
         said = []
         for number in range(4):
@@ -153,10 +153,10 @@ def test_who_refuses_long_before_others_compare_or_long_after_leaves_them_in_ste
             assert one.startswith(f"ValueError: {number}" if rank == number // 2 else "ValueError: ring rank")
 
 
-def test_who_waited_in_vain_and_who_came_late_are_in_step_and_count_alike() -> None:
+def test_a_rank_that_timed_out_and_a_late_one_are_in_step_and_count_equal_failures() -> None:
     def late(consensus: Ranked, rank: int) -> None:
         time.sleep(0.6 * (rank == 1))
-        with consensus:
+        with consensus.publishing_errors():
             consensus.assert_equal_across_ranks("a text", "")
 
     def program(consensus: Ranked, rank: int) -> str:
@@ -170,7 +170,7 @@ def test_who_waited_in_vain_and_who_came_late_are_in_step_and_count_alike() -> N
     assert "ring ranks [0] waited" in came
 
 
-def test_who_never_comes_again_leaves_words() -> None:
+def test_a_rank_that_never_returns_leaves_its_keys() -> None:
     gone, here = make(2)
     with pytest.raises(ValueError, match="no room"):
         gone.raise_on_all_ranks(ValueError("no room"))
@@ -205,7 +205,7 @@ def test_a_thread_that_refuses_beside_one_that_compares_takes_no_round() -> None
 
 
 @pytest.mark.parametrize("how", ["same", "other size", "refused"])
-def test_ranks_that_make_buffers_hear_of_one_that_refuses(how: str) -> None:
+def test_ranks_that_make_buffers_raise_the_error_of_another_rank(how: str) -> None:
     def program(consensus: Ranked, rank: int) -> list[str]:
         memory = SymmetricMemory("threads", consensus, torch.device("cpu"), lambda: None)
         wrong = how if rank else ""
@@ -225,7 +225,7 @@ def test_ranks_that_make_buffers_hear_of_one_that_refuses(how: str) -> None:
         assert after == "ok"
 
 
-def test_an_error_is_kept_by_nobody() -> None:
+def test_no_reference_to_an_error_is_kept() -> None:
     """It holds frames, and these hold tensors."""
 
     class Held:
@@ -233,7 +233,7 @@ def test_an_error_is_kept_by_nobody() -> None:
 
     def fail() -> weakref.ref[Held]:
         held = Held()
-        with pytest.raises(ValueError, match="words"), make(2)[0]:
+        with pytest.raises(ValueError, match="words"), make(2)[0].publishing_errors():
             raise ValueError("words", held)
         return weakref.ref(held)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import ReadyFlags
 from ringattn.kernels.kv.pack import pack
+from ringattn.launch.check.poison import poison_transport
 from ringattn.plan.layouts import Run, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RecvSpec, make_gather_plan, make_plan
@@ -237,8 +238,8 @@ def send_home(
     """
     width = sum(shape.dims)
     streams, end, gather_plan = ranks.streams[rank], ranks.ends[rank], shape.gather_plans[rank]
-    size, place = (shape.batch, shape.heads, width), torch.device("cpu")
-    coming = end.grad_return(size, gather_plan, place, f"home {salt}", biased=shape.biased)
+    size = (shape.batch, shape.heads, width)
+    coming = end.grad_return(size, gather_plan, f"home {salt}", biased=shape.biased)
     assert coming.rows == shape.rows
     assert (coming.local_bias_grads is not None) == shape.biased
     assert coming.addresses[0] == coming.local_grads.data_ptr()
@@ -486,7 +487,7 @@ def kept(
         shape, end = layers[layer], ranks.ends[rank]
         found = held[rank].pop()
         far = dataclasses.make_dataclass("Handle", ["remote", "ready_flags"])(
-            found.saved, end.saved_ready_flags(shape.gather_plans[rank], shape.groups, torch.device("cpu"))
+            found.saved, end.saved_ready_flags(shape.gather_plans[rank], shape.groups)
         )
         launched = ranks.streams[rank].launches
 
@@ -522,7 +523,7 @@ def play(ranks: Ranks, kind: str, shape: Shape, salt: int) -> None:
     elif kind.startswith("kept"):
         kept(ranks, [shape] * (1 + salt % 3), salt, "kept" if kind == "kept in place" else None)
     elif kind == "poison":
-        ranks.each(lambda rank: ranks.ends[rank].poison())
+        ranks.each(lambda rank: poison_transport(ranks.ends[rank]))
     else:
         zero_copy_kv(ranks, shape, salt, kind)
 
@@ -557,8 +558,8 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
         streams, end, gather_plan = ranks.streams[rank], ranks.ends[rank], shape.gather_plans[rank]
         streams.recording = recordings[rank] = Recording()
         bias = biases[rank] if shape.biased else None
-        size, place = (shape.batch, shape.heads, width), torch.device("cpu")
-        coming = end.grad_return(size, gather_plan, place, "captured", biased=shape.biased)
+        size = (shape.batch, shape.heads, width)
+        coming = end.grad_return(size, gather_plan, "captured", biased=shape.biased)
         found = end.gather(*inputs[rank], gather_plan, shape.groups, "captured", key_bias=bias, grad_return=coming)
         expected = (lambda owner: bias_of(shape, owner, now[rank])) if shape.biased else None
         run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, now[rank]), biases=expected)
@@ -650,8 +651,8 @@ class Again:
 
     def come_back(self, rank: int) -> None:
         shape, streams, gather_plan = self.shape, self.ranks.streams[rank], self.shape.gather_plans[rank]
-        size, place = (shape.batch, shape.heads, sum(shape.dims)), torch.device("cpu")
-        coming = self.ranks.ends[rank].grad_return(size, gather_plan, place, "again")
+        size = (shape.batch, shape.heads, sum(shape.dims))
+        coming = self.ranks.ends[rank].grad_return(size, gather_plan, "again")
         self.forward(rank, coming)
         for address, fetch in zip(coming.addresses[1:].tolist(), gather_plan.recvs, strict=True):
             mark = torch.zeros(1)
@@ -717,7 +718,7 @@ def test_a_call_is_enqueued_piece_by_piece_twice_and_recorded_once_for_each_turn
 @pytest.mark.parametrize(
     ("how", "enqueued"), [("nothing", 0), ("growing", 4), ("lending", 4), ("closing", 5), ("poison", 1), ("another", 1)]
 )
-def test_graphs_go_with_what_they_rely_on(how: str, enqueued: int) -> None:
+def test_graphs_are_dropped_with_the_memory_they_use(how: str, enqueued: int) -> None:
     """Rows, guard rows and contributions are looked at in every call of these."""
     ranks = Ranks(3, 0)
     big = full(3, rows=6)
@@ -739,7 +740,7 @@ def test_graphs_go_with_what_they_rely_on(how: str, enqueued: int) -> None:
     elif how == "closing":
         ranks.each(lambda rank: ranks.ends[rank].close())
     elif how == "poison":
-        ranks.each(lambda rank: ranks.ends[rank].poison())
+        ranks.each(lambda rank: poison_transport(ranks.ends[rank]))
     elif how == "another":
         gather(ranks, big, 53)
     # guard rows of another layout are cleared by one more graph; after closing the first call makes memory once more
@@ -755,7 +756,7 @@ def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(
 ) -> None:
     ranks = Ranks(2, 0)
     again = Again(ranks, full(2)).reserve_gather()
-    receive = copy_engine.CopyEngineGradReturn.receive
+    receive = copy_engine._CopyEngineGradReturn.receive
 
     def refuse(work: Callable[[], object]) -> None:
         FakeStreams.record(ranks.streams[1], work)
@@ -767,7 +768,7 @@ def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(
         return receive(coming)
 
     if early:
-        monkeypatch.setattr(copy_engine.CopyEngineGradReturn, "receive", break_off)
+        monkeypatch.setattr(copy_engine._CopyEngineGradReturn, "receive", break_off)
     else:
         monkeypatch.setattr(ranks.streams[1], "record", refuse)
     for salt in range(1, 9):
@@ -794,13 +795,13 @@ def test_graphs_are_made_as_long_as_they_are_repaid(monkeypatch: pytest.MonkeyPa
     assert some(agains[3], 5) == 5
 
 
-def test_what_was_left_open_is_closed_by_no_graph() -> None:
+def test_an_open_gather_is_closed_outside_of_graphs() -> None:
     """Each launch of it would close it again."""
     ranks = Ranks(2, 0)
     again = Again(ranks, full(2)).reserve_gather()
 
     def leave_open(rank: int) -> None:
-        ranks.ends[rank].grad_return((1, 2, 4), again.shape.gather_plans[rank], torch.device("cpu"), "left").begin()
+        ranks.ends[rank].grad_return((1, 2, 4), again.shape.gather_plans[rank], "left").begin()
 
     for salt in range(1, 9):
         if salt == 3:
@@ -940,7 +941,7 @@ def test_a_gather_may_begin_between_a_post_and_its_wait(world_size: int, seed: i
     ranks.world.drain()
 
 
-def test_what_posts_hold_does_not_depend_on_the_number_of_ranks() -> None:
+def test_memory_of_posts_does_not_depend_on_the_number_of_ranks() -> None:
     held = []
     for world_size in (2, 4, 8):
         ranks = Ranks(world_size, 0)
@@ -954,7 +955,7 @@ def test_what_posts_hold_does_not_depend_on_the_number_of_ranks() -> None:
     assert 2 * (100_000 + 200_000) <= held[0] < 1.02 * 2 * (100_000 + 200_000)
 
 
-def test_without_replies_only_plain_parcels_have_boxes() -> None:
+def test_without_gradient_messages_only_plain_ones_have_outboxes() -> None:
     ranks = Ranks(2, 0)
     reserve(ranks, 10_000, 0)
     assert 2 * 100_000 <= ranks.ends[0].num_bytes() < 2.05 * 100_000
@@ -1067,7 +1068,7 @@ class Attention:
             shape.gather_plans[rank],
             shape.groups,
         )
-        coming = end.grad_return((1, 2, 4), gather_plan, torch.device("cpu"), "gradients") if backward else None
+        coming = end.grad_return((1, 2, 4), gather_plan, "gradients") if backward else None
         found = end.gather(
             *keys_of(shape, rank, salt), gather_plan, shape.groups, f"attention {salt}", grad_return=coming
         )
@@ -1191,7 +1192,7 @@ def test_rows_of_a_later_call_are_never_taken_for_those_of_this_one(
             assert len(attention.results[rank, salt]) == groups * (world_size - 1), "every tile ends"
 
 
-def test_a_transport_that_kept_rows_goes_when_nobody_holds_it() -> None:
+def test_a_transport_that_saved_rows_is_freed_when_it_is_dropped() -> None:
     ranks = Ranks(2, 0)
     shape, held = full(2), []
 
@@ -1232,9 +1233,9 @@ class Keeping:
     def backward(self, rank: int, layer: int) -> None:
         shape, ranks = self.shape, self.ranks
         streams, end, gather_plan = ranks.streams[rank], ranks.ends[rank], shape.gather_plans[rank]
-        ready_flags = end.saved_ready_flags(gather_plan, 1, torch.device("cpu"))
+        ready_flags = end.saved_ready_flags(gather_plan, 1)
         assert ready_flags is not None
-        coming = end.grad_return((1, 2, 4), gather_plan, torch.device("cpu"), "gradients")
+        coming = end.grad_return((1, 2, 4), gather_plan, "gradients")
         coming.begin()
         found: list[float] = []
         value = float(10 * layer + rank + 1)
@@ -1323,7 +1324,7 @@ def test_kept_rows_that_were_overwritten_are_never_taken_for_a_layers_own(
 
 @settings(max_examples=40, deadline=None)
 @given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32))
-def test_what_a_lost_rank_never_sent_is_nan(world_size: int, seed: int) -> None:
+def test_rows_that_a_lost_rank_never_sent_are_nan(world_size: int, seed: int) -> None:
     ranks = Ranks(world_size, seed)
     lost = world_size - 1
     post(ranks, 0, 5)
@@ -1402,7 +1403,7 @@ def test_a_kernel_that_gave_up_alone_leaves_the_next_call_alone() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_streams_that_share_a_queue_never_wait_for_what_stands_behind_them(world_size: int) -> None:
+def test_streams_that_share_a_queue_never_wait_for_later_work(world_size: int) -> None:
     for seed in range(5):
         ranks, shape = Ranks(world_size, seed), full(world_size, 2)
         ranks.world.shared = True
@@ -1424,7 +1425,7 @@ def test_a_call_costs_the_driver_few_batches_of_words(captured: bool, forward: i
         inputs = keys_of(shape, rank, 0)
         for home, expected in ((False, forward), (True, backward)):
             before = streams.launches
-            coming = end.grad_return((1, 2, 4), gather_plan, torch.device("cpu"), "gradients") if home else None
+            coming = end.grad_return((1, 2, 4), gather_plan, "gradients") if home else None
             found = end.gather(*inputs, gather_plan, 1, "counted", grad_return=coming)
             if coming is None:
                 found.close()
@@ -1437,7 +1438,7 @@ def test_a_call_costs_the_driver_few_batches_of_words(captured: bool, forward: i
     ranks.each(count)
 
 
-def test_a_rank_to_which_nobody_comes_home_hands_its_turn_on() -> None:
+def test_a_rank_without_returned_gradients_passes_its_turn_on() -> None:
     """Rank 0 shares no document with others, and is the nearest owner of rank 1."""
     mask = AttentionMask(seq_len=12, kv_len=12, documents=(0, 4, 12))
     shards = make_shards("contiguous", 12, 3, mask)
@@ -1451,12 +1452,12 @@ def test_a_rank_to_which_nobody_comes_home_hands_its_turn_on() -> None:
         assert not any(end.watchdog._progress[PLACE] % PLACES for end in ranks.ends), "nobody is on the ring any more"
 
 
-def test_a_homecoming_that_was_never_begun_leaves_the_next_one_alone() -> None:
+def test_a_return_of_gradients_that_never_began_leaves_the_next_one_alone() -> None:
     ranks, shape = Ranks(3, 0), full(3)
     come_home(ranks, shape, 1)
 
     def forget(rank: int) -> None:
-        ranks.ends[rank].grad_return((1, 2, 4), shape.gather_plans[rank], torch.device("cpu"), "forgotten")
+        ranks.ends[rank].grad_return((1, 2, 4), shape.gather_plans[rank], "forgotten")
 
     ranks.each(forget)
     for salt in range(2, 6):
@@ -1474,7 +1475,7 @@ def test_a_busy_ring_never_fails() -> None:
             assert end.watchdog.failure is None
 
 
-def test_a_lent_slot_has_the_rows_of_the_sharding_it_is_asked_for_with() -> None:
+def test_a_zero_copy_slot_has_the_rows_of_its_sharding() -> None:
     ranks = Ranks(2, 0)
     for salt, lengths in enumerate([(7, 6), (7, 7), (7, 6)]):
         found: dict[int, tuple[Tensor, Tensor]] = {}
@@ -1501,13 +1502,13 @@ def test_contributions_never_come_before_those_of_the_backward_before_last_are_a
 
 
 @pytest.mark.parametrize("kept_keys", [True, False])
-def test_a_long_backward_is_not_a_ring_that_stands_still(kept_keys: bool) -> None:
-    ranks, shape, place = Ranks(2, 0), full(2), torch.device("cpu")
+def test_a_long_backward_does_not_fail_the_ring(kept_keys: bool) -> None:
+    ranks, shape = Ranks(2, 0), full(2)
     homes = {}
 
     def begin(rank: int) -> None:
         end, gather_plan = ranks.ends[rank], shape.gather_plans[rank]
-        homes[rank] = end.grad_return((1, 2, 4), gather_plan, place, "gradients")
+        homes[rank] = end.grad_return((1, 2, 4), gather_plan, "gradients")
         if kept_keys:
             homes[rank].begin()
         else:
@@ -1531,7 +1532,7 @@ def test_a_long_backward_is_not_a_ring_that_stands_still(kept_keys: bool) -> Non
 
 @settings(max_examples=25, deadline=None)
 @given(world_size=st.integers(2, 3), seed=st.integers(0, 2**32))
-def test_backwards_of_packed_and_of_lent_keys_take_turns(world_size: int, seed: int) -> None:
+def test_backwards_of_packed_and_of_zero_copy_keys_alternate(world_size: int, seed: int) -> None:
     ranks = Ranks(world_size, seed)
     # as many of each in front of the other as there are places to come home to
     for salt, name in enumerate([None, None, "layer", "layer", None, "layer"]):
@@ -1539,7 +1540,7 @@ def test_backwards_of_packed_and_of_lent_keys_take_turns(world_size: int, seed: 
     ranks.world.drain()
 
 
-def test_a_lent_slot_goes_when_its_name_is_lent_with_another_shape() -> None:
+def test_a_zero_copy_slot_is_released_when_its_name_gets_another_shape() -> None:
     ranks, shape = Ranks(2, 0), full(2)
     slots: list[weakref.ref[Tensor]] = []
     for more in range(4):
@@ -1580,7 +1581,7 @@ def test_a_new_shape_inside_a_capture_is_refused() -> None:
         ranks.ends[0].gather(*keys_of(shape, 0, 0), shape.gather_plans[0], 1, "captured")
 
 
-def test_what_calls_in_inference_mode_made_serves_others() -> None:
+def test_buffers_made_in_inference_mode_serve_other_calls() -> None:
     """The devices here write outside of inference mode, too."""
     ranks, shape = Ranks(2, 0), full(2)
 
@@ -1588,8 +1589,8 @@ def test_what_calls_in_inference_mode_made_serves_others() -> None:
         end, gather_plan = ranks.ends[rank], shape.gather_plans[rank]
         with torch.inference_mode():
             end.zero_copy_kv("a", 1, 4, 4, 2, (2, 2), torch.float32)
-            end.remote_shard_buffer(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
-            coming = end.grad_return((1, 2, 4), gather_plan, torch.device("cpu"), "gradients")
+            end.remote_shard_buffer(0, (1, 4, 2), 4, (2, 2), torch.float32)
+            coming = end.grad_return((1, 2, 4), gather_plan, "gradients")
             end.gather(*keys_of(shape, rank, 0), gather_plan, 1, "an evaluation", grad_return=coming)
             coming.receive()
             coming.close()
@@ -1600,12 +1601,12 @@ def test_what_calls_in_inference_mode_made_serves_others() -> None:
         play(ranks, kind, shape, 1)
     for end in ranks.ends:
         k, v = end.zero_copy_kv("a", 1, 4, 4, 2, (2, 2), torch.float32)
-        remote_shard = end.remote_shard_buffer(0, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
+        remote_shard = end.remote_shard_buffer(0, (1, 4, 2), 4, (2, 2), torch.float32)
         local = (k, v, remote_shard, end._slot, end._local_grads, end._flags, end._error, *end._shard_buffers)
         assert not any(x.is_inference() for x in local if x.numel())
 
 
-def test_poison_leaves_nothing_of_earlier_calls_but_what_was_lent() -> None:
+def test_poison_leaves_no_rows_of_earlier_calls_but_zero_copy_slots() -> None:
     ranks, shape = Ranks(2, 0), full(2)
     for kind in ("gather", "home", "post", "lend a"):
         play(ranks, kind, shape, 1)
@@ -1630,14 +1631,6 @@ def test_all_ranks_keep_the_rate_of_the_slowest() -> None:
     values: dict[int, float] = {}
 
     @dataclass
-    class Clock:
-        seconds: float
-
-        def time_copy(self, target: int, source: int, num_bytes: int) -> float:
-            ctypes.memmove(target, source, num_bytes)
-            return self.seconds
-
-    @dataclass
     class Table:
         rank: int
 
@@ -1648,8 +1641,12 @@ def test_all_ranks_keep_the_rate_of_the_slowest() -> None:
             return [values[rank] for rank in range(3)]
 
     def measure(rank: int) -> None:
+        def time_copy(target: int, source: int, num_bytes: int) -> float:
+            ctypes.memmove(target, source, num_bytes)
+            return (1.0, 4.0, 2.0)[rank]
+
         table: Any = Table(rank)
-        found[rank] = measure_push(rank, 3, Clock((1.0, 4.0, 2.0)[rank]), FakeMemory(world, rank), table)
+        found[rank] = measure_push(rank, 3, time_copy, FakeMemory(world, rank), table)
 
     world.hosts(measure)
     assert found == dict.fromkeys(range(3), PROBE_BYTES / 4)

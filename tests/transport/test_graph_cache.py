@@ -296,7 +296,7 @@ def steady(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_graph_launches_what_its_call_did(
+def test_a_graph_launches_the_work_of_its_call(
     launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     ring = Ring(case)
@@ -328,7 +328,7 @@ def test_a_graph_launches_what_its_call_did(
         assert found[4:6] == found[6:8], "also rooms are where they were"
 
 
-def test_what_graphs_read_lives_as_long_as_they_do(launches: list[Launch], steady: Callable[[], None]) -> None:
+def test_tensors_that_graphs_read_live_as_long_as_they_do(launches: list[Launch], steady: Callable[[], None]) -> None:
     ring = Ring(Case())
     inputs = ring.inputs()
     for _ in range(6):
@@ -346,7 +346,7 @@ def test_what_graphs_read_lives_as_long_as_they_do(launches: list[Launch], stead
         gc.enable()
 
 
-def test_who_hears_of_launches_hears_of_all(
+def test_a_listener_of_launches_gets_all(
     launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ring = Ring(Case())
@@ -462,4 +462,4 @@ def test_a_profiler_sees_a_graph_under_the_name_of_its_call(launches: list[Launc
     assert ring.transport.graph_launches == before + 2
     names = [event.name for event in found.events() or ()]
     for way in ("forward", "backward"):
-        assert names.count(f"ring {way}: all visits in one launch") == 1
+        assert names.count(f"ring {way}: all ring steps in one launch") == 1

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringattn.transport.hierarchical
+import ringattn.transport.select
 from ringattn import Ring, ring_attention, simulate_ring
 from ringattn.launch.runtime import slow_link
 from ringattn.launch.runtime.slow_link import Throttled, slow_down
 from ringattn.transport.base import Done
-from ringattn.transport.hierarchical import group_by_host
 from ringattn.transport.local import LocalTransport
+from ringattn.transport.select import group_by_host
 from tests.cases import Attention
 from tests.pool import Pools
 from tests.transport.test_ring import CASES, LAYOUTS, Standard, attend, attentions, simulate
@@ -91,8 +91,8 @@ class Counting:
             self.sent[peer] += x.numel() * x.element_size()
         return self.transport.post(sends, receives, what)
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
-        self.transport.reserve(num_bytes, replies)
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        self.transport.reserve(num_bytes, grad_bytes)
 
     def kv_gather(self) -> None:
         return
@@ -216,7 +216,7 @@ def test_wrong_options_are_refused() -> None:
 
 
 def test_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(ringattn.transport.hierarchical)
+    result = doctest.testmod(ringattn.transport.select)
     assert result.attempted
     assert not result.failed
 

@@ -77,7 +77,7 @@ def draw_bias(n: int) -> Tensor:
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "balanced"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_one_launch_gives_what_the_visits_give(gathering, case, layout, world_size):
+def test_one_launch_equals_the_ring_steps(gathering, case, layout, world_size):
     q, k, v, do = draw(61, 4, 2)
     options = {"layout": layout, "do": do, "dlse": torch.ones(2, 4, 61), **CASES[case]}
     gathered = simulate_ring(q, k, v, world_size, memory_budget=PLENTY, **options)
@@ -94,7 +94,7 @@ def test_one_launch_gives_what_the_visits_give(gathering, case, layout, world_si
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("layout", "world_size"), [("zigzag", 2), ("contiguous", 3)])
-def test_a_bias_of_keys_comes_with_them_and_its_gradient_goes_home(gathering, case, layout, world_size):
+def test_key_bias_is_gathered_and_its_gradient_is_returned(gathering, case, layout, world_size):
     q, k, v, do = draw(61, 4, 2)
     options = {"layout": layout, "do": do, "key_bias": draw_bias(61), **CASES[case]}
     gathered = simulate_ring(q, k, v, world_size, memory_budget=PLENTY, **options)
@@ -144,7 +144,7 @@ def test_one_launch_gives_the_definition(gathering, biased):
     ],
     ids=["no budget", "too small a budget", "bias"],
 )
-def test_what_one_launch_cannot_serve_goes_visit_by_visit(gathering, options):
+def test_calls_that_one_launch_cannot_serve_are_stepwise(gathering, options):
     q, k, v, do = draw(61, 4, 2)
     simulate_ring(q, k, v, 2, causal=True, do=do, **{"memory_budget": PLENTY, **options})
     assert "forward_fused" not in gathering
@@ -192,7 +192,7 @@ def test_one_launch_leaves_room_for_copies_that_need_it(gathering, monkeypatch):
     assert {sm_margin for _, sm_margin in found} == {4}
 
 
-def test_queries_move_visit_by_visit_when_they_are_asked_to(gathering):
+def test_queries_move_step_by_step_on_request(gathering):
     q, k, v, do = draw(61, 4, 2)
     simulate_ring(q, k, v, 2, causal=True, memory_budget=PLENTY, do=do, backward="queries")
     assert "forward_fused" in gathering
@@ -201,7 +201,7 @@ def test_queries_move_visit_by_visit_when_they_are_asked_to(gathering):
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped", "balanced"])
 @pytest.mark.parametrize("window", [None, (9, 0), (4, 70)])
-def test_what_is_fetched_is_what_is_read(layout, window):
+def test_fetched_rows_are_the_rows_that_are_read(layout, window):
     n, world_size = 501, 4
     mask = AttentionMask(n, n, window=window, causal=window is None)
     shards = make_shards(layout, n, world_size, mask)

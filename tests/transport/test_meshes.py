@@ -315,7 +315,7 @@ def refuse_dtensors() -> dict[str, str]:
 
 
 @pytest.mark.dist
-def test_dtensors_are_refused_and_the_message_says_what_to_call(pool: Pools) -> None:
+def test_dtensors_are_refused_and_the_message_names_the_alternative(pool: Pools) -> None:
     for found in pool(2).run(refuse_dtensors):
         assert len(found) == 2 * len(NAMES) + 4
         for case, message in found.items():
@@ -380,7 +380,7 @@ def through_local_map(compiled: bool) -> float:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("compiled", [False, True])
-def test_local_map_does_what_the_message_promises(pool: Pools, compiled: bool) -> None:
+def test_local_map_is_the_alternative_of_the_message(pool: Pools, compiled: bool) -> None:
     assert max(pool(2).run(through_local_map, compiled)) < 1e-14
 
 

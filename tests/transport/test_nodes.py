@@ -107,7 +107,7 @@ class LinkEnd(Transport):
         wait = lambda: streams.enqueue(MAIN, lambda: Item(lambda: bool(reached), lambda: None, f"{what} waits"))  # noqa: E731
         return SimpleNamespace(wait=wait)
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         pass
 
     def kv_gather(self) -> None:
@@ -166,7 +166,7 @@ class Double:
                 here = Shape(
                     shape.batch, shape.heads, shape.dims, shape.groups, gather_plans, (), shape.dtype
                 )  # fmt: skip
-                rows = remote_shards.arrive(outer)
+                rows = remote_shards.wait_for(outer)
 
                 def gather(home: Any = None, rows: Any = rows, to: GatherPlan = gather_plans[rank]) -> Any:
                     k, v = rows
@@ -206,7 +206,7 @@ def calls(draw: st.DrawFn, ranks: int) -> tuple[Shape, tuple[Shard, ...], Attent
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), size=st.sampled_from(SHAPES), seed=st.integers(0, 2**32))
-def test_every_kernel_sees_the_guests_of_its_node_in_any_interleaving(
+def test_every_kernel_reads_the_remote_shards_of_its_node_in_any_interleaving(
     data: st.DataObject, size: tuple[int, int], seed: int
 ) -> None:
     ring = Double(*size, seed)
@@ -216,7 +216,7 @@ def test_every_kernel_sees_the_guests_of_its_node_in_any_interleaving(
     assert ring.ranks.checked
 
 
-def test_a_guest_is_left_alone_until_all_its_readers_have_it() -> None:
+def test_a_remote_shard_is_not_overwritten_before_all_readers_have_it() -> None:
     # a halo: who holds the guest fetches nothing from who reads it, so nothing but the slot's own words holds it back
     mask = AttentionMask(seq_len=16, kv_len=16, causal=True, window=(3, 0))
     shards = make_shards("contiguous", 16, 4, mask)
@@ -262,7 +262,7 @@ def test_a_part_of_a_group_is_found_by_its_name(pool: Pools) -> None:
     assert pool(4).run(name_parts) == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
-def test_whoever_waits_for_a_lost_rank_of_another_node_says_so() -> None:
+def test_a_wait_for_a_lost_rank_of_another_node_is_named() -> None:
     ring = Double(4, 2, 0)
     n = 16
     mask = AttentionMask(seq_len=n, kv_len=n)
@@ -287,12 +287,12 @@ def test_whoever_waits_for_a_lost_rank_of_another_node_says_so() -> None:
     assert "waiting for ring rank" in failures[0]
     for rank in alive:
         with pytest.raises(RuntimeError, match="this ring can not be used any more"):
-            ring.ranks.ends[rank].remote_shard_buffer(1, (1, 4, 2), 4, (2, 2), torch.float32, torch.device("cpu"))
+            ring.ranks.ends[rank].remote_shard_buffer(1, (1, 4, 2), 4, (2, 2), torch.float32)
 
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), size=st.sampled_from([(4, 2), (6, 3), (6, 2), (4, 1)]))
-def test_what_is_fetched_in_an_outer_step_is_what_is_visited(data: st.DataObject, size: tuple[int, int]) -> None:
+def test_rows_fetched_in_an_outer_step_are_those_of_its_ring_steps(data: st.DataObject, size: tuple[int, int]) -> None:
     _, shards, mask = data.draw(calls(size[0]))
     plan = make_plan(shards, shards, mask, "keys", make_nodes(*size))
     positions = [[run.position(x) for run in shard for x in range(run.length)] for shard in shards]
@@ -326,7 +326,7 @@ def test_what_is_fetched_in_an_outer_step_is_what_is_visited(data: st.DataObject
 
 @pytest.mark.parametrize("size", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_one_launch_per_outer_step_gives_what_the_visits_give(
+def test_one_launch_per_outer_step_equals_the_ring_steps(
     gathering: list[str], case: str, size: tuple[int, int]
 ) -> None:
     layout = ["zigzag", "contiguous", "striped", "balanced"][list(CASES).index(case) % 4]
@@ -357,7 +357,7 @@ def test_one_launch_per_outer_step_makes_scores_alike(gathering: list[str]) -> N
         torch.testing.assert_close(x, expected.grads[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_launches_leave_room_for_what_crosses_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_leave_sms_for_transfers_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Counter[tuple[str, int]] = Counter()
     for name in ("can_fuse", "can_capture", "forward_fused", "backward_fused", "reduce_kv_grads"):
 
@@ -380,7 +380,7 @@ def test_launches_leave_room_for_what_crosses_beside_them(monkeypatch: pytest.Mo
     [{"memory_budget": 1000}, {"backward": "queries"}, {"nodes": 4}],
     ids=["too small a budget", "queries move", "nodes of one rank"],
 )
-def test_what_a_launch_per_outer_step_cannot_serve_goes_visit_by_visit(
+def test_calls_that_a_launch_per_outer_step_cannot_serve_are_stepwise(
     gathering: list[str], options: dict[str, Any]
 ) -> None:
     q, k, v, do = draw(61, 4, 2)
@@ -402,13 +402,13 @@ def test_gpus_need_to_reach_those_of_their_node_only(monkeypatch: pytest.MonkeyP
     said = find_obstacle(0, device, found)
     assert said == 'ring ranks 0 and 2 are on different hosts; pass nodes="auto" for a ring of several hosts'
     assert find_obstacle(0, device, found, ((0, 2), (1, 3))) == "ring ranks 0 and 2 are on different hosts"
-    assert find_obstacle(0, device, found, ((0,), (1,), (2,), (3,))) == "a node of one rank has nobody within"
+    assert find_obstacle(0, device, found, ((0,), (1,), (2,), (3,))) == "a node of one rank has no peers within"
     found[3]["missing"] = "it has an AMD GPU"
     assert find_obstacle(0, device, found, pairs) == "ring rank 3 can not take part: it has an AMD GPU"
     assert select.node_of(3, pairs, 4) == (2, 3)
 
 
-def test_ranks_share_a_gpu_where_torch_is_told_that_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_a_gpu_where_torch_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [SimpleNamespace(uuid=name) for name in "ab"]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])

@@ -451,7 +451,7 @@ def finish_one(end: OneShotReducer) -> None:
     end.merge_partials(part, 1, 1, 2, 3, None, torch.empty(1, 1, 2, 3), torch.empty(1, 2, 1))
 
 
-def test_who_did_not_come_is_named_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_is_named_at_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     together = Ranks(3, 0, monkeypatch)
     end = together.ends[1]
     end.check()
@@ -478,7 +478,7 @@ def test_a_failed_ring_lets_kernels_that_wait_go(monkeypatch: pytest.MonkeyPatch
         finish_one(end)
 
 
-def test_a_closed_exchange_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_reducer_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     together = Ranks(2, 0, monkeypatch)
     run_calls(together, range(2))
     together.world.hosts(lambda rank: together.ends[rank].close())

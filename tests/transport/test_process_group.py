@@ -233,7 +233,7 @@ def compare_often() -> int:
 
 
 @pytest.mark.dist
-def test_what_ranks_compare_does_not_stay_in_the_store(pool: Pools) -> None:
+def test_compared_texts_do_not_stay_in_the_store(pool: Pools) -> None:
     # one key of each rank, which others may still read
     assert max(pool(3).run(compare_often)) <= 3
 
@@ -260,7 +260,7 @@ def come_late_often() -> int:
 
 
 @pytest.mark.dist
-def test_what_late_ranks_compare_does_not_stay_in_the_store(pool: Pools) -> None:
+def test_texts_of_late_ranks_do_not_stay_in_the_store(pool: Pools) -> None:
     assert max(pool(2).run(come_late_often)) <= 2
 
 
@@ -349,5 +349,5 @@ def test_a_forked_process_is_refused_at_once(pool: Pools) -> None:
 
 
 @pytest.mark.dist
-def test_what_rings_left_in_the_store_goes_when_they_are_gone(pool: Pools) -> None:
+def test_keys_of_dropped_rings_are_deleted_from_the_store(pool: Pools) -> None:
     assert max(pool(3).run(drop_rings, 10)) <= 0

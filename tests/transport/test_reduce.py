@@ -12,12 +12,31 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring
+from ringattn.transport.base import Choice, RingContext
 from ringattn.transport.reduce import stacked
 from ringattn.transport.reduce.base import PartialReducer
-from ringattn.transport.reduce.stacked import SimulatedReducer
+from ringattn.transport.reduce.stacked import StackingReducer
 from ringattn.transport.simulated import run_ranks
 from tests.kernels.contract.test_packed import Sizes, attend, draw_parts
 from tests.pool import Pools
+
+
+class SimulatedReducer(StackingReducer):
+    """The reducer of one of `run_ranks`, with one post per peer."""
+
+    def __init__(self, context: RingContext) -> None:
+        super().__init__(Choice("simulated", "all ranks are in one process"), None, context.world_size)
+        self._context = context
+
+    def _stack(self, mine: Tensor, what: str) -> Tensor:
+        context = self._context
+        stack = mine.new_empty((context.world_size, *mine.shape))
+        stack[context.rank] = mine
+        for step in range(1, context.world_size):
+            to, owner = (context.rank + step) % context.world_size, (context.rank - step) % context.world_size
+            posted = f"exchange of {what}, step {step}"
+            context.transport.post([(to, stack[context.rank])], [(owner, stack[owner])], posted).wait()
+        return stack
 
 
 def draw(seed: int, ranks: int, sizes: Sizes, *, sinks: bool) -> tuple[list[Tensor], Tensor | None, Tensor, Tensor]:
@@ -229,7 +248,7 @@ def _finish(reducer: PartialReducer, b: int, s: int, h: int, dv: int, **wrong: T
         ({"sinks": torch.zeros(2)}, r"sinks must have shape \(4,\), got \(2,\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(wrong: dict[str, Tensor], said: str) -> None:
+def test_tensors_that_do_not_fit_are_refused(wrong: dict[str, Tensor], said: str) -> None:
     reducer = Ring().partial_reducer("cpu")
     for _ in range(2):
         with pytest.raises(ValueError, match=said):
@@ -313,7 +332,7 @@ def _differing(what: str) -> str:
 
 
 @pytest.mark.dist
-def test_different_exchanges_are_refused_on_every_rank_and_name_who_differs(pool: Pools) -> None:
+def test_different_reductions_are_refused_on_every_rank_and_name_the_ranks_that_differ(pool: Pools) -> None:
     for said in pool(3).run(_differing, "heads"):
         assert said.startswith(
             "ValueError: an exchange must be the same on all ranks of a ring, got b 1, s 1, h 4, dv 4, torch.float32, sinks, cpu "
@@ -345,7 +364,7 @@ def test_different_sums_and_columns_are_refused_on_every_rank(pool: Pools, what:
 
 
 @pytest.mark.dist
-def test_what_one_rank_can_not_add_is_refused_on_every_rank(pool: Pools) -> None:
+def test_a_sum_that_one_rank_can_not_make_is_refused_on_every_rank(pool: Pools) -> None:
     refused = "ValueError: x must be contiguous, got strides (1, 4)"
     for rank, said in enumerate(pool(3).run(_differing, "strides")):
         assert said.startswith(refused if rank == 1 else f"ValueError: ring rank 1 refused: {refused}")
@@ -392,7 +411,7 @@ def _named() -> list[str]:
 
 
 @pytest.mark.dist
-def test_an_exchange_says_what_it_is_and_why(pool: Pools) -> None:
+def test_a_reducer_names_itself_and_the_reason(pool: Pools) -> None:
     wanted = ["group: the partials are in cpu memory"] * 2 + ["group: process_group: asked for"]
     assert pool(2).run(_named) == [wanted] * 2
     assert str(Ring().partial_reducer("cpu")) == "alone: one rank: every key is here already"

@@ -177,7 +177,7 @@ def test_errors_do_not_grow_with_the_number_of_ranks(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("backward", ["keys", "queries"])
 @pytest.mark.parametrize("name", [name for name in CASES if "bias" not in CASES[name].features])
-def test_gradients_come_home_whatever_moves(name: str, backward: str) -> None:
+def test_gradients_are_returned_whichever_side_moves(name: str, backward: str) -> None:
     standard = Standard(CASES[name])
     for world_size in (3, 4):
         standard.check(simulate(CASES[name], "zigzag", world_size, backward))
@@ -204,7 +204,7 @@ SPARSE = {
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("backward", ["keys", "queries"])
 @pytest.mark.parametrize("name", SPARSE)
-def test_ranks_that_meet_nothing_leave_no_memory_as_it_came(name: str, backward: str) -> None:
+def test_ranks_without_visible_pairs_leave_no_memory_uninitialised(name: str, backward: str) -> None:
     standard = Standard(SPARSE[name])
     for world_size, layout in itertools.product((1, 2, 8), ("contiguous", "striped")):
         standard.check(simulate(SPARSE[name], layout, world_size, backward))
@@ -237,7 +237,7 @@ def test_the_backward_moves_the_side_of_which_the_busiest_rank_moves_fewer_bytes
 
     def count(self: SimulatedTransport, sends: Any, receives: Any, what: str) -> Any:
         if what.startswith("backward"):
-            moved[self._rank] += sum(x.numel() for _, x in (*sends, *receives))
+            moved[self.rank] += sum(x.numel() for _, x in (*sends, *receives))
         return post(self, sends, receives, what)
 
     monkeypatch.setattr(SimulatedTransport, "post", count)
@@ -397,7 +397,7 @@ def come_late() -> tuple[str, list[float]]:
 
 
 @pytest.mark.dist
-def test_who_comes_after_the_timeout_is_told_and_later_calls_are_compared_again(pool: Pools) -> None:
+def test_a_rank_after_the_timeout_raises_and_later_calls_are_compared_again(pool: Pools) -> None:
     (first, *results), (second, *others) = pool(2).run(come_late)
     assert first.startswith("ring rank 0: ring ranks [1] did not make this attention call within 0:00:01")
     assert second.startswith("ring rank 1: ring ranks [0] waited 0:00:01 for this attention call and gave it up")
@@ -731,7 +731,7 @@ OTHER = {
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", OTHER)
-def test_ranks_that_do_different_things_hear_what_each_did(pool: Pools, kind: str) -> None:
+def test_ranks_in_different_calls_raise_errors_that_name_both(pool: Pools, kind: str) -> None:
     for said in pool(3).run(do_other_things, kind):
         assert said.startswith(
             f"all ranks must make the same calls in the same order, got ring_attention(15 tokens, zigzag, causal=True) on "
@@ -740,8 +740,12 @@ def test_ranks_that_do_different_things_hear_what_each_did(pool: Pools, kind: st
 
 
 @pytest.mark.dist
-def test_ranks_that_wait_in_different_rings_hear_where_the_others_wait(pool: Pools) -> None:
-    here, there, _ = pool(3).run(do_other_things, "rings")
+def test_a_timeout_names_the_rings_that_the_other_ranks_wait_in(pool: Pools) -> None:
+    ranks = pool(3)
+    try:
+        here, there, _ = ranks.run(do_other_things, "rings")
+    finally:
+        ranks.close(kill=True)  # these ranks have made different numbers of rings
     call = r"ring_attention\(15 tokens, zigzag, causal=True\) of ring '0#\d+'"
     assert re.search(rf"ranks \[1\] did not .* \(this rank is in {call}, ring rank 1 in {call}\)", here)
     assert re.search(

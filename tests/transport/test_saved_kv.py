@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ringattn import Ring, autograd, dispatch, ring_attention, simulate_ring
 from ringattn.kernels.attention import eager
 from ringattn.transport.base import RingContext
-from ringattn.transport.simulated import SimulatedKVGather, run_ranks
+from ringattn.transport.simulated import SimulatedTransport, run_ranks
 from tests import gathering_kernels
 from tests.pool import Pools
 
@@ -34,13 +34,13 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setattr(dispatch, "_plans", {})
     for name in ("can_fuse", "can_capture", "forward_fused", "backward_fused", "reduce_kv_grads"):
         monkeypatch.setattr(eager, name, getattr(gathering_kernels, name), raising=False)
-    gather = SimulatedKVGather.gather
+    gather = SimulatedTransport.gather
 
-    def counting(self: SimulatedKVGather, *args: Any, **kwargs: Any) -> Any:
+    def counting(self: SimulatedTransport, *args: Any, **kwargs: Any) -> Any:
         counted[args[-1]] += 1
         return gather(self, *args, **kwargs)
 
-    monkeypatch.setattr(SimulatedKVGather, "gather", counting)
+    monkeypatch.setattr(SimulatedTransport, "gather", counting)
     return counted
 
 
@@ -184,7 +184,7 @@ def test_the_simulated_ring_keeps_them_too(
 
 
 @pytest.mark.parametrize("options", [{"memory_budget": 0}, {"backward": "queries"}], ids=["no budget", "queries move"])
-def test_what_cannot_be_kept_is_not(gathers: Counter[str], options: dict[str, Any]) -> None:
+def test_calls_that_cannot_save_gathered_kv_do_not(gathers: Counter[str], options: dict[str, Any]) -> None:
     q, k, v, do = (torch.randn(1, 24, heads, 16) for heads in (4, 2, 2, 4))
     args: dict[str, Any] = {"do": do, "memory_budget": PLENTY, **options}
     kept, plain = (simulate_ring(q, k, v, 2, save_gathered_kv=keep, **args) for keep in (True, False))

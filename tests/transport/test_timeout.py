@@ -84,13 +84,13 @@ def test_a_wait_that_may_be_long_looks_seldom() -> None:
     assert time.looks < 32.0 / MOST_PAUSE_S + 2000
 
 
-def test_who_is_alone_waits_as_long_as_it_takes() -> None:
+def test_a_ring_of_one_rank_has_no_timeout() -> None:
     time = Time()
     bounded_wait, _ = make(time, timeout=0.01, world_size=1)
     assert bounded_wait.wait(EventPair(None, At(time, 5.0)))
 
 
-def test_who_has_given_up_lets_go_once_and_says_so_from_then_on() -> None:
+def test_a_timeout_aborts_communicators_once_and_is_raised_from_then_on() -> None:
     time = Time()
     bounded_wait, gone = make(time, timeout=2.0)
     stuck = EventPair(At(time, 0.0), At(time, math.inf))
@@ -140,7 +140,7 @@ def test_a_ring_that_has_given_up_exchanges_no_more(pool: Pools) -> None:
 
 
 @pytest.mark.dist
-def test_an_exchange_that_knows_who_did_not_come_is_asked_first(pool: Pools) -> None:
+def test_a_reducer_that_knows_the_missing_rank_raises_first(pool: Pools) -> None:
     assert pool(2).run(given_up, "knows") == [("ring ranks [1] did not come",) * 2] * 2
 
 
@@ -158,7 +158,7 @@ class Backend:
         raise RuntimeError("aborted twice")
 
 
-def test_letting_go_aborts_every_communicator_of_the_ring_and_leaves_none_to_be_ended(
+def test_a_timeout_aborts_every_communicator_of_the_ring_and_leaves_none_to_shut_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group, link, other = Backend(), Backend(), Backend()
@@ -178,7 +178,7 @@ def test_letting_go_aborts_every_communicator_of_the_ring_and_leaves_none_to_be_
     assert not ended
 
 
-def test_what_is_timed_ends_or_is_an_error() -> None:
+def test_timed_calls_end_or_raise() -> None:
     wait_for_events(EventPair(None, At(Time(), 0.0)))
     with pytest.raises(RuntimeError, match=r"calls that are timed must end within 0\.01 s, got some that did not"):
         wait_for_events(EventPair(None, At(Time(), math.inf)), 0.01)

@@ -32,9 +32,9 @@ from ringattn.numerics.partial import Partial, finalize, merge
 from ringattn.plan.options import resolve_flag
 from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
-from ringattn.ring_registry import find_ring
+from ringattn.ring_registry import get_ring
 from ringattn.sharding_context import resolve_sharding
-from ringattn.tensor_checks import check_plain
+from ringattn.tensor_checks import check_tensor
 
 CAPACITY = 1024
 """Lengths of whole sequences that are kept; beyond it all are forgotten, and made again as they come."""
@@ -184,7 +184,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             found = resolve_sharding(sharding, kv_sharding)
         with self._shared_refusals(None if found is None else found[0]):
             for name, x in (("query", query), ("key", key), ("value", value)):
-                check_plain(name, x)
+                check_tensor(name, x)
             need_weights, is_causal = resolve_flag("need_weights", need_weights), resolve_flag("is_causal", is_causal)
             row_dim = 1 if self.batch_first and query.dim() == 3 else 0
             sharding, kv_sharding = self._find_shardings(query, key, row_dim, found, kv_sharding is not None)
@@ -310,7 +310,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         """
         for name, x in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if x is not None:
-                check_plain(name, x)
+                check_tensor(name, x)
         batched = F._mha_shape_check(  # pyright: ignore[reportAttributeAccessIssue]
             query, key, value, key_padding_mask, None, self.num_heads
         )
@@ -510,7 +510,7 @@ def _keep_whole(ring: str, *sizes: str) -> None:
         _whole.clear()
     for size in sizes:
         if (ring, size) not in _whole:
-            _whole[ring, size] = (find_ring(ring) if ring else _alone[0]).sharding(int(size), "contiguous")
+            _whole[ring, size] = (get_ring(ring) if ring else _alone[0]).sharding(int(size), "contiguous")
 
 
 # what torch.compiler.assume_constant_result marks, which would import the compiler: a trace runs it, then reads the table

@@ -15,7 +15,7 @@ from ringattn.numerics.dropout import draw_seed
 from ringattn.plan.options import resolve_flag, resolve_real
 from ringattn.plan.sharding import Sharding
 from ringattn.sharding_context import resolve_sharding
-from ringattn.tensor_checks import check_plain, is_causal_bias
+from ringattn.tensor_checks import check_tensor, is_causal_bias
 
 
 def scaled_dot_product_attention(
@@ -136,7 +136,7 @@ def _resolve_causal_bias(mask: Any, seq_len: int, kv_len: int) -> tuple[bool, tu
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        check_plain(name, x)
+        check_tensor(name, x)
         if x.dim() != 4:
             raise ValueError(f"{name} must be 4-dimensional, `b h s d`, got shape {tuple(x.shape)}; unsqueeze it")
     if not enable_gqa and (key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]):
@@ -147,7 +147,7 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def _check_mask(mask: Tensor, query: Tensor, kv_len: int) -> None:
-    check_plain("attn_mask", mask)
+    check_tensor("attn_mask", mask)
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise RuntimeError(
             f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {mask.dtype} "

@@ -1,15 +1,16 @@
 """`Streams` on a CUDA device, by calls of the CUDA driver.
 
-Owns the calls to the driver, the streams beside the caller's own, and turning constant lists of operations into graphs. Refuses
-to know the meaning of a word or a byte. The driver is called through ctypes, with arguments that were made ready before: one
-call then costs the host 2 microseconds, a third of the time of a general binding.
+The driver is called through ctypes, with arguments that were prepared before: one call then costs the host 2 microseconds, a third
+of the time of a general binding.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_ulonglong, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ WORTH_A_GRAPH = 5
 
 
 class DriverError(RuntimeError):
-    """The CUDA driver refused."""
+    """An error of the CUDA driver."""
 
 
 class _Word(ctypes.Structure):
-    """An entry of a batch: the union CUstreamBatchMemOpParams, as it lies for one word of 32 bits."""
+    """An entry of a batch: the union CUstreamBatchMemOpParams for one word of 32 bits."""
 
     _fields_ = (
         ("operation", c_uint32),
@@ -39,24 +40,23 @@ class _Word(ctypes.Structure):
     )
 
 
+_SIDE = (
+    ("x", c_size_t),
+    ("y", c_size_t),
+    ("kind", c_uint32),
+    ("host", c_void_p),
+    ("device", c_uint64),
+    ("array", c_void_p),
+    ("pitch", c_size_t),
+)
+
+
 class _Block(ctypes.Structure):
     """CUDA_MEMCPY2D: a copy of rows."""
 
     _fields_ = (
-        ("source_x", c_size_t),
-        ("source_y", c_size_t),
-        ("source_kind", c_uint32),
-        ("source_host", c_void_p),
-        ("source", c_uint64),
-        ("source_array", c_void_p),
-        ("source_pitch", c_size_t),
-        ("target_x", c_size_t),
-        ("target_y", c_size_t),
-        ("target_kind", c_uint32),
-        ("target_host", c_void_p),
-        ("target", c_uint64),
-        ("target_array", c_void_p),
-        ("target_pitch", c_size_t),
+        *((f"source_{name}", kind) for name, kind in _SIDE),
+        *((f"target_{name}", kind) for name, kind in _SIDE),
         ("width", c_size_t),
         ("height", c_size_t),
     )
@@ -97,12 +97,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 def load_driver() -> ctypes.CDLL:
-    """The CUDA driver, every function knowing its arguments.
+    """Return the CUDA driver, with the argument types of its functions; DriverError where it is missing or too old.
 
-    The interpreter is let go during each call: one may block while the watch over a ring must act.
-
-    Raises:
-        DriverError: It is not there, or too old.
+    The interpreter lock is released during each call: one may block while the watchdog of a ring must act.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -117,7 +114,7 @@ def load_driver() -> ctypes.CDLL:
 
 
 def _refuse(driver: ctypes.CDLL, status: int, doing: str) -> None:
-    """Says that the driver has failed."""
+    """Raise DriverError for a status."""
     name = ctypes.c_char_p()
     driver.cuGetErrorName(status, byref(name))
     text = name.value.decode() if name.value else "an unknown error"
@@ -125,37 +122,28 @@ def _refuse(driver: ctypes.CDLL, status: int, doing: str) -> None:
 
 
 def _entries(op: Write | Write64 | Wait, pairs: bool) -> list[_Word]:
-    """What a batch has for an operation; pairs: the device writes 64 bits at once."""
+    """Return the batch entries of an operation; pairs: the device writes 64 bits at once."""
     if isinstance(op, Write64):
         if pairs:
             return [_Word(_WRITE_64, op.address, (op.upper & 0xFFFFFFFF) << 32 | op.value & 0xFFFFFFFF, 0)]
-        # what `value` says may be acted upon once it is there
+        # `value` is written last, because readers act upon it
         halves = Write(op.address + 4, op.upper), Write(op.address, op.value)
         return [entry for word in halves for entry in _entries(word, pairs)]
     waits = isinstance(op, Wait)
     return [_Word(_WAIT if waits else _WRITE, op.address, op.value & 0xFFFFFFFF, _EQUAL if waits else 0)]
 
 
+@dataclass(eq=False, slots=True)
 class _Calls:
     """A program of the CUDA driver: calls that take the stream, and the graph they became."""
 
-    __slots__ = ("calls", "graph", "until_graph")
-
-    def __init__(self, calls: list[Callable[[int], None]], until_graph: int) -> None:
-        self.calls = calls
-        self.graph: _Graph | None = None
-        self.until_graph = until_graph  # launches until it becomes one; negative: it stays as it is
+    calls: list[Callable[[int], None]]
+    until_graph: int  # launches until it becomes one; negative: it stays as it is
+    graph: _Graph | None = None
 
 
 class CudaStreams:
-    """`Streams` on a CUDA device.
-
-    Args:
-        device: The device.
-
-    Raises:
-        DriverError: The driver is not there, or too old.
-    """
+    """`Streams` on a CUDA device; raises DriverError where the driver is missing or too old."""
 
     def __init__(self, device: torch.device) -> None:
         self._cu = load_driver()
@@ -164,7 +152,7 @@ class CudaStreams:
         low, high = c_int(), c_int()
         self._do("say its priorities", self._cu.cuCtxGetStreamPriorityRange, byref(low), byref(high))
         lowest, highest = low.value, high.value
-        # torch hands out its streams in turn: one that a caller waits on would be no rescue
+        # torch reuses its streams: one that a caller waits on could not run a rescue
         self.copy_stream: int = self._own_stream(min(highest + 1, lowest))
         self.flag_stream: int = self._own_stream(min(highest + 1, lowest))
         self._capture_stream = self._own_stream(lowest)
@@ -248,19 +236,19 @@ class CudaStreams:
 
     def rescue(self, ops: Sequence[Op]) -> None:
         """See `Streams.rescue`."""
-        with _Relaxed(self._cu, self._index):
+        with _relaxed(self._cu, self._index):
             for call in self.compile(ops).calls:
                 call(self._rescue_stream)
             self._do("finish a rescue", self._cu.cuStreamSynchronize, self._rescue_stream)
 
     def fill(self, address: int, num_bytes: int) -> None:
         """See `Streams.fill`."""
-        with _Relaxed(self._cu, self._index):
+        with _relaxed(self._cu, self._index):
             self._do("fill memory", self._cu.cuMemsetD32Async, address, 0xFFFFFFFF, num_bytes // 4, self._rescue_stream)
             self._do("finish a rescue", self._cu.cuStreamSynchronize, self._rescue_stream)
 
     def time_copy(self, target: int, source: int, num_bytes: int) -> float:
-        """Seconds of a copy on an idle device; the best of a few, after one that nobody times."""
+        """Return the seconds of a copy on an idle device; the best of three, after a warm-up."""
         stream = torch.cuda.ExternalStream(self.copy_stream, self._device)
         times = []
         for _ in range(4):
@@ -287,7 +275,7 @@ class CudaStreams:
             self._cu.cuEventDestroy_v2(self._event)
 
     def _writes_pairs(self) -> bool:
-        """Whether the device writes 64 bits at once; what does not say so is given two words."""
+        """Return whether the device says that it writes 64 bits at once; others get two writes."""
         here, can = c_int(), c_int()
         if self._cu.cuDeviceGet(byref(here), self._index):
             return False
@@ -322,10 +310,10 @@ class CudaStreams:
             return lambda stream: self.copy(op.target, op.source, op.width, stream)
         block = _Block(
             source_kind=_DEVICE_MEMORY,
-            source=op.source,
+            source_device=op.source,
             source_pitch=op.source_pitch,
             target_kind=_DEVICE_MEMORY,
-            target=op.target,
+            target_device=op.target,
             target_pitch=op.target_pitch,
             width=op.width,
             height=op.rows,
@@ -340,7 +328,7 @@ def _do(driver: ctypes.CDLL, doing: str, function: Callable[..., int], *args: An
 
 
 class _Graph:
-    """Work on a stream, captured once; destroyed with the last reference (work in flight is let finish)."""
+    """Work on a stream, captured once; destroyed with the last reference (work in flight ends first)."""
 
     def __init__(
         self, driver: ctypes.CDLL, capture_stream: int, work: Callable[[], object], mode: int = _THREAD_LOCAL
@@ -369,17 +357,13 @@ class _Graph:
             self._cu.cuGraphExecDestroy(self.handle)
 
 
-class _Relaxed:
-    """Driver calls of this thread that neither disturb a capture of another one nor depend on a device being current."""
-
-    def __init__(self, driver: ctypes.CDLL, index: int) -> None:
-        self._cu = driver
-        self._index = index
-        self._mode = c_int(_RELAXED)
-
-    def __enter__(self) -> None:
-        _do(self._cu, "relax a thread", self._cu.cuThreadExchangeStreamCaptureMode, byref(self._mode))
-        torch.cuda.set_device(self._index)
-
-    def __exit__(self, *_: object) -> None:
-        self._cu.cuThreadExchangeStreamCaptureMode(byref(self._mode))
+@contextlib.contextmanager
+def _relaxed(driver: ctypes.CDLL, index: int) -> Iterator[None]:
+    """Let driver calls of this thread neither disturb a capture of another one nor depend on a device being current."""
+    mode = c_int(_RELAXED)
+    _do(driver, "relax a thread", driver.cuThreadExchangeStreamCaptureMode, byref(mode))
+    torch.cuda.set_device(index)
+    try:
+        yield
+    finally:
+        _do(driver, "relax a thread", driver.cuThreadExchangeStreamCaptureMode, byref(mode))

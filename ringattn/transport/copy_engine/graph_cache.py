@@ -1,19 +1,15 @@
 """Cache of CUDA graphs of whole calls: a call that comes again with the same tensors is launched as one graph.
 
-Owns the table of calls by what they are given, and when a call is captured. Refuses to know what a call enqueues, and how a
-graph is made.
-
 Note [Graph cache]
-    A short call keeps the host busy longer than the device: it makes half a dozen driver calls, and works out each of them first.
-    Training steps allocate the same sizes in the same order, so the tensors of a layer come back to the same addresses. With
-    the same addresses, a call enqueues the same work, bit for bit. So a call that has come SEEN times is captured the next
-    time, and launched as one graph whenever it comes again. Ranks exchange the same words either way, so each rank decides
-    for itself whether it captures a call.
-    Two things on the host change from call to call: whose turn it is among the buffers of gradients, and which guard rows of
-    far are zero. They select one of the graphs of a call, and each launch updates them.
-    A graph holds addresses, so the cache is emptied when a buffer grows or is lent. A graph keeps its tables and programs
-    alive. Temporary tensors of a captured call live in a memory pool of the ring's graphs (`Streams.record`). All calls of
-    a ring are ordered on the device, so its graphs share this memory.
+    A short call keeps the host busy longer than the device: it makes half a dozen driver calls. Training steps allocate the
+    same sizes in the same order, so the tensors of a layer come back to the same addresses, and the call enqueues the same
+    work, bit for bit. So a call that has come SEEN times is captured the next time, and launched as one graph whenever it comes
+    again. The semaphores are the same either way, so each rank decides for itself whether it captures a call.
+    Two states of the host change from call to call: which buffers of gradients are next, and which padding rows of the remote
+    buffer are zero. They select one of the graphs of a call, and each launch updates them.
+    A graph holds addresses, so the cache is emptied when a buffer grows or `kv_buffer` makes one. A graph keeps its tables and
+    programs alive. Temporary tensors of a captured call live in a memory pool of the ring's graphs (`Streams.record`), which
+    share it because all calls of a ring are ordered on the device.
 """
 
 from __future__ import annotations
@@ -28,26 +24,23 @@ from torch import Tensor
 from ringattn.transport.copy_engine.streams import Program, Streams
 
 CAPACITY = 512
-"""Calls that a ring remembers."""
+"""Most calls of a ring in the cache."""
 FREE = 256
-"""Graphs that a ring makes without asking whether earlier ones were worth it."""
+"""Graphs that a ring captures whatever the use of earlier ones."""
 WORTH = 4
-"""Launches of a graph that repay what it takes to make it."""
+"""Launches of a graph that repay its capture."""
 SEEN = 2
-"""Times that a call is enqueued piece by piece before it is captured."""
+"""Times that a call is enqueued operation by operation before it is captured."""
 
 
 @dataclass(eq=False)
 class CachedCall:
-    """A call with certain tensors.
+    """A call with certain tensors, seen at most SEEN times, which keeps the `held` objects of its key alive.
 
     Attributes:
-        held: Objects that its key names by identity.
-        seen: How often it has come, at most SEEN.
-        can_capture: No capture of it has failed.
         takes_turn: It uses the next buffers of gradients.
-        layout: The layout that it leaves in far.
-        graphs: Its graphs, by whether guard rows are cleared and by the turn, each with the objects that it keeps alive.
+        layout: The layout that it leaves in the remote buffer.
+        graphs: Its graphs, by whether padding rows are cleared and by the turn, each with the objects that it keeps alive.
     """
 
     held: tuple[Any, ...]
@@ -63,12 +56,7 @@ class CachedCall:
 
 
 class GraphCache:
-    """The cached calls of one ring.
-
-    Attributes:
-        captured: Graphs that were made.
-        launched: How often graphs were launched.
-    """
+    """The cached calls of one ring."""
 
     def __init__(self) -> None:
         self.captured = self.launched = 0
@@ -77,7 +65,7 @@ class GraphCache:
     def find(
         self, key: tuple[Hashable, ...], given: Sequence[Tensor], made: Sequence[Tensor], held: tuple[Any, ...]
     ) -> CachedCall:
-        """The entry of a call, new at its first time; takes arguments of `Transport.replay_or_enqueue`."""
+        """Return the entry of a call, new at its first time; takes arguments of `Transport.replay_or_enqueue`."""
         facts: list[Hashable] = [*key, *[x.data_ptr() for x in made]]
         for x in given:
             facts += (x.data_ptr(), x.shape, x.stride(), x.dtype)
@@ -128,5 +116,5 @@ class GraphCache:
         return found[0]
 
     def clear(self) -> None:
-        """Empties the cache."""
+        """Empty the cache."""
         self._calls.clear()

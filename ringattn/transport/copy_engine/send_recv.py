@@ -1,14 +1,10 @@
-"""What a post comes down to: the constant programs of one rank, built once per peers; the copies between them are of the call.
+"""The constant programs of a post on one rank, built once per peers; the copies between them belong to the call.
 
-Owns whom a sender waits for before it fills an outbox, and when a box is left. Refuses to know what lies in a box, and when a
-program is enqueued (copy_engine/transport.py).
-
-Note [A post]
-    What goes out waits in an outbox of this rank until its reader has pulled it. There are four, however many ranks there
-    are: one for plain parcels and one for replies, by turns. A post of all ranks takes one turn, also on ranks that move
-    nothing in it: so a reader knows where a sender's message lies. Whoever was last sent what the box held, the sender
-    waits for the words of all peers, which leave the box to it, and takes back the word of the next reader alone. A rank
-    in post n waits for what its peers' side streams pull in earlier posts, and these wait for nothing later than n - 1.
+A message is copied into an outbox of this rank, from where its reader pulls it. There are four outboxes, however many ranks
+there are: one for plain messages and one for gradient messages, alternating. A post of all ranks takes one turn, also on ranks
+that move nothing in it: so a reader knows where a sender's message lies. Before it fills an outbox, the sender waits for the
+`reusable` of all peers, and resets that of the next reader alone. A rank in post n waits for pulls of its peers in earlier
+posts, and these wait for nothing later than n - 1.
 """
 
 from __future__ import annotations
@@ -27,14 +23,9 @@ class SendRecvPrograms:
     """The constant part of a post between the same peers.
 
     Attributes:
-        info: What the watch says of it.
-        begin: On the caller's stream, in front of the copies into the boxes.
-        end: Behind them.
-        boxes: Addresses at which what goes out is put, in order of `out`.
-        copy_programs: On the side stream: one in front of the copies from each peer, and one behind the last.
-        sources: Addresses of the boxes that those read, in order of `into`.
-        fetching: On the caller's stream: it waits for the side stream.
-        join: Likewise, and then goes on.
+        begin: On the caller's stream, in front of the copies into the outboxes at `boxes`, in order of `out`; end: behind them.
+        copy_programs: On the copy stream: one in front of the copies from each peer's outbox at `sources`, and one at the end.
+        fetching: On the caller's stream, in a capture: reports that it waits for the copy stream; join: waits for it.
     """
 
     info: ProgramInfo
@@ -55,16 +46,7 @@ def send_recv_programs(
     index: int,
     what: str,
 ) -> SendRecvPrograms:
-    """Note [A post].
-
-    Args:
-        semaphores: Those of this rank.
-        boxes: The outboxes whose turn it is, by kind of parcel.
-        out: (peer, kind) of what goes out.
-        into: (peer, kind) of what comes in.
-        index: Which of the posts that may be under way.
-        what: Names the call.
-    """
+    """Build the programs of a post; out and into are (peer, kind), index is that of the post among those in flight."""
     me, compile_ = semaphores.rank, semaphores.streams.compile
     info = ProgramInfo(what, semaphores.peers if out else (), stops=tuple((None, peer) for peer, _ in into))
     number = semaphores.watchdog.number(info)

@@ -1,13 +1,9 @@
-"""Operations in stream order that need no SM: semaphores that are written and waited for, and copies between devices.
+"""Operations in stream order that need no SM: writes of and waits for semaphores, and copies between devices.
 
-Owns the operations, and the protocol of a device that enqueues them. Refuses to know the meaning of a word or a byte, and how a
-device is called (cuda_driver.py).
-
-Note [Order of enqueueing]
-    A wait for a word is invisible to CUDA's own scheduling, and streams may share a hardware queue. So whatever writes a
-    word that another stream of this process waits for is enqueued before the wait: sharing a queue then costs time, never
-    a deadlock. Inside a capture the same dependencies are expressed by events too, since a graph keeps only those; its branches
-    share queues as well, in the order in which they were captured.
+A wait for a word is invisible to CUDA's own scheduling, and streams may share a hardware queue. So a write of a word that
+another stream of this process waits for is enqueued before the wait: sharing a queue then costs time, never
+a deadlock. Inside a capture the same dependencies are expressed by events too, since a graph keeps only those; its branches
+share queues as well, in the order in which they were captured.
 """
 
 from __future__ import annotations
@@ -16,18 +12,18 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 MAX_PITCH = 2**31 - 1
-"""Bytes between two rows of a copy, at most."""
+"""Most bytes between two rows of a copy."""
 
 
 class Write(NamedTuple):
-    """`value` is stored at `address` once all earlier work of the stream is visible to every device."""
+    """Store `value` at `address` once all earlier work of the stream is visible to every device."""
 
     address: int
     value: int
 
 
 class Write64(NamedTuple):
-    """Two neighbouring words at once, which costs as much as one: `value` at `address`, a multiple of 8, and `upper` behind it."""
+    """Store two neighbouring words at once, at the price of one: `value` at `address`, a multiple of 8, and `upper` behind it."""
 
     address: int
     value: int
@@ -35,14 +31,14 @@ class Write64(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The stream goes on once the word at `address` equals `value`."""
+    """Wait until the word at `address` equals `value`."""
 
     address: int
     value: int
 
 
 class Copy(NamedTuple):
-    """`rows` rows of `width` bytes; pitches are bytes from row to row."""
+    """Copy `rows` rows of `width` bytes; pitches are bytes from row to row."""
 
     target: int
     source: int
@@ -53,10 +49,8 @@ class Copy(NamedTuple):
 
 
 Op = Write | Write64 | Wait | Copy
-
-
 Program = Any
-"""A constant list of operations, made ready by `Streams.compile` and enqueued many times."""
+"""A constant list of operations, prepared by `Streams.compile` and enqueued many times."""
 
 
 class Streams(Protocol):
@@ -66,53 +60,53 @@ class Streams(Protocol):
     flag_stream: int
 
     def main(self) -> int:
-        """The caller's current stream."""
+        """Return the caller's current stream."""
         ...
 
     def capturing(self) -> bool:
-        """Whether the caller's stream is being captured into a graph."""
+        """Return whether the caller's stream is being captured into a graph."""
         ...
 
     def compile(self, ops: Sequence[Op]) -> Program:
-        """Makes a list of operations ready. What holds copies is launched in captures only, or outside of them only."""
+        """Prepare a list of operations. A program with copies is launched in captures only, or outside of them only."""
         ...
 
     def launch(self, program: Program, stream: int) -> None:
-        """Enqueues a program; from its second time on as one graph where that saves calls."""
+        """Enqueue a program; from its second time on as one graph where that saves driver calls."""
         ...
 
     def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Enqueues one copy between addresses."""
+        """Enqueue one copy between addresses."""
         ...
 
     def order(self, first: int, then: int) -> None:
-        """Work enqueued later on lane `then` runs after what is on lane `first` now; CUDA sees it."""
+        """Order work that is enqueued later on stream `then` behind the work that is on stream `first` now, by an event."""
         ...
 
     def call(self, work: Callable[[], object]) -> None:
-        """Enqueues torch work on the caller's stream."""
+        """Enqueue torch work on the caller's stream."""
         ...
 
     def record(self, work: Callable[[], object]) -> Program:
-        """What work enqueues on the caller's stream, and beside it, as one program for that stream; nothing of it happens yet.
+        """Record the work that a function enqueues, on the caller's stream and beside it, as one program; nothing runs yet.
 
-        While it is recorded, `capturing` says so. Memory that work frees again belongs to all programs that are recorded here,
-        so these must be ordered on the device.
+        Meanwhile `capturing` is true. Memory that the work frees again belongs to all programs that are recorded here, so these
+        must be ordered on the device.
         """
         ...
 
     def graph_bytes(self) -> int:
-        """Bytes of device memory that recorded programs use beside the tensors that they were given."""
+        """Return the bytes of device memory that recorded programs use beside the tensors that they were given."""
         ...
 
     def rescue(self, ops: Sequence[Op]) -> None:
-        """Does it at once, whatever other streams wait for, from any thread, also while another thread captures."""
+        """Execute operations at once, whatever other streams wait for, from any thread, also while another thread captures."""
         ...
 
     def fill(self, address: int, num_bytes: int) -> None:
-        """Likewise sets all bits: NaN in every floating dtype. `num_bytes` is a multiple of 4."""
+        """Set all bits at once, as `rescue`: NaN in every floating dtype. `num_bytes` is a multiple of 4."""
         ...
 
     def synchronize(self) -> None:
-        """Returns when nothing of this device's work is left."""
+        """Wait until all work of this device has ended."""
         ...

@@ -1,13 +1,10 @@
 """Memory that every rank of a ring has at the same size and can reach on every other rank.
 
-Owns making it, letting the ranks agree on its size first, and what lies in host memory beside it. Refuses to know what is
-kept there. The group is found by name at each use (Note [Names] of ring.py).
-
 Note [Old memory]
-    Memory is given up only when nothing can use it any more. A graph that was captured keeps the addresses it was captured
-    with, so once a ring has been captured it retires what it outgrows instead of letting go of it.
-    Letting go of a region makes torch wait for the device, which a capture forbids (the process would abort), and garbage may be
-    collected at any time: a region that goes during a capture is kept until one is made outside of it.
+    Memory is released only when no work can use it any more. A captured graph keeps the addresses it was captured with, so
+    once a ring has been captured it keeps the buffers that it outgrows. To release a region makes torch wait for the device,
+    which a capture forbids (the process would abort), and garbage may be collected at any time: a region that is collected
+    during a capture is kept until one is made outside of it.
 """
 
 from __future__ import annotations
@@ -22,76 +19,56 @@ from torch import Tensor
 from ringattn.transport.consensus import RankConsensus
 
 _gone: list[tuple[Tensor, Any]] = []
-"""What went during a capture (Note [Old memory])."""
+"""Regions that were collected during a capture (Note [Old memory])."""
 
 ALIGNMENT = 256
-"""Bytes that the parts of a region begin at a multiple of."""
+"""Bytes at a multiple of which the parts of a region begin."""
 
 
 def aligned(num_bytes: int) -> int:
-    """So many bytes and what lies between them and the next part of a region."""
+    """Round a number of bytes up to the beginning of the next part of a region."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One region of symmetric memory.
-
-    Attributes:
-        local: `bytes` uint8: this rank's part.
-        addresses: Where each rank's part is mapped here, by ring rank.
-        keeper: What must live as long as the region.
-    """
+    """One region of symmetric memory: this rank's bytes, the addresses here of all parts, and an object that keeps them alive."""
 
     local: Tensor
     addresses: tuple[int, ...]
     keeper: Any = None
 
     def __del__(self) -> None:
-        """Note [Old memory]."""
         if self.local.is_cuda and torch.cuda.is_current_stream_capturing():
             _gone.append((self.local, self.keeper))
 
 
 class Memory(Protocol):
-    """Where a rank's regions come from."""
+    """Source of a rank's regions."""
 
     device: torch.device
 
     def region(self, num_bytes: int, what: str) -> Region:
-        """A zeroed region; all ranks of the ring ask for the same number of bytes at the same time.
-
-        Raises:
-            RuntimeError: They do not, or not within the ring's timeout.
-        """
+        """Return a zeroed region; all ranks make this call with the same size, else RuntimeError."""
         ...
 
     def barrier(self, what: str) -> None:
-        """Returns when nothing of this device's work is left and all ranks have come here."""
+        """Wait until all work of this device has ended and all ranks have called this."""
         ...
 
     def pinned_ints(self, count: int) -> Tensor:
-        """`count` int32 zeros in host memory that the device can write."""
+        """Return `count` int32 zeros in host memory that the device can write."""
         ...
 
 
+@dataclass(eq=False)
 class SymmetricMemory:
-    """`Memory` of torch's symmetric memory.
+    """`Memory` of torch's symmetric memory, in a process group or a part with a name (`name_part`)."""
 
-    Args:
-        group_name: Name of the process group, or of what `name_part` named.
-        consensus: How the ranks compare sizes.
-        device: This rank's device.
-        synchronize: Returns when nothing of the device's work is left.
-    """
-
-    def __init__(
-        self, group_name: str, consensus: RankConsensus, device: torch.device, synchronize: Callable[[], None]
-    ) -> None:
-        self._group_name = group_name
-        self._consensus = consensus
-        self._synchronize = synchronize
-        self.device = device
+    group_name: str
+    consensus: RankConsensus
+    device: torch.device
+    synchronize: Callable[[], None]
 
     def region(self, num_bytes: int, what: str) -> Region:
         """See `Memory.region`."""
@@ -102,7 +79,7 @@ class SymmetricMemory:
         self._compare(what, f"{num_bytes} bytes")
         with torch.cuda.device(self.device):
             local = symmetric.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            handle = symmetric.rendezvous(local, self._group_name)  # pyright: ignore[reportArgumentType]
+            handle = symmetric.rendezvous(local, self.group_name)  # pyright: ignore[reportArgumentType]
             local.zero_()
         # torch may hand out a part of a larger mapping
         offset = local.data_ptr() - handle.buffer_ptrs[handle.rank]
@@ -112,7 +89,7 @@ class SymmetricMemory:
 
     def barrier(self, what: str) -> None:
         """See `Memory.barrier`."""
-        self._synchronize()
+        self.synchronize()
         self._compare(what, "ready")
 
     def pinned_ints(self, count: int) -> Tensor:
@@ -121,7 +98,7 @@ class SymmetricMemory:
 
     def _compare(self, what: str, text: str) -> None:
         mine = f"{what}: {text}"
-        texts = self._consensus.share("a buffer", mine)
+        texts = self.consensus.share("a buffer", mine)
         odd = {rank: theirs for rank, theirs in enumerate(texts) if theirs != mine}
         if odd:
             raise RuntimeError(

@@ -1,16 +1,14 @@
-"""Shards between the GPUs of one host by copy engine: whoever owns keys pushes them into the memory of who reads them.
+"""Transport between the GPUs of one host by copy engine: each owner pushes its rows into the memory of their readers.
 
-Owns the calls: what each enqueues on which stream and in which order, what it leaves open, and how that is joined. Refuses to
-know devices: it speaks to `Streams` and `Memory`, so that the whole protocol also runs on a CPU, in any interleaving. Which
-words are said and waited for, and which bytes are copied, is in constant programs (kv_gather.py, grad_return.py,
-send_recv.py); where they lie in peer_buffers.py and semaphores.py; who makes room for them in buffers.py.
+Enqueues each call's programs on its streams, in order. It uses `Streams` and `Memory` only, so that the whole protocol also runs
+on a CPU, in any interleaving. The constant programs are in kv_gather.py, grad_return.py and send_recv.py.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +19,11 @@ from ringattn.kernels.kv.pack import pack
 from ringattn.plan.ring_plan import GatherPlan
 from ringattn.transport.base import Done, GradMessage, GradReturn, KVGatherHandle, Message, Transport, Work
 from ringattn.transport.consensus import RankConsensus
-from ringattn.transport.copy_engine.buffers import (
-    KINDS,
-    PLAIN,
-    REPLIES,
-    RankBuffers,
-    ZeroCopyKV,
-    outside_inference_mode,
-)
-from ringattn.transport.copy_engine.grad_return import CombinedPrograms, GradReturnPrograms, grad_return_programs
+from ringattn.transport.copy_engine.buffers import GRADS, KINDS, PLAIN, RankBuffers, ZeroCopyKV
+from ringattn.transport.copy_engine.grad_return import CombinedPrograms, GradReturnPrograms
 from ringattn.transport.copy_engine.graph_cache import CachedCall
-from ringattn.transport.copy_engine.kv_gather import Bias, GatherMemory, GatherPrograms, gather_programs, pad_rows
-from ringattn.transport.copy_engine.peer_buffers import MOST_GROUPS, padded, view_bytes
+from ringattn.transport.copy_engine.kv_gather import GatherPrograms
+from ringattn.transport.copy_engine.peer_buffers import padded
 from ringattn.transport.copy_engine.send_recv import SendRecvPrograms, send_recv_programs
 from ringattn.transport.copy_engine.streams import Program, Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory
@@ -40,19 +31,12 @@ from ringattn.transport.copy_engine.watchdog import POSTS
 from ringattn.transport.copy_engine.watched_transport import WatchedTransport
 from ringattn.transport.reduce.one_shot import OneShotReducer
 
-AIMED = 256
-"""Addresses of kept rows for which one gather has its copies ready."""
 RECEIVED = 256
-"""Tensors that posts received into which the way out of a failure remembers."""
+"""Most tensors that posts receive into which recovery knows."""
 
 
 class CopyEngineTransport(RankBuffers, Transport):
-    """One rank's end: the calls on what it holds. Takes the arguments of `RankBuffers`.
-
-    Args:
-        start_watchdog: Start the thread of the watchdog.
-        sm_margin: See `KVGather.sm_margin`.
-    """
+    """One rank's end of the transport; sm_margin is that of `KVGather`."""
 
     def __init__(
         self,
@@ -72,14 +56,14 @@ class CopyEngineTransport(RankBuffers, Transport):
         self._posted = 0
         self._kept: list[Any] | None = None  # by the graph that is being captured, so that it lives as long
         self._stream: int | None = None
-        self._handle: CopyEngineGather | None = None
-        self._grad_return: CopyEngineGradReturn | None = None
-        self._posts: list[CopyEngineWork | None] = [None] * POSTS
+        self._handle: _CopyEngineGather | None = None
+        self._grad_return: _CopyEngineGradReturn | None = None
+        self._posts: list[_CopyEngineWork | None] = [None] * POSTS
         if start_watchdog:
             self.watchdog.start()
 
     def __del__(self) -> None:
-        watchdog = getattr(self, "watch", None)
+        watchdog = getattr(self, "watchdog", None)
         if watchdog is not None:
             watchdog.stop()
 
@@ -111,13 +95,15 @@ class CopyEngineTransport(RankBuffers, Transport):
         grad_return: GradReturn | None = None,
     ) -> KVGatherHandle:
         """See `KVGather.gather`."""
-        assert key_bias is None or not keep, "what is kept has no room for a bias"
-        assert grad_return is None or isinstance(grad_return, CopyEngineGradReturn), "a homecoming of this transport"
+        assert key_bias is None or not keep, "saved rows have no bias"
+        assert grad_return is None or isinstance(grad_return, _CopyEngineGradReturn), (
+            "gradients are returned by the transport of the gather"
+        )
         stream, capturing = self._enter()
-        # what was lent has no room for a bias either: such keys are packed like others
+        # a zero-copy slot has no room for a bias: such keys are packed
         zero_copy = self._find_zero_copy(k, v) if self._zero_copy_at and key_bias is None else None
         of_bias = None if key_bias is None else key_bias.dtype
-        # a captured call is launched again without coming here, and keeps its name
+        # a captured call is launched again without this method, and keeps its name
         how = what if self._kept is not None else capturing
         key = (id(gather_plan), k.shape, k.dtype, v.shape[-1], groups, id(zero_copy), how, keep, of_bias)
         found: GatherPrograms | None = self.find(key)
@@ -126,8 +112,8 @@ class CopyEngineTransport(RankBuffers, Transport):
             if zero_copy is not None:
                 zero_copy.infos.add(key)
             if grad_return is not None:
-                self.keep(grad_return.key, grad_return.plans)  # which growing for the gather has forgotten
-        found.info.what = found.pushing.what = what
+                self.keep(grad_return.key, grad_return.plans)  # which growing for the gather has dropped
+        found.info.what = found.push_info.what = what
         if self._kept is not None:
             self._kept.append(found)
 
@@ -140,7 +126,7 @@ class CopyEngineTransport(RankBuffers, Transport):
             places.append(remote)
         if keep:
             saved = self._make_saved(tuple(remote.shape), k.dtype)
-            flag_program = self._aimed(found, saved.data_ptr())
+            flag_program = self._save_program(found, saved.data_ptr())
             places.append(saved)
         if not found.starts_last:
             launch(start, stream)
@@ -168,38 +154,30 @@ class CopyEngineTransport(RankBuffers, Transport):
             if capturing:
                 streams.order(stream, streams.copy_stream)
             launch(found.push, streams.copy_stream)
-        # behind the push: where they share a queue, nobody's rows wait for those of others
+        # behind the push: where they share a queue, pushed rows do not wait for received ones
         if flag_program is not None:
             if capturing:
                 streams.order(stream, streams.flag_stream)
             launch(flag_program, streams.flag_stream)
-        self._handle = handle = CopyEngineGather(self, found, saved, flagged=flag_program is not None)
+        self._handle = handle = _CopyEngineGather(self, found, saved, flagged=flag_program is not None)
         if grad_return is not None and combined is not None:
             grad_return.begin_with(handle, combined)
         return handle
 
     def remote_shard_buffer(
-        self,
-        turn: int,
-        shape: tuple[int, int, int],
-        rows: int,
-        dims: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, turn: int, shape: tuple[int, int, int], rows: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
         """See `KVGather.remote_shard_buffer`."""
-        del device  # that of this transport
         self._enter()
-        key = ("guest", turn, shape, rows, dims, dtype)
+        key = ("remote shard", turn, shape, rows, dims, dtype)
         found: ZeroCopyKV | None = self.find(key)
         if found is None:
             found = self.keep(key, self._prepare_shard_buffer(turn, (*shape, sum(dims)), rows, dims[0], dtype))
         self._zero_copy_at[found.slot.untyped_storage().data_ptr()] = found
         return found.slot[:, :rows]
 
-    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int, device: torch.device) -> ReadyFlags | None:
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags | None:
         """See `KVGather.saved_ready_flags`."""
-        del device  # that of this transport
         if not gather_plan.recvs:
             return None
         flags = self._raised.get(groups)
@@ -208,16 +186,9 @@ class CopyEngineTransport(RankBuffers, Transport):
         return ReadyFlags(flags, self._error, self._timeout_ns)
 
     def grad_return(
-        self,
-        shape: tuple[int, int, int],
-        gather_plan: GatherPlan,
-        device: torch.device,
-        what: str,
-        *,
-        biased: bool = False,
+        self, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool = False
     ) -> GradReturn:
         """See `KVGather.grad_return`."""
-        del device  # that of this transport
         if self._grad_return is not None:
             self._grad_return.receive()
             self._grad_return.close()
@@ -229,7 +200,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         plans[self._grad_turn].info.what = what
         if self._kept is not None:
             self._kept.append(plans)
-        return CopyEngineGradReturn(self, key, plans)
+        return _CopyEngineGradReturn(self, key, plans)
 
     def replay_or_enqueue(
         self,
@@ -239,7 +210,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         enqueue: Callable[[], object],
         held: tuple[Any, ...],
     ) -> None:
-        """See `Transport.replay_or_enqueue`, and Note [Graph cache] of graph_cache.py."""
+        """See `Transport.replay_or_enqueue`."""
         _, capturing = self._enter()
         if capturing or self._grad_return is not None:
             enqueue()
@@ -265,18 +236,13 @@ class CopyEngineTransport(RankBuffers, Transport):
         finally:
             self._kept = None
             if graph is None:
-                # nothing of it has run
+                # none of its work has run
                 self._grad_turn, self._remote_layout = turn, layout
                 self._handle = self._grad_return = None
         return graph
 
     def one_shot(self, consensus: RankConsensus, why: str) -> OneShotReducer:
-        """An exchange through memory that is mapped as this transport's is. Every member calls it.
-
-        Args:
-            consensus: How ranks compare.
-            why: Why this exchange was chosen.
-        """
+        """Return a reducer in this transport's memory; every member calls it."""
         return OneShotReducer(
             self._members.index(self._rank),
             len(self._members),
@@ -289,19 +255,19 @@ class CopyEngineTransport(RankBuffers, Transport):
             why,
         )
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         """See `Transport.reserve`."""
-        for kind, size in zip(KINDS, (num_bytes, replies), strict=True):
+        for kind, size in zip(KINDS, (num_bytes, grad_bytes), strict=True):
             if size > self._reserved[kind]:
                 self._enter()
                 self._make_boxes(kind, size)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """See `Transport.post`, and Note [A post] of send_recv.py."""
+        """See `Transport.post`."""
         out, into = self._payloads(sends, what), self._payloads(receives, what)
         if len({kind for _, kind in out}) < len(out):
             raise RuntimeError(
-                f"ring rank {self._rank}: {what}: a post must send parcels of one kind to one peer at most, got ring ranks "
+                f"ring rank {self._rank}: {what}: a post must send messages of one kind to one peer at most, got ring ranks "
                 f"{[peer for peer, _ in out]}; make more posts"
             )
         turn = self._post_turn
@@ -310,7 +276,7 @@ class CopyEngineTransport(RankBuffers, Transport):
             return Done()
         stream, capturing = self._enter()
         index = next((i for i, pending in enumerate(self._posts) if pending is None), None)
-        if index is None:  # the oldest is joined a little early
+        if index is None:  # wait for the oldest one early
             oldest = min((pending for pending in self._posts if pending is not None), key=lambda pending: pending.order)
             oldest.wait()
             index = oldest.index
@@ -336,42 +302,25 @@ class CopyEngineTransport(RankBuffers, Transport):
             streams.launch(program, copy_stream)
             for x, address, num_bytes in messages:
                 if (address, num_bytes) not in received:
-                    self._remember_received(x, address, num_bytes)
+                    received[address, num_bytes] = x
+                    if len(received) > RECEIVED and not self._captured:
+                        received.pop(next(iter(received)), None)
                 streams.copy(address, box, num_bytes, copy_stream)
                 box += padded(num_bytes)
         streams.launch(found.copy_programs[-1], copy_stream)
         self._posted += 1
-        pending = CopyEngineWork(self, index, found, self._posted)
+        pending = _CopyEngineWork(self, index, found, self._posted)
         self._posts[index] = pending
         return pending
 
     def watch_transport(self, link: Transport) -> Transport:
-        """A link between nodes whose waits the watch over this node sees and names.
-
-        Args:
-            link: What crosses.
-        """
+        """See `Transport.watch_transport`."""
         return WatchedTransport(self, link)
 
     def zero_copy_kv(
         self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """A slot that the caller fills itself, so that a gather of exactly these tensors packs nothing.
-
-        Joins a gather that the caller has left open, so that nobody reads what was there before.
-
-        Args:
-            name: Which slot.
-            batch: Batch elements.
-            rows: Rows of the longest shard.
-            mine: Rows of this rank's shard.
-            heads: Key heads.
-            dims: Head dims of k and of v.
-            dtype: Of both.
-
-        Returns:
-            K `b t hk d` and v `b t hk dv`, views of one buffer.
-        """
+        """See `Transport.zero_copy_kv`; closes a gather that the caller has left open, which may read what was there before."""
         self._enter()
         d, dv = dims
         shape = (batch, rows, heads, d + dv)
@@ -386,31 +335,15 @@ class CopyEngineTransport(RankBuffers, Transport):
 
     @property
     def graph_launches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Transport`, and Note [Graph cache] of graph_cache.py."""
+        """See `Transport.graph_launches`."""
         return self._graphs.launched
 
     def check(self) -> None:
         """See `Transport.check`."""
         self.watchdog.check()
 
-    def poison(self) -> None:
-        """Sets all bits wherever rows are kept between two calls; every rank calls it. What was lent is left alone."""
-        if self.streams.capturing():
-            raise RuntimeError("poison must be called outside of a capture, got one; poison between replays")
-        self._enter()
-        self._finish()
-        # twice: nothing is left here, and then nothing is left anywhere that may read what is overwritten
-        self._memory.barrier("poison comes")
-        self._memory.barrier("poison begins")
-        for peer_buffer in self._peer_buffers():
-            self.streams.call(peer_buffer.poison)
-        for local in (self._slot, self._local_grads, *self._shard_buffers):
-            self.streams.call(lambda local=local: local.fill_(255))
-        self._remote_layout = None
-        self._memory.barrier("poison ends")
-
     def close(self) -> None:
-        """Lets go of all memory; every rank of the ring calls it. A later call makes what it needs anew."""
+        """See `Transport.close`."""
         self._finish()
         if self.watchdog.failure is None:
             self._memory.barrier("close")
@@ -420,7 +353,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         self._reset()
 
     def _finish(self) -> None:
-        """Joins whatever the caller has left open."""
+        """Close and wait for all that the caller has left open."""
         if self._handle is not None:
             self._handle.close()
         if self._grad_return is not None:
@@ -431,11 +364,7 @@ class CopyEngineTransport(RankBuffers, Transport):
                 pending.wait()
 
     def _enter(self) -> tuple[int, bool]:
-        """The beginning of every call: refuses on a failed ring and orders the call behind the one before.
-
-        Returns:
-            The caller's stream, and whether it is being captured.
-        """
+        """Begin a call: raise on a failed ring, and order it behind the one before; return the caller's stream and `capturing`."""
         if self._handle is not None:
             self._handle.close()
         if self.watchdog.failure is not None:
@@ -449,104 +378,8 @@ class CopyEngineTransport(RankBuffers, Transport):
             self._stream = stream
         return stream, capturing
 
-    @outside_inference_mode
-    def _prepare_gather(
-        self,
-        k: Tensor,
-        v: Tensor,
-        gather_plan: GatherPlan,
-        groups: int,
-        zero_copy: ZeroCopyKV | None,
-        what: str,
-        of_bias: torch.dtype | None,
-        *,
-        keep: bool,
-    ) -> GatherPrograms:
-        b, t, hk, d = k.shape
-        width = d + v.shape[-1]
-        if hk % groups or groups > MOST_GROUPS:
-            raise ValueError(f"groups must divide the {hk} key heads, and be at most {MOST_GROUPS}, got {groups}")
-        row, slot_rows = hk * width * k.element_size(), gather_plan.slot_rows
-        # a bias stands behind the rows; what peers write is as large on all ranks, so that growing is collective
-        size = 0 if of_bias is None else of_bias.itemsize
-        slot_bytes = b * slot_rows * row
-        most = gather_plan.most_remote_rows
-        most_bytes = b * most * row
-        if size:
-            most_bytes = padded(most_bytes) + b * (slot_rows + most) * size
-        peer_buffer = self._make_remote_buffer(most_bytes)
-        remote, bias, of_slot = peer_buffer.view((b, gather_plan.remote_rows, hk, width), k.dtype), None, None
-        if zero_copy is not None:
-            slot = zero_copy.slot
-        else:
-            behind = padded(slot_bytes) if size else slot_bytes
-            flat = self._make_slot(behind + b * slot_rows * size)
-            slot = view_bytes(flat, (b, slot_rows, hk, width), k.dtype)
-            of_slot = None if of_bias is None else view_bytes(flat[behind:], (b, slot_rows), of_bias)
-        if of_slot is not None and of_bias is not None:
-            of_all = (b, t + gather_plan.remote_rows)
-            if gather_plan.recvs:
-                table = peer_buffer.view(of_all, of_bias, padded(remote.numel() * remote.element_size()))
-            else:  # far may be written to meanwhile: it is not this call's turn to read it
-                table = torch.empty(of_all, dtype=of_bias, device=self._memory.device)
-            bias = Bias(slot=of_slot, table=table, local=t)
-        flags = self._make_flags(groups)
-        packed = slot[:, :t] if zero_copy is None and gather_plan.sends else None
-        cleared = None
-        if packed is not None and gather_plan.recvs:
-            cleared = self._make_cleared(flags, remote, tuple(pad_rows(gather_plan.remote_rows, gather_plan.recvs)))
-        here = GatherMemory(
-            peer_buffer,
-            remote=remote,
-            dim=d,
-            slot=slot,
-            packed=packed,
-            bias=bias,
-            ready_flags=ReadyFlags(flags, self._error, self._timeout_ns),
-            cleared=cleared,
-            keep=(gather_plan, zero_copy),
-        )
-        return gather_programs(self.semaphores, here, gather_plan, what, keep=keep)
-
-    def _aimed(self, plan: GatherPrograms, address: int) -> Program | None:
-        """What the herald does for a gather whose rows are kept, to where they are kept."""
-        if plan.aim is None:
-            return None
-        aimed = plan.aimed
-        found = aimed.get(address)
-        if found is None:
-            found = aimed[address] = self.streams.compile(plan.aim(address))
-            if len(aimed) > AIMED:
-                _, old = aimed.popitem(last=False)
-                self._retire(old)
-        else:
-            aimed.move_to_end(address)
-        return found
-
-    @outside_inference_mode
-    def _prepare_shard_buffer(
-        self, turn: int, shape: tuple[int, ...], rows: int, d: int, dtype: torch.dtype
-    ) -> ZeroCopyKV:
-        slot = view_bytes(self._make_shard_buffer(turn, math.prod(shape) * dtype.itemsize), shape, dtype)
-        return ZeroCopyKV(slot, slot[:, :rows, :, :d], slot[:, :rows, :, d:])
-
-    @outside_inference_mode
-    def _prepare_grad_return(
-        self, gather_plan: GatherPlan, shape: tuple[int, int, int], what: str, *, biased: bool
-    ) -> tuple[GradReturnPrograms, GradReturnPrograms]:
-        b, hk, width = shape
-        size = b * gather_plan.slot_rows * hk * (width + biased) * 4
-        grad_buffers, local_grads = self._make_grad_buffers(size), self._make_local_grads(size)
-        self._refuse_in_capture("homecoming")
-        # both at once: a capture may begin at either
-        first, second = (
-            grad_return_programs(self.semaphores, gather_plan, peer_buffer, local_grads, shape, what, biased=biased)
-            for peer_buffer in grad_buffers
-        )
-        return first, second
-
     def _payloads(self, messages: Sequence[Message], what: str) -> dict[tuple[int, int], list[tuple[Tensor, int, int]]]:
-        """(tensor, address, bytes) of what is not empty, by (peer, kind)."""
+        """Return (tensor, address, bytes) of what is not empty, by (peer, kind)."""
         found: dict[tuple[int, int], list[tuple[Tensor, int, int]]] = {}
         for message in messages:
             peer, x = message
@@ -554,8 +387,8 @@ class CopyEngineTransport(RankBuffers, Transport):
             if not num_bytes:
                 continue
             if not x.is_contiguous():
-                raise RuntimeError(f"ring rank {self._rank}: {what}: what is posted must be contiguous, got strides")
-            kind = REPLIES if isinstance(message, GradMessage) else PLAIN
+                raise RuntimeError(f"ring rank {self._rank}: {what}: a posted tensor must be contiguous, got strides")
+            kind = GRADS if isinstance(message, GradMessage) else PLAIN
             found.setdefault((peer, kind), []).append((x, x.data_ptr(), num_bytes))
         for (peer, kind), tensors in found.items():
             total, reserved = sum([num_bytes for _, _, num_bytes in tensors]), self._reserved[kind]
@@ -567,14 +400,8 @@ class CopyEngineTransport(RankBuffers, Transport):
                 )
         return found
 
-    def _remember_received(self, x: Tensor, address: int, num_bytes: int) -> None:
-        received = self.watchdog.recovery.received
-        received[address, num_bytes] = x
-        if len(received) > RECEIVED and not self._captured:
-            received.pop(next(iter(received)), None)
 
-
-class CopyEngineGather:
+class _CopyEngineGather:
     """See `KVGatherHandle`."""
 
     __slots__ = ("_flagged", "_plan", "_transport", "k", "key_bias", "ready_flags", "remote", "saved", "v")
@@ -591,11 +418,10 @@ class CopyEngineGather:
         self.ready_flags = plan.ready_flags
 
     def close(self) -> None:
-        """See `KVGatherHandle.close`."""
         self.finish()
 
     def finish(self, combined: CombinedPrograms | None = None) -> bool:
-        """As `close`, together with what a homecoming says; False: it was closed before, and nothing is said."""
+        """Close, together with the operations of a return of gradients; return False if it was closed before."""
         plan, self._plan = self._plan, None
         if plan is None:
             return False
@@ -605,7 +431,7 @@ class CopyEngineGather:
         streams = here.streams
         stream = streams.main()
         if streams.capturing():
-            # a graph holds event dependencies only; the place is written before the join (Note [The way out] of watchdog.py)
+            # a graph holds event dependencies only; the place is written before the join (Note [Recovery] of watchdog.py)
             streams.launch(plan.joining if combined is None else combined.joining, stream)
             if plan.push is not None:
                 streams.order(streams.copy_stream, stream)
@@ -615,7 +441,7 @@ class CopyEngineGather:
         return True
 
 
-class CopyEngineGradReturn:
+class _CopyEngineGradReturn:
     """See `GradReturn`."""
 
     __slots__ = (
@@ -630,7 +456,7 @@ class CopyEngineGradReturn:
         self.key, self.plans = key, plans
         self.plan = plan = plans[transport._grad_turn]
         self._begun = self._received = self._closed = False
-        self._handle: CopyEngineGather | None = None
+        self._handle: _CopyEngineGather | None = None
         self._combined: CombinedPrograms | None = None
         self.addresses = plan.addresses
         self.local_grads = plan.local_grads
@@ -638,26 +464,24 @@ class CopyEngineGradReturn:
         self.bias_addresses, self.local_bias_grads = (None, None) if plan.bias is None else plan.bias[:2]
 
     def begin(self) -> None:
-        """See `GradReturn.begin`."""
         stream, _ = self._transport._enter()
         self._begin()
         self._transport.streams.launch(self.plan.start, stream)
 
-    def begin_with(self, handle: CopyEngineGather, combined: CombinedPrograms) -> None:
-        """It has begun with a gather, which is closed by what both say together."""
+    def begin_with(self, handle: _CopyEngineGather, combined: CombinedPrograms) -> None:
+        """Begin with a gather, which the combined programs close."""
         self._begin()
         self._handle, self._combined = handle, combined
 
     def _begin(self) -> None:
-        assert not self._begun, "a homecoming begins once"
+        assert not self._begun, "a return of gradients begins once"
         self._begun = True
         here = self._transport
         here._grad_return, here._grad_turn = self, 1 - here._grad_turn
 
     def receive(self) -> tuple[list[Tensor], list[Tensor]]:
-        """See `GradReturn.receive`."""
         if not self._received:
-            assert self._begun, "a homecoming begins in front of its backward"
+            assert self._begun, "a return of gradients begins in front of its backward"
             self._received = True
             handle, combined = self._handle, self._combined
             if handle is None or combined is None or not handle.finish(combined):
@@ -667,7 +491,6 @@ class CopyEngineGradReturn:
         return self.plan.regions, [] if bias is None else bias[2]
 
     def close(self) -> None:
-        """See `GradReturn.close`."""
         if not self._closed:
             self._closed = True
             if self._transport._grad_return is self:
@@ -676,31 +499,28 @@ class CopyEngineGradReturn:
             streams.launch(self.plan.close, streams.main())
 
 
-class CopyEngineWork:
+@dataclass(eq=False, slots=True)
+class _CopyEngineWork:
     """See `Work`."""
 
-    __slots__ = ("_plan", "_transport", "_waited", "index", "order")
-
-    def __init__(self, transport: CopyEngineTransport, index: int, plan: SendRecvPrograms, order: int) -> None:
-        self._transport = transport
-        self.index = index
-        self._plan = plan
-        self._waited = False
-        self.order = order
+    transport: CopyEngineTransport
+    index: int
+    programs: SendRecvPrograms
+    order: int
+    waited: bool = False
 
     def wait(self) -> None:
-        """See `Work.wait`."""
-        if self._waited:
+        if self.waited:
             return
-        self._waited = True
-        here = self._transport
+        self.waited = True
+        here = self.transport
         if here._posts[self.index] is self:
             here._posts[self.index] = None
         streams = here.streams
         stream = streams.main()
         if streams.capturing():
-            streams.launch(self._plan.fetching, stream)
+            streams.launch(self.programs.fetching, stream)
             streams.order(streams.copy_stream, stream)
-        streams.launch(self._plan.join, stream)
+        streams.launch(self.programs.join, stream)
         if here.watchdog.failure is not None:
             here.watchdog.check()

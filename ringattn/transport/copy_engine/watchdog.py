@@ -1,40 +1,22 @@
-"""Nobody waits for ever: a thread that sees a ring standing still, says so, and lets what waits end in NaN.
+"""Watchdog of a ring: a thread that detects a ring without progress, reports it, and ends its waits with NaN results.
 
-Owns the words in host memory that streams write as they go, the decision that a ring has failed, and the way out. Refuses to
-know how rows move. While a ring is healthy the thread reads and writes host memory and calls nothing of CUDA, so that it
-disturbs neither captures nor speed.
+While a ring is healthy the thread calls nothing of CUDA, so that it disturbs neither captures nor speed.
 
-Note [The way out]
-    A ring has failed when it waits and nothing has moved for the ring's timeout.
-    What is enqueued must then come to an end, and no number it leaves may look like a result. Waits are let go by writing
-    their words; three words of the device keep this in step:
-    - `gate`: nothing says here that rows are there but behind it: a flag is raised, and an outbox left, once it is open.
-      Closed at once, here and on every peer: what comes from now on may be of another call, or overwritten, so a peer that
-      is merely slow fails as well.
-    - `error`: the error word of the kernels. Set at once, here and on every peer, behind the gates.
-    - `proceed`: the caller's stream passes it before each gather and behind each join with other streams or other ranks. Closed
-      at once.
-    The caller's stream writes its `place` as it goes. While a kernel may be waiting for rows, its flags are made negative and
-    the gate stays closed: it ends, in NaN. Everywhere else the streams beside it are let run through first, and the gate is
-    closed behind them. Then, before the caller's stream may pass a join whose data never came, what it would read is set to
-    NaN: this rank's own contribution to its gradients, and the buffers that posts receive into. Then it may take one step. So
-    the gate is never open while a kernel waits, and every join finds either what was sent or NaN.
-
-Note [A push that was let go]
-    A push waits for room at a reader that may be slow, not dead: its kernel of the call before may still read the rows that
-    are about to be overwritten. By then the reader's gate has been closed and its error word set, in this order, and each was
-    visible everywhere before the next and before any wait for room was let go. A kernel looks at the error word at the end of
-    each tile. So a tile that has read a row of the wrong call ends in NaN, and one that ended before has read none.
-    The error word is reset by the start of the reader's next call. That loses nothing: the kernel of the call before has ended,
-    and the gate is closed. What a gate has let through was there before it was closed,
-    and the start lowers every flag: none rises again, the next kernel that reads rows of others waits for one, and this
-    reader fails as well. Opened again it is by its own watch alone, while no kernel waits. If the word is set behind the
-    start, the kernel ends in NaN for nothing. A call that reads nothing of others is right. A copy of rows to keep ends in
-    front of the gate: if they were overwritten, it is closed, and the join behind it is passed once the flags of what is kept
-    are negative.
-
-    A transfer between nodes (`BETWEEN_NODES`) is not released by semaphores: the process group ends it, within its own timeout. The
-    watchdog says which one it was, and lets the ranks of the node fail with this one.
+Note [Recovery]
+    A ring has failed when it waits and nothing has moved for the ring's timeout. All enqueued work must then end, and leave no
+    number that looks like a result. Waits are ended by writing their words; three words of the device keep this in step:
+    - `gate`: passed before a flag is raised, an outbox left, or saved rows are complete. Closed at once, here and on every peer,
+      because rows that arrive from now on may be of another call, or overwritten: so a peer that is merely slow fails as well.
+    - `error`: the error word of the kernels, which read it at the end of each tile. Set at once, here and on every peer, after
+      the gates and before any wait for a buffer is ended. So a tile that has read overwritten rows ends in NaN.
+    - `proceed`: passed by the caller's stream before each gather and behind each join with other streams or ranks. Closed at once.
+    The caller's stream reports its place. While a kernel may be waiting for rows, its flags are made negative and the gate
+    stays closed: it ends, in NaN. Everywhere else the other streams run through first, and the gate is closed behind them. Then,
+    before the caller's stream may pass a join whose data never arrived, the memory that it would read is set to NaN: this rank's
+    own contribution to its gradients, and the buffers that posts receive into. Then it may take one step. So the gate is never
+    open while a kernel waits, and every join finds either the data that was sent or NaN.
+    The start of the next call resets the error word and lowers all flags; none rises again behind the closed gate. Flags of saved
+    rows are made negative before any wait ends. The process group ends a transfer between nodes (`BETWEEN_NODES`).
 """
 
 from __future__ import annotations
@@ -51,13 +33,13 @@ from torch import Tensor
 
 from ringattn.transport.copy_engine.streams import Streams, Write
 
-# words in host memory; all are written by streams, QUIET by both sides. Neighbours are often written together
+# words in host memory; all are written by streams, QUIET by both sides. Neighbouring words are often written together
 PLACE, QUIET, COPY, COPY_AT, FLAG, FLAG_AT = range(6)
 HOST_INTS = 16
 
-# where the caller's stream is: the low bits of PLACE. The others name the course it is on
-# ELSEWHERE may wait before a gather, once the ring has failed: it is let go like all who wait for nothing but that
-# CROSSING waits for a transfer between nodes, which no word lets go
+# the place of the caller's stream: the low bits of PLACE. The others are the number of its program
+# ELSEWHERE may wait before a gather, once the ring has failed, for `proceed` alone
+# BETWEEN_NODES waits for a transfer between nodes, which no semaphore ends
 ELSEWHERE, STARTING, KERNEL, JOINING, RECEIVING, FETCHING, BETWEEN_NODES = range(7)
 PLACES = 8
 
@@ -67,19 +49,17 @@ POSTS = 4
 DEVICE_INTS = POSTED + POSTS
 
 NUMBERED = 4096
-"""Courses that the message of a failure can name."""
+"""Most programs that the message of a failure can name."""
 
 
 @dataclass
 class ProgramInfo:
-    """What a program waits for, for the message of a failure.
+    """The waits of a program, for the message of a failure.
 
     Attributes:
-        what: The call.
-        peers: Whom the caller's stream waits for.
-        since: The first ring step of what it waits for; 0: of rows that an earlier call may still read. None: `what` says it.
-        stops: (ring step, peer) of each wait of a stream beside the caller's, in order.
-        waiting: What for, in front of the peer.
+        peers: The ranks that the caller's stream waits for.
+        since: The first ring step that it waits for; 0: rows that an earlier call may still read. None: `what` names it.
+        stops: (ring step, peer) of each wait of the other stream, in order; `waiting` are the words in front of the peer.
     """
 
     what: str
@@ -91,20 +71,14 @@ class ProgramInfo:
 
 @dataclass
 class RecoveryAddresses:
-    """Every address that the way out must know; whoever makes memory adds to it.
+    """Every address that recovery must write; code that makes memory adds to it.
 
     Attributes:
-        gates: Of the peers.
-        errors: Likewise, the error words of kernels.
-        reusable: Words that the caller's stream waits for before it writes.
-        ready: Words that the streams beside it wait for before they read rows or say that they are there.
-        turn: Words that the side stream waits for before it pushes.
-        grad_return: Words that the caller's stream waits for before it reads contributions.
-        flags: (address, number of words) that kernels wait for.
-        raised: Likewise, of flags that are raised as long as the ring is healthy.
-        local_grads: (address, bytes) of this rank's contributions.
-        received: What posts receive into, by (address, bytes).
-        kept: Alive for as long as the ring: memory that captured graphs use.
+        reusable: Semaphores that the caller's stream waits for before it writes; grad_return: before it reads contributions.
+        ready: Semaphores that the other streams wait for before they read rows or raise a flag; turn: before they push.
+        flags: (address, number of words) that kernels wait for; raised: of flags that stay raised while the ring is healthy.
+        local_grads: (address, bytes) of this rank's contributions; received: of the tensors that posts receive into.
+        kept: Memory that captured graphs use.
     """
 
     gates: set[int] = field(default_factory=set)
@@ -121,20 +95,10 @@ class RecoveryAddresses:
 
 
 class Watchdog:
-    """Looks at one ring.
-
-    Args:
-        rank: This rank.
-        name: The ring's name.
-        progress: `HOST_INTS` int32 in host memory that the device can write.
-        control: Addresses of the words of this device, by `GATE` ...
-        streams: The way to the device.
-        timeout: Seconds that a ring may stand still.
+    """The watchdog of one ring: reads `progress`, `HOST_INTS` int32 in host memory, and writes the device's words at `control`.
 
     Attributes:
-        failure: Why the ring has failed; None while it is healthy.
-        recovery: What the way out must know.
-        infos: What programs wait for, by the number that they write into `PLACE`, `COPY` and `FLAG`.
+        infos: The waits of programs, by the number that they write into `PLACE`, `COPY` and `FLAG`.
     """
 
     def __init__(
@@ -143,7 +107,7 @@ class Watchdog:
         self._rank = rank
         self._name = name
         self._progress = progress.numpy()
-        self._keep = progress
+        self._pinned = progress  # the array's memory
         self._control = control
         self._streams = streams
         self._timeout = timeout
@@ -160,28 +124,24 @@ class Watchdog:
 
     @property
     def interval(self) -> float:
-        """Seconds until the next look."""
+        """Seconds until the next poll."""
         return 0.002 if self.failure else min(0.5, self._timeout / 8)
 
     def start(self) -> None:
-        """Begins to look, in a thread that ends when it is told to retire and nothing is under way."""
+        """Start the thread, which ends after `stop` once nothing is in flight."""
         threading.Thread(target=self._look, daemon=True, name="ringattn watch").start()
 
     def stop(self) -> None:
-        """Tells the thread to end once nothing is under way: a ring that is dropped may still have work enqueued."""
+        """End the thread once nothing is in flight: a ring that is dropped may still have work enqueued."""
         self._stopped = True
 
     def check(self) -> None:
-        """Raises if the ring has failed.
-
-        Raises:
-            RuntimeError: It has; the message names this rank, the step and the peers.
-        """
+        """Raise RuntimeError if the ring has failed; the message names this rank, the step and the peers."""
         if self.failure is not None:
             raise RuntimeError(self.failure)
 
     def number(self, info: ProgramInfo) -> int:
-        """The number by which programs say that they are on a course; the oldest one may be forgotten."""
+        """Return a number for programs that report their progress; the oldest one may be forgotten."""
         self._numbers += 1
         self.infos[self._numbers] = info
         if len(self.infos) > NUMBERED:
@@ -189,11 +149,7 @@ class Watchdog:
         return self._numbers
 
     def poll(self, now: float) -> None:
-        """One look.
-
-        Args:
-            now: The time, in seconds.
-        """
+        """Poll once, at a time in seconds."""
         with self._lock:
             if self.failure is not None:
                 self._unblock_streams(now)
@@ -205,22 +161,20 @@ class Watchdog:
                 self._seen, self._since = seen, now
                 progress[QUIET] = 1
             elif now - self._since > self._timeout:
-                # nobody is let go before the next look: whoever passes `proceed` at this moment has written its place by then
+                # no wait ends before the next poll: a stream that passes `proceed` now has reported its place by then
                 self._fail(seen, f"nothing has moved for {self._timeout:g} s")
 
     def _is_copying(self) -> bool:
-        """Whether a stream beside the caller's is under way."""
+        """Return whether another stream than the caller's has work in flight."""
         return bool(self._progress[COPY] or self._progress[FLAG])
 
     def _describe(self, seen: tuple[int, ...]) -> str:
-        """Which call stands still, and whom it waits for."""
-        place, flag_stream, herald_at, copy_stream, side_at = seen
-        # who waits for another node is not waited for by its own streams, but for a reason
-        progress_by_stream = (
-            () if place % PLACES == BETWEEN_NODES else ((flag_stream, herald_at), (copy_stream, side_at))
-        )
+        """Return the call without progress, and the ranks that it waits for."""
+        place, flag_stream, flag_at, copy_stream, copy_at = seen
+        # a wait between nodes is the reason for waits of the other streams, if there are any
+        progress_by_stream = () if place % PLACES == BETWEEN_NODES else ((flag_stream, flag_at), (copy_stream, copy_at))
         beside = [(info, at) for number, at in progress_by_stream if (info := self.infos.get(number)) is not None]
-        # what others do not bring comes before what they do not take
+        # missing rows are named before rows that peers have not read
         for info, at in beside:
             if at < len(info.stops):
                 step, peer = info.stops[at]
@@ -238,7 +192,7 @@ class Watchdog:
             f"ring rank {self._rank} of ring {self._name!r}: {self._describe(seen)}: {why}; look for an earlier error on the "
             "ranks named (results since then are NaN, and this ring can not be used any more)"
         )
-        # all of it, in this order, before anybody is told that there is a failure to get out of
+        # all of it, in this order, before the failure is published
         with self._recording_failure():
             gates = (self._control[GATE], *self.recovery.gates)
             errors = (self._control[ERROR], *self.recovery.errors)
@@ -251,11 +205,11 @@ class Watchdog:
         sys.stderr.flush()
 
     def _unblock_streams(self, now: float) -> None:
-        """One step of the way out (Note [The way out])."""
+        """Take one step of Note [Recovery]."""
         here, gate, proceed = self.recovery, self._control[GATE], self._control[PROCEED]
         with self._recording_failure():
             if self._stepping:
-                # words that were let go and found nobody waiting must not let anybody go later
+                # semaphores that no stream waited for must not end a later wait
                 self._stepping = False
                 self._streams.rescue([Write(proceed, 0), *(Write(word, 0) for word in list(here.grad_return))])
             place = int(self._progress[PLACE]) % PLACES
@@ -272,23 +226,23 @@ class Watchdog:
                 return
             self._streams.rescue([Write(gate, 0)])
             if place in (KERNEL, BETWEEN_NODES) or self._is_copying():
-                return  # it had more to do, or nothing here lets it go
+                return  # it has more to do, or no semaphore ends its wait
             if place == RECEIVING:
                 for address, num_bytes in list(here.local_grads):
                     self._streams.fill(address, num_bytes)
             if place in (JOINING, RECEIVING, FETCHING):
                 for address, num_bytes in list(here.received):
                     self._streams.fill(address, num_bytes)
-            let_go = {STARTING: here.reusable, RECEIVING: here.grad_return}.get(place, set())
+            waits = {STARTING: here.reusable, RECEIVING: here.grad_return}.get(place, set())
             self._stepping = True
-            self._streams.rescue([*(Write(word, 1) for word in list(let_go)), Write(proceed, 1)])
+            self._streams.rescue([*(Write(word, 1) for word in list(waits)), Write(proceed, 1)])
 
     @contextlib.contextmanager
     def _recording_failure(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            # the device itself has failed: its waits end with it
+            # the device itself has failed, and its waits end
             self.failure = self.failure or f"ring rank {self._rank}: the device of ring {self._name!r} failed ({error})"
 
     def _look(self) -> None:

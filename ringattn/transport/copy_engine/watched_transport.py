@@ -1,11 +1,9 @@
-"""A link between nodes whose waits the watch over one node sees and names.
-
-Owns the words around such a wait. Refuses to know how the link moves bytes, and who sits in the node.
-"""
+"""A transport between nodes whose waits the watchdog of a node sees and names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ringattn.transport.base import Message, Transport, Work
 from ringattn.transport.copy_engine.buffers import RankBuffers
@@ -13,57 +11,45 @@ from ringattn.transport.copy_engine.streams import Program
 from ringattn.transport.copy_engine.watchdog import BETWEEN_NODES, ProgramInfo
 
 
+@dataclass(eq=False)
 class WatchedTransport(Transport):
-    """A `Transport` between nodes.
+    """A `Transport` between nodes that reports its waits to the watchdog of this rank's node."""
 
-    Args:
-        here: What this rank holds for its node.
-        link: What crosses.
-    """
-
-    def __init__(self, here: RankBuffers, link: Transport) -> None:
-        self._here = here
-        self._link = link
+    buffers: RankBuffers
+    link: Transport
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
         """See `Transport.post`."""
-        pending = self._link.post(sends, receives, what)
+        work = self.link.post(sends, receives, what)
         peers = tuple(sorted({peer for peer, x in (*sends, *receives) if x.numel()}))
-        return _WatchedWork(self._here, pending, peers, what) if peers else pending
+        return _WatchedWork(self.buffers, work, peers, what) if peers else work
 
-    def reserve(self, num_bytes: int, replies: int = 0) -> None:
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
         """See `Transport.reserve`."""
-        self._link.reserve(num_bytes, replies)
+        self.link.reserve(num_bytes, grad_bytes)
 
 
+@dataclass(eq=False, slots=True)
 class _WatchedWork:
-    """See `Work`: the caller's stream says where it is as long as it waits."""
-
-    __slots__ = ("_here", "_peers", "_pending", "_what")
-
-    def __init__(self, here: RankBuffers, pending: Work, peers: tuple[int, ...], what: str) -> None:
-        self._here = here
-        self._pending = pending
-        self._peers = peers
-        self._what = what
+    buffers: RankBuffers
+    work: Work
+    peers: tuple[int, ...]
+    what: str
 
     def wait(self) -> None:
-        here = self._here
+        here = self.buffers
         streams = here.streams
-        key = ("crossing", self._peers)
+        key = ("between nodes", self.peers)
         found: tuple[ProgramInfo, Program, Program] | None = here.find(key)
         if found is None:
-            info = ProgramInfo(self._what, self._peers, since=None)
-            number = here.watchdog.number(info)
-            begin, end = (
-                streams.compile([here.semaphores.report_place(number, BETWEEN_NODES)]),
-                streams.compile(here.semaphores.exit_ring()),
-            )
-            found = here.keep(key, (info, begin, end))
-        found[0].what = self._what
+            info = ProgramInfo(self.what, self.peers, since=None)
+            place = here.semaphores.report_place(here.watchdog.number(info), BETWEEN_NODES)
+            found = here.keep(key, (info, streams.compile([place]), streams.compile(here.semaphores.exit_ring())))
+        info, begin, end = found
+        info.what = self.what
         stream = streams.main()
-        streams.launch(found[1], stream)
-        self._pending.wait()
-        streams.launch(found[2], stream)
+        streams.launch(begin, stream)
+        self.work.wait()
+        streams.launch(end, stream)
         if here.watchdog.failure is not None:
             here.watchdog.check()

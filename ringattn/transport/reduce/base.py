@@ -1,23 +1,15 @@
-"""One exchange: every rank brings its share, and all leave with the same answer.
+"""Base class of reducers: every rank passes its share, and all get the same result. The calls of its methods, and their checks.
 
-Owns the protocol (partials that are finished, addends that are summed, columns that are laid side by side), what a call must
-keep to, and the exchanges that need no memory of their own: of one rank alone, over the process group, and of ranks that are
-simulated. Refuses to know keys, pages and requests, and whose weights made a sum.
-
-Note [One exchange]
-    A rank merges the partials of its own splits into one packed part (Note [Packed parts] of the kernels) and sends it to all
-    ranks; each then merges the parts of ranks 0, 1, ..., P - 1, in this order, and normalises. So all ranks hold the same bits,
-    and go on alike with what follows from them. How many splits a rank has is its own affair.
-    A sum goes likewise: every rank adds the addends of ranks 0, 1, ..., P - 1 in this order, in fp32, and rounds once. Columns
-    are moved as they are.
-    All ranks make the same exchanges in the same order. The first of each kind (sizes, dtypes, sinks or none) is compared and
-    must come outside of a capture; later ones cost the host no word to anybody.
+A rank merges its own splits into one packed partial (Note [Packed parts] of the kernels) and sends it to all ranks; each then
+merges the partials of ranks 0, 1, ..., P - 1, in this order, and normalises. A sum adds in the same order, in fp32, and rounds
+once. So all ranks hold the same bits. The first call of each kind (sizes, dtypes, sinks or none) is compared between ranks, and
+must be made outside of a capture; later ones communicate no host data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,94 +19,9 @@ from ringattn.transport.base import Choice
 from ringattn.transport.consensus import RankConsensus
 
 SHARED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of what is summed or laid side by side."""
+"""Dtypes of sums and columns."""
 LARGEST = 2**30
-"""Numbers of a sum, or of all ranks' columns together, at most: kernels count them in 32 bits."""
-
-
-class PartialReducer(Protocol):
-    """Makes one answer of what all ranks bring (Note [One exchange]).
-
-    Attributes:
-        choice: Which one it is, and why.
-    """
-
-    choice: Choice
-
-    @property
-    def capturable(self) -> bool:
-        """Whether calls, but for the first of a kind, may be captured in a CUDA graph."""
-        ...
-
-    def merge_partials(
-        self,
-        splits: Tensor,
-        b: int,
-        s: int,
-        h: int,
-        dv: int,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """Merges the partials of all ranks and normalises; returns at once, in stream order on CUDA.
-
-        Args:
-            splits: `p, b * s * h * (dv + 2)` fp32, p >= 1: this rank's packed parts, merged in their order. May be overwritten
-                by work that is enqueued later.
-            b: Batch elements.
-            s: Query tokens of each.
-            h: Query heads.
-            dv: Head dim of the values.
-            sinks: `h` fp32, natural log, the same on all ranks; None for none.
-            o: `b s h dv`, contiguous, the dtype of the queries; written, the same bits on every rank.
-            lse: `b h s` fp32, contiguous, natural log; written likewise.
-
-        Raises:
-            ValueError: A shape, dtype or device does not fit, here or on another rank, or ranks make different exchanges; at the
-                first call of a kind it is raised on every rank, before the first byte moves.
-            RuntimeError: A rank did not come in time, now or in an earlier exchange (results since then are NaN); the message
-                names it. Or a first call of a kind was captured.
-        """
-        ...
-
-    def all_reduce(self, x: Tensor, out: Tensor) -> None:
-        """Adds what all ranks bring, in the order of the ranks, in fp32, and rounds once; returns as `merge_partials` does.
-
-        Args:
-            x: Any shape, contiguous, fp32, bf16 or fp16: this rank's addends. Shape and dtype are the same on all ranks.
-            out: The shape of x, contiguous, fp32, bf16 or fp16; written, the same bits on every rank. Shares no memory with x.
-
-        Raises:
-            ValueError: As in `merge_partials`.
-            RuntimeError: As in `merge_partials`.
-        """
-        ...
-
-    def all_gather_columns(self, x: Tensor, out: Tensor) -> None:
-        """Lays all ranks' columns side by side: columns r * width .. (r + 1) * width - 1 of out are x of rank r, bit for bit.
-
-        Args:
-            x: `rows width`, contiguous, fp32, bf16 or fp16: this rank's columns. Shape and dtype are the same on all ranks.
-            out: `rows, world_size * width`, contiguous, the dtype of x; written. Shares no memory with x.
-
-        Raises:
-            ValueError: As in `merge_partials`.
-            RuntimeError: As in `merge_partials`.
-        """
-        ...
-
-    def check(self) -> None:
-        """Raises if an exchange has failed: for results of graphs, whose replays pass no host call, once they are over.
-
-        Raises:
-            RuntimeError: As in `merge_partials`.
-        """
-        ...
-
-    def close(self) -> None:
-        """Lets go of memory; every rank calls it, when its exchanges are over."""
-        ...
+"""Most numbers of a result: kernels count them in 32 bits."""
 
 
 class MergeCall(NamedTuple):
@@ -131,31 +38,31 @@ class MergeCall(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What is exchanged, for messages."""
+        """The call in words."""
         return f"b {self.b}, s {self.s}, h {self.h}, dv {self.dv}"
 
     @property
     def kind(self) -> str:
-        """What must be the same on all ranks."""
+        """The part of the call that must be equal on all ranks."""
         return f"{self.what}, {self.o.dtype}, {'no sinks' if self.sinks is None else 'sinks'}, {self.o.device.type}"
 
     @property
     def out(self) -> Tensor:
-        """What is written."""
+        """The written tensor that tells device and size."""
         return self.o
 
     @property
     def rows(self) -> int:
-        """Rows of a part."""
+        """Rows of a partial."""
         return self.b * self.s * self.h
 
     @property
     def send_numel(self) -> int:
-        """What a rank sends, in fp32 numbers."""
+        """The size of a rank's share, in fp32 numbers."""
         return size(self.rows, self.dv)
 
     def check(self) -> None:
-        """Refuses what does not fit, as `PartialReducer.merge_partials` says."""
+        """Raise ValueError unless the tensors fit."""
         splits, b, s, h, dv, sinks, o, lse = self
         width = self.send_numel
         if splits.dim() != 2 or splits.shape[0] < 1 or splits.shape[1] != width or splits.dtype != torch.float32:
@@ -185,47 +92,12 @@ class MergeCall(NamedTuple):
             raise ValueError(f"o must have a floating dtype, got {o.dtype}; give it that of the queries")
 
 
-class SumCall(NamedTuple):
-    """A call of `PartialReducer.all_reduce`.
+class ShareCall(NamedTuple):
+    """A call of `PartialReducer.all_reduce`, or of `all_gather_columns`, which concatenates the columns of `ranks` ranks.
 
     Attributes:
         overlap: x and out share memory.
-    """
-
-    x: Tensor
-    out: Tensor
-    overlap: bool
-
-    @property
-    def what(self) -> str:
-        """What is exchanged, for messages."""
-        return f"addends {tuple(self.x.shape)}"
-
-    @property
-    def kind(self) -> str:
-        """What must be the same on all ranks."""
-        return f"{self.what}, {self.x.dtype} to {self.out.dtype}, {self.out.device.type}"
-
-    @property
-    def send_numel(self) -> int:
-        """What a rank sends, in fp32 numbers."""
-        return _send_numel(self.x)
-
-    def check(self) -> None:
-        """Refuses what does not fit, as `PartialReducer.all_reduce` says."""
-        if self.out.shape != self.x.shape:
-            raise ValueError(
-                f"out must have the shape of x, {tuple(self.x.shape)}, got {tuple(self.out.shape)}; make it like x"
-            )
-        _check_shared(self.x, self.out, overlap=self.overlap)
-
-
-class ColumnsCall(NamedTuple):
-    """A call of `PartialReducer.all_gather_columns`.
-
-    Attributes:
-        overlap: x and out share memory.
-        ranks: Whose columns there are.
+        ranks: Ranks whose columns are concatenated; 0: a sum.
     """
 
     x: Tensor
@@ -235,89 +107,142 @@ class ColumnsCall(NamedTuple):
 
     @property
     def what(self) -> str:
-        """What is exchanged, for messages."""
-        return f"columns {tuple(self.x.shape)}"
+        """The call in words."""
+        return f"{'columns' if self.ranks else 'addends'} {tuple(self.x.shape)}"
 
     @property
     def kind(self) -> str:
-        """What must be the same on all ranks."""
-        return f"{self.what}, {self.x.dtype}, {self.out.device.type}"
+        """The part of the call that must be equal on all ranks."""
+        dtypes = f"{self.x.dtype}" if self.ranks else f"{self.x.dtype} to {self.out.dtype}"
+        return f"{self.what}, {dtypes}, {self.out.device.type}"
 
     @property
     def send_numel(self) -> int:
-        """What a rank sends, in fp32 numbers."""
-        return _send_numel(self.x)
+        """The size of a rank's share, in fp32 numbers."""
+        return -(-self.x.numel() * self.x.element_size() // 4)
 
     def check(self) -> None:
-        """Refuses what does not fit, as `PartialReducer.all_gather_columns` says."""
-        if self.x.dim() != 2:
-            raise ValueError(f"x must have shape `rows width`, got {tuple(self.x.shape)}; flatten its rows")
-        shape = self.x.shape[0], self.ranks * self.x.shape[1]
-        if tuple(self.out.shape) != shape:
+        """Raise ValueError unless x and out fit."""
+        x, out = self.x, self.out
+        if not self.ranks and out.shape != x.shape:
+            raise ValueError(f"out must have the shape of x, {tuple(x.shape)}, got {tuple(out.shape)}; make it like x")
+        if self.ranks and x.dim() != 2:
+            raise ValueError(f"x must have shape `rows width`, got {tuple(x.shape)}; flatten its rows")
+        if self.ranks and tuple(out.shape) != (x.shape[0], self.ranks * x.shape[1]):
             raise ValueError(
-                f"out must have shape {shape}, the columns of {self.ranks} ranks, got {tuple(self.out.shape)}; make it of rows and "
-                "world_size * width"
+                f"out must have shape {(x.shape[0], self.ranks * x.shape[1])}, the columns of {self.ranks} ranks, got "
+                f"{tuple(out.shape)}; make it of rows and world_size * width"
             )
-        if self.out.dtype != self.x.dtype:
-            raise ValueError(
-                f"out must have the dtype of x, {self.x.dtype}, got {self.out.dtype}; columns are not cast"
-            )
-        _check_shared(self.x, self.out, overlap=self.overlap)
+        if self.ranks and out.dtype != x.dtype:
+            raise ValueError(f"out must have the dtype of x, {x.dtype}, got {out.dtype}; columns are not cast")
+        for name, given in (("x", x), ("out", out)):
+            if given.dtype not in SHARED:
+                raise ValueError(f"{name} must be fp32, bf16 or fp16, got {given.dtype}; cast it")
+            if not given.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {given.stride()}; pass a contiguous tensor")
+        if out.device != x.device:
+            raise ValueError(f"out must be on the device of x, {x.device}, got {out.device}; move it there")
+        if out.numel() > LARGEST:
+            raise ValueError(f"out must have at most {LARGEST} numbers, got {out.numel()}; exchange its rows in pieces")
+        if self.overlap:
+            raise ValueError("out must share no memory with x, got tensors that overlap; write into another tensor")
 
 
-def _send_numel(x: Tensor) -> int:
-    return -(-x.numel() * x.element_size() // 4)
+Call = MergeCall | ShareCall
 
 
-def _overlap(x: Tensor, out: Tensor) -> bool:
-    """Of contiguous tensors: others are refused anyway."""
-    begin, other = x.data_ptr(), out.data_ptr()
-    return begin < other + out.nbytes and other < begin + x.nbytes
-
-
-def _check_shared(x: Tensor, out: Tensor, *, overlap: bool) -> None:
-    for name, given in (("x", x), ("out", out)):
-        if given.dtype not in SHARED:
-            raise ValueError(f"{name} must be fp32, bf16 or fp16, got {given.dtype}; cast it")
-        if not given.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {given.stride()}; pass a contiguous tensor")
-    if out.device != x.device:
-        raise ValueError(f"out must be on the device of x, {x.device}, got {out.device}; move it there")
-    if out.numel() > LARGEST:
-        raise ValueError(f"out must have at most {LARGEST} numbers, got {out.numel()}; exchange its rows in pieces")
-    if overlap:
-        raise ValueError("out must share no memory with x, got tensors that overlap; write into another tensor")
-
-
-Call = MergeCall | SumCall | ColumnsCall
-
-
-class CallChecker:
-    """What calls must keep to: checked once per kind, here and between the ranks.
+class PartialReducer:
+    """Reduction of partials, sums and concatenation of columns across the ranks of a ring; base class of all reducers.
 
     Args:
-        consensus: How ranks compare; None: there is nobody to compare with.
+        choice: The name of the reducer, and the reason for it.
+        consensus: Compares calls between ranks; None: there are no other processes.
+        world_size: Ranks of the ring.
     """
 
-    def __init__(self, consensus: RankConsensus | None) -> None:
+    def __init__(self, choice: Choice, consensus: RankConsensus | None, world_size: int) -> None:
+        self.choice = choice
+        self._world_size = world_size
         self._consensus = consensus
         self._known: set[Hashable] = set()
         self._agreed: set[str] = set()
 
-    def barrier(self, call: Call) -> None:
-        """Refuses what does not fit.
+    def __str__(self) -> str:
+        return str(self.choice)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether calls, but for the first of a kind, may be captured in a CUDA graph."""
+        return False
+
+    def merge_partials(
+        self,
+        splits: Tensor,
+        b: int,
+        s: int,
+        h: int,
+        dv: int,
+        sinks: Tensor | None,
+        o: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Merge the partials of all ranks and normalise; returns at once, in stream order on CUDA.
 
         Args:
-            call: What a rank is about to do.
+            splits: `p, b * s * h * (dv + 2)` fp32, p >= 1: this rank's packed partials, merged in their order. May be
+                overwritten by work that is enqueued later.
+            b: Batch elements.
+            s: Query tokens of each.
+            h: Query heads.
+            dv: Head dim of the values.
+            sinks: `h` fp32, natural log, the same on all ranks; None for none.
+            o: `b s h dv`, contiguous, the dtype of the queries; written, the same bits on every rank.
+            lse: `b h s` fp32, contiguous, natural log; written, the same bits on every rank.
 
         Raises:
-            ValueError: It does not fit, here or on another rank.
-            RuntimeError: The first of its kind, captured.
+            ValueError: A shape, dtype or device does not fit, here or on another rank, or ranks make different calls; at the
+                first call of a kind it is raised on every rank, before any transfer.
+            RuntimeError: A rank did not come in time, now or in an earlier call (results since then are NaN); the message
+                names it. Or a first call of a kind was captured.
         """
+        call = MergeCall(splits, b, s, h, dv, sinks, o, lse)
+        if self._admit(call):
+            self._run_merge(call)
+
+    def all_reduce(self, x: Tensor, out: Tensor) -> None:
+        """Add the tensors of all ranks, in rank order, in fp32, and round once; raises and returns as `merge_partials`.
+
+        Args:
+            x: Any shape, contiguous, fp32, bf16 or fp16: this rank's addends. Shape and dtype are the same on all ranks.
+            out: The shape of x, contiguous, fp32, bf16 or fp16; written, the same bits on every rank. Shares no memory with x.
+        """
+        call = ShareCall(x, out, _overlap(x, out), 0)
+        if self._admit(call):
+            self._run_sum(call)
+
+    def all_gather_columns(self, x: Tensor, out: Tensor) -> None:
+        """Concatenate the columns of all ranks, in rank order, bit for bit; raises and returns as `merge_partials`.
+
+        Args:
+            x: `rows width`, contiguous, fp32, bf16 or fp16: this rank's columns. Shape and dtype are the same on all ranks.
+            out: `rows, world_size * width`, contiguous, the dtype of x; written. Shares no memory with x.
+        """
+        call = ShareCall(x, out, _overlap(x, out), self._world_size)
+        if self._admit(call):
+            self._run_columns(call)
+
+    def check(self) -> None:
+        """Raise RuntimeError if a call has failed: for results of graphs, whose replays pass no host call."""
+
+    def close(self) -> None:
+        """Release all memory; every rank calls it, when its calls are over."""
+
+    def _admit(self, call: Call) -> bool:
+        """Raise unless a call fits, here and, at the first of its kind, on all ranks; return whether it has anything to do."""
         facts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in call]
         key = (type(call), *facts)
         if key in self._known:
-            return
+            return call.out.numel() > 0
         kind = call.kind
         new = kind not in self._agreed
         try:
@@ -336,66 +261,22 @@ class CallChecker:
                 self._consensus.assert_equal_across_ranks("an exchange", kind)
             self._agreed.add(kind)
         self._known.add(key)
-
-
-class ReducerBase:
-    """The three operations as calls that are first admitted; what exchanges inherit.
-
-    Args:
-        choice: Which one it is, and why.
-        consensus: How ranks compare; None: there is nobody to compare with, or nobody that could be missing.
-        world_size: Ranks of the ring.
-    """
-
-    def __init__(self, choice: Choice, consensus: RankConsensus | None, world_size: int) -> None:
-        self.choice = choice
-        self._world_size = world_size
-        self._checker = CallChecker(consensus)
-
-    def __str__(self) -> str:
-        return str(self.choice)
-
-    def merge_partials(
-        self,
-        splits: Tensor,
-        b: int,
-        s: int,
-        h: int,
-        dv: int,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """See `PartialReducer.merge_partials`."""
-        call = MergeCall(splits, b, s, h, dv, sinks, o, lse)
-        if self._admit(call):
-            self._run_merge(call)
-
-    def all_reduce(self, x: Tensor, out: Tensor) -> None:
-        """See `PartialReducer.all_reduce`."""
-        call = SumCall(x, out, _overlap(x, out))
-        if self._admit(call):
-            self._run_sum(call)
-
-    def all_gather_columns(self, x: Tensor, out: Tensor) -> None:
-        """See `PartialReducer.all_gather_columns`."""
-        call = ColumnsCall(x, out, _overlap(x, out), self._world_size)
-        if self._admit(call):
-            self._run_columns(call)
-
-    def _admit(self, call: Call) -> bool:
-        """Refuses what can not be exchanged; False when there is nothing to exchange."""
-        self._checker.barrier(call)
         return call.out.numel() > 0
 
     def _run_merge(self, call: MergeCall) -> None:
-        """What `merge_partials` does with a call that is right and not empty."""
-        raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _run_finish")
+        """Run a call of `merge_partials` that was admitted."""
+        raise NotImplementedError(f"a reducer must implement _run_merge, got {type(self).__name__}; define it")
 
-    def _run_sum(self, call: SumCall) -> None:
-        """What `all_reduce` does with such a call."""
-        raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _run_sum")
+    def _run_sum(self, call: ShareCall) -> None:
+        """Run a call of `all_reduce` that was admitted."""
+        raise NotImplementedError(f"a reducer must implement _run_sum, got {type(self).__name__}; define it")
 
-    def _run_columns(self, call: ColumnsCall) -> None:
-        """What `all_gather_columns` does with such a call."""
-        raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _run_gather")
+    def _run_columns(self, call: ShareCall) -> None:
+        """Run a call of `all_gather_columns` that was admitted."""
+        raise NotImplementedError(f"a reducer must implement _run_columns, got {type(self).__name__}; define it")
+
+
+def _overlap(x: Tensor, out: Tensor) -> bool:
+    """Return whether contiguous tensors share memory; others are refused anyway."""
+    begin, other = x.data_ptr(), out.data_ptr()
+    return begin < other + out.nbytes and other < begin + x.nbytes

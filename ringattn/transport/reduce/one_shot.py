@@ -1,16 +1,6 @@
-"""An exchange in one kernel per rank, between GPUs of one host: every rank stores its share where each of the others can read it.
+"""Reducer with one kernel per rank, between GPUs of one host: every rank stores its share in the memory of all others.
 
-Owns the memory of the mailboxes, its growth and its end, and what the host says of a rank that did not come. Refuses to know
-how the kernel orders what it stores (notes of kernels/comm/one_shot_triton.py), and how memory is mapped (`symmetric`).
-
-Note [Mailboxes that grow]
-    Flags and the numbers of launches lie in the control, which is made once; mailboxes come and go. They grow at the first call
-    of a kind that needs more, which is the same call on all ranks and never in a capture. All ranks wait until nothing of their
-    devices' work is left, so nobody stores into the old ones but graphs that were captured with them; these keep them
-    (Note [Old memory] of symmetric_memory.py), and take turns with other calls: launches have one numbering, whatever they
-    store into, and whether they finish partials, sum, or lay columns side by side.
-    A slot has room for what one rank sends, in fp32 numbers, and a mailbox for two exchanges of all ranks: the columns of a
-    wide output head take twice their whole width, up to a power of two.
+Owns the mailboxes, and the host's errors. The order of stores is in kernels/comm/one_shot_triton.py.
 """
 
 from __future__ import annotations
@@ -25,11 +15,11 @@ from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.streams import Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory, Region, aligned
 from ringattn.transport.copy_engine.watchdog import Watchdog
-from ringattn.transport.reduce.base import Call, ColumnsCall, MergeCall, ReducerBase, SumCall
+from ringattn.transport.reduce.base import Call, MergeCall, PartialReducer, ShareCall
 
 HALVES = 2
 SMALLEST = 2**14
-"""Numbers of a slot at least: 126 rows of dv 128."""
+"""Least numbers of a slot: 126 rows of dv 128."""
 DID_NOT_COME, HAS_FAILED = 1, 2
 
 
@@ -40,19 +30,13 @@ def _kernel() -> Any:
     return one_shot_triton
 
 
-class OneShotReducer(ReducerBase):
-    """One launch per exchange; captured or not.
+class OneShotReducer(PartialReducer):
+    """Reducer with one launch per call, captured or not.
 
-    Args:
-        rank: This ring rank.
-        world_size: Ranks of the ring.
-        name: The ring's name.
-        streams: The way to the device.
-        memory: Where regions come from.
-        consensus: How ranks compare.
-        watchdog: The watch over the ring: when it fails, so does the exchange, at once.
-        timeout: Seconds that a rank waits for the others.
-        why: One clause.
+    Flags and launch numbers lie in the control region, which is made once. Mailboxes grow at the first call of a kind that
+    needs more, which is the same call on all ranks and never in a capture. All ranks wait until their devices are idle, so
+    only graphs that were captured with the old mailboxes still use them, and keep them (Note [Old memory] of
+    symmetric_memory.py). All launches share one numbering. A mailbox has slots for two calls of all ranks.
     """
 
     def __init__(
@@ -77,7 +61,7 @@ class OneShotReducer(ReducerBase):
         self._timeout_us = min(max(int(timeout * 1e6), 1), 2**31 - 1)
         words = _kernel().control_size(world_size)
         self._control: Region | None = memory.region(aligned(words * _kernel().WORD), "exchange flags")
-        # when the ring fails, kernels that wait here are let go
+        # when the ring fails, kernels that wait here end
         self._failed = (self._control.addresses[rank] + (words - 1) * _kernel().WORD, 1)
         watchdog.recovery.raised.add(self._failed)
         self._errors = memory.pinned_ints(world_size)
@@ -96,7 +80,7 @@ class OneShotReducer(ReducerBase):
         return True
 
     def num_bytes(self) -> int:
-        """Bytes of device memory that this rank's control and mailbox take."""
+        """Return the bytes of device memory that this rank's control and mailbox take."""
         return sum(region.local.numel() for region in (self._control, self._boxes) if region is not None)
 
     def check(self) -> None:
@@ -141,10 +125,10 @@ class OneShotReducer(ReducerBase):
     def _run_merge(self, call: MergeCall) -> None:
         _kernel().one_shot(call.splits, call.sinks, call.o, call.lse, self._table, **self._place())
 
-    def _run_sum(self, call: SumCall) -> None:
+    def _run_sum(self, call: ShareCall) -> None:
         _kernel().share(call.x, call.out, self._table, adds=True, **self._place())
 
-    def _run_columns(self, call: ColumnsCall) -> None:
+    def _run_columns(self, call: ShareCall) -> None:
         _kernel().share(call.x, call.out, self._table, adds=False, **self._place())
 
     def _place(self) -> dict[str, int]:
@@ -166,7 +150,6 @@ class OneShotReducer(ReducerBase):
         )
 
     def _grow(self, needed: int) -> None:
-        """Note [Mailboxes that grow]."""
         assert self._control is not None, "a closed exchange grows no mailboxes"
         slot = SMALLEST
         while slot < needed:

@@ -1,7 +1,4 @@
-"""Reducers that stack the inputs of all ranks: of a ring of one rank, over the process group, and of simulated ranks.
-
-They own no memory. Each input is stacked in rank order, and every rank reduces the stack.
-"""
+"""Reducers that stack the shares of all ranks: of a ring of one rank, and over the process group."""
 
 from __future__ import annotations
 
@@ -10,41 +7,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.kernels.partials.packed import finish_parts, merge_parts
-from ringattn.transport.base import Choice, RingContext
+from ringattn.transport.base import Choice
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.process_group import resolve_group
-from ringattn.transport.reduce.base import ColumnsCall, MergeCall, ReducerBase, SumCall
+from ringattn.transport.reduce.base import MergeCall, PartialReducer, ShareCall
 from ringattn.transport.timeout import BoundedWait
 
-# the younger name of the same collective, where torch has it (2.13) and warns of the older one
+# torch 2.13 renames the collective and warns of the old name
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class _StackingReducer(ReducerBase):
-    """What exchanges without memory of their own have in common: shares are stacked in the order of the ranks."""
-
-    @property
-    def capturable(self) -> bool:
-        """See `PartialReducer.capturable`."""
-        return False
-
-    def check(self) -> None:
-        """Whatever fails says so itself."""
-
-    def close(self) -> None:
-        """Nothing is held."""
+class StackingReducer(PartialReducer):
+    """A reducer without memory of its own."""
 
     def _stack(self, mine: Tensor, what: str) -> Tensor:
-        """All ranks' shares.
-
-        Args:
-            mine: This rank's, contiguous.
-            what: What it is, for messages.
-
-        Returns:
-            `world_size, *mine.shape`, in the order of the ranks.
-        """
-        raise NotImplementedError(f"an exchange must say how it is made, got {type(self).__name__}; define _stack")
+        """Return all ranks' shares, `world_size, *mine.shape`, in rank order; `what` names them in messages."""
+        raise NotImplementedError(f"a stacking reducer must implement _stack, got {type(self).__name__}; define it")
 
     def _run_merge(self, call: MergeCall) -> None:
         mine = call.splits[0]
@@ -53,19 +31,19 @@ class _StackingReducer(ReducerBase):
             merge_parts(call.splits, mine, call.rows, call.dv)
         finish_parts(self._stack(mine, call.what), call.rows, call.dv, call.sinks, call.o, call.lse)
 
-    def _run_sum(self, call: SumCall) -> None:
+    def _run_sum(self, call: ShareCall) -> None:
         first, *others = self._stack(call.x, call.what)
         for other in others:
             first = first.float() + other
         call.out.copy_(first)
 
-    def _run_columns(self, call: ColumnsCall) -> None:
+    def _run_columns(self, call: ShareCall) -> None:
         rows, width = call.x.shape
         call.out.view(rows, call.ranks, width).copy_(self._stack(call.x, call.what).transpose(0, 1))
 
 
-class LocalReducer(_StackingReducer):
-    """The exchange of a ring of one rank: its own share is all there is."""
+class LocalReducer(StackingReducer):
+    """The reducer of a ring of one rank."""
 
     def __init__(self) -> None:
         super().__init__(Choice("alone", "one rank: every key is here already"), None, 1)
@@ -79,28 +57,16 @@ class LocalReducer(_StackingReducer):
         finish_parts(call.splits, call.rows, call.dv, call.sinks, call.o, call.lse)
 
     def _stack(self, mine: Tensor, what: str) -> Tensor:
-        del what  # nothing can go wrong
+        del what
         return mine[None]
 
 
-class ProcessGroupReducer(_StackingReducer):
-    """One collective of the process group per exchange: NCCL between GPUs, gloo between CPU processes.
+class ProcessGroupReducer(StackingReducer):
+    """Reducer with one collective of the process group per call: NCCL between GPUs, gloo between CPU processes."""
 
-    Args:
-        group_name: Name of the process group.
-        rank: This ring rank.
-        world_size: Ranks of the ring.
-        consensus: How ranks compare.
-        bounded_wait: Of the ring's host: when it has given up, so has the exchange.
-        why: One clause.
-    """
-
-    def __init__(
-        self, group_name: str, rank: int, world_size: int, consensus: RankConsensus, bounded_wait: BoundedWait, why: str
-    ) -> None:
-        super().__init__(Choice("group", why), consensus, world_size)
-        self._group_name = group_name
-        self._rank = rank
+    def __init__(self, consensus: RankConsensus, bounded_wait: BoundedWait, why: str) -> None:
+        super().__init__(Choice("group", why), consensus, consensus.world_size)
+        self._group_name, self._rank = consensus.group_name, consensus.rank
         self._bounded_wait = bounded_wait
 
     def check(self) -> None:
@@ -109,7 +75,7 @@ class ProcessGroupReducer(_StackingReducer):
 
     @property
     def capturable(self) -> bool:
-        """See `PartialReducer.capturable`: gloo's collectives pass through the host."""
+        """See `PartialReducer.capturable`: gloo's collectives run on the host."""
         return "cuda:nccl" in dist.get_backend_config(resolve_group(self._group_name))
 
     def _stack(self, mine: Tensor, what: str) -> Tensor:
@@ -126,26 +92,4 @@ class ProcessGroupReducer(_StackingReducer):
                 f"ring rank {self._rank}: an exchange of {what}: the collective with ring ranks {peers} failed or timed out; look "
                 f"for an earlier error on those ranks ({error})"
             ) from error
-        return stack
-
-
-class SimulatedReducer(_StackingReducer):
-    """The exchange of one of `run_ranks`: shares travel as mail, one post per peer.
-
-    Args:
-        context: The place of this rank.
-    """
-
-    def __init__(self, context: RingContext) -> None:
-        super().__init__(Choice("simulated", "all ranks are in one process"), None, context.world_size)
-        self._context = context
-
-    def _stack(self, mine: Tensor, what: str) -> Tensor:
-        context = self._context
-        stack = mine.new_empty((context.world_size, *mine.shape))
-        stack[context.rank] = mine
-        for step in range(1, context.world_size):
-            to, owner = (context.rank + step) % context.world_size, (context.rank - step) % context.world_size
-            posted = f"exchange of {what}, step {step}"
-            context.transport.post([(to, stack[context.rank])], [(owner, stack[owner])], posted).wait()
         return stack

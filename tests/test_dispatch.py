@@ -190,7 +190,7 @@ def test_every_rank_refuses_at_first_sight_and_at_each_later_wrong_call(pool: Po
         assert said[1] == said[2]
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "CAPACITY", 3)
     for n in range(1, 9):
         q, k, v = draw_qkv(n, 1, 1, 8, torch.float32, transposed=False)

@@ -168,7 +168,7 @@ def test_fractions_are_not_rounded(options: dict[str, Any], message: str) -> Non
         ring_attention(Q, K, K, SHARDING, **options)
 
 
-def test_what_is_no_sharding_is_named() -> None:
+def test_an_argument_that_is_no_sharding_is_named() -> None:
     with pytest.raises(TypeError, match=r"sharding must be what ring.sharding\(seq_len\) gives, got Ring"):
         ring_attention(Q, K, K, RING)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"kv_sharding must be what .* gives, got bool"):
@@ -233,7 +233,7 @@ OF_ANOTHER_KIND: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OF_ANOTHER_KIND)
-def test_what_is_of_another_kind_is_named(name: str) -> None:
+def test_a_tensor_of_another_kind_is_named(name: str) -> None:
     call, options, message = OF_ANOTHER_KIND[name]
     with pytest.raises((TypeError, ValueError), match=message):
         call(**options)
@@ -260,7 +260,7 @@ WHOLE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_a_simulated_ring_names_what_it_was_given(name: str) -> None:
+def test_a_simulated_ring_names_the_wrong_argument(name: str) -> None:
     options, message = WHOLE[name]
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         simulate_ring(**{"q": Q, "k": K, "v": K, "world_size": 2, **options})
@@ -280,7 +280,7 @@ def test_a_simulated_ring_names_what_it_was_given(name: str) -> None:
         ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed must be an integer, got 1.5"),
     ],
 )
-def test_the_definition_names_what_is_of_another_kind(options: dict[str, Any], message: str) -> None:
+def test_the_reference_names_a_tensor_of_another_kind(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         attention_reference(**{"q": Q, "k": K, "v": K, **options})
 
@@ -301,7 +301,7 @@ BLOCKS = create_block_mask(lambda b, h, i, j: j <= i, 1, 1, 8, 8, "cpu")
         ({"dropout_p": torch.ones(2)}, "dropout_p must be a number, got tensor"),
     ],
 )
-def test_the_function_of_torch_names_what_is_of_another_kind(options: dict[str, Any], message: str) -> None:
+def test_sdpa_names_a_tensor_of_another_kind(options: dict[str, Any], message: str) -> None:
     given = dict.fromkeys(("query", "key", "value"), Q.transpose(1, 2))
     with pytest.raises((TypeError, ValueError), match=message):
         scaled_dot_product_attention(**{**given, "sharding": SHARDING, **options})
@@ -317,7 +317,7 @@ def test_the_function_of_torch_names_what_is_of_another_kind(options: dict[str, 
         ({"need_weights": "no"}, "need_weights must be True or False, got 'no'"),
     ],
 )
-def test_multihead_attention_names_what_is_of_another_kind(options: dict[str, Any], message: str) -> None:
+def test_multihead_attention_names_a_tensor_of_another_kind(options: dict[str, Any], message: str) -> None:
     given = dict.fromkeys(("query", "key", "value"), x(1, 8, 16))
     with pytest.raises((TypeError, ValueError), match=message):
         RingMultiheadAttention(16, 2, batch_first=True)(**{**given, **options})
@@ -367,14 +367,14 @@ def odd_calls() -> list[str]:
 
 
 @pytest.mark.dist
-def test_what_is_wrong_on_one_rank_all_ranks_refuse_at_once(pool: Pools) -> None:
+def test_an_error_on_one_rank_is_raised_on_all_ranks_at_once(pool: Pools) -> None:
     for others, mine in zip(*pool(2).run(odd_calls), strict=True):
         assert others.startswith("ring rank 1 refused: ")
         assert mine in others
 
 
 @pytest.mark.parametrize("seconds", [0, -1])
-def test_nobody_waits_without_end(seconds: int) -> None:
+def test_every_wait_has_a_timeout(seconds: int) -> None:
     with pytest.raises(ValueError, match="timeout must be longer than 0, got"):
         Ring(timeout=timedelta(seconds=seconds))
 

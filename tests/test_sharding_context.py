@@ -59,7 +59,7 @@ def test_a_thread_has_its_own() -> None:
     assert found == [None]
 
 
-def test_what_old_compilers_read_is_never_the_sharding_of_another_thread() -> None:
+def test_old_compilers_never_read_the_sharding_of_another_thread() -> None:
     shared, ring = sharding_context._Traced(), Ring()
     mine, other = (sharding_context._Entry(ring.sharding(n), None, -1) for n in (4, 5))
     inside, leave = threading.Event(), threading.Event()
@@ -158,7 +158,7 @@ def test_checkpoints_without_a_sharding_are_left_alone() -> None:
     torch.testing.assert_close(x.grad, x.detach().cos())
 
 
-def test_compiled_calls_meet_each_sharding_and_compile_once_for_it() -> None:
+def test_compiled_calls_compile_once_for_each_sharding() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend  # workers import this file, and need no compiler
 
     torch._dynamo.reset()

@@ -147,7 +147,7 @@ def test_sends_mirror_visits(case) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_the_step_at_home_holds_the_whole_shard(case) -> None:
+def test_step_0_holds_the_whole_shard(case) -> None:
     mask, queries, keys, moving = case
     plan = make_plan(queries, keys, mask, moving)
     for part, shard in zip(plan.ranks, keys if moving == "keys" else queries, strict=True):
@@ -221,7 +221,7 @@ def test_rows_cross_between_nodes_at_most_once_per_node(case, data: st.DataObjec
 
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.data())
-def test_every_visit_is_given_its_rows_by_who_holds_them(case, data: st.DataObject) -> None:
+def test_every_ring_step_gets_its_rows_from_their_holder(case, data: st.DataObject) -> None:
     mask, queries, keys, moving = case
     nodes = nodes_of(data, len(queries))
     plan = make_plan(queries, keys, mask, moving, nodes)
@@ -256,7 +256,7 @@ def test_a_ring_of_one_node_is_the_ring(case) -> None:
     assert make_plan(queries, keys, mask, moving, nodes) == make_plan(queries, keys, mask, moving)
 
 
-def test_a_full_mask_crosses_between_nodes_half_as_often_as_one_ring() -> None:
+def test_a_full_mask_moves_half_as_many_rows_between_nodes_as_one_ring() -> None:
     shards, mask = contiguous(64, 4), AttentionMask(64, 64)
     plan = make_plan(shards, shards, mask, "keys", make_nodes(4, 2))
     ring_steps = [(v.owner, v.local_root) for v in plan.ranks[0].ring_steps if v is not None]
@@ -369,7 +369,7 @@ def test_the_plan_of_a_zigzag_takes_about_a_millisecond() -> None:
     assert least_seconds(plan, 5) < 0.01
 
 
-def test_describe_says_what_moves_and_who_works() -> None:
+def test_describe_names_moving_rows_and_the_work_of_ranks() -> None:
     shards = zigzag(16, 2)
     text = describe(make_plan(shards, shards, AttentionMask(16, 16, causal=True), "keys"))
     assert text.splitlines() == [
@@ -385,7 +385,7 @@ def test_describe_says_what_moves_and_who_works() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(masks(max_len=16), st.data())
-def test_drawings_show_who_computes_each_pair(mask: AttentionMask, data: st.DataObject) -> None:
+def test_drawings_show_the_rank_that_computes_each_pair(mask: AttentionMask, data: st.DataObject) -> None:
     shards = data.draw(layouts(mask.seq_len, 3))
     b = mask.batch_size - 1
     owner = {p: str(rank) for rank, shard in enumerate(shards) for p in positions(shard)}

@@ -269,7 +269,7 @@ def test_operators_are_called_where_somebody_looks(monkeypatch: pytest.MonkeyPat
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
-def test_a_seed_of_64_bits_is_the_same_whoever_looks() -> None:
+def test_a_seed_of_64_bits_is_the_same_signed_and_unsigned() -> None:
     x, sharding = torch.randn(1, 9, 2, 8), Ring().sharding(9)
 
     def step(seed: int) -> Tensor:
@@ -281,7 +281,7 @@ def test_a_seed_of_64_bits_is_the_same_whoever_looks() -> None:
     torch.testing.assert_close(found, attention_reference(x, x, x, dropout_p=0.5, dropout_seed=2**64 - 3))
 
 
-def test_subclasses_of_tensors_meet_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_subclasses_of_tensors_see_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     sharding, op = Ring().sharding(9), _Counting(autograd.ring_attention_op)
     monkeypatch.setattr(autograd, "ring_attention_op", op)
     x = torch.randn(1, 9, 2, 8)

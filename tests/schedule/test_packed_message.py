@@ -1,4 +1,4 @@
-"""What travels together is one message, and nothing is copied that already lies like one."""
+"""Tensors that move together are one message, and tensors that already form one are not copied."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.schedule.kv_rotation import add_rows_, in_place, make_message, message_bytes, pack_
+from ringattn.schedule.kv_rotation import add_rows_, make_message, message_bytes, pack_, view_as_message
 from ringattn.transport.base import Buffers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -50,12 +50,12 @@ def test_a_message_holds_the_rows_of_every_tensor(moving: list[tuple[Tensor, int
 
 @settings(max_examples=50, deadline=None)
 @given(moving_tensors())
-def test_what_lies_in_memory_like_a_message_is_not_copied(moving: list[tuple[Tensor, int]]) -> None:
+def test_tensors_that_form_a_message_in_memory_are_not_copied(moving: list[tuple[Tensor, int]]) -> None:
     x, dim = moving[0]
     bundle = make_message(moving, x.shape[dim], Buffers(), "own")
     bundle.message.zero_()
     pack_(moving, ((0, x.shape[dim]),), bundle)
-    message = in_place([(part, along) for part, (_, along) in zip(bundle.parts, moving, strict=True)])
+    message = view_as_message([(part, along) for part, (_, along) in zip(bundle.parts, moving, strict=True)])
     assert message is not None
     assert message.data_ptr() == bundle.message.data_ptr()
     assert torch.equal(message, bundle.message)
@@ -63,18 +63,18 @@ def test_what_lies_in_memory_like_a_message_is_not_copied(moving: list[tuple[Ten
 
 def test_keys_and_values_of_one_tensor_are_a_message_and_separate_ones_are_not() -> None:
     both = torch.randn(2, 1, 8, 2, 16)
-    message = in_place([(both[0], 1), (both[1], 1)])
+    message = view_as_message([(both[0], 1), (both[1], 1)])
     assert message is not None
     assert message.data_ptr() == both.data_ptr()
     assert message.numel() == both.numel() * 4
-    assert in_place([(both[1], 1), (both[0], 1)]) is None
-    assert in_place([(both[0], 1), (both[1].clone(), 1)]) is None
-    assert in_place([(both[0][..., :8], 1), (both[1], 1)]) is None
+    assert view_as_message([(both[1], 1), (both[0], 1)]) is None
+    assert view_as_message([(both[0], 1), (both[1].clone(), 1)]) is None
+    assert view_as_message([(both[0][..., :8], 1), (both[1], 1)]) is None
 
 
 def test_rows_with_gaps_and_rows_of_two_storages_are_no_message() -> None:
     both, others = torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
-    assert in_place([(both[0].narrow(1, 2, 4), 1)]) is None
-    assert in_place([(both[0].transpose(0, 1), 0)]) is None
+    assert view_as_message([(both[0].narrow(1, 2, 4), 1)]) is None
+    assert view_as_message([(both[0].transpose(0, 1), 0)]) is None
     # the second lies where it would in the storage of the first
-    assert in_place([(both[0], 1), (others[1], 1)]) is None
+    assert view_as_message([(both[0], 1), (others[1], 1)]) is None
