@@ -50,7 +50,6 @@ from torch import Tensor, nn
 
 from ringattn.inference import PagedKVCache, StaticBatch
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
-from ringattn.inference.static_batch import max_blocks_after
 from ringattn.integrations.transformers.model_forward import forward_step, rms_difference
 from ringattn.transport.timeout import EventPair
 
@@ -426,7 +425,7 @@ class CUDAGraphRunner:
         ]
         captured = min(found, key=lambda one: one.step.tiles[0], default=None)
         allocator = self._cache.allocator
-        if captured is None or max_blocks_after(allocator, requests, max(counts)) > captured.step.max_blocks:
+        if captured is None or allocator.max_blocks_after(requests, max(counts)) > captured.step.max_blocks:
             return None
         self._check_ring()
         step = captured.step
@@ -468,7 +467,7 @@ class CUDAGraphRunner:
             return None
         shape = _Shape(batch, new, last)
         allocator = self._cache.allocator
-        blocks = max_blocks_after(allocator, requests, new)
+        blocks = allocator.max_blocks_after(requests, new)
         found = self._graphs.get(shape)
         if found is not None and blocks <= found.step.max_blocks:
             return found
@@ -478,7 +477,7 @@ class CUDAGraphRunner:
         if found is None and self._occurrences[shape] < self._capture_at:
             return None
         ahead = max(allocator.reserved(request) - allocator.length(request) for request in requests)
-        return self._capture(shape, max(blocks, max_blocks_after(allocator, requests, ahead)))
+        return self._capture(shape, max(blocks, allocator.max_blocks_after(requests, ahead)))
 
     def _capture(self, shape: _Shape, blocks: int) -> _Captured | None:
         """Capture a shape with room for so many blocks; None when a rank cannot (Note [All ranks alike])."""

@@ -249,11 +249,11 @@ def test_a_step_whose_tokens_are_gone_is_refused() -> None:
     request = cache.add_request(40)
     step = cache.extend([request], [TOKENS])
     cache.truncate(request, 7)
-    with pytest.raises(ValueError, match="request 0 of 20 tokens, which was cropped to 7 tokens since; extend again"):
+    with pytest.raises(ValueError, match="request 0 of 20 tokens, which was truncated to 7 tokens since; extend again"):
         attend(step, 0, **rows_of(step))
     step = cache.extend([request], [3])
     cache.free(request)
-    with pytest.raises(ValueError, match="request 0 of 10 tokens, which has left since"):
+    with pytest.raises(ValueError, match="request 0 of 10 tokens, which was freed since"):
         attend(step, 0, **rows_of(step))
 
 
@@ -268,7 +268,7 @@ def test_a_step_whose_tokens_are_others_now_is_refused_and_writes_to_nobodys_pag
     cache.extend([other], [20])
     again = cache.extend([request], [13], mode=mode)
     with pytest.raises(
-        ValueError, match="request 0 of 20 tokens, which has had others behind the first 7 since; exten"
+        ValueError, match="request 0 of 20 tokens, which has other tokens behind the first 7 since; exten"
     ):
         attend(step, 0, **rows_of(step))
     assert not cache.k.any()

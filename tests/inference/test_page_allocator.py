@@ -21,8 +21,9 @@ from hypothesis.stateful import (
 )
 
 from ringattn.inference import block_table as block_table
-from ringattn.inference.block_table import Block, PageCopy, PageSpan
+from ringattn.inference.block_table import Block, PageCopy
 from ringattn.inference.page_allocator import CacheFull, PageAllocator
+from tests.support.page_spans import PageSpan, page_spans
 
 
 def state(allocator: PageAllocator) -> str:
@@ -73,7 +74,7 @@ class Model(RuleBasedStateMachine):
 
     def write(self, request: int, before: int) -> None:
         """What a step does with new tokens."""
-        pieces = self.allocator.page_spans(request, before)
+        pieces = page_spans(self.allocator, request, before)
         assert [piece.start for piece in pieces][:1] == [before]
         for piece in pieces:
             for i in range(piece.length):
@@ -348,7 +349,7 @@ def test_what_one_request_may_write_on_a_shared_page_is_behind_all_forks() -> No
     # behind the second fork's rows, not only behind the first one's
     allocator.truncate(request, 1)
     allocator.assign([request], [3])
-    assert allocator.page_spans(request) == [PageSpan(0, 0, 0, 0, 1), PageSpan(0, 1, 0, 1, 3)]
+    assert page_spans(allocator, request) == [PageSpan(0, 0, 0, 0, 1), PageSpan(0, 1, 0, 1, 3)]
 
 
 def test_a_writer_goes_on_behind_its_forks_and_may_crop_as_far() -> None:
@@ -363,7 +364,7 @@ def test_a_writer_goes_on_behind_its_forks_and_may_crop_as_far() -> None:
     assert allocator.blocks(fork) == (Block(0, 0, 0, 2),)
     before = state(allocator)
     with pytest.raises(
-        CacheFull, match=r"gives up pages that others use when it is cropped to 1 tokens.*needs 1 pages more, got 0"
+        CacheFull, match=r"gives up pages that others use when it is truncated to 1 tokens.*needs 1 pages more"
     ):
         allocator.truncate(request, 1)
     assert state(allocator) == before
@@ -447,7 +448,7 @@ def test_who_was_promised_pages_on_a_rank_leaves_no_room_in_them_for_a_fork() ->
     allocator.assign([one], [2])
     fork = allocator.fork(one, reserve=8)
     before = state(allocator)
-    with pytest.raises(CacheFull, match=r"requests .0. that would leave room in pages they were promised"):
+    with pytest.raises(CacheFull, match=r"requests .0. that would leave rows free in pages they reserved"):
         allocator.assign([one, fork], [1, 1], same_length=True)
     assert state(allocator) == before
     allocator.assign([one, fork], [6, 6])
@@ -495,10 +496,10 @@ def test_refusals_say_what_is_needed_and_change_nothing() -> None:
         (ValueError, "occur once each", lambda: allocator.assign([], [])),
         (ValueError, "occur once each", lambda: allocator.assign([request], [1, 1])),
         (ValueError, "equally long", lambda: allocator.assign([request, other], [1, 1], same_length=True)),
-        (ValueError, "one of those that joined and have not left, got 7", lambda: allocator.assign([request, 7], [1, 1])),
-        (ValueError, "have not left, got 7", lambda: allocator.free(7)),
+        (ValueError, "one that was added and not freed, got 7", lambda: allocator.assign([request, 7], [1, 1])),
+        (ValueError, "not freed, got 7", lambda: allocator.free(7)),
         (ValueError, "index must name one of 2", lambda: allocator.reorder([request, other], [0, 2])),
-        (ValueError, "joined alike and grown alike", lambda: allocator.reorder([request, other], [0, 0])),
+        (ValueError, "added and extended together", lambda: allocator.reorder([request, other], [0, 0])),
     ]  # fmt: skip
     for kind, text, call in cases:
         with pytest.raises(kind, match=text):

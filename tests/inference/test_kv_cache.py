@@ -23,6 +23,7 @@ from ringattn.kernels.kv import pages as rows
 from ringattn.plan.sharding import positions_of
 from tests.paging import CASES, Case, assert_put, assert_take
 from tests.pool import Pools
+from tests.support.page_spans import page_spans
 
 HEADS, D, DV = 2, 4, 3
 MASKS: list[tuple[bool, tuple[int | None, int | None] | None, int | None]] = [
@@ -107,7 +108,7 @@ class Ranks:
         for element, group in enumerate(groups):
             expected = []
             for i in group:
-                for piece in allocator.page_spans(requests[i], allocator.length(requests[i]) - counts[i]):
+                for piece in page_spans(allocator, requests[i], allocator.length(requests[i]) - counts[i]):
                     for x in range(piece.length):
                         slot = piece.page * size + piece.row + x if piece.rank == rank else -1
                         if piece.rank == rank or step.mode == "decode":
@@ -362,7 +363,7 @@ class Shown:
         tables, tokens, lasts = [], [], []
         for one, count in zip(step.requests, counts, strict=True):
             first, length = allocator.first(one), allocator.length(one)
-            pieces = [piece for piece in allocator.page_spans(one, length - count) if piece.rank == rank]
+            pieces = [piece for piece in page_spans(allocator, one, length - count) if piece.rank == rank]
             slot = {piece.start + x: 4 * piece.page + piece.row + x for piece in pieces for x in range(piece.length)}
             for begin in range(length - count, length, new):
                 tables.append([tuple(x)[1:] for x in allocator.blocks(one) if x.rank == rank])
@@ -712,7 +713,6 @@ def test_rows_that_do_not_belong_there_are_refused() -> None:
         ("layer must be from 0 to 1, got 5", lambda: cache.take(5, step.slots)),
         ("slots must be `batch t` int64", lambda: cache.take(0, step.slots.int())),
         ("slots must be `batch t` int64", lambda: cache.take(0, step.slots[0])),
-        ("out v must have shape", lambda: cache.take(0, step.slots, (k, k))),
         ("decode must bring the same number", lambda: cache.extend([request], [17], mode="decode")),
         ("mode must be", lambda: cache.extend([request], [1], mode="encode")),  # pyright: ignore[reportArgumentType]
         ("must stay within the 20 tokens it reserved, got 5 and 16 more", lambda: cache.extend([request], [16])),
@@ -735,10 +735,10 @@ def test_a_step_whose_requests_are_gone_keeps_nothing() -> None:
     cache.free(second)
     cache.put(0, step, k, v)
     cache.truncate(first, 4)
-    with pytest.raises(ValueError, match="request 0 of 5 tokens, which was cropped to 4 tokens since; extend again"):
+    with pytest.raises(ValueError, match="request 0 of 5 tokens, which was truncated to 4 tokens since; extend again"):
         cache.put(1, step, k, v)
     cache.free(first)
-    with pytest.raises(ValueError, match="request 0 of 5 tokens, which has left since"):
+    with pytest.raises(ValueError, match="request 0 of 5 tokens, which was freed since"):
         cache.put(1, step, k, v)
     assert not cache.k[1].any()
 
@@ -754,7 +754,7 @@ def test_a_static_step_refuses_what_it_has_no_room_for_before_room_is_made() -> 
         ("8 tokens in 3 blocks of each rank, got request 0 with 9 in up", lambda: cache.extend(requests[:1], [2], into=step)),
         ("in 1 blocks of each rank, got request 0 with 8 in up to 3", lambda: cache.extend(requests[:1], [1], into=narrow)),
         ("into must be left out of a prefill", lambda: cache.extend(requests[:1], [2], mode="prefill", into=step)),
-        ("into must be a static step of this cache", lambda: cache.extend([0], [2], into=make().static_batch(1, max_tokens=8))),
+        ("into must be a static batch of this cache", lambda: cache.extend([0], [2], into=make().static_batch(1, max_tokens=8))),
     ]  # fmt: skip
     cache.extend(requests[:1], [7])
     for text, call in cases:
@@ -767,10 +767,16 @@ def test_requests_that_cannot_be_prefilled_together_are_refused_before_room_is_m
     cache = make(0, 2)
     padded, other = cache.add_request(20, first=3), cache.add_request(20)
     free = cache.free_pages
-    with pytest.raises(NotImplementedError, match=r"requests with padding in front must be alike, got firsts \[3, 0\]"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"must be prefilled with same_length, got firsts \[3, 0\]",
+    ):
         cache.extend([padded, other], [9, 4])
     cache.extend([other], [4])
-    with pytest.raises(NotImplementedError, match=r"must be kept alike to be prefilled together, got lengths \[0, 4\]"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"must have equal lengths on the same ranks .* got lengths \[0, 4\]",
+    ):
         cache.extend([padded, other], [5, 5], mode="prefill", same_length=True)
     assert cache.length(padded) == 0
     assert sum(free) - sum(cache.free_pages) == 1
@@ -874,7 +880,7 @@ WRONG = {
     "extend": "must stay within the 20 tokens it reserved, got 0 and 21 more",
     "mode": "mode must be 'auto', 'prefill' or 'decode', got 'some'",
     "truncate": "length must be from 0 to the 18 tokens there are",
-    "fork": "request must be one of those that joined and have not left, got 9",
+    "fork": "request must be one that was added and not freed, got 9",
     "static": "new must be from 1 to 16, got 17",
 }
 

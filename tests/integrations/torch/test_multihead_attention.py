@@ -27,7 +27,7 @@ from ringattn.kernels.attention.dropout import keep_mask
 from ringattn.plan.layouts import zigzag
 from ringattn.plan.sharding import Sharding
 from tests.budget import assert_within_budget
-from tests.multihead import (
+from tests.integrations.torch.multihead import (
     FP64,
     MODES,
     Multihead,
