@@ -1,10 +1,6 @@
 """The cache on a GPU: rows to the bit, steps in pinned memory, and decoding captured once and replayed for other tokens.
 
-<<<<<<<< HEAD:tests/gpu/test_cache.py
-python -m pytest -m gpu tests/gpu/test_cache.py
-========
 python -m pytest -m gpu tests/gpu/test_kv_cache.py
->>>>>>>> 93ddf42 (Shorten the cache and its attention, and move their tests to tests/inference):tests/gpu/test_kv_cache.py
 """
 
 from __future__ import annotations
