@@ -585,14 +585,14 @@ def test_parameters_may_be_sharded_by_fsdp(pool: Pools) -> None:
 
 
 def test_keys_of_any_number_of_lengths_may_come_without_a_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_nn, "CAPACITY", 5)
-    ring_nn._whole.clear()
+    monkeypatch.setattr(ring_nn, "MAX_WHOLE_SHARDINGS", 5)
+    ring_nn._whole_shardings.clear()
     attention = RingMultiheadAttention(8, 2, batch_first=True)
     query = torch.randn(1, 3, 8)
     for length in (*range(1, 12), 3, 1):
         keys = torch.randn(1, length, 8)
         assert attention(query, keys, keys)[1].shape == (1, 3, length)
-        assert len(ring_nn._whole) <= 5
+        assert len(ring_nn._whole_shardings) <= 5
 
 
 @pytest.mark.dist
