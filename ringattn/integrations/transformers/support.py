@@ -1,10 +1,7 @@
-"""Models, options and keywords of transformers that ring attention does not support: one table.
+"""Models, options and keywords of transformers that ring attention does not support: one table, read by `check_supported`.
 
-Owns these refusals as data: each row finds one unsupported thing in a config, a layer, keywords or options, and has its message.
-`check_supported` reads the table for one purpose. Refuses to know shapes and values of tensors: those are checked where they are
-read (positions.py, masks.py, batch.py, attention.py).
-
-To refuse another model or option, add a row. To support one, remove its row.
+To refuse another model or option, add a row. To support one, remove its row. Shapes and values of tensors are checked where they
+are read (positions.py, masks.py, batch.py, attention.py).
 """
 
 from __future__ import annotations
@@ -29,37 +26,14 @@ POSITIONS_FROM_PADDING = "create_position_ids_from_input_ids"
 """Function by which RoBERTa and similar models number tokens from padding_idx + 1 on."""
 
 ATTENTION_KEYWORDS = frozenset(
-    {
-        "cache_position",
-        "labels",
-        "logits_to_keep",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "shift_labels",
-        "use_cache",
-    }
+    "cache_position labels logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states output_router_logits "
+    "return_dict shift_labels use_cache".split()
 )
 """Keywords that reach attention because models pass on what they are given, and that do not change attention."""
 
 RING_CACHE_KEYWORDS = frozenset(
-    {
-        "attention_mask",
-        "cache_position",
-        "input_ids",
-        "inputs_embeds",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
+    "attention_mask cache_position input_ids inputs_embeds logits_to_keep output_attentions output_hidden_states "
+    "output_router_logits past_key_values position_ids return_dict use_cache".split()
 )
 """Keywords of a model call with a RingCache."""
 
@@ -80,16 +54,7 @@ class Unsupported:
 
 
 def check_supported(subject: Any, purpose: str) -> None:
-    """Raise when the table has a row for a purpose that finds something in the subject.
-
-    Args:
-        subject: A config, an attention layer, keywords, options or a trainer, as the purpose says.
-        purpose: Key of `TABLE`.
-
-    Raises:
-        NotImplementedError: There is such a row.
-        ValueError: There is one for an option that the caller can correct.
-    """
+    """Raise when the table has a row for a purpose that finds something in the subject: a config, a layer, keywords or options."""
     for row in TABLE[purpose]:
         if (got := row.find(subject)) is not None:
             raise row.error(row.message.format(got=got, subject=subject))
@@ -111,15 +76,7 @@ def num_layers(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """The arguments of a call of `generate` with a RingCache.
-
-    Attributes:
-        model: The model.
-        args: Positional arguments.
-        kwargs: Keywords.
-        ranks: Ranks of the ring.
-        cached: Tokens in the cache.
-    """
+    """The arguments of a call of `generate` with a RingCache, with `cached` tokens, on so many ranks."""
 
     model: PreTrainedModel
     args: tuple[Any, ...]
@@ -128,7 +85,7 @@ class GenerateCall:
     cached: int
 
     def option(self, name: str) -> Any:
-        """Return an option, given by keyword, by the generation config of the call, or by that of the model."""
+        """Return an option: given by keyword, by the generation config of the call, or by that of the model."""
         given = self.kwargs.get("generation_config", self.args[1] if len(self.args) > 1 else None)
         sources = (self.kwargs, vars(given) if given is not None else {}, vars(self.model.generation_config))
         return next((x for source in sources if (x := source.get(name)) is not None), None)
@@ -140,14 +97,14 @@ class GenerateCall:
 
     @property
     def max_time(self) -> Any:
-        """Seconds after which the call is to stop."""
+        """Seconds after which the call has to stop."""
         criteria = self.kwargs.get("stopping_criteria", self.args[3] if len(self.args) > 3 else None) or ()
         clocks = [one.max_time for one in criteria if isinstance(one, MaxTimeCriteria)]
         return clocks[0] if clocks else self.option("max_time")
 
     @property
     def new_sequences(self) -> int | None:
-        """Tokens of whole sequences that are given; None when the new tokens alone are, with a mask of all."""
+        """Length of whole sequences if they are given; None for new tokens alone, with a mask of all."""
         named = (self.kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs"))
         whole = next((x for x in (*named, *self.args[:1]) if x is not None), None)
         mask = self.kwargs.get("attention_mask")
@@ -155,7 +112,7 @@ class GenerateCall:
 
 
 def _option(name: str, refused: Callable[[Any], bool] = bool) -> Callable[[Any], Any]:
-    """Return what finds a value of a keyword or an attribute that is refused."""
+    """Make a function that finds a refused value of a keyword or an attribute."""
 
     def find(subject: Any) -> Any:
         value = subject.get(name) if isinstance(subject, Mapping) else getattr(subject, name, None)
@@ -165,7 +122,7 @@ def _option(name: str, refused: Callable[[Any], bool] = bool) -> Callable[[Any],
 
 
 def _unknown(known: frozenset[str]) -> Callable[[Mapping[str, Any]], str | None]:
-    """Return what finds a keyword that is not known, unless it has no value."""
+    """Make a function that finds a keyword that is not known, unless it has no value."""
 
     def find(keywords: Mapping[str, Any]) -> str | None:
         for name, value in keywords.items():
@@ -260,43 +217,35 @@ _SEES_SHARD = (
 )
 
 TABLE: dict[str, tuple[Unsupported, ...]] = {
-    # a config, where ranks share a sequence or a RingCache keeps its keys
+    # a config, where ranks share a sequence or use a RingCache
     "model": (
         Unsupported(
             _other_layers,
-            "tokens must meet in layers of attention only where ranks share them or a RingCache keeps them, got {got} layers in "
-            "the config of {subject.model_type}; run this model on one process, without a RingCache",
+            "tokens must interact in attention only where ranks share a sequence or use a RingCache, got {got} layers in the "
+            "config of {subject.model_type}; run this model on one process, without a RingCache",
         ),
     ),
-    # a config, where a RingCache keeps the keys
+    # a config, where a RingCache is used
     "cached model": (
         Unsupported(
             _unequal_layers,
-            "all layers must have as many key heads, of the same width, for one cache to keep, got {got} (heads, width of keys, of "
+            "all layers must have as many key heads, of the same width, for one cache, got {got} (heads, width of keys, of "
             "values) in the config of {subject.model_type}; use attn_implementation='sdpa' on one process",
         ),
     ),
-    # an attention layer whose rows are sharded
-    "sharded layer": (
+    # an attention layer whose rows are sharded, or whose keys a cache stores
+    "layer": (
         Unsupported(
             _without_positions,
-            "a model must take position_ids where ranks share a sequence, got one with {got}, which numbers the rows of each "
-            "rank by itself; run this model on one process, with attn_implementation='sdpa' to generate",
-        ),
-    ),
-    # an attention layer whose keys a cache keeps
-    "cached layer": (
-        Unsupported(
-            _without_positions,
-            "a model must take position_ids where a cache keeps its keys, got one with {got}, which numbers the rows of each "
-            "call by itself; run this model on one process, with attn_implementation='sdpa' to generate",
+            "a model must take position_ids where ranks share a sequence or a cache stores its keys, got one with {got}, which "
+            "numbers the rows of each call by itself; run this model on one process, with attn_implementation='sdpa' to generate",
         ),
     ),
     # an attention layer that does not pass its positions to attention
     "unchecked positions": (
         Unsupported(
             lambda layer: first_learned_position(layer) or None,
-            "a model that counts positions from {got} (padding_idx + 1) must hand them to its attention, to be checked, got one "
+            "a model that counts positions from {got} (padding_idx + 1) must pass them to its attention, to be checked, got one "
             "with {subject.__class__.__name__}, which does not; run this model on one process",
         ),
     ),
@@ -315,7 +264,7 @@ TABLE: dict[str, tuple[Unsupported, ...]] = {
     "sharded attention": (
         Unsupported(
             _option("use_cache"),
-            "use_cache must be False when there is a sharding, whose keys are kept nowhere; pass use_cache=False, as shard_batch "
+            "use_cache must be False when there is a sharding, whose keys are not stored; pass use_cache=False, as shard_batch "
             "does. To generate, use RingCache",
         ),
     ),
@@ -329,17 +278,16 @@ TABLE: dict[str, tuple[Unsupported, ...]] = {
     ),
     # the keywords of a model call with a RingCache
     "RingCache call": (
-        Unsupported(
-            _option("use_cache", lambda value: value is False),
-            "use_cache must be True in a call with a RingCache, got False; leave past_key_values out",
-        ),
-        Unsupported(
-            _option("return_dict", lambda value: value is False),
-            "return_dict must be True in a call with a RingCache, got False; leave it out",
+        *(
+            Unsupported(
+                _option(name, lambda value: value is False),
+                f"{name} must be True in a call with a RingCache, got False; leave {remedy} out",
+            )
+            for name, remedy in (("use_cache", "past_key_values"), ("return_dict", "it"))
         ),
         Unsupported(
             _option("output_hidden_states"),
-            "output_hidden_states must be False in a call with a RingCache, whose ranks have rows of their own each; use "
+            "output_hidden_states must be False in a call with a RingCache, whose ranks have different rows; use "
             "attn_implementation='sdpa' on one process",
         ),
         Unsupported(
@@ -351,13 +299,13 @@ TABLE: dict[str, tuple[Unsupported, ...]] = {
     "generate": (
         Unsupported(
             lambda call: call.max_time if call.ranks > 1 else None,
-            "max_time must be left out among {subject.ranks} ranks, whose clocks would stop some of them a token before others, "
+            "max_time must be left out among {subject.ranks} ranks, which would stop at different tokens by their clocks, "
             "got {got}; pass max_new_tokens",
         ),
         Unsupported(
             lambda call: None if (scale := call.option("guidance_scale")) in (None, 1) else scale,
-            "guidance_scale must be left out with a RingCache, got {got}: the keys of the answer without the prompt would be in a "
-            "cache of transformers; generate on one process with attn_implementation='sdpa'",
+            "guidance_scale must be left out with a RingCache, got {got}: its second cache would be one of "
+            "transformers; generate on one process with attn_implementation='sdpa'",
         ),
         Unsupported(
             _exit_layers_out_of_range,

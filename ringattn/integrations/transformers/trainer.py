@@ -1,13 +1,4 @@
-"""`transformers.Trainer` with context parallelism: only its data loading is changed.
-
-Owns the samples that a rank of a ring reads, and the mean of the losses that its ranks report. Refuses to change training itself:
-losses, their scaling, gradients and their mean are those of Trainer and DDP. Needs accelerate, as Trainer does.
-
-Note [Losses must use num_items_in_batch]
-    The losses of shards average to that of the sequence if the model divides its sum by `num_items_in_batch` (Note [Loss of a
-    shard] of batch.py). Many models accept that number and ignore it: encoders, and token classifiers. So the first batch is tried
-    with twice the number, for which the loss must be half as large.
-"""
+"""`transformers.Trainer` with context parallelism: only its data loading and the mean of reported losses change."""
 
 from __future__ import annotations
 
@@ -132,7 +123,11 @@ class RingTrainer(Trainer):
         check_supported(self, "trainer")
 
     def _check_count(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
-        """Raise unless the model divides its loss by the labels of all ranks (Note [Losses must use num_items_in_batch])."""
+        """Raise unless the model divides its loss by the labels of all ranks (Note [Loss of a shard] of batch.py).
+
+        Many models accept num_items_in_batch and ignore it: encoders, and token classifiers. So the first batch is tried with
+        twice the number, for which the loss must be half as large.
+        """
         losses = []
         for times in (1, 2):
             tried = {**inputs, "num_items_in_batch": times * inputs["num_items_in_batch"]}
@@ -159,23 +154,10 @@ class RingTrainer(Trainer):
 def share_batches(
     dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, evenly: bool = False
 ) -> DataLoader:
-    """Let the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made.
+    """Let the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made, changed in place.
 
-    Batches are then distributed over rings instead of processes.
-
-    Args:
-        dataloader: As returned by `Accelerator.prepare`; changed in place.
-        ring: The ranks that share a sequence.
-        world_size: Number of processes.
-        process_index: Index of this one.
-        evenly: Raise for samples that several rings cannot share evenly, some of which accelerate would read twice.
-
-    Returns:
-        The DataLoader.
-
-    Raises:
-        ValueError: The ranks of the ring are not consecutive, or samples are left over.
-        NotImplementedError: The DataLoader does not distribute batches by their index.
+    Batches are then distributed over rings instead of processes. `evenly` refuses samples that several rings cannot share evenly,
+    some of which accelerate would read twice.
     """
     replicas, index = _replica_of(ring, world_size, process_index)
     if world_size == 1 or ring.world_size == 1:

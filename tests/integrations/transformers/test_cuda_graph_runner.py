@@ -145,15 +145,15 @@ def test_what_one_rank_cannot_record_all_ranks_call_plainly_and_what_was_recorde
     assert counts0 == counts1 == [2, 1]
     assert why0 == "another rank could not capture a call"
     assert why1 == "the model looks at numbers"
-    assert said0 == [f"decoding goes on without more CUDA graphs: {why0}"]
-    assert said1 == [f"decoding goes on without more CUDA graphs: {why1}"]
+    assert said0 == [f"decoding continues without more CUDA graphs: {why0}"]
+    assert said1 == [f"decoding continues without more CUDA graphs: {why1}"]
 
 
 @pytest.mark.dist
 def test_a_replay_that_lies_is_found_at_once_and_dropped_on_all_ranks(pool: Pools) -> None:
     (said0, why0, *counts0), (said1, why1, *counts1) = pool(2).run(refused, 1, stuck=True)
     assert counts0 == counts1 == [1, 0]
-    assert why0 == "another rank was answered wrongly"
+    assert why0 == "another rank got wrong logits"
     assert why1 is not None
     assert why1.startswith("wrong answer: a replay's logits differ from a plain call's by")
     assert len(said0) == len(said1) == 1
@@ -255,7 +255,7 @@ def refused_packed(rank: int, **how: Any) -> tuple[list[str], int]:
 def test_packed_calls_that_can_not_be_replayed_are_dropped_on_all_ranks(pool: Pools, how: dict[str, Any]) -> None:
     for said, pieces in pool(2).run(refused_packed, 1, **how):
         assert len(said) == 1
-        assert said[0].startswith("decoding goes on without more CUDA graphs")
+        assert said[0].startswith("decoding continues without more CUDA graphs")
         assert pieces == 0
 
 
@@ -329,7 +329,7 @@ ONE = {"input_ids": tokens(21), "attention_mask": torch.ones(1, 21).long()}
 def test_a_replay_that_does_not_end_is_an_error_of_generate_on_every_rank(pool: Pools) -> None:
     for rank, (said, length, seconds) in enumerate(pool(2).run(hung, 0.2)):
         assert said.startswith(f"ring rank {rank} of ring ")
-        assert "replayed decoding step 3 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
+        assert "replayed decode step 3 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
         # a prompt, a plain call and two replays: the token of the third is not there
         assert length == 21 + 3
         assert seconds < 0.2, "who has given up does not wait again"
@@ -368,7 +368,7 @@ def test_a_replay_that_does_not_end_takes_every_rank_of_the_server_down(pool: Po
         said = (tmp_path / str(rank)).read_text()
         told = f"error: rank {rank}: RuntimeError: ring rank {rank} of ring "
         assert told in said
-        assert "replayed decoding step 2 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
+        assert "replayed decode step 2 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
 
 
 def test_logits_of_a_call_outlive_the_next_one() -> None:

@@ -169,7 +169,7 @@ def _refused(
 def test_what_does_not_fit_a_step_is_refused() -> None:
     mask = torch.ones(1, 20, dtype=torch.long)
     mask[0, :3] = 0
-    _refused(r"step must be a ringattn\.inference\.Step, got str", step="decode")
+    _refused("step must be a ForwardBatch, got str", step="decode")
     _refused("attention_mask must be left out of a call with a step", attention_mask=mask)
     _refused(r"this rank's rows, \(1, 20\), got \(1, 19\) queries", input_ids=tokens(19), position_ids=None)
     _refused("sharding and cu_seq_lens must be left out", sharding=Ring().sharding(20))

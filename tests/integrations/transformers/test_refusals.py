@@ -92,7 +92,7 @@ def _sharding(length: int = 6) -> Any:
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"use_cache": True}, "use_cache must be False when there is a sharding, whose keys are kept nowhere"),
+        ({"use_cache": True}, "use_cache must be False when there is a sharding, whose keys are not stored"),
         ({"cu_seq_lens_q": torch.tensor([0, 6])}, "cu_seq_lens must be left out when there is a sharding"),
         (
             {"mask": RingMask(torch.ones(2, 5) > 0, ((1, 5), (0, 5)), True)},
@@ -133,7 +133,7 @@ def test_models_that_attend_by_themselves_are_told_what_to_do(kind: str) -> None
     config = AutoConfig.for_model(kind, **sizes | names[kind])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="ringattn")
     with pytest.raises(
-        (AttributeError, NotImplementedError), match=r"untouched, got one that .* use attn_implementation="
+        (AttributeError, NotImplementedError), match=r"unchanged, got one that .* use attn_implementation="
     ):
         model(tokens(6), use_cache=False)
     mask = copy.deepcopy(describe_mask(1))
@@ -202,7 +202,7 @@ def share_other_layers(kind: str) -> str:
 @pytest.mark.parametrize("kind", OF_OTHER_LAYERS)
 def test_layers_in_which_rows_meet_without_attention_are_refused(pool: Pools, kind: str) -> None:
     for found in pool(2).run(share_other_layers, kind):
-        assert "tokens must meet in layers of attention only" in found
+        assert "tokens must interact in attention only" in found
     model = make_of_other_layers(kind)
     with pytest.raises(NotImplementedError, match=f"layers in the config of {kind}"):
         RingCache(model, Ring(), max_tokens=40)
@@ -307,7 +307,7 @@ def share_stablelm(rank_alone: bool) -> list[str]:
 @pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="layers of 4.x do not swallow the keyword")
 def test_layers_that_hand_no_keywords_on_are_named(pool: Pools) -> None:
-    told = "hands no keywords on (as StableLM and Nemotron do): run this model on one process"
+    told = "does not pass keywords on (as in StableLM and Nemotron): run this model on one process"
     for found in pool(2).run(share_stablelm, False):
         assert [told in one and "StableLmAttention" in one for one in found] == [True, True]
     (found,) = share_stablelm(True)
@@ -344,7 +344,7 @@ def test_embeddings_that_would_count_what_a_rank_has_are_refused(pool: Pools) ->
     for _, refused in pool(2).run(share_esm, "rotary", True):
         assert "got ['token_dropout'] layers in the config of esm" in refused
     for _, refused in pool(2).run(share_esm, "absolute", False):
-        assert "a model that counts positions from 1 (padding_idx + 1) must hand them to its attention" in refused
+        assert "a model that counts positions from 1 (padding_idx + 1) must pass them to its attention" in refused
 
 
 TABLES = {

@@ -594,7 +594,7 @@ TOLD = {
     "right": "NotImplementedError: attention_mask must have padding on the left only, got other padding in 1 of 1",
     "short": "ValueError: attention_mask must be of 1 sequences and the 20 tokens",
     "rows": "ValueError: the batch must be of the 1 sequences that the cache has, got 2",
-    "padding": "ValueError: attention_mask must begin with the padding that the cache knows of, [0]",
+    "padding": "ValueError: attention_mask must begin with the padding of the earlier calls, [0]",
 }
 
 
@@ -904,9 +904,7 @@ def differential() -> list[list[int]] | str:
 def test_layers_that_attend_twice_with_other_values_are_refused(pool: Pools) -> None:
     """Both calls were kept in one place, and tokens that followed saw the second values only."""
     for told in (differential(), *pool(2).run(differential)):
-        assert str(told).startswith(
-            "a layer must attend once in a call whose keys a cache keeps, got DiffLlamaAttention"
-        )
+        assert str(told).startswith("a layer with a cache must attend once in a call, got DiffLlamaAttention")
 
 
 def decoder_alone(kind: str) -> str:
@@ -929,7 +927,9 @@ def decoder_alone(kind: str) -> str:
 def test_models_that_number_the_rows_of_a_call_themselves_are_refused(kind: str, pool: Pools) -> None:
     """They began to count anew in every call, and on every rank."""
     for told in (decoder_alone(kind), *pool(2).run(decoder_alone, kind)):
-        assert told.startswith("a model must take position_ids where a cache keeps its keys, got one with ")
+        assert told.startswith(
+            "a model must take position_ids where ranks share a sequence or a cache stores its keys, got one with "
+        )
 
 
 @pytest.mark.skipif("gemma4_text" not in transformers.CONFIG_MAPPING, reason="this release has no layers that differ")
@@ -970,5 +970,5 @@ def test_models_that_drop_the_cache_are_refused_by_name(pool: Pools) -> None:
     """Ranks were told that they call a model without a sharding."""
     for length in (20, 30):
         for told in (dropping(length), *pool(2).run(dropping, length)):
-            assert told.startswith("generation must hand the RingCache to every call of the model, got one of Phi3")
+            assert told.startswith("generation must pass the RingCache to every call of the model, got one of Phi3")
     assert dropping(18) == "torch.Size([1, 24])"
