@@ -146,9 +146,9 @@ def _reset_generator(device: torch.device) -> None:
 
 
 def _end_allocation_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
-    """End the allocator's redirection to a graph pool, which torch leaves open when a capture ends in an error.
+    """End the allocator's redirection to a graph pool, which torch leaves open when a capture raises, without a public function.
 
-    While it is open, `torch.cuda.empty_cache` raises, and so does the end of the process; torch has no public function for it.
+    While it is open, `torch.cuda.empty_cache` raises, and so does the end of the process.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with contextlib.suppress(AttributeError, RuntimeError):  # another torch; no capture is open
@@ -205,13 +205,12 @@ def select_capturer(graphs: bool | GraphCapturer | None, model: nn.Module, cache
 
 
 class _Shape(NamedTuple):
-    """Shape of the calls that a graph serves.
+    """Shape of the calls that a graph serves: packed calls have last 0, pieces in place of requests, and `requests` at most.
 
     Attributes:
         batch: Requests, or pieces.
         new: New tokens of each.
-        last: Last tokens of each whose logits are wanted; 0: packed requests, of each the last token.
-        requests: Packed: maximum number of requests.
+        last: Last tokens of each whose logits are wanted.
     """
 
     batch: int
@@ -230,13 +229,11 @@ class _Captured:
     """One captured call.
 
     Attributes:
-        step: Its static step.
-        tokens: Its tokens: `batch new` int64; packed: `1 (batch new)`.
+        tokens: `batch new` int64; packed: `1 (batch new)`.
         wanted: Rows whose logits it writes; packed: `requests` int64, read by the graph.
-        logits: Its output: `batch last vocab`; packed: `1 requests vocab`.
-        replay: Runs it again; returns the events at its begin and end.
+        logits: `batch last vocab`; packed: `1 requests vocab`.
         kind: Output type of the model.
-        checked: Its first replay was compared with a plain call.
+        checked: Whether its first replay was compared with a plain call.
     """
 
     step: StaticBatch
@@ -337,16 +334,11 @@ class CUDAGraphRunner:
             tokens: `b n` int64, 1 <= n <= 16, the same on every rank, on any device.
             positions: `b n` or `1 n`: positions for rotary embeddings; None: those of the tokens in their requests.
             last: Number of last tokens whose logits are wanted, at least 1.
-            same_length: As in `PagedKVCache.extend`.
+            same_length: See `PagedKVCache.extend`.
 
         Returns:
             The output of the model, with logits `b last vocab`, the same bits on every rank. After a replay it has nothing else,
             and the next call overwrites the logits.
-
-        Raises:
-            ValueError: See `PagedKVCache.extend`.
-            CacheFull: See `PagedKVCache.extend`.
-            RuntimeError: A rank did not join within the ring's timeout; of a replay see `Ring.synchronize`.
         """
         b, new = tokens.shape
         captured = self._find(requests, new, last)
@@ -374,8 +366,7 @@ class CUDAGraphRunner:
             piece: Rows of the pieces into which requests are cut: 1 when many bring one token.
 
         Returns:
-            Logits `requests vocab`, the same bits on every rank, which the next call overwrites; None: they fit into
-            no captured call, and nothing was done.
+            Logits `requests vocab`, which the next call overwrites; None: they fit into no captured call, and nothing was done.
         """
         pieces, many = sum(-(-count // piece) for count in counts), len(requests)
         found = [

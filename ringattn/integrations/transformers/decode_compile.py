@@ -33,7 +33,7 @@ from ringattn.integrations.transformers.model_forward import (
     one_forward,
     replicated_rows_ring,
 )
-from ringattn.integrations.transformers.ring_cache import cache_sizes
+from ringattn.integrations.transformers.support import cache_sizes
 from ringattn.ring import Ring
 
 TRIED = (1, 4)
@@ -94,8 +94,7 @@ def _modules(model: PreTrainedModel) -> list[nn.Module]:
 def _compare(model: PreTrainedModel, compiled: list[_Compiled], shared: _EagerOnError, ring: Ring) -> str:
     """Return how compiled modules differ from plain ones in steps over an empty cache; empty when they do not."""
     try:
-        sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
-        pages = max(*TRIED, -(-TRIED_PROMPT // 16))
+        sizes, pages = cache_sizes(model), max(*TRIED, -(-TRIED_PROMPT // 16))
         cache = PagedKVCache(ring, **sizes, dtype=model.dtype, pages=pages, page_size=16, device=model.device)
         for one in compiled:
             one.module.forward = one.compare

@@ -41,13 +41,7 @@ from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, GraphCapturer, select_capturer
 from ringattn.integrations.transformers.model_forward import BoundPatch, forward_step
 from ringattn.integrations.transformers.positions import max_learned_positions
-from ringattn.integrations.transformers.support import (
-    GenerateCall,
-    check_supported,
-    key_sizes,
-    layer_configs,
-    num_layers,
-)
+from ringattn.integrations.transformers.support import GenerateCall, cache_sizes, check_supported, num_layers
 from ringattn.ring import Ring
 
 CROPS_BY_COUNT = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
@@ -106,23 +100,20 @@ class RingCache(Cache):
             for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}")
-            layers, kv_heads, head_dim, v_head_dim = cache_sizes(model)
+            sizes = cache_sizes(model)
             positions = max_learned_positions(model)
             if positions is not None and max_tokens > positions:
                 raise ValueError(
                     f"max_tokens must be at most {positions}, the positions that {type(model).__name__} has learned, got "
                     f"{max_tokens}; pass max_tokens={positions}"
                 )
-        super().__init__(layers=[_Layer() for _ in range(layers)])  # pyright: ignore[reportArgumentType]
+        super().__init__(layers=[_Layer() for _ in range(sizes["layers"])])  # pyright: ignore[reportArgumentType]
         self.ring, self.max_tokens = ring, max_tokens
         # sequences of a batch get their pages on the same ranks
         pages = batch * ceil(ceil(max_tokens / page_size) / ring.world_size)
         self.kv: PagedKVCache | None = PagedKVCache(
             ring,
-            layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
+            **sizes,
             dtype=model.dtype,
             pages=pages,
             page_size=page_size,
@@ -488,14 +479,6 @@ class _DraftCache:
 
     def crop(self, tokens_to_remove: int) -> None:
         pass
-
-
-def cache_sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
-    """Return layers, key/value heads, and the head dims of keys and values; raises for models that one cache cannot serve."""
-    config = model.config.get_text_config(decoder=True)
-    check_supported(config, "model")
-    check_supported(config, "cached model")
-    return num_layers(model), *key_sizes(layer_configs(config)[0])
 
 
 def _wrap(model: PreTrainedModel) -> Callable[[], None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,16 +165,23 @@ def _counts_from_padding(kind: type[nn.Module]) -> bool:
 
 
 def _unequal_layers(config: Any) -> list[tuple[int, int, int]] | None:
-    sizes = {key_sizes(one) for one in layer_configs(config)}
+    # later releases of 5.x allow layers that differ
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = set(map(_key_sizes, layers))
     return sorted(sizes) if len(sizes) > 1 else None
 
 
-def layer_configs(config: Any) -> Sequence[Any]:
-    """Return the configs of all layers; later releases of 5.x allow layers that differ."""
-    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+def cache_sizes(model: PreTrainedModel) -> dict[str, int]:
+    """Return the sizes of `PagedKVCache` for a model; raises for models that one cache cannot serve."""
+    config = model.config.get_text_config(decoder=True)
+    check_supported(config, "model")
+    check_supported(config, "cached model")
+    layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
+    kv_heads, head_dim, v_head_dim = _key_sizes(layer)
+    return {"layers": num_layers(model), "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
 
 
-def key_sizes(config: Any) -> tuple[int, int, int]:
+def _key_sizes(config: Any) -> tuple[int, int, int]:
     """Return the key/value heads of a layer, and the head dims of keys and values, from its config."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads

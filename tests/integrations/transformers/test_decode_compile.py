@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ringattn.inference import PagedKVCache
 from ringattn.integrations.transformers import NAME, compile_for_decode, register, run_step
 from ringattn.integrations.transformers.model_forward import describe_difference
-from ringattn.integrations.transformers.ring_cache import cache_sizes
+from ringattn.integrations.transformers.support import cache_sizes
 from ringattn.ring import Ring
 from tests.integrations.transformers.models import CONFIGS, make
 from tests.pool import Pools
@@ -36,7 +36,7 @@ def small(kind: str, **options: Any) -> Any:
 
 def decode(model: Any, ring: Ring | None = None, shapes: tuple[tuple[int, int], ...] = ((1, 1), (3, 1))) -> Any:
     """The logits of steps of so many requests with so many new tokens each, after a prompt."""
-    sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
+    sizes = cache_sizes(model)
     cache = PagedKVCache(ring or Ring(), **sizes, dtype=model.dtype, pages=16, page_size=4)
     found = []
     for batch, new in shapes:

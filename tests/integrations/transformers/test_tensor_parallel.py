@@ -20,7 +20,7 @@ from ringattn.integrations.transformers import (
 )
 from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner
 from ringattn.integrations.transformers.model_forward import replicated_rows, run_step
-from ringattn.integrations.transformers.ring_cache import cache_sizes
+from ringattn.integrations.transformers.support import cache_sizes
 from ringattn.ring import Ring
 from tests.integrations.transformers.models import make
 from tests.integrations.transformers.test_decode_compile import SIZES, CountingBackend, decode
@@ -60,7 +60,7 @@ class _Counted:
 def _answers(model: Any, ring: Ring, whole: bool = False) -> tuple[int, list[Tensor], list[int]]:
     """Modules that are parallel; logits of a prompt around the ring and of steps of decoding; weights read in each."""
     parts = 0 if whole else apply_tensor_parallel(model, ring)
-    sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
+    sizes = cache_sizes(model)
     cache = PagedKVCache(ring, **sizes, dtype=torch.float32, pages=16, page_size=4)
     one, two = (cache.add_request(30) for _ in range(2))
     said, read = [], []
