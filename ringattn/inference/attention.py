@@ -226,18 +226,8 @@ class _Decode:
         sinks = None if sinks is None else sinks.to(wide)
         score = Score(self.options.scale(q), self.options.softcap, alibi_slopes=slopes)
         blocks, width = table.pages.shape[1], max(cache.head_dim, dv)
-        splits = num_splits(
-            b,
-            s,
-            h,
-            cache.kv_heads,
-            blocks,
-            cache.page_size,
-            q.device,
-            head_dim=width,
-            kv_dtype=cache.kv_dtype,
-            same_length=step.pieces is not None,
-        )
+        shape, packed = (b, s, h, cache.kv_heads, blocks, cache.page_size), step.pieces is not None
+        splits = num_splits(*shape, q.device, head_dim=width, kv_dtype=cache.kv_dtype, same_length=packed)
         parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
         lo, hi = step.bounds(self.options.causal, self.options.window, self.options.chunk_len)
         k_scale, v_scale = cache.scales(layer)

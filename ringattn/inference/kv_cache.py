@@ -71,27 +71,30 @@ class PagedKVCache(KVPool):
         return tuple(self.allocator.pages - free for free in self.allocator.free_pages)
 
     def add_request(self, reserve: int, first: int = 0) -> int:
-        """Add a request; see `PageAllocator.add_request`."""
+        """Add a request that may grow to `reserve` tokens, with `first` tokens of padding in front, and return its name.
+
+        Raises ValueError for numbers out of range, CacheFull when too few pages are free; so do the other methods.
+        """
         with self._propagate_errors():
             return self.allocator.add_request(index(reserve), index(first))
 
     def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Add requests that grow on the same ranks; see `PageAllocator.add_batch`."""
+        """Add requests that get their pages on the same ranks, so that they stay one batch; see `add_request`."""
         with self._propagate_errors():
             return self.allocator.add_batch(index(reserve), [index(first) for first in firsts])
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
-        """Add a request that shares the beginning of another one; see `PageAllocator.fork`."""
+        """Add a request that shares the first `length` tokens of another one (None: all), by default with its `reserve`."""
         with self._propagate_errors():
             return self.allocator.fork(index(request), _whole(length), _whole(reserve))
 
     def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Remove a request's last tokens; see `PageAllocator.truncate`."""
+        """Keep the first `length` tokens of a request, which may then grow to `reserve` tokens (None: as before)."""
         with self._propagate_errors():
             self.allocator.truncate(index(request), index(length), _whole(reserve))
 
     def free(self, request: int) -> None:
-        """Free a request; see `PageAllocator.free`."""
+        """Remove a request; its pages become free unless forks use them."""
         with self._propagate_errors():
             self.allocator.free(request)
 
@@ -100,9 +103,9 @@ class PagedKVCache(KVPool):
         return self.allocator.length(request)
 
     def reorder(self, requests: Sequence[int], index: Sequence[int]) -> None:
-        """Replace request i of a batch by request index[i], for beam search; see `PageAllocator.reorder`.
+        """Replace request i of a batch by request index[i], for beam search; copies at most one page per request, in stream order.
 
-        At most one page per request is copied, in stream order.
+        The requests must have been added by `add_batch`, and always extended and truncated together.
         """
         with self._propagate_errors():
             moves = [move for move in self.allocator.reorder(requests, index) if move.rank == self.ring.rank]
@@ -232,16 +235,10 @@ class PagedKVCache(KVPool):
 
         Args:
             layer: Layer of the cache.
-            step: The step, made by this cache.
+            step: The batch, made by this cache.
             k: `batch rows hk d`.
             v: `batch rows hk dv`.
-            contain: Return copies of k and v in which such rows are changed as in the cache.
-
-        Returns:
-            K and v as given, or with `contain` the copies.
-
-        Raises:
-            ValueError: The layer or a shape, dtype or device does not fit the cache, or a request of the step is gone.
+            contain: Return copies of k and v in which such rows are changed as in the cache, instead of k and v.
         """
         if step.cache is not self:
             self.ring.raise_on_all_ranks(

@@ -146,18 +146,7 @@ class PageAllocator:
         ]
 
     def unmoved_tokens(self, request: int, change: int) -> int:
-        """Return how many first tokens of a request have not moved since `changes` was `change`.
-
-        Example:
-            >>> allocator = PageAllocator(world_size=1, pages=4, page_size=4)
-            >>> request = allocator.add_request(reserve=12)
-            >>> allocator.assign([request], [10])
-            >>> seen = allocator.changes
-            >>> allocator.truncate(request, 6)
-            >>> allocator.assign([request], [3])
-            >>> allocator.unmoved_tokens(request, seen), allocator.unmoved_tokens(request, allocator.changes)
-            (6, 9)
-        """
+        """Return how many first tokens of a request have not moved since `changes` was `change`; see block_table.py."""
         return self._find(request).unmoved_tokens(change)
 
     def have_same_placement(self, requests: Sequence[int]) -> bool:
@@ -170,12 +159,7 @@ class PageAllocator:
         return max([one.max_blocks_after for one in self.get_requests(requests)], default=0) + self._pages_of(new)
 
     def add_request(self, reserve: int, first: int = 0) -> int:
-        """Add a request, and return its name.
-
-        Args:
-            reserve: Tokens it may grow to, at least 1.
-            first: Tokens of padding in front.
-        """
+        """Add a request that may grow to `reserve` tokens, with `first` tokens of padding in front, and return its name."""
         self._check_reserve(reserve, first)
         self._check_available(self._pages_of(reserve), "a request", reserve)
         one = self._admit(reserve, first)
@@ -183,12 +167,7 @@ class PageAllocator:
         return one.name
 
     def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Add requests that get their pages on the same ranks, and return their names (Note [Reservations]).
-
-        Args:
-            reserve: Tokens that each may grow to, at least 1.
-            firsts: Tokens of padding in front of each.
-        """
+        """Add requests that get their pages on the same ranks, and return their names (Note [Reservations])."""
         if not firsts:
             raise ValueError("firsts must have one number per request, got none; give 0 for a request without padding")
         for first in firsts:
@@ -214,12 +193,9 @@ class PageAllocator:
         return names
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
-        """Add a request that shares the first tokens of another one, with their pages; return its name.
+        """Add a request that shares the first tokens of another one (None: all), with their pages; return its name.
 
-        Args:
-            request: The other one.
-            length: Tokens to share; None: all.
-            reserve: Tokens the new one may grow to; None: as many as the other one.
+        `reserve` is the number of tokens the new one may grow to; None: as many as the other one.
         """
         parent = self._find(request)
         length = parent.length if length is None else length
@@ -242,13 +218,7 @@ class PageAllocator:
         return child.name
 
     def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Remove a request's last tokens.
-
-        Args:
-            request: The request.
-            length: Tokens to keep.
-            reserve: Tokens it may grow to from now on, not more than before; None: as before.
-        """
+        """Remove a request's last tokens, and optionally lower the number of tokens that it may grow to."""
         one = self._find(request)
         reserve = one.reserved_tokens if reserve is None else reserve
         if not 0 <= length <= one.length or not max(length, 1) <= reserve <= one.reserved_tokens:
@@ -318,8 +288,7 @@ class PageAllocator:
                 "name each once and give each its number of new tokens"
             )
         found = self.get_requests(requests)
-        crowded = [(one, new) for one, new in zip(found, counts, strict=True) if one.length + new > one.full]
-        for one, new in crowded:
+        for one, new in zip(found, counts, strict=True):
             if one.length + new > one.reserved_tokens:
                 raise ValueError(
                     f"request {one.name} must stay within the {one.reserved_tokens} tokens it reserved, got {one.length} and "

@@ -49,12 +49,7 @@ RowSpan = tuple[int, int, int]
 
 
 def rectangle_rows(counts: Sequence[int], most: int) -> int:
-    """Return the rows of a rectangle (Note [Rectangles]), for so many rows of each request, at most `most` in a tile.
-
-    Example:
-        >>> rectangle_rows([70, 3], 32), rectangle_rows([5], 32), rectangle_rows([33], 32)
-        (24, 5, 17)
-    """
+    """Return the rows of a rectangle (Note [Rectangles]), for so many rows of each request, at most `most` in a tile."""
     return max((-(-count // -(-count // most)) for count in counts if count), default=1)
 
 
@@ -78,11 +73,6 @@ def is_paged_faster(
         element_size: Bytes of an element of the pages.
         most: Rows that share a tile.
         left: Tokens that a row sees to its left; None: all.
-
-    Example:
-        >>> sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
-        >>> [is_paged_faster([count], [131072], **sizes) for count in (32, 96, 128)]
-        [True, True, False]
     """
     s = rectangle_rows(counts, most)
     if sum(-(-count // s) for count in counts) > MAX_RECTANGLES:

@@ -232,7 +232,6 @@ class QueryPlan:
         plan: Rows that every rank sends and receives.
         side: Metadata of all rows that attend here, sorted by position.
         segments: The same rows by owner.
-        total: Number of these rows.
         side_runs: (start, length) of their positions.
         keys: Key of the table of this rank's keys.
     """
@@ -257,7 +256,7 @@ def plan_queries(spec: AttentionSpec, device: torch.device) -> QueryPlan:
     for at, (_, offset, length, i) in zip(ends, spans, strict=False):
         parts[i].append((offset, at, length))
     segments = {
-        step.owner: QuerySegment(step.owner, step.rows, step.num_rows, _ranges([x[1:] for x in sorted(mine)], device))
+        step.owner: QuerySegment(step.owner, step.rows, step.num_rows, _indices(mine, device))
         for step, mine in zip(steps, parts, strict=True)
     }
     side = find(side_key(runs, spec.mask, device, "keys"))
@@ -392,16 +391,14 @@ def _return_partials(carry: SoftmaxState, s: int, context: RingContext, query_pl
         peer, part = (me + step) % context.world_size, None
         if segment is not None:
             made = context.buffers.take(
-                f"prefill sent partials {step}", (size(b * segment.count * h, dv),), wide, device
+                f"prefill partials out {step}", (size(b * segment.count * h, dv),), wide, device
             )
             _pack_partial(carry, segment, made)
             sends = [GradMessage(segment.rank, made)]
         if send is not None and send.num_rows == s:
             recvs = [GradMessage(peer, stack[peer])]
         elif send is not None:
-            part = context.buffers.take(
-                f"prefill received partials {step}", (size(b * send.num_rows * h, dv),), wide, device
-            )
+            part = context.buffers.take(f"prefill partials in {step}", (size(b * send.num_rows * h, dv),), wide, device)
             recvs = [GradMessage(peer, part)]
         returning.append((peer, send, part, _post(context, sends, recvs, f"prefill, partials of ring step {step}")))
     if me in query_plan.segments and s:
@@ -423,9 +420,8 @@ def _scatter_partial(part: Tensor, whole: Tensor, rows: Rows, shape: tuple[int, 
     b, s, h, dv = shape
     lengths = [length for _, length in rows]
     count = sum(lengths)
-    for target, source, tail in zip(
-        views(whole, b * s * h, dv), views(part, b * count * h, dv), ((), (), (dv,)), strict=True
-    ):
+    targets, sources = views(whole, b * s * h, dv), views(part, b * count * h, dv)
+    for target, source, tail in zip(targets, sources, ((), (), (dv,)), strict=True):
         pieces = source.view(b, count, h, *tail).split(lengths, 1)
         for x, y in zip(slices(target.view(b, s, h, *tail), 1, rows), pieces, strict=True):
             x.copy_(y)
@@ -460,10 +456,11 @@ def _post(context: RingContext, sends: Sequence[Message], recvs: Sequence[Messag
     return works
 
 
-def _ranges(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """Return the integers of (start, length) spans one after another: `n` int64."""
-    found = [torch.arange(start, start + length, device="cpu") for start, length in spans]
-    return (torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device="cpu")).to(device)
+def _indices(parts: list[tuple[int, int, int]], device: torch.device) -> Tensor:
+    """Return the integers of (offset, start, length) spans in the order of offsets: `n` int64."""
+    return torch.cat([torch.arange(start, start + length, device="cpu") for _, start, length in sorted(parts)]).to(
+        device
+    )
 
 
 def _rows(x: Tensor) -> Tensor:

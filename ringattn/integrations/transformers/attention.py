@@ -93,18 +93,13 @@ def attend(
         sliding_window: w: the last w keys; in bidirectional layers the w - 1 to each side.
         softcap: Bound of the soft cap.
         s_aux: `h`: sinks.
-        deterministic: Demand bitwise repeatable gradients.
+        deterministic: Whether gradients must be bitwise repeatable.
         cu_seq_lens_q: Cumulative lengths of packed documents; only without a sharding, which has its own.
         cu_seq_lens_k: The same.
         others: Other keywords of the model's call; refused unless they do not change attention.
 
     Returns:
         `b s h dv` and None.
-
-    Raises:
-        ValueError: Positions, padding or documents do not fit the sharding.
-        NotImplementedError: The model passes something that is not supported, or has unsupported layers; the message names it.
-        RuntimeError: There are several ranks and no sharding.
     """
     if not torch.compiler.is_compiling():
         _num_calls[0] += 1
@@ -234,11 +229,7 @@ def _unsharded(
         )
     documents = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        if cu_seq_lens_q is None or cu_seq_lens_k is None or not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
-            raise ValueError(
-                "cu_seq_lens_q and cu_seq_lens_k must be equal, got different ones; pass the same documents"
-            )
-        documents = read_cumulative(cu_seq_lens_q, rows)
+        documents = read_cumulative(cu_seq_lens_q, cu_seq_lens_k, rows)
     elif isinstance(position_ids, Tensor) and (mask is None or not (mask.given or mask.causal is False)):
         # as in transformers, where an attention mask means that nothing is packed
         documents = read_documents(position_ids, mask, _layer_index(module))

@@ -183,14 +183,10 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
 
 def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tuple[int, ...] | None:
     """Return the boundaries of packed documents, which must be read before sharding: afterwards every shard looks packed."""
-    cumulative = [batch[name] for name in _CUMULATIVE if batch.get(name) is not None]
     mask = batch.get("attention_mask")
-    if cumulative:
-        if len(cumulative) == 1 or not torch.equal(*cumulative):
-            raise ValueError(
-                "cu_seq_lens_q and cu_seq_lens_k must be equal, got different ones; pass the same documents"
-            )
-        documents = read_cumulative(cumulative[0], n)
+    cumulative = [batch.get(name) for name in _CUMULATIVE]
+    if any(x is not None for x in cumulative):
+        documents = read_cumulative(*cumulative, n)
     elif positions is None:
         return None
     elif mask is None:

@@ -175,9 +175,11 @@ def read_documents(
     return found
 
 
-def read_cumulative(cu_seq_lens: Tensor, seq_len: int) -> tuple[int, ...]:
-    """Return the boundaries of documents given as cumulative lengths, which must span the sequence."""
-    found = tuple(int(x) for x in cu_seq_lens.tolist())
+def read_cumulative(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, seq_len: int) -> tuple[int, ...]:
+    """Return the boundaries of documents given as cumulative lengths, which must be equal and span the sequence."""
+    if cu_seq_lens_q is None or cu_seq_lens_k is None or not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal, got different ones; pass the same documents")
+    found = tuple(int(x) for x in cu_seq_lens_q.tolist())
     if len(found) < 2 or found[0] != 0 or found[-1] != seq_len:
         raise ValueError(
             f"cu_seq_lens must go from 0 to the {seq_len} tokens of the sequence, got {found}; "

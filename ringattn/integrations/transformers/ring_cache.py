@@ -170,9 +170,7 @@ class RingCache(Cache):
         """Return the maximum length of a sequence."""
         return self.max_tokens
 
-    def get_max_cache_shape(self, layer_idx: int | None = 0) -> int:  # noqa: ARG002
-        """Return the maximum length of a sequence, by the name that 4.x uses."""
-        return self.max_tokens
+    get_max_cache_shape = get_max_length  # in 4.x
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int | None = 0) -> tuple[int, int]:  # noqa: ARG002
         """Return the keys after a call with so many new tokens (4.x gives their positions), and the index of the first."""
@@ -232,10 +230,7 @@ class RingCache(Cache):
         """Number of sequences; -1 before the first call."""
         return len(self._requests) or -1
 
-    @property
-    def max_batch_size(self) -> int:
-        """Number of sequences; -1 before the first call."""
-        return self.batch_size
+    max_batch_size = batch_size
 
     @property
     def max_cache_len(self) -> int:
@@ -491,35 +486,29 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
     spread = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
     generating: list[RingCache] = []
 
-    def call_without(cache: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if generating and cache is None:
-            generating[-1]._calling = True
-            generating[-1].ring.raise_on_all_ranks(
-                NotImplementedError(
-                    f"generation must pass the RingCache to every call of the model, got one of {type(model).__name__} without, "
-                    "which drops a cache at this length to compute all tokens anew (Phi 3 and similar models do beyond "
-                    "original_max_position_embeddings); keep sequences shorter, or use attn_implementation='sdpa' on one process"
-                )
-            )
-        return original(*args, **kwargs)
-
     def forward(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
-        if not args and not isinstance(cache, RingCache):
-            return call_without(cache, **kwargs)
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        given |= given.pop(spread, {}) if spread is not None else {}
-        cache = given.get("past_key_values")
+        given = kwargs
+        if args or isinstance(kwargs.get("past_key_values"), RingCache):
+            given = dict(signature.bind(*args, **kwargs).arguments)
+            given |= given.pop(spread, {}) if spread is not None else {}
+        cache, error = given.get("past_key_values"), None
         if not isinstance(cache, RingCache):
-            return call_without(cache, *args, **kwargs)
-        if cache._model is not model:
-            cache._calling = True
-            cache.ring.raise_on_all_ranks(
-                ValueError(
-                    f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
-                    f"another {type(cache._model).__name__}; make each model a RingCache of its own"
-                )
+            if cache is not None or not generating:
+                return original(*args, **kwargs)
+            cache = generating[-1]
+            error = NotImplementedError(
+                f"generation must pass the RingCache to every call of the model, got one of {type(model).__name__} without, "
+                "which drops a cache at this length to compute all tokens anew (Phi 3 and similar models do beyond "
+                "original_max_position_embeddings); keep sequences shorter, or use attn_implementation='sdpa' on one process"
             )
+        elif cache._model is not model:
+            error = ValueError(
+                f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
+                f"another {type(cache._model).__name__}; make each model a RingCache of its own"
+            )
+        if error is not None:
+            cache._calling = True
+            cache.ring.raise_on_all_ranks(error)
         return cache._call(original, given)
 
     wrapped: dict[str, Callable[..., Any]] = {"forward": BoundPatch(forward, original, COPY_REFUSAL)}

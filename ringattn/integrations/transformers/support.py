@@ -43,11 +43,13 @@ class Unsupported:
     """One row of the table.
 
     Attributes:
+        purpose: Key for `check_supported`.
         find: Returns the unsupported thing in the subject, for the message; None when there is none.
         message: Of the error; `{got}` is what was found, `{subject}` where.
         error: Its type.
     """
 
+    purpose: str
     find: Callable[[Any], Any]
     message: str
     error: type[Exception] = NotImplementedError
@@ -55,7 +57,7 @@ class Unsupported:
 
 def check_supported(subject: Any, purpose: str) -> None:
     """Raise when the table has a row for a purpose that finds something in the subject: a config, a layer, keywords or options."""
-    for row in TABLE[purpose]:
+    for row in _BY_PURPOSE[purpose]:
         if (got := row.find(subject)) is not None:
             raise row.error(row.message.format(got=got, subject=subject))
 
@@ -223,155 +225,155 @@ _SEES_SHARD = (
     "one process"
 )
 
-TABLE: dict[str, tuple[Unsupported, ...]] = {
+TABLE = (
     # a config, where ranks share a sequence or use a RingCache
-    "model": (
-        Unsupported(
-            _other_layers,
-            "tokens must interact in attention only where ranks share a sequence or use a RingCache, got {got} layers in the "
-            "config of {subject.model_type}; run this model on one process, without a RingCache",
-        ),
+    Unsupported(
+        "model",
+        _other_layers,
+        "tokens must interact in attention only where ranks share a sequence or use a RingCache, got {got} layers in the "
+        "config of {subject.model_type}; run this model on one process, without a RingCache",
     ),
     # a config, where a RingCache is used
-    "cached model": (
-        Unsupported(
-            _unequal_layers,
-            "all layers must have as many key heads, of the same width, for one cache, got {got} (heads, width of keys, of "
-            "values) in the config of {subject.model_type}; use attn_implementation='sdpa' on one process",
-        ),
+    Unsupported(
+        "cached model",
+        _unequal_layers,
+        "all layers must have as many key heads, of the same width, for one cache, got {got} (heads, width of keys, of "
+        "values) in the config of {subject.model_type}; use attn_implementation='sdpa' on one process",
     ),
     # an attention layer whose rows are sharded, or whose keys a cache stores
-    "layer": (
-        Unsupported(
-            _without_positions,
-            "a model must take position_ids where ranks share a sequence or a cache stores its keys, got one with {got}, which "
-            "numbers the rows of each call by itself; run this model on one process, with attn_implementation='sdpa' to generate",
-        ),
+    Unsupported(
+        "layer",
+        _without_positions,
+        "a model must take position_ids where ranks share a sequence or a cache stores its keys, got one with {got}, which "
+        "numbers the rows of each call by itself; run this model on one process, with attn_implementation='sdpa' to generate",
     ),
     # an attention layer that does not pass its positions to attention
-    "unchecked positions": (
-        Unsupported(
-            lambda layer: first_learned_position(layer) or None,
-            "a model that counts positions from {got} (padding_idx + 1) must pass them to its attention, to be checked, got one "
-            "with {subject.__class__.__name__}, which does not; run this model on one process",
-        ),
+    Unsupported(
+        "unchecked positions",
+        lambda layer: first_learned_position(layer) or None,
+        "a model that counts positions from {got} (padding_idx + 1) must pass them to its attention, to be checked, got one "
+        "with {subject.__class__.__name__}, which does not; run this model on one process",
     ),
     # the keywords that reach attention
-    "attention": (
-        Unsupported(
-            _option("output_attentions"),
-            "output_attentions must be False: ring attention never has the weights; use attn_implementation='eager'",
-        ),
-        Unsupported(
-            _unknown(ATTENTION_KEYWORDS | {"output_attentions"}),
-            "{got} must be left out: ring attention does not know it; use attn_implementation='eager' for this model",
-        ),
+    Unsupported(
+        "attention",
+        _option("output_attentions"),
+        "output_attentions must be False: ring attention never has the weights; use attn_implementation='eager'",
+    ),
+    Unsupported(
+        "attention",
+        _unknown(ATTENTION_KEYWORDS | {"output_attentions"}),
+        "{got} must be left out: ring attention does not know it; use attn_implementation='eager' for this model",
     ),
     # the same, of a call with a sharding
-    "sharded attention": (
-        Unsupported(
-            _option("use_cache"),
-            "use_cache must be False when there is a sharding, whose keys are not stored; pass use_cache=False, as shard_batch "
-            "does. To generate, use RingCache",
-        ),
+    Unsupported(
+        "sharded attention",
+        _option("use_cache"),
+        "use_cache must be False when there is a sharding, whose keys are not stored; pass use_cache=False, as shard_batch "
+        "does. To generate, use RingCache",
     ),
     # keywords, or else the config, of a call whose rows are on several ranks
-    "sharded router": (
-        Unsupported(
-            _option("output_router_logits"),
-            "output_router_logits must be False where ranks share a sequence, got True: the loss that balances experts would be of "
-            "each rank's tokens alone; leave it out, and set model.config.output_router_logits = False",
-        ),
+    Unsupported(
+        "sharded router",
+        _option("output_router_logits"),
+        "output_router_logits must be False where ranks share a sequence, got True: the loss that balances experts would be of "
+        "each rank's tokens alone; leave it out, and set model.config.output_router_logits = False",
     ),
     # the keywords of a model call with a RingCache
-    "RingCache call": (
-        *(
-            Unsupported(
-                _option(name, lambda value: value is False),
-                f"{name} must be True in a call with a RingCache, got False; leave {remedy} out",
-            )
-            for name, remedy in (("use_cache", "past_key_values"), ("return_dict", "it"))
-        ),
+    *(
         Unsupported(
-            _option("output_hidden_states"),
-            "output_hidden_states must be False in a call with a RingCache, whose ranks have different rows; use "
-            "attn_implementation='sdpa' on one process",
-        ),
-        Unsupported(
-            _unknown(RING_CACHE_KEYWORDS),
-            "{got} must be left out of a call with a RingCache, which does not know how to share it between ranks",
-        ),
+            "RingCache call",
+            _option(name, lambda value: value is False),
+            f"{name} must be True in a call with a RingCache, got False; leave {remedy} out",
+        )
+        for name, remedy in (("use_cache", "past_key_values"), ("return_dict", "it"))
+    ),
+    Unsupported(
+        "RingCache call",
+        _option("output_hidden_states"),
+        "output_hidden_states must be False in a call with a RingCache, whose ranks have different rows; use "
+        "attn_implementation='sdpa' on one process",
+    ),
+    Unsupported(
+        "RingCache call",
+        _unknown(RING_CACHE_KEYWORDS),
+        "{got} must be left out of a call with a RingCache, which does not know how to share it between ranks",
     ),
     # a call of generate with a RingCache
-    "generate": (
-        Unsupported(
-            lambda call: call.max_time if call.ranks > 1 else None,
-            "max_time must be left out among {subject.ranks} ranks, which would stop at different tokens by their clocks, "
-            "got {got}; pass max_new_tokens",
-        ),
-        Unsupported(
-            lambda call: None if (scale := call.option("guidance_scale")) in (None, 1) else scale,
-            "guidance_scale must be left out with a RingCache, got {got}: its second cache would be one of "
-            "transformers; generate on one process with attn_implementation='sdpa'",
-        ),
-        Unsupported(
-            _exit_layers_out_of_range,
-            "assistant_early_exit must be from 1 to the {subject.layers} layers of the model, got {got}; leave it out to decode "
-            "without drafts",
-            ValueError,
-        ),
-        Unsupported(
-            _exit_layers_unsupported,
-            "assistant_early_exit must be left out with {subject.model.__class__.__name__}, whose layers transformers can not "
-            "leave out, got {got}; pass a smaller model as assistant_model, or prompt_lookup_num_tokens",
-        ),
-        Unsupported(
-            _cached_already,
-            "sequences must be longer than the {subject.cached} tokens that the cache has, got {got}; give them whole, or call "
-            "reset() before other prompts and after a call of generate that failed",
-            ValueError,
-        ),
+    Unsupported(
+        "generate",
+        lambda call: call.max_time if call.ranks > 1 else None,
+        "max_time must be left out among {subject.ranks} ranks, which would stop at different tokens by their clocks, "
+        "got {got}; pass max_new_tokens",
+    ),
+    Unsupported(
+        "generate",
+        lambda call: None if (scale := call.option("guidance_scale")) in (None, 1) else scale,
+        "guidance_scale must be left out with a RingCache, got {got}: its second cache would be one of "
+        "transformers; generate on one process with attn_implementation='sdpa'",
+    ),
+    Unsupported(
+        "generate",
+        _exit_layers_out_of_range,
+        "assistant_early_exit must be from 1 to the {subject.layers} layers of the model, got {got}; leave it out to decode "
+        "without drafts",
+        ValueError,
+    ),
+    Unsupported(
+        "generate",
+        _exit_layers_unsupported,
+        "assistant_early_exit must be left out with {subject.model.__class__.__name__}, whose layers transformers can not "
+        "leave out, got {got}; pass a smaller model as assistant_model, or prompt_lookup_num_tokens",
+    ),
+    Unsupported(
+        "generate",
+        _cached_already,
+        "sequences must be longer than the {subject.cached} tokens that the cache has, got {got}; give them whole, or call "
+        "reset() before other prompts and after a call of generate that failed",
+        ValueError,
     ),
     # the entries of a batch
-    "batch": (
-        Unsupported(
-            _option("use_cache"),
-            "use_cache must be False: decoding over a sharded cache is not supported yet; leave it out of the batch",
-        ),
+    Unsupported(
+        "batch",
+        _option("use_cache"),
+        "use_cache must be False: decoding over a sharded cache is not supported yet; leave it out of the batch",
     ),
     # a RingTrainer
-    "trainer": (
-        Unsupported(
-            lambda trainer: None if trainer.args.average_tokens_across_devices else False,
-            "average_tokens_across_devices must be True, got {got}: ranks of a ring see different numbers of labels",
-            ValueError,
-        ),
-        *(
-            Unsupported(find, _SEES_SHARD.replace("{name}", name))
-            for name, find in (
-                ("compute_metrics", lambda trainer: trainer.compute_metrics),
-                ("compute_loss_func", lambda trainer: trainer.compute_loss_func),
-                ("label_smoothing_factor", lambda trainer: trainer.args.label_smoothing_factor or None),
-            )
-        ),
+    Unsupported(
+        "trainer",
+        lambda trainer: None if trainer.args.average_tokens_across_devices else False,
+        "average_tokens_across_devices must be True, got {got}: ranks of a ring see different numbers of labels",
+        ValueError,
+    ),
+    *(
+        Unsupported("trainer", find, _SEES_SHARD.replace("{name}", name))
+        for name, find in (
+            ("compute_metrics", lambda trainer: trainer.compute_metrics),
+            ("compute_loss_func", lambda trainer: trainer.compute_loss_func),
+            ("label_smoothing_factor", lambda trainer: trainer.args.label_smoothing_factor or None),
+        )
     ),
     # the TrainingArguments of a RingTrainer whose ring has several ranks
-    "shared training": (
-        Unsupported(
-            _option("train_sampling_strategy", lambda value: value == "batch_rebalance"),  # of 5.x
-            "train_sampling_strategy must be 'random', 'sequential' or 'group_by_length' where ranks share a sequence, got "
-            "{got!r}, which gives each rank samples of its own; use another one",
-        ),
-        Unsupported(
-            _option("neftune_noise_alpha"),
-            "neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be scaled by the length "
-            "of a shard, not of the sequence; train on one process",
-        ),
-        Unsupported(
-            _option("include_num_input_tokens_seen", lambda value: value == "non_padding"),
-            "include_num_input_tokens_seen must be 'all' or 'no' where ranks share a sequence, got {got!r}, for which every rank "
-            "counts the attention_mask of the whole; use 'all'",
-        ),
+    Unsupported(
+        "shared training",
+        _option("train_sampling_strategy", lambda value: value == "batch_rebalance"),  # of 5.x
+        "train_sampling_strategy must be 'random', 'sequential' or 'group_by_length' where ranks share a sequence, got "
+        "{got!r}, which gives each rank samples of its own; use another one",
     ),
-}
-"""Refusals by purpose; the comments say what the subject is."""
+    Unsupported(
+        "shared training",
+        _option("neftune_noise_alpha"),
+        "neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be scaled by the length "
+        "of a shard, not of the sequence; train on one process",
+    ),
+    Unsupported(
+        "shared training",
+        _option("include_num_input_tokens_seen", lambda value: value == "non_padding"),
+        "include_num_input_tokens_seen must be 'all' or 'no' where ranks share a sequence, got {got!r}, for which every rank "
+        "counts the attention_mask of the whole; use 'all'",
+    ),
+)
+
+"""Refusals; the comments say what the subjects of a purpose are."""
+
+_BY_PURPOSE = {row.purpose: [other for other in TABLE if other.purpose == row.purpose] for row in TABLE}
