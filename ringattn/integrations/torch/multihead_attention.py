@@ -159,9 +159,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             ValueError: Weights are too many, or the sharding belongs to another ring; see also `ring_attention`.
         """
         if isinstance(query, Tensor) and query.is_nested:
-            return self._attend_nested(
-                query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, kv_sharding
-            )
+            plain = key is query and value is query and not need_weights and kv_sharding is None
+            masked = key_padding_mask is not None or attn_mask is not None
+            return self._attend_nested(query, plain, masked, is_causal, sharding), None
         with self._propagate_errors(sharding):
             found = resolve_sharding(sharding, kv_sharding)
         with self._propagate_errors(None if found is None else found[0]):
@@ -382,27 +382,18 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _attend_nested(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        sharding: Sharding | None,
-        kv_sharding: Sharding | None,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, query: Tensor, plain: bool, masked: bool, is_causal: bool, sharding: Sharding | None
+    ) -> Tensor:
         """Pad nested self-attention, in which `nn.TransformerEncoder` leaves out this rank's padded rows, and call `forward`."""
         with self._propagate_errors(sharding):
             found = resolve_sharding(sharding, None)
         with self._propagate_errors(None if found is None else found[0]):
-            if query is not key or key is not value or need_weights or not self.batch_first or kv_sharding is not None:
+            if not plain or not self.batch_first:
                 raise NotImplementedError(
                     "nested input must be that of self-attention with batch_first=True and need_weights=False, got other; "
                     "pass padded tensors with key_padding_mask"
                 )
-            if key_padding_mask is not None or attn_mask is not None:
+            if masked:
                 raise AssertionError("nested input must come without masks, got one; pass padded tensors with it")
             lengths = [x.shape[0] for x in query.unbind()]
             rows = max(lengths) if found is None else found[0].shard_len
@@ -413,8 +404,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         if query.layout is torch.jagged:
             # nested tensors can only be added to those with the very same offsets
             offsets = query.offsets()  # pyright: ignore[reportAttributeAccessIssue]
-            return torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets), None
-        return torch.nested.as_nested_tensor(parts), None
+            return torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets)
+        return torch.nested.as_nested_tensor(parts)
 
 
 def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> list[str]:

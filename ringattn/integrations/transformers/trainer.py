@@ -43,7 +43,10 @@ class RingTrainer(Trainer):
         self._max_positions = max_learned_positions(self.model)
         self._loss_checked = False
         with self.ring.propagate_errors():
-            self._check_options()
+            if self.ring.world_size > 1:
+                check_supported(self.args, "shared training")
+            _replica_of(self.ring, self.args.world_size, self.args.process_index)
+            check_supported(self, "trainer")
         # ranks wait for each other when the model is wrapped, and would for one whose options were refused
         self.ring.assert_equal_across_ranks("the model of a RingTrainer", type(self.model).__name__)
 
@@ -115,13 +118,6 @@ class RingTrainer(Trainer):
                 state.active_dataloader.remainder *= self.ring.world_size
         return loss, logits, labels
 
-    def _check_options(self) -> None:
-        """Raise for options that would see a shard, or weight the ranks wrongly."""
-        if self.ring.world_size > 1:
-            check_supported(self.args, "shared training")
-        _replica_of(self.ring, self.args.world_size, self.args.process_index)
-        check_supported(self, "trainer")
-
     def _check_count(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """Raise unless the model divides its loss by the labels of all ranks (Note [Loss of a shard] of batch.py).
 
@@ -172,16 +168,14 @@ def share_batches(
     if replicas == 1:
         # a last batch that is short is then read as one process reads it
         sampler.even_batches = False
-    elif evenly and (left := len(sampler.batch_sampler) % replicas or _samples(dataloader) % (sampler.batch_size or 1)):
-        raise ValueError(
-            f"samples to evaluate must be full batches for each of {replicas} rings, got {_samples(dataloader)} in batches of "
-            f"{sampler.batch_size} with {left} left over; drop those, or evaluate with one ring"
-        )
+    elif evenly:
+        samples = len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
+        if left := len(sampler.batch_sampler) % replicas or samples % (sampler.batch_size or 1):
+            raise ValueError(
+                f"samples to evaluate must be full batches for each of {replicas} rings, got {samples} in batches of "
+                f"{sampler.batch_size} with {left} left over; drop those, or evaluate with one ring"
+            )
     return dataloader
-
-
-def _samples(dataloader: DataLoader) -> int:
-    return len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
 
 
 def _replica_of(ring: Ring, world_size: int, process_index: int) -> tuple[int, int]:
