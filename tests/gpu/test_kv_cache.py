@@ -28,12 +28,12 @@ def make(kv_dtype: torch.dtype | None = None) -> PagedKVCache:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_are_put_and_taken_as_defined(case: Case) -> None:
+def test_put_and_take_equal_their_definition(case: Case) -> None:
     assert_put(pages.put, case, "cuda")
     assert_take(pages.take, case, "cuda")
 
 
-def test_rows_far_behind_two_billion_elements_are_put_and_taken() -> None:
+def test_put_and_take_reach_rows_beyond_two_billion_elements() -> None:
     pool = torch.zeros(2**31 // (8 * 64 * 128) + 2, 8, 64, 128, dtype=torch.uint8, device="cuda").view(
         torch.float8_e4m3fn
     )
@@ -56,7 +56,7 @@ def draw(cache: PagedKVCache, step: ForwardBatch, seed: int) -> list[Tensor]:
     ]
 
 
-def test_steps_are_those_of_a_cpu() -> None:
+def test_batches_equal_those_on_a_cpu() -> None:
     here, there = (
         make(),
         PagedKVCache(Ring(), layers=1, kv_heads=1, head_dim=1, dtype=torch.float32, pages=64, device="cpu"),
@@ -84,7 +84,7 @@ def layers(step: ForwardBatch, x: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-def test_a_graph_that_is_replayed_decodes_as_new_steps_do(kv_dtype: torch.dtype | None, warm: bool) -> None:
+def test_a_replayed_graph_decodes_like_new_batches(kv_dtype: torch.dtype | None, warm: bool) -> None:
     caches = make(kv_dtype), make(kv_dtype)
     for cache in caches:
         for reserve, count in ((700, 500), (400, 63), (900, 129)):
@@ -134,7 +134,7 @@ def test_a_graph_that_is_replayed_decodes_as_new_steps_do(kv_dtype: torch.dtype 
     assert isinstance(static, StaticBatch)
 
 
-def test_a_cache_takes_the_stated_part_of_what_is_free() -> None:
+def test_a_cache_takes_the_documented_share_of_free_memory() -> None:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     cache = PagedKVCache(Ring(), layers=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16)

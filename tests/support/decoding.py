@@ -27,7 +27,7 @@ GARBAGE = -(2**31)
 
 @dataclass(frozen=True)
 class Case:
-    """What a scene is made of.
+    """Parameters of a scene.
 
     Attributes:
         lengths: Tokens of each request on all ranks, the new ones included.

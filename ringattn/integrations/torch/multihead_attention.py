@@ -159,9 +159,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             ValueError: Weights are too many, or the sharding belongs to another ring; see also `ring_attention`.
         """
         if isinstance(query, Tensor) and query.is_nested:
-            plain = key is query and value is query and not need_weights and kv_sharding is None
+            is_self_attention = key is query and value is query and not need_weights and kv_sharding is None
             masked = key_padding_mask is not None or attn_mask is not None
-            return self._attend_nested(query, plain, masked, is_causal, sharding), None
+            return self._attend_nested(query, is_self_attention, masked, is_causal, sharding), None
         with self._propagate_errors(sharding):
             found = resolve_sharding(sharding, kv_sharding)
         with self._propagate_errors(None if found is None else found[0]):
@@ -382,13 +382,13 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         return x if self.batch_first else x.transpose(0, 1)
 
     def _attend_nested(
-        self, query: Tensor, plain: bool, masked: bool, is_causal: bool, sharding: Sharding | None
+        self, query: Tensor, is_self_attention: bool, masked: bool, is_causal: bool, sharding: Sharding | None
     ) -> Tensor:
         """Pad nested self-attention, in which `nn.TransformerEncoder` leaves out this rank's padded rows, and call `forward`."""
         with self._propagate_errors(sharding):
             found = resolve_sharding(sharding, None)
         with self._propagate_errors(None if found is None else found[0]):
-            if not plain or not self.batch_first:
+            if not is_self_attention or not self.batch_first:
                 raise NotImplementedError(
                     "nested input must be that of self-attention with batch_first=True and need_weights=False, got other; "
                     "pass padded tensors with key_padding_mask"

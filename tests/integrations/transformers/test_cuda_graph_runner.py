@@ -1,4 +1,4 @@
-"""Calls that are recorded and replayed bring what plain calls bring: static inputs, empty places, growth, and refusals."""
+"""Captured and replayed calls equal plain calls: static inputs, empty rows, growth, and refusals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def coming_and_going(kind: str) -> tuple[list[tuple[int, ...]], int, int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
-def test_replays_give_what_plain_calls_give_while_requests_come_and_go(pool: Pools, kind: str) -> None:
+def test_replays_equal_plain_calls_while_requests_are_added_and_freed(pool: Pools, kind: str) -> None:
     for shapes, replays, steps in pool(2).run(coming_and_going, kind):
         assert sorted(shapes) == [(1, 1), (2, 1), (4, 1)]
         assert replays == steps
@@ -140,7 +140,7 @@ def refused(rank: int, **how: Any) -> tuple[list[str], str | None, int, int]:
 
 
 @pytest.mark.dist
-def test_what_one_rank_cannot_record_all_ranks_call_plainly_and_what_was_recorded_stays(pool: Pools) -> None:
+def test_a_call_that_one_rank_cannot_capture_is_plain_on_all_and_earlier_graphs_stay(pool: Pools) -> None:
     (said0, why0, *counts0), (said1, why1, *counts1) = pool(2).run(refused, 1, fails=2)
     assert counts0 == counts1 == [2, 1]
     assert why0 == "another rank could not capture a call"
@@ -170,7 +170,7 @@ def prepared() -> None:
 
 
 @pytest.mark.dist
-def test_what_was_prepared_is_not_recorded_again(pool: Pools) -> None:
+def test_prepared_shapes_are_not_captured_again(pool: Pools) -> None:
     pool(2).run(prepared)
 
 
@@ -210,7 +210,7 @@ def packed(kind: str) -> tuple[list[tuple[int, ...]], int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
-def test_short_prompts_in_pieces_give_what_the_ring_gives(pool: Pools, kind: str) -> None:
+def test_short_prompts_in_pieces_equal_prefill(pool: Pools, kind: str) -> None:
     for world_size in (1, 2):
         for shapes, replays in pool(world_size).run(packed, kind):
             assert shapes == [(1, 5), (1, 2), (1, 1), (2, 1)]
@@ -232,7 +232,7 @@ def outgrown_pieces() -> None:
         cuda_graph_runner.LEAST_BLOCKS, cuda_graph_runner.PACKED_BLOCKS = before
 
 
-def test_what_has_too_many_blocks_is_not_packed() -> None:
+def test_requests_with_too_many_blocks_are_not_packed() -> None:
     outgrown_pieces()
 
 
@@ -304,7 +304,7 @@ def test_generation_by_replays_is_generation(pool: Pools) -> None:
 
 
 def hung(timeout: float) -> tuple[str, int, float]:
-    """What `generate` says when its third replay does not end, whose pages it has then, and how long that took."""
+    """Error of `generate` when its third replay does not end, the pages it has then, and how long that took."""
     ring = Ring()
     ring._bounded_wait._timeout = timeout
     model = make("llama", "ringattn", torch.float32).eval()
@@ -360,7 +360,7 @@ def go_down(folder: str) -> None:
 
 
 @pytest.mark.dist
-def test_a_replay_that_does_not_end_takes_every_rank_of_the_server_down(pool: Pools, tmp_path: Path) -> None:
+def test_a_replay_that_does_not_end_ends_every_rank_of_the_server(pool: Pools, tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     with pytest.raises(RankError, match="died with exit code 1"):
         pool(2).run(go_down, str(tmp_path))

@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be_compiled_stays_as_it_is_with_a_warning(backend: 
 
 
 @torch.no_grad()
-def test_what_fails_to_compile_later_runs_without_and_warns() -> None:
+def test_later_compile_errors_fall_back_to_eager_and_warn() -> None:
     torch._dynamo.reset()
     model, fails = small("llama"), list[bool]()
     expected = decode(model, shapes=((2, 3),))
@@ -300,7 +300,7 @@ def test_a_rank_that_fails_or_gets_other_bits_stops_all(pool: Pools) -> None:
 
 
 def _answers(kind: str) -> float:
-    """How far the logits of a compiled model are from those of the plain one, on a ring."""
+    """Distance of the logits of a compiled model from those of the plain one, on a ring."""
     torch._dynamo.reset()
     ring, model = Ring(), small(kind)
     expected = decode(model, ring)
