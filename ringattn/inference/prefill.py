@@ -451,8 +451,8 @@ def _post(context: RingContext, sends: Sequence[Message], recvs: Sequence[Messag
     node = next(set(node) for node in context.nodes if context.rank in node)
     works = []
     for transport, within in ((context.transport, True), (context.slow_transport, False)):
-        level = [[one for one in messages if (one[0] in node) == within] for messages in (sends, recvs)]
-        works.append(transport.post(*level, what))
+        send, recv = ([one for one in messages if (one[0] in node) == within] for messages in (sends, recvs))
+        works.append(transport.post(send, recv, what))
     return works
 
 

@@ -218,7 +218,7 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.said)
     @rule(data=st.data())
     def keep_every_promise(self, data: st.DataObject) -> None:
-        """All that was reserved fits, whoever comes first and however it comes."""
+        """Everything reserved fits, in any order of calls."""
         allocator = copy.deepcopy(self.allocator)
         for group in self.groups:
             left = allocator.reserved(group[0]) - allocator.length(group[0])

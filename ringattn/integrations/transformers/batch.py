@@ -184,9 +184,9 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
 def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tuple[int, ...] | None:
     """Return the boundaries of packed documents, which must be read before sharding: afterwards every shard looks packed."""
     mask = batch.get("attention_mask")
-    cumulative = [batch.get(name) for name in _CUMULATIVE]
-    if any(x is not None for x in cumulative):
-        documents = read_cumulative(*cumulative, n)
+    cu_seq_lens_q, cu_seq_lens_k = (batch.get(name) for name in _CUMULATIVE)
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        documents = read_cumulative(cu_seq_lens_q, cu_seq_lens_k, n)
     elif positions is None:
         return None
     elif mask is None:

@@ -173,7 +173,7 @@ def _unequal_layers(config: Any) -> list[tuple[int, int, int]] | None:
     return sorted(sizes) if len(sizes) > 1 else None
 
 
-def cache_sizes(model: PreTrainedModel) -> dict[str, int]:
+def cache_sizes(model: PreTrainedModel) -> dict[str, Any]:
     """Return the sizes of `PagedKVCache` for a model; raises for models that one cache cannot serve."""
     config = model.config.get_text_config(decoder=True)
     check_supported(config, "model")
