@@ -2,7 +2,7 @@
 
 Note [Two modes]
     prefill: rows of the new tokens are split between ranks. A rank computes the rows that it will store, so their keys are
-        not sent to be stored. Requests stand one after another in one virtual sequence, each a document: its cached tokens, then
+        not sent to be stored. Requests follow one another in one virtual sequence, each a document: its cached tokens, then
         the new ones; the rows computed are rows of that sequence. A batch of requests of the same length keeps its batch
         dimension instead.
     decode: each request brings the same few tokens, every rank computes them all, and one rank stores each of them.
@@ -56,7 +56,7 @@ class ForwardBatch:
             ranks.
         sharding: prefill: rows of the virtual sequence that each rank computes.
         kv_sharding: prefill: rows that each rank stores.
-        kept_slots: prefill: `batch t` int64 on the device: slots of this rank's rows of kv_sharding.
+        kv_slots: prefill: `batch t` int64 on the device: slots of this rank's rows of kv_sharding.
         table: decode: blocks of this rank.
         positions32: decode: `tiles` int32 on the device: positions.
         starts: decode: `tiles` int32 on the device: the first token that each row may see.
@@ -82,7 +82,7 @@ class ForwardBatch:
     last_rows: tuple[tuple[int, int] | None, ...]
     sharding: Sharding | None = None
     kv_sharding: Sharding | None = None
-    kept_slots: Tensor | None = None
+    kv_slots: Tensor | None = None
     table: PageTable | None = None
     positions32: Tensor | None = None
     starts: Tensor | None = None
@@ -257,9 +257,9 @@ def _prefill_step(common: tuple, same_length: bool) -> ForwardBatch:
     firsts_new = (0,) * batch if same_length else tuple(accumulate(counts[:-1], initial=0))
     total = lengths[0] if same_length else sum(lengths)
     # requests of one batch are on the same ranks
-    stood_for = range(1 if same_length else len(requests))
-    new = [(i, span) for i in stood_for for span in allocator.rank_spans(requests[i], befores[i])]
-    kept = [(i, span) for i in stood_for for span in allocator.rank_spans(requests[i])]
+    distinct = range(1 if same_length else len(requests))
+    new = [(i, span) for i in distinct for span in allocator.rank_spans(requests[i], befores[i])]
+    kept = [(i, span) for i in distinct for span in allocator.rank_spans(requests[i])]
     sharding, kv_sharding = (
         Sharding(total, "part", _shards(found, origins, world), rank, documents, ring=cache.ring, device=cache.device)
         for found in (new, kept)
@@ -275,7 +275,7 @@ def _prefill_step(common: tuple, same_length: bool) -> ForwardBatch:
     positions = (starts + row).view(batch, sharding.shard_len)
     slots = (pages * cache.page_size + skipped + row).view(batch, sharding.shard_len)
     taken = (starts + row + shift)[: sharding.shard_len]
-    kept_slots = (held_pages * cache.page_size + held_row).view(batch, kv_sharding.shard_len)
+    kv_slots = (held_pages * cache.page_size + held_row).view(batch, kv_sharding.shard_len)
     return ForwardBatch(
         *common,
         batch=batch,
@@ -286,7 +286,7 @@ def _prefill_step(common: tuple, same_length: bool) -> ForwardBatch:
         last_rows=_last_rows(allocator, requests, befores, rank, same_length),
         sharding=sharding,
         kv_sharding=kv_sharding,
-        kept_slots=kept_slots,
+        kv_slots=kv_slots,
         known=allocator.changes,
     )
 

@@ -1,4 +1,4 @@
-"""Paged KV cache of many requests, sharded over the ranks of a ring: requests come, grow, are forked and freed."""
+"""Paged KV cache of many requests, sharded over the ranks of a ring: requests are added, extended, forked and freed."""
 
 from __future__ import annotations
 

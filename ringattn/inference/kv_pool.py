@@ -129,7 +129,7 @@ class KVPool:
             if slots.dim() != 2 or slots.dtype != torch.int64 or slots.device != self.device:
                 raise ValueError(
                     f"slots must be `batch t` int64 on {self.device}, got {tuple(slots.shape)} {slots.dtype} on "
-                    f"{slots.device}; pass step.kept_slots"
+                    f"{slots.device}; pass step.kv_slots"
                 )
         except ValueError as error:
             self.ring.raise_on_all_ranks(error)

@@ -12,8 +12,8 @@ Note [Reservations]
     all tokens to come, less the rows left in the page that it writes. A reservation is granted only while free pages cover all
     reservations, so a request that was accepted always fits. Requests of `add_batch` need pages on the same ranks, and reserve
     pages per rank; others reserve pages on any rank.
-    Servers read `available` whenever a request comes or goes, so reservations are summed as they change. Only a request whose last
-    page has other users may need fewer pages when these are freed: such requests, few at a time, are computed at each read.
+    Servers read `available` whenever a request is added or freed, so reservations are summed as they change. Only a request whose
+    last page has other users may need fewer pages when these are freed: such requests, few at a time, are computed at each read.
     Truncating into shared pages gives up rows that do not become free: the difference is reserved, or the call is refused.
 """
 
@@ -65,7 +65,7 @@ class PageAllocator:
     def __init__(self, world_size: int, pages: int, page_size: int, page_bytes: int = 0) -> None:
         for name, value in (("world_size", world_size), ("pages", pages), ("page_size", page_size)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}; give the cache room for one page")
+                raise ValueError(f"{name} must be at least 1, got {value}; give the cache at least one page")
         self.world_size, self.pages, self.page_size = world_size, pages, page_size
         self.changes = 0
         self._page_bytes = page_bytes

@@ -147,7 +147,7 @@ class PagedRows:
         found = o.flatten(0, 1)
         return (found if self.back is None else found.index_select(0, self.back)).view(b, s, h, -1)
 
-    def visit(self, cache: KVPool, layer: int, q: Tensor, score: Score, carry: SoftmaxState) -> None:
+    def write_partial(self, cache: KVPool, layer: int, q: Tensor, score: Score, carry: SoftmaxState) -> None:
         """Write the partial of q `b s h d` over this rank's keys into a carry."""
         b, s, h, _ = q.shape
         dv, count = cache.v_head_dim, self.lo.numel()

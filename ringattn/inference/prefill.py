@@ -104,13 +104,13 @@ class Prefill:
 
             def attend_pages(queries: Tensor, carry: SoftmaxState) -> None:
                 assert rows is not None, "received queries were planned"
-                rows.visit(cache, layer, queries, score, carry)
+                rows.write_partial(cache, layer, queries, score, carry)
 
             return _attend_and_merge(in_flight, cache.v_head_dim, score, context, attend_pages)
         keys, values = k, v
         if not self.fresh:
-            assert step.kept_slots is not None, "a prefill has slots of stored keys"
-            keys, values = cache.take(layer, step.kept_slots)
+            assert step.kv_slots is not None, "a prefill has slots of stored keys"
+            keys, values = cache.take(layer, step.kv_slots)
         keys, values = _rows(keys), _rows(values)
         if in_flight is None:
             if not self._has_reserved:
@@ -307,11 +307,11 @@ def _attend_and_merge(
     dv: int,
     score: Score,
     context: RingContext,
-    visit: Callable[[Tensor, SoftmaxState], None],
+    attend: Callable[[Tensor, SoftmaxState], None],
 ) -> Tensor:
     """Return the finished attention `b s h dv` of this rank's query rows over the keys of all ranks.
 
-    `visit` writes the partial of all rows that attend here, `b total h d`, over this rank's keys into a carry.
+    `attend` writes the partial of all rows that attend here, `b total h d`, over this rank's keys into a carry.
     """
     q, query_plan = in_flight.q, in_flight.query_plan
     b, s, h, _ = q.shape
@@ -325,7 +325,7 @@ def _attend_and_merge(
     )
     if query_plan.total:
         with span("attention of all queries to the keys of rank {}", context.rank):
-            visit(rows, carry)
+            attend(rows, carry)
     stack = _return_partials(carry, s, context, query_plan)
     o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
     if o.numel():

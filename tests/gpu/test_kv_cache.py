@@ -69,8 +69,8 @@ def test_batches_equal_those_on_a_cpu() -> None:
         assert torch.equal(a.positions.cpu(), b.positions)
         assert torch.equal(a.slots.cpu(), b.slots)
         assert torch.equal(a.taken.cpu(), b.taken)
-        if b.kept_slots is not None and a.kept_slots is not None:
-            assert torch.equal(a.kept_slots.cpu(), b.kept_slots)
+        if b.kv_slots is not None and a.kv_slots is not None:
+            assert torch.equal(a.kv_slots.cpu(), b.kv_slots)
         if b.table is not None and a.table is not None:
             for name in ("pages", "starts", "lengths", "counts"):
                 assert torch.equal(getattr(a.table, name).cpu(), getattr(b.table, name))

@@ -220,10 +220,10 @@ def test_stored_rows_are_those_of_the_kv_sharding(world_size: int) -> None:
     virtual = [token for request in (fork, other, one) for token in ranks.said[request]]
     for cache, step in zip(ranks.caches, steps, strict=True):
         assert step.kv_sharding is not None
-        assert step.kept_slots is not None
+        assert step.kv_slots is not None
         kept = positions_of(step.kv_sharding.shards[cache.ring.rank]).tolist()
         for layer in range(2):
-            k, v = cache.take(layer, step.kept_slots)
+            k, v = cache.take(layer, step.kv_slots)
             assert torch.equal(k[0], keys([virtual[x] for x in kept], layer, D))
             assert torch.equal(v[0], keys([virtual[x] for x in kept], layer, DV))
     assert steps[0].kv_sharding is not None

@@ -83,11 +83,11 @@ def attend(
         key: `b hk s d`.
         value: `b hk s dv`.
         attention_mask: As returned by `describe_mask`.
-        dropout: Probability of dropping an attention weight. The seed is drawn from torch's default CPU generator: ranks with
-            equal seeds drop what one process drops.
+        dropout: Probability of dropping an attention weight. Ranks with equal seeds of torch's CPU generator drop what one process
+            drops.
         scaling: Factor on q.k; default d ** -0.5.
-        sharding: Rows held by each rank: the keyword `sharding` of the model's call. None: all rows are here.
-        step: New tokens of a cache: the keyword `step` of the model's call; see `ringattn.inference.attend`.
+        sharding: Rows held by each rank; the keyword `sharding` of the model's call. None: all rows are here.
+        step: New tokens of a cache; the keyword `step` of the model's call.
         position_ids: `b s` or `1 s`; checked against the sharding.
         is_causal: Whether rows see earlier ones only.
         sliding_window: w: the last w keys; in bidirectional layers the w - 1 to each side.
@@ -127,7 +127,7 @@ def attend(
             else:
                 if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
                     raise ValueError(
-                        "cu_seq_lens must be left out when there is a sharding, which knows the documents; "
+                        "cu_seq_lens must be left out when there is a sharding, which has the documents; "
                         "pass the whole batch through shard_batch"
                     )
                 _check_sharded(module, position_ids, sharding, mask, others)

@@ -161,7 +161,7 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
     unknown = sorted(name for name, entry in batch.items() if name not in known and entry is not None)
     if unknown:
         raise NotImplementedError(
-            f"a batch must have entries that ringattn knows how to shard, got {unknown} too; take them out of the batch, or "
+            f"a batch must have entries that ringattn can shard, got {unknown} too; take them out of the batch, or "
             "shard what belongs to tokens with sharding.shard and add it afterwards"
         )
     for name in (*_ROWS, *_CUMULATIVE, "labels", "shift_labels", "position_ids"):

@@ -16,7 +16,7 @@ Note [Replays]
 
 Note [All ranks alike]
     Captures and replays follow from numbers that are equal on all ranks. Before a capture the call is made once with no requests,
-    which compiles kernels and lets ranks compare what they have not compared, and once more with waits for the device as errors.
+    which compiles kernels and makes all outstanding comparisons, and once more with waits for the device as errors.
     Then ranks agree: when one of them cannot capture a call, all make it without a graph, and nothing more is captured. The first
     replay of a graph is compared with a plain call, because a number that a model computes on the host is constant in the graph.
     If logits differ by more than rounding, nothing more is captured either.

@@ -54,7 +54,7 @@ MAX_SHOWN = 400
 _PER_RANK = ("past_key_values", "streamer")
 """Arguments of generate that may differ between ranks: a streamer may be on one rank only."""
 _ADAPTED = ("num_assistant_tokens", "assistant_confidence_threshold")
-"""Entries of the generation config that a call of generate may change for the next one, if asked to."""
+"""Entries of the generation config that a call of generate may change for the next one."""
 _PASSED_ON = ("output_router_logits", "output_attentions")
 
 
@@ -74,7 +74,7 @@ class RingCache(Cache):
         kv_dtype: See `PagedKVCache`: torch.float8_e4m3fn halves the memory of 16-bit keys; default the dtype of the model.
         graphs: Whether calls with few tokens are captured in CUDA graphs at their second occurrence, and replayed: None where that
             is possible, or True, False, or a `GraphCapturer`. A model whose call cannot be captured, or whose replay gives other
-            numbers, goes on without graphs, with a warning.
+            numbers, runs without graphs, with a warning.
 
     Attributes:
         kv: The paged cache; None after the `with`, which frees its memory.
@@ -450,7 +450,7 @@ class RingCache(Cache):
             )
         if any(paddings) and n > MAX_DECODE_TOKENS and not self._has_same_owners():
             raise NotImplementedError(
-                f"sequences with padding must be kept by the same ranks to go on with {n} tokens, got some that were repeated; "
+                f"sequences with padding must be on the same ranks to continue with {n} tokens, got some that were repeated; "
                 "call reset() and give the whole prompts again"
             )
         return paddings

@@ -263,7 +263,7 @@ TABLE = (
     Unsupported(
         "attention",
         _unknown(ATTENTION_KEYWORDS | {"output_attentions"}),
-        "{got} must be left out: ring attention does not know it; use attn_implementation='eager' for this model",
+        "{got} must be left out: ring attention does not support it; use attn_implementation='eager' for this model",
     ),
     # the same, of a call with a sharding
     Unsupported(
@@ -297,7 +297,7 @@ TABLE = (
     Unsupported(
         "RingCache call",
         _unknown(RING_CACHE_KEYWORDS),
-        "{got} must be left out of a call with a RingCache, which does not know how to share it between ranks",
+        "{got} must be left out of a call with a RingCache, which cannot share it between ranks",
     ),
     # a call of generate with a RingCache
     Unsupported(
