@@ -88,7 +88,8 @@ class ForwardBatch:
     starts: Tensor | None = None
     ends: Tensor | None = None
     causal_ends: Tensor | None = None
-    memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    found_bounds: dict[Mask, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    current_bounds: set[Mask] = field(default_factory=set, repr=False)
     known: int = -1
     compared: bool = False
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
@@ -150,11 +151,19 @@ class ForwardBatch:
     ) -> tuple[Tensor, Tensor]:
         """Decode: bounds lo <= position < hi of what each row sees, `tiles` int32; computed once for all layers."""
         mask = (causal, window, chunk_len)
-        known = self._uploaded_bounds(mask) or self.memo.get(mask)
-        if known is None:
-            known = self.memo[mask] = self._empty_bounds()
-            self._find_bounds(mask, *known)
-        return known
+        if (known := self._uploaded_bounds(mask)) is not None:
+            return known
+        if mask not in self.found_bounds:
+            assert self.starts is not None, "only decode has bounds"
+            # a static batch writes them again outside of inference mode
+            with torch.inference_mode(False):
+                self.found_bounds[mask] = torch.empty_like(self.starts), torch.empty_like(self.starts)
+        if mask not in self.current_bounds:
+            self._find_bounds(mask, *self.found_bounds[mask])
+            # nothing runs in a capture
+            if not (self.slots.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self.current_bounds.add(mask)
+        return self.found_bounds[mask]
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
@@ -192,12 +201,6 @@ class ForwardBatch:
         assert self.starts is not None, "only decode has bounds"
         assert self.causal_ends is not None, "only decode has bounds"
         return self.starts, self.causal_ends
-
-    def _empty_bounds(self) -> tuple[Tensor, Tensor]:
-        assert self.starts is not None, "only decode has bounds"
-        # a static batch writes them again outside of inference mode
-        with torch.inference_mode(False):
-            return torch.empty_like(self.starts), torch.empty_like(self.starts)
 
     def _find_bounds(self, mask: Mask, lo: Tensor, hi: Tensor) -> None:
         causal, window, chunk_len = mask

@@ -19,12 +19,11 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from ringattn.inference.batch_metadata import BatchMetadata
 from ringattn.inference.block_table import Request
-from ringattn.inference.forward_batch import ForwardBatch, Mask
+from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.kv_pool import KVPool
 
 
@@ -41,8 +40,6 @@ class StaticBatch(ForwardBatch):
     max_blocks: int
     _metadata: BatchMetadata
     _rows: list[int]  # of each request
-    _bounds: dict[Mask, tuple[Tensor, Tensor]]
-    _current_bounds: set[Mask]
     _in_call: bool = False
 
     @classmethod
@@ -54,7 +51,7 @@ class StaticBatch(ForwardBatch):
         shape, pieces = ((1, batch * new), (batch, new)) if packed else ((batch, new), None)
         step = cls(cache, "decode", (), (), (), (), *shape, **metadata.tensors(shape), last_rows=(), pieces=pieces)
         step.max_tokens, step.max_blocks, step._metadata = max_tokens, max_blocks, metadata
-        step._rows, step._bounds, step._current_bounds = [], {}, set()
+        step._rows = []
         step.slots.fill_(-1)
         return step
 
@@ -100,9 +97,10 @@ class StaticBatch(ForwardBatch):
         self.lengths = tuple([one.length for one in found])
         self.known, self.compared = allocator.changes, False
         self._metadata.write(found, counts, self._rows, allocator.changes)
-        for mask, bounds in self._bounds.items():
+        # now, so that a graph captured later need not compute them
+        for mask, bounds in self.found_bounds.items():
             self._find_bounds(mask, *bounds)
-        self._current_bounds = set(self._bounds)
+        self.current_bounds = set(self.found_bounds)
 
     def arrange(self, tokens: Tensor) -> Tensor:
         """Lay out all current tokens, one request after another, as the model's input `batch rows` on the CPU, padded by 0."""
@@ -126,22 +124,3 @@ class StaticBatch(ForwardBatch):
     def once(self, key: Hashable, find: Callable[[], Tensor | None]) -> Tensor | None:
         """See `ForwardBatch.once`; outside of `one_call` nothing is shared."""
         return super().once(key, find) if self._in_call else None
-
-    def bounds(
-        self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """See `ForwardBatch.bounds`; at fixed addresses.
-
-        Bounds that were asked for are written again with each `refill`, so a graph captured later need not compute them.
-        """
-        mask = (causal, window, chunk_len)
-        if (known := self._uploaded_bounds(mask)) is not None:
-            return known
-        if mask not in self._bounds:
-            self._bounds[mask] = self._empty_bounds()
-        if mask not in self._current_bounds:
-            self._find_bounds(mask, *self._bounds[mask])
-            # nothing runs in a capture
-            if not (self.slots.is_cuda and torch.cuda.is_current_stream_capturing()):
-                self._current_bounds.add(mask)
-        return self._bounds[mask]

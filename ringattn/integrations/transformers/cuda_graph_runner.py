@@ -105,8 +105,7 @@ class CUDAGraphCapturer:
                 out = call()
         except Exception as error:
             torch.cuda.synchronize(self._device)
-            _reset_generator(self._device)
-            _end_allocation_to_pool(self._device, self._pool)
+            _recover_from_failed_capture(self._device, self._pool)
             self._pool = torch.cuda.graph_pool_handle()  # torch refuses one without graphs
             lines = str(error).strip().splitlines() or ["no message"]
             raise CaptureError(f"{type(error).__name__}: {lines[0]}") from error
@@ -138,19 +137,14 @@ def _syncs_are_errors() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _reset_generator(device: torch.device) -> None:
-    """Reset a device's random generator, which a failed capture may leave in capture state."""
+def _recover_from_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Reset what torch leaves in capture state: a device's random generator, and the allocator's redirection to a graph pool.
+
+    While redirected, `torch.cuda.empty_cache` raises, and so does the end of the process; torch has no public function for it.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
-
-
-def _end_allocation_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
-    """End the allocator's redirection to a graph pool, which torch leaves open when a capture raises, without a public function.
-
-    While it is open, `torch.cuda.empty_cache` raises, and so does the end of the process.
-    """
-    index = torch.cuda.current_device() if device.index is None else device.index
     with contextlib.suppress(AttributeError, RuntimeError):  # another torch; no capture is open
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
