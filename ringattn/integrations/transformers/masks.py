@@ -112,27 +112,20 @@ def _refuse_caches(attention_mask: Tensor | None, others: dict[str, Any]) -> Non
 
 
 def _read_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, tuple[tuple[int, int], ...] | None]:
+    """Return the mask as bool, None without padding, and the (start, stop) of each row's tokens; None if a row has a hole."""
     if attention_mask is None:
         return None, None
     padding = attention_mask.to(torch.bool)
     if torch.compiler.is_compiling():
         return padding, None
-    lengths = _token_spans(padding)
-    whole = (0, padding.shape[1])
-    if lengths is not None and all(span == whole for span in lengths):
-        return None, None
-    return padding, lengths
-
-
-def _token_spans(padding: Tensor) -> tuple[tuple[int, int], ...] | None:
-    """Return the (start, stop) of the tokens of each row; None when a row has a hole."""
-    count = padding.sum(-1)
     first = padding.int().argmax(-1)
     end = padding.shape[-1] - padding.flip(-1).int().argmax(-1)
-    rows = torch.stack([first, end, count], -1).tolist()
+    rows = torch.stack([first, end, padding.sum(-1)], -1).tolist()
     if any(count and stop - start != count for start, stop, count in rows):
-        return None
-    return tuple((start, stop) if count else (0, 0) for start, stop, count in rows)
+        return padding, None
+    lengths = tuple((start, stop) if count else (0, 0) for start, stop, count in rows)
+    is_whole = all(span == (0, padding.shape[1]) for span in lengths)
+    return (None, None) if is_whole else (padding, lengths)
 
 
 def _read_order(

@@ -48,30 +48,28 @@ class _LastRead:
         self._version: float = -1
         self._results: weakref.WeakKeyDictionary[RingMask, Any] = weakref.WeakKeyDictionary()
 
-    def of(self, tensor: Tensor, layer: int | None) -> weakref.WeakKeyDictionary[RingMask, Any]:
-        """Return the results that are still valid for a tensor; new ones are added to the dictionary."""
+    def of(
+        self, tensor: Tensor, mask: RingMask | None, layer: int | None
+    ) -> tuple[weakref.WeakKeyDictionary[RingMask, Any], RingMask]:
+        """Return the results that are still valid for a tensor, to which new ones are added, and the key of a mask."""
         same = self._tensor is not None and self._tensor() is tensor
         if tensor.is_inference():
             now = math.inf if layer is None else layer
             same = same and self._version < now < math.inf
+            # without a mask nothing identifies the forward: a result under a new key is dropped at once
+            key = RingMask() if mask is None else mask
         else:
             now = tensor._version
             same = same and self._version == now
+            key = _UNPADDED if mask is None or mask.padding is None else mask
         self._version = now
         if not same:
             self._tensor, self._results = weakref.ref(tensor), weakref.WeakKeyDictionary()
-        return self._results
+        return self._results, key
 
 
 _checked = _LastRead()
 _packed = _LastRead()
-
-
-def _key(tensor: Tensor, mask: RingMask | None) -> RingMask:
-    if tensor.is_inference():
-        # without a mask nothing identifies the forward: a result under a new key is dropped at once
-        return RingMask() if mask is None else mask
-    return _UNPADDED if mask is None or mask.padding is None else mask
 
 
 def check_positions(
@@ -99,7 +97,7 @@ def check_positions(
         )
     if torch.compiler.is_compiling():
         return
-    results, key = _checked.of(position_ids, layer), _key(position_ids, mask)
+    results, key = _checked.of(position_ids, mask, layer)
     found = results.get(key)
     if found is not None and found[0] is sharding and found[1:] == (first_position, rope_limits):
         return
@@ -160,7 +158,7 @@ def read_documents(
     position_ids: Tensor, mask: RingMask | None = None, layer: int | None = None
 ) -> tuple[int, ...] | None:
     """Return the cumulative boundaries of documents, where positions `b n` do not go on by one; None for one document."""
-    results, key = _packed.of(position_ids, layer), _key(position_ids, mask)
+    results, key = _packed.of(position_ids, mask, layer)
     if key in results:
         return results[key]
     starts = position_ids.diff(dim=-1) != 1
