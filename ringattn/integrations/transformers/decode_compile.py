@@ -5,7 +5,8 @@ about 45 small kernels: norms, rotary embeddings, residuals, and the activation 
 over a cache is not traceable, so the graph breaks there, once per layer; layers of one kind share their code. Row counts are
 dynamic, but a single row gets code of its own. CUDA graphs are captured around the layers (cuda_graph_runner.py), so none are made
 inside. Inductor runs in its deterministic mode: it chooses the order of sums by rules and not by timing, and all ranks get the
-same bits. A packed prefill has one batch element and gets code of its own. Other prefills and training run the code of transformers.
+same bits. A packed prefill has one batch element and gets code of its own. Other prefills and training run the code of
+transformers.
 """
 
 from __future__ import annotations
