@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sharding, autograd, ring_attention_with_lse
 from tests.pool import Pools
-from tests.transformer import CHECKPOINTS, WIDTH, Attention, Block, make_transformer
+from tests.support.transformer import CHECKPOINTS, WIDTH, Attention, Block, make_transformer
 
 Results = list[Tensor]
 SEQ_LEN = 21

@@ -44,7 +44,7 @@ EVERY = {
     "test_portable_compile.py::test_plain_kernels_fit_and_do_not_spill_in_their_loops": 3,
     "test_decode_kernel_compile.py::test_pages_stream_past_registers_and_programs_fit_side_by_side": 4,
     "test_decode_kernel_compile.py::test_sixteen_new_tokens_fit": 2,
-    "test_ring_cache.py::test_ranks_generate_what_one_process_generates": 2,
+    "test_ring_cache.py::test_generation_on_ranks_equals_one_process": 2,
 }
 
 LATER = {

@@ -180,11 +180,10 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
     Raises:
         Refusal: Not even one page fits, or the model keeps more than keys; raised on every rank.
     """
-    from ringattn.integrations.transformers.ring_cache import cache_sizes
+    from ringattn.integrations.transformers.support import cache_sizes
 
-    names = ("layers", "kv_heads", "head_dim", "v_head_dim")
     try:
-        shape: dict[str, Any] = dict(zip(names, cache_sizes(model), strict=True))
+        shape = cache_sizes(model)
     except NotImplementedError as error:
         raise Refusal(str(error)) from None
     if gib is None and model.device.type == "cuda":

@@ -1,13 +1,7 @@
 """Attention of new tokens over a cache: one function for prefill and decode.
 
-Owns what a layer of a model calls, and every refusal of it. Refuses to know transformers, and how partial results are computed
-and travel.
-
-Note [Once per kind]
-    All layers of a model make the same few kinds of calls with a step: options, shapes and dtypes. What follows from a kind
-    (whether it is right, that all ranks mean the same, which kernels serve it, what moves) is decided at the first layer and
-    kept with the step; a later layer looks it up. A step lives for one call of the model, so nothing has to be forgotten; what is
-    kept does not hold the step, whose memory on the device is free as soon as nobody has it.
+All layers of a model make the same few kinds of calls with a batch. A kind is checked, compared between ranks and resolved at the
+first layer; later layers find it in `ForwardBatch.calls`. Resolved calls do not refer to the batch, so its memory is freed with it.
 """
 
 from __future__ import annotations
@@ -15,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +40,19 @@ Window = tuple[int | None, int | None] | None
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """q, k, v, sinks and alibi_slopes."""
 _TENSORS = ("q", "k", "v", "sinks", "alibi_slopes")
-Wanted = tuple[bool, Any, float | None, float, int | None, str, str]
-"""causal, window, softmax_scale, softcap, chunk_len and moves."""
+
+
+class _Options(NamedTuple):
+    causal: bool
+    window: Window
+    softmax_scale: float | None
+    softcap: float
+    chunk_len: int | None
+    comm_mode: str
+    kv_access: str
+
+    def scale(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
 
 
 def attend(
@@ -67,41 +72,39 @@ def attend(
     comm_mode: str = "auto",
     kv_access: str = "auto",
 ) -> Tensor:
-    """Keeps the keys of new tokens and attends with their queries over all that their requests have.
+    """Store the keys of new tokens and attend with their queries to all tokens of their requests.
 
-    Every rank makes the same call for the same step: with this rank's rows of the new tokens in prefill, with all of them in
-    decode. Options mean what they mean in `ring_attention`, positions being those of tokens in their request; tokens of different
-    requests do not see each other. Serves inference only: results have no graph.
+    Every rank makes the same call for the same batch: with this rank's rows of the new tokens in prefill, with all of them in
+    decode. Options are those of `ring_attention`, with positions in the request; tokens of different requests do not see each
+    other. For inference only: results have no graph.
 
     Args:
-        step: What `PagedKVCache.extend` returned.
-        layer: Which layer of the cache.
+        step: As returned by `PagedKVCache.extend`.
+        layer: Layer of the cache.
         q: `batch rows h d`, rotary embeddings applied.
-        k: `batch rows hk d`, likewise.
+        k: `batch rows hk d`, rotary embeddings applied.
         v: `batch rows hk dv`.
-        causal: Tokens see earlier ones only.
-        window: As in `ring_attention`.
+        causal: Whether tokens see earlier ones only.
+        window: See `ring_attention`.
         softmax_scale: Factor on q.k; default d ** -0.5.
         softcap: Bound of the soft cap; 0.0 for none. At most 2**13 in fp16, and 2**16 in bf16.
         sinks: `h`.
         alibi_slopes: `h`.
-        chunk_len: Tokens see those of their own chunk of so many tokens. Chunks are counted from the first token of the request
-            that is seen.
-        comm_mode: What goes round the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
-        kv_access: How a prefill reads what is kept: "copies" of all pages in one piece, for the kernels of training; "pages" where
-            they lie, with the kernel of decoding; or "auto" for whichever is faster by its counts (Note [In place or copied] of
-            paged_prefill.py). Keys that move are copied, so "pages" makes queries move. Decode always reads pages.
+        chunk_len: Size of chunks, within which tokens see each other; counted from the first token that is not padding.
+        comm_mode: What is sent around the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
+        kv_access: How a prefill reads stored keys: "copies" of all pages in one piece, for the kernels of training; "pages" in
+            place, with the decode kernel; or "auto" for whichever is faster (Note [In place or copied] of paged_prefill.py). Keys
+            that are sent are copied, so "pages" sends queries. Decode always reads pages.
 
     Returns:
         `batch rows h dv`, q's dtype. In decode every rank has the same bits.
 
     Raises:
-        ValueError: A shape, dtype, device or option is inconsistent; something requires gradients; the step is out of date; or
-            ranks differ. Nothing is kept or moved then. It is raised on every rank wherever ranks compare: at the first layer of
-            a prefill, and of a decode by other requests than before (of a static step: soon after; Note [When ranks compare] of
-            consistency.py). Elsewhere the others find that this rank does not come.
-        TypeError: A tensor is something else.
-        NotImplementedError: No kernel serves the call, or a tensor has a meaning of its own.
+        ValueError: A shape, dtype, device or option is inconsistent, something requires gradients, the batch is out of date, or
+            ranks differ. Nothing is stored or sent then. It is raised on every rank wherever ranks compare (Note [When ranks
+            compare] of consistency.py); elsewhere the others time out.
+        TypeError: An argument is not a tensor.
+        NotImplementedError: No kernel supports the call, or a tensor is of a subclass with its own meaning.
         RuntimeError: A transfer failed or timed out.
 
     Example:
@@ -122,7 +125,7 @@ def attend(
                 check_tensor(name, x)
         scale = None if softmax_scale is None else resolve_real("softmax_scale", softmax_scale)
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
-        options = (causal, resolve_window(window), scale, softcap, chunk_len, comm_mode, kv_access)
+        options = _Options(causal, resolve_window(window), scale, softcap, chunk_len, comm_mode, kv_access)
     except Exception as error:
         step.cache.ring.raise_on_all_ranks(error)
     return run(step, layer, given, options)
@@ -135,27 +138,27 @@ _hidden: list[Callable[..., Tensor]] = []
 
 
 def _beside_compilers() -> Callable[..., Tensor]:
-    """`_attend`, which a compiler leaves alone; asking for it imports the compiler."""
+    """Return `_attend`, hidden from torch.compile; only called once the compiler was imported, because this imports it."""
     if not _hidden:
         _hidden.append(torch.compiler.disable(_attend))  # pyright: ignore[reportArgumentType]
     return _hidden[0]
 
 
-def _attend(step: ForwardBatch, layer: int, given: Given, wanted: Wanted) -> Tensor:
-    """`attend` of q, k, v, sinks and alibi_slopes, as options say."""
+def _attend(step: ForwardBatch, layer: int, given: Given, options: _Options) -> Tensor:
     q, k, v, sinks, alibi_slopes = given
-    key = (*wanted, *map(_facts, given))
+    key = (*options, *[None if x is None else (x.shape, x.dtype, x.device) for x in given])
     known = step.calls.get(key)
     if known is None:
+        tensors = ScoreTensors(sinks, alibi_slopes)
         try:
             _check_gradients(given)
             step.check_rows(layer, k, v)
-            options = _Options(*wanted)
-            found = _decide(step, options, q, sinks, alibi_slopes)
+            spec = _check_call(step, options, q, tensors)
         except Exception as error:
             step.cache.ring.raise_on_all_ranks(error)
         step.cache.consistency.check_batch(step, _kind(options, given), q.device)
-        known = step.calls[key] = found.ready(step, q)
+        known = _Decode(options) if spec is None else _plan_prefill(step, spec, options, q, tensors)
+        step.calls[key] = known
     else:
         _check_gradients(given)
     with torch.no_grad():
@@ -163,66 +166,40 @@ def _attend(step: ForwardBatch, layer: int, given: Given, wanted: Wanted) -> Ten
         return known.attend(step, layer, q, k, v, sinks, alibi_slopes)
 
 
-@dataclass(frozen=True)
-class _Options:
-    causal: bool
-    window: Window
-    softmax_scale: float | None
-    softcap: float
-    chunk_len: int | None
-    comm_mode: str
-    kv_access: str
-
-    def scale(self, q: Tensor) -> float:
-        return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-
-
-@dataclass(frozen=True, eq=False)
-class _Prefill:
-    """A prefill that is right, before ranks have agreed on it."""
-
-    spec: AttentionSpec
-    options: _Options
-    tensors: ScoreTensors
-
-    def ready(self, step: ForwardBatch, q: Tensor) -> Prefill:
-        spec, options, cache, several = self.spec, self.options, step.cache, step.cache.ring.world_size > 1
-        features = spec.features(self.tensors)
-        kernels = select_kernels(
-            q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=features
-        ).kernels
-        fresh = step.lengths == step.counts
-        wanted = "queries" if several and options.kv_access == "pages" else options.comm_mode
-        comm_mode = resolve_comm_mode(wanted, step, spec, q, fresh)
-        left = None if options.window is None else options.window[0]
-        if options.chunk_len is not None:
-            left = options.chunk_len if left is None else min(left, options.chunk_len)
-        kv_access = (
-            "copies" if several and comm_mode == "keys" else resolve_kv_access(options.kv_access, step, q, left, fresh)
-        )
-        query_plan = (
-            plan_queries(spec, q.device) if comm_mode == "queries" and (several or kv_access == "copies") else None
-        )
-        paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2]) if kv_access == "pages" else None
-        # shapes of keys and values; how many rows there are is no matter
-        k, v = (
-            torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
-            for d in (cache.head_dim, cache.v_head_dim)
-        )
-        plan = make_execution_plan(spec, q, k, v, self.tensors, kernels, cache.ring.context)
-        return Prefill(plan, comm_mode, kv_access, fresh, query_plan, paged_rows, growth_limit(step))
+def _plan_prefill(
+    step: ForwardBatch, spec: AttentionSpec, options: _Options, q: Tensor, tensors: ScoreTensors
+) -> Prefill:
+    """Resolve a prefill that ranks have compared."""
+    cache, several, fresh = step.cache, step.cache.ring.world_size > 1, step.lengths == step.counts
+    features = spec.features(tensors)
+    kernels = select_kernels(
+        q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=features
+    ).kernels
+    wanted = "queries" if several and options.kv_access == "pages" else options.comm_mode
+    comm_mode = resolve_comm_mode(wanted, step, spec, q, fresh)
+    left = None if options.window is None else options.window[0]
+    if options.chunk_len is not None:
+        left = options.chunk_len if left is None else min(left, options.chunk_len)
+    copied = several and comm_mode == "keys"
+    kv_access = "copies" if copied else resolve_kv_access(options.kv_access, step, q, left, fresh)
+    send_queries = comm_mode == "queries" and (several or kv_access == "copies")
+    query_plan = plan_queries(spec, q.device) if send_queries else None
+    paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2]) if kv_access == "pages" else None
+    # the plan depends on shapes of keys and values, but not on their number of rows
+    k, v = (
+        torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
+        for d in (cache.head_dim, cache.v_head_dim)
+    )
+    plan = make_execution_plan(spec, q, k, v, tensors, kernels, cache.ring.context)
+    return Prefill(plan, comm_mode, kv_access, fresh, query_plan, paged_rows, growth_limit(step))
 
 
 @dataclass(frozen=True, eq=False)
 class _Decode:
-    """A decode that is right."""
+    """A resolved decode call."""
 
     options: _Options
     contains: ClassVar[bool] = False  # pages are read
-
-    def ready(self, step: ForwardBatch, q: Tensor) -> _Decode:
-        del step, q
-        return self
 
     def attend(
         self,
@@ -234,11 +211,11 @@ class _Decode:
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        """O `batch rows h dv`, the same bits on all ranks; the keys are in the cache."""
+        """Return o `batch rows h dv`, the same bits on all ranks; the keys are in the cache."""
         del k, v
         cache, table, positions = step.cache, step.table, step.positions32
-        assert table is not None, "a step of decoding has a table"
-        assert positions is not None, "a step of decoding has positions of 32 bits"
+        assert table is not None, "decode has a table"
+        assert positions is not None, "decode has int32 positions"
         wide = accumulation_dtype(q.dtype)
         (b, s), h = step.tiles, q.shape[2]
         dv, rows = cache.v_head_dim, b * s * h
@@ -249,18 +226,8 @@ class _Decode:
         sinks = None if sinks is None else sinks.to(wide)
         score = Score(self.options.scale(q), self.options.softcap, alibi_slopes=slopes)
         blocks, width = table.pages.shape[1], max(cache.head_dim, dv)
-        splits = num_splits(
-            b,
-            s,
-            h,
-            cache.kv_heads,
-            blocks,
-            cache.page_size,
-            q.device,
-            head_dim=width,
-            kv_dtype=cache.kv_dtype,
-            same_length=step.pieces is not None,
-        )
+        shape, packed = (b, s, h, cache.kv_heads, blocks, cache.page_size), step.pieces is not None
+        splits = num_splits(*shape, q.device, head_dim=width, kv_dtype=cache.kv_dtype, same_length=packed)
         parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
         lo, hi = step.bounds(self.options.causal, self.options.window, self.options.chunk_len)
         k_scale, v_scale = cache.scales(layer)
@@ -276,7 +243,7 @@ class _Decode:
         if wide == torch.float32:
             cache.ring.partial_reducer(q.device).merge_partials(parts, b, s, h, dv, sinks, o, lse)
             return o.view(step.batch, step.rows, h, dv)
-        # exchanges are of fp32
+        # reducers are for fp32
         mine = torch.empty_like(parts[:1])
         for target, x in zip(views(mine[0], rows, dv), merge_stack(*views(parts, rows, dv), log2=True), strict=True):
             target.copy_(x)
@@ -285,42 +252,30 @@ class _Decode:
         return o.view(step.batch, step.rows, h, dv)
 
 
-def _decide(
-    step: ForwardBatch,
-    options: _Options,
-    q: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-) -> _Prefill | _Decode:
-    """Refuses what is wrong, and says what the call is."""
-    _check_tensors(step, q, sinks, alibi_slopes)
+def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: ScoreTensors) -> AttentionSpec | None:
+    """Check everything but k and v; return the spec of a prefill, None for decode."""
+    _check_tensors(step, q, tensors)
     _check_options(options, q.dtype)
-    cache = step.cache
-    total = max(1, sum(step.lengths)) if step.sharding is None else step.sharding.seq_len
-    lengths = (
-        tuple((first, step.lengths[0]) for first in step.firsts)
-        if step.sharding is not None and any(step.firsts)
-        else None
-    )
-    documents = None if step.sharding is None else step.sharding.documents
+    cache, sharding, kv_sharding = step.cache, step.sharding, step.kv_sharding
+    total, padded = max(1, sum(step.lengths)) if sharding is None else sharding.seq_len, any(step.firsts)
     mask = AttentionMask(
         total,
         total,
         causal=options.causal,
         window=options.window,
-        documents=documents,
+        documents=None if sharding is None else sharding.documents,
         chunk_len=options.chunk_len,
-        lengths=lengths,
+        lengths=tuple((first, step.lengths[0]) for first in step.firsts) if sharding is not None and padded else None,
         chunks_restart=True,
     )
-    if step.mode == "decode":
-        select_decode_kernel(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
-        return _Decode(options)
-    assert step.sharding is not None, "a step of prefill has shardings"
-    assert step.kv_sharding is not None, "a step of prefill has shardings"
+    dims = q.shape[-1], cache.v_head_dim
+    if step.mode == "decode" or options.kv_access != "copies":
+        select_decode_kernel(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size)
+    if sharding is None or kv_sharding is None:
+        return None
     spec = AttentionSpec(
-        step.sharding,
-        step.kv_sharding,
+        sharding,
+        kv_sharding,
         mask,
         softmax_scale=options.scale(q),
         softcap=options.softcap,
@@ -330,15 +285,8 @@ def _decide(
         deterministic=False,
         forward_only=True,
     )
-    tensors = ScoreTensors(sinks, alibi_slopes)
-    select_kernels(q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=spec.features(tensors))
-    if options.kv_access != "copies":
-        select_decode_kernel(q.device, q.dtype, cache.kv_dtype, q.shape[-1], cache.v_head_dim, cache.page_size)
-    return _Prefill(spec, options, tensors)
-
-
-def _facts(x: Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.dtype, x.device)
+    select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=spec.features(tensors))
+    return spec
 
 
 def _kind(options: _Options, given: Given) -> str:
@@ -362,13 +310,11 @@ def _check_gradients(given: Given) -> None:
                 )
 
 
-def _check_tensors(step: ForwardBatch, q: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None) -> None:
+def _check_tensors(step: ForwardBatch, q: Tensor, tensors: ScoreTensors) -> None:
     """Check the tensors that the cache does not check."""
-    cache = step.cache
-    for name, x in (("q", q), ("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        if x is None:
-            continue
-        if x.device != cache.device:
+    cache, per_head = step.cache, (("sinks", tensors.sinks), ("alibi_slopes", tensors.alibi_slopes))
+    for name, x in (("q", q), *per_head):
+        if x is not None and x.device != cache.device:
             raise ValueError(
                 f"{name} must be on the device of the cache, {cache.device}, got {x.device}; move it there"
             )
@@ -384,7 +330,7 @@ def _check_tensors(step: ForwardBatch, q: Tensor, sinks: Tensor | None, alibi_sl
         raise ValueError(
             f"the number of query heads must be a multiple of the cache's {cache.kv_heads} key heads, got {h}"
         )
-    for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+    for name, x in per_head:
         if x is not None and (tuple(x.shape) != (h,) or not x.is_floating_point()):
             raise ValueError(
                 f"{name} must be floating point of shape ({h},), one per query head, got {x.dtype} {tuple(x.shape)}"
@@ -395,7 +341,7 @@ def _check_options(options: _Options, dtype: torch.dtype) -> None:
     check_softcap(options.softcap, dtype)
     if options.comm_mode not in COMM_MODES:
         raise ValueError(
-            f"comm_mode must be one of {', '.join(COMM_MODES)}, got {options.comm_mode!r}; 'auto' takes what is fewer bytes"
+            f"comm_mode must be one of {', '.join(COMM_MODES)}, got {options.comm_mode!r}; 'auto' sends what is fewer bytes"
         )
     if options.kv_access not in KV_ACCESS_MODES:
         raise ValueError(

@@ -1,15 +1,10 @@
-"""Integers of a batch that kernels read: how they lie in one upload, and which of them the device already has.
+"""Integers of a batch that kernels read: their layout in one upload, and which of them the device already has.
 
-Owns the order of the integers, how they follow from block tables, and the copy to the device. Refuses to know what the
-integers are for (forward_batch.py). Shapes: `n` batch rows, `new` tokens of each.
-
-Note [One upload]
-    All integers of a batch lie in one piece of host memory, which is copied to the device once. Host memory is pinned and the
-    copy asynchronous; torch keeps it until the copy is done. Each tensor begins at a multiple of 32 bytes: Triton compiles a
-    kernel anew for a pointer of another alignment.
+Shapes: `n` batch rows, `new` tokens of each.
 
 Note [Block updates]
-    The block tables of eight requests of a million tokens, in pages of 64 on 4 ranks, take 393,216 bytes on each rank, and a new
+    All integers of a batch are in one piece of pinned host memory, copied to the device at once and asynchronously. The block
+    tables of eight requests of a million tokens, in pages of 64 on 4 ranks, take 393,216 bytes on each rank, and a new
     token changes one block of a request, on one rank. So only the first upload has whole tables. They stay on the device, and
     later uploads have only the blocks that changed, with their places: 20 bytes each. The host remembers for each row which
     request it holds, since which change of the page allocator, and how long the request was. Tokens that have not moved since
@@ -37,18 +32,14 @@ from ringattn.kernels.decode.dispatch import PageTable
 _INT = 4
 """Bytes of an int32: offsets count these."""
 _ALIGNMENT = 8
-"""Each tensor begins at a multiple of so many int32, 32 bytes (Note [One upload])."""
+"""Each tensor begins at a multiple of 32 bytes: Triton compiles a kernel again for a pointer of another alignment."""
 
 
 @dataclass(frozen=True, slots=True)
 class _BlockUpdates:
     """Blocks to be written into the block tables on the device.
 
-    Attributes:
-        places: Index of each block among those of all rows, int64.
-        pages: Page of each block.
-        starts: First token of each block.
-        lengths: Tokens of each block.
+    places: Index of each block among those of all rows, int64; other fields are int32.
     """
 
     places: array[int] = field(default_factory=lambda: array("q"))
@@ -79,16 +70,8 @@ class _BlockUpdates:
 class BatchMetadata:
     """Integers of a decode batch on the device, at fixed addresses, and the upload that writes them.
 
-    Args:
-        batch: Rows of the batch.
-        new: Tokens of each row.
-        max_blocks: Blocks of a row on this rank, at most.
-        page_size: Tokens of a page.
-        rank: The rank whose blocks are written.
-        device: Where they are.
-
     Attributes:
-        max_blocks: As given.
+        max_blocks: Maximum number of blocks of a row on this rank.
     """
 
     def __init__(
@@ -119,11 +102,7 @@ class BatchMetadata:
         self._lengths = [0] * self._batch
 
     def tensors(self, shape: tuple[int, int]) -> dict[str, Any]:
-        """Return views of the integers, by the names of `ForwardBatch`.
-
-        Args:
-            shape: Batch and rows of the model's input.
-        """
+        """Return views of the integers by the names of `ForwardBatch`; shape: batch and rows of the model's input."""
         x, at, n, rows = self._memory[self._begin :], self._offsets, self._batch * self._new, (self._batch, self._new)
         positions, slots = (x[begin : begin + 2 * n].view(torch.int64).view(shape) for begin in at[:2])
         positions32, starts, ends, causal_ends = (x[begin : begin + n].view(rows) for begin in at[2:6])
@@ -140,13 +119,13 @@ class BatchMetadata:
         }
 
     def write(self, requests: Sequence[Request], counts: Sequence[int], rows: Sequence[int], change: int) -> None:
-        """Write the new tokens of requests, in stream order; rows behind them see nothing and are stored nowhere.
+        """Write the new tokens of requests, in stream order; rows behind them see nothing and are not stored.
 
         Args:
             requests: Requests, their new tokens included.
             counts: New tokens of each request.
             rows: Rows of each request: its new tokens fill them in order, the last one perhaps in part.
-            change: Number of the allocator's last change (`PageAllocator.changes`).
+            change: `PageAllocator.changes`.
         """
         data = bytearray(self._empty)
         self._write_tokens(data, requests, counts, rows)
@@ -161,7 +140,7 @@ class BatchMetadata:
                 self._blocks.index_copy_(1, *updates.views(self._memory[begin:]))
             self._is_first = False
         except BaseException:
-            # how much of it the device has is unknown
+            # the device may have any part of it
             self.forget()
             raise
 
@@ -218,7 +197,7 @@ class BatchMetadata:
         return data
 
     def _find_updates(self, requests: Sequence[Request], rows: Sequence[int], change: int) -> _BlockUpdates:
-        """Return the blocks that the device lacks, and remember that it has them (Note [Block updates])."""
+        """Return the blocks that the device lacks, and record them as uploaded (Note [Block updates])."""
         updates, rank, max_blocks, end = _BlockUpdates(), self._rank, self.max_blocks, 0
         layouts, held, lengths = self._layouts, self._held, self._lengths
         for one, height in zip(requests, rows, strict=True):
@@ -248,7 +227,7 @@ def _aligned(count: int) -> int:
 
 
 def _slots(table: BlockTable, page_size: int, before: int, count: int) -> array[int]:
-    """Return page * page_size + row of a request's last tokens, from `before` on; -1: on another rank."""
+    """Return page * page_size + row of a request's last `count` tokens, from `before` on; -1: on another rank."""
     found = array("q", (-1,)) * count
     for page, start, length in zip(*map(reversed, (table.pages, table.starts, table.lengths)), strict=True):
         if start + length <= before:
@@ -260,14 +239,7 @@ def _slots(table: BlockTable, page_size: int, before: int, count: int) -> array[
 
 
 def _kept_blocks(one: Request, table: BlockTable, held: tuple[int, int] | None, length: int) -> int:
-    """Return how many of a request's first blocks on this rank a row has on the device (Note [Block updates]).
-
-    Args:
-        one: The request.
-        table: Its blocks.
-        held: The request whose blocks the row has, and the last change when they were written.
-        length: Tokens of that request then.
-    """
+    """Return how many first blocks of a request a row has on the device; held: its request and last change then, of that length."""
     if held is None or held[0] != one.name:
         return 0
     unmoved = min(length, one.unmoved_tokens(held[1]))
@@ -278,7 +250,7 @@ def _kept_blocks(one: Request, table: BlockTable, held: tuple[int, int] | None, 
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Blocks of several requests, from which the device works out the integers of each row; for prefill.
+    """Blocks of several requests, which the device expands to the integers of each row; for prefill.
 
     Attributes:
         ints: Pages, starts and lengths of all blocks, then further fields.
@@ -290,13 +262,7 @@ class PackedBlocks:
 
     @classmethod
     def of(cls, tables: Sequence[BlockTable], skipped: Sequence[int] = (), shifts: Sequence[int] = ()) -> PackedBlocks:
-        """Return the blocks of several requests, one request after another.
-
-        Args:
-            tables: Block table of each request.
-            skipped: A number of each request that its first block gets, the others get 0; may be left out.
-            shifts: A number of each request that all its blocks get; may be left out.
-        """
+        """Pack block tables one after another, optionally with a number that each table's first block, or each block, gets."""
         ints = array("i")
         for name in ("pages", "starts", "lengths"):
             for table in tables:
@@ -309,19 +275,12 @@ class PackedBlocks:
             ints += array("i", (number,)) * len(table)
         return cls(ints, 3 + bool(skipped) + bool(shifts))
 
-    def data(self) -> bytes:
-        """Return the bytes to upload."""
-        return self.ints.tobytes()
-
     def expand(self, ints: Tensor, total: int) -> tuple[Tensor, ...]:
-        """Return for each row the fields of its block, and in place of the length the row's index in the block.
+        """Return `total` int64 of each field, one per row, with the row's index in its block in place of the length.
 
         Args:
-            ints: An upload that begins with `data`.
+            ints: An upload that begins with these integers.
             total: Rows of all blocks.
-
-        Returns:
-            `total` int64 of each field.
         """
         blocks = len(self.ints) // self.fields
         fields = ints[: len(self.ints)].view(self.fields, blocks).long()
@@ -331,11 +290,11 @@ class PackedBlocks:
         return pages, starts, row, *others
 
 
-def to_device(data: bytes, device: torch.device) -> Tensor:
-    """Return the int32 in `data` as a tensor on the device."""
-    ints = torch.empty(len(data) // _INT, dtype=torch.int32, device=device)
-    copy_to_device(bytearray(data), ints)
-    return ints
+def to_device(ints: array[int], device: torch.device) -> Tensor:
+    """Return int32 numbers as a tensor on the device."""
+    found = torch.empty(len(ints), dtype=torch.int32, device=device)
+    copy_to_device(bytearray(ints), found)
+    return found
 
 
 def copy_to_device(data: bytearray, out: Tensor) -> None:

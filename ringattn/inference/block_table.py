@@ -1,12 +1,7 @@
 """Block tables: the pages that hold a request's tokens on each rank, and which tokens have not moved since a change.
 
-Owns the values that the page allocator (page_allocator.py) is made of, and what follows from one or two of them alone. Refuses to
-know which other requests use a page, and which pages are free or reserved. Standard library only.
-
-Note [Blocks]
-    A request's tokens 0 .. length-1 are cut into blocks. A block is a run of consecutive tokens at the beginning of one page of
-    one rank, and may cover less than its page. A fork shares its parent's pages, each counted once per user, with the last
-    block cut at the fork; its own tokens go to pages of its own. So adding, growing, forking and freeing a request copy nothing.
+A request's tokens are cut into blocks: runs of consecutive tokens at the beginning of one page of one rank, which may cover less
+than the page. A fork shares its parent's pages, with the last block cut at the fork, so forking copies nothing.
 
 Note [Unmoved tokens]
     Appending leaves every token in its place. A copy of a request's blocks is therefore brought up to date from
@@ -27,7 +22,7 @@ from typing import NamedTuple
 MAX_REQUEST_TOKENS = 2**31 - 1
 """Tokens of a request: positions are int32 in kernels."""
 MAX_CHANGE_LOG = 32
-"""Notes about what stayed that are kept of a request (Note [Unmoved tokens])."""
+"""Records of unmoved tokens that are kept of a request (Note [Unmoved tokens])."""
 
 
 class Block(NamedTuple):
@@ -44,16 +39,6 @@ class Block(NamedTuple):
         return self.start + self.length
 
 
-class PageSpan(NamedTuple):
-    """Tokens start .. start + length - 1 of a request and where they are: rows row .. row + length - 1 of a page."""
-
-    rank: int
-    page: int
-    row: int
-    start: int
-    length: int
-
-
 class RankSpan(NamedTuple):
     """Tokens start .. stop - 1 of a request, all on one rank."""
 
@@ -63,7 +48,7 @@ class RankSpan(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Rows 0 .. rows - 1 of one page of a rank that another page of it must have too."""
+    """Rows 0 .. rows - 1 of a page of a rank that must be copied to another page of it."""
 
     rank: int
     source: int
@@ -73,10 +58,10 @@ class PageCopy(NamedTuple):
 
 @dataclass(slots=True)
 class BlockTable:
-    """A request's blocks on one rank, ascending: for reading only.
+    """A request's blocks on one rank, ascending.
 
     Attributes:
-        pages: Of each block, int32.
+        pages: Page of each block, int32.
         starts: The first token of each block, int32.
         lengths: Tokens of each block, int32.
     """
@@ -89,11 +74,11 @@ class BlockTable:
         return len(self.pages)
 
     def head(self, blocks: int) -> BlockTable:
-        """A copy of the first blocks."""
+        """Return a copy of the first blocks."""
         return BlockTable(self.pages[:blocks], self.starts[:blocks], self.lengths[:blocks])
 
     def cut(self, blocks: int) -> None:
-        """Forgets all but the first blocks."""
+        """Remove all but the first blocks."""
         del self.pages[blocks:], self.starts[blocks:], self.lengths[blocks:]
 
 
@@ -102,20 +87,19 @@ class Request:
     """State of a request in the page allocator; read-only elsewhere.
 
     Attributes:
-        name: What it is called by.
+        name: Number by which callers refer to it.
         reserved_tokens: Tokens it may grow to.
-        first: Its first token that anybody sees.
+        first: Its first token that is not padding.
         length: Its tokens.
         tables: Its blocks by rank.
-        spans: Ranks of its tokens, ascending: (rank, the first token).
-        reserved_by_rank: Pages promised on each rank; None: promised anywhere.
-        pages_to_open: Pages of the sum of promises that are its own (Note [Reservations] of page_allocator.py).
+        spans: Ranks of its tokens, ascending: (rank, first token).
+        reserved_by_rank: Pages reserved on each rank; None: reserved on any rank.
+        pages_to_open: Its pages in the allocator's sum of reservations.
         notes: (number of a change, tokens that it left in place), both ascending (Note [Unmoved tokens]).
         last: Its blocks on the rank that has the last one; none where it has no tokens.
-        full: Tokens that it may certainly grow to in its last block (Note [Last blocks] of page_allocator.py).
+        full: Tokens that it can grow to in its last block.
         max_blocks_after: Blocks on the rank where it has most.
-        layout: A number that it never shared with others; another one whenever its blocks change otherwise than by tokens that are
-            added to the last one.
+        layout: Number that is unique to its current blocks; appending to the last block does not change it.
     """
 
     name: int
@@ -133,14 +117,14 @@ class Request:
     layout: int = -1
 
     def unmoved_tokens(self, change: int) -> int:
-        """As `PageAllocator.stayed`."""
+        """Return how many first tokens have not moved since a change."""
         if not self.notes or self.notes[-1][0] <= change:
             return self.length
         later = bisect_right(self.notes, change, key=lambda note: note[0])
         return self.notes[later][1]
 
     def note(self, change: int, tokens: int) -> None:
-        """Says how many tokens a change has left in place (Note [Unmoved tokens])."""
+        """Record how many tokens a change has left in place."""
         notes = self.notes
         while notes and notes[-1][1] >= tokens:
             notes.pop()
@@ -150,12 +134,12 @@ class Request:
 
 
 def truncate_spans(spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """The stretches of the first tokens."""
+    """Return the spans of the first tokens."""
     return list(spans[: bisect_left(spans, length, key=lambda span: span[1])])
 
 
 def first_difference(a: BlockTable, b: BlockTable, same: int) -> int:
-    """The first token that may be elsewhere in one of two tables than in the other; the first `same` blocks are in common."""
+    """Return the first token whose place may differ between two tables that have the first `same` blocks in common."""
     rest = [(one.pages[same:], one.starts[same:], one.lengths[same:]) for one in (a, b)]
     if rest[0] == rest[1]:
         return MAX_REQUEST_TOKENS

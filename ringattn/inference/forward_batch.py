@@ -1,12 +1,8 @@
 """Batch of new tokens of one call of a model: the rows of each rank, where keys are stored, and what rows see.
 
-Owns `ForwardBatch`, which is made once per call and serves all layers. Refuses to know how rows are stored (kv_pool.py), how
-attention is computed (attention.py), how integers lie in an upload (batch_metadata.py), and batches that are used again
-(static_batch.py).
-
 Note [Two modes]
     prefill: rows of the new tokens are split between ranks. A rank computes the rows that it will store, so their keys are
-        not sent to be stored. Requests stand one after another in one virtual sequence, each a document: its cached tokens, then
+        not sent to be stored. Requests follow one another in one virtual sequence, each a document: its cached tokens, then
         the new ones; the rows computed are rows of that sequence. A batch of requests of the same length keeps its batch
         dimension instead.
     decode: each request brings the same few tokens, every rank computes them all, and one rank stores each of them.
@@ -34,7 +30,7 @@ from ringattn.plan.layouts import Run, Shard
 from ringattn.plan.sharding import Sharding
 
 MAX_DECODE_TOKENS = 16
-"""New tokens per request up to which a step may be one of decoding."""
+"""Maximum number of new tokens per request in a decode batch."""
 Mask = tuple[bool, tuple[int | None, int | None] | None, int | None]
 """causal, window and chunk_len."""
 
@@ -44,34 +40,31 @@ class ForwardBatch:
     """One call of a model, seen from this rank (Note [Two modes]).
 
     Attributes:
-        cache: What the new tokens are added to.
+        cache: Cache that the new tokens are added to.
         mode: "prefill" or "decode".
-        requests: Who brings tokens.
-        counts: How many each.
-        lengths: Tokens of each request after the step.
-        firsts: The first token of each request that is seen.
+        requests: Requests that bring tokens.
+        counts: New tokens of each request.
+        lengths: Tokens of each request, the new ones included.
+        firsts: First token of each request that is not padding.
         batch: The model's batch: 1 when requests are packed, else one per request.
         rows: Rows per batch element that this rank computes; may be 0.
-        positions: `batch rows` int64 on the device: the place of each row in its request, which is what rotary embeddings want.
+        positions: `batch rows` int64 on the device: position of each row in its request, for rotary embeddings.
         taken: `rows` int64 on the device: which of the new tokens this rank computes, packed one request after another (for a
             batch: of each request).
-        slots: `batch rows` int64 on the device: page * page_size + row where a row's keys are kept here; -1: on another rank.
+        slots: `batch rows` int64 on the device: page * page_size + row where a row's keys are stored here; -1: on another rank.
         last_rows: Where the last new token of each request is among this rank's rows, as (batch element, row), or None on other
             ranks.
-        sharding: prefill: who computes which rows of the virtual sequence.
-        kv_sharding: prefill: who keeps which.
-        kept_slots: prefill: `batch t` int64 on the device: where the keys of kv_sharding's rows of this rank are.
-        table: decode: the blocks of this rank.
+        sharding: prefill: rows of the virtual sequence that each rank computes.
+        kv_sharding: prefill: rows that each rank stores.
+        kv_slots: prefill: `batch t` int64 on the device: slots of this rank's rows of kv_sharding.
+        table: decode: blocks of this rank.
         positions32: decode: `tiles` int32 on the device: positions.
         starts: decode: `tiles` int32 on the device: the first token that each row may see.
         ends: decode: `tiles` int32 on the device: tokens of the row's request.
-        causal_ends: decode: `tiles` int32 on the device: one past the row itself, or starts where it lies before that: where a
-            causal mask ends.
-        memo: What is worked out once for all layers.
-        known: How many changes the cache had seen when the step was last found to be in place (`PageAllocator.changes`).
-        compared: Ranks have compared the step, as far as they do (consistency.py).
-        calls: What was decided about calls with this step, by their options and shapes (attention.py).
-        shared: What layers have found for each other (`once`).
+        causal_ends: decode: `tiles` int32 on the device: where a causal mask ends: one past the row, at least starts.
+        known: `PageAllocator.changes` when the batch was last found to be current.
+        compared: Ranks have compared the batch, as far as they do (consistency.py).
+        calls: Resolved calls by options and shapes, one per kind (attention.py); its layers share what `once` finds.
         pieces: decode: number of pieces and rows of each, if requests are packed (Note [Pieces] of static_batch.py); else None.
     """
 
@@ -89,13 +82,14 @@ class ForwardBatch:
     last_rows: tuple[tuple[int, int] | None, ...]
     sharding: Sharding | None = None
     kv_sharding: Sharding | None = None
-    kept_slots: Tensor | None = None
+    kv_slots: Tensor | None = None
     table: PageTable | None = None
     positions32: Tensor | None = None
     starts: Tensor | None = None
     ends: Tensor | None = None
     causal_ends: Tensor | None = None
-    memo: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    found_bounds: dict[Mask, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    current_bounds: set[Mask] = field(default_factory=set, repr=False)
     known: int = -1
     compared: bool = False
     calls: dict[object, Any] = field(default_factory=dict, repr=False)
@@ -103,11 +97,11 @@ class ForwardBatch:
     pieces: tuple[int, int] | None = None
 
     compares_rarely: ClassVar[bool] = False
-    """Ranks compare such batches every so often, also when their requests change (consistency.py)."""
+    """Whether ranks compare such batches only from time to time, also when their requests change (consistency.py)."""
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Decode: the rows as kernels take them, which is how tables and bounds are laid out: `batch rows`, or pieces."""
+        """Decode: shape of tables and bounds, as kernels take the rows: `batch rows`, or pieces."""
         return self.pieces or (self.batch, self.rows)
 
     @property
@@ -121,13 +115,7 @@ class ForwardBatch:
         return tuple(known.kv_access for known in self.calls.values() if hasattr(known, "kv_access"))
 
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
-        """This rank's rows of the new tokens.
-
-        Args:
-            tokens: All new tokens: of a packed prefill one request after another in `dim`; otherwise one request per batch
-                element.
-            dim: Where they are.
-        """
+        """Return this rank's rows of all new tokens, which are packed in `dim` for a packed prefill, else per batch element."""
         return tokens if self.mode == "decode" else tokens.index_select(dim, self.taken.to(tokens.device))
 
     def put(self, layer: int, k: Tensor, v: Tensor, *, contain: bool = False) -> tuple[Tensor, Tensor]:
@@ -135,27 +123,17 @@ class ForwardBatch:
         try:
             self.check_rows(layer, k, v)
         except (ValueError, NotImplementedError) as error:
-            # rows differ by rank, so perhaps nobody else refuses
+            # rows differ by rank, so other ranks may not raise
             self.cache.ring.raise_on_all_ranks(error)
         return self.cache.put_rows(layer, self.slots, k, v, contain=contain)
 
     def check_rows(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Check what `put` writes.
-
-        Args:
-            layer: Layer of the cache.
-            k: `batch rows hk d`.
-            v: `batch rows hk dv`.
-
-        Raises:
-            ValueError: The layer or a shape, dtype or device does not fit the cache, or a request of the step is gone.
-            NotImplementedError: A tensor has a meaning of its own.
-        """
+        """Check rows that `put` writes, and that the batch is still current."""
         self._check_current()
         self.cache.check_rows(layer, (self.batch, self.rows), k, v)
 
     def describe(self) -> str:
-        """Return a text that is equal on two ranks if the step is: numbers for people, and a digest of the rest."""
+        """Return a text that is equal on two ranks if the batch is: numbers for people, and a digest of the rest."""
         if self.sharding is not None and self.kv_sharding is not None:
             owners = f"{self.sharding.text} {self.kv_sharding.text}"
         else:
@@ -168,35 +146,32 @@ class ForwardBatch:
         )
         return f"{self.mode} of {few}, digest {blake2b(facts.encode(), digest_size=8).hexdigest()}"
 
-    @property
-    def seen_from(self) -> Tensor:
-        """Decode: `tiles` int32 on the device: the first token that each row may see."""
-        assert self.starts is not None, "rows of a prefill see documents"
-        return self.starts
-
     def bounds(
         self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Decode: what each row sees, lo <= position < hi, as `tiles` int32 on the device; found once for all layers."""
+        """Decode: bounds lo <= position < hi of what each row sees, `tiles` int32; computed once for all layers."""
         mask = (causal, window, chunk_len)
-        known = self._said_bounds(mask) or self.memo.get(mask)
-        if known is None:
-            known = self.memo[mask] = self._empty_bounds()
-            self._find_bounds(mask, *known)
-        return known
+        if (known := self._uploaded_bounds(mask)) is not None:
+            return known
+        if mask not in self.found_bounds:
+            assert self.starts is not None, "only decode has bounds"
+            # a static batch writes them again outside of inference mode
+            with torch.inference_mode(False):
+                self.found_bounds[mask] = torch.empty_like(self.starts), torch.empty_like(self.starts)
+        if mask not in self.current_bounds:
+            self._find_bounds(mask, *self.found_bounds[mask])
+            # nothing runs in a capture
+            if not (self.slots.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self.current_bounds.add(mask)
+        return self.found_bounds[mask]
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """Inside, layers of one call of a model may share what they find (`once`)."""
+        """Let the layers of one call of a model share results inside (`once`)."""
         yield
 
     def once(self, key: Hashable, find: Callable[[], Tensor | None]) -> Tensor | None:
-        """Decode: what does not differ between layers, found by the first of them; None where nobody says which are of one call.
-
-        Args:
-            key: What else it depends on.
-            find: Finds it, in stream order on a GPU.
-        """
+        """Decode: compute what does not differ between layers at the first of them; None where layers of a call are not known."""
         if key not in self.shared:
             self.shared[key] = find()
         return self.shared[key]
@@ -209,48 +184,45 @@ class ForwardBatch:
         for request, length in zip(self.requests, self.lengths, strict=True):
             there = allocator.unmoved_tokens(request, self.known) if request in here else None
             if there is None or there < length:
-                gone = "has left" if there is None else f"was cropped to {there} tokens"
+                gone = "was freed" if there is None else f"was truncated to {there} tokens"
                 if there is not None and allocator.length(request) > there:
-                    gone = f"has had others behind the first {there}"
+                    gone = f"has other tokens behind the first {there}"
                 raise ValueError(
                     f"the requests of a step must be as long as it made them, got request {request} of {length} tokens, "
                     f"which {gone} since; extend again"
                 )
         self.known = allocator.changes
 
-    def _said_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
-        """Bounds that came with the upload, those of most models; None: they are to be found."""
+    def _uploaded_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
+        """Return the bounds that came with the upload, those of most models; None for others."""
         causal, window, chunk_len = mask
         if not causal or chunk_len is not None or window not in (None, (None, None), (None, 0)):
             return None
-        assert self.causal_ends is not None, "rows of a prefill see documents"
-        return self.seen_from, self.causal_ends
-
-    def _empty_bounds(self) -> tuple[Tensor, Tensor]:
-        # a static step that is said anew outside of inference mode writes there
-        with torch.inference_mode(False):
-            return torch.empty_like(self.seen_from), torch.empty_like(self.seen_from)
+        assert self.starts is not None, "only decode has bounds"
+        assert self.causal_ends is not None, "only decode has bounds"
+        return self.starts, self.causal_ends
 
     def _find_bounds(self, mask: Mask, lo: Tensor, hi: Tensor) -> None:
         causal, window, chunk_len = mask
-        here, ends = self.positions32, self.ends
-        assert here is not None, "rows of a prefill see documents"
-        assert ends is not None, "rows of a prefill see documents"
+        here, starts, ends = self.positions32, self.starts, self.ends
+        assert here is not None, "only decode has bounds"
+        assert starts is not None, "only decode has bounds"
+        assert ends is not None, "only decode has bounds"
         left, right = (None, None) if window is None else window
         right = 0 if causal and (right is None or right > 0) else right
-        # sums of a position and a width may be no int32, their differences from other positions are
+        # sums of a position and a width may not fit into int32, differences of positions do
         if left is None:
-            lo.copy_(self.seen_from)
+            lo.copy_(starts)
         else:
-            torch.maximum(self.seen_from, here - min(left, MAX_REQUEST_TOKENS), out=lo)
+            torch.maximum(starts, here - min(left, MAX_REQUEST_TOKENS), out=lo)
         if right is None:
             hi.copy_(ends)
         else:
             torch.sub(ends, here, out=hi).clamp_(max=min(right + 1, MAX_REQUEST_TOKENS)).add_(here)
         if chunk_len is not None:
-            # chunks are counted from the first token that is seen
+            # chunks are counted from the first visible token
             chunk_len = min(chunk_len, MAX_REQUEST_TOKENS)
-            begin = here - torch.remainder(here - self.seen_from, chunk_len)
+            begin = here - torch.remainder(here - starts, chunk_len)
             torch.maximum(lo, begin, out=lo)
             hi.sub_(begin).clamp_(max=chunk_len).add_(begin)
         torch.maximum(lo, hi, out=hi)
@@ -259,15 +231,7 @@ class ForwardBatch:
 def make_forward_batch(
     cache: KVPool, requests: Sequence[int], counts: Sequence[int], mode: Literal["prefill", "decode"], same_length: bool
 ) -> ForwardBatch:
-    """The step that brings tokens for which room was made.
-
-    Args:
-        cache: Where to.
-        requests: Who brings tokens.
-        counts: How many each.
-        mode: How they are computed.
-        same_length: prefill: the requests keep a batch dimension.
-    """
+    """Make the batch of new tokens whose pages were assigned; same_length: requests of a prefill keep a batch dimension."""
     allocator = cache.allocator
     lengths = tuple(map(allocator.length, requests))
     firsts = tuple(map(allocator.first, requests))
@@ -295,10 +259,10 @@ def _prefill_step(common: tuple, same_length: bool) -> ForwardBatch:
     origins = (0,) * batch if documents is None else documents[:-1]
     firsts_new = (0,) * batch if same_length else tuple(accumulate(counts[:-1], initial=0))
     total = lengths[0] if same_length else sum(lengths)
-    # those of a batch are on the same ranks
-    stood_for = range(1 if same_length else len(requests))
-    new = [(i, span) for i in stood_for for span in allocator.rank_spans(requests[i], befores[i])]
-    kept = [(i, span) for i in stood_for for span in allocator.rank_spans(requests[i])]
+    # requests of one batch are on the same ranks
+    distinct = range(1 if same_length else len(requests))
+    new = [(i, span) for i in distinct for span in allocator.rank_spans(requests[i], befores[i])]
+    kept = [(i, span) for i in distinct for span in allocator.rank_spans(requests[i])]
     sharding, kv_sharding = (
         Sharding(total, "part", _shards(found, origins, world), rank, documents, ring=cache.ring, device=cache.device)
         for found in (new, kept)
@@ -308,13 +272,13 @@ def _prefill_step(common: tuple, same_length: bool) -> ForwardBatch:
     shifts = [first - before for first, before in zip(firsts_new, befores, strict=True)]
     ours = PackedBlocks.of([table for table, _ in added], [skipped for _, skipped in added], shifts)
     held = PackedBlocks.of(tables)
-    ints = to_device(ours.data() + held.data(), cache.device)
+    ints = to_device(ours.ints + held.ints, cache.device)
     pages, starts, row, skipped, shift = ours.expand(ints, sharding.shard_len * batch)
     held_pages, _, held_row = held.expand(ints[len(ours.ints) :], kv_sharding.shard_len * batch)
     positions = (starts + row).view(batch, sharding.shard_len)
     slots = (pages * cache.page_size + skipped + row).view(batch, sharding.shard_len)
     taken = (starts + row + shift)[: sharding.shard_len]
-    kept_slots = (held_pages * cache.page_size + held_row).view(batch, kv_sharding.shard_len)
+    kv_slots = (held_pages * cache.page_size + held_row).view(batch, kv_sharding.shard_len)
     return ForwardBatch(
         *common,
         batch=batch,
@@ -325,7 +289,7 @@ def _prefill_step(common: tuple, same_length: bool) -> ForwardBatch:
         last_rows=_last_rows(allocator, requests, befores, rank, same_length),
         sharding=sharding,
         kv_sharding=kv_sharding,
-        kept_slots=kept_slots,
+        kv_slots=kv_slots,
         known=allocator.changes,
     )
 
@@ -344,7 +308,7 @@ def _last_rows(
 
 
 def _shards(found: Sequence[tuple[int, RankSpan]], origins: Sequence[int], world: range) -> tuple[Shard, ...]:
-    """Every rank's runs of the virtual sequence, those that touch joined."""
+    """Return every rank's runs of the virtual sequence; runs that touch are one."""
     shards: list[list[Run]] = [[] for _ in world]
     for i, (rank, start, stop) in found:
         runs, begin = shards[rank], origins[i] + start
@@ -356,7 +320,7 @@ def _shards(found: Sequence[tuple[int, RankSpan]], origins: Sequence[int], world
 
 
 def _since(table: BlockTable, before: int) -> tuple[BlockTable, int]:
-    """The part of a request's blocks from a token on, and how many rows of the first page lie before it."""
+    """Return the blocks of a request from a token on, and how many rows of the first page are before it."""
     begin = bisect_right(table.starts, before)
     if begin and table.starts[begin - 1] + table.lengths[begin - 1] > before:
         begin -= 1

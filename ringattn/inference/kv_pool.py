@@ -1,13 +1,7 @@
-"""Memory for the keys and values of one rank, in pages.
+"""Memory for the keys and values of one rank, in pages, and the checks of rows that are written to it.
 
-Owns the size and layout of the memory, and the checks of rows that are written to it. Refuses to know which tokens lie in which
-pages (page_allocator.py), how rows are copied (kernels/kv/pages.py) and how attention reads them (attention.py).
-
-Note [Memory]
-    All pages are allocated when the cache is made, one tensor for k and one for v, and are zero. Attention reads the rows that
-    block tables name and no others, so rows that a freed request wrote into a page, NaN included, take no part in the next
-    request's attention. NaN of a live request are contained as well (Note [Values that are not finite] of kernels/kv/pages.py).
-    Within a layer a page of one head is contiguous: decode kernels stream it.
+All pages are allocated when the cache is made, one tensor for k and one for v, and are zero. Attention reads only the rows that
+block tables name, so rows of freed requests, NaN included, do not matter. In a layer a page of one head is contiguous.
 """
 
 from __future__ import annotations
@@ -27,24 +21,15 @@ DEFAULT_SHARE = 0.7
 
 
 class KVPool:
-    """Keys and values of one rank, in pages, with the page allocator of all ranks.
-
-    The arguments are those of `PagedKVCache`.
+    """Keys and values of one rank, in pages, with the page allocator of all ranks; arguments as in `PagedKVCache`.
 
     Attributes:
-        ring: The ranks.
-        pages: The page allocator.
-        consistency: The comparisons between ranks.
-        reserved_bytes: Bytes of the ring's buffers that prefills have reserved (Note [Room ahead] of prefill.py).
-        layers: Layers of the model.
-        kv_heads: Key heads.
-        head_dim: Head dim of the keys.
+        consistency: Comparisons between ranks.
+        reserved_bytes: Bytes of the ring's buffers that prefills have reserved, by kind.
         v_head_dim: Head dim of the values.
-        page_size: Tokens of a page.
-        device: Device of the pages.
         dtype: Dtype of keys and values as attention gets and reads them.
         kv_dtype: Dtype that pages are stored in.
-        bytes_per_token: Of all layers, k and v, and scales.
+        bytes_per_token: Bytes of all layers, k and v, and scales.
         k: `layers pages hk page_size d`.
         v: `layers pages hk page_size dv`.
         k_scale: With fp8: `layers pages hk page_size` fp32, else None.
@@ -68,7 +53,7 @@ class KVPool:
     ) -> None:
         with ring.propagate_errors():
             if device is None:
-                device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+                device = "cuda" if torch.cuda.is_available() else "cpu"
             device = torch.device(device)
             if device.type == "cuda" and device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
@@ -81,22 +66,11 @@ class KVPool:
             scales = 2 * torch.float32.itemsize if self.is_quantised else 0
             row = (self.head_dim + self.v_head_dim) * self.kv_dtype.itemsize + scales
             self.bytes_per_token = layers * kv_heads * row
-            wanted = (
-                layers,
-                kv_heads,
-                self.head_dim,
-                self.v_head_dim,
-                dtype,
-                self.kv_dtype,
-                page_size,
-                pages,
-                memory,
-                device.type,
-            )
-        ring.assert_equal_across_ranks("a cache of keys and values", " ".join(map(str, wanted)))
+            sizes = (layers, kv_heads, self.head_dim, self.v_head_dim, dtype, self.kv_dtype, page_size, pages, memory)
+        ring.assert_equal_across_ranks("a cache of keys and values", " ".join(map(str, (*sizes, device.type))))
         least = None
         if device.type == "cuda":
-            # what torch keeps for later is free as well
+            # memory that torch has cached is free as well
             torch.cuda.empty_cache()
             least = ring.all_reduce_min(torch.cuda.mem_get_info(device)[0])
         page_bytes = page_size * self.bytes_per_token
@@ -118,7 +92,7 @@ class KVPool:
         self.consistency = ConsistencyChecker(ring)
         self.reserved_bytes: dict[str, tuple[int, ...]] = {}
         shape = (layers, pages, kv_heads, page_size)
-        # rows are written inside of inference mode and outside
+        # rows are written in inference mode and outside of it
         with ring.propagate_errors(), torch.inference_mode(False):
             self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
             self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
@@ -127,22 +101,11 @@ class KVPool:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether rows are kept in fp8."""
+        """Whether rows are stored in fp8."""
         return self.kv_dtype == rows.FP8
 
     def check_rows(self, layer: int, shape: tuple[int, int], k: Tensor, v: Tensor) -> None:
-        """Check rows that are to be written.
-
-        Args:
-            layer: Layer of the cache.
-            shape: Batch and rows.
-            k: `batch rows hk d`.
-            v: `batch rows hk dv`.
-
-        Raises:
-            ValueError: The layer or a shape, dtype or device does not fit the cache.
-            NotImplementedError: A tensor has a meaning of its own.
-        """
+        """Check rows of shape (batch, rows) that are to be written to a layer."""
         self._check_layer(layer)
         for name, x, dim in (("k", k, self.head_dim), ("v", v, self.v_head_dim)):
             self._check_tensor(name, x, (*shape, self.kv_heads, dim), "the step: pass this rank's rows (step.take)")
@@ -150,63 +113,33 @@ class KVPool:
     def put_rows(
         self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, contain: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Write rows that were checked; see `PagedKVCache.put`.
-
-        Args:
-            layer: Layer of the cache.
-            slots: `batch rows`: page * page_size + row; -1: the row is stored on another rank.
-            k: `batch rows hk d`.
-            v: `batch rows hk dv`.
-            contain: Return copies of k and v in which rows that are not finite are changed as in the cache.
-
-        Returns:
-            K and v as given, or with `contain` the copies.
-        """
+        """Write rows that were checked to slots, which are page * page_size + row or -1; see `PagedKVCache.put`."""
         k, v = k.detach(), v.detach()
-        contained = (
-            (torch.empty(k.shape, dtype=k.dtype, device=k.device), torch.empty(v.shape, dtype=v.dtype, device=v.device))
-            if contain
-            else None
-        )
+        contained = None
+        if contain:
+            layout = torch.contiguous_format
+            contained = torch.empty_like(k, memory_format=layout), torch.empty_like(v, memory_format=layout)
         rows.put(self.k[layer], self.v[layer], k, v, slots, *self.scales(layer), contained)
         return contained or (k, v)
 
-    def take(self, layer: int, slots: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        """Rows that are kept here, in `dtype`.
-
-        Args:
-            layer: Of which layer.
-            slots: `batch t`: page * page_size + row, none -1.
-            out: Where to write them; None: new tensors.
-
-        Returns:
-            K `batch t hk d` and v `batch t hk dv`.
-
-        Raises:
-            ValueError: The layer, or the shape, dtype or device of slots or out does not fit.
-        """
+    def take(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Read rows of a layer in `dtype`, at slots `batch t` of page * page_size + row: k `batch t hk d` and v `batch t hk dv`."""
         try:
             self._check_layer(layer)
             if slots.dim() != 2 or slots.dtype != torch.int64 or slots.device != self.device:
                 raise ValueError(
                     f"slots must be `batch t` int64 on {self.device}, got {tuple(slots.shape)} {slots.dtype} on "
-                    f"{slots.device}; pass step.kept_slots"
+                    f"{slots.device}; pass step.kv_slots"
                 )
-            shapes = [(*slots.shape, self.kv_heads, dim) for dim in (self.head_dim, self.v_head_dim)]
-            if out is None:
-                out = (
-                    torch.empty(shapes[0], dtype=self.dtype, device=self.device),
-                    torch.empty(shapes[1], dtype=self.dtype, device=self.device),
-                )
-            for name, x, shape in zip(("k", "v"), out, shapes, strict=True):
-                self._check_tensor(f"out {name}", x, shape, "the slots")
-        except (ValueError, NotImplementedError) as error:
+        except ValueError as error:
             self.ring.raise_on_all_ranks(error)
-        rows.take(self.k[layer], self.v[layer], slots.contiguous(), *out, *self.scales(layer))
-        return out
+        k = torch.empty(*slots.shape, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
+        v = torch.empty(*slots.shape, self.kv_heads, self.v_head_dim, dtype=self.dtype, device=self.device)
+        rows.take(self.k[layer], self.v[layer], slots.contiguous(), k, v, *self.scales(layer))
+        return k, v
 
     def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """The scales of a layer's keys and values: `pages hk page_size` fp32 each with fp8, else None."""
+        """Scales of a layer's keys and values: `pages hk page_size` fp32 each with fp8, else None."""
         if self.k_scale is None or self.v_scale is None:
             return None, None
         return self.k_scale[layer], self.v_scale[layer]

@@ -1,37 +1,20 @@
-"""Page allocator: which rank and page hold which tokens of each request, and how many pages are reserved.
+"""Page allocator of a KV cache that is sharded over ranks: which page of which rank holds which tokens.
 
-Owns the bookkeeping of a sharded, paged cache, with the values of block_table.py. Every rank runs the same allocator: the same
-calls in the same order have the same results on every rank, so ranks exchange no messages. Refuses to know tensors, layers and
-kernels. Standard library only.
+Every rank runs the same allocator: the same calls in the same order give the same result on all ranks, without messages.
 
 Note [Page writers]
     A page with one user is written by it. A page with several users is written by the request that opened it, its writer, and
-    only behind the rows that the others may see: forks take their rows when they are made and never write there. So a row that
-    another request sees is never overwritten, whatever is truncated. A page whose writer was freed is not written until it has
-    one user left.
+    only behind the rows that the others may see: a fork never writes in shared pages. So a row that another request sees is never
+    overwritten, whatever is truncated. A page whose writer was freed is not written until it has one user left.
 
 Note [Reservations]
-    A request reserves its final length when it is added. The pages that it may still have to open are reserved for it: those of
+    A request reserves its maximum length when it is added. Reserved for it are the pages that it may still have to open: those of
     all tokens to come, less the rows left in the page that it writes. A reservation is granted only while free pages cover all
-    reservations, and every later call keeps it so: a request that was accepted always fits.
-    A reservation is one of pages on any rank. Requests of `add_batch` need pages on the same ranks, and reserve them by rank.
-    Servers ask for `available` whenever a request comes or goes, with a thousand requests that have ended in the cache. So
-    reservations are summed as they change: when a request is added, opens a page, is truncated or freed. A fork changes
-    nothing for its parent, which goes on writing its last page. Only a request that may grow and whose last page has other
-    users may need fewer pages when these are freed: such requests, few at a time, are asked each time.
-    Truncating is free as long as it gives up pages that no other request uses. A request that truncates into pages it shares
-    gives up rows that do not become free: it reserves the difference, and is refused if it is not available.
-
-Note [Last blocks]
-    Decoding adds a token to most requests in most steps, which must cost the host little. So the facts that follow from a
-    request's blocks are computed when blocks change, and not when tokens are appended to the last one: the length up to which the
-    request may grow in that block, and a number by which a copy of the blocks is known to be current (`layout`). The request
-    keeps the right to write its last page until it is truncated or reordered itself (Note [Page writers]).
-
-Note [Even work]
-    A page of a prompt is computed by the rank that stores it, and a causal row costs as many keys as lie before it. So the new
-    pages of a prompt are assigned in a zigzag: one run per rank upwards, one downwards, equally long as far as ranks have free
-    pages. Tokens that come one by one go to the rank with most free pages.
+    reservations, so a request that was accepted always fits. Requests of `add_batch` need pages on the same ranks, and reserve
+    pages per rank; others reserve pages on any rank.
+    Servers read `available` whenever a request is added or freed, so reservations are summed as they change. Only a request whose
+    last page has other users may need fewer pages when these are freed: such requests, few at a time, are computed at each read.
+    Truncating into shared pages gives up rows that do not become free: the difference is reserved, or the call is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +28,6 @@ from ringattn.inference.block_table import (
     Block,
     BlockTable,
     PageCopy,
-    PageSpan,
     RankSpan,
     Request,
     common_blocks,
@@ -55,28 +37,20 @@ from ringattn.inference.block_table import (
 
 
 class CacheFull(RuntimeError):
-    """A request does not fit, now; the message has the numbers. Ranks with equal books are answered alike, and tell no other."""
+    """A request does not fit now; raised alike on all ranks, because they have equal allocators."""
 
 
 class PageAllocator:
-    """The books of a cache that is spread over ranks.
-
-    A call that raises has changed nothing.
+    """Assignment of pages to requests, equal on all ranks; a call that raises has changed nothing.
 
     Args:
         world_size: Ranks.
         pages: Pages of each rank.
         page_size: Tokens of a page.
-        page_bytes: Bytes of a page, for the texts of refusals; 0: unknown.
+        page_bytes: Bytes of a page, for error messages; 0: unknown.
 
     Attributes:
-        world_size: As given.
-        pages: As given.
-        page_size: As given.
-        changes: How often tokens or requests went away: what was found before may be gone when it has changed.
-
-    Raises:
-        ValueError: A number is less than 1.
+        changes: Number of calls that removed or moved tokens.
 
     Example:
         >>> allocator = PageAllocator(world_size=2, pages=4, page_size=4)
@@ -91,7 +65,7 @@ class PageAllocator:
     def __init__(self, world_size: int, pages: int, page_size: int, page_bytes: int = 0) -> None:
         for name, value in (("world_size", world_size), ("pages", pages), ("page_size", page_size)):
             if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}; give the cache room for one page")
+                raise ValueError(f"{name} must be at least 1, got {value}; give the cache at least one page")
         self.world_size, self.pages, self.page_size = world_size, pages, page_size
         self.changes = 0
         self._page_bytes = page_bytes
@@ -99,24 +73,23 @@ class PageAllocator:
         self._free = [list(range(pages - 1, -1, -1)) for _ in range(world_size)]
         self._users = [[0] * pages for _ in range(world_size)]
         self._writer = [[-1] * pages for _ in range(world_size)]
-        self._seen = [
-            [0] * pages for _ in range(world_size)
-        ]  # rows that others than the writer may see, of shared pages
-        self._reserved_by_rank = [0] * world_size  # pages promised on this rank
-        self._total_to_open = 0  # of requests that no others can change
-        self._with_shared_page: dict[int, Request] = {}  # those that others can
+        # rows of shared pages that requests other than the writer may see
+        self._seen = [[0] * pages for _ in range(world_size)]
+        self._reserved_by_rank = [0] * world_size
+        self._total_to_open = 0  # sum over requests whose last page is not shared
+        self._with_shared_page: dict[int, Request] = {}  # the other requests
         self._requests: dict[int, Request] = {}
         self._names = count()
         self._layouts = count()
 
     @property
     def free_pages(self) -> tuple[int, ...]:
-        """Pages of each rank that are not used."""
+        """Unused pages of each rank."""
         return tuple(map(len, self._free))
 
     @property
     def available(self) -> int:
-        """Pages of all ranks that are neither used nor promised."""
+        """Pages of all ranks that are neither used nor reserved."""
         free = sum(map(len, self._free))
         return (
             free
@@ -127,7 +100,7 @@ class PageAllocator:
 
     @property
     def requests(self) -> tuple[int, ...]:
-        """Requests that are here, in the order in which they came."""
+        """Requests, in the order in which they were added."""
         return tuple(self._requests)
 
     def length(self, request: int) -> int:
@@ -135,7 +108,7 @@ class PageAllocator:
         return self._find(request).length
 
     def first(self, request: int) -> int:
-        """The first token of a request that anybody sees: what lies before it is padding."""
+        """First token of a request that is not padding."""
         return self._find(request).first
 
     def reserved(self, request: int) -> int:
@@ -147,7 +120,7 @@ class PageAllocator:
         return self._find(request).tables[rank]
 
     def get_requests(self, requests: Collection[int]) -> list[Request]:
-        """Requests as decoding wants to know them, step by step: their books, and all at once."""
+        """Look up several requests at once."""
         try:
             return list(map(self._requests.__getitem__, requests))
         except KeyError:
@@ -162,17 +135,8 @@ class PageAllocator:
         ]
         return tuple(sorted(found, key=lambda block: block.start))
 
-    def page_spans(self, request: int, start: int = 0) -> list[PageSpan]:
-        """Return the places of a request's tokens from `start` on, ascending."""
-        found = []
-        for block in self.blocks(request):
-            skipped = max(0, start - block.start)
-            if skipped < block.length:
-                found.append(PageSpan(block.rank, block.page, skipped, block.start + skipped, block.length - skipped))
-        return found
-
     def rank_spans(self, request: int, start: int = 0) -> list[RankSpan]:
-        """The ranks of a request's tokens from `start` on, ascending; neighbours are on different ranks."""
+        """Return the ranks of a request's tokens from `start` on, ascending; neighbours are on different ranks."""
         one = self._find(request)
         stops = [begin for _, begin in one.spans[1:]] + [one.length]
         return [
@@ -182,18 +146,7 @@ class PageAllocator:
         ]
 
     def unmoved_tokens(self, request: int, change: int) -> int:
-        """Tokens at the beginning of a request that have been where they are since `changes` was `change`, as far as there were.
-
-        Example:
-            >>> allocator = PageAllocator(world_size=1, pages=4, page_size=4)
-            >>> request = allocator.add_request(reserve=12)
-            >>> allocator.assign([request], [10])
-            >>> seen = allocator.changes
-            >>> allocator.truncate(request, 6)
-            >>> allocator.assign([request], [3])
-            >>> allocator.unmoved_tokens(request, seen), allocator.unmoved_tokens(request, allocator.changes)
-            (6, 9)
-        """
+        """Return how many first tokens of a request have not moved since `changes` was `change`; see block_table.py."""
         return self._find(request).unmoved_tokens(change)
 
     def have_same_placement(self, requests: Sequence[int]) -> bool:
@@ -201,20 +154,12 @@ class PageAllocator:
         first, *others = self.get_requests(requests)
         return all(first.length == other.length and first.spans == other.spans for other in others)
 
+    def max_blocks_after(self, requests: Collection[int], new: int) -> int:
+        """Bound the blocks that one of some requests has on one rank after `new` more tokens; the same on every rank."""
+        return max([one.max_blocks_after for one in self.get_requests(requests)], default=0) + self._pages_of(new)
+
     def add_request(self, reserve: int, first: int = 0) -> int:
-        """Add a request.
-
-        Args:
-            reserve: Tokens it may grow to, at least 1.
-            first: Tokens of padding in front.
-
-        Returns:
-            Its name.
-
-        Raises:
-            ValueError: reserve or first is out of range.
-            CacheFull: There are too few free pages for so many tokens now.
-        """
+        """Add a request that may grow to `reserve` tokens, with `first` tokens of padding in front, and return its name."""
         self._check_reserve(reserve, first)
         self._check_available(self._pages_of(reserve), "a request", reserve)
         one = self._admit(reserve, first)
@@ -222,19 +167,7 @@ class PageAllocator:
         return one.name
 
     def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Add requests whose pages are on the same ranks (Note [Reservations]).
-
-        Args:
-            reserve: Tokens that each may grow to, at least 1.
-            firsts: Tokens of padding in front of each.
-
-        Returns:
-            Their names.
-
-        Raises:
-            ValueError: reserve or one of firsts is out of range, or there are none.
-            CacheFull: There are too few free pages for so many tokens now.
-        """
+        """Add requests that get their pages on the same ranks, and return their names (Note [Reservations])."""
         if not firsts:
             raise ValueError("firsts must have one number per request, got none; give 0 for a request without padding")
         for first in firsts:
@@ -245,7 +178,7 @@ class PageAllocator:
         if pages > sum(capacity):
             raise CacheFull(
                 f"a batch of {batch} requests of up to {reserve} tokens needs {pages} pages of {self.page_size} for each "
-                f"of them on the same ranks, got {capacity} by rank; wait until others leave, reserve less, use smaller "
+                f"of them on the same ranks, got {capacity} by rank; wait until others are freed, reserve less, use smaller "
                 "pages, or give the cache more memory"
             )
         shares = split_evenly(pages, capacity)
@@ -255,25 +188,14 @@ class PageAllocator:
             one.reserved_by_rank = list(shares)
             names.append(one.name)
         self._reserved_by_rank = [
-            reserved_tokens + batch * share
-            for reserved_tokens, share in zip(self._reserved_by_rank, shares, strict=True)
+            there + batch * share for there, share in zip(self._reserved_by_rank, shares, strict=True)
         ]
         return names
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
-        """Add a request that begins like another one and shares its pages.
+        """Add a request that shares the first tokens of another one (None: all), with their pages; return its name.
 
-        Args:
-            request: The other one.
-            length: How many of its tokens to share; None: all.
-            reserve: Tokens the new one may grow to; None: as many as the other one.
-
-        Returns:
-            Its name.
-
-        Raises:
-            ValueError: length or reserve is out of range.
-            CacheFull: There are too few free pages for what it may add.
+        `reserve` is the number of tokens the new one may grow to; None: as many as the other one.
         """
         parent = self._find(request)
         length = parent.length if length is None else length
@@ -296,23 +218,13 @@ class PageAllocator:
         return child.name
 
     def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Remove a request's last tokens.
-
-        Args:
-            request: Which one.
-            length: Tokens to keep.
-            reserve: Tokens it may grow to from now on, not more than before; None: as before.
-
-        Raises:
-            ValueError: There are fewer tokens, or reserve is out of range.
-            CacheFull: What it gives up is shared, so that too few pages are free to grow as far again (Note [Reservations]).
-        """
+        """Remove a request's last tokens, and optionally lower the number of tokens that it may grow to."""
         one = self._find(request)
         reserve = one.reserved_tokens if reserve is None else reserve
         if not 0 <= length <= one.length or not max(length, 1) <= reserve <= one.reserved_tokens:
             raise ValueError(
                 f"length must be from 0 to the {one.length} tokens there are and reserve from there to the {one.reserved_tokens} "
-                f"that were reserved, got {length} and {reserve}; nothing grows by cropping"
+                f"that were reserved, got {length} and {reserve}; truncating cannot enlarge either"
             )
         kept = [bisect_left(table.starts, length) for table in one.tables]
         freed = [
@@ -329,9 +241,9 @@ class PageAllocator:
         there = self.available + sum(freed)
         if more > there:
             raise CacheFull(
-                f"request {request} gives up pages that others use when it is cropped to {length} tokens, and to grow to "
-                f"{reserve} again needs {more} pages more, got {there} that are neither used nor promised; "
-                "crop less, wait until the others leave, or reserve less by truncate(..., reserve=)"
+                f"request {request} gives up pages that others use when it is truncated to {length} tokens, and needs {more} "
+                f"pages more to grow to {reserve} again, got {there} that are neither used nor reserved; "
+                "keep more tokens, wait until others are freed, or reserve less by truncate(..., reserve=)"
             )
         self.changes += 1
         one.note(self.changes, length)
@@ -365,15 +277,10 @@ class PageAllocator:
         """Assign pages to new tokens of requests.
 
         Args:
-            requests: Which ones, each once.
+            requests: The requests, each once.
             counts: New tokens of each.
-            same_length: Each new token is on the same rank for all requests, which are equally long and get equally many.
-            one_by_one: Tokens of a decoding step, which every rank computes: they go where most pages are free.
-
-        Raises:
-            ValueError: A request is not here, would outgrow its reservation, occurs twice, or they are not alike.
-            CacheFull: alike: ranks do not have a page for each of the requests. Never of those that joined alike and were
-                placed, cropped and reordered alike since, short of a crop that asked (`truncate`).
+            same_length: Put each new token on the same rank for all requests, which are equally long and get equally many.
+            one_by_one: Tokens of a decode step: they go where most pages are free, instead of in a zigzag.
         """
         if not requests or len(set(requests)) != len(requests) or len(counts) != len(requests) or min(counts) < 1:
             raise ValueError(
@@ -381,12 +288,11 @@ class PageAllocator:
                 "name each once and give each its number of new tokens"
             )
         found = self.get_requests(requests)
-        crowded = [(one, new) for one, new in zip(found, counts, strict=True) if one.length + new > one.full]
-        for one, new in crowded:
+        for one, new in zip(found, counts, strict=True):
             if one.length + new > one.reserved_tokens:
                 raise ValueError(
                     f"request {one.name} must stay within the {one.reserved_tokens} tokens it reserved, got {one.length} and "
-                    f"{new} more; reserve more when it joins"
+                    f"{new} more; reserve more when it is added"
                 )
         if same_length and len(found) > 1:
             self._assign_same_length(found, counts, one_by_one)
@@ -410,20 +316,16 @@ class PageAllocator:
                 self._find_end(one)
 
     def reorder(self, requests: Sequence[int], index: Sequence[int]) -> list[PageCopy]:
-        """Makes request i of a batch what request index[i] of it was, as beam search wants; names and reservations stay.
+        """Make request i of a batch what request index[i] of it was, for beam search; names and reservations stay.
 
-        Full pages are shared. The last page of each request is its own, so that all can go on: its rows are to be moved.
+        Full pages are shared. Each request keeps its own last page, whose rows must be copied.
 
         Args:
-            requests: A batch that is alike, and whose last pages are filled alike and used by one request each: what
-                joined alike and was only placed alike, cropped alike and reordered.
-            index: For each the place in `requests` of the one that it becomes.
+            requests: A batch added by `add_batch` and always extended and truncated together.
+            index: For each request the place in `requests` of the one that it becomes.
 
         Returns:
-            What must be moved, all at once: a page may be both source and target.
-
-        Raises:
-            ValueError: index is out of range, or the requests are not so.
+            Pages to copy, all at once: a page may be both source and target.
         """
         found = self.get_requests(requests)
         if len(index) != len(found) or not all(0 <= i < len(found) for i in index) or len(set(requests)) != len(found):
@@ -436,8 +338,8 @@ class PageAllocator:
         alone = not partial or all(self._users[rank][page] == 1 for rank, page, _ in ends)
         if not alone or len({rows for _, _, rows in ends}) > 1 or (found and not self.have_same_placement(requests)):
             raise ValueError(
-                f"requests must have joined alike and grown alike to be reordered, got {list(requests)} that are not; "
-                "let them in by add_batch, or fork one by one"
+                f"requests must have been added and extended together to be reordered, got {list(requests)} that are not; "
+                "add them by add_batch, or fork one by one"
             )
         self.changes += 1
         before = [([table.head(len(table)) for table in one.tables], one.first) for one in found]
@@ -450,7 +352,7 @@ class PageAllocator:
                 tables = zip(before[i][0], before[source][0], same, strict=True)
                 found[i].note(self.changes, min(first_difference(*one) for one in tables))
         last = ends[0][0] if partial else None
-        # all take before any gives up: what stays in use must not become free in between
+        # use new pages before dropping old ones: pages that stay in use must not become free in between
         for one, source, same in zip(found, index, common, strict=True):
             tables, one.first = before[source]
             one.tables = [table.head(len(table)) for table in tables]
@@ -473,11 +375,11 @@ class PageAllocator:
     def _assign_same_length(self, group: list[Request], counts: Sequence[int], one_by_one: bool) -> None:
         if len(set(counts)) != 1 or not self.have_same_placement([one.name for one in group]):
             raise ValueError(
-                f"requests must be equally long, on the same ranks, and get equally many tokens to be placed alike, got "
-                f"lengths {[one.length for one in group]} and {list(counts)} more; place them without alike"
+                f"requests must be equally long, on the same ranks, and get equally many tokens with same_length, got "
+                f"lengths {[one.length for one in group]} and {list(counts)} more; leave same_length out"
             )
         new = counts[0]
-        # ends may differ: behind the rows that all have free, all go on in new pages
+        # last pages may differ: rows that are free in all of them are filled, then all continue in new pages
         here = min(new, *map(self._free_rows, group))
         pages = self._pages_of(new - here)
         if not pages:
@@ -490,7 +392,7 @@ class PageAllocator:
         if anywhere:
             limits.append([x // len(anywhere) for x in there])
         limit = [min(column) for column in zip(*limits, strict=True)]
-        # a request that leaves rows free needs more than was promised, now or later
+        # a request that leaves rows free needs more pages than it reserved, now or later
         rest = here + pages * self.page_size
         needed = {one.name: pages + self._pages_of(one.reserved_tokens - one.length - rest) for one in group}
         more = sum(needed[one.name] - self._pages_to_open(one) for one in anywhere)
@@ -502,9 +404,9 @@ class PageAllocator:
         if pages > sum(limit) or more > self.available or short:
             raise CacheFull(
                 f"{pages} pages must be free for each of {len(group)} requests on the same ranks, got {limit} by rank"
-                f"{f' and {self.available} in all for {more} beyond those promised' if more > 0 else ''}"
-                f"{f', and requests {short} that would leave room in pages they were promised' if short else ''}; "
-                "let them join by add_batch, place them without alike, or let fewer requests in"
+                f"{f' and {self.available} in all for {more} beyond those reserved' if more > 0 else ''}"
+                f"{f', and requests {short} that would leave rows free in pages they reserved' if short else ''}; "
+                "add them by add_batch, leave same_length out, or add fewer requests"
             )
         assigned = assign_pages(pages, limit, one_by_one)
         for one in group:
@@ -512,7 +414,7 @@ class PageAllocator:
             self._open(one, new - here, assigned)
 
     def _use(self, one: Request, rank: int, table: BlockTable, begin: int, end: int) -> None:
-        """Counts one user more of the pages of blocks begin .. end - 1, which are those of a request (Note [Page writers])."""
+        """Count one more user of the pages of blocks begin .. end - 1 of a request (Note [Page writers])."""
         users, writer, seen = self._users[rank], self._writer[rank], self._seen[rank]
         for page, rows in zip(table.pages[begin:end], table.lengths[begin:end], strict=True):
             before = users[page]
@@ -523,19 +425,19 @@ class PageAllocator:
                 seen[page] = rows
 
     def _append(self, one: Request, new: int) -> None:
-        """Adds tokens to the page that a request writes."""
+        """Add tokens to the page that a request writes."""
         if new:
             one.last.lengths[-1] += new
             one.length += new
 
     def _open(self, one: Request, new: int, assigned: Sequence[tuple[int, int]]) -> None:
-        """Adds tokens in new pages: so many of each rank, in this order."""
+        """Add tokens in new pages, assigned as (rank, number of pages) in this order."""
         for rank, pages in assigned:
             here = min(new, pages * self.page_size)
             new -= here
             free, table = self._free[rank], one.tables[rank]
             opened = free[: -pages - 1 : -1]
-            assert len(opened) == pages, f"{pages} promised pages must be there on rank {rank}, got {len(opened)}"
+            assert len(opened) == pages, f"{pages} reserved pages must be free on rank {rank}, got {len(opened)}"
             del free[-pages:]
             users, writer = self._users[rank], self._writer[rank]
             for page in opened:
@@ -555,14 +457,10 @@ class PageAllocator:
         self._reserve(one)
 
     def _unreserved_pages(self) -> list[int]:
-        """Free pages of each rank that are not promised on it."""
-        return [
-            len(free) - reserved_by_rank
-            for free, reserved_by_rank in zip(self._free, self._reserved_by_rank, strict=True)
-        ]
+        return [len(free) - reserved for free, reserved in zip(self._free, self._reserved_by_rank, strict=True)]
 
     def _reserve_by_rank(self, reserved_by_rank: list[int], more: int, freed: Sequence[int]) -> None:
-        """Changes what is promised rank by rank: pages that became free first, then where most are."""
+        """Change a reservation per rank by `more` pages: first pages that became free, then where most are."""
         for rank, pages in enumerate(freed):
             here = max(0, min(pages, more))
             reserved_by_rank[rank] += here
@@ -579,18 +477,18 @@ class PageAllocator:
         return max(0, -(-tokens // self.page_size))
 
     def _end(self, one: Request) -> tuple[int, int, int] | None:
-        """The rank, page and rows of a request's last block."""
+        """Return the rank, page and rows of a request's last block."""
         if not one.spans:
             return None
         return one.spans[-1][0], one.last.pages[-1], one.last.lengths[-1]
 
     def _free_rows(self, one: Request) -> int:
-        """Tokens that a request may add to its last page (Note [Page writers])."""
+        """Return the tokens that a request may add to its last page (Note [Page writers])."""
         end = self._end(one)
         return 0 if end is None else self._free_rows_after(one, *end)
 
     def _find_end(self, one: Request) -> None:
-        """Works out what follows from a request's blocks; called when they have changed (Note [Last blocks])."""
+        """Update what follows from a request's blocks, once per change: decode adds a token to most requests in most steps."""
         one.layout = next(self._layouts)
         one.max_blocks_after = max([len(table.pages) for table in one.tables])
         one.last = one.tables[one.spans[-1][0]] if one.spans else BlockTable()
@@ -603,11 +501,11 @@ class PageAllocator:
         return self.page_size - rows
 
     def _pages_to_open(self, one: Request) -> int:
-        """Pages that a request may still open."""
+        """Return the pages that a request may still open."""
         return self._pages_of(one.reserved_tokens - one.length - self._free_rows(one))
 
     def _reserve(self, one: Request) -> None:
-        """Sums anew what a request may still open; called when that has changed (Note [Reservations])."""
+        """Update the sum of reservations after a change of a request (Note [Reservations])."""
         self._unreserve(one)
         if one.reserved_by_rank is not None or one.length == one.reserved_tokens:
             return
@@ -619,7 +517,7 @@ class PageAllocator:
         self._total_to_open += one.pages_to_open
 
     def _unreserve(self, one: Request) -> None:
-        """Takes a request out of the sum of promises."""
+        """Remove a request from the sum of reservations."""
         self._total_to_open -= one.pages_to_open
         one.pages_to_open = 0
         self._with_shared_page.pop(one.name, None)
@@ -637,8 +535,8 @@ class PageAllocator:
             size = f" ({needed * self._page_bytes} bytes)" if self._page_bytes else ""
             raise CacheFull(
                 f"{what} of up to {reserve} tokens needs {needed} pages of {self.page_size}{size}, got {there} of "
-                f"{self.pages * self.world_size} on {self.world_size} ranks that are neither used nor promised; "
-                "wait until others leave, reserve less, or give the cache more memory"
+                f"{self.pages * self.world_size} on {self.world_size} ranks that are neither used nor reserved; "
+                "wait until others are freed, reserve less, or give the cache more memory"
             )
 
     def _admit(self, reserve: int, first: int) -> Request:
@@ -656,17 +554,18 @@ class PageAllocator:
             self._free[rank].append(page)
 
     def _find(self, request: int) -> Request:
-        found = self._requests.get(request)
-        if found is None:
-            raise ValueError(
-                f"request must be one of those that joined and have not left, got {request!r}; let it join first"
-            )
-        return found
+        if request not in self._requests:
+            raise ValueError(f"request must be one that was added and not freed, got {request!r}; add it first")
+        return self._requests[request]
 
 
 def assign_pages(pages: int, capacity: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:
-    """The ranks of new pages, in order, as (rank, so many) (Note [Even work])."""
-    assert pages <= sum(capacity), f"{pages} promised pages must be there, got {list(capacity)}"
+    """Return the ranks of new pages in order, as (rank, number of pages).
+
+    A page of a prompt is computed by the rank that stores it, and a causal row costs as many keys as lie before it. So pages of a
+    prompt are assigned in a zigzag: one run per rank upwards, one downwards. Pages opened one by one go where most are free.
+    """
+    assert pages <= sum(capacity), f"{pages} reserved pages must be there, got {list(capacity)}"
     if one_by_one:
         left, assigned = list(capacity), []
         for _ in range(pages):

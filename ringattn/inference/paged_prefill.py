@@ -1,29 +1,23 @@
-"""A few new rows attend over a rank's pages where they lie: the decode kernel, with the rows of a prompt.
-
-Owns when pages are read in place, how rows are cut into what the kernel takes, and how its partials become those of rows.
-Refuses to know what moves between ranks (prefill.py) and how the kernel works.
+"""Prefill on pages: a few new rows attend to a rank's pages in place, with the decode kernel.
 
 Note [In place or copied]
-    The forward of training wants keys in one piece, so a prefill that uses it copies the pages of every layer first; it then
-    multiplies at its best. The decode kernel reads pages where they lie, and multiplies about SLOWNESS times as slowly, also for
-    the rows that fill up its tiles. Of r new rows, padded to R, over t kept keys it costs about
+    The forward of training needs keys in one piece, so a prefill that uses it copies the pages of every layer first. The decode
+    kernel reads pages in place, and multiplies about SLOWNESS times as slowly, also for rows that only fill up its tiles. Of r new
+    rows, padded to R, over t stored keys it costs about
         (SLOWNESS R - r) * 4 t h d / (FLOP per second) more,   and the copy   ~ t hk 2 d e / (bytes per second)
     so pages are read in place while (SLOWNESS R - r) h <= hk e FLOPS_PER_BYTE. A request counts with its tokens, under a window
-    with those that its rows can see, which are all that is read in place, while all would be copied. One H200, 32 query heads
-    on 8, head_dim 128, bf16; microseconds per layer, copied / in place:
+    with the visible ones, which are all that is read in place, while all would be copied. One H200, 32 query heads on 8, head_dim
+    128, bf16; microseconds per layer, copied / in place:
         kept tokens    32 rows     64 rows      128 rows       256 rows       512 rows
             32,768    123 /  56   133 / 107    177 /  195     275 /  368     473 /  768
            131,072    411 / 197   481 / 398    676 /  745    1067 / 1433
            262,144    789 / 384   945 / 838   1310 / 1482
-    So it is up to about 96 rows for each request. A forward that does not split keys among programs is slower with few rows than
-    the one that was measured, and would lose to more of them; that is not counted. Nothing is in place by itself where plain
-    torch would do it, nor for a prompt that begins: its rows are all there is, and there is nothing to copy.
+    So it is up to about 96 rows for each request.
 
 Note [Rectangles]
-    The kernel takes s rows of each of its requests. The rows of a prompt that attend here (all new ones on one rank; where queries
-    move, those of all ranks that see a key of this one) are cut into as few stretches as its tile allows, all as long as the
-    longest; each is a request to the kernel, with the blocks of its own. What is missing in the last stretch of a request is its
-    last row again, whose answer is not looked at.
+    The kernel takes s rows of each of its requests. The rows of a prompt that attend here are cut into as few spans as its tile
+    allows, all as long as the longest; each is a request to the kernel, with the blocks of its own. Missing rows of the last span
+    of a request repeat its last row.
 
     Example: 70 and 3 rows, 32 in a tile: s = 24, four requests: rows 0-23, 24-47, 48-69 and two of row 69, 70-72 and 21 of row 72.
 """
@@ -44,27 +38,18 @@ from ringattn.kernels.partials.packed import finish_parts, merge_parts, views
 
 KV_ACCESS_MODES = ("auto", "pages", "copies")
 SLOWNESS = 1.6
-"""How many times as long as the forward of training the decode kernel multiplies, for rows that fill its tiles."""
+"""Time of multiplications of the decode kernel in that of the forward of training, for rows that fill its tiles."""
 FLOPS_PER_BYTE = 120.0
-"""FLOP of the forward of training in the time in which a byte of the pages is copied, and half the copy read."""
+"""FLOP of the forward of training in the time in which a byte of the pages is copied and the copy read."""
 MAX_RECTANGLES = 256
-"""Requests to one call of the kernel, every program of which looks at the bounds of all: more are not in place by themselves."""
+"""Requests to one call of the kernel, each program of which reads the bounds of all; beyond it "auto" copies."""
 Window = tuple[int | None, int | None] | None
-RankSpan = tuple[int, int, int]
-"""(start, length, request): positions start .. start + length - 1 of the request at this place in its step."""
+RowSpan = tuple[int, int, int]
+"""(start, length, request): positions start .. start + length - 1 of the request at this place in its batch."""
 
 
 def rectangle_rows(counts: Sequence[int], most: int) -> int:
-    """Rows of a rectangle (Note [Rectangles]).
-
-    Args:
-        counts: Rows of each request.
-        most: Rows that share a tile.
-
-    Example:
-        >>> rectangle_rows([70, 3], 32), rectangle_rows([5], 32), rectangle_rows([33], 32)
-        (24, 5, 17)
-    """
+    """Return the rows of a rectangle (Note [Rectangles]), for so many rows of each request, at most `most` in a tile."""
     return max((-(-count // -(-count // most)) for count in counts if count), default=1)
 
 
@@ -78,21 +63,16 @@ def is_paged_faster(
     most: int,
     left: int | None = None,
 ) -> bool:
-    """Whether pages are better read in place (Note [In place or copied]); the same on all ranks.
+    """Return whether reading pages in place is faster (Note [In place or copied]); the same on all ranks.
 
     Args:
         counts: New rows of each request.
-        lengths: Its tokens, the new ones included.
+        lengths: Tokens of each request, the new ones included.
         heads: Query heads.
         kv_heads: Key heads.
         element_size: Bytes of an element of the pages.
         most: Rows that share a tile.
         left: Tokens that a row sees to its left; None: all.
-
-    Example:
-        >>> sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
-        >>> [is_paged_faster([count], [131072], **sizes) for count in (32, 96, 128)]
-        [True, True, False]
     """
     s = rectangle_rows(counts, most)
     if sum(-(-count // s) for count in counts) > MAX_RECTANGLES:
@@ -108,12 +88,7 @@ def is_paged_faster(
 def resolve_kv_access(wanted: str, step: ForwardBatch, q: Tensor, left: int | None, fresh: bool) -> str:
     """Return how cached rows are read: as wanted, or by Note [In place or copied] from numbers that are equal on all ranks.
 
-    Args:
-        wanted: One of READS.
-        step: The step.
-        q: `b s h d`.
-        left: Tokens that a row sees to its left; None: all.
-        fresh: Nothing was kept before.
+    `left` is the number of tokens that a row sees to its left (None: all); fresh: no rows were stored before.
     """
     cache, h = step.cache, q.shape[2]
     if wanted != "auto":
@@ -128,15 +103,15 @@ def resolve_kv_access(wanted: str, step: ForwardBatch, q: Tensor, left: int | No
 
 @dataclass(frozen=True, eq=False)
 class PagedRows:
-    """Rows that attend over this rank's pages (Note [Rectangles]); made once for all layers.
+    """Rows that attend to this rank's pages (Note [Rectangles]); planned once for all layers.
 
     Attributes:
-        table: The blocks of each rectangle's request.
-        lo: `n s` int32: the first position that a row of the n rectangles sees.
-        hi: `n s` int32: behind the last one.
+        table: Blocks of each rectangle's request.
+        lo: `n s` int32: the first position that each row of the n rectangles sees.
+        hi: `n s` int32: one past the last one.
         positions: `n s` int32.
-        rows: `n s` int64: which row stands there; None: they are all rows in their order.
-        back: `rows` int64: where among the rectangles each row stands; None likewise.
+        rows: `n s` int64: index of each row; None: they are all rows in their order.
+        back: `rows` int64: place of each row in the rectangles; None with rows.
     """
 
     table: PageTable
@@ -147,14 +122,7 @@ class PagedRows:
     back: Tensor | None
 
     def partial(self, cache: KVPool, layer: int, q: Tensor, score: Score) -> Tensor:
-        """The stack of packed parts of the rectangles over this rank's keys.
-
-        Args:
-            cache: Whose pages.
-            layer: Of which layer.
-            q: `rows h d`.
-            score: How scores are made; sinks take no part.
-        """
+        """Return the stack of packed parts of the rectangles over this rank's keys, for q `rows h d`, without sinks."""
         (n, s), (_, h, d), dv = self.lo.shape, q.shape, cache.v_head_dim
         found = (q if self.rows is None else q.index_select(0, self.rows.view(-1))).view(n, s, h, d)
         blocks, width = self.table.pages.shape[1], max(d, dv)
@@ -163,23 +131,13 @@ class PagedRows:
         )
         parts = torch.empty(height, parts_len(n * s * h, dv), dtype=accumulation_dtype(q.dtype), device=q.device)
         k_scale, v_scale = cache.scales(layer)
-        decode(
-            found,
-            cache.k[layer],
-            cache.v[layer],
-            self.table,
-            self.lo,
-            self.hi,
-            self.positions,
-            replace(score, sinks=None),
-            parts,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+        pools = cache.k[layer], cache.v[layer]
+        bounds = self.table, self.lo, self.hi, self.positions
+        decode(found, *pools, *bounds, replace(score, sinks=None), parts, k_scale=k_scale, v_scale=v_scale)
         return parts
 
     def attend(self, cache: KVPool, layer: int, q: Tensor, score: Score) -> Tensor:
-        """The finished attention of rows that see keys of this rank only: o `b s h dv` of q `b s h d`."""
+        """Return the finished attention `b s h dv` of rows q `b s h d` that see keys of this rank only."""
         b, s, h, _ = q.shape
         parts = self.partial(cache, layer, q.flatten(0, 1), score)
         n, rows = self.lo.shape
@@ -189,8 +147,8 @@ class PagedRows:
         found = o.flatten(0, 1)
         return (found if self.back is None else found.index_select(0, self.back)).view(b, s, h, -1)
 
-    def visit(self, cache: KVPool, layer: int, q: Tensor, score: Score, carry: SoftmaxState) -> None:
-        """Writes the partial of q `b s h d` over this rank's keys into a carry."""
+    def write_partial(self, cache: KVPool, layer: int, q: Tensor, score: Score, carry: SoftmaxState) -> None:
+        """Write the partial of q `b s h d` over this rank's keys into a carry."""
         b, s, h, _ = q.shape
         dv, count = cache.v_head_dim, self.lo.numel()
         parts = self.partial(cache, layer, q.flatten(0, 1), score)
@@ -204,37 +162,27 @@ class PagedRows:
 
 def plan_paged_rows(
     step: ForwardBatch,
-    stretches: Sequence[RankSpan],
+    spans: Sequence[RowSpan],
     heads: int,
     causal: bool,
     window: Window,
     chunk_len: int | None,
     device: torch.device,
 ) -> PagedRows | None:
-    """Plan the attention of rows over this rank's pages.
+    """Plan the attention of rows to this rank's pages; None where there are no rows.
 
-    Args:
-        step: Whose requests.
-        stretches: The rows, in their order; those of a request follow each other and ascend.
-        heads: Query heads.
-        causal: As in `AttentionMask`.
-        window: As in `AttentionMask`.
-        chunk_len: As in `AttentionMask`.
-        device: Of the cache.
-
-    Returns:
-        None where there are no rows.
+    Spans of a request follow each other and ascend; causal, window and chunk_len are those of `AttentionMask`.
     """
     cache = step.cache
     counts = [0] * len(step.requests)
-    for _, length, request in stretches:
+    for _, length, request in spans:
         counts[request] += length
     total = sum(counts)
     if not total:
         return None
     dims = max(cache.head_dim, cache.v_head_dim)
     s = rectangle_rows(counts, tile_tokens(heads, cache.kv_heads, device, head_dim=dims, kv_dtype=cache.kv_dtype))
-    here = torch.cat([torch.arange(start, start + length, device="cpu") for start, length, _ in stretches])
+    here = torch.cat([torch.arange(start, start + length, device="cpu") for start, length, _ in spans])
     numbers, owners, first = [], [], 0
     for request, count in enumerate(counts):
         rectangles = -(-count // s)
@@ -256,7 +204,7 @@ def plan_paged_rows(
     if chunk_len is not None:
         begin = positions - torch.remainder(positions - starts, chunk_len)
         lo, hi = torch.maximum(lo, begin), torch.minimum(hi, begin + chunk_len)
-    # a row before its request's first seen token is seen by nobody, and sees nothing
+    # a row of padding sees nothing
     hi = torch.where(positions < starts, lo, torch.maximum(lo, hi))
     lo, hi, positions = torch.stack((lo, hi, positions)).to(device, torch.int32)
     return PagedRows(
@@ -270,10 +218,10 @@ def plan_paged_rows(
 
 
 def _table(step: ForwardBatch, owners: Sequence[int], device: torch.device) -> PageTable:
-    """This rank's blocks of each rectangle's request."""
+    """Return this rank's blocks of each rectangle's request."""
     cache = step.cache
     tables = [cache.allocator.table(request, cache.ring.rank) for request in step.requests]
-    # a kernel wants one column at least
+    # a kernel needs at least one column
     found = torch.zeros(3, len(tables), max(1, *map(len, tables)), dtype=torch.int32, device="cpu")
     for i, table in enumerate(tables):
         for j, x in enumerate((table.pages, table.starts, table.lengths)):

@@ -1,4 +1,1 @@
-"""Ring attention inside other people's models.
-
-Owns one room per library. Refuses to be imported by the rest of ringattn: each room needs its library installed.
-"""
+"""Ring attention inside models of other libraries: one folder per library, which must be installed."""

@@ -9,7 +9,7 @@ import torch
 
 from ringattn.kernels.decode.dispatch import FP8, PageTable, decode, num_splits, select_decode_kernel
 from ringattn.kernels.interface import Score
-from tests.decoding import CASES, Case, Scene, are_same, assert_exact, dense, empty_parts, finish, make_scene
+from tests.support.decoding import CASES, Case, Scene, are_same, assert_exact, dense, empty_parts, finish, make_scene
 
 pytestmark = [
     pytest.mark.gpu,

@@ -241,7 +241,7 @@ def test_one_gpu_attends_as_defined(body: Callable[[int, int], None]) -> None:
 @pytest.mark.parametrize("impl", ["auto", "portable", "eager"])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_what_is_not_finite_stays_with_its_request(
+def test_non_finite_values_do_not_reach_other_requests(
     spoilt: str, bad: float, impl: str, kv_access: str, kv_dtype: torch.dtype | None
 ) -> None:
     """Three requests of 300 tokens in two chunks, then decoding."""

@@ -29,6 +29,7 @@ from ringattn.launch.serve.messages import (
 from ringattn.launch.serve.sampling import Logprob, SampledTokens, Sampling, sample_tokens, score
 from ringattn.launch.serve.scheduler import Plan, Scheduler
 from ringattn.launch.serve.tokenizer import ChatTemplateError
+from tests.support.page_spans import page_spans
 
 VOCAB = 256
 STOP = 0
@@ -140,7 +141,7 @@ class FakeRunner:
         before = [self.allocator.length(cache_id) for cache_id in plan.cache_ids]
         self.allocator.assign(plan.cache_ids, plan.counts, one_by_one=decode)
         for cache_id, length in zip(plan.cache_ids, before, strict=True):
-            for piece in self.allocator.page_spans(cache_id, length):
+            for piece in page_spans(self.allocator, cache_id, length):
                 page = self.memory[piece.rank][piece.page]
                 page[piece.row : piece.row + piece.length] = plan.tokens[at : at + piece.length]
                 at += piece.length

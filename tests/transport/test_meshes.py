@@ -25,7 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringattn import Ring, Sharding, attention_reference, ring_attention
 from tests.pool import Pools
-from tests.transformer import IGNORED, Operators, Transformer, loss_sum, make_batch, make_transformer, one_process
+from tests.support.transformer import (
+    IGNORED,
+    Operators,
+    Transformer,
+    loss_sum,
+    make_batch,
+    make_transformer,
+    one_process,
+)
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 21  # divided by nothing: shards differ in length

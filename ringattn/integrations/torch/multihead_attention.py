@@ -1,19 +1,6 @@
-"""`nn.MultiheadAttention` whose sequence is sharded around a ring.
-
-Owns `RingMultiheadAttention` and the conversion of models to it: what torch's arguments and masks mean for a shard. Refuses to
-know how attention over a ring works.
+"""`nn.MultiheadAttention` whose sequence is sharded around a ring: torch's arguments and masks, for a shard.
 
 Shape legend: `b` batch, `s` this rank's query rows, `t` this rank's keys, `n` all keys, `e` embed_dim, `h` heads.
-
-Note [Added columns]
-    add_bias_kv and add_zero_attn append keys that belong to no position: every row sees them, and no mask hides them. They
-    never enter a shard. A zero key is a logit of 0 whose value is 0: a sink. The bias key is one more partial of every
-    row, merged after the ring from its output and lse, both of which are differentiable.
-
-Note [Fast path]
-    In inference torch's encoder layers compute attention themselves from the parameters of their `self_attn`, without
-    calling it, unless a module in them has a hook. So this module has one, that does nothing. `nn.TransformerEncoder` may also
-    turn padded input into nested tensors, which come here as they are: they are padded again, and their padding is masked.
 """
 
 from __future__ import annotations
@@ -36,45 +23,44 @@ from ringattn.ring_registry import get_ring
 from ringattn.sharding_context import resolve_sharding
 from ringattn.tensor_checks import check_tensor
 
-CAPACITY = 1024
-"""Lengths of whole sequences that are kept; beyond it all are forgotten, and made again as they come."""
+MAX_WHOLE_SHARDINGS = 1024
+"""Shardings of whole sequences that are cached; beyond it all are dropped, and made again when needed."""
 
 
-class _Held:
-    """A ring as an attribute of modules: copies of a module share it, and it stays behind when a module is pickled."""
+class _RingReference:
+    """Reference from modules to a ring: copies of a module share the ring, and pickled modules lose it."""
 
     def __init__(self, ring: Ring | None) -> None:
         self.ring = ring
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _RingReference:
         return self
 
-    def __reduce__(self) -> tuple[type[_Held], tuple[None]]:
-        return _Held, (None,)
+    def __reduce__(self) -> tuple[type[_RingReference], tuple[None]]:
+        return _RingReference, (None,)
 
 
-def _be_called(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Does nothing, as a hook (Note [Fast path])."""
+def _do_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Hook that keeps torch's encoder layers from computing attention themselves, from the parameters of their `self_attn`."""
 
 
 class RingMultiheadAttention(nn.MultiheadAttention):
     """`nn.MultiheadAttention` over a sequence sharded around a ring of ranks.
 
     Constructed, called and stored like `nn.MultiheadAttention`, with the same parameters under the same names. query, key
-    and value are this rank's rows, and each row attends over the keys of all ranks. All ranks hold the same parameters;
+    and value are this rank's rows, and each row attends to the keys of all ranks. All ranks hold the same parameters;
     their gradients are this rank's share, as for any replicated parameter: sum them over ranks. Without any sharding, and
-    in a ring of one rank, it takes its input as the whole sequence.
+    in a ring of one rank, the input is the whole sequence.
 
     Differences to torch: `is_causal=True` without attn_mask means causal by global position, and nothing is materialised. Rows
     whose keys are all masked give the output projection of 0, where torch may give NaN. is_causal hides no column that add_bias_kv
     or add_zero_attn appends.
 
     Args:
-        embed_dim: As in `nn.MultiheadAttention`, like all that follow but the last.
+        embed_dim: See `nn.MultiheadAttention` for all arguments but ring.
         num_heads: Parallel heads.
-        dropout: Probability of dropping an attention weight, in training. The seed is drawn from torch's default CPU generator: the
-            same draw on all ranks (equal `torch.manual_seed`) gives the mask of one process, at any world size; different
-            ones give another mask. The gradients are exact either way.
+        dropout: Probability of dropping an attention weight, in training. The seed is drawn from torch's default CPU generator:
+            ranks with equal seeds drop what one process drops, others by their own. The gradients are exact either way.
         bias: Biases of the projections.
         add_bias_kv: One more key and value, learned.
         add_zero_attn: One more key and value, zero.
@@ -83,15 +69,11 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         batch_first: `b s e` instead of `s b e`.
         device: Of the parameters.
         dtype: Of the parameters.
-        ring: The ring of inputs that come without a sharding, which must then be of one rank, and the only one whose
-            shardings are accepted; None: any. Copies of the module share it; it is not stored with it.
+        ring: The only ring whose shardings are accepted; None: any. Input without a sharding needs a ring of one rank. Copies of
+            the module share it; it is not stored with it.
 
     Attributes:
-        max_weights: How many attention weights a rank may return with `need_weights`; more are refused.
-
-    Raises:
-        ValueError: As in `nn.MultiheadAttention`.
-        AssertionError: Likewise.
+        max_weights: Maximum number of attention weights that a rank may return with `need_weights`.
 
     Example:
         >>> from ringattn import Ring
@@ -103,7 +85,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
     """
 
     max_weights: int = 2**28
-    _held: _Held
+    _ring: _RingReference
 
     def __init__(
         self,
@@ -125,12 +107,12 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        _join(self, ring)
+        _set_ring(self, ring)
 
     @property
     def ring(self) -> Ring | None:
         """The ring that was given, if any."""
-        return self._held.ring
+        return self._ring.ring
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -146,22 +128,22 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         sharding: Sharding | None = None,
         kv_sharding: Sharding | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of this rank's rows over the keys of all ranks.
+        """Attention of this rank's rows to the keys of all ranks.
 
         Args:
             query: `s b e`, `b s e` with batch_first, or `s e`: this rank's rows.
-            key: Likewise with t rows and kdim features.
-            value: Likewise with vdim features.
+            key: This rank's keys, of t rows and kdim features.
+            value: This rank's values, of t rows and vdim features.
             key_padding_mask: `b t`, or `t` for unbatched input: this rank's keys. Bool: True is ignored. Floating point: added.
-                It travels with the keys, and is never made dense.
+                They are sent with the keys, and never made dense.
             need_weights: Return the weights of this rank's rows over all keys; gathers the keys of all ranks, so it is the same
                 on all of them. Long sequences need False.
             attn_mask: `s n` or `(b h) s n`: this rank's rows x *all* keys by global position. Bool: True is ignored. Floating
                 point: added. `sharding.shard(mask, dim=-2)` cuts it from a whole one.
             average_attn_weights: Average the weights over heads.
-            is_causal: With attn_mask: the hint that torch knows; without weights and padding mask the causal mask then takes
-                the place of attn_mask, which is not read. Without attn_mask: causal by global position.
-            sharding: Who holds which positions; default the current one (`use_sharding`).
+            is_causal: With attn_mask: torch's hint; without weights and padding mask the causal mask then replaces attn_mask, which
+                is not read. Without attn_mask: causal by global position.
+            sharding: Positions held by each rank; default the current sharding (`use_sharding`).
             kv_sharding: The sharding of keys of another sequence; default `sharding`, or, when key is not the same tensor as
                 query, that of the current sharding.
 
@@ -170,26 +152,26 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             for unbatched input. Columns of add_bias_kv and add_zero_attn stand behind the n keys.
 
         Raises:
-            AssertionError: As `nn.MultiheadAttention` does, with its texts.
-            RuntimeError: Likewise; and there is no sharding among several ranks.
-            TypeError: A tensor is something else.
-            NotImplementedError: A tensor has a meaning of its own, or nested input is not that of self-attention.
-            ValueError: Weights are too many, the sharding belongs to another ring; and what `ring_attention` raises.
+            AssertionError: As in `nn.MultiheadAttention`, with its messages.
+            RuntimeError: As in `nn.MultiheadAttention`; and there is no sharding among several ranks.
+            TypeError: An argument is not a tensor.
+            NotImplementedError: A tensor is of a subclass with its own meaning, or nested input is not that of self-attention.
+            ValueError: Weights are too many, or the sharding belongs to another ring; see also `ring_attention`.
         """
         if isinstance(query, Tensor) and query.is_nested:
-            return self._attend_nested(
-                query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, kv_sharding
-            )
-        with self._shared_refusals(sharding):
+            is_self_attention = key is query and value is query and not need_weights and kv_sharding is None
+            masked = key_padding_mask is not None or attn_mask is not None
+            return self._attend_nested(query, is_self_attention, masked, is_causal, sharding), None
+        with self._propagate_errors(sharding):
             found = resolve_sharding(sharding, kv_sharding)
-        with self._shared_refusals(None if found is None else found[0]):
+        with self._propagate_errors(None if found is None else found[0]):
             for name, x in (("query", query), ("key", key), ("value", value)):
                 check_tensor(name, x)
             need_weights, is_causal = resolve_flag("need_weights", need_weights), resolve_flag("is_causal", is_causal)
             row_dim = 1 if self.batch_first and query.dim() == 3 else 0
             sharding, kv_sharding = self._find_shardings(query, key, row_dim, found, kv_sharding is not None)
         keys = sharding if kv_sharding is None else kv_sharding
-        # what is refused here on one rank, others hear of
+        # an error on one rank is raised on the others too
         with sharding.ring.propagate_errors():
             key_bias, bias, causal = self._resolve_masks(
                 query, key, value, key_padding_mask, need_weights, attn_mask, is_causal, sharding, keys
@@ -202,7 +184,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                         f"and query.dtype: {query.dtype} instead."
                     )
         if not torch.compiler.is_compiling():
-            # weights take a collective more, which no call shows
+            # weights need one more collective
             sharding.ring.assert_equal_once("need_weights", f"{need_weights}")
         b, s, h, _ = q.shape
         wide = accumulation_dtype(q.dtype)
@@ -252,9 +234,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             rows = rows.transpose(0, 1)
         return F.linear(rows, self.out_proj.weight, self.out_proj.bias), weights
 
-    def _shared_refusals(self, sharding: Sharding | None) -> AbstractContextManager[None]:
-        """Lets other ranks know of what is raised inside, where the ring is known."""
-        ring = self._held.ring
+    def _propagate_errors(self, sharding: Sharding | None) -> AbstractContextManager[None]:
+        """Raise errors on the other ranks too, where the ring is known."""
+        ring = self._ring.ring
         if ring is None and isinstance(sharding, Sharding):
             ring = sharding.ring
         return nullcontext() if ring is None else ring.propagate_errors()
@@ -262,13 +244,13 @@ class RingMultiheadAttention(nn.MultiheadAttention):
     def _find_shardings(
         self, query: Tensor, key: Tensor, dim: int, found: tuple[Sharding, Sharding | None] | None, given: bool
     ) -> tuple[Sharding, Sharding | None]:
-        """The sharding of the rows, and that of the keys where it is another; given: the latter was given to the call."""
+        """Return the sharding of the rows, and that of the keys where it is another one; given: by the caller."""
         if found is None:
             found = self._find_whole(query.shape[dim], key.shape[dim])
         rows, keys = found
         if keys is not None and not given and key is query:
             keys = None  # self-attention below a sharding for cross attention
-        ring = self._held.ring
+        ring = self._ring.ring
         if ring is not None:
             for x in (rows,) if keys is None else (rows, keys):
                 if x.ring.name != ring.name:
@@ -279,8 +261,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         return rows, keys
 
     def _find_whole(self, rows: int, keys: int) -> tuple[Sharding, Sharding | None]:
-        """Shardings of sequences that are here as a whole."""
-        ring = self._held.ring
+        """Return shardings of sequences that are whole on this rank."""
+        ring = self._ring.ring
         if (default_world_size() if ring is None else ring.world_size) > 1:
             raise RuntimeError(
                 "attention over several ranks must know the sharding of its rows, got none; pass sharding=, or call the model "
@@ -289,8 +271,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         name = "" if ring is None else ring.name
         # as text: torch.compile formats a length only when it is one number, not any
         q_size, k_size = f"{rows}", f"{keys}"
-        _keep_whole(name, q_size, k_size)
-        return _whole[name, q_size], None if q_size == k_size else _whole[name, k_size]
+        _make_whole_shardings(name, q_size, k_size)
+        return _whole_shardings[name, q_size], None if q_size == k_size else _whole_shardings[name, k_size]
 
     def _resolve_masks(
         self,
@@ -304,9 +286,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         sharding: Sharding,
         keys: Sharding,
     ) -> tuple[Tensor | None, Tensor | None, bool]:
-        """The padding as bias of keys `b t`, the mask as bias of scores `b h s n`, and whether the call is causal.
+        """Return the padding as bias of keys `b t`, the mask as bias of scores `b h s n`, and whether the call is causal.
 
-        Checks what torch checks, in its order and with its texts.
+        Checks what torch checks, in its order and with its messages.
         """
         for name, x in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if x is not None:
@@ -361,7 +343,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             bias = bias if bias.dim() == 2 else bias.unflatten(0, (b, h))
         added = (self.bias_k is not None) + self.add_zero_attn
         if key_bias is not None:
-            # torch counts the columns that it has added by then
+            # torch has already added its columns
             for dim, size, more in ((0, b, 0), (1, t, added)):
                 if key_bias.shape[dim] != size:
                     raise AssertionError(
@@ -376,16 +358,15 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         return key_bias, bias, causal
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        """Q, k and v of e features each, from one product where the inputs are one tensor."""
+        """Return q, k and v of e features each, from one product where the inputs are one tensor."""
         e, bias = self.embed_dim, self.in_proj_bias
+        biases = (None, None, None) if bias is None else bias.chunk(3)
         if not self._qkv_same_embed_dim:
-            biases = (None, None, None) if bias is None else bias.chunk(3)
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
             assert all(x is not None for x in weights), "separate projections have a weight each"
             return F._in_projection(query, key, value, *weights, *biases)  # pyright: ignore[reportAttributeAccessIssue]
         weight = self.in_proj_weight
         if value is not key:
-            biases = (None, None, None) if bias is None else bias.chunk(3)
             triples = zip((query, key, value), weight.chunk(3), biases, strict=True)
             return tuple(F.linear(x, w, b) for x, w, b in triples)
         if key is query:
@@ -394,34 +375,25 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         return F.linear(query, w_q, b_q), *F.linear(key, w_kv, b_kv).chunk(2, -1)
 
     def _by_head(self, x: Tensor, ndim: int) -> Tensor:
-        """Projected rows in the layout of the inputs -> `b s h d`, a view."""
+        """Split projected rows into heads, `b s h d`, as a view."""
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         if ndim == 2:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
 
     def _attend_nested(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        sharding: Sharding | None,
-        kv_sharding: Sharding | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """`forward` of nested self-attention, in which `nn.TransformerEncoder` leaves out this rank's padded rows."""
-        with self._shared_refusals(sharding):
+        self, query: Tensor, is_self_attention: bool, masked: bool, is_causal: bool, sharding: Sharding | None
+    ) -> Tensor:
+        """Pad nested self-attention, in which `nn.TransformerEncoder` leaves out this rank's padded rows, and call `forward`."""
+        with self._propagate_errors(sharding):
             found = resolve_sharding(sharding, None)
-        with self._shared_refusals(None if found is None else found[0]):
-            if query is not key or key is not value or need_weights or not self.batch_first or kv_sharding is not None:
+        with self._propagate_errors(None if found is None else found[0]):
+            if not is_self_attention or not self.batch_first:
                 raise NotImplementedError(
                     "nested input must be that of self-attention with batch_first=True and need_weights=False, got other; "
                     "pass padded tensors with key_padding_mask"
                 )
-            if key_padding_mask is not None or attn_mask is not None:
+            if masked:
                 raise AssertionError("nested input must come without masks, got one; pass padded tensors with it")
             lengths = [x.shape[0] for x in query.unbind()]
             rows = max(lengths) if found is None else found[0].shard_len
@@ -430,29 +402,29 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         o = self(x, x, x, padding, need_weights=False, is_causal=is_causal, sharding=sharding)[0]
         parts = [row[:length] for row, length in zip(o, lengths, strict=True)]
         if query.layout is torch.jagged:
-            # tensors of other offsets than those of the input cannot be added to it
+            # nested tensors can only be added to those with the very same offsets
             offsets = query.offsets()  # pyright: ignore[reportAttributeAccessIssue]
-            return torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets), None
-        return torch.nested.as_nested_tensor(parts), None
+            return torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets)
+        return torch.nested.as_nested_tensor(parts)
 
 
 def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> list[str]:
-    """Makes every `nn.MultiheadAttention` in a model a `RingMultiheadAttention`, in place.
+    """Make every `nn.MultiheadAttention` in a model a `RingMultiheadAttention`, in place.
 
-    The modules stay the objects that they are, with their parameters, hooks and modes, so optimizers and references to them go
-    on working. Call it before wrappers that change classes (`fully_shard`) or trace (`torch.compile`). Those that are
-    ring attention already join the ring. Nothing is converted when anything is refused.
+    The modules stay the same objects, with their parameters, hooks and modes, so optimizers and references stay valid. Call it
+    before wrappers that change classes (`fully_shard`) or trace (`torch.compile`). Existing `RingMultiheadAttention` gets the
+    ring. Nothing is converted when an error is raised.
 
     Args:
         model: The model; may itself be a `nn.MultiheadAttention`.
-        ring: As in `RingMultiheadAttention`.
+        ring: See `RingMultiheadAttention`.
 
     Returns:
-        The qualified names of what was converted, in the order of `model.named_modules()`; "" is the model itself.
+        Qualified names of the converted modules, in the order of `model.named_modules()`; "" is the model itself.
 
     Raises:
-        NotImplementedError: The model holds a subclass of `nn.MultiheadAttention` whose forward is its own.
-        TypeError: The ring or the model is something else.
+        NotImplementedError: The model has a subclass of `nn.MultiheadAttention` with its own forward.
+        TypeError: The ring or the model has another type.
 
     Example:
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, batch_first=True), 2)
@@ -471,7 +443,7 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
     if foreign:
         raise NotImplementedError(
             f"attention must be exactly nn.MultiheadAttention to be replaced, got subclasses of it: {foreign}; replace "
-            "it before they are made of it, or take these apart by hand"
+            "attention before those are made of it, or convert them by hand"
         )
     converted = []
     for name, module in found.items():
@@ -480,7 +452,7 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
             converted.append(name)
         elif ring is None:
             continue
-        _join(module, ring)
+        _set_ring(module, ring)
     return converted
 
 
@@ -489,32 +461,33 @@ def _check_ring(ring: object) -> None:
         raise TypeError(f"ring must be a Ring or None, got {type(ring).__name__}; calls are given shardings")
 
 
-def _join(module: nn.MultiheadAttention, ring: Ring | None) -> None:
-    assert isinstance(module, RingMultiheadAttention), "only ring attention joins a ring"
-    module._held = _Held(ring)
-    if _be_called not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_be_called)
+def _set_ring(module: nn.MultiheadAttention, ring: Ring | None) -> None:
+    assert isinstance(module, RingMultiheadAttention), "only ring attention has a ring"
+    module._ring = _RingReference(ring)
+    if _do_nothing not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_do_nothing)
 
 
-_alone: list[Ring] = []  # the ring of modules that have none, in a process that is alone
-_whole: dict[tuple[str, str], Sharding] = {}
+_ring_of_one: list[Ring] = []  # for modules without a ring, in a single process
+_whole_shardings: dict[tuple[str, str], Sharding] = {}
 
 
-def _keep_whole(ring: str, *sizes: str) -> None:
-    """Sees to it that `_whole` holds shardings of sequences that one rank holds; an empty name is the ring of nobody else."""
-    if all((ring, size) in _whole for size in sizes):
+def _make_whole_shardings(ring: str, *sizes: str) -> None:
+    """Make `_whole_shardings` for sequences on one rank; an empty name is the ring of this process alone."""
+    if all((ring, size) in _whole_shardings for size in sizes):
         return
-    if not ring and not _alone:
-        _alone.append(Ring())
-    if len(_whole) + len(sizes) > CAPACITY:
-        _whole.clear()
+    if not ring and not _ring_of_one:
+        _ring_of_one.append(Ring())
+    if len(_whole_shardings) + len(sizes) > MAX_WHOLE_SHARDINGS:
+        _whole_shardings.clear()
     for size in sizes:
-        if (ring, size) not in _whole:
-            _whole[ring, size] = (get_ring(ring) if ring else _alone[0]).sharding(int(size), "contiguous")
+        if (ring, size) not in _whole_shardings:
+            whole = get_ring(ring) if ring else _ring_of_one[0]
+            _whole_shardings[ring, size] = whole.sharding(int(size), "contiguous")
 
 
 # what torch.compiler.assume_constant_result marks, which would import the compiler: a trace runs it, then reads the table
-_keep_whole._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+_make_whole_shardings._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _positions(sharding: Sharding, like: Tensor) -> Tensor:
@@ -525,13 +498,10 @@ def _positions(sharding: Sharding, like: Tensor) -> Tensor:
 
 
 def _with_column(o: Tensor, lse: Tensor, logit: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over one more key per row, from that over the others (Note [Added columns]).
+    """Merge one more key per row into finished attention: o and value `b s h d` and `b h s d`, lse and logit `b h s`.
 
-    Args:
-        o: `b s h d`.
-        lse: `b h s`.
-        logit: `b h s`.
-        value: `b h s d`.
+    Columns of add_bias_kv and add_zero_attn belong to no position, every row sees them, and no mask hides them. So the bias key is
+    a partial that is merged after the ring, and the zero key, whose logit and value are 0, is a sink.
     """
     before = Partial(m=lse, l=(lse > float("-inf")).to(lse.dtype), o=o.transpose(1, 2).to(lse.dtype))
     column = Partial(m=logit, l=torch.ones_like(logit), o=value)
@@ -550,7 +520,7 @@ def _weights(
     bias: Tensor | None,
     causal: bool,
 ) -> Tensor:
-    """Attention weights of this rank's rows over all keys and the added columns: `b h s (n + added)`, lse's dtype."""
+    """Return the weights of this rank's rows over all keys and the added columns: `b h s (n + added)`, lse's dtype."""
     wide = lse.dtype
     s = torch.einsum("bshd,bnhd->bhsn", q.to(wide), keys.unshard(k, 1).to(wide)) * q.shape[-1] ** -0.5
     if key_bias is not None:
@@ -562,7 +532,7 @@ def _weights(
         s = s.masked_fill(j > i, float("-inf"))
     if sharding.documents is not None:
         starts = torch.tensor(sharding.documents, device=q.device)
-        # how many documents begin at or before a position, empty ones included
+        # index of the document, empty ones included
         i, j = torch.bucketize(i, starts, right=True), torch.bucketize(j, starts, right=True)
         s = s.masked_fill(i != j, float("-inf"))
     s = torch.cat([s, *(x[..., None] for x in added)], -1)

@@ -1,7 +1,4 @@
-"""Ring attention under the name and the arguments of `torch.nn.functional.scaled_dot_product_attention`.
-
-Owns the translation of those arguments. Refuses to know anything of the ring beyond a sharding.
-"""
+"""Ring attention under the name and the arguments of `torch.nn.functional.scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ def scaled_dot_product_attention(
     sharding: Sharding | None = None,
     kv_sharding: Sharding | None = None,
 ) -> Tensor:
-    """Attention of this rank's query rows over the keys of all ranks, called like torch's function of this name.
+    """Attention of this rank's query rows to the keys of all ranks, called like torch's function of this name.
 
     Rows that a mask leaves without keys give 0 and have zero gradients, where torch's give NaN or 0 by backend.
 
@@ -44,12 +41,12 @@ def scaled_dot_product_attention(
             `causal_upper_left(s, n)` or `causal_lower_right(s, n)` of the whole sequences, s queries and n keys, which is never
             materialised.
         dropout_p: Probability of dropping a weight, always applied. The seed is drawn from torch's default CPU generator: ranks
-            whose generators agree drop what one process would, others by their own draw, and gradients are exact either way.
+            with equal seeds drop what one process drops, others by their own. The gradients are exact either way.
         is_causal: Key j is visible to query i when j <= i, by global position; never materialised. Of two sequences
             of different length the beginnings are aligned.
         scale: Factor on q . k; default d ** -0.5.
         enable_gqa: Allows key heads that divide query heads.
-        sharding: Who holds which positions; default the current one (`use_sharding`).
+        sharding: Positions held by each rank; default the current sharding (`use_sharding`).
         kv_sharding: The sharding of the keys, where they belong to another sequence; default the current one's, or `sharding`.
 
     Returns:
@@ -58,8 +55,8 @@ def scaled_dot_product_attention(
     Raises:
         RuntimeError: There is no sharding, or attn_mask comes with is_causal.
         ValueError: Shapes do not fit; and what `ring_attention` raises.
-        TypeError: A tensor is something else.
-        NotImplementedError: A tensor has a meaning of its own, or a lower right causal mask leaves rows without keys.
+        TypeError: An argument is not a tensor.
+        NotImplementedError: A tensor is of a subclass with its own meaning, or a lower right causal mask leaves rows without keys.
 
     Example:
         >>> from ringattn import Ring
@@ -75,7 +72,7 @@ def scaled_dot_product_attention(
         )
     sharding, kv_sharding = found
     keys = sharding if kv_sharding is None else kv_sharding
-    # what is refused here on one rank, others hear of
+    # an error on one rank is raised on the others too
     with sharding.ring.propagate_errors():
         is_causal, enable_gqa = resolve_flag("is_causal", is_causal), resolve_flag("enable_gqa", enable_gqa)
         dropout_p = resolve_real("dropout_p", dropout_p)
@@ -89,7 +86,10 @@ def scaled_dot_product_attention(
             is_causal, window = _resolve_causal_bias(attn_mask, sharding.seq_len, keys.seq_len)
         elif attn_mask is not None:
             _check_mask(attn_mask, query, keys.seq_len)
-            bias = _bias(attn_mask, query.dtype)
+            bias = attn_mask
+            if attn_mask.dtype == torch.bool:
+                bias = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device)
+                bias = bias.masked_fill(attn_mask.logical_not(), float("-inf"))
     o = ring_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -107,15 +107,8 @@ def scaled_dot_product_attention(
     return o.transpose(1, 2)
 
 
-def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to scores; only as large as the mask."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask.logical_not(), float("-inf"))
-
-
 def _resolve_causal_bias(mask: Any, seq_len: int, kv_len: int) -> tuple[bool, tuple[None, int] | None]:
-    """A `CausalBias` of the whole sequences as causal and window."""
+    """Return the causal flag and the window of a `CausalBias` of the whole sequences."""
     from torch.nn.attention.bias import CausalVariant
 
     sizes = mask.seq_len_q, mask.seq_len_kv

@@ -1,19 +1,6 @@
 """The attention function of transformers layers, as a call of ring attention.
 
-Owns the attention function of the name "ringattn", and how its arguments become options of ring attention. Refuses to know where
-batches come from (batch.py), and which models and options are not supported (support.py).
-
 Legend: b batch, s rows of this rank, n tokens of the whole sequence, h query heads, hk key heads, d and dv head dims.
-
-Note [Attention temperature of Llama 4]
-    Layers of Llama 4 without rotary embeddings scale a query by a factor of its position, which is 1 for the first floor_scale - 1
-    tokens. They count positions themselves, from 0 in each call, whatever position_ids the model was given. So their factor is
-    divided out, and that of the true position is applied. Calls of fewer rows than floor_scale (8192 in published models) were
-    multiplied by 1, and get the bits of one process.
-
-Note [Graph break in decode]
-    A step of a cache is no traceable object, and its attention communicates. Compiled decoder layers (decode_compile.py) therefore
-    break their graph here. Training with a sharding is traceable as a whole.
 """
 
 from __future__ import annotations
@@ -44,19 +31,19 @@ from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
 
 NOT_PASSED = "not passed"
-"""In place of position ids that a model does not pass to attention; None when it passes them and has none."""
+"""Default of position ids: the model does not pass them to attention; None when it passes them and has none."""
 
 _ring_of_one: list[Ring] = []
-_calls = [0]
+_num_calls = [0]
 
 
 def num_attention_calls() -> int:
     """Return how often `attend` was called outside of compiled code."""
-    return _calls[0]
+    return _num_calls[0]
 
 
 def _not_traced_with_step(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Let torch.compile trace calls without a step only (Note [Graph break in decode])."""
+    """Let torch.compile trace calls without a step only: with one, attention communicates, and compiled layers break here."""
     not_traced: Callable[..., Any] = untraced(attend)
 
     @functools.wraps(attend)
@@ -96,32 +83,26 @@ def attend(
         key: `b hk s d`.
         value: `b hk s dv`.
         attention_mask: As returned by `describe_mask`.
-        dropout: Probability of dropping an attention weight. Its seed comes from torch's generator of the CPU: ranks with equal
-            seeds drop what one process drops.
+        dropout: Probability of dropping an attention weight. Ranks with equal seeds of torch's CPU generator drop what one process
+            drops.
         scaling: Factor on q.k; default d ** -0.5.
-        sharding: Rows held by each rank: the keyword `sharding` of the model's call. None: all rows are here.
-        step: New tokens of a cache: the keyword `step` of the model's call. Their keys are stored in the cache, and they attend to
-            what is there (`ringattn.inference.attend`).
+        sharding: Rows held by each rank; the keyword `sharding` of the model's call. None: all rows are here.
+        step: New tokens of a cache; the keyword `step` of the model's call.
         position_ids: `b s` or `1 s`; checked against the sharding.
         is_causal: Whether rows see earlier ones only.
         sliding_window: w: the last w keys; in bidirectional layers the w - 1 to each side.
         softcap: Bound of the soft cap.
         s_aux: `h`: sinks.
-        deterministic: Demand bitwise repeatable gradients.
+        deterministic: Whether gradients must be bitwise repeatable.
         cu_seq_lens_q: Cumulative lengths of packed documents; only without a sharding, which has its own.
         cu_seq_lens_k: The same.
         others: Other keywords of the model's call; refused unless they do not change attention.
 
     Returns:
         `b s h dv` and None.
-
-    Raises:
-        ValueError: Positions, padding or documents do not fit the sharding.
-        NotImplementedError: The model passes something that is not supported, or has unsupported layers; the message names it.
-        RuntimeError: There are several ranks and no sharding.
     """
     if not torch.compiler.is_compiling():
-        _calls[0] += 1
+        _num_calls[0] += 1
     ring = (
         step.cache.ring if isinstance(step, ForwardBatch) else sharding.ring if isinstance(sharding, Sharding) else None
     )
@@ -146,7 +127,7 @@ def attend(
             else:
                 if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
                     raise ValueError(
-                        "cu_seq_lens must be left out when there is a sharding, which knows the documents; "
+                        "cu_seq_lens must be left out when there is a sharding, which has the documents; "
                         "pass the whole batch through shard_batch"
                     )
                 _check_sharded(module, position_ids, sharding, mask, others)
@@ -182,7 +163,7 @@ def attend(
         dropout_p=dropout,
         dropout_seed=seed,
         deterministic=bool(deterministic),
-        # the owner of the query then draws the dropout, forward and backward: right even when ranks differ in their seeds
+        # the owner of the query then draws the dropout in both directions, so ranks may differ in their seeds
         backward="keys" if dropout else "auto",
     )
     if tokens is not None:
@@ -196,7 +177,7 @@ def _check_mask(attention_mask: RingMask | Tensor | None) -> RingMask | None:
     shape = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
     raise NotImplementedError(
         f"the mask of attention must come from ringattn's mask function, got {shape}; give the model a 2-dimensional "
-        "attention_mask, or none. A model that draws its masks itself is not supported"
+        "attention_mask, or none. A model that makes its own masks is not supported"
     )
 
 
@@ -227,14 +208,14 @@ def _unsharded(
     cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
 ) -> Sharding:
-    """Return the sharding of a sequence that is all on this rank."""
+    """Return the sharding of a sequence that is whole on this rank."""
     ranks = default_world_size()
     if ranks > 1:
         raise RuntimeError(
             f"a model must be called with a sharding among {ranks} ranks, got none; call it with shard_batch(batch, ring), or "
             "generate with a RingCache, or pass sharding=Ring(group_of_this_rank_alone).sharding(seq_len) when every rank has "
-            f"whole sequences. Was it called so, then what {type(module).__name__} is a part of hands no keywords on (as StableLM "
-            "and Nemotron do): run this model on one process, with attn_implementation='sdpa'"
+            f"whole sequences. If it was, the parent of {type(module).__name__} does not pass keywords on (as in StableLM "
+            "and Nemotron): run this model on one process, with attn_implementation='sdpa'"
         )
     if torch.compiler.is_compiling():
         raise RuntimeError(
@@ -248,11 +229,7 @@ def _unsharded(
         )
     documents = None
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        if cu_seq_lens_q is None or cu_seq_lens_k is None or not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
-            raise ValueError(
-                "cu_seq_lens_q and cu_seq_lens_k must be equal, got different ones; pass the same documents"
-            )
-        documents = read_cumulative(cu_seq_lens_q, rows)
+        documents = read_cumulative(cu_seq_lens_q, cu_seq_lens_k, rows)
     elif isinstance(position_ids, Tensor) and (mask is None or not (mask.given or mask.causal is False)):
         # as in transformers, where an attention mask means that nothing is packed
         documents = read_documents(position_ids, mask, _layer_index(module))
@@ -281,7 +258,7 @@ def _check_sharded(
         return
     config = getattr(module, "config", None)
     check_supported(config, "model")
-    check_supported(module, "sharded layer")
+    check_supported(module, "layer")
     if position_ids is None:
         raise ValueError(
             "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch"
@@ -314,20 +291,19 @@ def _check_step(
 ) -> None:
     if not isinstance(step, ForwardBatch):
         raise ValueError(
-            f"step must be a ringattn.inference.Step, got {type(step).__name__}; pass what PagedKVCache.extend returned"
+            f"step must be a ForwardBatch, got {type(step).__name__}; pass what PagedKVCache.extend returned"
         )
     if sharding is not None or any(x is not None for x in cu_seq_lens):
         raise ValueError(
-            "sharding and cu_seq_lens must be left out of a call with a step, which says who has which rows of which request"
+            "sharding and cu_seq_lens must be left out of a call with a step, which has the rows of each rank and request"
         )
     if mask is not None and mask.padding is not None:
         raise ValueError(
-            "attention_mask must be left out of a call with a step; say where a request's tokens begin when it joins the cache"
+            "attention_mask must be left out of a call with a step; pass the padding as `first` of PagedKVCache.add_request"
         )
     if not causal:
         raise NotImplementedError(
-            f"layers that keep keys in a cache must be causal, got {type(module).__name__}, which is not; "
-            "use shard_batch for encoders"
+            f"layers with a cache must be causal, got {type(module).__name__}, which is not; use shard_batch for encoders"
         )
     if dropout:
         raise ValueError(f"dropout must be 0 in a call with a step, got {dropout}; call model.eval()")
@@ -338,10 +314,10 @@ def _check_step(
         )
     if not torch.compiler.is_compiling() and attended_before(module.layer_idx):  # pyright: ignore[reportArgumentType]
         raise NotImplementedError(
-            f"a layer must attend once in a call whose keys a cache keeps, got {type(module).__name__} that does so twice, whose "
-            "second values would be kept in place of the first ones; generate on one process with attn_implementation='sdpa'"
+            f"a layer with a cache must attend once in a call, got {type(module).__name__} that does so twice, whose second keys "
+            "would overwrite the first; generate on one process with attn_implementation='sdpa'"
         )
-    check_supported(module, "cached layer")
+    check_supported(module, "layer")
     rows = tuple(query.shape[::2][:2])
     if key.shape[2] != query.shape[2] or rows != (step.batch, max(step.rows, min(1, query.shape[2]))):
         raise ValueError(
@@ -362,7 +338,7 @@ def _attend_with_cache(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    # Note [Ranks without rows] of model_forward.py
+    # a rank without rows computes one padding row (model_forward.py)
     q, k, v = (x.transpose(1, 2)[:, : step.rows] for x in (query, key, value))
     layer: Any = module.layer_idx
     options: dict[str, Any] = {"window": window, "chunk_len": chunk_len, "sinks": sinks}
@@ -376,10 +352,13 @@ def _has_temperature(module: nn.Module) -> bool:
 
 
 def _apply_temperature(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Scale queries `b h s d` for their positions `b s` or `1 s` (Note [Attention temperature of Llama 4])."""
+    """Scale queries `b h s d` of Llama 4 for their positions `b s` or `1 s`.
+
+    Layers without rotary embeddings scale a query by a factor of its position, which they count from 0 in each call, whatever
+    position_ids the model was given. So their factor is divided out, and that of the true position is applied.
+    """
     if positions.shape[1] != query.shape[2]:
-        # a rank without rows, and its padding row
-        return query
+        return query  # the padding row of a rank without rows
     counted = torch.arange(query.shape[2], device=query.device)
     wanted, was = (
         torch.log1p(torch.floor((place.float() + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0

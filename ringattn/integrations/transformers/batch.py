@@ -1,6 +1,4 @@
-"""A whole batch in, this rank's shard of it out.
-
-Owns how each entry of a batch is sharded, and the number of labels. Refuses to know models and how attention is computed.
+"""Sharding of batches: each rank's rows of every entry, and the number of labels of the whole batch.
 
 Note [Loss of a shard]
     A model averages the loss over the labels of its input, and ranks have different numbers of labels. So the batch contains a
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ringattn.integrations.transformers.positions import read_cumulative, read_documents
+from ringattn.integrations.transformers.positions import document_positions, read_cumulative, read_documents
 from ringattn.integrations.transformers.support import check_supported
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
@@ -29,7 +27,7 @@ IGNORE_INDEX = -100
 """Label of a token that is not predicted, as in transformers."""
 
 COMPARED = 2
-"""Batches of a ring whose tokens are compared between ranks: the first ones show mistakes in reading data."""
+"""First batches of a ring whose tokens are compared between ranks, to find mistakes in reading data."""
 
 _ROWS = ("input_ids", "inputs_embeds", "token_type_ids")
 _KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "return_loss")
@@ -68,9 +66,9 @@ def shard_batch(
         sharding, the `attention_mask` of the whole sequence, `num_items_in_batch`, `use_cache` False, and `sharding`.
 
     Raises:
-        ValueError: Entries do not fit each other, ranks pass different tokens, or a rank would get no row; other ranks raise it
+        ValueError: Entries do not fit each other, ranks pass different tokens, or a rank would get no row. Other ranks raise it
             when they compare their next call.
-        NotImplementedError: An entry cannot be sharded; raised on other ranks like the former.
+        NotImplementedError: An entry cannot be sharded.
 
     Example:
         >>> ids = torch.arange(6)[None]
@@ -112,7 +110,7 @@ def shard_batch(
             )
     _compare(tokens, ring)
     if positions is None:
-        positions = _count(documents, n).to(tokens.device)[None]
+        positions = document_positions(torch.arange(n, device="cpu"), documents or (0,)).to(tokens.device)[None]
     part: dict[str, Any] = {name: batch[name] for name in _KEPT if batch.get(name) is not None}
     part |= {name: sharding.shard(batch[name], dim=1) for name in _ROWS if batch.get(name) is not None}
     part["position_ids"] = sharding.shard(positions, dim=1)
@@ -130,12 +128,9 @@ class RingCollator:
     Args:
         collator: Makes whole batches.
         ring: The ranks that share the sequence.
-        layout: See `shard_batch`.
+        layout: See `shard_batch`, as for the other arguments.
         shift_labels: See `shard_batch`.
         balance: See `shard_batch`.
-
-    Attributes:
-        ring: The ranks that share the sequence.
     """
 
     def __init__(
@@ -166,7 +161,7 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
     unknown = sorted(name for name, entry in batch.items() if name not in known and entry is not None)
     if unknown:
         raise NotImplementedError(
-            f"a batch must have entries that ringattn knows how to shard, got {unknown} too; take them out of the batch, or "
+            f"a batch must have entries that ringattn can shard, got {unknown} too; take them out of the batch, or "
             "shard what belongs to tokens with sharding.shard and add it afterwards"
         )
     for name in (*_ROWS, *_CUMULATIVE, "labels", "shift_labels", "position_ids"):
@@ -188,14 +183,10 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
 
 def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tuple[int, ...] | None:
     """Return the boundaries of packed documents, which must be read before sharding: afterwards every shard looks packed."""
-    cumulative = [batch[name] for name in _CUMULATIVE if batch.get(name) is not None]
     mask = batch.get("attention_mask")
-    if cumulative:
-        if len(cumulative) == 1 or not torch.equal(*cumulative):
-            raise ValueError(
-                "cu_seq_lens_q and cu_seq_lens_k must be equal, got different ones; pass the same documents"
-            )
-        documents = read_cumulative(cumulative[0], n)
+    cu_seq_lens_q, cu_seq_lens_k = (batch.get(name) for name in _CUMULATIVE)
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        documents = read_cumulative(cu_seq_lens_q, cu_seq_lens_k, n)
     elif positions is None:
         return None
     elif mask is None:
@@ -211,15 +202,6 @@ def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tu
     if documents is not None and mask is not None and not bool(mask.all()):
         raise ValueError("packed documents must come without padding, got an attention_mask with some; leave it out")
     return documents
-
-
-def _count(documents: tuple[int, ...] | None, n: int) -> Tensor:
-    """Return positions as a model would number them, from the start of each document."""
-    positions = torch.arange(n, device="cpu")
-    if documents is None:
-        return positions
-    edges = torch.tensor(documents, device="cpu")
-    return positions - edges[torch.searchsorted(edges, positions, right=True) - 1]
 
 
 def _labels(batch: Mapping[str, Any], sharding: Sharding, shift: bool) -> dict[str, Tensor]:

@@ -1,39 +1,30 @@
 """Model calls with few new tokens over a sharded cache, replayed from CUDA graphs where that is possible.
 
-Owns the static inputs of such calls, which of them are captured and when, and that all ranks decide alike. Refuses to know where
-tokens come from: ring_cache.py, the server and the bench bring them.
-
 Legend: b requests, n new tokens of each.
 
 Note [Replays]
     A call of a model with one token is hundreds of launches, which take the host longer than the device. Captured once in a CUDA
-    graph, they are one launch. A graph reads the addresses that it was captured with, so tokens and the step (`StaticBatch`) are
+    graph, they are one launch. A graph reads the addresses that it was captured with, so tokens and the batch (`StaticBatch`) are
     written in place and the graph is replayed. Its logits stay valid until the next replay, of this or another graph: graphs
     share their memory.
+    A graph has one shape: requests, new tokens, rows of logits. It also serves fewer requests: the other rows have token 0, attend
+    to nothing and are not stored. So a few batch sizes serve all (`batch_sizes`). A graph has memory for a maximum number of blocks
+    of a request on one rank, at least LEAST_BLOCKS. Requests that need more have it captured again.
+    A prompt of a few hundred tokens is replayed too, as a packed batch (Note [Pieces] of inference/static_batch.py), with a number
+    of pieces that doubles from shape to shape. Such mixed calls have pieces of 16 rows, or of a single row, which prompts share
+    with the next tokens of answers; every row then reads the keys before it separately.
 
-Note [Batches]
-    A graph has one shape: requests, new tokens, rows of logits. It also serves fewer requests: the other rows hold token 0, attend
-    to nothing, are stored nowhere, and their logits are dropped. So a few batch sizes serve all (`batch_sizes`). They double as
-    long as a call's time is that of reading the weights. A graph has room for so many blocks of a request on one rank: a power
-    of two, at least LEAST_BLOCKS, and enough for what requests have reserved at capture. Requests that need more have it captured
-    again.
-
-Note [Mixed calls]
-    A prompt of a few hundred tokens is a call with few rows and as many launches as any other, so it is replayed too: as a
-    packed step (Note [Pieces] of inference/static_batch.py), with a number of pieces that doubles from shape to shape. Prompts,
-    or parts of prompts, share a call as far as there are pieces. In pieces of a single row they share it with the next tokens
-    of answers, which would leave 15 of 16 rows of a larger piece empty; but every row then reads the keys before it separately.
 Note [All ranks alike]
-    Captures and replays follow from numbers that all ranks hold alike. Before a capture the call is made once with no requests,
-    which compiles kernels and lets ranks compare what they have not compared, and once more with waits for the device as errors.
+    Captures and replays follow from numbers that are equal on all ranks. Before a capture the call is made once with no requests,
+    which compiles kernels and makes all outstanding comparisons, and once more with waits for the device as errors.
     Then ranks agree: when one of them cannot capture a call, all make it without a graph, and nothing more is captured. The first
     replay of a graph is compared with a plain call, because a number that a model computes on the host is constant in the graph.
-    Logits that differ by more than rounding end captures likewise.
+    If logits differ by more than rounding, nothing more is captured either.
 
 Note [A replay that does not end]
-    A rank that dies leaves the others in a replay whose all-reduce never ends, and torch's watchdog does not see it. So after a
-    replay the host waits with a timeout (`Ring.synchronize`), before anything blocks to read the result. A caller that
-    enqueues calls before it reads earlier results waits so itself (`awaited=False`).
+    When a rank dies, the replays of the others wait in an all-reduce that never ends, which torch's watchdog does not detect. So
+    after a replay the host waits with a timeout (`Ring.synchronize`), before anything blocks to read the result. A caller that
+    enqueues calls before it reads earlier results waits by itself (`awaited=False`).
 """
 
 from __future__ import annotations
@@ -50,19 +41,17 @@ from torch import Tensor, nn
 
 from ringattn.inference import PagedKVCache, StaticBatch
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
-from ringattn.inference.static_batch import max_blocks_after
 from ringattn.integrations.transformers.model_forward import forward_step, rms_difference
 from ringattn.transport.timeout import EventPair
 
 LEAST_BLOCKS = 1024
-"""Blocks of a request on one rank for which a first graph has room."""
+"""Blocks of a request on one rank that a first graph has memory for."""
 PACKED_BLOCKS = 16384
-"""The same for mixed calls, which are not captured again: longer contexts are prompts for the ring."""
+"""The same for mixed calls, which are not captured again: longer contexts are prefilled on all ranks."""
 DOUBLED = 64
-"""Batch sizes double up to this one, and then grow by it (Note [Batches])."""
+"""Batch sizes double up to this one, as long as a call's time is that of reading the weights, and then grow by it."""
 ROW_TOKENS = 8192
-"""Tokens of a request on one rank for which mixed calls in pieces of one row have room, in blocks that are half full; each row
-has blocks of its own."""
+"""Tokens of a request on one rank in mixed calls with pieces of one row, if blocks are half full; each row has its own blocks."""
 MAX_GRAPHS = 16
 """Shapes that are captured by default."""
 
@@ -75,10 +64,7 @@ class GraphCapturer(Protocol):
     """Captures a call so that it can be replayed at the same addresses."""
 
     def capture(self, call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], EventPair | None]]:
-        """Capture a call, after calling it to warm up.
-
-        Args:
-            call: Reads and writes at fixed addresses.
+        """Capture a call that reads and writes at fixed addresses, after calling it to warm up.
 
         Returns:
             The result of the call, and a function that computes it again in place. That function returns the events at its begin
@@ -91,11 +77,7 @@ class GraphCapturer(Protocol):
 
 
 class CUDAGraphCapturer:
-    """Captures CUDA graphs that share one memory pool.
-
-    Args:
-        device: Device of all calls.
-    """
+    """Captures CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -123,8 +105,7 @@ class CUDAGraphCapturer:
                 out = call()
         except Exception as error:
             torch.cuda.synchronize(self._device)
-            _reset_generator(self._device)
-            _end_allocation_to_pool(self._device, self._pool)
+            _recover_from_failed_capture(self._device, self._pool)
             self._pool = torch.cuda.graph_pool_handle()  # torch refuses one without graphs
             lines = str(error).strip().splitlines() or ["no message"]
             raise CaptureError(f"{type(error).__name__}: {lines[0]}") from error
@@ -156,26 +137,21 @@ def _syncs_are_errors() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _reset_generator(device: torch.device) -> None:
-    """Reset a device's random generator, which a failed capture may leave in capture state."""
+def _recover_from_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Reset what torch leaves in capture state: a device's random generator, and the allocator's redirection to a graph pool.
+
+    While redirected, `torch.cuda.empty_cache` raises, and so does the end of the process; torch has no public function for it.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     generator = torch.cuda.default_generators[index]
     generator.graphsafe_set_state(generator.clone_state())
-
-
-def _end_allocation_to_pool(device: torch.device, pool: tuple[int, int]) -> None:
-    """End the allocator's redirection to a graph pool, which torch leaves open when a capture ends in an error.
-
-    While it is open, `torch.cuda.empty_cache` raises, and so does the end of the process; torch has no public function for it.
-    """
-    index = torch.cuda.current_device() if device.index is None else device.index
     with contextlib.suppress(AttributeError, RuntimeError):  # another torch; no capture is open
         torch._C._cuda_endAllocateToPool(index, pool)
         torch._C._cuda_releasePool(index, pool)
 
 
 def batch_sizes(most: int) -> tuple[int, ...]:
-    """Return batch sizes that serve all up to the largest one (Note [Batches]).
+    """Return batch sizes that serve all up to the largest one.
 
     Example:
         >>> batch_sizes(48)
@@ -190,14 +166,7 @@ def batch_sizes(most: int) -> tuple[int, ...]:
 
 
 def capture_obstacle(model: nn.Module, cache: PagedKVCache) -> str | None:
-    """Return why calls of a model over a cache cannot be captured, as far as that is known before; None when they may be.
-
-    Collective over the ring: its exchange is made at the first use.
-
-    Args:
-        model: The model.
-        cache: The cache.
-    """
+    """Return why calls of a model over a cache cannot be captured, as far as that is known; collective at its first use."""
     device = cache.device
     if device.type != "cuda":
         return f"graphs need a GPU, and the cache is in {device.type} memory"
@@ -213,14 +182,8 @@ def capture_obstacle(model: nn.Module, cache: PagedKVCache) -> str | None:
 def select_capturer(graphs: bool | GraphCapturer | None, model: nn.Module, cache: PagedKVCache) -> GraphCapturer | None:
     """Return the capturer for calls of a model over a cache; collective over the ring.
 
-    Args:
-        graphs: True: CUDA graphs; False: none; None: CUDA graphs on GPUs where they are possible, with a warning where not; or a
-            capturer to use.
-        model: The model.
-        cache: The cache.
-
-    Raises:
-        ValueError: Graphs are demanded where there can be none.
+    graphs: True: CUDA graphs, or an error; False: none; None: CUDA graphs on GPUs where they are possible, with a warning where
+    not; or a capturer to use.
     """
     if graphs is False or not isinstance(graphs, bool | None):
         return None if graphs is False else graphs
@@ -231,18 +194,17 @@ def select_capturer(graphs: bool | GraphCapturer | None, model: nn.Module, cache
         return CUDAGraphCapturer(cache.device)
     if graphs:
         raise ValueError(f"graphs must be False or left out where calls can not be captured, got True: {why}")
-    warnings.warn(f"decoding goes without CUDA graphs: {why}", stacklevel=2)
+    warnings.warn(f"decoding runs without CUDA graphs: {why}", stacklevel=2)
     return None
 
 
 class _Shape(NamedTuple):
-    """Shape of the calls that a graph serves.
+    """Shape of the calls that a graph serves: packed calls have last 0, pieces in place of requests, and `requests` at most.
 
     Attributes:
         batch: Requests, or pieces.
         new: New tokens of each.
-        last: Last tokens of each whose logits are wanted; 0: packed requests, of each the last token.
-        requests: Packed: maximum number of requests.
+        last: Last tokens of each whose logits are wanted.
     """
 
     batch: int
@@ -261,13 +223,11 @@ class _Captured:
     """One captured call.
 
     Attributes:
-        step: Its static step.
-        tokens: Its tokens: `batch new` int64; packed: `1 (batch new)`.
+        tokens: `batch new` int64; packed: `1 (batch new)`.
         wanted: Rows whose logits it writes; packed: `requests` int64, read by the graph.
-        logits: Its output: `batch last vocab`; packed: `1 requests vocab`.
-        replay: Runs it again; returns the events at its begin and end.
+        logits: `batch last vocab`; packed: `1 requests vocab`.
         kind: Output type of the model.
-        checked: Its first replay was compared with a plain call.
+        checked: Whether its first replay was compared with a plain call.
     """
 
     step: StaticBatch
@@ -289,7 +249,7 @@ class CUDAGraphRunner:
         cache: The cache of the requests.
         capturer: Captures calls; None: all calls are plain.
         batches: Batch sizes, ascending (`batch_sizes`); None: each batch size has a graph of its own.
-        pieces: Numbers of pieces of mixed calls, ascending (Note [Mixed calls]); none: prompts are not replayed.
+        pieces: Numbers of pieces of mixed calls, ascending; none: prompts are not replayed.
         rows: Numbers of rows of mixed calls in pieces of one row, ascending; none: there are no such calls. They take as many
             requests as the largest of `batches`.
         capture_at: Occurrence of a shape at which it is captured. A capture takes about as long as three calls.
@@ -344,11 +304,7 @@ class CUDAGraphRunner:
         return max((shape.batch for shape in self._graphs if shape.packed and shape.new == 1), default=0)
 
     def prepare(self, new: int = 1) -> None:
-        """Capture all batch sizes and numbers of pieces, so that no later call waits for it.
-
-        Args:
-            new: New tokens of each request.
-        """
+        """Capture all batch sizes with `new` tokens per request and all mixed calls, so that no later call waits for it."""
         # the largest first: the others reuse its memory
         for shape in reversed([*(_Shape(batch, new, 1) for batch in self._batches or ()), *self._packed]):
             if self.refusal is None and shape not in self._graphs:
@@ -372,16 +328,11 @@ class CUDAGraphRunner:
             tokens: `b n` int64, 1 <= n <= 16, the same on every rank, on any device.
             positions: `b n` or `1 n`: positions for rotary embeddings; None: those of the tokens in their requests.
             last: Number of last tokens whose logits are wanted, at least 1.
-            same_length: As in `PagedKVCache.extend`.
+            same_length: See `PagedKVCache.extend`.
 
         Returns:
             The output of the model, with logits `b last vocab`, the same bits on every rank. After a replay it has nothing else,
             and the next call overwrites the logits.
-
-        Raises:
-            ValueError: See `PagedKVCache.extend`.
-            CacheFull: See `PagedKVCache.extend`.
-            RuntimeError: A rank did not join within the ring's timeout; of a replay see `Ring.synchronize`.
         """
         b, new = tokens.shape
         captured = self._find(requests, new, last)
@@ -393,16 +344,14 @@ class CUDAGraphRunner:
         captured.tokens[:b].copy_(_pinned(tokens, captured.tokens), non_blocking=True)
         if positions is not None:
             captured.step.positions[:b].copy_(positions)
-        logits = self._replay(captured, "decoding step", f"{b} requests, {new} new tokens each")[:b]
-        if not captured.checked:
-            logits = self._check(captured, logits)
-        return captured.kind(logits=logits)
+        logits = self._replay(captured, "decode step", f"{b} requests, {new} new tokens each")
+        return captured.kind(logits=logits[:b] if captured.checked else self._check(captured, logits[:b]))
 
     @torch.no_grad()
     def run_mixed(
         self, requests: Sequence[int], counts: Sequence[int], tokens: Tensor, *, piece: int = MAX_DECODE_TOKENS
     ) -> Tensor | None:
-        """Append short prompts, parts of prompts or next tokens, and compute the logits of their last tokens (Note [Mixed calls]).
+        """Append short prompts, parts of prompts or next tokens, and compute the logits of their last tokens (Note [Replays]).
 
         Args:
             requests: The requests.
@@ -411,12 +360,7 @@ class CUDAGraphRunner:
             piece: Rows of the pieces into which requests are cut: 1 when many bring one token.
 
         Returns:
-            Logits `requests vocab`, the same bits on every rank, which the next call overwrites; None: no captured call has room
-            for them, and nothing was done.
-
-        Raises:
-            ValueError: See `PagedKVCache.extend`.
-            RuntimeError: See `run`.
+            Logits `requests vocab`, which the next call overwrites; None: they fit into no captured call, and nothing was done.
         """
         pieces, many = sum(-(-count // piece) for count in counts), len(requests)
         found = [
@@ -426,7 +370,7 @@ class CUDAGraphRunner:
         ]
         captured = min(found, key=lambda one: one.step.tiles[0], default=None)
         allocator = self._cache.allocator
-        if captured is None or max_blocks_after(allocator, requests, max(counts)) > captured.step.max_blocks:
+        if captured is None or allocator.max_blocks_after(requests, max(counts)) > captured.step.max_blocks:
             return None
         self._check_ring()
         step = captured.step
@@ -439,9 +383,7 @@ class CUDAGraphRunner:
         captured.wanted[: len(lasts)].copy_(_pinned(lasts, captured.wanted), non_blocking=True)
         described = f"{len(requests)} requests, {sum(counts)} new tokens"
         logits = self._replay(captured, "step of short prompts", described)[:, : len(requests)]
-        if not captured.checked:
-            logits = self._check(captured, logits)
-        return logits[0]
+        return (logits if captured.checked else self._check(captured, logits))[0]
 
     def _call(self, step: Any, tokens: Tensor, positions: Tensor, wanted: range | Tensor) -> Any:
         return forward_step(self._forward, step, {"input_ids": tokens}, positions, wanted)
@@ -451,7 +393,7 @@ class CUDAGraphRunner:
         self._cache.ring.partial_reducer(self._cache.device).check()
 
     def _replay(self, captured: _Captured, name: str, described: str) -> Tensor:
-        """Return all logits of a call whose inputs are written (Note [A replay that does not end]); the texts are for errors."""
+        """Replay a call whose inputs are written, and return all logits; the texts are for errors."""
         events, ring = captured.replay(), self._cache.ring
         self._replays += 1
         if ring.world_size > 1 and (self._awaited or not captured.checked):
@@ -468,7 +410,7 @@ class CUDAGraphRunner:
             return None
         shape = _Shape(batch, new, last)
         allocator = self._cache.allocator
-        blocks = max_blocks_after(allocator, requests, new)
+        blocks = allocator.max_blocks_after(requests, new)
         found = self._graphs.get(shape)
         if found is not None and blocks <= found.step.max_blocks:
             return found
@@ -478,7 +420,7 @@ class CUDAGraphRunner:
         if found is None and self._occurrences[shape] < self._capture_at:
             return None
         ahead = max(allocator.reserved(request) - allocator.length(request) for request in requests)
-        return self._capture(shape, max(blocks, max_blocks_after(allocator, requests, ahead)))
+        return self._capture(shape, max(blocks, allocator.max_blocks_after(requests, ahead)))
 
     def _capture(self, shape: _Shape, blocks: int) -> _Captured | None:
         """Capture a shape with room for so many blocks; None when a rank cannot (Note [All ranks alike])."""
@@ -487,17 +429,17 @@ class CUDAGraphRunner:
         self._graphs.pop(shape, None)
         cache = self._cache
         if shape.packed:
-            room = min(blocks, cache.allocator.pages + 1)
+            max_blocks = min(blocks, cache.allocator.pages + 1)
         else:
-            room = min(LEAST_BLOCKS, cache.allocator.pages + 1)
-            while room < blocks:
-                room *= 2
+            max_blocks = min(LEAST_BLOCKS, cache.allocator.pages + 1)
+            while max_blocks < blocks:
+                max_blocks *= 2
         kinds: list[Callable[..., Any]] = []
         made, why = None, ""
         # tensors that are written in place must not be inference tensors of the first caller
         with torch.inference_mode(False), torch.no_grad():
             step = cache.static_batch(
-                shape.batch, shape.new, max_tokens=cache.capacity_tokens, max_blocks=room, packed=shape.packed
+                shape.batch, shape.new, max_tokens=cache.capacity_tokens, max_blocks=max_blocks, packed=shape.packed
             )
             tokens = torch.zeros(step.batch, step.rows, dtype=torch.int64, device=cache.device)
             wanted = (
@@ -519,7 +461,7 @@ class CUDAGraphRunner:
         if not cache.ring.all_reduce_min(int(made is not None)):
             self._refuse(why or "another rank could not capture a call", own=bool(why))
             return None
-        assert made is not None, "the least of all ranks is not more than this one's"
+        assert made is not None, "a minimum of 1 includes this rank"
         self._graphs[shape] = made
         return made
 
@@ -535,14 +477,14 @@ class CUDAGraphRunner:
             return found
         self._graphs = {shape: one for shape, one in self._graphs.items() if one is not captured}
         here = f"a replay's logits differ from a plain call's by {difference:.2g} where these are of {size:.2g}"
-        self._refuse("another rank was answered wrongly" if good else f"wrong answer: {here}", own=not good)
+        self._refuse("another rank got wrong logits" if good else f"wrong answer: {here}", own=not good)
         return plain
 
     def _refuse(self, why: str, own: bool) -> None:
         """Capture nothing more; warn on the rank that has the reason and on rank 0."""
         self.refusal = why
         if own or self._cache.ring.rank == 0:
-            warnings.warn(f"decoding goes on without more CUDA graphs: {why}", stacklevel=2)
+            warnings.warn(f"decoding continues without more CUDA graphs: {why}", stacklevel=2)
 
 
 def _pinned(tokens: Tensor, target: Tensor) -> Tensor:

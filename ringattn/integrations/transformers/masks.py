@@ -1,20 +1,6 @@
 """The mask function of transformers, which returns a description instead of a tensor.
 
-Owns the mask function of the name "ringattn" and the record it returns, which transformers passes to attention untouched. Refuses
-to make a mask tensor: transformers numbers the rows of a shard 0, 1, 2, ..., so its masks of them would be wrong.
-
-Note [Probing a mask function]
-    Models compose mask functions of causal, window, chunk and packing parts, and some add parts of their own (blocks of image
-    tokens that see each other). A composed function does not expose its parts. Evaluated at neighbouring rows it shows whether
-    any row sees the next one: a causal part forbids that, blocks allow it. transformers does not distinguish a shard from packed
-    documents, and may hide any two rows from each other that are not neighbours in the sequence. So a hidden pair proves
-    nothing, and a visible pair does.
-
-Note [Parts by name]
-    A result is a value on the device, and waiting for it is an error while a CUDA graph is captured; a replay would not evaluate
-    it again either. So functions that transformers composed of its own causal part, windows and chunks are recognised by the
-    names of their parts, which are complete and the same in every replay. Only others are evaluated, in every forward; they are
-    refused during a capture.
+It makes no mask tensor, because transformers numbers the rows of a shard 0, 1, 2, ..., so its masks of them would be wrong.
 """
 
 from __future__ import annotations
@@ -27,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-_UNTOUCHED = "a model must hand its mask to transformers' attention interface untouched"
+_UNTOUCHED = "a model must pass its mask to transformers' attention interface unchanged"
 _INSTEAD = "it computes attention itself: use attn_implementation='eager' or 'sdpa' for this model"
 
 
@@ -44,7 +30,7 @@ class RingMask:
         window: Tokens to each side that a row sees in a bidirectional window; None when unknown.
         local_size: Size of a sliding window or of chunks, in tokens; None for neither.
         chunked: Whether local_size is that of chunks; None when the config allows both.
-        overlay: Part that the model added to the mask, as text for a message; empty for none.
+        overlay: Part that the model added to the mask, for a message; empty for none.
     """
 
     padding: Tensor | None = None
@@ -78,7 +64,7 @@ def describe_mask(
     config: Any = None,
     **others: Any,
 ) -> RingMask:
-    """Mask function of the name "ringattn".
+    """Describe a mask: the mask function of the name "ringattn".
 
     Args:
         batch_size: Batch elements.
@@ -87,17 +73,11 @@ def describe_mask(
         local_size: Size of a sliding window or of chunks, in tokens.
         config: The model's config.
         others: Sizes and offsets, which must be those of a call without a cache, and hints for other implementations.
-
-    Returns:
-        The description of the mask.
-
-    Raises:
-        NotImplementedError: The mask has a form that is not supported; the message names it.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         raise NotImplementedError(
             f"attention_mask must be 2-dimensional, batch x whole sequence, got shape {tuple(attention_mask.shape)}; "
-            "ringattn draws causal, window and padding masks itself"
+            "ringattn makes causal, window and padding masks itself"
         )
     _refuse_caches(attention_mask, others)
     bidirectional = "allow_is_bidirectional_skip" in others
@@ -132,33 +112,33 @@ def _refuse_caches(attention_mask: Tensor | None, others: dict[str, Any]) -> Non
 
 
 def _read_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, tuple[tuple[int, int], ...] | None]:
+    """Return the mask as bool, None without padding, and the (start, stop) of each row's tokens; None if a row has a hole."""
     if attention_mask is None:
         return None, None
     padding = attention_mask.to(torch.bool)
     if torch.compiler.is_compiling():
         return padding, None
-    lengths = _token_spans(padding)
-    whole = (0, padding.shape[1])
-    if lengths is not None and all(span == whole for span in lengths):
-        return None, None
-    return padding, lengths
-
-
-def _token_spans(padding: Tensor) -> tuple[tuple[int, int], ...] | None:
-    """Return the (start, stop) of the tokens of each row; None when a row has a hole."""
-    count = padding.sum(-1)
     first = padding.int().argmax(-1)
     end = padding.shape[-1] - padding.flip(-1).int().argmax(-1)
-    rows = torch.stack([first, end, count], -1).tolist()
+    rows = torch.stack([first, end, padding.sum(-1)], -1).tolist()
     if any(count and stop - start != count for start, stop, count in rows):
-        return None
-    return tuple((start, stop) if count else (0, 0) for start, stop, count in rows)
+        return padding, None
+    lengths = tuple((start, stop) if count else (0, 0) for start, stop, count in rows)
+    is_whole = all(span == (0, padding.shape[1]) for span in lengths)
+    return (None, None) if is_whole else (padding, lengths)
 
 
 def _read_order(
     mask_function: Callable[..., Any] | None, batch_size: int, attention_mask: Tensor | None, others: dict[str, Any]
 ) -> tuple[bool | None, str]:
-    """Return whether a mask is causal, and what the model added to it (Note [Probing a mask function])."""
+    """Return whether a mask is causal, and what the model added to it.
+
+    Models compose mask functions of causal, window, chunk and packing parts, and some add parts of their own (blocks of image
+    tokens that see each other). Functions that transformers composed of its own parts are recognised by name, which works while a
+    CUDA graph is captured. Others are evaluated at neighbouring rows: a causal mask hides the next row, blocks show it.
+    transformers does not distinguish a shard from packed documents, and may hide any two rows that are not neighbours in the
+    sequence, so a hidden pair proves nothing.
+    """
     added = bool(others.get("use_vmap"))
     if mask_function is not None and not torch.compiler.is_compiling() and _is_composed_by_transformers(mask_function):
         return True, ""
@@ -188,7 +168,7 @@ def _read_order(
 
 
 def _is_composed_by_transformers(mask_function: Callable[..., Any]) -> bool:
-    """Return whether a function is transformers' causal one, with or without a window or chunks (Note [Parts by name])."""
+    """Return whether a function is transformers' causal one, with or without a window or chunks."""
     if getattr(mask_function, "__module__", None) != "transformers.masking_utils":
         return False
     name = mask_function.__qualname__.partition(".")[0]
@@ -210,7 +190,7 @@ def _is_captured(device: torch.device) -> bool:
 
 
 def _reach(mask_function: Callable[..., Any] | None, local_size: int | None) -> int | None:
-    """Return the tokens to each side that a bidirectional window shows; models disagree whether its size counts the last one."""
+    """Return the tokens to each side that a bidirectional window shows; models differ in whether its size counts the last one."""
     if local_size is None or mask_function is None or torch.compiler.is_compiling():
         return None
     zero = torch.zeros((), dtype=torch.long, device="cpu")

@@ -1,22 +1,6 @@
 """Forward of a causal model over a sharded KV cache: this rank's rows in, logits on every rank out.
 
-Owns how a model is called with a step of a cache, and the replacement of forwards by others that were compared with them. Refuses
-to know generation (ring_cache.py) and how requests are scheduled.
-
 Legend: b batch, s rows of this rank, n new tokens per batch element of the model, k rows whose logits are wanted.
-
-Note [Ranks without rows]
-    Rows of a prefill are assigned in pages, so a rank may get none. Its layers must still run, because the KV shards of other
-    ranks pass through them. Not all model code accepts tensors without rows. Such a rank computes one padding row, whose keys are
-    not stored and whose attention output is 0.
-
-Note [Wanted rows]
-    In a prefill one rank holds the last token, and every rank needs its logits. Each rank computes the logits of its wanted rows
-    and leaves the others zero. In the all-reduce every number is added to zeros only, so the sum is exact.
-
-Note [Replicated rows]
-    In decode all ranks compute the same rows, to the same bits. Parts of a model may then use tensor parallelism
-    (tensor_parallel.py). They read `replicated_rows_ring`, because a model passes them nothing but rows.
 """
 
 from __future__ import annotations
@@ -56,13 +40,17 @@ def replicated_rows(ring: Ring | None) -> Iterator[None]:
 
 
 def replicated_rows_ring() -> Ring | None:
-    """Return the ring whose ranks all compute the current rows (Note [Replicated rows]); None: there is none."""
+    """Return the ring whose ranks all compute the current rows, to the same bits; None: there is none.
+
+    Parts of a model may then use tensor parallelism (tensor_parallel.py). A model passes them nothing but rows, so they read it
+    here.
+    """
     return _replicated.get()
 
 
 @contextmanager
 def one_forward() -> Iterator[None]:
-    """Inside is one call of a model, in which each layer attends once."""
+    """Mark one call of a model inside, in which each layer attends once."""
     before = _attended.set(set())
     try:
         yield
@@ -126,11 +114,6 @@ def run_step(model: nn.Module, step: ForwardBatch, tokens: Tensor, *, wanted: Se
     Raises:
         ValueError: The tokens are not those that the step counts; other ranks raise when they compare the step.
         RuntimeError: The model does not attend with ringattn.
-
-    Example:
-        >>> step = cache.extend([first, second], [700, 300])  # doctest: +SKIP
-        >>> run_step(model, step, torch.cat([prompt, other]), wanted=[1]).shape  # doctest: +SKIP
-        torch.Size([1, 32000])
     """
     with step.cache.ring.propagate_errors():
         tokens = tokens[None] if tokens.dim() == 1 else tokens
@@ -160,7 +143,7 @@ def forward_step(
     wanted: Sequence[int] | Tensor | None,
     **others: Any,
 ) -> Any:
-    """Call a model with the rows of this rank, and return the logits of the wanted rows of all ranks.
+    """Call a model with the rows of this rank, and return its output with the logits `b k vocab` of the wanted rows of all ranks.
 
     Args:
         forward: The model, or its forward.
@@ -169,18 +152,12 @@ def forward_step(
         positions: `b s` or `1 s`: positions for rotary embeddings, of this rank's rows.
         wanted: Rows among n whose logits are wanted, ascending; None: all. In decode also as `k` int64 on the device, in any order.
         others: Keywords for the model.
-
-    Returns:
-        The output of the model, with logits `b k vocab` that are the same on every rank.
-
-    Raises:
-        RuntimeError: The model does not attend with ringattn.
     """
     device = step.cache.device
     rows = {name: step.take(x.to(device), dim=1) for name, x in inputs.items()}
     positions = positions.to(device)
     if step.rows == 0:
-        # Note [Ranks without rows]
+        # a rank without rows runs its layers on one padding row, because KV shards of other ranks pass through them
         rows = {name: x[:, :1].to(device) for name, x in inputs.items()}
         positions = positions.new_zeros(positions.shape[0], 1)
     new = _new_tokens(step)
@@ -209,7 +186,7 @@ def forward_step(
     if not can_keep:
         logits = logits[:, logits.shape[1] - keep :] if isinstance(keep, int) else logits[:, keep]
     if places is not None:
-        # Note [Wanted rows]
+        # every row is computed on one rank and zero on the others, so the sum is exact
         whole = logits.new_zeros(logits.shape[0], len(wanted), logits.shape[2])
         whole[:, places] = logits
         logits = step.cache.ring.sum(whole)
@@ -244,12 +221,9 @@ def _kept_rows(
 
 
 class BoundPatch:
-    """A method that replaces one of a module's own, and refuses to be copied: a copy would run the first module's weights.
+    """A method that replaces one of a module, with its name and signature, and raises when it is copied.
 
-    Args:
-        call: The new method.
-        original: The method whose name and signature it takes.
-        refusal: Message of the error that copying raises.
+    A copy would run the first module's weights.
     """
 
     def __init__(self, call: Callable[..., Any], original: Callable[..., Any], refusal: str) -> None:
@@ -271,16 +245,21 @@ def untraced(function: Function, *, nested: bool = True) -> Function:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether someone else observes a module's calls or has replaced its forward."""
+    """Return whether a module has hooks, or its forward was replaced by other code."""
     replaced = not isinstance(vars(module).get("forward"), BoundPatch | None)
     return replaced or hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def failure_on_any_rank(failure: str, ring: Ring) -> str:
-    """Return this rank's failure, or that another rank has one; empty when none has. Collective over the ring."""
-    if ring.all_reduce_min(int(not failure)):
-        return ""
-    return failure or "another rank failed"
+def failure_on_any_rank(failure: str, ring: Ring, what: str = "", digest: str = "") -> str:
+    """Return this rank's failure, or that another rank failed or has another digest; else empty. Collective over the ring."""
+    if not ring.all_reduce_min(int(not failure)):
+        return failure or "another rank failed"
+    try:
+        if what:
+            ring.assert_equal_across_ranks(what, digest)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def describe_error(error: Exception) -> str:

@@ -1,25 +1,10 @@
-"""Position ids: whether they match the sharding, which packed documents they describe, and RoPE scaling limits.
-
-Owns reading position ids, and the config of rotary and learned position embeddings. Refuses to correct positions or to rotate.
-
-Note [Position ids are read once]
-    Reading values from a GPU makes the host wait. So a result is kept as long as the tensor lives: all layers of a forward, and
-    their recomputation, pass the same tensor. Results are kept per mask, of which a forward makes one per kind of layer; masks
-    without padding are equal. A tensor made in inference mode does not record writes, so its results serve one forward: layers
-    that have the very same mask and whose numbers grow. Under `torch.compile` values cannot be read, and only shapes are checked.
-
-Note [RoPE frequencies that depend on the length]
-    Models with rope_type 'longrope' or 'dynamic' choose frequencies by the last position of a call. A rank is called with its
-    own rows, so its last position is not that of the sequence. Its queries and keys may then be rotated differently from those
-    of other ranks. 'longrope' has one set of frequencies up to a length and another one beyond it: results are right when all
-    ranks are on the same side. The frequencies of 'dynamic' depend on the exact length beyond the trained one.
-"""
+"""Position ids: whether they match the sharding, which packed documents they describe, and RoPE scaling limits."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,37 +36,40 @@ def max_learned_positions(model: Any) -> int | None:
 
 
 class _LastRead:
-    """Results for the last tensor that was read, by mask (Note [Position ids are read once])."""
+    """Results for the last tensor that was read, by mask: reading values from a GPU makes the host wait.
+
+    All layers of a forward, and their recomputation, pass the same tensor. Results are kept per mask, of which a forward makes one
+    per kind of layer; masks without padding are equal. A tensor made in inference mode does not record writes, so its results
+    serve one forward: layers that have the very same mask and whose numbers grow.
+    """
 
     def __init__(self) -> None:
         self._tensor: weakref.ref[Tensor] | None = None
         self._version: float = -1
         self._results: weakref.WeakKeyDictionary[RingMask, Any] = weakref.WeakKeyDictionary()
 
-    def of(self, tensor: Tensor, layer: int | None) -> weakref.WeakKeyDictionary[RingMask, Any]:
-        """Return the results that are still valid for a tensor; new ones are added to the dictionary."""
+    def of(
+        self, tensor: Tensor, mask: RingMask | None, layer: int | None
+    ) -> tuple[weakref.WeakKeyDictionary[RingMask, Any], RingMask]:
+        """Return the results that are still valid for a tensor, to which new ones are added, and the key of a mask."""
         same = self._tensor is not None and self._tensor() is tensor
         if tensor.is_inference():
             now = math.inf if layer is None else layer
             same = same and self._version < now < math.inf
+            # without a mask nothing identifies the forward: a result under a new key is dropped at once
+            key = RingMask() if mask is None else mask
         else:
             now = tensor._version
             same = same and self._version == now
+            key = _UNPADDED if mask is None or mask.padding is None else mask
         self._version = now
         if not same:
             self._tensor, self._results = weakref.ref(tensor), weakref.WeakKeyDictionary()
-        return self._results
+        return self._results, key
 
 
 _checked = _LastRead()
 _packed = _LastRead()
-
-
-def _key(tensor: Tensor, mask: RingMask | None) -> RingMask:
-    if tensor.is_inference():
-        # without a mask nothing identifies the forward: a result under a new key is dropped at once
-        return RingMask() if mask is None else mask
-    return _UNPADDED if mask is None or mask.padding is None else mask
 
 
 def check_positions(
@@ -92,22 +80,10 @@ def check_positions(
     first_position: int = 0,
     rope_limits: tuple[tuple[str, int], ...] = (),
 ) -> None:
-    """Raise when position ids are not those of this rank's rows.
+    """Raise when position ids `b s` or `1 s` are not those of this rank's rows; under torch.compile only shapes are checked.
 
-    Positions may count from the start of the sequence, of each document, or of each row's first token after padding. Counts that
-    start above 0, as in some encoders, are accepted. Positions of padding are not checked.
-
-    Args:
-        position_ids: `b s` or `1 s`.
-        sharding: Positions held by each rank.
-        mask: Padding.
-        layer: Index of the calling layer; None when it has none.
-        first_position: First position of the model's own numbering.
-        rope_limits: As returned by `rope_scaling_limits`.
-
-    Raises:
-        ValueError: The positions do not match.
-        NotImplementedError: Several positions per token, or ranks would rotate with different frequencies.
+    Positions may count from the start of the sequence, of each document, or of each row's first token after padding, or from
+    `first_position`, the first of the model's own numbering. Positions of padding are not checked.
     """
     if position_ids.dim() != 2:
         raise NotImplementedError(
@@ -121,7 +97,7 @@ def check_positions(
         )
     if torch.compiler.is_compiling():
         return
-    results, key = _checked.of(position_ids, layer), _key(position_ids, mask)
+    results, key = _checked.of(position_ids, mask, layer)
     found = results.get(key)
     if found is not None and found[0] is sharding and found[1:] == (first_position, rope_limits):
         return
@@ -136,7 +112,7 @@ def check_positions(
         raise ValueError(
             f"position_ids must be the global positions of this rank's rows, {_shorten(sharding.positions)}, or count from the "
             f"start of their document or first token, got {_shorten(here[0])} on rank {sharding.rank} of {sharding.world_size}; "
-            "pass the whole batch through shard_batch (a model that is given none numbers the rows of a shard from 0)"
+            "pass the whole batch through shard_batch (a model without position_ids numbers the rows of a shard from 0)"
         )
     if rope_limits:
         check_rope_scaling(rope_limits, rank_end_positions(sharding, int(here.max())))
@@ -147,8 +123,7 @@ def _match(here: Tensor, sharding: Sharding, padding: Tensor | None, first_posit
     positions = sharding.positions.cpu()
     bases = [positions]
     if sharding.documents is not None:
-        edges = torch.tensor(sharding.documents, device="cpu")
-        bases.append(positions - edges[torch.searchsorted(edges, positions, right=True) - 1])
+        bases.append(document_positions(positions, sharding.documents))
     begins = torch.zeros(1, dtype=torch.int64, device="cpu")
     held = torch.ones(1, len(positions), dtype=torch.bool, device="cpu")
     if padding is not None:
@@ -168,6 +143,12 @@ def _match(here: Tensor, sharding: Sharding, padding: Tensor | None, first_posit
     return False
 
 
+def document_positions(positions: Tensor, documents: Sequence[int]) -> Tensor:
+    """Return positions of a sequence as counted from the start of their document; boundaries are cumulative."""
+    edges = torch.tensor(documents, device="cpu")
+    return positions - edges[torch.searchsorted(edges, positions, right=True) - 1]
+
+
 def _shorten(positions: Tensor) -> str:
     shown = positions.tolist()
     return str(shown) if len(shown) <= 6 else f"[{', '.join(map(str, shown[:4]))}, ..., {shown[-1]}]"
@@ -176,17 +157,8 @@ def _shorten(positions: Tensor) -> str:
 def read_documents(
     position_ids: Tensor, mask: RingMask | None = None, layer: int | None = None
 ) -> tuple[int, ...] | None:
-    """Return the cumulative boundaries of documents, where positions do not go on by one; None for one document.
-
-    Args:
-        position_ids: `b n`, of the whole sequence.
-        mask: Mask of the layer.
-        layer: Index of the calling layer; None when it has none.
-
-    Raises:
-        NotImplementedError: Batch elements have different documents.
-    """
-    results, key = _packed.of(position_ids, layer), _key(position_ids, mask)
+    """Return the cumulative boundaries of documents, where positions `b n` do not go on by one; None for one document."""
+    results, key = _packed.of(position_ids, mask, layer)
     if key in results:
         return results[key]
     starts = position_ids.diff(dim=-1) != 1
@@ -201,13 +173,11 @@ def read_documents(
     return found
 
 
-def read_cumulative(cu_seq_lens: Tensor, seq_len: int) -> tuple[int, ...]:
-    """Return the boundaries of documents given as cumulative lengths.
-
-    Raises:
-        ValueError: They do not span the sequence.
-    """
-    found = tuple(int(x) for x in cu_seq_lens.tolist())
+def read_cumulative(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, seq_len: int) -> tuple[int, ...]:
+    """Return the boundaries of documents given as cumulative lengths, which must be equal and span the sequence."""
+    if cu_seq_lens_q is None or cu_seq_lens_k is None or not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal, got different ones; pass the same documents")
+    found = tuple(int(x) for x in cu_seq_lens_q.tolist())
     if len(found) < 2 or found[0] != 0 or found[-1] != seq_len:
         raise ValueError(
             f"cu_seq_lens must go from 0 to the {seq_len} tokens of the sequence, got {found}; "
@@ -238,19 +208,14 @@ def _limits_of(scaling: dict[str, Any], config: Any) -> Iterator[tuple[str, int]
 def rank_end_positions(sharding: Sharding, last: int | None = None) -> list[int]:
     """Return one past the last position of each rank that has rows.
 
-    Args:
-        sharding: Positions held by each rank.
-        last: The last position of this rank, which shows where positions count from; None: from the start of each document.
+    `last`, the last position of this rank, shows where positions count from; None: from the start of each document.
     """
     mine = sharding.rank
-    found = [ends for ends in (_ends_in_documents(sharding), _ends_in_sequence(sharding)) if ends is not None]
+    in_sequence = [shard[-1].last + 1 if shard else 0 for shard in sharding.shards]
+    found = [ends for ends in (_ends_in_documents(sharding), in_sequence) if ends is not None]
     chosen = found[0] if last is None else next((ends for ends in found if ends[mine] == last + 1), found[-1])
     shift = 0 if last is None else last + 1 - chosen[mine]
     return [end + shift for end in chosen if end]
-
-
-def _ends_in_sequence(sharding: Sharding) -> list[int]:
-    return [shard[-1].last + 1 if shard else 0 for shard in sharding.shards]
 
 
 def _ends_in_documents(sharding: Sharding) -> list[int] | None:
@@ -260,22 +225,16 @@ def _ends_in_documents(sharding: Sharding) -> list[int] | None:
         # positions cannot be read: any rank may hold the end of the longest document, or none
         lengths = [stop - start for start, stop in zip(sharding.documents[:-1], sharding.documents[1:], strict=True)]
         return [max(lengths)] + [1] * (len(sharding.shards) - 1)
-    edges, found = torch.tensor(sharding.documents, device="cpu"), list[int]()
-    for positions in map(positions_of, sharding.shards):
-        inside = positions - edges[torch.searchsorted(edges, positions, right=True) - 1]
-        found.append(int(inside.max()) + 1 if len(positions) else 0)
-    return found
+    inside = (document_positions(positions_of(shard), sharding.documents) for shard in sharding.shards)
+    return [int(positions.max()) + 1 if len(positions) else 0 for positions in inside]
 
 
 def check_rope_scaling(rope_limits: Iterable[tuple[str, int]], ends: Iterable[int]) -> None:
     """Raise when ranks or requests of one call would rotate with frequencies that one process would not use.
 
-    Args:
-        rope_limits: As returned by `rope_scaling_limits`.
-        ends: One past the last position, of each rank and each request.
-
-    Raises:
-        NotImplementedError: Frequencies would differ.
+    Models with rope_type 'longrope' or 'dynamic' choose frequencies by the last position of a call, which for a rank is that of
+    its own rows. 'longrope' has one set of frequencies up to a length and another one beyond it, so all `ends` must be on the same
+    side; those of 'dynamic' depend on the exact length beyond the trained one.
     """
     lengths = sorted(set(ends))
     for kind, limit in rope_limits:

@@ -1,8 +1,5 @@
 """`model.generate` on the ranks of a ring, over a KV cache that is sharded between them.
 
-Owns `RingCache`: the cache interface of transformers as calls of a sharded, paged cache, and the model's forward and generate while
-it is entered. Refuses to know attention, and how a call's rows and logits are divided (model_forward.py).
-
     with RingCache(model, ring, max_tokens=100_000) as cache:
         ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
 
@@ -10,28 +7,19 @@ Note [Same tokens on all ranks]
     Every rank runs all of `generate` on the whole inputs, and computes and stores a part of it. That requires all ranks to choose
     the same tokens. Logits are the same bits everywhere, and the random generators of all ranks are set to the state of rank 0's
     when `generate` begins, and by calls outside of it that bring a prompt.
-    Ranks compare their inputs, and a difference is an error on every rank before anything is computed:
-    - when `generate` begins: its arguments;
-    - at its first call of the model, and at any other call with more than a few tokens: tokens, padding, positions, and the rows
-      whose logits are wanted. So do calls outside of `generate` with more than one token.
-    A later call brings tokens that every rank has chosen from the same logits. It sends nothing. Its inputs are recorded and
-    compared together with steps (Note [Recorded results] of consistency.py), once in 17 tokens. The rest is compared with the
-    result when `generate` ends, and when the cache is left. So a rank with other tokens is found by the end, and a result that is
-    returned was the same on all ranks.
-    When such a call raises on one rank alone, that rank publishes the error to the next comparison. So does an error between two
-    calls (in a streamer or a logits processor of one rank). Ranks that are in the all-reduce already wait until the timeout.
-
-Note [Beams]
-    Sequences that continue the same one share its full pages, so beams take no more memory than sequences do: reordering copies
-    at most the last, partly filled page of each.
+    Ranks compare their inputs, and a difference is an error on every rank before anything is computed: the arguments of `generate`
+    when it begins; and tokens, padding, positions and rows of wanted logits at its first call of the model, at any other call with
+    more than a few tokens, and at calls outside of `generate` with more than one token.
+    A later call brings tokens that every rank has chosen from the same logits. Its inputs are recorded and compared together with
+    batches (Note [When ranks compare] of consistency.py). The rest is compared with the result when `generate` ends, and when the
+    cache is left. So a rank with other tokens is found by the end, and a result that is returned was the same on all ranks.
+    When a call, or code between two calls (a streamer, a logits processor), raises on one rank alone, that rank publishes the
+    error to the next comparison. Ranks that are in the all-reduce already wait until the timeout.
 
 Note [Drafts]
     With `assistant_early_exit` the model drafts tokens with its first layers and checks them with all. The keys of the first layers
-    are the same either way. So a draft continues in the cache itself, and the cache is cropped to the old length when it ends: the
-    check brings the draft's tokens again, for all layers. A draft needs no memory, and ranks share its calls like any other.
+    are the same either way. So a draft continues in the cache itself, and the cache is cropped to the old length when it ends.
     transformers would keep the cache of one draft for the next. It is given a `_DraftCache` instead, which is always empty.
-    transformers sets the number of layers in the model's config, and restores it only if no error is raised. So `generate`
-    restores what was changed on the model (`_restored_configs`), however it ends.
 """
 
 from __future__ import annotations
@@ -53,13 +41,7 @@ from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, GraphCapturer, select_capturer
 from ringattn.integrations.transformers.model_forward import BoundPatch, forward_step
 from ringattn.integrations.transformers.positions import max_learned_positions
-from ringattn.integrations.transformers.support import (
-    GenerateCall,
-    check_supported,
-    key_sizes,
-    layer_configs,
-    num_layers,
-)
+from ringattn.integrations.transformers.support import GenerateCall, cache_sizes, check_supported, num_layers
 from ringattn.ring import Ring
 
 CROPS_BY_COUNT = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
@@ -68,11 +50,11 @@ CROPS_BY_COUNT = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
 COPY_REFUSAL = "a model must be copied or saved whole outside of `with RingCache(...)`, got one inside; copy it before"
 
 MAX_SHOWN = 400
-"""Characters of the arguments of generate that an error shows."""
+"""Characters of the arguments of generate that an error message has."""
 _PER_RANK = ("past_key_values", "streamer")
 """Arguments of generate that may differ between ranks: a streamer may be on one rank only."""
 _ADAPTED = ("num_assistant_tokens", "assistant_confidence_threshold")
-"""Entries of the generation config that a call of generate may change for the next one, if asked to."""
+"""Entries of the generation config that a call of generate may change for the next one."""
 _PASSED_ON = ("output_router_logits", "output_attentions")
 
 
@@ -89,19 +71,17 @@ class RingCache(Cache):
         max_tokens: Maximum length of a sequence: prompt, padding and answer.
         batch: Sequences at a time: prompts times beams or returned sequences.
         page_size: Tokens of a page.
-        kv_dtype: As in `PagedKVCache`: torch.float8_e4m3fn halves the memory of 16-bit keys; default the dtype of the model.
-        graphs: Whether calls with few tokens are captured in CUDA graphs at their second occurrence, and replayed (Note [Replays]
-            of cuda_graph_runner.py): None where that is possible, or True, False, or a `GraphCapturer`. A model whose call cannot
-            be captured, or whose replay gives other numbers, goes on without graphs, with a warning.
+        kv_dtype: See `PagedKVCache`: torch.float8_e4m3fn halves the memory of 16-bit keys; default the dtype of the model.
+        graphs: Whether calls with few tokens are captured in CUDA graphs at their second occurrence, and replayed: None where that
+            is possible, or True, False, or a `GraphCapturer`. A model whose call cannot be captured, or whose replay gives other
+            numbers, runs without graphs, with a warning.
 
     Attributes:
-        ring: As given.
-        max_tokens: As given.
         kv: The paged cache; None after the `with`, which frees its memory.
 
     Raises:
         ValueError: A number is less than 1, max_tokens exceeds the learned positions of the model, memory is missing, or graphs
-            are demanded where there can be none; raised on every rank.
+            are required where there can be none; raised on every rank.
         NotImplementedError: Tokens interact in some layers other than by attention, or layers have keys of different sizes.
     """
 
@@ -120,23 +100,20 @@ class RingCache(Cache):
             for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}")
-            layers, kv_heads, head_dim, v_head_dim = cache_sizes(model)
+            sizes = cache_sizes(model)
             positions = max_learned_positions(model)
             if positions is not None and max_tokens > positions:
                 raise ValueError(
                     f"max_tokens must be at most {positions}, the positions that {type(model).__name__} has learned, got "
                     f"{max_tokens}; pass max_tokens={positions}"
                 )
-        super().__init__(layers=[_Layer() for _ in range(layers)])  # pyright: ignore[reportArgumentType]
+        super().__init__(layers=[_Layer() for _ in range(sizes["layers"])])  # pyright: ignore[reportArgumentType]
         self.ring, self.max_tokens = ring, max_tokens
-        # sequences of a batch get their pages from the same ranks
+        # sequences of a batch get their pages on the same ranks
         pages = batch * ceil(ceil(max_tokens / page_size) / ring.world_size)
         self.kv: PagedKVCache | None = PagedKVCache(
             ring,
-            layers=layers,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            v_head_dim=v_head_dim,
+            **sizes,
             dtype=model.dtype,
             pages=pages,
             page_size=page_size,
@@ -149,15 +126,15 @@ class RingCache(Cache):
         self._generating = 0  # nested calls of generate
         self._compared = False  # the current generate has made its first call
         self._calling = False  # a call of the model has begun and has not ended
-        self._forked = False  # sequences were repeated; different ranks may then hold their last pages
+        self._forked = False  # sequences were repeated, so their last pages may be on different ranks
         self._unwrap: Callable[[], None] | None = None
         with ring.propagate_errors():
             self._capturer = select_capturer(graphs, model, self.kv)
-        # neither the cache nor every call compares these
+        # neither the paged cache nor every call compares these
         ring.assert_equal_across_ranks(
             "a RingCache", f"max_tokens={max_tokens}, batch={batch}, CUDA graphs: {self._capturer is not None}"
         )
-        # by number of layers (Note [Drafts]); made with the model's own forward, at the first call
+        # by number of layers (Note [Drafts]); made at the first call
         self._runners: dict[int, CUDAGraphRunner] = {}
 
     def __enter__(self) -> RingCache:
@@ -193,9 +170,7 @@ class RingCache(Cache):
         """Return the maximum length of a sequence."""
         return self.max_tokens
 
-    def get_max_cache_shape(self, layer_idx: int | None = 0) -> int:  # noqa: ARG002
-        """Return the maximum length of a sequence, under its name of 4.x."""
-        return self.max_tokens
+    get_max_cache_shape = get_max_length  # in 4.x
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int | None = 0) -> tuple[int, int]:  # noqa: ARG002
         """Return the keys after a call with so many new tokens (4.x gives their positions), and the index of the first."""
@@ -215,7 +190,7 @@ class RingCache(Cache):
             tokens_to_remove = int(tokens_to_remove)  # it may be a tensor
             if CROPS_BY_COUNT and tokens_to_remove > 0:
                 raise ValueError(
-                    f"crop must be told a negative number of tokens to remove, got {tokens_to_remove}, which earlier releases of "
+                    f"crop must be given a negative number of tokens to remove, got {tokens_to_remove}, which earlier releases of "
                     "transformers took for a length; subtract get_seq_length() from it"
                 )
         by_count = tokens_to_remove < 0 or CROPS_BY_COUNT
@@ -228,7 +203,7 @@ class RingCache(Cache):
         self._requests, self._paddings, self._forked = [], [], False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let sequence i continue sequence beam_idx[i], without a copy (Note [Beams])."""
+        """Let sequence i continue sequence beam_idx[i]; full pages are shared, at most one page per sequence is copied."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -245,24 +220,17 @@ class RingCache(Cache):
     def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: pages stay on their device."""
         raise NotImplementedError(
-            "a RingCache must stay on its device, got a call of offload; use more ranks for more room"
+            "a RingCache must stay on its device, got a call of offload or prefetch; use more ranks for more memory"
         )
 
-    def prefetch(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: pages stay on their device."""
-        raise NotImplementedError(
-            "a RingCache must stay on its device, got a call of prefetch; use more ranks for more room"
-        )
+    prefetch = offload
 
     @property
     def batch_size(self) -> int:
         """Number of sequences; -1 before the first call."""
         return len(self._requests) or -1
 
-    @property
-    def max_batch_size(self) -> int:
-        """Number of sequences; -1 before the first call."""
-        return self.batch_size
+    max_batch_size = batch_size
 
     @property
     def max_cache_len(self) -> int:
@@ -363,7 +331,7 @@ class RingCache(Cache):
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         if self._generating:
             given = _drop_cached(given, name, self._paddings, self.get_seq_length())
-        paddings, compared = self._agree(given, name)
+        paddings, compared = self._compare(given, name)
         new = given[name].to(kv.device)
         n, before = new.shape[1], self.get_seq_length()
         if compared and not self._generating:
@@ -376,12 +344,8 @@ class RingCache(Cache):
         positions = torch.arange(before, before + n, device="cpu")[None] if positions is None else positions
         options = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
         try:
-            if (
-                name == "input_ids"
-                and n <= MAX_DECODE_TOKENS
-                and wanted == list(range(n))[-len(wanted) :]
-                and not any(options.values())
-            ):
+            are_last = wanted == list(range(n))[-len(wanted) :]
+            if name == "input_ids" and n <= MAX_DECODE_TOKENS and are_last and not any(options.values()):
                 out = self._decode(forward, new, positions, len(wanted))
             else:
                 out = self._prefill(forward, name, new, positions, wanted, options)
@@ -427,41 +391,31 @@ class RingCache(Cache):
             out.logits = out.logits.unflatten(1, (b, -1))[0]
         return out
 
-    def _agree(self, given: dict[str, Any], name: str) -> tuple[list[int], bool]:
-        """Return the padding in front of each sequence, and whether ranks compared the call (Note [Same tokens on all ranks]).
-
-        Raises what is wrong, or differs between ranks.
-        """
+    def _compare(self, given: dict[str, Any], name: str) -> tuple[list[int], bool]:
+        """Return the padding in front of each sequence, and whether ranks compared the call (Note [Same tokens on all ranks])."""
         with self.ring.propagate_errors():
-            paddings = self._read(given, name)
+            paddings = self._read_padding(given, name)
         if self.ring.world_size == 1:
             return paddings, True
         new, positions, keep = given[name], given.get("position_ids"), given.get("logits_to_keep", 0)
         b, n = new.shape[:2]
-        few = 1 if not self._generating else MAX_DECODE_TOKENS
-        continues = (
-            bool(self._requests) and n <= few and name == "input_ids" and (self._compared or not self._generating)
-        )
-        options = [
-            keep if isinstance(keep, int) else keep.tolist(),
-            *(bool(given.get(option)) for option in _PASSED_ON),
-        ]
+        few = MAX_DECODE_TOKENS if self._generating else 1
+        continues = self._requests and n <= few and name == "input_ids" and (self._compared or not self._generating)
+        options = [keep if isinstance(keep, int) else keep.tolist(), *(bool(given.get(one)) for one in _PASSED_ON)]
+        placed = [] if positions is None else [positions]
         text = f"{b} sequences, {n} new tokens after {self.get_seq_length()}, options {options}"
         if continues:
-            self._open().consistency.record(text, new, *(() if positions is None else (positions.to(new.device),)))
+            self._open().consistency.record(text, new, *(x.to(new.device) for x in placed))
             return paddings, False
-        numbers = [
-            int(_hash(x))
-            for x in (new, torch.tensor(paddings, device="cpu"), *(() if positions is None else (positions,)))
-        ]
+        numbers = [int(_hash(x)) for x in (new, torch.tensor(paddings, device="cpu"), *placed)]
         self.ring.assert_equal_across_ranks(
-            "what the model is called with", f"{text}, digests of tokens, padding and places {numbers}"
+            "what the model is called with", f"{text}, digests of tokens, padding and positions {numbers}"
         )
         self._compared = True
         return paddings, True
 
-    def _read(self, given: dict[str, Any], name: str) -> list[int]:
-        """Return the padding in front of each sequence, of a call that is supported."""
+    def _read_padding(self, given: dict[str, Any], name: str) -> list[int]:
+        """Check a call, and return the padding in front of each sequence."""
         check_supported(given, "RingCache call")
         if self._model.training and self.ring.world_size > 1:
             raise NotImplementedError(
@@ -491,12 +445,12 @@ class RingCache(Cache):
         paddings = known if mask is None else _padding(mask, b, before + n)
         if self._requests and paddings != known:
             raise ValueError(
-                f"attention_mask must begin with the padding that the cache knows of, {known} tokens by sequence, got {paddings}; "
+                f"attention_mask must begin with the padding of the earlier calls, {known} tokens by sequence, got {paddings}; "
                 "call reset() before other prompts"
             )
         if any(paddings) and n > MAX_DECODE_TOKENS and not self._has_same_owners():
             raise NotImplementedError(
-                f"sequences with padding must be kept by the same ranks to go on with {n} tokens, got some that were repeated; "
+                f"sequences with padding must be on the same ranks to continue with {n} tokens, got some that were repeated; "
                 "call reset() and give the whole prompts again"
             )
         return paddings
@@ -522,14 +476,6 @@ class _DraftCache:
         pass
 
 
-def cache_sizes(model: PreTrainedModel) -> tuple[int, int, int, int]:
-    """Return layers, key/value heads, and the head dims of keys and values; raises for models that one cache cannot serve."""
-    config = model.config.get_text_config(decoder=True)
-    check_supported(config, "model")
-    check_supported(config, "cached model")
-    return num_layers(model), *key_sizes(layer_configs(config)[0])
-
-
 def _wrap(model: PreTrainedModel) -> Callable[[], None]:
     """Route calls of a model with a RingCache through that cache; return a function that undoes it.
 
@@ -540,35 +486,29 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
     spread = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
     generating: list[RingCache] = []
 
-    def call_without(cache: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if generating and cache is None:
-            generating[-1]._calling = True
-            generating[-1].ring.raise_on_all_ranks(
-                NotImplementedError(
-                    f"generation must hand the RingCache to every call of the model, got one of {type(model).__name__} without, "
-                    "which drops a cache at this length to compute all tokens anew (Phi 3 and its kin do beyond "
-                    "original_max_position_embeddings); keep sequences shorter, or use attn_implementation='sdpa' on one process"
-                )
-            )
-        return original(*args, **kwargs)
-
     def forward(*args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
-        if not args and not isinstance(cache, RingCache):
-            return call_without(cache, **kwargs)
-        given = dict(signature.bind(*args, **kwargs).arguments)
-        given |= given.pop(spread, {}) if spread is not None else {}
-        cache = given.get("past_key_values")
+        given = kwargs
+        if args or isinstance(kwargs.get("past_key_values"), RingCache):
+            given = dict(signature.bind(*args, **kwargs).arguments)
+            given |= given.pop(spread, {}) if spread is not None else {}
+        cache, error = given.get("past_key_values"), None
         if not isinstance(cache, RingCache):
-            return call_without(cache, *args, **kwargs)
-        if cache._model is not model:
-            cache._calling = True
-            cache.ring.raise_on_all_ranks(
-                ValueError(
-                    f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
-                    f"another {type(cache._model).__name__}; make each model a RingCache of its own"
-                )
+            if cache is not None or not generating:
+                return original(*args, **kwargs)
+            cache = generating[-1]
+            error = NotImplementedError(
+                f"generation must pass the RingCache to every call of the model, got one of {type(model).__name__} without, "
+                "which drops a cache at this length to compute all tokens anew (Phi 3 and similar models do beyond "
+                "original_max_position_embeddings); keep sequences shorter, or use attn_implementation='sdpa' on one process"
             )
+        elif cache._model is not model:
+            error = ValueError(
+                f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
+                f"another {type(cache._model).__name__}; make each model a RingCache of its own"
+            )
+        if error is not None:
+            cache._calling = True
+            cache.ring.raise_on_all_ranks(error)
         return cache._call(original, given)
 
     wrapped: dict[str, Callable[..., Any]] = {"forward": BoundPatch(forward, original, COPY_REFUSAL)}

@@ -1,10 +1,7 @@
-"""Models, options and keywords of transformers that ring attention does not support: one table.
+"""Models, options and keywords of transformers that ring attention does not support: one table, read by `check_supported`.
 
-Owns these refusals as data: each row finds one unsupported thing in a config, a layer, keywords or options, and has its message.
-`check_supported` reads the table for one purpose. Refuses to know shapes and values of tensors: those are checked where they are
-read (positions.py, masks.py, batch.py, attention.py).
-
-To refuse another model or option, add a row. To support one, remove its row.
+To refuse another model or option, add a row. To support one, remove its row. Shapes and values of tensors are checked where they
+are read (positions.py, masks.py, batch.py, attention.py).
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,37 +26,14 @@ POSITIONS_FROM_PADDING = "create_position_ids_from_input_ids"
 """Function by which RoBERTa and similar models number tokens from padding_idx + 1 on."""
 
 ATTENTION_KEYWORDS = frozenset(
-    {
-        "cache_position",
-        "labels",
-        "logits_to_keep",
-        "max_length_k",
-        "max_length_q",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "shift_labels",
-        "use_cache",
-    }
+    "cache_position labels logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states output_router_logits "
+    "return_dict shift_labels use_cache".split()
 )
 """Keywords that reach attention because models pass on what they are given, and that do not change attention."""
 
 RING_CACHE_KEYWORDS = frozenset(
-    {
-        "attention_mask",
-        "cache_position",
-        "input_ids",
-        "inputs_embeds",
-        "logits_to_keep",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "past_key_values",
-        "position_ids",
-        "return_dict",
-        "use_cache",
-    }
+    "attention_mask cache_position input_ids inputs_embeds logits_to_keep output_attentions output_hidden_states "
+    "output_router_logits past_key_values position_ids return_dict use_cache".split()
 )
 """Keywords of a model call with a RingCache."""
 
@@ -69,28 +43,21 @@ class Unsupported:
     """One row of the table.
 
     Attributes:
+        purpose: Key for `check_supported`.
         find: Returns the unsupported thing in the subject, for the message; None when there is none.
         message: Of the error; `{got}` is what was found, `{subject}` where.
         error: Its type.
     """
 
+    purpose: str
     find: Callable[[Any], Any]
     message: str
     error: type[Exception] = NotImplementedError
 
 
 def check_supported(subject: Any, purpose: str) -> None:
-    """Raise when the table has a row for a purpose that finds something in the subject.
-
-    Args:
-        subject: A config, an attention layer, keywords, options or a trainer, as the purpose says.
-        purpose: Key of `TABLE`.
-
-    Raises:
-        NotImplementedError: There is such a row.
-        ValueError: There is one for an option that the caller can correct.
-    """
-    for row in TABLE[purpose]:
+    """Raise when the table has a row for a purpose that finds something in the subject: a config, a layer, keywords or options."""
+    for row in _BY_PURPOSE[purpose]:
         if (got := row.find(subject)) is not None:
             raise row.error(row.message.format(got=got, subject=subject))
 
@@ -111,15 +78,7 @@ def num_layers(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """The arguments of a call of `generate` with a RingCache.
-
-    Attributes:
-        model: The model.
-        args: Positional arguments.
-        kwargs: Keywords.
-        ranks: Ranks of the ring.
-        cached: Tokens in the cache.
-    """
+    """The arguments of a call of `generate` with a RingCache, with `cached` tokens, on so many ranks."""
 
     model: PreTrainedModel
     args: tuple[Any, ...]
@@ -128,7 +87,7 @@ class GenerateCall:
     cached: int
 
     def option(self, name: str) -> Any:
-        """Return an option, given by keyword, by the generation config of the call, or by that of the model."""
+        """Return an option: given by keyword, by the generation config of the call, or by that of the model."""
         given = self.kwargs.get("generation_config", self.args[1] if len(self.args) > 1 else None)
         sources = (self.kwargs, vars(given) if given is not None else {}, vars(self.model.generation_config))
         return next((x for source in sources if (x := source.get(name)) is not None), None)
@@ -140,14 +99,14 @@ class GenerateCall:
 
     @property
     def max_time(self) -> Any:
-        """Seconds after which the call is to stop."""
+        """Seconds after which the call has to stop."""
         criteria = self.kwargs.get("stopping_criteria", self.args[3] if len(self.args) > 3 else None) or ()
         clocks = [one.max_time for one in criteria if isinstance(one, MaxTimeCriteria)]
         return clocks[0] if clocks else self.option("max_time")
 
     @property
     def new_sequences(self) -> int | None:
-        """Tokens of whole sequences that are given; None when the new tokens alone are, with a mask of all."""
+        """Length of whole sequences if they are given; None for new tokens alone, with a mask of all."""
         named = (self.kwargs.get(name) for name in ("inputs_embeds", "input_ids", "inputs"))
         whole = next((x for x in (*named, *self.args[:1]) if x is not None), None)
         mask = self.kwargs.get("attention_mask")
@@ -155,7 +114,7 @@ class GenerateCall:
 
 
 def _option(name: str, refused: Callable[[Any], bool] = bool) -> Callable[[Any], Any]:
-    """Return what finds a value of a keyword or an attribute that is refused."""
+    """Make a function that finds a refused value of a keyword or an attribute."""
 
     def find(subject: Any) -> Any:
         value = subject.get(name) if isinstance(subject, Mapping) else getattr(subject, name, None)
@@ -165,7 +124,7 @@ def _option(name: str, refused: Callable[[Any], bool] = bool) -> Callable[[Any],
 
 
 def _unknown(known: frozenset[str]) -> Callable[[Mapping[str, Any]], str | None]:
-    """Return what finds a keyword that is not known, unless it has no value."""
+    """Make a function that finds a keyword that is not known, unless it has no value."""
 
     def find(keywords: Mapping[str, Any]) -> str | None:
         for name, value in keywords.items():
@@ -208,16 +167,23 @@ def _counts_from_padding(kind: type[nn.Module]) -> bool:
 
 
 def _unequal_layers(config: Any) -> list[tuple[int, int, int]] | None:
-    sizes = {key_sizes(one) for one in layer_configs(config)}
+    # later releases of 5.x allow layers that differ
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    sizes = set(map(_key_sizes, layers))
     return sorted(sizes) if len(sizes) > 1 else None
 
 
-def layer_configs(config: Any) -> Sequence[Any]:
-    """Return the configs of all layers; later releases of 5.x allow layers that differ."""
-    return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+def cache_sizes(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the sizes of `PagedKVCache` for a model; raises for models that one cache cannot serve."""
+    config = model.config.get_text_config(decoder=True)
+    check_supported(config, "model")
+    check_supported(config, "cached model")
+    layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
+    kv_heads, head_dim, v_head_dim = _key_sizes(layer)
+    return {"layers": num_layers(model), "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
 
 
-def key_sizes(config: Any) -> tuple[int, int, int]:
+def _key_sizes(config: Any) -> tuple[int, int, int]:
     """Return the key/value heads of a layer, and the head dims of keys and values, from its config."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -259,164 +225,155 @@ _SEES_SHARD = (
     "one process"
 )
 
-TABLE: dict[str, tuple[Unsupported, ...]] = {
-    # a config, where ranks share a sequence or a RingCache keeps its keys
-    "model": (
-        Unsupported(
-            _other_layers,
-            "tokens must meet in layers of attention only where ranks share them or a RingCache keeps them, got {got} layers in "
-            "the config of {subject.model_type}; run this model on one process, without a RingCache",
-        ),
+TABLE = (
+    # a config, where ranks share a sequence or use a RingCache
+    Unsupported(
+        "model",
+        _other_layers,
+        "tokens must interact in attention only where ranks share a sequence or use a RingCache, got {got} layers in the "
+        "config of {subject.model_type}; run this model on one process, without a RingCache",
     ),
-    # a config, where a RingCache keeps the keys
-    "cached model": (
-        Unsupported(
-            _unequal_layers,
-            "all layers must have as many key heads, of the same width, for one cache to keep, got {got} (heads, width of keys, of "
-            "values) in the config of {subject.model_type}; use attn_implementation='sdpa' on one process",
-        ),
+    # a config, where a RingCache is used
+    Unsupported(
+        "cached model",
+        _unequal_layers,
+        "all layers must have as many key heads, of the same width, for one cache, got {got} (heads, width of keys, of "
+        "values) in the config of {subject.model_type}; use attn_implementation='sdpa' on one process",
     ),
-    # an attention layer whose rows are sharded
-    "sharded layer": (
-        Unsupported(
-            _without_positions,
-            "a model must take position_ids where ranks share a sequence, got one with {got}, which numbers the rows of each "
-            "rank by itself; run this model on one process, with attn_implementation='sdpa' to generate",
-        ),
-    ),
-    # an attention layer whose keys a cache keeps
-    "cached layer": (
-        Unsupported(
-            _without_positions,
-            "a model must take position_ids where a cache keeps its keys, got one with {got}, which numbers the rows of each "
-            "call by itself; run this model on one process, with attn_implementation='sdpa' to generate",
-        ),
+    # an attention layer whose rows are sharded, or whose keys a cache stores
+    Unsupported(
+        "layer",
+        _without_positions,
+        "a model must take position_ids where ranks share a sequence or a cache stores its keys, got one with {got}, which "
+        "numbers the rows of each call by itself; run this model on one process, with attn_implementation='sdpa' to generate",
     ),
     # an attention layer that does not pass its positions to attention
-    "unchecked positions": (
-        Unsupported(
-            lambda layer: first_learned_position(layer) or None,
-            "a model that counts positions from {got} (padding_idx + 1) must hand them to its attention, to be checked, got one "
-            "with {subject.__class__.__name__}, which does not; run this model on one process",
-        ),
+    Unsupported(
+        "unchecked positions",
+        lambda layer: first_learned_position(layer) or None,
+        "a model that counts positions from {got} (padding_idx + 1) must pass them to its attention, to be checked, got one "
+        "with {subject.__class__.__name__}, which does not; run this model on one process",
     ),
     # the keywords that reach attention
-    "attention": (
-        Unsupported(
-            _option("output_attentions"),
-            "output_attentions must be False: ring attention never has the weights; use attn_implementation='eager'",
-        ),
-        Unsupported(
-            _unknown(ATTENTION_KEYWORDS | {"output_attentions"}),
-            "{got} must be left out: ring attention does not know it; use attn_implementation='eager' for this model",
-        ),
+    Unsupported(
+        "attention",
+        _option("output_attentions"),
+        "output_attentions must be False: ring attention never has the weights; use attn_implementation='eager'",
+    ),
+    Unsupported(
+        "attention",
+        _unknown(ATTENTION_KEYWORDS | {"output_attentions"}),
+        "{got} must be left out: ring attention does not support it; use attn_implementation='eager' for this model",
     ),
     # the same, of a call with a sharding
-    "sharded attention": (
-        Unsupported(
-            _option("use_cache"),
-            "use_cache must be False when there is a sharding, whose keys are kept nowhere; pass use_cache=False, as shard_batch "
-            "does. To generate, use RingCache",
-        ),
+    Unsupported(
+        "sharded attention",
+        _option("use_cache"),
+        "use_cache must be False when there is a sharding, whose keys are not stored; pass use_cache=False, as shard_batch "
+        "does. To generate, use RingCache",
     ),
     # keywords, or else the config, of a call whose rows are on several ranks
-    "sharded router": (
-        Unsupported(
-            _option("output_router_logits"),
-            "output_router_logits must be False where ranks share a sequence, got True: the loss that balances experts would be of "
-            "each rank's tokens alone; leave it out, and set model.config.output_router_logits = False",
-        ),
+    Unsupported(
+        "sharded router",
+        _option("output_router_logits"),
+        "output_router_logits must be False where ranks share a sequence, got True: the loss that balances experts would be of "
+        "each rank's tokens alone; leave it out, and set model.config.output_router_logits = False",
     ),
     # the keywords of a model call with a RingCache
-    "RingCache call": (
+    *(
         Unsupported(
-            _option("use_cache", lambda value: value is False),
-            "use_cache must be True in a call with a RingCache, got False; leave past_key_values out",
-        ),
-        Unsupported(
-            _option("return_dict", lambda value: value is False),
-            "return_dict must be True in a call with a RingCache, got False; leave it out",
-        ),
-        Unsupported(
-            _option("output_hidden_states"),
-            "output_hidden_states must be False in a call with a RingCache, whose ranks have rows of their own each; use "
-            "attn_implementation='sdpa' on one process",
-        ),
-        Unsupported(
-            _unknown(RING_CACHE_KEYWORDS),
-            "{got} must be left out of a call with a RingCache, which does not know how to share it between ranks",
-        ),
+            "RingCache call",
+            _option(name, lambda value: value is False),
+            f"{name} must be True in a call with a RingCache, got False; leave {remedy} out",
+        )
+        for name, remedy in (("use_cache", "past_key_values"), ("return_dict", "it"))
+    ),
+    Unsupported(
+        "RingCache call",
+        _option("output_hidden_states"),
+        "output_hidden_states must be False in a call with a RingCache, whose ranks have different rows; use "
+        "attn_implementation='sdpa' on one process",
+    ),
+    Unsupported(
+        "RingCache call",
+        _unknown(RING_CACHE_KEYWORDS),
+        "{got} must be left out of a call with a RingCache, which cannot share it between ranks",
     ),
     # a call of generate with a RingCache
-    "generate": (
-        Unsupported(
-            lambda call: call.max_time if call.ranks > 1 else None,
-            "max_time must be left out among {subject.ranks} ranks, whose clocks would stop some of them a token before others, "
-            "got {got}; pass max_new_tokens",
-        ),
-        Unsupported(
-            lambda call: None if (scale := call.option("guidance_scale")) in (None, 1) else scale,
-            "guidance_scale must be left out with a RingCache, got {got}: the keys of the answer without the prompt would be in a "
-            "cache of transformers; generate on one process with attn_implementation='sdpa'",
-        ),
-        Unsupported(
-            _exit_layers_out_of_range,
-            "assistant_early_exit must be from 1 to the {subject.layers} layers of the model, got {got}; leave it out to decode "
-            "without drafts",
-            ValueError,
-        ),
-        Unsupported(
-            _exit_layers_unsupported,
-            "assistant_early_exit must be left out with {subject.model.__class__.__name__}, whose layers transformers can not "
-            "leave out, got {got}; pass a smaller model as assistant_model, or prompt_lookup_num_tokens",
-        ),
-        Unsupported(
-            _cached_already,
-            "sequences must be longer than the {subject.cached} tokens that the cache has, got {got}; give them whole, or call "
-            "reset() before other prompts and after a call of generate that failed",
-            ValueError,
-        ),
+    Unsupported(
+        "generate",
+        lambda call: call.max_time if call.ranks > 1 else None,
+        "max_time must be left out among {subject.ranks} ranks, which would stop at different tokens by their clocks, "
+        "got {got}; pass max_new_tokens",
+    ),
+    Unsupported(
+        "generate",
+        lambda call: None if (scale := call.option("guidance_scale")) in (None, 1) else scale,
+        "guidance_scale must be left out with a RingCache, got {got}: its second cache would be one of "
+        "transformers; generate on one process with attn_implementation='sdpa'",
+    ),
+    Unsupported(
+        "generate",
+        _exit_layers_out_of_range,
+        "assistant_early_exit must be from 1 to the {subject.layers} layers of the model, got {got}; leave it out to decode "
+        "without drafts",
+        ValueError,
+    ),
+    Unsupported(
+        "generate",
+        _exit_layers_unsupported,
+        "assistant_early_exit must be left out with {subject.model.__class__.__name__}, whose layers transformers can not "
+        "leave out, got {got}; pass a smaller model as assistant_model, or prompt_lookup_num_tokens",
+    ),
+    Unsupported(
+        "generate",
+        _cached_already,
+        "sequences must be longer than the {subject.cached} tokens that the cache has, got {got}; give them whole, or call "
+        "reset() before other prompts and after a call of generate that failed",
+        ValueError,
     ),
     # the entries of a batch
-    "batch": (
-        Unsupported(
-            _option("use_cache"),
-            "use_cache must be False: decoding over a sharded cache is not supported yet; leave it out of the batch",
-        ),
+    Unsupported(
+        "batch",
+        _option("use_cache"),
+        "use_cache must be False: decoding over a sharded cache is not supported yet; leave it out of the batch",
     ),
     # a RingTrainer
-    "trainer": (
-        Unsupported(
-            lambda trainer: None if trainer.args.average_tokens_across_devices else False,
-            "average_tokens_across_devices must be True, got {got}: ranks of a ring see different numbers of labels",
-            ValueError,
-        ),
-        *(
-            Unsupported(find, _SEES_SHARD.replace("{name}", name))
-            for name, find in (
-                ("compute_metrics", lambda trainer: trainer.compute_metrics),
-                ("compute_loss_func", lambda trainer: trainer.compute_loss_func),
-                ("label_smoothing_factor", lambda trainer: trainer.args.label_smoothing_factor or None),
-            )
-        ),
+    Unsupported(
+        "trainer",
+        lambda trainer: None if trainer.args.average_tokens_across_devices else False,
+        "average_tokens_across_devices must be True, got {got}: ranks of a ring see different numbers of labels",
+        ValueError,
+    ),
+    *(
+        Unsupported("trainer", find, _SEES_SHARD.replace("{name}", name))
+        for name, find in (
+            ("compute_metrics", lambda trainer: trainer.compute_metrics),
+            ("compute_loss_func", lambda trainer: trainer.compute_loss_func),
+            ("label_smoothing_factor", lambda trainer: trainer.args.label_smoothing_factor or None),
+        )
     ),
     # the TrainingArguments of a RingTrainer whose ring has several ranks
-    "shared training": (
-        Unsupported(
-            _option("train_sampling_strategy", lambda value: value == "batch_rebalance"),  # of 5.x
-            "train_sampling_strategy must be 'random', 'sequential' or 'group_by_length' where ranks share a sequence, got "
-            "{got!r}, which gives each rank samples of its own; use another one",
-        ),
-        Unsupported(
-            _option("neftune_noise_alpha"),
-            "neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be scaled by the length "
-            "of a shard, not of the sequence; train on one process",
-        ),
-        Unsupported(
-            _option("include_num_input_tokens_seen", lambda value: value == "non_padding"),
-            "include_num_input_tokens_seen must be 'all' or 'no' where ranks share a sequence, got {got!r}, for which every rank "
-            "counts the attention_mask of the whole; use 'all'",
-        ),
+    Unsupported(
+        "shared training",
+        _option("train_sampling_strategy", lambda value: value == "batch_rebalance"),  # of 5.x
+        "train_sampling_strategy must be 'random', 'sequential' or 'group_by_length' where ranks share a sequence, got "
+        "{got!r}, which gives each rank samples of its own; use another one",
     ),
-}
-"""Refusals by purpose; the comments say what the subject is."""
+    Unsupported(
+        "shared training",
+        _option("neftune_noise_alpha"),
+        "neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be scaled by the length "
+        "of a shard, not of the sequence; train on one process",
+    ),
+    Unsupported(
+        "shared training",
+        _option("include_num_input_tokens_seen", lambda value: value == "non_padding"),
+        "include_num_input_tokens_seen must be 'all' or 'no' where ranks share a sequence, got {got!r}, for which every rank "
+        "counts the attention_mask of the whole; use 'all'",
+    ),
+)
+
+"""Refusals; the comments say what the subjects of a purpose are."""
+
+_BY_PURPOSE = {row.purpose: [other for other in TABLE if other.purpose == row.purpose] for row in TABLE}

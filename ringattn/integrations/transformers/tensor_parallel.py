@@ -1,21 +1,14 @@
 """Tensor parallelism of MLPs and of the output head, in calls whose rows are replicated on all ranks.
 
-Owns the modules that are parallel, their shards, and how the results of all ranks are reduced. Refuses to know how messages travel
-(exchanges do), and which calls have replicated rows (model_forward.py).
-
 Note [Tensor parallel decode]
     In decode all ranks bring the same few rows to weights of which each has a copy, and the step takes as long as reading them
     does. So each rank reads a shard. The first products of an MLP are column-parallel, its last one is row-parallel, and an
-    all-reduce sums the results of all ranks. The output head is column-parallel (by tokens), and an all-gather concatenates the
-    logits. Attention is not split here: its keys and values are sharded by tokens, and every rank has all heads.
-    Shards are views, so they need no memory. Prefill, where every rank has rows of its own, multiplies with whole weights.
-    An MLP is assumed to be products that widen rows, something between them that treats each inner column by itself, and one
-    product that ends it. Two first products may be halves of one, as Phi 3 has them. Each MLP is compared with itself before it
-    is used: the activation may differ from layer to layer.
-
-Note [All-reduce in fp32]
-    The row-parallel product gives fp32 where the device can, and results are summed in the order of the ranks. All ranks get the
-    same bits, which are as near to the exact sum as those of the whole product.
+    all-reduce sums the results in fp32 and in the order of the ranks, so all get the same bits. The output head is column-parallel
+    (by tokens), and an all-gather concatenates the logits. Attention is not split: its keys and values are sharded by tokens, and
+    every rank has all heads. Shards are views, so they need no memory. Prefill, where every rank has rows of its own, multiplies
+    with whole weights. An MLP is assumed to be products that widen rows, something between them that treats each inner column by
+    itself, and one product that ends it. Two first products may be halves of one, as in Phi 3. Each MLP is compared with itself
+    before it is used: the activation may differ from layer to layer.
 """
 
 from __future__ import annotations
@@ -52,7 +45,7 @@ REFUSAL = "a model must be copied or saved whole before tensor parallelism is ap
 
 
 class TensorParallelError(RuntimeError):
-    """The model stays as it was; the message says why."""
+    """Tensor parallelism could not be applied, and the model is unchanged; the message says why."""
 
 
 @torch.no_grad()
@@ -116,13 +109,7 @@ def _compare(modules: list[_Parallel], ring: Ring) -> str:
                 failure = failure or describe_difference(name, found, expected, one.module)
     except Exception as error:
         failure = describe_error(error)
-    failure = failure_on_any_rank(failure, ring)
-    if not failure:
-        try:
-            ring.assert_equal_across_ranks("the output of tensor parallel modules", digest.hexdigest())
-        except ValueError as error:
-            failure = str(error)
-    return failure
+    return failure_on_any_rank(failure, ring, "the output of tensor parallel modules", digest.hexdigest())
 
 
 def is_float_linear(module: Any) -> TypeGuard[nn.Linear]:
@@ -197,13 +184,7 @@ def _shard_of(columns: int, ring: Ring) -> slice:
 
 
 class _ColumnParallelLinear(nn.Module):
-    """Some columns of a linear layer, or of each of its parts, of whose weights it holds views.
-
-    Args:
-        linear: The whole layer.
-        columns: Columns of each part; a layer of twice as many has two.
-        mine: The columns of this rank.
-    """
+    """This rank's columns of a linear layer, or of each of its parts of so many columns, with views of its weights."""
 
     def __init__(self, linear: nn.Linear, columns: int, mine: slice) -> None:
         super().__init__()
@@ -221,13 +202,7 @@ class _ColumnParallelLinear(nn.Module):
 
 
 class _RowParallelLinear(nn.Module):
-    """The contribution of some inner columns to a linear layer, in fp32 (Note [All-reduce in fp32]).
-
-    Args:
-        linear: The whole layer, of whose weights it holds views.
-        mine: The inner columns of this rank.
-        with_bias: Whether this rank adds the bias.
-    """
+    """Contribution of this rank's inner columns to a linear layer, in fp32 where the device can, with views of its weights."""
 
     def __init__(self, linear: nn.Linear, mine: slice, with_bias: bool) -> None:
         super().__init__()
@@ -266,12 +241,7 @@ def _all_gather(columns: Tensor, total: int, ring: Ring) -> Tensor:
 
 
 class WeightGuard:
-    """Linear layers whose weights something else was made of, and whether those weights are still the same.
-
-    Args:
-        linears: The layers.
-        owner: Their parent, whose children must stay the same; None: that does not matter.
-    """
+    """Check that linear layers, and optionally the children of their parent, are still those that shards were made of."""
 
     def __init__(self, linears: Iterable[nn.Linear], owner: nn.Module | None = None) -> None:
         self._children = {} if owner is None else owner._modules

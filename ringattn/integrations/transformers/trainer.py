@@ -1,13 +1,4 @@
-"""`transformers.Trainer` with context parallelism: only its data loading is changed.
-
-Owns the samples that a rank of a ring reads, and the mean of the losses that its ranks report. Refuses to change training itself:
-losses, their scaling, gradients and their mean are those of Trainer and DDP. Needs accelerate, as Trainer does.
-
-Note [Losses must use num_items_in_batch]
-    The losses of shards average to that of the sequence if the model divides its sum by `num_items_in_batch` (Note [Loss of a
-    shard] of batch.py). Many models accept that number and ignore it: encoders, and token classifiers. So the first batch is tried
-    with twice the number, for which the loss must be half as large.
-"""
+"""`transformers.Trainer` with context parallelism: only its data loading and the mean of reported losses change."""
 
 from __future__ import annotations
 
@@ -52,7 +43,10 @@ class RingTrainer(Trainer):
         self._max_positions = max_learned_positions(self.model)
         self._loss_checked = False
         with self.ring.propagate_errors():
-            self._check_options()
+            if self.ring.world_size > 1:
+                check_supported(self.args, "shared training")
+            _replica_of(self.ring, self.args.world_size, self.args.process_index)
+            check_supported(self, "trainer")
         # ranks wait for each other when the model is wrapped, and would for one whose options were refused
         self.ring.assert_equal_across_ranks("the model of a RingTrainer", type(self.model).__name__)
 
@@ -124,15 +118,12 @@ class RingTrainer(Trainer):
                 state.active_dataloader.remainder *= self.ring.world_size
         return loss, logits, labels
 
-    def _check_options(self) -> None:
-        """Raise for options that would see a shard, or weight the ranks wrongly."""
-        if self.ring.world_size > 1:
-            check_supported(self.args, "shared training")
-        _replica_of(self.ring, self.args.world_size, self.args.process_index)
-        check_supported(self, "trainer")
-
     def _check_count(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
-        """Raise unless the model divides its loss by the labels of all ranks (Note [Losses must use num_items_in_batch])."""
+        """Raise unless the model divides its loss by the labels of all ranks (Note [Loss of a shard] of batch.py).
+
+        Many models accept num_items_in_batch and ignore it: encoders, and token classifiers. So the first batch is tried with
+        twice the number, for which the loss must be half as large.
+        """
         losses = []
         for times in (1, 2):
             tried = {**inputs, "num_items_in_batch": times * inputs["num_items_in_batch"]}
@@ -159,23 +150,10 @@ class RingTrainer(Trainer):
 def share_batches(
     dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, evenly: bool = False
 ) -> DataLoader:
-    """Let the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made.
+    """Let the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made, changed in place.
 
-    Batches are then distributed over rings instead of processes.
-
-    Args:
-        dataloader: As returned by `Accelerator.prepare`; changed in place.
-        ring: The ranks that share a sequence.
-        world_size: Number of processes.
-        process_index: Index of this one.
-        evenly: Raise for samples that several rings cannot share evenly, some of which accelerate would read twice.
-
-    Returns:
-        The DataLoader.
-
-    Raises:
-        ValueError: The ranks of the ring are not consecutive, or samples are left over.
-        NotImplementedError: The DataLoader does not distribute batches by their index.
+    Batches are then distributed over rings instead of processes. `evenly` refuses samples that several rings cannot share evenly,
+    some of which accelerate would read twice.
     """
     replicas, index = _replica_of(ring, world_size, process_index)
     if world_size == 1 or ring.world_size == 1:
@@ -190,16 +168,14 @@ def share_batches(
     if replicas == 1:
         # a last batch that is short is then read as one process reads it
         sampler.even_batches = False
-    elif evenly and (left := len(sampler.batch_sampler) % replicas or _samples(dataloader) % (sampler.batch_size or 1)):
-        raise ValueError(
-            f"samples to evaluate must be full batches for each of {replicas} rings, got {_samples(dataloader)} in batches of "
-            f"{sampler.batch_size} with {left} left over; drop those, or evaluate with one ring"
-        )
+    elif evenly:
+        samples = len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
+        if left := len(sampler.batch_sampler) % replicas or samples % (sampler.batch_size or 1):
+            raise ValueError(
+                f"samples to evaluate must be full batches for each of {replicas} rings, got {samples} in batches of "
+                f"{sampler.batch_size} with {left} left over; drop those, or evaluate with one ring"
+            )
     return dataloader
-
-
-def _samples(dataloader: DataLoader) -> int:
-    return len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
 
 
 def _replica_of(ring: Ring, world_size: int, process_index: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ def batch_of(step: int, padded: bool) -> dict[str, Tensor]:
 
 
 def compiled_steps(kind: str, padded: bool) -> tuple[int, list[tuple[Tensor, dict[str, Tensor]]]]:
-    """How often a model was compiled in three steps, and what they found, compiled and not."""
+    """Compilations of a model in three steps, and the results with and without."""
     torch._dynamo.reset()
     ring = Ring()
     counter = CompileCounterWithBackend("aot_eager")

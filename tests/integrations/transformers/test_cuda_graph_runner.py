@@ -1,4 +1,4 @@
-"""Calls that are recorded and replayed bring what plain calls bring: static inputs, empty places, growth, and refusals."""
+"""Captured and replayed calls equal plain calls: static inputs, empty rows, growth, and refusals."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def coming_and_going(kind: str) -> tuple[list[tuple[int, ...]], int, int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
-def test_replays_give_what_plain_calls_give_while_requests_come_and_go(pool: Pools, kind: str) -> None:
+def test_replays_equal_plain_calls_while_requests_are_added_and_freed(pool: Pools, kind: str) -> None:
     for shapes, replays, steps in pool(2).run(coming_and_going, kind):
         assert sorted(shapes) == [(1, 1), (2, 1), (4, 1)]
         assert replays == steps
@@ -140,20 +140,20 @@ def refused(rank: int, **how: Any) -> tuple[list[str], str | None, int, int]:
 
 
 @pytest.mark.dist
-def test_what_one_rank_cannot_record_all_ranks_call_plainly_and_what_was_recorded_stays(pool: Pools) -> None:
+def test_a_call_that_one_rank_cannot_capture_is_plain_on_all_and_earlier_graphs_stay(pool: Pools) -> None:
     (said0, why0, *counts0), (said1, why1, *counts1) = pool(2).run(refused, 1, fails=2)
     assert counts0 == counts1 == [2, 1]
     assert why0 == "another rank could not capture a call"
     assert why1 == "the model looks at numbers"
-    assert said0 == [f"decoding goes on without more CUDA graphs: {why0}"]
-    assert said1 == [f"decoding goes on without more CUDA graphs: {why1}"]
+    assert said0 == [f"decoding continues without more CUDA graphs: {why0}"]
+    assert said1 == [f"decoding continues without more CUDA graphs: {why1}"]
 
 
 @pytest.mark.dist
 def test_a_replay_that_lies_is_found_at_once_and_dropped_on_all_ranks(pool: Pools) -> None:
     (said0, why0, *counts0), (said1, why1, *counts1) = pool(2).run(refused, 1, stuck=True)
     assert counts0 == counts1 == [1, 0]
-    assert why0 == "another rank was answered wrongly"
+    assert why0 == "another rank got wrong logits"
     assert why1 is not None
     assert why1.startswith("wrong answer: a replay's logits differ from a plain call's by")
     assert len(said0) == len(said1) == 1
@@ -170,7 +170,7 @@ def prepared() -> None:
 
 
 @pytest.mark.dist
-def test_what_was_prepared_is_not_recorded_again(pool: Pools) -> None:
+def test_prepared_shapes_are_not_captured_again(pool: Pools) -> None:
     pool(2).run(prepared)
 
 
@@ -210,7 +210,7 @@ def packed(kind: str) -> tuple[list[tuple[int, ...]], int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
-def test_short_prompts_in_pieces_give_what_the_ring_gives(pool: Pools, kind: str) -> None:
+def test_short_prompts_in_pieces_equal_prefill(pool: Pools, kind: str) -> None:
     for world_size in (1, 2):
         for shapes, replays in pool(world_size).run(packed, kind):
             assert shapes == [(1, 5), (1, 2), (1, 1), (2, 1)]
@@ -232,7 +232,7 @@ def outgrown_pieces() -> None:
         cuda_graph_runner.LEAST_BLOCKS, cuda_graph_runner.PACKED_BLOCKS = before
 
 
-def test_what_has_too_many_blocks_is_not_packed() -> None:
+def test_requests_with_too_many_blocks_are_not_packed() -> None:
     outgrown_pieces()
 
 
@@ -255,7 +255,7 @@ def refused_packed(rank: int, **how: Any) -> tuple[list[str], int]:
 def test_packed_calls_that_can_not_be_replayed_are_dropped_on_all_ranks(pool: Pools, how: dict[str, Any]) -> None:
     for said, pieces in pool(2).run(refused_packed, 1, **how):
         assert len(said) == 1
-        assert said[0].startswith("decoding goes on without more CUDA graphs")
+        assert said[0].startswith("decoding continues without more CUDA graphs")
         assert pieces == 0
 
 
@@ -304,7 +304,7 @@ def test_generation_by_replays_is_generation(pool: Pools) -> None:
 
 
 def hung(timeout: float) -> tuple[str, int, float]:
-    """What `generate` says when its third replay does not end, whose pages it has then, and how long that took."""
+    """Error of `generate` when its third replay does not end, the pages it has then, and how long that took."""
     ring = Ring()
     ring._bounded_wait._timeout = timeout
     model = make("llama", "ringattn", torch.float32).eval()
@@ -329,7 +329,7 @@ ONE = {"input_ids": tokens(21), "attention_mask": torch.ones(1, 21).long()}
 def test_a_replay_that_does_not_end_is_an_error_of_generate_on_every_rank(pool: Pools) -> None:
     for rank, (said, length, seconds) in enumerate(pool(2).run(hung, 0.2)):
         assert said.startswith(f"ring rank {rank} of ring ")
-        assert "replayed decoding step 3 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
+        assert "replayed decode step 3 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
         # a prompt, a plain call and two replays: the token of the third is not there
         assert length == 21 + 3
         assert seconds < 0.2, "who has given up does not wait again"
@@ -360,7 +360,7 @@ def go_down(folder: str) -> None:
 
 
 @pytest.mark.dist
-def test_a_replay_that_does_not_end_takes_every_rank_of_the_server_down(pool: Pools, tmp_path: Path) -> None:
+def test_a_replay_that_does_not_end_ends_every_rank_of_the_server(pool: Pools, tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     with pytest.raises(RankError, match="died with exit code 1"):
         pool(2).run(go_down, str(tmp_path))
@@ -368,7 +368,7 @@ def test_a_replay_that_does_not_end_takes_every_rank_of_the_server_down(pool: Po
         said = (tmp_path / str(rank)).read_text()
         told = f"error: rank {rank}: RuntimeError: ring rank {rank} of ring "
         assert told in said
-        assert "replayed decoding step 2 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
+        assert "replayed decode step 2 (1 requests, 1 new tokens each) has not ended 0.3 s after it began" in said
 
 
 def test_logits_of_a_call_outlive_the_next_one() -> None:

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ringattn.inference import PagedKVCache
 from ringattn.integrations.transformers import NAME, compile_for_decode, register, run_step
 from ringattn.integrations.transformers.model_forward import describe_difference
-from ringattn.integrations.transformers.ring_cache import cache_sizes
+from ringattn.integrations.transformers.support import cache_sizes
 from ringattn.ring import Ring
 from tests.integrations.transformers.models import CONFIGS, make
 from tests.pool import Pools
@@ -36,7 +36,7 @@ def small(kind: str, **options: Any) -> Any:
 
 def decode(model: Any, ring: Ring | None = None, shapes: tuple[tuple[int, int], ...] = ((1, 1), (3, 1))) -> Any:
     """The logits of steps of so many requests with so many new tokens each, after a prompt."""
-    sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
+    sizes = cache_sizes(model)
     cache = PagedKVCache(ring or Ring(), **sizes, dtype=model.dtype, pages=16, page_size=4)
     found = []
     for batch, new in shapes:
@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be_compiled_stays_as_it_is_with_a_warning(backend: 
 
 
 @torch.no_grad()
-def test_what_fails_to_compile_later_runs_without_and_warns() -> None:
+def test_later_compile_errors_fall_back_to_eager_and_warn() -> None:
     torch._dynamo.reset()
     model, fails = small("llama"), list[bool]()
     expected = decode(model, shapes=((2, 3),))
@@ -300,7 +300,7 @@ def test_a_rank_that_fails_or_gets_other_bits_stops_all(pool: Pools) -> None:
 
 
 def _answers(kind: str) -> float:
-    """How far the logits of a compiled model are from those of the plain one, on a ring."""
+    """Distance of the logits of a compiled model from those of the plain one, on a ring."""
     torch._dynamo.reset()
     ring, model = Ring(), small(kind)
     expected = decode(model, ring)

@@ -1,4 +1,4 @@
-"""What users read is run: every block of code of the page, and the example."""
+"""Every block of code of the page runs, and the example does."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run_loop(folder: str) -> torch.Tensor:
 
 
 @pytest.mark.dist
-def test_the_page_says_the_same_on_two_ranks(pool: Pools, tmp_path: Path) -> None:
+def test_the_page_prints_the_same_on_two_ranks(pool: Pools, tmp_path: Path) -> None:
     model = make("llama", "sdpa", torch.float32)
     model.save_pretrained(tmp_path)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_the_page_generates_the_same_on_two_ranks(pool: Pools, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_the_example_learns_on_two_ranks_what_it_says() -> None:
+def test_the_example_prints_its_losses_on_two_ranks() -> None:
     printed = run_on_ranks("transformers_trainer")
     line = next(line for line in printed.splitlines() if line.startswith("loss of steps"))
     first, *_, last = map(float, line.partition(": ")[2].split())

@@ -99,7 +99,7 @@ def by_hand(kind: str) -> tuple[int, Tensor, Tensor, Tensor]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss"])
-def test_a_program_may_take_its_rows_itself(pool: Pools, kind: str) -> None:
+def test_programs_may_shard_batches_by_themselves(pool: Pools, kind: str) -> None:
     expected = alone(kind, tokens(29)[0])
     results = pool(2).run(by_hand, kind)
     assert sorted(torch.cat([mine for _, mine, _, _ in results]).tolist()) == list(range(24))
@@ -113,7 +113,7 @@ def test_a_program_may_take_its_rows_itself(pool: Pools, kind: str) -> None:
 def test_drafted_tokens_read_nothing_of_a_mask_that_a_graph_would_not_read_again(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Whatever of a forward is decided by values is decided once when it is captured: here nothing is."""
+    """A capture would fix whatever a forward decides by values: here nothing is."""
     prompt = tokens(29)
     expected = alone(kind, prompt[0])
     model = make(kind, "ringattn", torch.float32).eval()
@@ -166,10 +166,10 @@ def _refused(
         model(**settings)
 
 
-def test_what_does_not_fit_a_step_is_refused() -> None:
+def test_calls_that_do_not_fit_a_step_are_refused() -> None:
     mask = torch.ones(1, 20, dtype=torch.long)
     mask[0, :3] = 0
-    _refused(r"step must be a ringattn\.inference\.Step, got str", step="decode")
+    _refused("step must be a ForwardBatch, got str", step="decode")
     _refused("attention_mask must be left out of a call with a step", attention_mask=mask)
     _refused(r"this rank's rows, \(1, 20\), got \(1, 19\) queries", input_ids=tokens(19), position_ids=None)
     _refused("sharding and cu_seq_lens must be left out", sharding=Ring().sharding(20))

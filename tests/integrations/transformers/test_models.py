@@ -1,4 +1,4 @@
-"""Models on a ring learn what one process learns: loss and the gradient of every parameter."""
+"""Loss and gradients of models on a ring equal those of one process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def assert_equal(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", DECODERS)
-def test_decoders_on_a_ring_learn_what_one_process_learns(pool: Pools, kind: str) -> None:
+def test_gradients_of_decoders_on_a_ring_equal_one_process(pool: Pools, kind: str) -> None:
     ids = tokens(37)
     batch = {"input_ids": ids, "labels": ids}
     for found in pool(2).run(on_ranks, kind, batch, "zigzag", {}):
@@ -121,7 +121,7 @@ def _padded(side: str) -> dict[str, Tensor]:
 @pytest.mark.dist
 @pytest.mark.parametrize("side", ["left", "right", "hole"])
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_padding_is_neither_seen_nor_learned_from(pool: Pools, kind: str, side: str) -> None:
+def test_padding_changes_no_output_and_no_gradient(pool: Pools, kind: str, side: str) -> None:
     batch = _padded(side)
     assert_equal(pool(2).run(on_ranks, kind, batch, "zigzag", {})[0], alone(kind, batch))
 
@@ -129,7 +129,7 @@ def test_padding_is_neither_seen_nor_learned_from(pool: Pools, kind: str, side: 
 @pytest.mark.dist
 @pytest.mark.parametrize("side", ["left", "right", "hole"])
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_encoders_on_a_ring_learn_what_one_process_learns(pool: Pools, kind: str, side: str) -> None:
+def test_gradients_of_encoders_on_a_ring_equal_one_process(pool: Pools, kind: str, side: str) -> None:
     batch = {**_padded(side), "token_type_ids": torch.zeros(3, 23, dtype=torch.long)}
     if kind == "modernbert":
         del batch["token_type_ids"]
@@ -162,7 +162,7 @@ def embed(batch: dict[str, Any], implementation: str) -> tuple[Tensor, dict[str,
 
 @pytest.mark.dist
 @pytest.mark.parametrize("side", ["left", "right", "hole"])
-def test_a_bidirectional_gemma_embeds_on_a_ring_what_one_process_embeds(pool: Pools, side: str) -> None:
+def test_a_bidirectional_gemma_on_a_ring_equals_one_process(pool: Pools, side: str) -> None:
     batch = _padded(side)
     del batch["labels"]
     found, expected = pool(2).run(embed, batch, "ringattn")[0], embed(batch, "sdpa")
@@ -179,7 +179,7 @@ def test_checkpointing_recomputes_the_same_ring(pool: Pools, reentrant: bool) ->
 
 @pytest.mark.dist
 @pytest.mark.parametrize("reentrant", [None, True, False])
-def test_dropout_on_a_ring_drops_what_one_process_drops(pool: Pools, reentrant: bool | None) -> None:
+def test_dropout_on_a_ring_equals_one_process(pool: Pools, reentrant: bool | None) -> None:
     ids = tokens(26)
     batch = {"input_ids": ids, "labels": ids}
     torch.manual_seed(0)

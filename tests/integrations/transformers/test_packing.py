@@ -37,7 +37,7 @@ def samples() -> list[dict[str, list[int]]]:
 @pytest.mark.parametrize("layout", ["zigzag", "balanced", "striped"])
 @pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_packed_documents_learn_what_one_process_learns(pool: Pools, kind: str, told: bool, layout: str) -> None:
+def test_gradients_of_packed_documents_equal_one_process(pool: Pools, kind: str, told: bool, layout: str) -> None:
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=told)(samples())
     plain = DataCollatorWithFlattening()(samples())
     assert_equal(pool(2).run(on_ranks, kind, batch, layout, {})[0], alone(kind, plain))
@@ -93,7 +93,7 @@ def test_positions_made_in_inference_mode_are_read_once_for_each_kind_of_layer(
 
 
 def test_positions_that_were_read_in_one_forward_are_not_trusted_in_another() -> None:
-    """Whatever layers the forwards have: each has masks of its own."""
+    """Each forward has masks of its own, whatever its layers."""
     masks = RingMask(), RingMask()
     with torch.inference_mode():
         told = torch.arange(6)[None]
@@ -162,14 +162,14 @@ def test_labels_are_shifted_once_however_they_come() -> None:
     assert "shift_labels" not in part
 
 
-def test_the_first_label_of_a_document_is_nobodys() -> None:
+def test_the_first_label_of_a_document_is_not_predicted() -> None:
     part = shard_batch(DataCollatorWithFlattening()(samples()), Ring())
     ends = torch.tensor(LENGTHS).cumsum(0) - 1
     assert (part["labels"][0, ends] == -100).all()
     assert part["num_items_in_batch"] == sum(LENGTHS) - len(LENGTHS) - 1
 
 
-def test_positions_of_documents_restart_when_only_their_lengths_are_told() -> None:
+def test_positions_restart_when_only_lengths_of_documents_are_given() -> None:
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_position_ids=False)(samples())
     part = shard_batch(batch, Ring())
     assert part["position_ids"][0].tolist() == [i for length in LENGTHS for i in range(length)]
@@ -191,7 +191,7 @@ def stack(features: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_collator_shards_what_another_one_makes_here_or_in_workers(workers: int) -> None:
+def test_a_collator_shards_batches_of_another_one_here_or_in_workers(workers: int) -> None:
     ring = Ring()
     data: Any = [{"input_ids": tokens(9, seed=seed)[0]} for seed in range(4)]
     loader = DataLoader(data, batch_size=2, collate_fn=RingCollator(stack, ring), num_workers=workers)
@@ -208,7 +208,7 @@ def disagree() -> str:
 
 
 @pytest.mark.dist
-def test_ranks_that_read_different_samples_are_told_so(pool: Pools) -> None:
+def test_ranks_that_read_different_samples_raise(pool: Pools) -> None:
     for text in pool(2).run(disagree):
         assert "checksum" in text
         assert "ring ranks [1] differ" in text

@@ -1,4 +1,4 @@
-"""What is not supported is refused, and the message names it."""
+"""Unsupported models and options are refused, and the message names them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def call(module: Any = None, mask: Any = None, rows: int = 6, keys: int | None =
         ),
     ],
 )
-def test_what_attention_cannot_do_is_refused(kwargs: dict[str, Any], match: str) -> None:
+def test_unsupported_attention_is_refused(kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises((NotImplementedError, ValueError), match=match):
         call(**kwargs)
 
@@ -92,7 +92,7 @@ def _sharding(length: int = 6) -> Any:
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"use_cache": True}, "use_cache must be False when there is a sharding, whose keys are kept nowhere"),
+        ({"use_cache": True}, "use_cache must be False when there is a sharding, whose keys are not stored"),
         ({"cu_seq_lens_q": torch.tensor([0, 6])}, "cu_seq_lens must be left out when there is a sharding"),
         (
             {"mask": RingMask(torch.ones(2, 5) > 0, ((1, 5), (0, 5)), True)},
@@ -100,12 +100,12 @@ def _sharding(length: int = 6) -> Any:
         ),
     ],
 )
-def test_what_does_not_fit_a_sharding_is_refused(kwargs: dict[str, Any], match: str) -> None:
+def test_calls_that_do_not_fit_a_sharding_are_refused(kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises((NotImplementedError, ValueError), match=match):
         call(sharding=_sharding(), **kwargs)
 
 
-def test_only_shardings_are_taken_for_one() -> None:
+def test_other_types_than_shardings_are_refused() -> None:
     with pytest.raises(ValueError, match=r"sharding must be a ringattn\.Sharding, got str"):
         call(sharding="zigzag")
 
@@ -126,14 +126,14 @@ def test_masks_of_pairs_are_refused() -> None:
 
 # in 4.x these look neither at the name nor at its mask function
 @pytest.mark.parametrize("kind", ["bloom", "mpt"] if FIVE else [])
-def test_models_that_attend_by_themselves_are_told_what_to_do(kind: str) -> None:
+def test_models_with_their_own_attention_are_refused(kind: str) -> None:
     register()
     sizes = {"hidden_size": 16, "d_model": 16, "n_heads": 2, "n_layers": 1, "vocab_size": 61}
     names = {"bloom": {"n_head": 2, "n_layer": 1}, "mpt": {}}
     config = AutoConfig.for_model(kind, **sizes | names[kind])
     model = AutoModelForCausalLM.from_config(config, attn_implementation="ringattn")
     with pytest.raises(
-        (AttributeError, NotImplementedError), match=r"untouched, got one that .* use attn_implementation="
+        (AttributeError, NotImplementedError), match=r"unchanged, got one that .* use attn_implementation="
     ):
         model(tokens(6), use_cache=False)
     mask = copy.deepcopy(describe_mask(1))
@@ -200,9 +200,9 @@ def share_other_layers(kind: str) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", OF_OTHER_LAYERS)
-def test_layers_in_which_rows_meet_without_attention_are_refused(pool: Pools, kind: str) -> None:
+def test_layers_that_mix_rows_without_attention_are_refused(pool: Pools, kind: str) -> None:
     for found in pool(2).run(share_other_layers, kind):
-        assert "tokens must meet in layers of attention only" in found
+        assert "tokens must interact in attention only" in found
     model = make_of_other_layers(kind)
     with pytest.raises(NotImplementedError, match=f"layers in the config of {kind}"):
         RingCache(model, Ring(), max_tokens=40)
@@ -240,7 +240,7 @@ def make_roberta(attention: str) -> Any:
 
 @torch.no_grad()
 def share_roberta(begin: int) -> tuple[float, str]:
-    """How far the logits of a shard are from those of one process, and what was refused, with positions from `begin` on."""
+    """Distance of the logits of a shard from those of one process, and what was refused, with positions from `begin` on."""
     ids = tokens(12).clamp(min=2)
     expected = make_roberta("eager")(input_ids=ids).logits
     given = {"position_ids": torch.arange(begin, begin + 12)[None]} if begin else {}
@@ -288,7 +288,7 @@ def test_tokens_that_are_embedded_with_their_neighbours_are_refused(pool: Pools)
 
 
 def share_stablelm(rank_alone: bool) -> list[str]:
-    """What is said of a model whose layers hand no keywords on."""
+    """Errors of a model whose layers pass no keywords on."""
     register()
     sizes = {name: size for name, size in CONFIGS["llama"].items() if name not in ("model_type", "head_dim")}
     config = AutoConfig.for_model("stablelm", **sizes)
@@ -306,8 +306,8 @@ def share_stablelm(rank_alone: bool) -> list[str]:
 
 @pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="layers of 4.x do not swallow the keyword")
-def test_layers_that_hand_no_keywords_on_are_named(pool: Pools) -> None:
-    told = "hands no keywords on (as StableLM and Nemotron do): run this model on one process"
+def test_layers_that_pass_no_keywords_on_are_named(pool: Pools) -> None:
+    told = "does not pass keywords on (as in StableLM and Nemotron): run this model on one process"
     for found in pool(2).run(share_stablelm, False):
         assert [told in one and "StableLmAttention" in one for one in found] == [True, True]
     (found,) = share_stablelm(True)
@@ -325,7 +325,7 @@ def make_esm(attention: str, counted: str, token_dropout: bool) -> Any:
 
 @torch.no_grad()
 def share_esm(counted: str, token_dropout: bool) -> tuple[float, str]:
-    """How far the logits of a shard are from those of one process, and what was refused."""
+    """Distance of the logits of a shard from those of one process, and what was refused."""
     ids = tokens(12).index_fill(1, torch.tensor([0, 1, 4]), 60)
     expected = make_esm("eager", counted, token_dropout)(input_ids=ids).logits
     part = shard_batch({"input_ids": ids}, Ring(), shift_labels=False)
@@ -338,13 +338,13 @@ def share_esm(counted: str, token_dropout: bool) -> tuple[float, str]:
 
 @pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="ESM of 4.x draws its masks itself")
-def test_embeddings_that_would_count_what_a_rank_has_are_refused(pool: Pools) -> None:
+def test_embeddings_that_count_the_rows_of_a_rank_are_refused(pool: Pools) -> None:
     for distance, refused in pool(2).run(share_esm, "rotary", False):
         assert (distance < 1e-5, refused) == (True, "")
     for _, refused in pool(2).run(share_esm, "rotary", True):
         assert "got ['token_dropout'] layers in the config of esm" in refused
     for _, refused in pool(2).run(share_esm, "absolute", False):
-        assert "a model that counts positions from 1 (padding_idx + 1) must hand them to its attention" in refused
+        assert "a model that counts positions from 1 (padding_idx + 1) must pass them to its attention" in refused
 
 
 TABLES = {
@@ -378,7 +378,7 @@ def test_a_cache_for_more_tokens_than_a_model_has_positions_is_refused(kind: str
 
 
 def make_caches_with_one_wrong_number() -> list[str]:
-    """What each rank is told where rank 1 asks for more than there can be, or for nothing."""
+    """Errors of each rank where rank 1 calls with too large numbers, or with none."""
     register()
     ring, said = Ring(timeout=timedelta(seconds=20)), []
     model = AutoModelForCausalLM.from_config(
@@ -496,7 +496,7 @@ def test_shifted_labels_are_refused_where_labels_are_not_shifted() -> None:
 
 
 def refused_on_ranks() -> dict[str, str]:
-    """What each rank is told, by mistake."""
+    """Errors of each rank, by mistake."""
     found = {}
     model = make("llama", "ringattn")
     ids = tokens(24)
@@ -595,7 +595,7 @@ def test_evaluation_needs_no_gradients(pool: Pools) -> None:
 
 
 def _call_wrongly(kind: str) -> list[str]:
-    """What each rank hears where rank 1 calls a model or brings a batch wrongly, and then of three right calls."""
+    """Errors of each rank where rank 1 calls a model or shards a batch wrongly, and then for three right calls."""
     register()
     ring, said = Ring(timeout=timedelta(seconds=20)), []
     model = make("llama", "ringattn").eval()
@@ -633,7 +633,7 @@ def _call_wrongly(kind: str) -> list[str]:
         ("step", "tokens must be the 1 x 12 new tokens that the step counts, got (1, 11)"),
     ],
 )
-def test_what_one_rank_calls_wrongly_is_refused_on_all(pool: Pools, kind: str, expected: str) -> None:
+def test_wrong_calls_of_one_rank_are_errors_on_all(pool: Pools, kind: str, expected: str) -> None:
     for refused, *after in pool(2).run(_call_wrongly, kind):
         assert expected in refused
         assert after == ["", "", ""]
@@ -647,5 +647,5 @@ def test_every_purpose_of_the_table_is_checked() -> None:
         for node in calls
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "check_supported"
     }
-    assert checked == set(support.TABLE)
-    assert all(" must " in row.message for rows in support.TABLE.values() for row in rows)
+    assert checked == {row.purpose for row in support.TABLE}
+    assert all(" must " in row.message for row in support.TABLE)

@@ -1,4 +1,4 @@
-"""What a model generates on the ranks of a ring is what one process generates, token by token."""
+"""Generation on the ranks of a ring equals that of one process, token by token."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def prompts(rows: int = 1, length: int = 37, padding: int = 0) -> dict[str, Tens
 
 
 def alone(kind: str, calls: list[dict[str, Any]]) -> list[Tensor]:
-    """What one process generates, with the cache of transformers, one call going on from the other."""
+    """Tokens that one process generates with the cache of transformers, one call continuing the other."""
     model = make(kind, "eager" if kind in EAGER else "sdpa", torch.float32).eval()
     torch.manual_seed(0)
     cache = transformers.DynamicCache()
@@ -50,7 +50,7 @@ def alone(kind: str, calls: list[dict[str, Any]]) -> list[Tensor]:
 
 
 def on_ranks(kind: str, calls: list[dict[str, Any]], sizes: dict[str, Any]) -> tuple[list[Tensor], bool]:
-    """What a rank generates, and whether all pages came home."""
+    """Tokens that a rank generates, and whether all pages are free again."""
     ring = Ring()
     model = make(kind, "ringattn", torch.float32).eval()
     # ranks that were seeded differently must draw alike all the same
@@ -75,7 +75,7 @@ def assert_same(pool: Pools, world_size: int, kind: str, *calls: dict[str, Any],
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sampled", "beams"])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_ranks_generate_what_one_process_generates(
+def test_generation_on_ranks_equals_one_process(
     pool: Pools, kind: str, options: dict[str, Any], world_size: int
 ) -> None:
     assert_same(pool, world_size, kind, {**prompts(), **options})
@@ -87,7 +87,7 @@ PADDED = prompts(rows=3, length=29, padding=5)
 @pytest.mark.dist
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sampled", "beams"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "llama4"])
-def test_batches_padded_on_the_left_are_generated_alike(pool: Pools, kind: str, options: dict[str, Any]) -> None:
+def test_batches_padded_on_the_left_generate_the_same_tokens(pool: Pools, kind: str, options: dict[str, Any]) -> None:
     assert_same(pool, 2, kind, {**PADDED, **options}, batch=9)
 
 
@@ -206,7 +206,7 @@ def test_sequences_may_be_repeated_reordered_and_chosen(pool: Pools) -> None:
 
 
 @pytest.mark.dist
-def test_a_small_model_may_propose_what_the_ring_checks(pool: Pools) -> None:
+def test_an_assistant_model_drafts_and_the_ring_checks(pool: Pools) -> None:
     given = {**prompts(length=21), "do_sample": False, "max_new_tokens": 10, "eos_token_id": 2}
     expected = make("llama", "sdpa", torch.float32).eval().generate(**given)
     for found in pool(2).run(proposed, given):
@@ -214,7 +214,7 @@ def test_a_small_model_may_propose_what_the_ring_checks(pool: Pools) -> None:
 
 
 @pytest.mark.dist
-def test_what_a_small_model_draws_is_proposed_on_all_ranks(pool: Pools) -> None:
+def test_drafts_of_an_assistant_model_are_the_same_on_all_ranks(pool: Pools) -> None:
     given = {**prompts(length=21), **SAMPLED}
     model, small = (make("llama", "sdpa", torch.float32, **sizes).eval() for sizes in ({}, {"num_hidden_layers": 1}))
     torch.manual_seed(0)
@@ -233,7 +233,7 @@ def proposed(given: dict[str, Any]) -> Tensor:
 
 
 def drafted(calls: list[dict[str, Any]], recorder: Reruns | None = None) -> tuple[list[Tensor], list[int]]:
-    """What a rank generates, and how often each of two layers was called; the cache is emptied after each."""
+    """Tokens that a rank generates, and the number of calls of each of two layers; the cache is emptied after each."""
     model = make("llama", "ringattn", torch.float32).eval()
     torch.manual_seed(Ring().rank)
     met = [0, 0]
@@ -262,7 +262,7 @@ EARLY = {"assistant_early_exit": 1, "num_assistant_tokens": 5, "assistant_confid
 
 
 @pytest.mark.dist
-def test_what_the_first_layers_propose_all_of_them_check(pool: Pools) -> None:
+def test_drafts_of_the_first_layers_are_checked_by_all_layers(pool: Pools) -> None:
     padded = {**FEW, "attention_mask": (torch.arange(21) >= 4).long()[None]}
     plain = [{**given, **GREEDY, "eos_token_id": 2} for given in (FEW, padded, {**FEW, "prefill_chunk_size": 6})]
     model = make("llama", "sdpa", torch.float32).eval()
@@ -322,7 +322,7 @@ def settings(model: Any) -> list[dict[str, Any]]:
 
 
 def broken(calls: list[tuple[int, dict[str, Any]]], given: dict[str, Any]) -> list[list[int]]:
-    """What a model answers after each of several generations that end in an error, or do not."""
+    """Answers of a model after each of several generations that end in an error, or do not."""
     model = make("llama", "ringattn", torch.float32).eval()
     before, answers = settings(model), []
     with RingCache(model, Ring(), max_tokens=64, batch=3, page_size=4) as cache:
@@ -350,7 +350,7 @@ def test_a_model_answers_as_before_after_a_generation_however_it_ended(pool: Poo
 
 
 def refused_drafts(rank_of_mistakes: int) -> dict[str, str]:
-    """What is said of layers to draft with that can not be, and what of a prompt that brings nothing new."""
+    """Errors for wrong numbers of draft layers, and for a prompt without new tokens."""
     found = {}
     for name, kind, layers in (
         ("none", "llama", 0),
@@ -389,7 +389,7 @@ UNUSABLE = {
 
 
 @pytest.mark.dist
-def test_what_can_not_be_generated_is_refused_on_every_rank_before_anything_is_computed(pool: Pools) -> None:
+def test_unsupported_generation_is_refused_on_every_rank_before_anything_is_computed(pool: Pools) -> None:
     found = refused_drafts(-1)
     for name, told in UNUSABLE.items():
         assert found[name].startswith(told), name
@@ -418,7 +418,7 @@ def test_ranks_do_not_stop_by_the_clock(pool: Pools, criteria: list[Any]) -> Non
 
 
 def refused_modes() -> list[str]:
-    """What is said of a model in training, and of guidance."""
+    """Errors for a model in training, and for guidance."""
     model = make("llama", "ringattn", torch.float32).eval()
     found = []
     for training, options in ((True, {}), (False, {"guidance_scale": 1.5})):
@@ -433,7 +433,7 @@ def refused_modes() -> list[str]:
 
 @pytest.mark.dist
 def test_generation_refuses_training_among_ranks_and_guidance(pool: Pools) -> None:
-    """What training drops is other rows on each rank, and logits were no longer the same bits."""
+    """Training drops other rows on each rank, and logits would differ between ranks."""
     guidance = "guidance_scale must be left out with a RingCache, got 1.5"
     alone = refused_modes()
     assert [told[: len(guidance)] for told in alone] == [guidance]
@@ -450,7 +450,7 @@ def embedded() -> tuple[Tensor, Tensor]:
 
 
 def composite(attention: str, told: dict[str, Any]) -> Tensor:
-    """What a model of images and text answers to text alone."""
+    """Answers of a model of images and text to text alone."""
     register()
     vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
@@ -479,7 +479,7 @@ def test_a_model_of_images_generates_from_text(pool: Pools) -> None:
 
 
 @pytest.mark.dist
-def test_embeddings_serve_as_a_prompt_and_every_rank_keeps_a_part(pool: Pools) -> None:
+def test_embeddings_serve_as_a_prompt_and_every_rank_stores_a_part(pool: Pools) -> None:
     model = make("llama", "sdpa", torch.float32).eval()
     expected = model.generate(input_ids=tokens(25), attention_mask=torch.ones(1, 25).long(), **GREEDY)[:, 25:]
     for found, filled in pool(2).run(embedded):
@@ -488,7 +488,7 @@ def test_embeddings_serve_as_a_prompt_and_every_rank_keeps_a_part(pool: Pools) -
 
 
 class _Refusing:
-    """What calls of a model with a RingCache are told, by name."""
+    """Errors of calls of a model with a RingCache, by name."""
 
     def __init__(self, **sizes: Any) -> None:
         self.model = make("llama", "ringattn", torch.float32).eval()
@@ -509,7 +509,7 @@ class _Refusing:
 
 
 def refused(rank_of_mistakes: int) -> dict[str, str]:
-    """What a rank is told about mistakes of every rank, or of one of them."""
+    """Errors of a rank for mistakes of every rank, or of one of them."""
     here = _Refusing()
     model, cache, mine = here.model, here.cache, rank_of_mistakes in (-1, cache_rank())
     ids = tokens(20)
@@ -545,7 +545,7 @@ def refused(rank_of_mistakes: int) -> dict[str, str]:
 
 
 def caches_that_differ(wrong: dict[str, Any]) -> tuple[str, int]:
-    """What a rank hears where rank 1 makes another cache, and tokens of a generation with the same one."""
+    """Errors of a rank where rank 1 makes another cache, and tokens of a generation with the same one."""
     model, ring = make("llama", "ringattn", torch.float32).eval(), Ring(timeout=timedelta(seconds=20))
     same: dict[str, Any] = {"max_tokens": 64, "batch": 1, "page_size": 16}
     said = ""
@@ -567,9 +567,7 @@ def caches_that_differ(wrong: dict[str, Any]) -> tuple[str, int]:
         ({"graphs": True}, "ring rank 1 refused: ValueError: graphs must be False or left out"),
     ],
 )
-def test_caches_that_differ_in_what_the_pages_do_not_show_are_refused(
-    pool: Pools, wrong: dict[str, Any], expected: str
-) -> None:
+def test_caches_with_different_options_on_ranks_are_refused(pool: Pools, wrong: dict[str, Any], expected: str) -> None:
     (first, length), (second, _) = pool(2).run(caches_that_differ, wrong)
     assert expected in first
     assert second == first or second in first
@@ -594,7 +592,7 @@ TOLD = {
     "right": "NotImplementedError: attention_mask must have padding on the left only, got other padding in 1 of 1",
     "short": "ValueError: attention_mask must be of 1 sequences and the 20 tokens",
     "rows": "ValueError: the batch must be of the 1 sequences that the cache has, got 2",
-    "padding": "ValueError: attention_mask must begin with the padding that the cache knows of, [0]",
+    "padding": "ValueError: attention_mask must begin with the padding of the earlier calls, [0]",
 }
 
 
@@ -608,7 +606,7 @@ def test_calls_that_a_ring_cannot_share_are_refused() -> None:
 
 
 @pytest.mark.dist
-def test_what_one_rank_does_wrong_is_an_error_on_all(pool: Pools) -> None:
+def test_errors_of_one_rank_are_errors_on_all(pool: Pools) -> None:
     for rank, found in enumerate(pool(2).run(refused, 1)):
         for name, told in TOLD.items():
             if name != "entered":
@@ -653,7 +651,7 @@ def failing_between_calls(rank: int) -> list[str]:
 
 
 @pytest.mark.dist
-def test_what_fails_between_calls_on_one_rank_is_told_to_those_who_compare_next(pool: Pools) -> None:
+def test_errors_between_calls_are_raised_on_the_other_ranks(pool: Pools) -> None:
     """They waited for the timeout."""
     for rank, (*failed, after) in enumerate(pool(2).run(failing_between_calls, 1)):
         for told, what in zip(failed, ("processor", "streamer"), strict=True):
@@ -686,7 +684,7 @@ class Counted:
 
 
 def messages() -> list[int]:
-    """How many messages generating 4, and 38 tokens takes."""
+    """Number of messages for generating 4, and 38 tokens."""
     ring = Ring()
     model = make("llama", "ringattn", torch.float32).eval()
     counted, found = Counted(ring), []
@@ -730,7 +728,7 @@ def stray(cache: RingCache, model: Any, new: int, how: str) -> None:
 
 
 def strayed(new: int, how: str) -> tuple[str, int]:
-    """What a rank is told when another one has chosen otherwise, and how many tokens were there by then."""
+    """Error of a rank when another one has sampled another token, and the number of tokens by then."""
     model = make("llama", "ringattn", torch.float32).eval()
     cache, length = RingCache(model, Ring(), max_tokens=120, page_size=4), 0
     try:
@@ -765,7 +763,7 @@ def test_a_rank_that_chooses_otherwise_is_an_error_on_all_ranks_by_the_end(pool:
 
 
 @pytest.mark.dist
-def test_ranks_that_ask_for_different_generations_are_told_before_anything_is_computed(pool: Pools) -> None:
+def test_different_arguments_of_generate_raise_before_anything_is_computed(pool: Pools) -> None:
     for said, length in pool(2).run(strayed, 8, "options"):
         assert said.startswith("what generate is called with must be the same on all ranks of a ring, got ")
         assert "max_new_tokens: 8" in said
@@ -807,7 +805,7 @@ def test_a_model_is_copied_before_it_is_wrapped_or_not_at_all() -> None:
         assert not twin(tokens(9), use_cache=False).logits.any()
 
 
-def test_a_call_that_fails_leaves_nothing_behind() -> None:
+def test_a_failed_call_leaves_the_cache_unchanged() -> None:
     model = make("llama", "ringattn", torch.float32).eval()
     with torch.no_grad(), RingCache(model, Ring(), max_tokens=40) as cache:
         model(tokens(20), past_key_values=cache)
@@ -850,7 +848,7 @@ def test_other_caches_are_refused() -> None:
 
 
 def crossed() -> list[str]:
-    """What is said when models are called with each other's caches."""
+    """Errors of models that are called with each other's caches."""
     one, other = (make(kind, "ringattn", torch.float32).eval() for kind in ("llama", "qwen3"))
     found = []
     with RingCache(one, Ring(), max_tokens=40) as cache, RingCache(other, Ring(), max_tokens=40), torch.no_grad():
@@ -881,7 +879,7 @@ def test_sizes_of_a_cache_are_at_least_one(given: dict[str, int]) -> None:
 
 
 def differential() -> list[list[int]] | str:
-    """What a model answers whose layers attend twice, with other values each time."""
+    """Answers of a model whose layers attend twice, with other values each time."""
     register()
     shape = {
         "hidden_size": 32,
@@ -904,13 +902,11 @@ def differential() -> list[list[int]] | str:
 def test_layers_that_attend_twice_with_other_values_are_refused(pool: Pools) -> None:
     """Both calls were kept in one place, and tokens that followed saw the second values only."""
     for told in (differential(), *pool(2).run(differential)):
-        assert str(told).startswith(
-            "a layer must attend once in a call whose keys a cache keeps, got DiffLlamaAttention"
-        )
+        assert str(told).startswith("a layer with a cache must attend once in a call, got DiffLlamaAttention")
 
 
 def decoder_alone(kind: str) -> str:
-    """What is said of the decoder of a model that embeds the places of its tokens and counts them in the cache."""
+    """Errors of the decoder of a model that embeds positions and counts them in the cache."""
     register()
     sizes = {"d_model": 16, "decoder_layers": 1, "decoder_ffn_dim": 16, "vocab_size": 61}
     sizes |= {"decoder_attention_heads": 2, "encoder_attention_heads": 2}
@@ -929,7 +925,9 @@ def decoder_alone(kind: str) -> str:
 def test_models_that_number_the_rows_of_a_call_themselves_are_refused(kind: str, pool: Pools) -> None:
     """They began to count anew in every call, and on every rank."""
     for told in (decoder_alone(kind), *pool(2).run(decoder_alone, kind)):
-        assert told.startswith("a model must take position_ids where a cache keeps its keys, got one with ")
+        assert told.startswith(
+            "a model must take position_ids where ranks share a sequence or a cache stores its keys, got one with "
+        )
 
 
 @pytest.mark.skipif("gemma4_text" not in transformers.CONFIG_MAPPING, reason="this release has no layers that differ")
@@ -949,7 +947,7 @@ def test_layers_whose_keys_differ_in_size_are_refused() -> None:
 
 
 def dropping(length: int) -> str:
-    """What a model answers that drops its cache where a sequence grows beyond 24 tokens."""
+    """Answers of a model that drops its cache where a sequence grows beyond 24 tokens."""
     register()
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     lengths: dict[str, Any] = {"max_position_embeddings": 24, "original_max_position_embeddings": 24}
@@ -970,5 +968,5 @@ def test_models_that_drop_the_cache_are_refused_by_name(pool: Pools) -> None:
     """Ranks were told that they call a model without a sharding."""
     for length in (20, 30):
         for told in (dropping(length), *pool(2).run(dropping, length)):
-            assert told.startswith("generation must hand the RingCache to every call of the model, got one of Phi3")
+            assert told.startswith("generation must pass the RingCache to every call of the model, got one of Phi3")
     assert dropping(18) == "torch.Size([1, 24])"

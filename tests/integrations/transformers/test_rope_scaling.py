@@ -41,7 +41,7 @@ def batch(lengths: list[int]) -> dict[str, Tensor]:
 
 
 def loss(kind: str, lengths: list[int], layout: str, compiled: bool = False) -> float | str:
-    """What a rank learns from, as a mean over the ranks, or why it does not."""
+    """Gradients of a rank as a mean over the ranks, or the error."""
     ring, model = Ring(), make("llama", "ringattn", **rotation(kind))
     if compiled:
         for layer in model.model.layers:

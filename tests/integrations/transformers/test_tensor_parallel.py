@@ -20,7 +20,7 @@ from ringattn.integrations.transformers import (
 )
 from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner
 from ringattn.integrations.transformers.model_forward import replicated_rows, run_step
-from ringattn.integrations.transformers.ring_cache import cache_sizes
+from ringattn.integrations.transformers.support import cache_sizes
 from ringattn.ring import Ring
 from tests.integrations.transformers.models import make
 from tests.integrations.transformers.test_decode_compile import SIZES, CountingBackend, decode
@@ -60,7 +60,7 @@ class _Counted:
 def _answers(model: Any, ring: Ring, whole: bool = False) -> tuple[int, list[Tensor], list[int]]:
     """Modules that are parallel; logits of a prompt around the ring and of steps of decoding; weights read in each."""
     parts = 0 if whole else apply_tensor_parallel(model, ring)
-    sizes = dict(zip(("layers", "kv_heads", "head_dim", "v_head_dim"), cache_sizes(model), strict=True))
+    sizes = cache_sizes(model)
     cache = PagedKVCache(ring, **sizes, dtype=torch.float32, pages=16, page_size=4)
     one, two = (cache.add_request(30) for _ in range(2))
     said, read = [], []
@@ -117,7 +117,7 @@ def test_other_models_answer_as_before(pool: Pools, kind: str):
 
 
 def _generate(calls: list[dict[str, Any]]) -> tuple[int, list[Tensor]]:
-    """What a rank generates with a model that is tensor parallel and compiled."""
+    """Tokens that a rank generates with a model that is tensor parallel and compiled."""
     ring = Ring()
     model = make("llama", "ringattn", torch.float32).eval().requires_grad_(False)
     torch._dynamo.reset()
@@ -132,7 +132,7 @@ def _generate(calls: list[dict[str, Any]]) -> tuple[int, list[Tensor]]:
     return parts, found
 
 
-def test_what_is_generated_is_what_one_process_generates(pool: Pools):
+def test_generation_with_tensor_parallelism_equals_one_process(pool: Pools):
     calls = [{**prompts(), **GREEDY}, {**prompts(rows=2, padding=3), **BEAMS}]
     expected = [alone("llama", [call])[0] for call in calls]
     for parts, found in pool(2).run(_generate, calls):
@@ -149,7 +149,7 @@ def _unfit(model: nn.Module) -> int:
 
 
 class _MixingMLP(nn.Module):
-    """What is between its products is of all inner columns together."""
+    """Between its products all inner columns interact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class _FailingMLP(_MixingMLP):
         raise OSError("not on this rank")
 
 
-def test_what_can_not_be_split_stays_whole_on_all_ranks(pool: Pools):
+def test_modules_that_cannot_be_split_stay_whole_on_all_ranks(pool: Pools):
     here, there = pool(2).run(_try_others)
     for found in (here, there):
         assert found[0] == 0
@@ -237,7 +237,7 @@ class _WatchedMLP(_PlainMLP):
         return self.down(self.between(self.up(x)))
 
 
-def test_who_looks_on_sees_all_columns(pool: Pools):
+def test_hooks_see_all_columns(pool: Pools):
     assert pool(2).run(_unfit, nn.ModuleList([_PlainMLP()])) == [1, 1]
     assert pool(2).run(_split_watched) == [0, 0]
 

@@ -117,7 +117,7 @@ def text_folder(folder: Path) -> str:
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_packed_documents_of_a_model_train_alike_on_one_and_on_two_ranks(pool, tmp_path):
+def test_packed_documents_train_the_same_on_one_and_on_two_ranks(pool, tmp_path):
     flags = {"model": write_config(tmp_path / "model", "gemma2"), "data": text_folder(tmp_path / "text"), "pack": True}
     said, _ = pool(2, timeout=180).run(run_quietly, tmp_path / "two", **flags, recompute="selective", accumulate=2)
     assert "equal within rounding" in said
@@ -153,7 +153,7 @@ def test_weights_and_tokenizer_of_a_folder_are_used(tmp_path):
     assert set((tmp_path / "out" / "sample.txt").read_text().replace("<end>", " ").split()) <= set(words)
 
 
-def test_what_cannot_be_trained_exactly_is_refused(tmp_path):
+def test_inexact_training_is_refused(tmp_path):
     with pytest.raises(Refusal, match=r"model must be a config.json or a folder with one, got absent"):
         check(Config(model="absent", device="cpu"))
     with pytest.raises(Refusal, match="the model must have at least 256 tokens, got a vocab_size of 100"):

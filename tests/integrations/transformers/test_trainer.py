@@ -187,7 +187,7 @@ def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path)
         build(str(tmp_path), implementation="sdpa").train()
 
 
-def test_a_model_that_takes_the_name_and_attends_by_itself_is_not_told_to_take_the_name(tmp_path: Path) -> None:
+def test_a_model_with_the_name_and_its_own_attention_gets_another_message(tmp_path: Path) -> None:
     register()
     config = transformers.OpenAIGPTConfig(vocab_size=61, n_positions=64, n_embd=16, n_layer=1, n_head=2)
     model = transformers.OpenAIGPTLMHeadModel._from_config(config, attn_implementation="ringattn")
@@ -234,7 +234,7 @@ def test_sequences_beyond_the_positions_that_a_model_learned_are_refused(
 
 
 def drawn(folder: str, cp: int) -> list[float]:
-    """What a worker of the DataLoader draws when it begins."""
+    """Random numbers that a worker of the DataLoader draws when it begins."""
     with processes() as world_size:
         ring = Ring()
         if world_size > 1:
@@ -304,7 +304,9 @@ def build_shared(folder: str, name: str, value: Any) -> str:
         ("include_num_input_tokens_seen", "non_padding"),
     ],
 )
-def test_options_that_take_a_shard_for_a_batch_are_refused(pool: Pools, tmp_path: Path, name: str, value: Any) -> None:
+def test_options_that_would_see_a_shard_as_a_batch_are_refused(
+    pool: Pools, tmp_path: Path, name: str, value: Any
+) -> None:
     assert build_shared(str(tmp_path), name, value) == repr(value), "one rank has the whole batch"
     for told in pool(2).run(build_shared, str(tmp_path), name, value):
         assert told.startswith(f"{name} must be ")
@@ -312,7 +314,7 @@ def test_options_that_take_a_shard_for_a_batch_are_refused(pool: Pools, tmp_path
 
 
 def build_alone(folder: str) -> str:
-    """What a rank hears where rank 1 alone gives an option that is refused."""
+    """Errors of a rank where rank 1 alone passes an unsupported option."""
     wrong: dict[str, Any] = {"label_smoothing_factor": 0.1} if dist.get_rank() else {}
     with processes():
         try:
@@ -343,7 +345,7 @@ def predict(folder: str) -> tuple[float, str]:
 
 
 @pytest.mark.dist
-def test_logits_of_shards_are_not_handed_out_as_predictions(pool: Pools, tmp_path: Path) -> None:
+def test_logits_of_shards_are_not_returned_as_predictions(pool: Pools, tmp_path: Path) -> None:
     expected, shape = predict(str(tmp_path))
     assert shape.endswith(", 61)"), "one rank has whole sequences"
     for loss, told in pool(2).run(predict, str(tmp_path)):

@@ -19,7 +19,7 @@ from ringattn.kernels.decode import configs as decode_configs
 from ringattn.kernels.decode import eager as decode_eager
 from ringattn.kernels.decode.dispatch import FP8, decode, num_splits, parts_len, select_decode_kernel
 from ringattn.kernels.interface import Score
-from tests.decoding import CASES, Case, assert_exact, empty_parts, finish, make_scene, make_table
+from tests.support.decoding import CASES, Case, assert_exact, empty_parts, finish, make_scene, make_table
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 INF = float("inf")

@@ -336,7 +336,7 @@ def test_models_whose_attention_is_not_the_rings_are_refused(tmp_path):
         opened(path)
     kinds = ["linear_attention", "full_attention"]
     path.write_text(json.dumps({"model_type": "qwen3_next", "vocab_size": 300, **CONFIG, "layer_types": kinds}))
-    with pytest.raises(Refusal, match=r"tokens must meet in layers of attention only .* \['linear_attention'\] layers"):
+    with pytest.raises(Refusal, match=r"tokens must interact in attention only .* \['linear_attention'\] layers"):
         make_cache(opened(path).model, Ring(), gib=None, page_size=64, kv_dtype="auto")
 
 

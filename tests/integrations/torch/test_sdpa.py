@@ -230,7 +230,7 @@ BIASES = {"upper": causal_upper_left, "lower": causal_lower_right}
 
 
 def causal_biases(compiled: bool) -> list[list[Tensor]]:
-    """Whole o, dq, dk and dv for each of them."""
+    """Return whole o, dq, dk and dv for each of them."""
     ring, results = Ring(), []
     attend = torch.compile(scaled_dot_product_attention, backend="eager") if compiled else scaled_dot_product_attention
     for corner, n, m in CAUSAL_BIASES:
@@ -313,7 +313,7 @@ def refuse(match: str, error: type[Exception], *inputs: Tensor, **options: Any) 
         scaled_dot_product_attention(q, k, v, **given)
 
 
-def test_refusals_say_what_to_do() -> None:
+def test_errors_name_the_remedy() -> None:
     x, ones = torch.randn(2, 4, 4, 8), torch.ones(4, 4)
     refuse("pass sharding=, or call it inside", RuntimeError, x, x, x, sharding=None)
     refuse("attn_mask must be None when is_causal=True", RuntimeError, x, x, x, attn_mask=ones, is_causal=True)
@@ -336,7 +336,7 @@ def odd_mask() -> None:
 
 
 @pytest.mark.dist
-def test_what_one_rank_refuses_all_ranks_refuse(pool: Pools) -> None:
+def test_errors_of_one_rank_are_errors_on_all(pool: Pools) -> None:
     with pytest.raises(ValueError, match="must be broadcastable") as caught:
         pool(2).run(odd_mask)
     assert "ring rank 0 refused: ValueError: attn_mask must be broadcastable" in str(caught.value.__cause__)

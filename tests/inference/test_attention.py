@@ -1,4 +1,4 @@
-"""Attention over a cache is attention: whatever the history, however it was cut, whoever else is there."""
+"""Attention over a cache equals attention over whole sequences, for all histories, chunks and other requests."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, c
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_pages_that_are_read_in_place_say_the_same(pool: Pools, world_size: int) -> None:
+def test_attention_over_pages_in_place_equals_attention_over_copies(pool: Pools, world_size: int) -> None:
     # a third of the options on each number of ranks
     for named in (*OPTIONS.values(),)[WORLDS.index(world_size) :: len(WORLDS)]:
         for ops in (CHUNKS, CROWD, PACKED, PADDED):
@@ -110,7 +110,7 @@ def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> History:
-    """Any history: whatever the books allow."""
+    """Any history that the allocator allows."""
     lengths: dict[int, tuple[int, int]] = {}  # tokens and reservation
     ops: list[Op] = []
     for turn in range(draw(st.integers(2, 9))):
@@ -225,7 +225,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_refused_with_its_name(name: str, mode: Any) -> None:
+def test_wrong_arguments_are_refused_by_name(name: str, mode: Any) -> None:
     changes, message = WRONG[name]
     cache = small()
     count = TOKENS if mode == "prefill" else 2
@@ -244,21 +244,21 @@ def test_what_is_wrong_is_refused_with_its_name(name: str, mode: Any) -> None:
     attend(step, 0, **rows_of(step))
 
 
-def test_a_step_whose_tokens_are_gone_is_refused() -> None:
+def test_a_batch_with_truncated_or_freed_requests_is_refused() -> None:
     cache = small()
     request = cache.add_request(40)
     step = cache.extend([request], [TOKENS])
     cache.truncate(request, 7)
-    with pytest.raises(ValueError, match="request 0 of 20 tokens, which was cropped to 7 tokens since; extend again"):
+    with pytest.raises(ValueError, match="request 0 of 20 tokens, which was truncated to 7 tokens since; extend again"):
         attend(step, 0, **rows_of(step))
     step = cache.extend([request], [3])
     cache.free(request)
-    with pytest.raises(ValueError, match="request 0 of 10 tokens, which has left since"):
+    with pytest.raises(ValueError, match="request 0 of 10 tokens, which was freed since"):
         attend(step, 0, **rows_of(step))
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_a_step_whose_tokens_are_others_now_is_refused_and_writes_to_nobodys_pages(mode: Any) -> None:
+def test_a_batch_with_replaced_tokens_is_refused_and_writes_nothing(mode: Any) -> None:
     cache = small()
     request, other = cache.add_request(40), cache.add_request(40)
     first = cache.extend([request], [7])
@@ -268,7 +268,7 @@ def test_a_step_whose_tokens_are_others_now_is_refused_and_writes_to_nobodys_pag
     cache.extend([other], [20])
     again = cache.extend([request], [13], mode=mode)
     with pytest.raises(
-        ValueError, match="request 0 of 20 tokens, which has had others behind the first 7 since; exten"
+        ValueError, match="request 0 of 20 tokens, which has other tokens behind the first 7 since; exten"
     ):
         attend(step, 0, **rows_of(step))
     assert not cache.k.any()
@@ -290,7 +290,7 @@ def test_results_carry_no_graph() -> None:
 
 
 @pytest.mark.parametrize("inside", [(True, False, False), (False, True, False), (False, False, True)], ids=str)
-def test_a_cache_and_a_static_step_serve_inside_and_outside_of_inference_mode(inside: tuple[bool, bool, bool]) -> None:
+def test_caches_and_static_batches_work_in_inference_mode_and_outside(inside: tuple[bool, bool, bool]) -> None:
     modes = iter([*inside, False, False, True])
     with torch.inference_mode(next(modes)):
         cache = small()
@@ -324,12 +324,12 @@ def ask_and_train() -> Tensor:
 
 
 @pytest.mark.dist
-def test_what_a_ring_made_in_inference_mode_serves_training(pool: Pools) -> None:
+def test_a_ring_used_in_inference_mode_can_train_later(pool: Pools) -> None:
     # each row of values adds 1 to a row of every query head
     assert float(sum(pool(2).run(ask_and_train))) == pytest.approx(TOKENS * 4 * 16)
 
 
-def test_a_step_goes_when_nobody_has_it() -> None:
+def test_a_batch_is_freed_with_its_last_reference() -> None:
     cache = small()
     request = cache.add_request(60)
     for count in (TOKENS, 30, 2):
@@ -345,7 +345,7 @@ def test_a_step_goes_when_nobody_has_it() -> None:
 
 
 def refuse_together(fault: str) -> str:
-    """What this rank raises when rank 1 does something else, and whether all go on afterwards."""
+    """Errors of this rank when rank 1 makes another call, and whether later calls work."""
     ring = Ring()
     odd = ring.rank == 1
     cache = small(ring)
@@ -407,14 +407,14 @@ def refuse_together(fault: str) -> str:
         ("decode crop", "digest"),
     ],
 )
-def test_what_differs_on_one_rank_is_refused_on_every_rank(pool: Pools, fault: str, message: str) -> None:
+def test_differences_between_ranks_are_errors_on_every_rank(pool: Pools, fault: str, message: str) -> None:
     for rank, said in enumerate(pool(2).run(refuse_together, fault)):
         assert message in said, f"rank {rank}"
         assert "rank 1" in said or rank == 1, f"rank {rank}: {said}"
 
 
 def count_comparisons() -> list[int]:
-    """How often ranks compare in each step of a model of four layers of two kinds."""
+    """Number of comparisons in each step of a model of four layers of two kinds."""
     ring = Ring()
     cache = small(ring, layers=4)
     calls = []
@@ -464,7 +464,7 @@ def test_a_whole_prompt_is_the_forward_of_training_to_the_bit(pool: Pools, world
 
 
 def announce(reserve: int) -> tuple[list[int], int]:
-    """What a chunked prompt says to the transport about the size of its messages, and the bytes of its largest one."""
+    """Sizes that a chunked prompt reserves in the transport, and the bytes of its largest message."""
     ring = Ring()
     cache = small(ring, layers=1, pages=600)
     said, largest = [], 0
@@ -485,7 +485,7 @@ def announce(reserve: int) -> tuple[list[int], int]:
 
 
 @pytest.mark.dist
-def test_the_first_chunk_makes_room_for_all_that_its_request_has_reserved(pool: Pools) -> None:
+def test_the_first_chunk_reserves_buffers_for_the_whole_request(pool: Pools) -> None:
     for said, largest in pool(4).run(announce, 1000):
         # twice for each chunk: ahead, and what the forward itself needs, which is never more than what was first
         assert len(said) == 20
@@ -494,7 +494,7 @@ def test_the_first_chunk_makes_room_for_all_that_its_request_has_reserved(pool: 
 
 
 def order_of_events() -> list[str]:
-    """What a chunk whose queries move does with its transport and its pages, in order."""
+    """Events of a chunk that sends its queries, on transport and pages, in order."""
     ring = Ring()
     cache: Any = small(ring)
     events: list[str] = []
@@ -542,7 +542,7 @@ MEASURED = {
 }  # fmt: skip
 
 
-def test_the_counts_choose_what_was_faster() -> None:
+def test_auto_chooses_the_faster_kv_access() -> None:
     sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
     for (kept, new), (copies, in_place) in MEASURED.items():
         assert is_paged_faster([new], [kept + new], **sizes) == (in_place < copies), (kept, new)
@@ -558,7 +558,7 @@ def test_the_counts_choose_what_was_faster() -> None:
 
 
 @pytest.mark.dist
-def test_few_rows_of_one_rank_visit_all_pages_in_place(pool: Pools) -> None:
+def test_few_rows_of_one_rank_attend_to_all_pages_in_place(pool: Pools) -> None:
     assert pool(4).run(what_is_read) == [(("queries",), ("pages",))] * 4
 
 
@@ -600,7 +600,7 @@ def test_a_prefill_sees_all_that_huge_windows_and_chunks_see(mask: dict[str, Any
         torch.testing.assert_close(o, expected)
 
 
-def test_compilers_leave_it_alone() -> None:
+def test_attend_is_not_traced() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     def model(x: Tensor, step: ForwardBatch) -> Tensor:
@@ -650,7 +650,7 @@ def beside(
 @pytest.mark.parametrize("kv_access", ["copies", "pages"])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_what_is_not_finite_stays_with_its_request(
+def test_non_finite_values_do_not_reach_other_requests(
     spoilt: str, bad: float, kv_access: str, kv_dtype: torch.dtype | None
 ) -> None:
     healthy, found = (beside(which, bad, "auto", kv_access, kv_dtype) for which in (None, spoilt))
@@ -660,7 +660,7 @@ def test_what_is_not_finite_stays_with_its_request(
 @pytest.mark.dist
 @pytest.mark.parametrize(("comm_mode", "kv_access"), [("keys", "copies"), ("queries", "copies"), ("queries", "pages")])
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_what_is_not_finite_stays_with_its_request_on_ranks(
+def test_non_finite_values_do_not_reach_other_requests_on_ranks(
     pool: Pools, spoilt: str, comm_mode: str, kv_access: str
 ) -> None:
     ranks = pool(2)
@@ -670,7 +670,7 @@ def test_what_is_not_finite_stays_with_its_request_on_ranks(
 
 
 @pytest.mark.parametrize("kv_access", ["copies", "pages"])
-def test_rows_in_fp8_are_seen_as_they_read_back(kv_access: str) -> None:
+def test_attention_over_fp8_pages_uses_the_rows_as_read_back(kv_access: str) -> None:
     cache = small(kv_dtype=torch.float8_e4m3fn)
     request = cache.add_request(100)
     generator = torch.Generator().manual_seed(0)

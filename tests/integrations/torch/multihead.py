@@ -120,7 +120,7 @@ class Multihead:
         }
 
     def arguments(self, x: dict[str, Tensor | None], ours: bool) -> dict[str, Any]:
-        """What the module is called with."""
+        """Arguments of the call of the module."""
         mask, is_causal = x["mask"], self.hint and x["mask"] is not None
         if self.causal and ours:
             is_causal = True
@@ -182,7 +182,7 @@ class Multihead:
         return {name: None if tensor is None else done[id(tensor)] for name, tensor in x.items()}
 
     def unshard(self, found: Results, rows: Sharding, keys: Sharding) -> Results:
-        """Whole tensors from all ranks' results; gradients of parameters summed."""
+        """Return whole tensors from all ranks' results; gradients of parameters summed."""
         dims = {
             "output": (rows, self.row_dim),
             "weights": (rows, -2),

@@ -27,7 +27,7 @@ GARBAGE = -(2**31)
 
 @dataclass(frozen=True)
 class Case:
-    """What a scene is made of.
+    """Parameters of a scene.
 
     Attributes:
         lengths: Tokens of each request on all ranks, the new ones included.
@@ -271,4 +271,4 @@ CASES = (
     Case(lengths=(200, 150), tokens=23, heads=6, wild=True, shared=True, softcap=4.0, alibi=True, head_dim=24),
     Case(lengths=(170, 60), tokens=36, fp8=True, page_size=32),
 )
-"""What every decode kernel must satisfy."""
+"""Cases that every decode kernel must satisfy."""

@@ -1,6 +1,6 @@
 """The cache on a GPU: rows to the bit, steps in pinned memory, and decoding captured once and replayed for other tokens.
 
-python -m pytest -m gpu tests/gpu/test_cache.py
+python -m pytest -m gpu tests/gpu/test_kv_cache.py
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def make(kv_dtype: torch.dtype | None = None) -> PagedKVCache:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_are_put_and_taken_as_defined(case: Case) -> None:
+def test_put_and_take_equal_their_definition(case: Case) -> None:
     assert_put(pages.put, case, "cuda")
     assert_take(pages.take, case, "cuda")
 
 
-def test_rows_far_behind_two_billion_elements_are_put_and_taken() -> None:
+def test_put_and_take_reach_rows_beyond_two_billion_elements() -> None:
     pool = torch.zeros(2**31 // (8 * 64 * 128) + 2, 8, 64, 128, dtype=torch.uint8, device="cuda").view(
         torch.float8_e4m3fn
     )
@@ -56,7 +56,7 @@ def draw(cache: PagedKVCache, step: ForwardBatch, seed: int) -> list[Tensor]:
     ]
 
 
-def test_steps_are_those_of_a_cpu() -> None:
+def test_batches_equal_those_on_a_cpu() -> None:
     here, there = (
         make(),
         PagedKVCache(Ring(), layers=1, kv_heads=1, head_dim=1, dtype=torch.float32, pages=64, device="cpu"),
@@ -69,8 +69,8 @@ def test_steps_are_those_of_a_cpu() -> None:
         assert torch.equal(a.positions.cpu(), b.positions)
         assert torch.equal(a.slots.cpu(), b.slots)
         assert torch.equal(a.taken.cpu(), b.taken)
-        if b.kept_slots is not None and a.kept_slots is not None:
-            assert torch.equal(a.kept_slots.cpu(), b.kept_slots)
+        if b.kv_slots is not None and a.kv_slots is not None:
+            assert torch.equal(a.kv_slots.cpu(), b.kv_slots)
         if b.table is not None and a.table is not None:
             for name in ("pages", "starts", "lengths", "counts"):
                 assert torch.equal(getattr(a.table, name).cpu(), getattr(b.table, name))
@@ -84,7 +84,7 @@ def layers(step: ForwardBatch, x: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
-def test_a_graph_that_is_replayed_decodes_as_new_steps_do(kv_dtype: torch.dtype | None, warm: bool) -> None:
+def test_a_replayed_graph_decodes_like_new_batches(kv_dtype: torch.dtype | None, warm: bool) -> None:
     caches = make(kv_dtype), make(kv_dtype)
     for cache in caches:
         for reserve, count in ((700, 500), (400, 63), (900, 129)):
@@ -134,7 +134,7 @@ def test_a_graph_that_is_replayed_decodes_as_new_steps_do(kv_dtype: torch.dtype 
     assert isinstance(static, StaticBatch)
 
 
-def test_a_cache_takes_the_stated_part_of_what_is_free() -> None:
+def test_a_cache_takes_the_documented_share_of_free_memory() -> None:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     cache = PagedKVCache(Ring(), layers=4, kv_heads=8, head_dim=128, dtype=torch.bfloat16)

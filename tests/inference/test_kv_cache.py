@@ -1,4 +1,4 @@
-"""The cache: every rank keeps and reads back its part of every history, steps say where it is, and what does not fit is refused."""
+"""The cache: every rank stores and reads back its part of every history, batches have its place, and wrong calls are refused."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ringattn.kernels.kv import pages as rows
 from ringattn.plan.sharding import positions_of
 from tests.paging import CASES, Case, assert_put, assert_take
 from tests.pool import Pools
+from tests.support.page_spans import page_spans
 
 HEADS, D, DV = 2, 4, 3
 MASKS: list[tuple[bool, tuple[int | None, int | None] | None, int | None]] = [
@@ -45,7 +46,7 @@ def make(rank: int = 0, world_size: int = 1, **changes: Any) -> PagedKVCache:
 
 
 def keys(tokens: Sequence[int], layer: int, dim: int) -> Tensor:
-    """What stands for tokens in a layer: `n hk dim`, all numbers different."""
+    """Rows that stand for tokens in a layer: `n hk dim`, all numbers different."""
     base = torch.tensor(tokens, dtype=torch.float32).view(-1, 1, 1) * 100 + layer * 50
     return base + torch.arange(HEADS).view(1, -1, 1) * 10 + torch.arange(dim)
 
@@ -100,14 +101,14 @@ class Ranks:
     def check(
         self, step: ForwardBatch, requests: list[int], counts: list[int], new: list[list[int]], batched: bool
     ) -> None:
-        """What a step says of its rows, against the books, row by row."""
+        """Compare the rows of a step with the allocator, row by row."""
         allocator, size, rank = step.cache.allocator, step.cache.page_size, step.cache.ring.rank
         groups = [[i] for i in range(len(requests))] if batched else [list(range(len(requests)))]
         assert step.batch >= len(groups)
         for element, group in enumerate(groups):
             expected = []
             for i in group:
-                for piece in allocator.page_spans(requests[i], allocator.length(requests[i]) - counts[i]):
+                for piece in page_spans(allocator, requests[i], allocator.length(requests[i]) - counts[i]):
                     for x in range(piece.length):
                         slot = piece.page * size + piece.row + x if piece.rank == rank else -1
                         if piece.rank == rank or step.mode == "decode":
@@ -143,7 +144,7 @@ class Ranks:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_history_reads_back_what_was_put(world_size: int, seed: int) -> None:
+def test_every_history_reads_back_the_stored_rows(world_size: int, seed: int) -> None:
     choose = random.Random(seed)
     ranks = Ranks(world_size)
     for _ in range(25):
@@ -194,7 +195,7 @@ def test_a_batch_keeps_its_dimension_and_its_ranks() -> None:
     assert ranks.caches[0].allocator.have_same_placement(batch)
 
 
-def test_a_batch_that_finds_no_room_alike_decodes_all_the_same() -> None:
+def test_a_batch_without_free_pages_on_the_same_ranks_still_decodes() -> None:
     ranks = Ranks(1, pages=3)
     first = ranks.all("add_request", 7)
     ranks.said[first] = []
@@ -208,7 +209,7 @@ def test_a_batch_that_finds_no_room_alike_decodes_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_rows_that_are_kept_are_those_of_the_sharding_of_keys(world_size: int) -> None:
+def test_stored_rows_are_those_of_the_kv_sharding(world_size: int) -> None:
     ranks = Ranks(world_size, pages=36 // world_size)
     one, other = ranks.all("add_request", 40), ranks.all("add_request", 30)
     ranks.said = {one: [], other: []}
@@ -219,10 +220,10 @@ def test_rows_that_are_kept_are_those_of_the_sharding_of_keys(world_size: int) -
     virtual = [token for request in (fork, other, one) for token in ranks.said[request]]
     for cache, step in zip(ranks.caches, steps, strict=True):
         assert step.kv_sharding is not None
-        assert step.kept_slots is not None
+        assert step.kv_slots is not None
         kept = positions_of(step.kv_sharding.shards[cache.ring.rank]).tolist()
         for layer in range(2):
-            k, v = cache.take(layer, step.kept_slots)
+            k, v = cache.take(layer, step.kv_slots)
             assert torch.equal(k[0], keys([virtual[x] for x in kept], layer, D))
             assert torch.equal(v[0], keys([virtual[x] for x in kept], layer, DV))
     assert steps[0].kv_sharding is not None
@@ -231,7 +232,7 @@ def test_rows_that_are_kept_are_those_of_the_sharding_of_keys(world_size: int) -
     )
 
 
-def test_numbers_that_come_as_tensors_are_kept_as_numbers() -> None:
+def test_numbers_given_as_tensors_become_ints() -> None:
     """Their words name a device, of which each rank has its own, and ranks compare words."""
 
     def number(x: int) -> Any:
@@ -251,7 +252,7 @@ def test_numbers_that_come_as_tensors_are_kept_as_numbers() -> None:
         cache.extend([one], counts)
 
 
-def test_reordered_requests_read_what_the_others_had() -> None:
+def test_reordered_requests_read_the_tokens_of_their_sources() -> None:
     ranks = Ranks(2, kv_dtype=None)
     beams = ranks.all("add_batch", 20, [0, 0, 0])
     ranks.said = {one: [] for one in beams}
@@ -272,7 +273,7 @@ def table_of(step: ForwardBatch) -> list[list[tuple[int, int, int]]]:
     return [list(zip(*row, strict=True))[:n] for row, n in zip(blocks, counts, strict=True)]
 
 
-def test_a_static_step_says_what_a_new_one_would_at_the_same_addresses() -> None:
+def test_a_static_batch_equals_a_new_one_at_the_same_addresses() -> None:
     said, fresh = Ranks(2, pages=20), Ranks(2, pages=20)
     steps = [cache.static_batch(4, 2, max_tokens=40) for cache in said.caches]
     addresses = [[x.data_ptr() for x in tensors(step)] for step in steps]
@@ -303,7 +304,7 @@ def test_a_static_step_says_what_a_new_one_would_at_the_same_addresses() -> None
 
 
 class Shown:
-    """A history of a rank's cache, and static steps of four shapes by turns, which must show what the books say."""
+    """A history of a rank's cache, and static steps of four shapes by turns, which must equal the allocator."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self.draw, self.cache = random.Random(seed), make(rank, 2, layers=1, pages=40)
@@ -357,12 +358,12 @@ class Shown:
         return True
 
     def check(self, step: ForwardBatch, counts: list[int]) -> None:
-        """All that a step says, against the books, row by row."""
+        """Compare all of a static batch with the allocator, row by row."""
         (batch, new), rank, allocator = step.tiles, self.cache.ring.rank, self.allocator
         tables, tokens, lasts = [], [], []
         for one, count in zip(step.requests, counts, strict=True):
             first, length = allocator.first(one), allocator.length(one)
-            pieces = [piece for piece in allocator.page_spans(one, length - count) if piece.rank == rank]
+            pieces = [piece for piece in page_spans(allocator, one, length - count) if piece.rank == rank]
             slot = {piece.start + x: 4 * piece.page + piece.row + x for piece in pieces for x in range(piece.length)}
             for begin in range(length - count, length, new):
                 tables.append([tuple(x)[1:] for x in allocator.blocks(one) if x.rank == rank])
@@ -386,7 +387,7 @@ class Shown:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_static_step_shows_what_the_books_say_after_every_history(rank: int) -> None:
+def test_a_static_batch_equals_the_allocator_after_every_history(rank: int) -> None:
     decoded = 0
     for seed in range(8):
         shown = Shown(seed, rank)
@@ -400,7 +401,7 @@ def test_a_static_step_shows_what_the_books_say_after_every_history(rank: int) -
     assert decoded > 200
 
 
-def test_rows_of_padding_see_nothing_in_a_static_step() -> None:
+def test_rows_of_padding_see_nothing_in_a_static_batch() -> None:
     cache = make(pages=40)
     requests = [cache.add_request(20), cache.add_request(20, 4)]
     step = cache.static_batch(2, max_tokens=20)
@@ -410,7 +411,7 @@ def test_rows_of_padding_see_nothing_in_a_static_step() -> None:
         assert (lo.tolist(), hi.tolist()) == ([[0], [4]], [[length], [max(4, length)]])
 
 
-def test_what_does_not_reach_a_static_step_is_said_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_upload_is_repeated_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else its rows would go on from blocks that the device never got."""
     cache = make(pages=40)
     requests = [cache.add_request(30) for _ in range(3)]
@@ -428,7 +429,7 @@ def test_what_does_not_reach_a_static_step_is_said_anew(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5])
-def test_tensors_of_a_decode_step_are_aligned_whatever_its_shape(batch: int) -> None:
+def test_tensors_of_a_decode_batch_are_aligned(batch: int) -> None:
     """Else kernels would be compiled, and launches recorded, again and again as requests grow."""
     cache = make(pages=400)
     requests = [cache.add_request(100) for _ in range(batch)]
@@ -525,7 +526,7 @@ def test_to_come_and_to_go_cost_the_same_beside_a_thousand_that_have_ended() -> 
     assert found[0] == found[1]
 
 
-def test_what_a_static_step_uploads_for_a_token_does_not_grow_with_what_there_is(
+def test_the_upload_for_a_token_does_not_grow_with_the_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sizes: list[int] = []
@@ -573,7 +574,7 @@ def test_a_prompt_of_a_million_tokens_is_planned_in_runs() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_are_put_and_taken_as_defined(case: Case) -> None:
+def test_put_and_take_equal_their_definition(case: Case) -> None:
     assert_put(rows.put, case)
     assert_take(rows.take, case)
 
@@ -616,7 +617,7 @@ def test_attention_over_fp8_is_as_close_as_its_three_bits_allow() -> None:
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_what_a_request_that_has_left_wrote_is_not_seen(mode: Literal["prefill", "decode"]) -> None:
+def test_rows_of_freed_requests_are_not_seen(mode: Literal["prefill", "decode"]) -> None:
     found = []
     for spoiled in (False, True):
         cache = make(pages=3)
@@ -637,7 +638,7 @@ def test_what_a_request_that_has_left_wrote_is_not_seen(mode: Literal["prefill",
     assert torch.equal(*found)
 
 
-def test_rows_of_nobody_see_nothing_and_are_kept_nowhere() -> None:
+def test_rows_without_a_request_see_nothing_and_are_not_stored() -> None:
     cache = make()
     request = cache.add_request(20)
     step = cache.static_batch(3, max_tokens=20)
@@ -712,7 +713,6 @@ def test_rows_that_do_not_belong_there_are_refused() -> None:
         ("layer must be from 0 to 1, got 5", lambda: cache.take(5, step.slots)),
         ("slots must be `batch t` int64", lambda: cache.take(0, step.slots.int())),
         ("slots must be `batch t` int64", lambda: cache.take(0, step.slots[0])),
-        ("out v must have shape", lambda: cache.take(0, step.slots, (k, k))),
         ("decode must bring the same number", lambda: cache.extend([request], [17], mode="decode")),
         ("mode must be", lambda: cache.extend([request], [1], mode="encode")),  # pyright: ignore[reportArgumentType]
         ("must stay within the 20 tokens it reserved, got 5 and 16 more", lambda: cache.extend([request], [16])),
@@ -727,7 +727,7 @@ def test_rows_that_do_not_belong_there_are_refused() -> None:
     assert torch.equal(cache.k, before)
 
 
-def test_a_step_whose_requests_are_gone_keeps_nothing() -> None:
+def test_a_batch_of_freed_requests_stores_nothing() -> None:
     cache = make()
     first, second = cache.add_request(20), cache.add_request(20)
     step = cache.extend([first], [5])
@@ -735,15 +735,15 @@ def test_a_step_whose_requests_are_gone_keeps_nothing() -> None:
     cache.free(second)
     cache.put(0, step, k, v)
     cache.truncate(first, 4)
-    with pytest.raises(ValueError, match="request 0 of 5 tokens, which was cropped to 4 tokens since; extend again"):
+    with pytest.raises(ValueError, match="request 0 of 5 tokens, which was truncated to 4 tokens since; extend again"):
         cache.put(1, step, k, v)
     cache.free(first)
-    with pytest.raises(ValueError, match="request 0 of 5 tokens, which has left since"):
+    with pytest.raises(ValueError, match="request 0 of 5 tokens, which was freed since"):
         cache.put(1, step, k, v)
     assert not cache.k[1].any()
 
 
-def test_a_static_step_refuses_what_it_has_no_room_for_before_room_is_made() -> None:
+def test_a_static_batch_refuses_too_large_requests_before_pages_are_assigned() -> None:
     cache = make(pages=16)
     requests = [cache.add_request(30) for _ in range(2)]
     step = cache.static_batch(1, 2, max_tokens=8)
@@ -754,7 +754,7 @@ def test_a_static_step_refuses_what_it_has_no_room_for_before_room_is_made() -> 
         ("8 tokens in 3 blocks of each rank, got request 0 with 9 in up", lambda: cache.extend(requests[:1], [2], into=step)),
         ("in 1 blocks of each rank, got request 0 with 8 in up to 3", lambda: cache.extend(requests[:1], [1], into=narrow)),
         ("into must be left out of a prefill", lambda: cache.extend(requests[:1], [2], mode="prefill", into=step)),
-        ("into must be a static step of this cache", lambda: cache.extend([0], [2], into=make().static_batch(1, max_tokens=8))),
+        ("into must be a static batch of this cache", lambda: cache.extend([0], [2], into=make().static_batch(1, max_tokens=8))),
     ]  # fmt: skip
     cache.extend(requests[:1], [7])
     for text, call in cases:
@@ -763,14 +763,20 @@ def test_a_static_step_refuses_what_it_has_no_room_for_before_room_is_made() -> 
         assert cache.length(requests[0]) == 7
 
 
-def test_requests_that_cannot_be_prefilled_together_are_refused_before_room_is_made() -> None:
+def test_requests_that_cannot_be_prefilled_together_are_refused_before_pages_are_assigned() -> None:
     cache = make(0, 2)
     padded, other = cache.add_request(20, first=3), cache.add_request(20)
     free = cache.free_pages
-    with pytest.raises(NotImplementedError, match=r"requests with padding in front must be alike, got firsts \[3, 0\]"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"must be prefilled with same_length, got firsts \[3, 0\]",
+    ):
         cache.extend([padded, other], [9, 4])
     cache.extend([other], [4])
-    with pytest.raises(NotImplementedError, match=r"must be kept alike to be prefilled together, got lengths \[0, 4\]"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"must have equal lengths on the same ranks .* got lengths \[0, 4\]",
+    ):
         cache.extend([padded, other], [5, 5], mode="prefill", same_length=True)
     assert cache.length(padded) == 0
     assert sum(free) - sum(cache.free_pages) == 1
@@ -874,7 +880,7 @@ WRONG = {
     "extend": "must stay within the 20 tokens it reserved, got 0 and 21 more",
     "mode": "mode must be 'auto', 'prefill' or 'decode', got 'some'",
     "truncate": "length must be from 0 to the 18 tokens there are",
-    "fork": "request must be one of those that joined and have not left, got 9",
+    "fork": "request must be one that was added and not freed, got 9",
     "static": "new must be from 1 to 16, got 17",
 }
 
@@ -889,8 +895,8 @@ def _paged(ring: Ring) -> PagedKVCache:
     return PagedKVCache(ring, dtype=torch.float32, device="cpu", **sizes)
 
 
-def _keep_books_wrongly(kind: str) -> list[str]:
-    """What each rank hears where rank 1 asks a cache for what cannot be, and then of another cache."""
+def _call_wrongly(kind: str) -> list[str]:
+    """Errors of each rank where rank 1 calls a cache wrongly, and then of right calls of another cache."""
     ring, said = Ring(timeout=timedelta(seconds=20)), []
     for wrong in (kind if ring.rank == 1 else "", ""):
         cache = _paged(ring)
@@ -910,14 +916,14 @@ def _keep_books_wrongly(kind: str) -> list[str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_one_rank_asks_of_the_books_wrongly_is_refused_on_all(pool: Pools, kind: str) -> None:
-    for refused, after in pool(2).run(_keep_books_wrongly, kind):
+def test_wrong_calls_of_one_rank_are_errors_on_all(pool: Pools, kind: str) -> None:
+    for refused, after in pool(2).run(_call_wrongly, kind):
         assert WRONG[kind] in refused
         assert after == ""
 
 
 def _go_on_after_a_refusal(same_step: bool, same_request: bool) -> list[str]:
-    """What each rank hears of an attention call that rank 1 makes wrongly, and then of right ones."""
+    """Errors of each rank for an attention call that rank 1 makes wrongly, and then for right ones."""
     ring, said = Ring(timeout=timedelta(seconds=20)), []
     cache = _paged(ring)
     a, b = cache.add_request(50), cache.add_request(50)
@@ -980,7 +986,7 @@ def test_a_full_cache_is_an_answer_that_programs_may_ask_for(pool: Pools, who: s
 
 
 def _probe_alike() -> list[str]:
-    """What a rank hears of right calls between calls that all ranks are refused."""
+    """Errors of a rank for right calls between calls that fail on all ranks."""
     ring, said = Ring(timeout=timedelta(seconds=20)), list[str]()
     cache = _paged(ring)
     request = cache.add_request(50)
@@ -1006,7 +1012,7 @@ def _probe_alike() -> list[str]:
 
 
 @pytest.mark.dist
-def test_what_all_ranks_try_in_vain_costs_none_of_them_a_call(pool: Pools) -> None:
+def test_a_full_cache_on_all_ranks_fails_no_later_call(pool: Pools) -> None:
     assert pool(2).run(_probe_alike) == [[""] * 21] * 2
 
 
@@ -1048,7 +1054,7 @@ def _make_step(
 
 
 def _run_program(seed: int) -> int:
-    """How many steps of a program failed, all of them on all ranks, in which one made a mistake."""
+    """Number of failed steps of a program, on all ranks, in which one made a mistake."""
     ring, draw, live, failed = Ring(timeout=timedelta(seconds=20)), random.Random(seed), list[int](), 0
     cache = PagedKVCache(
         ring, layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, pages=99, page_size=4, device="cpu"
@@ -1072,6 +1078,6 @@ def _run_program(seed: int) -> int:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("world_size", "seed"), [(2, 0), (2, 1), (3, 2), (3, 3)])
-def test_programs_go_on_after_mistakes_of_single_ranks(pool: Pools, world_size: int, seed: int) -> None:
+def test_programs_continue_after_errors_of_single_ranks(pool: Pools, world_size: int, seed: int) -> None:
     """Prefill, decoding, attention, probes on all ranks and questions of one: results are right, and nobody waits for a rank."""
     assert min(pool(world_size).run(_run_program, seed)) > 5

@@ -1,4 +1,4 @@
-"""The books of the cache against a model in which a request is a list of tokens and memory a dictionary."""
+"""The page allocator against a model in which a request is a list of tokens and memory a dictionary."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from hypothesis.stateful import (
 )
 
 from ringattn.inference import block_table as block_table
-from ringattn.inference.block_table import Block, PageCopy, PageSpan
+from ringattn.inference.block_table import Block, PageCopy
 from ringattn.inference.page_allocator import CacheFull, PageAllocator
+from tests.support.page_spans import PageSpan, page_spans
 
 
 def state(allocator: PageAllocator) -> str:
-    """All that the books say, as text."""
+    """State of the allocator, as text."""
     return repr({name: value for name, value in vars(allocator).items() if name != "_names"})
 
 
@@ -72,8 +73,8 @@ class Model(RuleBasedStateMachine):
         self.groups = [group for group in self.groups if not set(group) & set(requests)]
 
     def write(self, request: int, before: int) -> None:
-        """What a step does with new tokens."""
-        pieces = self.allocator.page_spans(request, before)
+        """Write new tokens as a step does."""
+        pieces = page_spans(self.allocator, request, before)
         assert [piece.start for piece in pieces][:1] == [before]
         for piece in pieces:
             for i in range(piece.length):
@@ -217,7 +218,7 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.said)
     @rule(data=st.data())
     def keep_every_promise(self, data: st.DataObject) -> None:
-        """All that was reserved fits, whoever comes first and however it comes."""
+        """Everything reserved fits, in any order of calls."""
         allocator = copy.deepcopy(self.allocator)
         for group in self.groups:
             left = allocator.reserved(group[0]) - allocator.length(group[0])
@@ -307,7 +308,7 @@ def ranks(allocator: PageAllocator, request: int) -> list[tuple[int, int]]:
     return [(rank, stop - start) for rank, start, stop in allocator.rank_spans(request)]
 
 
-def test_a_prompt_is_dealt_up_and_down_the_ranks() -> None:
+def test_pages_of_a_prompt_are_assigned_in_a_zigzag() -> None:
     allocator = PageAllocator(world_size=3, pages=20, page_size=4)
     request = allocator.add_request(reserve=60)
     allocator.assign([request], [46])
@@ -319,7 +320,7 @@ def test_a_prompt_is_dealt_up_and_down_the_ranks() -> None:
     assert allocator.free_pages == (15, 15, 15)
 
 
-def test_work_is_even_as_far_as_ranks_have_room() -> None:
+def test_pages_are_split_evenly_up_to_the_capacity_of_ranks() -> None:
     allocator = PageAllocator(world_size=4, pages=100, page_size=4)
     for reserve in (4, 40, 400, 37):
         request = allocator.add_request(reserve)
@@ -338,7 +339,7 @@ def test_tokens_that_come_one_by_one_go_to_the_emptiest_rank() -> None:
     assert ranks(allocator, small) == [(1, 2), (0, 2), (1, 2), (0, 2), (1, 2), (0, 2)]
 
 
-def test_what_one_request_may_write_on_a_shared_page_is_behind_all_forks() -> None:
+def test_a_writer_of_a_shared_page_writes_behind_all_forks() -> None:
     allocator = PageAllocator(world_size=1, pages=6, page_size=4)
     request = allocator.add_request(4)
     allocator.assign([request], [1])
@@ -348,10 +349,10 @@ def test_what_one_request_may_write_on_a_shared_page_is_behind_all_forks() -> No
     # behind the second fork's rows, not only behind the first one's
     allocator.truncate(request, 1)
     allocator.assign([request], [3])
-    assert allocator.page_spans(request) == [PageSpan(0, 0, 0, 0, 1), PageSpan(0, 1, 0, 1, 3)]
+    assert page_spans(allocator, request) == [PageSpan(0, 0, 0, 0, 1), PageSpan(0, 1, 0, 1, 3)]
 
 
-def test_a_writer_goes_on_behind_its_forks_and_may_crop_as_far() -> None:
+def test_a_writer_appends_behind_its_forks_and_may_truncate_to_them() -> None:
     allocator = PageAllocator(world_size=1, pages=1, page_size=4)
     request = allocator.add_request(4)
     allocator.assign([request], [2])
@@ -363,7 +364,7 @@ def test_a_writer_goes_on_behind_its_forks_and_may_crop_as_far() -> None:
     assert allocator.blocks(fork) == (Block(0, 0, 0, 2),)
     before = state(allocator)
     with pytest.raises(
-        CacheFull, match=r"gives up pages that others use when it is cropped to 1 tokens.*needs 1 pages more, got 0"
+        CacheFull, match=r"gives up pages that others use when it is truncated to 1 tokens.*needs 1 pages more"
     ):
         allocator.truncate(request, 1)
     assert state(allocator) == before
@@ -399,7 +400,7 @@ def test_a_fork_of_a_fork_writes_nothing_that_either_sees() -> None:
     assert [allocator.blocks(request)[-1][:2] for request in (third, second, first)] == [(0, 1), (0, 2), (0, 0)]
 
 
-def test_promises_on_a_rank_are_kept_from_requests_that_may_go_anywhere() -> None:
+def test_pages_reserved_on_a_rank_are_not_given_to_other_requests() -> None:
     allocator = PageAllocator(world_size=2, pages=2, page_size=1)
     pair = allocator.add_batch(1, [0, 0])
     single = allocator.add_request(2)
@@ -409,7 +410,7 @@ def test_promises_on_a_rank_are_kept_from_requests_that_may_go_anywhere() -> Non
     assert [len(allocator.blocks(one)) for one in pair] == [1, 1]
 
 
-def test_what_must_be_alike_and_has_no_room_alike_is_refused_when_it_joins() -> None:
+def test_a_batch_without_free_pages_on_the_same_ranks_is_refused_when_added() -> None:
     allocator = PageAllocator(world_size=2, pages=3, page_size=4)
     before = state(allocator)
     with pytest.raises(
@@ -424,7 +425,7 @@ def test_what_must_be_alike_and_has_no_room_alike_is_refused_when_it_joins() -> 
     assert ranks(allocator, pair[0]) == ranks(allocator, pair[1]) == [(0, 4), (1, 4)]
 
 
-def test_placing_alike_takes_nothing_that_others_were_promised() -> None:
+def test_same_length_takes_no_pages_that_others_reserved() -> None:
     allocator = PageAllocator(world_size=1, pages=3, page_size=4)
     first = allocator.add_request(7)
     allocator.assign([first], [2])
@@ -441,13 +442,13 @@ def test_placing_alike_takes_nothing_that_others_were_promised() -> None:
     allocator.assign([first, second], [4, 3])
 
 
-def test_who_was_promised_pages_on_a_rank_leaves_no_room_in_them_for_a_fork() -> None:
+def test_requests_with_pages_reserved_per_rank_leave_no_rows_free_for_a_fork() -> None:
     allocator = PageAllocator(world_size=1, pages=8, page_size=4)
     (one,) = allocator.add_batch(8, [0])
     allocator.assign([one], [2])
     fork = allocator.fork(one, reserve=8)
     before = state(allocator)
-    with pytest.raises(CacheFull, match=r"requests .0. that would leave room in pages they were promised"):
+    with pytest.raises(CacheFull, match=r"requests .0. that would leave rows free in pages they reserved"):
         allocator.assign([one, fork], [1, 1], same_length=True)
     assert state(allocator) == before
     allocator.assign([one, fork], [6, 6])
@@ -469,7 +470,7 @@ def test_reordered_requests_share_full_pages_and_have_a_last_page_each() -> None
     allocator.assign(beams, [3, 3, 3], same_length=True)
 
 
-def test_refusals_say_what_is_needed_and_change_nothing() -> None:
+def test_errors_name_the_numbers_and_change_nothing() -> None:
     allocator = PageAllocator(world_size=2, pages=3, page_size=4, page_bytes=1000)
     request = allocator.add_request(10)
     allocator.assign([request], [5])
@@ -495,10 +496,10 @@ def test_refusals_say_what_is_needed_and_change_nothing() -> None:
         (ValueError, "occur once each", lambda: allocator.assign([], [])),
         (ValueError, "occur once each", lambda: allocator.assign([request], [1, 1])),
         (ValueError, "equally long", lambda: allocator.assign([request, other], [1, 1], same_length=True)),
-        (ValueError, "one of those that joined and have not left, got 7", lambda: allocator.assign([request, 7], [1, 1])),
-        (ValueError, "have not left, got 7", lambda: allocator.free(7)),
+        (ValueError, "one that was added and not freed, got 7", lambda: allocator.assign([request, 7], [1, 1])),
+        (ValueError, "not freed, got 7", lambda: allocator.free(7)),
         (ValueError, "index must name one of 2", lambda: allocator.reorder([request, other], [0, 2])),
-        (ValueError, "joined alike and grown alike", lambda: allocator.reorder([request, other], [0, 0])),
+        (ValueError, "added and extended together", lambda: allocator.reorder([request, other], [0, 0])),
     ]  # fmt: skip
     for kind, text, call in cases:
         with pytest.raises(kind, match=text):
@@ -507,12 +508,12 @@ def test_refusals_say_what_is_needed_and_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_books_have_room_for_a_page(sizes: tuple[int, int, int]) -> None:
+def test_an_allocator_has_at_least_one_page(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         PageAllocator(*sizes)
 
 
-def test_what_stayed_is_the_least_that_any_crop_since_has_left_and_old_notes_promise_no_more(
+def test_unmoved_tokens_are_the_fewest_left_by_any_later_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(block_table, "MAX_CHANGE_LOG", 4)
@@ -531,10 +532,10 @@ def test_what_stayed_is_the_least_that_any_crop_since_has_left_and_old_notes_pro
         assert found[-4:] == exact[-4:]
 
 
-def test_every_history_reads_back_what_was_said() -> None:
+def test_every_history_reads_back_its_tokens() -> None:
     run_state_machine_as_test(Model, settings=settings(max_examples=200, stateful_step_count=40, deadline=None))
 
 
 @pytest.mark.slow
-def test_every_long_history_reads_back_what_was_said() -> None:
+def test_every_long_history_reads_back_its_tokens() -> None:
     run_state_machine_as_test(Model, settings=settings(max_examples=1000, stateful_step_count=50, deadline=None))

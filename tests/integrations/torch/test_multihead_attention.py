@@ -1,4 +1,4 @@
-"""RingMultiheadAttention is nn.MultiheadAttention: on one process to rounding, on ranks likewise, and inside torch's layers."""
+"""RingMultiheadAttention equals nn.MultiheadAttention up to rounding, on one process, on ranks, and inside torch's layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ringattn.kernels.attention.dropout import keep_mask
 from ringattn.plan.layouts import zigzag
 from ringattn.plan.sharding import Sharding
 from tests.budget import assert_within_budget
-from tests.multihead import (
+from tests.integrations.torch.multihead import (
     FP64,
     MODES,
     Multihead,
@@ -216,7 +216,7 @@ def test_refusals_have_torchs_types_and_words(name: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [(0, 3), (16, 0), (16, 3)])
-def test_constructors_refuse_alike(arguments: tuple[int, int]) -> None:
+def test_constructors_raise_the_same_errors(arguments: tuple[int, int]) -> None:
     theirs = outcome(lambda: nn.MultiheadAttention(*arguments))
     assert outcome(lambda: RingMultiheadAttention(*arguments)) == theirs
 
@@ -450,7 +450,7 @@ def test_a_model_is_converted_in_place_and_once() -> None:
     assert isinstance(alone, RingMultiheadAttention)
 
 
-def test_an_optimizer_made_before_goes_on() -> None:
+def test_an_optimizer_made_before_conversion_keeps_working() -> None:
     model = encoder(dtype=torch.float32)
     attention: Any = model.layers[0].self_attn
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -472,7 +472,7 @@ def test_unknown_subclasses_are_refused_and_nothing_is_converted() -> None:
     assert type(model[0]) is nn.MultiheadAttention
 
 
-def test_what_is_no_ring_and_no_sharding_is_named() -> None:
+def test_wrong_types_of_ring_and_sharding_are_named() -> None:
     ring, x = Ring(), torch.ones(5, 8)
     model = nn.ModuleList([nn.MultiheadAttention(8, 2)])
     with pytest.raises(TypeError, match="ring must be a Ring or None, got Sharding"):
@@ -528,7 +528,7 @@ def test_autocast_lowers_it_as_it_lowers_torchs() -> None:
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
-def test_a_compiled_module_is_one_graph_and_meets_each_sharding() -> None:
+def test_a_compiled_module_is_one_graph_for_each_sharding() -> None:
     torch._dynamo.reset()
     ring = Ring()
     module = RingMultiheadAttention(8, 2, dropout=0.5, add_bias_kv=True, add_zero_attn=True, batch_first=True)
@@ -585,14 +585,14 @@ def test_parameters_may_be_sharded_by_fsdp(pool: Pools) -> None:
 
 
 def test_keys_of_any_number_of_lengths_may_come_without_a_sharding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_nn, "CAPACITY", 5)
-    ring_nn._whole.clear()
+    monkeypatch.setattr(ring_nn, "MAX_WHOLE_SHARDINGS", 5)
+    ring_nn._whole_shardings.clear()
     attention = RingMultiheadAttention(8, 2, batch_first=True)
     query = torch.randn(1, 3, 8)
     for length in (*range(1, 12), 3, 1):
         keys = torch.randn(1, length, 8)
         assert attention(query, keys, keys)[1].shape == (1, 3, length)
-        assert len(ring_nn._whole) <= 5
+        assert len(ring_nn._whole_shardings) <= 5
 
 
 @pytest.mark.dist
@@ -602,7 +602,7 @@ def test_several_ranks_need_a_sharding(pool: Pools) -> None:
 
 
 @pytest.mark.dist
-def test_what_one_rank_refuses_all_ranks_refuse(pool: Pools) -> None:
+def test_errors_of_one_rank_are_errors_on_all(pool: Pools) -> None:
     with pytest.raises((RuntimeError, ValueError)) as caught:
         pool(2).run(odd_mask)
     every_rank = str(caught.value.__cause__)
@@ -649,7 +649,7 @@ def test_nested_input_with_more_is_refused() -> None:
 
 
 def _attend_wrongly(kind: str) -> list[str]:
-    """What each rank hears where rank 1 calls a module of a ring wrongly, and then of the right call."""
+    """Errors of each rank where rank 1 calls a module of a ring wrongly, and then for the right call."""
     ring, other = Ring(timeout=timedelta(seconds=20)), Ring(timeout=timedelta(seconds=20))
     attention, said = RingMultiheadAttention(32, 2, batch_first=True, ring=ring), []
     for wrong in (kind if ring.rank == 1 else "", ""):
