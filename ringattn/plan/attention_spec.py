@@ -101,13 +101,13 @@ class AttentionSpec:
             self._plans[moving, nodes] = plan
         return plan
 
-    def gather_plan(self, nodes: Nodes | None = None, outer_step: int = 0) -> GatherPlan:
-        """Return the rows that this rank receives and sends when all steps of an outer step are computed in one launch."""
-        found = self._gather_plans.get((nodes, outer_step))
+    def gather_plan(self, nodes: Nodes | None = None, node_step: int = 0) -> GatherPlan:
+        """Return the rows that this rank receives and sends when all steps of a node step are computed in one launch."""
+        found = self._gather_plans.get((nodes, node_step))
         if found is None:
             plan = self.plan("keys", nodes)
-            found = make_gather_plan(plan, self.rank, PAD_ROWS, outer_step, nodes)
-            self._gather_plans[nodes, outer_step] = found
+            found = make_gather_plan(plan, self.rank, PAD_ROWS, node_step, nodes)
+            self._gather_plans[nodes, node_step] = found
         return found
 
     def score(self, dtype: torch.dtype, dropout_seed: int, tensors: ScoreTensors) -> Score:

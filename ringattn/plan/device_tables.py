@@ -59,7 +59,7 @@ class StepTables:
 
 @dataclass(frozen=True, eq=False)
 class FusedTables:
-    """Keys of the tables of fused launches, one per outer step, which `find` turns into tables."""
+    """Keys of the tables of fused launches, one per node step, which `find` turns into tables."""
 
     rows: Key[RowMetadata]
     keys: tuple[Key[GatheredKeys], ...]
@@ -87,9 +87,9 @@ def fused_tables(spec: AttentionSpec, device: torch.device, nodes: Nodes | None 
     """Return the keys of the tables of fused launches."""
     plan, size = spec.plan("keys", nodes).ranks[spec.rank], len(nodes[0]) if nodes else len(spec.sharding.shards)
     keys, returning = list[Key[GatheredKeys]](), list[Key[Tensor]]()
-    for outer_step in range(len(plan.remote_shards)):
-        held, gather_plan = plan.held(outer_step), spec.gather_plan(nodes, outer_step)
-        ring_steps = (held, *plan.ring_steps[outer_step * size + 1 : (outer_step + 1) * size])
+    for node_step in range(len(plan.remote_shards)):
+        held, gather_plan = plan.held(node_step), spec.gather_plan(nodes, node_step)
+        ring_steps = (held, *plan.ring_steps[node_step * size + 1 : (node_step + 1) * size])
         keys.append(gathered_key(ring_steps, gather_plan, spec.mask, device, forward_only=spec.forward_only))
         returning.append(returning_key(gather_plan.sends, held.num_rows, device))
     rows = side_key(pack(spec.sharding.shards[spec.rank]), spec.mask, device, "keys")

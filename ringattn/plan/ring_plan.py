@@ -6,8 +6,8 @@ of owner (r - s) % world_size: every rank receives from one rank and sends to on
 
 Note [Double ring]
     Where some ranks share a node and the link between nodes is slow, the ring has two levels: N nodes of L ranks. Step
-    s = o * L + i is inner step i of outer step o, and the rank at place l of node n computes with the rows of the owner at
-    place (l - i) % L of node (n - o) % N. Rows cross the slow link once per node: for outer step o, every rank sends its
+    s = o * L + i is inner step i of node step o, and the rank at place l of node n computes with the rows of the owner at
+    place (l - i) % L of node (n - o) % N. Rows cross the slow link once per node: for node step o, every rank sends its
     counterpart, at the same place of node n + o, the rows that any rank there needs. They are a *remote shard* in that
     node: the counterpart, its local root, computes with all of it at inner step 0, and at inner step i sends rank
     (l + i) % L the part that it needs. Contributions to gradients return the same way: first to the local root, which adds
@@ -58,7 +58,7 @@ class RingStep:
 class Send:
     """Rows that `peer` receives from this rank at `step` (within one node peer == (rank + step) % world_size).
 
-    They are rows of the buffer that this rank holds: its own shard or, from outer step 1 on, a remote shard.
+    They are rows of the buffer that this rank holds: its own shard or, from node step 1 on, a remote shard.
     """
 
     step: int
@@ -73,7 +73,7 @@ class Send:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part. `ring_steps[s]` and `sends[s]` belong to step s, `remote_shards[o]` to outer step o.
+    """One rank's part. `ring_steps[s]` and `sends[s]` belong to step s, `remote_shards[o]` to node step o.
 
     A ring step is None where nothing is visible, at step 0 only where the rank's moving shard is empty. sends[0] is None;
     sends[o * local_size] crosses the slow link. remote_shards[0] is None; there is one when any rank of the node needs it,
@@ -90,10 +90,10 @@ class RankPlan:
         """Ranks of a node, which is the number of inner steps."""
         return len(self.ring_steps) // len(self.remote_shards)
 
-    def held(self, outer_step: int) -> RingStep:
-        """Rows that this rank holds in an outer step: its own or those of a remote shard, which may have none."""
-        found = self.remote_shards[outer_step] if outer_step else self.ring_steps[0]
-        return RingStep(outer_step * self.local_size, self.rank, (), (), 0) if found is None else found
+    def held(self, node_step: int) -> RingStep:
+        """Rows that this rank holds in a node step: its own or those of a remote shard, which may have none."""
+        found = self.remote_shards[node_step] if node_step else self.ring_steps[0]
+        return RingStep(node_step * self.local_size, self.rank, (), (), 0) if found is None else found
 
     @property
     def received_rows(self) -> int:
@@ -147,12 +147,12 @@ class SendSpec(Send):
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Rows that one rank receives and sends, in ring order, when an outer step is computed in one launch.
+    """Rows that one rank receives and sends, in ring order, when a node step is computed in one launch.
 
     Attributes:
         remote_rows: Rows of this rank's remote buffer, pad rows included; 0 when nothing is received.
         slot_rows: Rows of the longest moving shard of all ranks.
-        most_remote_rows: The largest remote_rows of all ranks and outer steps.
+        most_remote_rows: The largest remote_rows of all ranks and node steps.
         first: The ring step of the rows that this rank holds.
         skipped: The next rank and its first owner, where that is not this rank: it receives, but nothing from here.
     """
@@ -168,36 +168,36 @@ class GatherPlan:
 
 @lru_cache(maxsize=256)
 def make_gather_plan(
-    plan: Plan, rank: int, pad_rows: int, outer_step: int = 0, nodes: Nodes | None = None
+    plan: Plan, rank: int, pad_rows: int, node_step: int = 0, nodes: Nodes | None = None
 ) -> GatherPlan:
-    """Return one rank's fused form of an outer step of a plan; cached.
+    """Return one rank's fused form of a node step of a plan; cached.
 
     Owners in the remote buffer begin at multiples of `pad_rows`, with at least as many rows between them.
     """
     steps = range(len(plan.ranks[rank].remote_shards))
     most = max(_recvs(plan, part, step, pad_rows)[1] for part in plan.ranks for step in steps)
-    recvs, remote_rows = _recvs(plan, plan.ranks[rank], outer_step, pad_rows)
+    recvs, remote_rows = _recvs(plan, plan.ranks[rank], node_step, pad_rows)
     size = plan.ranks[rank].local_size
     sends: list[SendSpec] = []
-    for send in plan.ranks[rank].sends[outer_step * size + 1 : (outer_step + 1) * size]:
+    for send in plan.ranks[rank].sends[node_step * size + 1 : (node_step + 1) * size]:
         if send is not None:
-            theirs, room = _recvs(plan, plan.ranks[send.peer], outer_step, pad_rows)
+            theirs, room = _recvs(plan, plan.ranks[send.peer], node_step, pad_rows)
             at = next(recv.at for recv in theirs if recv.owner == rank)
-            local_rows = plan.ranks[send.peer].held(outer_step).num_rows
+            local_rows = plan.ranks[send.peer].held(node_step).num_rows
             owners = tuple(recv.owner for recv in theirs)
             sends.append(SendSpec(send.step % size, send.peer, send.rows, at, room, local_rows, owners))
     members = next(node for node in _check_nodes(nodes, len(plan.ranks)) if rank in node)
     after = members[(members.index(rank) + 1) % len(members)]
-    theirs, _ = _recvs(plan, plan.ranks[after], outer_step, pad_rows)
+    theirs, _ = _recvs(plan, plan.ranks[after], node_step, pad_rows)
     skipped = (after, theirs[0].owner) if theirs and theirs[0].owner != rank else None
     slot_rows = max(part.held(0).num_rows for part in plan.ranks)
-    return GatherPlan(recvs, tuple(sends), remote_rows, slot_rows, most, outer_step * size, skipped)
+    return GatherPlan(recvs, tuple(sends), remote_rows, slot_rows, most, node_step * size, skipped)
 
 
-def _recvs(plan: Plan, part: RankPlan, outer_step: int, pad_rows: int) -> tuple[tuple[RecvSpec, ...], int]:
+def _recvs(plan: Plan, part: RankPlan, node_step: int, pad_rows: int) -> tuple[tuple[RecvSpec, ...], int]:
     size, at = part.local_size, 0
     recvs: list[RecvSpec] = []
-    for ring_step in part.ring_steps[outer_step * size + 1 : (outer_step + 1) * size]:
+    for ring_step in part.ring_steps[node_step * size + 1 : (node_step + 1) * size]:
         if ring_step is not None:
             send = plan.ranks[ring_step.source].sends[ring_step.step]
             assert send is not None, "rows of a ring step are sent"
@@ -290,10 +290,10 @@ def make_plan(
     sends: list[list[Send | None]] = [[None] * world_size for _ in range(world_size)]
     for rank, route in enumerate(routes):
         for step, (_, source) in enumerate(route):
-            outer_step, inner_step = divmod(step, size)
-            wanted = ring_steps[rank][step] if inner_step else remote_shards[rank][outer_step]
+            node_step, inner_step = divmod(step, size)
+            wanted = ring_steps[rank][step] if inner_step else remote_shards[rank][node_step]
             if wanted is not None and step:
-                held = remote_shards[source][outer_step] if inner_step else None
+                held = remote_shards[source][node_step] if inner_step else None
                 rows = wanted.rows if held is None else _within(wanted.rows, held.rows)
                 sends[source][step] = Send(step, rank, rows)
     ranks = tuple(
@@ -325,10 +325,10 @@ def _route(rank: int, nodes: Nodes) -> list[tuple[int, int]]:
     n = next(n for n, node in enumerate(nodes) if rank in node)
     place, size = nodes[n].index(rank), len(nodes[n])
     route = []
-    for outer_step in range(len(nodes)):
+    for node_step in range(len(nodes)):
         for inner_step in range(size):
             there = (place - inner_step) % size
-            owner = nodes[(n - outer_step) % len(nodes)][there]
+            owner = nodes[(n - node_step) % len(nodes)][there]
             route.append((owner, nodes[n][there] if inner_step else owner))
     return route
 

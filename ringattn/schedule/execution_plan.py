@@ -2,7 +2,7 @@
 
     fused     One launch forward, one backward, plus the sum of the gradients that were returned. A query row stays in registers
               from its first key to its last, and no partial touches memory. The keys of all owners need space on every rank. In
-              a hierarchical ring there is one launch per outer step (fused_hierarchical.py).
+              a hierarchical ring there is one launch per node step (fused_hierarchical.py).
     stepwise  One launch per ring step, fp32 partials between them, two receive buffers: space for two shards, whatever the
               number of ranks (a copy engine adds four outboxes). Serves every kernel set, every option and every transport.
 

@@ -1,14 +1,14 @@
-"""The fused schedule of a hierarchical ring: one launch per outer step.
+"""The fused schedule of a hierarchical ring: one launch per node step.
 
 Holds the order of transfers between nodes, gathers and launches, and merges the partials of the launches.
 
-In outer step o the ranks of a node hold, together, the shards of another node: each rank one remote shard (Note [Double
+In node step o the ranks of a node hold, together, the shards of another node: each rank one remote shard (Note [Double
 ring] in ring_plan.py). Remote shards arrive over the process group in a buffer that the copy engine pushes from, so a launch
-finds its own remote shard in place and waits for the others, as it does with shards in outer step 0. The remote shards of
+finds its own remote shard in place and waits for the others, as it does with shards in node step 0. The remote shards of
 step o + 1 are in flight while step o is computed; two buffers alternate.
-One launch for all outer steps could hang: its kernel may hold every SM while it waits for rows that NCCL needs SMs to
+One launch for all node steps could hang: its kernel may hold every SM while it waits for rows that NCCL needs SMs to
 receive. SMs that the kernel leaves free could be taken by another collective that waits for this rank. So transfers between
-nodes are over before a launch that waits for their rows. The price is one fp32 partial per outer step, and one merge. NCCL's
+nodes are over before a launch that waits for their rows. The price is one fp32 partial per node step, and one merge. NCCL's
 blocks keep their SMs for a whole transfer, so a launch beside which rows move between nodes leaves `COMM_SMS` free.
 """
 
@@ -36,12 +36,12 @@ from ringattn.transport.base import COMM_SMS, Buffers, GradMessage, KVGather, Me
 def hierarchical_forward(
     q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
 ) -> tuple[Tensor, Tensor]:
-    """Return o and lse of this rank's query rows, one launch per outer step; takes arguments of `dispatch.run_forward`."""
+    """Return o and lse of this rank's query rows, one launch per node step; takes arguments of `dispatch.run_forward`."""
     fused, kv_gather = gather_of(plan.fused_forward, context)
     mine = plan.ring_plan.ranks[context.rank]
     b, s, h, _ = q.shape
     dv, wide = v.shape[-1], accumulation_dtype(q.dtype)
-    seeing = [outer_step for outer_step in range(len(mine.remote_shards)) if _sees(mine, outer_step)]
+    seeing = [node_step for node_step in range(len(mine.remote_shards)) if _sees(mine, node_step)]
     o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=wide, device=q.device)
     outs, sums = o[None], lse[None]
@@ -52,18 +52,18 @@ def hierarchical_forward(
     remote_shards = _RemoteShards(
         k, v, mine, plan.spec.gather_plan(context.nodes).slot_rows, context, kv_gather, Buffers(), "forward"
     )
-    for outer_step in range(len(mine.remote_shards)):
-        held = remote_shards.wait_for(outer_step)
-        handle = kv_gather.gather(*held, plan.spec.gather_plan(context.nodes, outer_step), fused.groups, "forward")
-        if outer_step in seeing:
-            place = seeing.index(outer_step)
-            with span("ring forward: all ring steps of outer step {} in one launch", outer_step):
+    for node_step in range(len(mine.remote_shards)):
+        held = remote_shards.wait_for(node_step)
+        handle = kv_gather.gather(*held, plan.spec.gather_plan(context.nodes, node_step), fused.groups, "forward")
+        if node_step in seeing:
+            place = seeing.index(node_step)
+            with span("ring forward: all ring steps of node step {} in one launch", node_step):
                 fused.kernels.forward_fused(
                     q,
                     held,
                     (handle.k, handle.v),
                     rows,
-                    find(fused.tables.keys[outer_step]),
+                    find(fused.tables.keys[node_step]),
                     score if place == 0 else dataclasses.replace(score, sinks=None),
                     handle.ready_flags,
                     o=outs[place],
@@ -107,18 +107,18 @@ def hierarchical_backward(
         k, v, mine, plan.spec.gather_plan(context.nodes).slot_rows, context, kv_gather, buffers, "backward"
     )
     node_sums = _NodeGradSums([(dk, 1), (dv, 1)], mine, context, buffers, "backward, gradients")
-    for outer_step in range(len(mine.remote_shards)):
-        held = remote_shards.wait_for(outer_step)
-        gather_plan = plan.spec.gather_plan(nodes, outer_step)
+    for node_step in range(len(mine.remote_shards)):
+        held = remote_shards.wait_for(node_step)
+        gather_plan = plan.spec.gather_plan(nodes, node_step)
         grad_return = kv_gather.grad_return((b, hk, d + v.shape[-1]), gather_plan, "backward")
         handle = kv_gather.gather(*held, gather_plan, fused.groups, "backward", grad_return=grad_return)
-        if _sees(mine, outer_step):
+        if _sees(mine, node_step):
             # the first launch overwrites, the others add
-            part = dq if outer_step == 0 else buffers.take("dq", dq.shape, dq.dtype, device)
+            part = dq if node_step == 0 else buffers.take("dq", dq.shape, dq.dtype, device)
             slopes = dalibi
-            if dalibi is not None and outer_step:
+            if dalibi is not None and node_step:
                 slopes = buffers.take("dalibi", dalibi.shape, dalibi.dtype, device)
-            with span("ring backward: all ring steps of outer step {} in one launch", outer_step):
+            with span("ring backward: all ring steps of node step {} in one launch", node_step):
                 kernels.backward_fused(
                     do,
                     q,
@@ -127,7 +127,7 @@ def hierarchical_backward(
                     lse,
                     delta,
                     rows,
-                    find(fused.tables.keys[outer_step]),
+                    find(fused.tables.keys[node_step]),
                     score,
                     handle.ready_flags,
                     grad_return.addresses,
@@ -138,22 +138,22 @@ def hierarchical_backward(
                     deterministic=plan.spec.deterministic,
                     sm_margin=max(kv_gather.sm_margin, COMM_SMS * (remote_shards.in_flight or node_sums.in_flight)),
                 )
-            if outer_step:
+            if node_step:
                 dq.add_(part)
-            if outer_step and dalibi is not None and slopes is not None:
+            if node_step and dalibi is not None and slopes is not None:
                 dalibi.add_(slopes)
         else:
-            grad_return.local_grads[:, : mine.held(outer_step).num_rows].zero_()
-        into = node_sums.grads(outer_step)
+            grad_return.local_grads[:, : mine.held(node_step).num_rows].zero_()
+        into = node_sums.grads(node_step)
         kernels.reduce_kv_grads(
             into[0],
             into[1],
             grad_return.local_grads,
             grad_return.receive()[0],
-            find(fused.tables.returning[outer_step]),
+            find(fused.tables.returning[node_step]),
         )
         grad_return.close()
-        node_sums.post(outer_step)
+        node_sums.post(node_step)
     node_sums.finish()
     return Gradients(
         dq=dq,
@@ -166,10 +166,10 @@ def hierarchical_backward(
     )
 
 
-def _sees(plan: RankPlan, outer_step: int) -> bool:
-    """Return whether a rank computes anything in an outer step; in the first one it always does: empty rows and sinks."""
-    ring_steps = plan.ring_steps[outer_step * plan.local_size : (outer_step + 1) * plan.local_size]
-    return outer_step == 0 or any(ring_step is not None and ring_step.pairs for ring_step in ring_steps)
+def _sees(plan: RankPlan, node_step: int) -> bool:
+    """Return whether a rank computes anything in a node step; in the first one it always does: empty rows and sinks."""
+    ring_steps = plan.ring_steps[node_step * plan.local_size : (node_step + 1) * plan.local_size]
+    return node_step == 0 or any(ring_step is not None and ring_step.pairs for ring_step in ring_steps)
 
 
 def _merge(outs: Tensor, sums: Tensor, o: Tensor, lse: Tensor) -> None:
@@ -192,7 +192,7 @@ def _merge(outs: Tensor, sums: Tensor, o: Tensor, lse: Tensor) -> None:
 
 @dataclass
 class _RemoteShards:
-    """K/V on their way between nodes: `wait_for` each outer step in turn; the next shard is then in flight."""
+    """K/V on their way between nodes: `wait_for` each node step in turn; the next shard is then in flight."""
 
     k: Tensor
     v: Tensor
@@ -212,27 +212,27 @@ class _RemoteShards:
         """Whether K/V are in flight between nodes, to this rank or from it."""
         return self._work is not None and self._moves
 
-    def wait_for(self, outer_step: int) -> tuple[Tensor, Tensor]:
-        """Return the K/V that this rank holds in an outer step, and start the transfers for the next one."""
+    def wait_for(self, node_step: int) -> tuple[Tensor, Tensor]:
+        """Return the K/V that this rank holds in a node step, and start the transfers for the next one."""
         held = self.k, self.v
-        if outer_step:
+        if node_step:
             assert self._work is not None, "a remote shard is posted before it is waited for"
             assert self._buffer is not None, "a remote shard has a buffer"
             self._work.wait()
             self._work = None
             d = self.k.shape[-1]
             held = self._buffer[..., :d], self._buffer[..., d:]
-        if outer_step + 1 < len(self.plan.remote_shards):
-            self._post(outer_step + 1)
+        if node_step + 1 < len(self.plan.remote_shards):
+            self._post(node_step + 1)
         return held
 
-    def _post(self, outer_step: int) -> None:
+    def _post(self, node_step: int) -> None:
         k, v = self.k, self.v
-        step = outer_step * self.plan.local_size
-        send, remote_shard = self.plan.sends[step], self.plan.remote_shards[outer_step]
+        step = node_step * self.plan.local_size
+        send, remote_shard = self.plan.sends[step], self.plan.remote_shards[node_step]
         shape, dims = (k.shape[0], self.slot_rows, k.shape[2]), (k.shape[-1], v.shape[-1])
-        rows = self.plan.held(outer_step).num_rows
-        self._buffer = self.kv_gather.remote_shard_buffer(outer_step % 2, shape, rows, dims, k.dtype)
+        rows = self.plan.held(node_step).num_rows
+        self._buffer = self.kv_gather.remote_shard_buffer(node_step % 2, shape, rows, dims, k.dtype)
         sends, receives = list[Message](), list[Message]()
         if send is not None:
             sends = [(send.peer, x) for x in self._messages(self._export(send.rows))]
@@ -261,7 +261,7 @@ class _RemoteShards:
 
 @dataclass
 class _NodeGradSums:
-    """The gradient sums of a node for its remote shards: for each outer step `grads`, `post`; at the end `finish`.
+    """The gradient sums of a node for its remote shards: for each node step `grads`, `post`; at the end `finish`.
 
     The sums of a step are in flight while the next one is computed, and are added by the owner in the order of steps.
     """
@@ -282,19 +282,19 @@ class _NodeGradSums:
         """Whether sums are in flight between nodes, to this rank or from it."""
         return self._work is not None and self._moves
 
-    def grads(self, outer_step: int) -> list[Tensor]:
-        """Return the dk and dv of an outer step that the sum over the node's ranks is written to."""
-        if outer_step == 0:
+    def grads(self, node_step: int) -> list[Tensor]:
+        """Return the dk and dv of a node step that the sum over the node's ranks is written to."""
+        if node_step == 0:
             return [x for x, _ in self.own_grads]
-        self._sums = self._make(self.plan.held(outer_step).num_rows, f"sums {outer_step % 2}")
+        self._sums = self._make(self.plan.held(node_step).num_rows, f"sums {node_step % 2}")
         return self._sums.parts
 
-    def post(self, outer_step: int) -> None:
-        """Send the sums of an outer step to their owners, once the sums before have arrived; step 0 has no transfer."""
-        if outer_step == 0:
+    def post(self, node_step: int) -> None:
+        """Send the sums of a node step to their owners, once the sums before have arrived; step 0 has no transfer."""
+        if node_step == 0:
             return
         self.finish()
-        remote_shard, send = self.plan.remote_shards[outer_step], self.plan.sends[outer_step * self.plan.local_size]
+        remote_shard, send = self.plan.remote_shards[node_step], self.plan.sends[node_step * self.plan.local_size]
         sends, receives = list[Message](), list[Message]()
         if remote_shard is not None:
             assert self._sums is not None, "sums are made before they are sent"
@@ -304,8 +304,8 @@ class _NodeGradSums:
             self._received = returned.parts
             receives = [GradMessage(send.peer, returned.message)]
         self._moves = bool(sends or receives)
-        what = f"{self.what} of ring step {outer_step * self.plan.local_size}, between nodes"
-        self._work, self._sent_step = self.context.slow_transport.post(sends, receives, what), outer_step
+        what = f"{self.what} of ring step {node_step * self.plan.local_size}, between nodes"
+        self._work, self._sent_step = self.context.slow_transport.post(sends, receives, what), node_step
 
     def finish(self) -> None:
         """Wait for the sums that are in flight, if any are, and add them."""

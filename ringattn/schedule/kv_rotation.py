@@ -3,9 +3,9 @@
 At step s rank r computes with the rows of owner (r - s) % world_size, received from the owner directly: every pair
 of ranks communicates once, nothing is forwarded, and rows that r cannot see are not sent. The rows of step s + 1 are
 in flight while step s is computed; two receive buffers alternate.
-In a double ring (Note [Double ring] in ring_plan.py) the remote shard of outer step o + 1 is in flight during all
-inner steps of outer step o, over a transport of its own, so that inner posts never queue behind the slow link. The
-gradient sums of a node for a remote shard leave after its last inner contribution, and arrive by outer step o + 2.
+In a double ring (Note [Double ring] in ring_plan.py) the remote shard of node step o + 1 is in flight during all
+inner steps of node step o, over a transport of its own, so that inner posts never queue behind the slow link. The
+gradient sums of a node for a remote shard leave after its last inner contribution, and arrive by node step o + 2.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class KVPrefetcher:
     ) -> None:
         """Start the transfers for the step after `step`, together with other messages within the node, named by `besides`."""
         plan, coming = self._plan, step + 1
-        outer_step, inner_step = divmod(step, plan.local_size)
-        if inner_step == 0 and outer_step + 1 < len(plan.remote_shards):
-            self._post_between_nodes(outer_step + 1)
+        node_step, inner_step = divmod(step, plan.local_size)
+        if inner_step == 0 and node_step + 1 < len(plan.remote_shards):
+            self._post_between_nodes(node_step + 1)
         sends, receives, self._next = [*sends], [*receives], None
         if coming < self._context.world_size and coming % plan.local_size:
             send, ring_step = plan.sends[coming], plan.ring_steps[coming]
@@ -97,17 +97,17 @@ class KVPrefetcher:
         what = f"{self._what} for ring step {coming}{besides}"
         self._work = self._context.transport.post(sends, receives, what)
 
-    def _post_between_nodes(self, outer_step: int) -> None:
+    def _post_between_nodes(self, node_step: int) -> None:
         """Send this rank's rows to another node and receive the next remote shard."""
-        step = outer_step * self._plan.local_size
-        send, remote_shard = self._plan.sends[step], self._plan.remote_shards[outer_step]
+        step = node_step * self._plan.local_size
+        send, remote_shard = self._plan.sends[step], self._plan.remote_shards[node_step]
         sends, receives = list[Message](), list[Message]()
         if send is not None:
             whole = self._is_whole(send.rows, self._own)
             sends = [(send.peer, self._all() if whole else self._packed(self._own, send.rows, "between nodes"))]
         self._remote_shard = None
         if remote_shard is not None:
-            self._remote_shard = self._make(remote_shard.num_rows, f"remote shard {outer_step % 2}")
+            self._remote_shard = self._make(remote_shard.num_rows, f"remote shard {node_step % 2}")
             receives = [(remote_shard.owner, self._remote_shard.message)]
         what = f"{self._what} for ring step {step}, between nodes"
         self._remote_work = self._context.slow_transport.post(sends, receives, what)
@@ -164,27 +164,27 @@ class GradReturner:
     what: str
     _written: PackedMessage | None = None
     _received: Sequence[Tensor] = ()
-    _sums: dict[int, PackedMessage] = field(default_factory=dict)  # by outer step, for a remote shard
+    _sums: dict[int, PackedMessage] = field(default_factory=dict)  # by node step, for a remote shard
     _remote_work: Work | None = None
     _remote_received: Sequence[Tensor] = ()
-    _in_flight: int = 0  # the outer step whose sums are between nodes; 0: none
+    _in_flight: int = 0  # the node step whose sums are between nodes; 0: none
 
     def contribution(self, step: int) -> list[Tensor]:
         """Return the tensors that the kernels of `step` write."""
         ring_step = self.plan.ring_steps[step]
         assert ring_step is not None, "an empty ring step has no contribution"
-        outer_step, inner_step = divmod(step, self.plan.local_size)
+        node_step, inner_step = divmod(step, self.plan.local_size)
         if step == 0:
             return [x for x, _ in self.own_grads]
         if inner_step == 0:
-            return self._sums[outer_step].parts
+            return self._sums[node_step].parts
         self._written = self._make(ring_step.num_rows, f"contribution {step % 2}")
         return self._written.parts
 
     def add(self, step: int) -> None:
         """Add the contributions that have arrived when `step` begins."""
         plan = self.plan
-        outer_step, inner_step = divmod(step, plan.local_size)
+        node_step, inner_step = divmod(step, plan.local_size)
         if self._received:
             send = plan.sends[step - 2]
             assert send is not None, "gradients are returned for rows that were sent"
@@ -192,13 +192,13 @@ class GradReturner:
             self._received = ()
         if inner_step:
             return
-        if self._in_flight and outer_step == self._in_flight + 2:
+        if self._in_flight and node_step == self._in_flight + 2:
             self.finish()
-        remote_shard = plan.remote_shards[outer_step] if outer_step < len(plan.remote_shards) else None
+        remote_shard = plan.remote_shards[node_step] if node_step < len(plan.remote_shards) else None
         if remote_shard is not None:
-            self._sums[outer_step] = self._make(remote_shard.num_rows, f"sum {outer_step % 2}")
+            self._sums[node_step] = self._make(remote_shard.num_rows, f"sum {node_step % 2}")
             if plan.ring_steps[step] is None:
-                self._sums[outer_step].message.zero_()
+                self._sums[node_step].message.zero_()
 
     def messages(self, step: int) -> tuple[Sequence[Message], Sequence[Message]]:
         """Return the sends and receives within the node while `step` is computed: contributions of the step before."""
@@ -217,22 +217,22 @@ class GradReturner:
         return sends, receives
 
     def post_between_nodes(self, step: int) -> None:
-        """Send the complete sums of an outer step over the slow link; called after the post of `step`."""
+        """Send the complete sums of a node step over the slow link; called after the post of `step`."""
         size = self.plan.local_size
-        outer_step, rest = divmod(step - (size > 1), size)
-        outer_step -= 1
-        if rest or not 0 < outer_step < len(self.plan.remote_shards):
+        node_step, rest = divmod(step - (size > 1), size)
+        node_step -= 1
+        if rest or not 0 < node_step < len(self.plan.remote_shards):
             return
-        remote_shard, send = self.plan.remote_shards[outer_step], self.plan.sends[outer_step * size]
+        remote_shard, send = self.plan.remote_shards[node_step], self.plan.sends[node_step * size]
         sends, receives = list[Message](), list[Message]()
-        self._in_flight, self._remote_received = outer_step, ()
+        self._in_flight, self._remote_received = node_step, ()
         if remote_shard is not None:
-            sends = [GradMessage(remote_shard.owner, self._sums[outer_step].message)]
+            sends = [GradMessage(remote_shard.owner, self._sums[node_step].message)]
         if send is not None:
             returned = self._make(send.num_rows, "returned between nodes")
             self._remote_received = returned.parts
             receives = [GradMessage(send.peer, returned.message)]
-        what = f"{self.what} of ring step {outer_step * size}, between nodes"
+        what = f"{self.what} of ring step {node_step * size}, between nodes"
         self._remote_work = self.context.slow_transport.post(sends, receives, what)
 
     def finish(self) -> None:
@@ -246,9 +246,9 @@ class GradReturner:
         self._sums.pop(self._in_flight, None)
         self._remote_work, self._remote_received, self._in_flight = None, (), 0
 
-    def _add(self, parts: Sequence[Tensor], rows: Rows, outer_step: int) -> None:
-        """Add to the own gradients at outer step 0, else to the sums for a remote shard."""
-        into = [x for x, _ in self.own_grads] if outer_step == 0 else self._sums[outer_step].parts
+    def _add(self, parts: Sequence[Tensor], rows: Rows, node_step: int) -> None:
+        """Add to the own gradients at node step 0, else to the sums for a remote shard."""
+        into = [x for x, _ in self.own_grads] if node_step == 0 else self._sums[node_step].parts
         for x, part, (_, dim) in zip(into, parts, self.own_grads, strict=True):
             add_rows_(x, dim, rows, part)
 

@@ -70,12 +70,12 @@ def test_calls_on_two_streams_do_not_disturb_each_other() -> None:
     sharding = ring.sharding(1024)
     streams = [torch.cuda.Stream() for _ in range(2)]
     inputs = [[torch.randn(1, 1024, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)] for _ in streams]
-    expected = [ring_attention_with_lse(*one, sharding, causal=True)[0] for one in inputs]
+    expected = [ring_attention_with_lse(q, k, v, sharding, causal=True)[0] for q, k, v in inputs]
     torch.cuda.synchronize()
     for _ in range(12):
         found = []
-        for stream, one in zip(streams, inputs, strict=True):
+        for stream, (q, k, v) in zip(streams, inputs, strict=True):
             with torch.cuda.stream(stream), torch.no_grad():
-                found.append(ring_attention_with_lse(*one, sharding, causal=True)[0])
+                found.append(ring_attention_with_lse(q, k, v, sharding, causal=True)[0])
         torch.cuda.synchronize()
         assert all(map(torch.equal, found, expected))

@@ -44,8 +44,8 @@ def expect(ring: Ring, whole: list[Tensor], layout: str, budget: int, **mask: An
 
 def _bits(rank: int, world_size: int) -> None:
     rings = {
-        "one launch per outer step": (make(), PLENTY),
-        "one launch per outer step, throttled": (make(gbps=200.0), PLENTY),
+        "one launch per node step": (make(), PLENTY),
+        "one launch per node step, throttled": (make(gbps=200.0), PLENTY),
         "step by step": (make(0), 0),
         "process group": (make(0, "process_group"), 0),
     }

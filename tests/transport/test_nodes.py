@@ -292,7 +292,7 @@ def test_a_wait_for_a_lost_rank_of_another_node_is_named() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), size=st.sampled_from([(4, 2), (6, 3), (6, 2), (4, 1)]))
-def test_rows_fetched_in_an_outer_step_are_those_of_its_ring_steps(data: st.DataObject, size: tuple[int, int]) -> None:
+def test_rows_fetched_in_a_node_step_are_those_of_its_ring_steps(data: st.DataObject, size: tuple[int, int]) -> None:
     _, shards, mask = data.draw(calls(size[0]))
     plan = make_plan(shards, shards, mask, "keys", make_nodes(*size))
     positions = [[run.position(x) for run in shard for x in range(run.length)] for shard in shards]
@@ -326,9 +326,7 @@ def test_rows_fetched_in_an_outer_step_are_those_of_its_ring_steps(data: st.Data
 
 @pytest.mark.parametrize("size", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_one_launch_per_outer_step_equals_the_ring_steps(
-    gathering: list[str], case: str, size: tuple[int, int]
-) -> None:
+def test_one_launch_per_node_step_equals_the_ring_steps(gathering: list[str], case: str, size: tuple[int, int]) -> None:
     layout = ["zigzag", "contiguous", "striped", "balanced"][list(CASES).index(case) % 4]
     q, k, v, do = draw(61, 4, 2)
     options = {"layout": layout, "do": do, "dlse": torch.ones(2, 4, 61), **CASES[case]}
@@ -344,7 +342,7 @@ def test_one_launch_per_outer_step_equals_the_ring_steps(
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_one_launch_per_outer_step_makes_scores_alike(gathering: list[str]) -> None:
+def test_one_launch_per_node_step_makes_scores_alike(gathering: list[str]) -> None:
     q, k, v, do = draw(45, 4, 2)
     options = {"causal": True, "do": do, "softcap": 5.0, "sinks": torch.randn(4), "alibi_slopes": torch.rand(4) / 8}
     found, expected = (simulate_ring(q, k, v, 4, nodes=2, memory_budget=room, **options) for room in (PLENTY, 0))
@@ -380,7 +378,7 @@ def test_launches_leave_sms_for_transfers_between_nodes(monkeypatch: pytest.Monk
     [{"memory_budget": 1000}, {"backward": "queries"}, {"nodes": 4}],
     ids=["too small a budget", "queries move", "nodes of one rank"],
 )
-def test_calls_that_a_launch_per_outer_step_cannot_serve_are_stepwise(
+def test_calls_that_a_launch_per_node_step_cannot_serve_are_stepwise(
     gathering: list[str], options: dict[str, Any]
 ) -> None:
     q, k, v, do = draw(61, 4, 2)

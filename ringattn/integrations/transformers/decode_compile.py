@@ -99,9 +99,9 @@ def _compare(model: PreTrainedModel, compiled: list[_Compiled], shared: _EagerOn
         cache = PagedKVCache(ring, **sizes, dtype=model.dtype, pages=pages, page_size=16, device=model.device)
         for one in compiled:
             one.module.forward = one.compare
-        for batch, new, mode in [*((batch, 1, "decode") for batch in TRIED), (1, TRIED_PROMPT, "prefill")]:
+        for batch, new in [*((batch, 1) for batch in TRIED), (1, TRIED_PROMPT)]:
             requests = [cache.add_request(new) for _ in range(batch)]
-            step = cache.extend(requests, [new] * batch, mode=mode)
+            step = cache.extend(requests, [new] * batch, mode="decode" if new == 1 else "prefill")
             tokens = torch.arange(batch * new, device="cpu").view(batch, new) % TOKENS
             forward_step(model, step, {"input_ids": tokens}, step.positions, [0])
             for request in requests:

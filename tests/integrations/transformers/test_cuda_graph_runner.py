@@ -306,7 +306,7 @@ def test_generation_by_replays_is_generation(pool: Pools) -> None:
 def hung(timeout: float) -> tuple[str, int, float]:
     """Error of `generate` when its third replay does not end, the pages it has then, and how long that took."""
     ring = Ring()
-    ring._bounded_wait._timeout = timeout
+    ring._bounded_wait.timeout = timeout
     model = make("llama", "ringattn", torch.float32).eval()
     recorder = Hung(good=2)
     with RingCache(model, ring, max_tokens=64, page_size=4, graphs=recorder) as cache:

@@ -1,4 +1,4 @@
-"""One Hopper launch per outer step of two nodes: partials in fp32, guests of which a rank sees nothing, and none at all."""
+"""One Hopper launch per node step of two nodes: partials in fp32, guests of which a rank sees nothing, and none at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.kernels.emulator import gluon as machine
         pytest.param("contiguous", {"causal": True, "window": 9}, id="halo"),
     ],
 )
-def test_launches_of_all_outer_steps_are_attention(
+def test_launches_of_all_node_steps_are_attention(
     monkeypatch: pytest.MonkeyPatch, layout: str, mask: dict[str, Any]
 ) -> None:
     launches: list[str] = []
