@@ -281,8 +281,8 @@ def test_a_simulated_ring_names_the_wrong_argument(name: str) -> None:
     ],
 )
 def test_the_reference_names_a_tensor_of_another_kind(options: dict[str, Any], message: str) -> None:
+    given = {"q": Q, "k": K, "v": K, **options}
     with pytest.raises((TypeError, ValueError), match=message):
-        given = {"q": Q, "k": K, "v": K, **options}
         attention_reference(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
