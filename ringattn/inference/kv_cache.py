@@ -44,6 +44,7 @@ class PagedKVCache(KVPool):
             cache. Raised on every rank.
 
     Example:
+        >>> from ringattn import Ring
         >>> cache = PagedKVCache(Ring(), layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, pages=4, page_size=4, device="cpu")
         >>> cache.bytes_per_token, cache.capacity_tokens
         (128, 16)
