@@ -290,7 +290,7 @@ def test_rows_of_another_ring_are_multiplied_with_all_weights(pool: Pools):
 
 
 def _compiled_graphs(layers: int) -> tuple[int, int]:
-    """Graphs that are compiled of a tensor parallel model, and calls of them in a step."""
+    """Graphs that are compiled of a tensor parallel model, and calls of them in a prefill and a decode step."""
     torch._dynamo.reset()
     ring, model, backend = Ring(), small("llama", num_hidden_layers=layers), CountingBackend()
     assert apply_tensor_parallel(model, ring) == layers + 1
@@ -306,5 +306,6 @@ def _compiled_graphs(layers: int) -> tuple[int, int]:
 def test_compiled_layers_share_the_code_of_their_shards(pool: Pools):
     """Behind attention the output projection, the norm, the shard of the MLP, and the residual."""
     few, many = pool(2).run(_compiled_graphs, 2)[0], pool(2).run(_compiled_graphs, 5)[0]
-    assert few == (2 * (6 + 1), 2 * 6 + 1)
-    assert many == (2 * (6 + 1), 5 * 6 + 1)
+    # code for a prompt, for one row and for several
+    assert few == (3 * (6 + 1), 2 * (2 * 6 + 1))
+    assert many == (3 * (6 + 1), 2 * (5 * 6 + 1))
