@@ -56,7 +56,7 @@ class Ring:
         impl: Kernel set for calls that do not name one: "auto", "hopper", "portable" or "eager".
         transport: "copy_engine" (GPUs of one host that reach each other; with several nodes, within each), "process_group"
             (NCCL or gloo), or "auto": the copy engine where it can serve, decided by all ranks together at the first call
-            with tensors on a GPU. With several nodes "auto" is the process group.
+            with tensors on a GPU.
         memory_budget: Bytes per rank that gathered keys, and gradients to be returned, may take; None for a quarter of
             the memory that is free on the fullest GPU at the first call. The same on all ranks.
         save_gathered_kv: Keep the K/V that a fused forward has gathered until its backward has run, which then gathers nothing:
