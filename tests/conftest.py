@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.pool import Pools
-from tests.thinning import thin
+from tests.support.case_sampling import thin
+from tests.support.pool import Pools
 
 
 @pytest.fixture(scope="session")

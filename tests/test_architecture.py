@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.thinning import EVERY
+from tests.support.case_sampling import EVERY
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"ringattn": ROOT / "ringattn", "ringattn.kernels": ROOT / "kernels", "ringattn.launch": ROOT / "launch"}

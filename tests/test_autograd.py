@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from ringattn import Ring, attention_reference, autograd, ring_attention, ring_attention_with_lse
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ringattn
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 MOST_FILES = 8
 PACKAGE = Path(ringattn.__file__).parent

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Ring, Sharding, autograd, ring_attention_with_lse
-from tests.pool import Pools
+from tests.support.pool import Pools
 from tests.support.transformer import CHECKPOINTS, WIDTH, Attention, Block, make_transformer
 
 Results = list[Tensor]

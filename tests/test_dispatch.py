@@ -18,7 +18,7 @@ from ringattn.plan import attention_spec as calls
 from ringattn.plan import device_tables
 from ringattn.plan.attention_spec import serialize
 from ringattn.plan.ring_plan import make_plan
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 RING = Ring()
 

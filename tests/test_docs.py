@@ -27,7 +27,7 @@ import torch.distributed as dist
 import ringattn
 from ringattn import attention_reference
 from ringattn.kernels import registry
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

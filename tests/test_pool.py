@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.pool import RankError
-from tests.timing import least_seconds
+from tests.support.pool import RankError
+from tests.support.timing import least_seconds
 
 pytestmark = pytest.mark.dist
 
@@ -160,7 +160,7 @@ def test_a_local_function_is_refused(pool):
 SCRIPT = """
 import sys, threading, time
 sys.path[:0] = [{root!r}]
-from tests.pool import Pools
+from tests.support.pool import Pools
 from tests import test_pool
 if __name__ == "__main__":
     pool = Pools()(2)

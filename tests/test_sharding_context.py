@@ -21,7 +21,7 @@ from ringattn import (
     use_sharding,
 )
 from ringattn.sharding_context import find_sharding, resolve_sharding
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 
 def test_the_innermost_counts_and_the_outer_comes_back() -> None:

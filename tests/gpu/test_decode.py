@@ -57,7 +57,7 @@ def test_two_bytes_are_two_numbers(how: str) -> None:
     if how == "instructions" and torch.cuda.get_device_capability(DEVICE) < (8, 9):
         pytest.skip("needs instructions that convert float8_e4m3fn")
     # it needs Triton, which not every machine without a GPU has
-    from tests.decode_bytes import assert_bytes_are_numbers
+    from tests.support.decode_bytes import assert_bytes_are_numbers
 
     assert_bytes_are_numbers(DEVICE, how)
 

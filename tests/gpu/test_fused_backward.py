@@ -15,8 +15,8 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from ringattn.kernels.attention.hopper import api as hopper
 from ringattn.kernels.comm import grad_reduce
-from tests.budget import assert_within_budget
-from tests.gathered import RingStep, Scene, contributions, make_visit, make_whole, shards_of
+from tests.support.budget import assert_within_budget
+from tests.support.fused_cases import RingStep, Scene, contributions, make_visit, make_whole, shards_of
 
 CAUSAL: dict[str, Any] = {"causal": True}
 SCENES = (

@@ -23,7 +23,7 @@ from ringattn.launch.check.cache_scenarios import OPTIONS, History, Op, Sizes, e
 from ringattn.launch.check.inference import MOVES, InferenceCase, examine_history
 from ringattn.launch.runtime.session import Session
 from tests.gpu.test_copy_engine import RANKS, run
-from tests.isolation import BAD, SPOILT, attend_beside
+from tests.support.request_isolation import BAD, SPOILT, attend_beside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 PLENTY = 2**40

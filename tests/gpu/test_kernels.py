@@ -15,9 +15,9 @@ from ringattn.kernels.runtime.host_to_device import protect_from_reuse, upload, 
 from ringattn.launch.check import fuzz
 from ringattn.launch.runtime.session import Session
 from ringattn.launch.runtime.timing import time_calls
-from tests.budget import assert_within_budget
-from tests.isolation import BAD, SPOILT, assert_kernels_isolate
-from tests.kernel_conformance import CASES, LONG_CASES, Case, run_case
+from tests.support.budget import assert_within_budget
+from tests.support.kernel_conformance import CASES, LONG_CASES, Case, run_case
+from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 pytestmark = [
     pytest.mark.gpu,

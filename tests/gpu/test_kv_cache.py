@@ -14,7 +14,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.inference import ForwardBatch, PagedKVCache, StaticBatch, attend
 from ringattn.kernels.kv import pages
-from tests.paging import CASES, Case, assert_put, assert_take
+from tests.support.paging import CASES, Case, assert_put, assert_take
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -33,9 +33,9 @@ from ringattn.launch.check.cache_scenarios import (
     play,
     reference_answers,
 )
-from tests.budget import assert_within_budget
-from tests.isolation import BAD, SPOILT, attend_beside
-from tests.pool import Pools
+from tests.support.budget import assert_within_budget
+from tests.support.pool import Pools
+from tests.support.request_isolation import BAD, SPOILT, attend_beside
 
 WORLDS = [1, 2, 4]
 

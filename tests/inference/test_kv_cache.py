@@ -21,9 +21,9 @@ from ringattn.inference import CacheFull, ForwardBatch, PagedKVCache, StaticBatc
 from ringattn.inference.consistency import ConsistencyChecker
 from ringattn.kernels.kv import pages as rows
 from ringattn.plan.sharding import positions_of
-from tests.paging import CASES, Case, assert_put, assert_take
-from tests.pool import Pools
 from tests.support.page_spans import page_spans
+from tests.support.paging import CASES, Case, assert_put, assert_take
+from tests.support.pool import Pools
 
 HEADS, D, DV = 2, 4, 3
 MASKS: list[tuple[bool, tuple[int | None, int | None] | None, int | None]] = [

@@ -18,7 +18,7 @@ from ringattn.launch.bench import correctness, inference, inference_model, rows
 from ringattn.launch.bench.inference import Inference
 from ringattn.launch.bench.inference_model import Shape, full_cache, local_bytes
 from ringattn.launch.runtime.session import open_session
-from tests.drawing import figures
+from tests.support.drawing import figures
 
 SHAPE = Shape(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
 WORDS = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--mlp-dim", "48", "--vocab-size", "61"]

@@ -28,8 +28,8 @@ from ringattn.launch.runtime.distributed import REFUSED, choose_backend, resolve
 from ringattn.launch.runtime.session import check_numbers, check_output
 from ringattn.launch.train import cli as train_command
 from ringattn.transport.gpu_sharing import SHARE
-from tests.drawing import figures
 from tests.launch.common import ROOT, TINY
+from tests.support.drawing import figures
 
 
 def test_running_a_module_that_is_no_command_names_one() -> None:

@@ -16,7 +16,7 @@ from ringattn.plan.device_tables import bounds_of, side_key, stationary_side
 from ringattn.plan.layouts import contiguous, zigzag
 from ringattn.plan.mask import AttentionMask, MaskAxis
 from ringattn.plan.ring_plan import make_plan
-from tests.masks import layouts, masks, positions
+from tests.support.random_masks import layouts, masks, positions
 
 
 @pytest.fixture(autouse=True)

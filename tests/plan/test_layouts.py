@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import ringattn.plan.layouts
 from ringattn.plan.layouts import LAYOUTS, Run, Shard, balanced, contiguous, make_shards, shard_len, striped, zigzag
 from ringattn.plan.mask import AttentionMask
-from tests.masks import few_long_documents, layouts, log_normal_documents, positions, runs
-from tests.timing import least_seconds
+from tests.support.random_masks import few_long_documents, layouts, log_normal_documents, positions, runs
+from tests.support.timing import least_seconds
 
 MIXES = {
     "log-normal, mean 1000, sigma 1.2": lambda n: log_normal_documents(n, 1000, 1.2, seed=1),

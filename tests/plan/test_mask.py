@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import ringattn.plan.mask
 from ringattn.plan.layouts import Run, striped
 from ringattn.plan.mask import AttentionMask, MaskAxis, Tally, VisibleSpan, count_pairs, floor_sum
-from tests.masks import is_visible, layouts, log_normal_documents, masks, positions, run_shards, runs
-from tests.timing import least_seconds
+from tests.support.random_masks import is_visible, layouts, log_normal_documents, masks, positions, run_shards, runs
+from tests.support.timing import least_seconds
 
 
 @settings(max_examples=150, deadline=None)

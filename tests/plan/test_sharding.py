@@ -23,8 +23,8 @@ from ringattn import Ring, attention_reference, ring_attention
 from ringattn.plan.layouts import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.sharding import Sharding
-from tests.masks import layouts, positions
-from tests.pool import Pools
+from tests.support.pool import Pools
+from tests.support.random_masks import layouts, positions
 
 
 def ring(seq_len: int, layout: str, world_size: int, documents: tuple[int, ...] | None = None) -> list[Sharding]:

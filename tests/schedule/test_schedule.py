@@ -16,8 +16,8 @@ from ringattn.plan.layouts import Run, Shard, balanced, contiguous, make_shards,
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import Nodes, Plan, RingStep, Rows, describe, draw, make_nodes, make_plan, moved_rows
 from ringattn.plan.sharding import Sharding
-from tests.masks import is_visible, layouts, log_normal_documents, masks, positions, visible_times
-from tests.timing import least_seconds
+from tests.support.random_masks import is_visible, layouts, log_normal_documents, masks, positions, visible_times
+from tests.support.timing import least_seconds
 
 DIRECTIONS = ["keys", "queries"]
 

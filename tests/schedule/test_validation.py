@@ -33,7 +33,7 @@ from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.schedule.validation import check_call
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 RING = Ring()
 SHARDING = RING.sharding(8)

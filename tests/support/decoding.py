@@ -18,7 +18,7 @@ from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.partials.packed import size, views
 from ringattn.numerics.reference import dense_attention
-from tests.budget import assert_within_budget
+from tests.support.budget import assert_within_budget
 
 Blocks = tuple[tuple[int, int, int], ...]
 """Of one request: (page, start, length), ascending by start."""

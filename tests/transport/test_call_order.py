@@ -14,7 +14,7 @@ from ringattn import Ring, ring_attention
 from ringattn.transport.call_order import FORWARD, CallMark, CallOrder
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.process_group import ProcessGroupTransport
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 CALL = r"ring_attention\(12 tokens, zigzag{}\), digest [0-9a-f]{{6}}"
 CPU = torch.device("cpu")

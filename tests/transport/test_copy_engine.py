@@ -29,7 +29,7 @@ from ringattn.transport.copy_engine import transport as copy_engine
 from ringattn.transport.copy_engine.transport import CopyEngineTransport
 from ringattn.transport.copy_engine.watchdog import PLACE, PLACES
 from ringattn.transport.select import PROBE_BYTES, measure_push, node_of
-from tests.fake_streams import FLAG, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
+from tests.support.fake_streams import FLAG, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
 
 NAN = float("nan")
 

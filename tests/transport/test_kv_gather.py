@@ -22,7 +22,7 @@ from ringattn.plan.ring_plan import GatherPlan, make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule.execution_plan import choose_groups, fused_bytes
 from ringattn.simulate import simulate_ring
-from tests import gathering_kernels
+from tests.support import fused_eager_kernels
 
 PLENTY = 2**40
 CASES = {
@@ -43,7 +43,7 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(name: str):
         def call(*args, **kwargs):
             asked.append(name)
-            return getattr(gathering_kernels, name)(*args, **kwargs)
+            return getattr(fused_eager_kernels, name)(*args, **kwargs)
 
         return call
 
@@ -177,7 +177,7 @@ def test_one_launch_leaves_room_for_copies_that_need_it(gathering, monkeypatch):
 
         def noted(*args, name=name, **kwargs):
             found.append((name, kwargs["sm_margin"]))
-            return getattr(gathering_kernels, name)(*args, **kwargs)
+            return getattr(fused_eager_kernels, name)(*args, **kwargs)
 
         monkeypatch.setattr(eager, name, noted, raising=False)
     q, k, v, do = draw(61, 4, 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringattn.transport.copy_engine import graph_cache
 from ringattn.transport.local import LocalTransport
-from tests.fake_streams import FakeStreams, World
+from tests.support.fake_streams import FakeStreams, World
 
 
 class Calls:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from ringattn import Ring, Sharding, attention_reference, ring_attention
-from tests.pool import Pools
+from tests.support.pool import Pools
 from tests.support.transformer import (
     IGNORED,
     Operators,

@@ -29,9 +29,9 @@ from ringattn.transport.base import COMM_SMS, Buffers, Message, RingContext, Tra
 from ringattn.transport.gpu_sharing import SHARE, ranks_per_gpu, sm_margin_of
 from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.transport.select import find_obstacle, most_on_one_gpu
-from tests import gathering_kernels
-from tests.fake_streams import MAIN, OTHER, Item
-from tests.pool import Pools
+from tests.support import fused_eager_kernels
+from tests.support.fake_streams import MAIN, OTHER, Item
+from tests.support.pool import Pools
 from tests.transport.test_copy_engine import Ranks, Shape, letters, picked, reducer, reserve, run_kernel, send_home
 from tests.transport.test_kv_gather import CASES, PLENTY, draw, gathering
 
@@ -362,7 +362,7 @@ def test_launches_leave_sms_for_transfers_between_nodes(monkeypatch: pytest.Monk
         def noted(*args: Any, name: str = name, **kwargs: Any) -> Any:
             if "sm_margin" in kwargs:
                 found[name, kwargs["sm_margin"]] += 1
-            return getattr(gathering_kernels, name)(*args, **kwargs)
+            return getattr(fused_eager_kernels, name)(*args, **kwargs)
 
         monkeypatch.setattr(eager, name, noted, raising=False)
     q, k, v, do = draw(61, 4, 2)

@@ -22,8 +22,8 @@ from ringattn.kernels.comm import one_shot_triton
 from ringattn.kernels.partials import packed
 from ringattn.transport.copy_engine.watchdog import Watchdog
 from ringattn.transport.reduce.one_shot import OneShotReducer
-from tests.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, always
 from tests.kernels.contract.test_packed import Sizes
+from tests.support.fake_streams import MAIN, FakeMemory, FakeStreams, Item, Recording, World, always
 from tests.transport.test_reduce import DTYPES, add, assert_bits, draw, draw_shares, simulate
 
 PROGRAMS = 3

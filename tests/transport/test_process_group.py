@@ -20,7 +20,7 @@ from ringattn import Ring, ring_attention
 from ringattn.transport import process_group
 from ringattn.transport.consensus import _client, raise_differences
 from ringattn.transport.process_group import ProcessGroupTransport, end_communicator, make_communicator
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 
 class FakeGroup:

@@ -18,7 +18,7 @@ from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.reduce.stacked import StackingReducer
 from ringattn.transport.simulated import run_ranks
 from tests.kernels.contract.test_packed import Sizes, attend, draw_parts
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 
 class SimulatedReducer(StackingReducer):

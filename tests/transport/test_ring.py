@@ -27,9 +27,9 @@ from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_plan
 from ringattn.transport.simulated import SimulatedTransport
-from tests.budget import assert_within_budget
-from tests.cases import Attention
-from tests.pool import Pool, Pools
+from tests.support.budget import assert_within_budget
+from tests.support.pool import Pool, Pools
+from tests.support.random_calls import Attention
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 ROW_DIMS = {"q": 1, "k": 1, "v": 1, "key_bias": 1, "bias": 2}

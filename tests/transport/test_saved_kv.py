@@ -20,8 +20,8 @@ from ringattn import Ring, autograd, dispatch, ring_attention, simulate_ring
 from ringattn.kernels.attention import eager
 from ringattn.transport.base import RingContext
 from ringattn.transport.simulated import SimulatedTransport, run_ranks
-from tests import gathering_kernels
-from tests.pool import Pools
+from tests.support import fused_eager_kernels
+from tests.support.pool import Pools
 
 PLENTY = 2**40
 RANKS = 3
@@ -33,7 +33,7 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counted: Counter[str] = Counter()
     monkeypatch.setattr(dispatch, "_plans", {})
     for name in ("can_fuse", "can_capture", "forward_fused", "backward_fused", "reduce_kv_grads"):
-        monkeypatch.setattr(eager, name, getattr(gathering_kernels, name), raising=False)
+        monkeypatch.setattr(eager, name, getattr(fused_eager_kernels, name), raising=False)
     gather = SimulatedTransport.gather
 
     def counting(self: SimulatedTransport, *args: Any, **kwargs: Any) -> Any:

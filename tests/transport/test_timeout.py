@@ -12,7 +12,7 @@ from ringattn import Ring
 from ringattn.launch.runtime.timing import wait_for_events
 from ringattn.transport import process_group
 from ringattn.transport.timeout import MOST_PAUSE_S, BoundedWait, EventPair
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 
 class Time:

@@ -26,7 +26,6 @@ from ringattn.integrations.torch import multihead_attention as ring_nn
 from ringattn.kernels.attention.dropout import keep_mask
 from ringattn.plan.layouts import zigzag
 from ringattn.plan.sharding import Sharding
-from tests.budget import assert_within_budget
 from tests.integrations.torch.multihead import (
     FP64,
     MODES,
@@ -44,7 +43,8 @@ from tests.integrations.torch.multihead import (
     run_torch,
     shard_parameters,
 )
-from tests.pool import Pools
+from tests.support.budget import assert_within_budget
+from tests.support.pool import Pools
 
 
 class CountRings(TorchDispatchMode):

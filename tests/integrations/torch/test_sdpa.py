@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from ringattn import Ring, attention_reference, scaled_dot_product_attention, use_sharding
-from tests.budget import assert_within_budget
-from tests.pool import Pools
+from tests.support.budget import assert_within_budget
+from tests.support.pool import Pools
 
 Results = dict[str, Tensor]
 

@@ -9,7 +9,7 @@ from tests.integrations.transformers.models import CONFIGS
 _FAMILIES = {"gemma3_text": "gemma3", "llama4_text": "llama4"}
 _models = {_FAMILIES.get(str(config["model_type"]), str(config["model_type"])) for config in CONFIGS.values()}
 
-# the server of tests/pool.py: this process has one
+# the server of tests/support/pool.py: this process has one
 multiprocessing.get_context("forkserver").set_forkserver_preload(
     [
         "torch",

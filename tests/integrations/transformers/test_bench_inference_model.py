@@ -14,8 +14,8 @@ from ringattn.integrations.transformers import cuda_graph_runner
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import correctness, inference_model
 from ringattn.launch.bench.inference_model import Shape
-from tests.drawing import figures
-from tests.recording import Reruns
+from tests.support.drawing import figures
+from tests.support.graph_recorder import Reruns
 
 SHAPE = Shape(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
 WORDS = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--mlp-dim", "48", "--vocab-size", "61"]

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ringattn import Ring
 from ringattn.integrations.transformers import shard_batch
 from tests.integrations.transformers.models import gradients, learn, make, tokens
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 
 def batch_of(step: int, padded: bool) -> dict[str, Tensor]:

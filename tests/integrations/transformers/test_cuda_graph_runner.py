@@ -19,8 +19,8 @@ from ringattn.inference import PagedKVCache
 from ringattn.integrations.transformers import RingCache, cuda_graph_runner, run_step
 from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, batch_sizes, select_capturer
 from tests.integrations.transformers.models import make, tokens
-from tests.pool import Pools, RankError
-from tests.recording import Hung, Reruns
+from tests.support.graph_recorder import Hung, Reruns
+from tests.support.pool import Pools, RankError
 
 VOCAB = 61
 

@@ -21,7 +21,7 @@ from ringattn.integrations.transformers.model_forward import describe_difference
 from ringattn.integrations.transformers.support import cache_sizes
 from ringattn.ring import Ring
 from tests.integrations.transformers.models import CONFIGS, make
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 60}

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from ringattn import Ring
 from ringattn.integrations.transformers import register
 from tests.integrations.transformers.models import make, tokens
-from tests.pool import Pools
+from tests.support.pool import Pools
 from tests.test_examples import run_on_ranks
 
 ROOT = Path(__file__).parents[3]

@@ -15,7 +15,7 @@ from ringattn.inference import PagedKVCache
 from ringattn.integrations.transformers import RingMask, describe_mask, masks, run_step
 from ringattn.integrations.transformers.model_forward import forward_step
 from tests.integrations.transformers.models import make, tokens
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss")
 EAGER = ("gemma2", "gpt_oss")

@@ -14,7 +14,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.integrations.transformers import shard_batch
 from tests.integrations.transformers.models import gradients, learn, make, tokens
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4")
 FIVE = transformers.__version__.startswith("5.")

@@ -19,7 +19,7 @@ from ringattn.plan.layouts import contiguous
 from ringattn.plan.sharding import Sharding
 from tests.integrations.transformers.models import make, tokens
 from tests.integrations.transformers.test_models import alone, assert_equal, on_ranks
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 LENGTHS = (5, 11, 1, 8)
 

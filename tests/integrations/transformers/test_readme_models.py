@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from ringattn import Ring
 from ringattn.integrations.transformers import RingCache, register, shard_batch
 from tests.integrations.transformers.models import VOCAB, gradients, tokens
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 SIZES = {
     "hidden_size": 32,

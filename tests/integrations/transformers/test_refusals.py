@@ -32,7 +32,7 @@ from ringattn.integrations.transformers import (
 )
 from ringattn.integrations.transformers.positions import max_learned_positions
 from tests.integrations.transformers.models import CONFIGS, make, tokens
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 FIVE = transformers.__version__.startswith("5.")
 

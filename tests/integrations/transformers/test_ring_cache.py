@@ -20,8 +20,8 @@ from ringattn import Ring
 from ringattn.inference import CacheFull
 from ringattn.integrations.transformers import RingCache, register
 from tests.integrations.transformers.models import CONFIGS, make, tokens
-from tests.pool import Pools
-from tests.recording import Reruns
+from tests.support.graph_recorder import Reruns
+from tests.support.pool import Pools
 
 DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4")
 EAGER = ("gemma2", "gpt_oss")

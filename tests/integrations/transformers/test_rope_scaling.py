@@ -13,7 +13,7 @@ from ringattn import Ring
 from ringattn.inference import PagedKVCache
 from ringattn.integrations.transformers import RingCache, run_step, shard_batch
 from tests.integrations.transformers.models import learn, make, tokens
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 MOST = 32
 """Positions with the frequencies of short sequences."""

@@ -25,7 +25,7 @@ from ringattn.ring import Ring
 from tests.integrations.transformers.models import make
 from tests.integrations.transformers.test_decode_compile import SIZES, CountingBackend, decode
 from tests.integrations.transformers.test_ring_cache import BEAMS, GREEDY, alone, prompts
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 
 def small(kind: str, **options: Any) -> Any:

@@ -23,7 +23,7 @@ from ringattn import Ring
 from ringattn.integrations.transformers import RingCollator, register
 from ringattn.integrations.transformers.trainer import RingTrainer
 from tests.integrations.transformers.models import make, tokens
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 FIVE = transformers.__version__.startswith("5.")
 

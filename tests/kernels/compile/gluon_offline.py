@@ -32,9 +32,9 @@ from triton.runtime.driver import driver
 
 from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, Grads, ReadyFlags, RowMetadata, Score, SoftmaxState
 from ringattn.numerics.reference import visible_pairs
-from tests.gathered import Scene, make_visit, make_whole
-from tests.kernel_conformance import make_side
 from tests.kernels.compile import sass, ttgir
+from tests.support.fused_cases import Scene, make_visit, make_whole
+from tests.support.kernel_conformance import make_side
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FEATURES = ("softcap", "sinks", "alibi", "key_bias")

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ringattn.kernels.attention import eager
 from ringattn.kernels.interface import Grads, RowMetadata, Score
 from ringattn.numerics.reference import visible_pairs
-from tests.isolation import BAD, SPOILT, assert_kernels_isolate
-from tests.kernel_conformance import CASES, Case, make_side, run_case
+from tests.support.kernel_conformance import CASES, Case, make_side, run_case
+from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 F64 = torch.float64
 

@@ -23,9 +23,9 @@ from ringattn.plan.layouts import contiguous, shard_len, zigzag
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, make_gather_plan
 from ringattn.plan.ring_plan import make_plan as make_ring
-from tests.kernel_conformance import CASES, Case, make_side, positions_of
-from tests.masks import is_visible, layouts, masks, positions, run_shards
-from tests.timing import least_seconds
+from tests.support.kernel_conformance import CASES, Case, make_side, positions_of
+from tests.support.random_masks import is_visible, layouts, masks, positions, run_shards
+from tests.support.timing import least_seconds
 
 PROGRAMS = 132  # multiprocessors of the device these kernels are for
 

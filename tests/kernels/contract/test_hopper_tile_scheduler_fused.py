@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ringattn.kernels.attention.hopper.tile_scheduler import Shape, WorkPlan, make_plan
 from ringattn.plan.mask import AttentionMask
-from tests.gathered import Sources, gather_sources, shards_of
-from tests.kernel_conformance import Runs
-from tests.masks import is_visible, layouts, masks
+from tests.support.fused_cases import Sources, gather_sources, shards_of
+from tests.support.kernel_conformance import Runs
+from tests.support.random_masks import is_visible, layouts, masks
 
 
 def assert_lawful(plan: WorkPlan, sources: Sources, shape: Shape, visible: Tensor) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.interpreted import language_patched_once_per_launch
+from tests.support.interpreter import language_patched_once_per_launch
 
 EMULATED = os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("GLUON_EMULATOR") == "1"
 

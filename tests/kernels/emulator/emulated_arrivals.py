@@ -19,8 +19,8 @@ from ringattn.plan.layouts import Shard, make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule.kv_rotation import slices
-from tests.budget import assert_within_budget
 from tests.kernels.emulator import gluon as machine
+from tests.support.budget import assert_within_budget
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from ringattn.kernels.attention.hopper import api as hopper
 from ringattn.kernels.interface import Grads, Score
 from ringattn.numerics.reference import visible_pairs
 from ringattn.schedule.validation import SOFTCAPS
-from tests.kernel_conformance import CASES, LONG_CASES, Case, make_side, run_case
 from tests.kernels.emulator import gluon as machine
+from tests.support.kernel_conformance import CASES, LONG_CASES, Case, make_side, run_case
 
 SERVED = [case for case in CASES if case.bias is None and case.dropout_p == 0]
 LONG = (

@@ -16,9 +16,9 @@ from ringattn.kernels.attention.portable.api import delta as launch_delta
 from ringattn.kernels.interface import GatheredKeys, Grads, KernelSet, Score
 from ringattn.kernels.runtime import bound_launch
 from ringattn.numerics.reference import visible_pairs
-from tests.kernel_conformance import LONG_CASES, Case, make_side, run_case
 from tests.kernels.emulator import gluon as machine
 from tests.kernels.emulator.progress import keep_pace_always
+from tests.support.kernel_conformance import LONG_CASES, Case, make_side, run_case
 
 launcher: Any = pytest.importorskip("ringattn.kernels.attention.hopper.launcher")
 

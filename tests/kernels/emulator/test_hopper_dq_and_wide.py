@@ -17,9 +17,9 @@ from ringattn.kernels.attention.hopper.launcher import BackwardInputs, GradOutpu
 from ringattn.kernels.attention.hopper.tile_scheduler import Shape, make_plan
 from ringattn.kernels.interface import Grads, KernelSet, Score
 from ringattn.numerics.reference import visible_pairs
-from tests.kernel_conformance import CASES, Case, make_side, run_case
 from tests.kernels.emulator import gluon as machine
 from tests.kernels.emulator.progress import keep_pace_always
+from tests.support.kernel_conformance import CASES, Case, make_side, run_case
 
 CAUSAL: dict[str, Any] = {"causal": True}
 SERVED = [case for case in CASES if case.bias is None and case.dropout_p == 0]

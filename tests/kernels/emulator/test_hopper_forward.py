@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ringattn.kernels.attention import eager
-from tests.isolation import BAD, SPOILT, assert_kernels_isolate
-from tests.kernel_conformance import CASES, Case, KernelSet, run_case
 from tests.kernels.emulator import gluon as machine
 from tests.kernels.emulator.progress import keep_pace_always
+from tests.support.kernel_conformance import CASES, Case, KernelSet, run_case
+from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 pytest.importorskip("triton")
 launcher = pytest.importorskip("ringattn.kernels.attention.hopper.launcher")

@@ -25,10 +25,10 @@ from ringattn.kernels.attention.hopper.launcher import (
 )
 from ringattn.kernels.attention.hopper.tile_scheduler import Shape, make_plan
 from ringattn.kernels.interface import Grads, Score
-from tests.budget import assert_within_budget
-from tests.gathered import RingStep, Scene, contributions, make_visit, make_whole, shards_of
 from tests.kernels.emulator import gluon as machine
-from tests.large_strides import heads_apart, leave_memory_alone
+from tests.support.budget import assert_within_budget
+from tests.support.fused_cases import RingStep, Scene, contributions, make_visit, make_whole, shards_of
+from tests.support.large_strides import heads_apart, leave_memory_alone
 
 backward_fused: Any = hopper.backward_fused
 CAUSAL: dict[str, Any] = {"causal": True}

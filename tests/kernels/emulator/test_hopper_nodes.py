@@ -15,8 +15,8 @@ if os.environ.get("GLUON_EMULATOR") != "1":
 from ringattn.kernels.attention import eager
 from ringattn.kernels.attention.hopper import api as hopper
 from ringattn.simulate import simulate_ring
-from tests.gathering_kernels import _region
 from tests.kernels.emulator import gluon as machine
+from tests.support.fused_eager_kernels import _region
 
 
 @pytest.mark.parametrize(

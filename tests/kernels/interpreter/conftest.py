@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.interpreted import language_patched_once_per_launch
+from tests.support.interpreter import language_patched_once_per_launch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -9,7 +9,7 @@ import torch
 
 from ringattn.kernels.decode.configs import Config
 from ringattn.kernels.decode.dispatch import decode, parts_len, select_decode_kernel
-from tests.decode_bytes import assert_bytes_are_numbers
+from tests.support.decode_bytes import assert_bytes_are_numbers
 from tests.support.decoding import CASES, Case, Scene, are_same, assert_exact, empty_parts, finish, make_scene
 
 FP8 = [case for case in CASES if case.fp8]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.paging import CASES, Case, assert_put, assert_take
+from tests.support.paging import CASES, Case, assert_put, assert_take
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

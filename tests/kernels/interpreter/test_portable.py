@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState
 from ringattn.schedule.validation import SOFTCAPS
-from tests.isolation import BAD, SPOILT, assert_kernels_isolate
-from tests.kernel_conformance import CASES, Case, run_case
-from tests.large_strides import HALF_WAY, at_strides, heads_apart, leave_memory_alone
+from tests.support.kernel_conformance import CASES, Case, run_case
+from tests.support.large_strides import HALF_WAY, at_strides, heads_apart, leave_memory_alone
+from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 pytest.importorskip("triton")
 portable = pytest.importorskip("ringattn.kernels.attention.portable.api")

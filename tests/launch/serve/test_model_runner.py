@@ -22,7 +22,7 @@ from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.sampling import Sampling
 from ringattn.launch.serve.scheduler import Plan, Request, Scheduler
 from ringattn.ring import Ring
-from tests.pool import Pools
+from tests.support.pool import Pools
 
 CPU = torch.device("cpu")
 SPOILT = 65

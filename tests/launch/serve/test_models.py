@@ -30,7 +30,7 @@ from ringattn.launch.serve.scheduler import Request, Scheduler
 from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer, ChatTemplateError, PretrainedTokenizer
 from ringattn.launch.train.pretrained import build_causal_lm
 from ringattn.ring import Ring
-from tests.recording import Reruns
+from tests.support.graph_recorder import Reruns
 
 CPU = torch.device("cpu")
 TEMPLATE = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.thinning import EVERY, LATER, thin
+from tests.support.case_sampling import EVERY, LATER, thin
 
 TESTS = Path(__file__).parent
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, ReadyFlags, RowMetadata, Score
 from ringattn.numerics.reference import dense_attention, visible_pairs
-from tests.kernel_conformance import Runs, make_side, positions_of
+from tests.support.kernel_conformance import Runs, make_side, positions_of
 
 NAN = math.nan
 TERMS = ("dalibi", "dkey_bias")  # gradients in fp32 at least

@@ -14,7 +14,7 @@ from ringattn.inference import PagedKVCache, attend
 from ringattn.kernels.interface import KernelSet, Score, accumulation_dtype
 from ringattn.kernels.kv.pages import contain
 from ringattn.numerics.reference import visible_pairs
-from tests.kernel_conformance import make_side
+from tests.support.kernel_conformance import make_side
 
 SPOILT = ("q", "k", "v")
 BAD = (math.nan, math.inf, -math.inf)

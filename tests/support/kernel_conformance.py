@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.numerics.reference import dense_attention, visible_pairs
-from tests.budget import assert_within_budget
+from tests.support.budget import assert_within_budget
 
 Runs = tuple[tuple[int, int, int], ...]
 """Where the rows of one buffer sit: (start, stride, length) each, positions ascending."""
