@@ -1,0 +1,66 @@
+"""Memory of the stepwise schedule: buffers do not grow with the number of ranks, nor from call to call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.kernels.interface import Score, accumulation_dtype
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.sharding import Sharding
+from ringattn.schedule.execution_plan import make_execution_plan
+from ringattn.schedule.stepwise_backward import WantedGrads, stepwise_backward
+from ringattn.schedule.stepwise_forward import stepwise_forward
+from ringattn.transport.base import Done, RingContext, Transport
+
+ROWS = 64
+"""Rows of a shard."""
+
+
+class NoKernels:
+    """Kernels that write nothing: the loops' own tensors are left."""
+
+    @staticmethod
+    def forward(*args: Any, **kwargs: Any) -> None:
+        """Write nothing."""
+
+    backward = forward
+
+    @staticmethod
+    def delta(o: torch.Tensor, do: torch.Tensor, dlse: Any) -> torch.Tensor:
+        return torch.empty(o.shape[0], o.shape[2], o.shape[1], dtype=accumulation_dtype(o.dtype))
+
+
+class NoWire(Transport):
+    """Transport of a rank whose peers are not there."""
+
+    def post(self, sends: Any, receives: Any, what: str) -> Any:
+        return Done()
+
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        """Reserve nothing."""
+
+
+def buffer_bytes(world_size: int, rank: int, kv_heads: int, calls: int) -> int:
+    """Return the bytes of the ring's buffers after a number of forwards and backwards."""
+    sharding = Sharding(ROWS * world_size, "zigzag", make_shards("zigzag", ROWS * world_size, world_size), rank)
+    spec = AttentionSpec.deserialize(serialize(sharding, softmax_scale=1.0, impl="eager", causal=True), rank)
+    context, kernels = RingContext(rank, world_size, NoWire()), NoKernels()
+    q, do = (torch.zeros(1, ROWS, 4, 16, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.zeros(1, ROWS, kv_heads, 16, dtype=torch.bfloat16) for _ in range(2))
+    plan = make_execution_plan(spec, q, k, v, ScoreTensors(), kernels, context)  # pyright: ignore[reportArgumentType]
+    for _ in range(calls):
+        o, lse = stepwise_forward(q, k, v, Score(1.0), plan, context)
+        stepwise_backward(do, None, q, k, v, o, lse, Score(1.0), plan, context, WantedGrads())
+    return context.buffers.num_bytes()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_buffers_do_not_grow_with_ranks_or_calls(kv_heads: int) -> None:
+    sizes = [buffer_bytes(world_size, 0, kv_heads, 1) for world_size in (4, 8, 16)]
+    assert sizes[0] > 0
+    assert sizes == [sizes[0]] * 3
+    assert buffer_bytes(8, 3, kv_heads, 4) == buffer_bytes(8, 3, kv_heads, 1)
