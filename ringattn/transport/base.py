@@ -84,6 +84,9 @@ class Transport:
             sends: Tensors to send; must not change until the wait returns.
             receives: Tensors that are written.
             what: Names the ring step in errors and traces; the same on all ranks.
+
+        Raises:
+            RuntimeError: A peer cannot be reached, or an earlier transfer failed. `Work.wait` raises later failures of this one.
         """
         raise NotImplementedError(f"a transport must implement post, got {type(self).__name__}; define it")
 
