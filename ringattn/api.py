@@ -70,7 +70,7 @@ def ring_attention(
         key_bias: `b s`, added to every score of a key; this rank's keys.
         bias: Broadcastable to `b h s n`: this rank's query rows x all n keys by global position.
         dropout_p: Probability of dropping an attention weight.
-        dropout_seed: Seed of the mask; needed when dropout_p > 0, and equal on all ranks. The mask is a function of
+        dropout_seed: 64-bit seed of the mask; needed when dropout_p > 0, and equal on all ranks. The mask is a function of
             the seed and global indices, so it is the same at any world size. Seeds are compared between ranks, except with
             backward="keys".
         deterministic: Demand bitwise repeatable gradients. The eager and portable kernels always give them; the Hopper
@@ -80,7 +80,7 @@ def ring_attention(
             keys with dropout. A fused backward moves keys; "queries" makes the backward stepwise.
 
     Returns:
-        `b s h dv`, this rank's rows, q's dtype.
+        `b s h dv`, this rank's rows, q's dtype. Under autocast q, k and v, and so the output, have autocast's dtype.
 
     Raises:
         ValueError: A shape, dtype, device or option is inconsistent, here or between ranks; raised on every rank before

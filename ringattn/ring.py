@@ -215,6 +215,10 @@ class Ring:
 
         The first call of each signature compares texts, and the seed (0 where seeds may differ between ranks); later ones cost
         a set lookup. Dtypes, devices, requires_grad and shapes but for the row counts must be equal on all ranks.
+
+        Raises:
+            ValueError: Ranks differ, or another rank raised; the message names the ranks. An exception of this rank is raised
+                as it is.
         """
         here = json.dumps(
             [None if x is None else (list(x.shape), str(x.dtype), x.device.type, x.requires_grad) for x in tensors]
@@ -263,7 +267,13 @@ class Ring:
         return self._consensus.publishing_errors()
 
     def assert_equal_across_ranks(self, what: str, text: str, doing: str = "") -> None:
-        """Raise ValueError on every rank unless a text, named in messages, is equal on all ranks, each of which calls this."""
+        """Raise ValueError on every rank unless a text, named in messages, is equal on all ranks, each of which calls this.
+
+        Args:
+            what: Meaning of the text, for the message.
+            text: Text that must be equal.
+            doing: The call that this rank makes, for messages of ranks that make another one; default what and text.
+        """
         if self._consensus is not None:
             self._consensus.assert_equal_across_ranks(what, text, doing)
 
@@ -275,7 +285,12 @@ class Ring:
             self._agreed.add(known)
 
     def init_transport(self, device: torch.device) -> None:
-        """Decide the transport, as the first attention call does; every rank calls it when the ranks have agreed on a call."""
+        """Decide the transport, as the first attention call does; every rank calls it when the ranks have agreed on a call.
+
+        Raises:
+            ValueError: The ranks have different memory budgets; raised on every rank.
+            RuntimeError: `transport="copy_engine"` was asked for and can not serve; raised on every rank.
+        """
         self._init_transport(device)
         if device not in self._warm:
             for link in self._links[self._choice.name == "copy_engine" :]:
@@ -289,13 +304,19 @@ class Ring:
         return min(self._consensus.share("number", number, "the least of all ranks' numbers"))
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
-        """Return every rank's tensor, `lengths` long along dim; differentiable (gradients are summed over ranks)."""
+        """Return every rank's tensor, in rank order; differentiable (gradients are summed over ranks).
+
+        The tensor of rank r is lengths[r] long along dim, and they are alike otherwise. Every rank must call it.
+        """
         if len(lengths) == 1:
             return [x.clone()]
         return gather_rows(x, dim, lengths, self.rank, self._group_name)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return x overwritten with the sum of all ranks' contiguous x, the same bits on every rank; not differentiable."""
+        """Return x overwritten with the sum of all ranks' contiguous x, the same bits on every rank; not differentiable.
+
+        x has one shape and dtype on all ranks, each of which must call it. Exact where at most one rank has a nonzero number.
+        """
         if self.world_size > 1 and x.numel():
             dist.all_reduce(x, group=resolve_group(self._group_name, (self.rank, self.world_size)))
         return x

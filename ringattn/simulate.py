@@ -88,7 +88,7 @@ def simulate_ring(
         dropout_seed: Seed of the dropout mask.
         memory_budget: As in `Ring`: bytes that gathered keys may take on a rank; 0: step by step.
         save_gathered_kv: As in `Ring`.
-        **options: causal, window, prefix_len, chunk_len, lengths, softcap, dropout_p, impl, backward.
+        **options: causal, window, prefix_len, chunk_len, lengths, softcap, dropout_p, deterministic, impl, backward.
 
     Returns:
         Whole outputs and gradients.
@@ -97,6 +97,12 @@ def simulate_ring(
         ValueError: As `ring_attention` and `Ring.sharding`, for whole tensors; or a cotangent has another shape.
         TypeError: A tensor is something else, or what counts is no integer.
         NotImplementedError: Meaningful but not supported; the message names the alternative.
+
+    Example:
+        >>> x = torch.ones(1, 8, 1, 16)
+        >>> whole = simulate_ring(x, x, x, world_size=2, causal=True, do=x)
+        >>> whole.o.shape, whole.lse.shape, sorted(whole.grads)
+        (torch.Size([1, 8, 1, 16]), torch.Size([1, 1, 8]), ['k', 'q', 'v'])
     """
     tensors = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias, "do": do, "dlse": dlse}
     numbers = {"world_size": world_size, "nodes": nodes, "dropout_seed": dropout_seed, "memory_budget": memory_budget}

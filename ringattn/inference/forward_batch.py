@@ -115,7 +115,12 @@ class ForwardBatch:
         return tuple(known.kv_access for known in self.calls.values() if hasattr(known, "kv_access"))
 
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's rows of all new tokens, which are packed in `dim` for a packed prefill, else per batch element."""
+        """Return this rank's rows of all new tokens; in decode all of them.
+
+        Args:
+            tokens: All new tokens: for a packed prefill one request after another in `dim`, else one request per batch element.
+            dim: Dimension of the tokens.
+        """
         return tokens if self.mode == "decode" else tokens.index_select(dim, self.taken.to(tokens.device))
 
     def put(self, layer: int, k: Tensor, v: Tensor, *, contain: bool = False) -> tuple[Tensor, Tensor]:
@@ -128,7 +133,7 @@ class ForwardBatch:
         return self.cache.put_rows(layer, self.slots, k, v, contain=contain)
 
     def check_rows(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Check rows that `put` writes, and that the batch is still current."""
+        """Check rows that `put` writes, and that the batch is still current; raise what `PagedKVCache.put` raises, here only."""
         self._check_current()
         self.cache.check_rows(layer, (self.batch, self.rows), k, v)
 

@@ -42,6 +42,7 @@ class PagedKVCache(KVPool):
     Raises:
         ValueError: A size is out of range, a dtype is not supported, memory is missing, or another rank raises or makes another
             cache. Raised on every rank.
+        NotImplementedError: kv_dtype is neither dtype nor float8_e4m3fn, or that with float64.
 
     Example:
         >>> from ringattn import Ring
@@ -74,28 +75,51 @@ class PagedKVCache(KVPool):
     def add_request(self, reserve: int, first: int = 0) -> int:
         """Add a request that may grow to `reserve` tokens, with `first` tokens of padding in front, and return its name.
 
-        Raises ValueError for numbers out of range, CacheFull when too few pages are free; so do the other methods.
+        Raises:
+            ValueError: A number is out of range.
+            CacheFull: Too few pages are free and not reserved for others; nothing has changed.
         """
         with self._propagate_errors():
             return self.allocator.add_request(index(reserve), index(first))
 
     def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Add requests that get their pages on the same ranks, so that they stay one batch; see `add_request`."""
+        """Add requests that get their pages on the same ranks, so that they stay one batch; return their names.
+
+        Args:
+            reserve: Tokens that each may grow to.
+            firsts: Tokens of padding in front of each, one number per request.
+
+        Raises:
+            ValueError: See `add_request`; also CacheFull.
+        """
         with self._propagate_errors():
             return self.allocator.add_batch(index(reserve), [index(first) for first in firsts])
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
-        """Add a request that shares the first `length` tokens of another one (None: all), by default with its `reserve`."""
+        """Add a request that shares the first `length` tokens of another one (None: all), by default with its `reserve`.
+
+        Returns:
+            The name of the new request.
+
+        Raises:
+            ValueError: The request is unknown, or a number is out of range.
+            CacheFull: Too few pages are free and not reserved for others; nothing has changed.
+        """
         with self._propagate_errors():
             return self.allocator.fork(index(request), _whole(length), _whole(reserve))
 
     def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Keep the first `length` tokens of a request, which may then grow to `reserve` tokens (None: as before)."""
+        """Keep the first `length` tokens of a request, which may then grow to `reserve` tokens (None: as before).
+
+        Raises:
+            ValueError: The request is unknown, or length or reserve would grow.
+            CacheFull: It gives up pages that forks use, and too few are free to grow again; nothing has changed.
+        """
         with self._propagate_errors():
             self.allocator.truncate(index(request), index(length), _whole(reserve))
 
     def free(self, request: int) -> None:
-        """Remove a request; its pages become free unless forks use them."""
+        """Remove a request; its pages become free unless forks use them. ValueError if it is unknown."""
         with self._propagate_errors():
             self.allocator.free(request)
 
@@ -107,6 +131,9 @@ class PagedKVCache(KVPool):
         """Replace request i of a batch by request index[i], for beam search; copies at most one page per request, in stream order.
 
         The requests must have been added by `add_batch`, and always extended and truncated together.
+
+        Raises:
+            ValueError: A request is unknown or was not extended with the others, or index does not name one for each.
         """
         with self._propagate_errors():
             moves = [move for move in self.allocator.reorder(requests, index) if move.rank == self.ring.rank]
@@ -240,6 +267,11 @@ class PagedKVCache(KVPool):
             k: `batch rows hk d`.
             v: `batch rows hk dv`.
             contain: Return copies of k and v in which such rows are changed as in the cache, instead of k and v.
+
+        Raises:
+            ValueError: The layer or a shape, dtype or device does not fit the cache, the step is of another cache, or a request
+                of it was freed or truncated since. Other ranks raise it at their next comparison.
+            NotImplementedError: A tensor is of a subclass with its own meaning.
         """
         if step.cache is not self:
             self.ring.raise_on_all_ranks(

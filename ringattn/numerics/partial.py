@@ -73,7 +73,14 @@ class Partial:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> Partial:
-        """Return the partial of no keys, (-inf, 0, 0), of a shape of m and l and a last dim of o."""
+        """Return the partial of no keys, (-inf, 0, 0).
+
+        Args:
+            shape: Shape of m and l.
+            v_dim: Size of the last dim of o.
+            dtype: Any floating dtype.
+            device: Device of the tensors; None: torch's default.
+        """
         return cls(
             m=torch.full(tuple(shape), float("-inf"), dtype=dtype, device=device),
             l=torch.zeros(tuple(shape), dtype=dtype, device=device),

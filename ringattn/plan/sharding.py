@@ -275,7 +275,11 @@ class Sharding:
         ring: SupportsAllGather | None = None,
         device: torch.device | str | None = None,
     ) -> Sharding:
-        """The sharding that `spec` describes; lists serve as well as tuples, so a spec survives JSON."""
+        """Return the sharding that `spec` of any rank describes, seen from a rank; lists serve as well as tuples (JSON).
+
+        Raises:
+            ValueError: See `Sharding`.
+        """
         seq_len, layout, world_size, documents, runs = spec
         if runs is None:
             shards = make_shards(layout, seq_len, world_size)

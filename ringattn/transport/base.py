@@ -81,9 +81,12 @@ class Transport:
         plain messages to one peer at most and `GradMessage` to one at most; a `GradMessage` is received as such.
 
         Args:
-            sends: Tensors to send; must not change until the wait returns.
-            receives: Tensors that are written.
+            sends: Contiguous tensors to send, with their peers; must not change until the wait returns.
+            receives: Contiguous tensors to write, with their peers; complete when the wait returns.
             what: Names the ring step in errors and traces; the same on all ranks.
+
+        Raises:
+            RuntimeError: A peer cannot be reached, or an earlier transfer failed. `Work.wait` raises later failures of this one.
         """
         raise NotImplementedError(f"a transport must implement post, got {type(self).__name__}; define it")
 

@@ -75,6 +75,11 @@ class RingMultiheadAttention(nn.MultiheadAttention):
     Attributes:
         max_weights: Maximum number of attention weights that a rank may return with `need_weights`.
 
+    Raises:
+        ValueError: As in `nn.MultiheadAttention`.
+        AssertionError: As in `nn.MultiheadAttention`.
+        TypeError: The ring is something else.
+
     Example:
         >>> from ringattn import Ring
         >>> sharding = Ring().sharding(5)

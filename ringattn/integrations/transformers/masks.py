@@ -73,6 +73,9 @@ def describe_mask(
         local_size: Size of a sliding window or of chunks, in tokens.
         config: The model's config.
         others: Sizes and offsets, which must be those of a call without a cache, and hints for other implementations.
+
+    Raises:
+        NotImplementedError: The mask has a form that is not supported, or there are keys of a cache of transformers.
     """
     if attention_mask is not None and attention_mask.dim() != 2:
         raise NotImplementedError(

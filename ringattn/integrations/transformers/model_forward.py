@@ -114,6 +114,11 @@ def run_step(model: nn.Module, step: ForwardBatch, tokens: Tensor, *, wanted: Se
     Raises:
         ValueError: The tokens are not those that the step counts; other ranks raise when they compare the step.
         RuntimeError: The model does not attend with ringattn.
+
+    Example:
+        >>> step = cache.extend([first, second], [700, 300])  # doctest: +SKIP
+        >>> run_step(model, step, torch.cat([prompt, other]), wanted=[1]).shape  # doctest: +SKIP
+        torch.Size([1, 32000])
     """
     with step.cache.ring.propagate_errors():
         tokens = tokens[None] if tokens.dim() == 1 else tokens

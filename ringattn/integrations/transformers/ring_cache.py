@@ -83,6 +83,11 @@ class RingCache(Cache):
         ValueError: A number is less than 1, max_tokens exceeds the learned positions of the model, memory is missing, or graphs
             are required where there can be none; raised on every rank.
         NotImplementedError: Tokens interact in some layers other than by attention, or layers have keys of different sizes.
+        RuntimeError: In use: it is entered twice, or used outside of its `with`.
+
+    Example:
+        >>> with RingCache(model, ring, max_tokens=100_000) as cache:  # doctest: +SKIP
+        ...     ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=200)
     """
 
     def __init__(

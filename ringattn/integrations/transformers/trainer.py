@@ -27,9 +27,15 @@ class RingTrainer(Trainer):
 
     Raises:
         ValueError: The collator is not a RingCollator, the ranks of the ring are not consecutive, or an option would weight the
-            ranks wrongly; or another rank of the ring failed to make its RingTrainer, or makes one for another model.
+            ranks wrongly; or another rank of the ring failed to make its RingTrainer, or makes one for another model. In use:
+            a sequence is longer than the learned positions, or rings cannot share the samples of an evaluation evenly.
         NotImplementedError: An option would see labels of a shard; the message names it. At the first batch: the model averages
-            the loss over the labels of a shard.
+            the loss over the labels of a shard. When data is loaded: a dataset has no length.
+        RuntimeError: In training: the model did not attend with ringattn.
+
+    Example:
+        >>> collator = RingCollator(default_data_collator, ring)  # doctest: +SKIP
+        >>> RingTrainer(model, args, data_collator=collator, train_dataset=dataset).train()  # doctest: +SKIP
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
