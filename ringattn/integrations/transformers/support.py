@@ -1,7 +1,7 @@
 """Models, options and keywords of transformers that ring attention does not support: one table, read by `check_supported`.
 
 To refuse another model or option, add a row. To support one, remove its row. Shapes and values of tensors are checked where they
-are read (positions.py, random_masks.py, batch.py, attention.py).
+are read (positions.py, masks.py, batch.py, attention.py).
 """
 
 from __future__ import annotations
