@@ -8,6 +8,13 @@ position `rows.positions[x]` and sees the keys whose global position p satisfies
 The same relation is given for keys: key row `y` is seen by the queries at global positions
 `keys.lo[b, y] <= i < keys.hi[b, y]`. So forward and dq loop over keys, while dk and dv loop over queries.
 
+Note [Terms]
+    A mask may be a union of several *terms*: intervals of which no two share a pair, each monotone like the one interval
+    above. `RowMetadata.terms` counts them. Bounds then have `terms * batches` lines: line `term * batches + b` holds the
+    bounds of one term, with batches 1 where all batch elements agree. A pair is visible when one term shows it.
+    A term may be cut by a table of blocks (`BlockPatterns`): it then shows a pair inside its interval only if the entry of
+    the pair's blocks is true.
+
 Note [Score]
     s   = softmax_scale * (q . k)
     s   = softcap * tanh(s / softcap)                        when softcap > 0
@@ -61,6 +68,24 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
+class BlockPatterns:
+    """Tables that cut terms by blocks of positions (Note [Terms]); compared and hashed by identity.
+
+    Attributes:
+        tables: `p x y` bool on the device: entry [., i, j] is of the own positions from i * block_size on and of the other
+            side's positions from j * block_size on.
+        tables_host: The content of `tables` on the CPU.
+        of_term: For each term the index of its table, or -1: it is not cut.
+        block_size: Positions of a block, on both sides.
+    """
+
+    tables: Tensor
+    tables_host: Tensor
+    of_term: tuple[int, ...]
+    block_size: int
+
+
+@dataclass(frozen=True, eq=False)
 class RowMetadata:
     """The rows of one side (queries, or keys) of a step: their positions, and their bounds on the other side.
 
@@ -71,11 +96,14 @@ class RowMetadata:
             sit at global positions start + stride * i. Runs cover every row of the buffer once, in row order; positions
             ascend over the whole buffer.
         positions: `s` int32 on the device: the global position of each row.
-        lo: `b s` or `1 s` int32: first visible global position of the other side; not decreasing along rows.
-        hi: `b s` or `1 s` int32: one past the last; lo <= hi; not decreasing along rows. lo == hi: sees nothing.
+        lo: `b s` or `1 s` int32: first visible global position of the other side; not decreasing along rows. With several
+            terms `terms*b s` or `terms*1 s` (Note [Terms]).
+        hi: Like lo: one past the last; lo <= hi; not decreasing along rows. lo == hi: sees nothing.
         run_list: The content of `runs` as Python integers, for kernels that plan on the host.
         lo_host: The content of `lo` on the CPU, for the same use.
         hi_host: The content of `hi` on the CPU, for the same use.
+        terms: Terms of the mask, at least 1.
+        patterns: Tables that cut terms by blocks; None: no term is cut.
     """
 
     runs: Tensor
@@ -85,6 +113,8 @@ class RowMetadata:
     run_list: tuple[tuple[int, int, int, int], ...]
     lo_host: Tensor
     hi_host: Tensor
+    terms: int = 1
+    patterns: BlockPatterns | None = None
 
 
 @dataclass(frozen=True)
@@ -176,8 +206,8 @@ class GatheredKeys:
         positions: `local_rows + remote_rows` int32 on the device: as `RowMetadata.positions`, row x of the local buffer at x
             and row x of the remote buffer at local_rows + x, so that one pointer serves all sources; pad rows hold zeros. Those
             of the sides are views of it.
-        lo: `b|1 local_rows+remote_rows` int32, in the same order.
-        hi: `b|1 local_rows+remote_rows` int32, in the same order.
+        lo: `terms*b|terms*1 local_rows+remote_rows` int32, in the same order; terms and patterns are those of each side.
+        hi: Like lo.
     """
 
     sides: tuple[RowMetadata, ...]
