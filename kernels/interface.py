@@ -72,8 +72,8 @@ class BlockPatterns:
     """Tables that cut terms by blocks of positions (Note [Terms]); compared and hashed by identity.
 
     Attributes:
-        tables: `p x y` bool on the device: entry [., i, j] is of the own positions from i * block_size on and of the other
-            side's positions from j * block_size on.
+        tables: `p x y` int32 on the device, 1 where visible: entry [., i, j] is of the own positions from i * block_size on
+            and of the other side's positions from j * block_size on.
         tables_host: The content of `tables` on the CPU.
         of_term: For each term the index of its table, or -1: it is not cut.
         block_size: Positions of a block, on both sides.

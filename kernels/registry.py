@@ -20,7 +20,20 @@ from ringattn.kernels.interface import KernelSet
 K = TypeVar("K")
 R = TypeVar("R")
 
-FEATURES = frozenset({"softcap", "dropout", "sinks", "alibi", "key_bias", "bias", "per_batch_bounds", "deterministic"})
+FEATURES = frozenset(
+    {
+        "softcap",
+        "dropout",
+        "sinks",
+        "alibi",
+        "key_bias",
+        "bias",
+        "per_batch_bounds",
+        "terms",
+        "block_pattern",
+        "deterministic",
+    }
+)
 """Options of a call beyond q . k and an interval; a kernel set may refuse some of them."""
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ringattn.autograd import attend
 from ringattn.dispatch import call_text
+from ringattn.plan.expressions import Mask
 from ringattn.plan.options import resolve_integer, resolve_real
 from ringattn.plan.sharding import Sharding, check_sharding
 from ringattn.schedule.validation import check_tensors, expand_bias
@@ -29,6 +30,7 @@ def ring_attention(
     prefix_len: int = 0,
     chunk_len: int | None = None,
     lengths: Sequence[Sequence[int]] | Tensor | None = None,
+    mask: Mask | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -63,6 +65,8 @@ def ring_attention(
         prefix_len: With causal: keys j < prefix_len are visible to every row too.
         chunk_len: i // chunk_len == j // chunk_len.
         lengths: (start, stop) per batch element: rows and keys outside it see nothing and are not seen.
+        mask: A mask of `ringattn.masks`, alone: causal, window, prefix_len, chunk_len and lengths are short forms of one. It is
+            intersected with the documents of the sharding.
         softmax_scale: Factor on q.k; default d ** -0.5.
         softcap: Bound of the soft cap; 0.0 for none. At most 2**13 in fp16, and 2**16 in bf16.
         sinks: `h`: one more logit per head, in the denominator only.
@@ -114,6 +118,7 @@ def ring_attention(
         prefix_len=prefix_len,
         chunk_len=chunk_len,
         lengths=lengths,
+        mask=mask,
         softmax_scale=softmax_scale,
         softcap=softcap,
         sinks=sinks,
@@ -140,6 +145,7 @@ def ring_attention_with_lse(
     prefix_len: int = 0,
     chunk_len: int | None = None,
     lengths: Sequence[Sequence[int]] | Tensor | None = None,
+    mask: Mask | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -198,6 +204,7 @@ def ring_attention_with_lse(
             "prefix_len": prefix_len,
             "chunk_len": chunk_len,
             "lengths": lengths,
+            "mask": mask,
             "softcap": softcap,
             "dropout_p": dropout_p,
             "impl": impl,

@@ -18,6 +18,7 @@ from torch import Tensor
 from ringattn.kernels.interface import KernelSet, Score
 from ringattn.kernels.registry import select_kernels
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, parse, serialize
+from ringattn.plan.expressions import Mask
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.ring_registry import RINGS, get_ring
@@ -197,4 +198,4 @@ def is_value(x: Any) -> bool:
     """Return whether an option has a type whose value, with the type, can be a key."""
     if type(x) is tuple:
         return all(y is None or type(y) is int for y in x)
-    return type(x) in _VALUES
+    return type(x) in _VALUES or isinstance(x, Mask)

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringattn.kernels.registry import resolve_impl
 from ringattn.plan.attention_spec import describe_record, parse
+from ringattn.plan.expressions import Mask
 from ringattn.plan.flops import register_flops
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.options import resolve_flag, resolve_integer
@@ -180,7 +181,7 @@ class Ring:
         layout: str = "zigzag",
         documents: Sequence[int] | Tensor | None = None,
         *,
-        balance: dict[str, Any] | None = None,
+        balance: dict[str, Any] | Mask | None = None,
         device: torch.device | str | None = None,
     ) -> Sharding:
         """Return the sharding of a sequence over the ring, seen from this rank.
@@ -190,7 +191,8 @@ class Ring:
             layout: "contiguous", "striped", "zigzag" (even work under a causal mask) or "balanced" (even work under
                 the mask given by `balance` and documents).
             documents: Cumulative boundaries (0, ..., seq_len) of packed documents: attention stays inside them.
-            balance: For "balanced": the mask to balance for, as in `ring_attention`; default {"causal": True}.
+            balance: For "balanced": the mask to balance for, a dict of options of `ring_attention` or a mask of
+                `ringattn.masks`; default {"causal": True}.
             device: Device of `sharding.positions`; default the CPU.
 
         Raises:

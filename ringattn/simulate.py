@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringattn.dispatch import call_text, is_value, resolve_simulated, run_backward, run_forward
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
+from ringattn.plan.expressions import Mask
 from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
@@ -54,7 +55,7 @@ def simulate_ring(
     nodes: int = 1,
     layout: str = "zigzag",
     documents: Sequence[int] | Tensor | None = None,
-    balance: dict[str, Any] | None = None,
+    balance: dict[str, Any] | Mask | None = None,
     do: Tensor | None = None,
     dlse: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -88,7 +89,7 @@ def simulate_ring(
         dropout_seed: Seed of the dropout mask.
         memory_budget: As in `Ring`: bytes that gathered keys may take on a rank; 0: step by step.
         save_gathered_kv: As in `Ring`.
-        **options: causal, window, prefix_len, chunk_len, lengths, softcap, dropout_p, deterministic, impl, backward.
+        **options: causal, window, prefix_len, chunk_len, lengths, mask, softcap, dropout_p, deterministic, impl, backward.
 
     Returns:
         Whole outputs and gradients.
@@ -213,7 +214,11 @@ def _check(
 
 
 def _shardings(
-    seq_len: int, layout: str, documents: Sequence[int] | Tensor | None, balance: dict[str, Any] | None, world_size: int
+    seq_len: int,
+    layout: str,
+    documents: Sequence[int] | Tensor | None,
+    balance: dict[str, Any] | Mask | None,
+    world_size: int,
 ) -> list[Sharding]:
     seq_len, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, world_size)
     return [Sharding(seq_len, layout, shards, rank, boundaries) for rank in range(world_size)]

@@ -18,7 +18,17 @@ from tests.support.case_sampling import EVERY
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"ringattn": ROOT / "ringattn", "ringattn.kernels": ROOT / "kernels", "ringattn.launch": ROOT / "launch"}
-INTEGERS = ["plan.layouts", "plan.mask", "plan.ring_plan"]  # each may import those before it
+INTEGERS = [  # each may import those before it
+    "plan.layouts",
+    "plan.block_pattern",
+    "plan.bounds",
+    "plan.terms",
+    "plan.mask",
+    "plan.expressions",
+    "plan.mask_union",
+    "plan.pairs",
+    "plan.ring_plan",
+]
 DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch._C._functional_collectives")
 
 

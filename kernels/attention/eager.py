@@ -2,7 +2,7 @@
 
 Never holds a rows x keys tensor: at most one tile. Query rows are cut into tiles of TILE_ROWS. Positions ascend and bounds never
 decrease, so the keys seen by any row of a tile are one range of key rows, and those seen by all of its rows are a range inside
-it. Keys outside the first are skipped, tiles within the second need no mask.
+it. Keys outside the first are skipped, tiles within the second need no mask. Under several terms every tile has a mask.
 
 Shape legend beside the contract's: `g` query heads per key head, `c = b hk` independent problems, `x` rows and `y` keys
 of a tile. Inside, tensors are head-major: queries `c (g x) d`, keys `c y d`, logits `c (g x) y`.
@@ -68,6 +68,8 @@ def _row_tiles(rows: RowMetadata, keys: RowMetadata) -> list[_RowTile]:
     edges = torch.stack(
         [f for bound in (rows.lo, rows.hi) for f in (bound[:, starts].amin(0), bound[:, finals].amax(0))]
     )
+    if rows.terms > 1 or rows.patterns is not None:
+        edges[1:3] = edges[:1]  # no key is seen by all rows through one term
     ranges = torch.searchsorted(keys.positions, edges).T.tolist()
     return [
         _RowTile(x, min(x + TILE_ROWS, num_rows), seen=(seen_from, seen_to), full=(full_from, full_to))
@@ -143,8 +145,16 @@ class _Step:
 
     def hidden(self, x: slice, y: slice) -> Tensor:
         """Invisible pairs: `b 1 x y`, or `1 1 x y` when all batch elements agree."""
-        j = self.keys.positions[y]
-        return ((j < self.rows.lo[:, x, None]) | (j >= self.rows.hi[:, x, None]))[:, None]
+        i, j = self.rows.positions[x], self.keys.positions[y]
+        outside = (j < self.rows.lo[:, x, None]) | (j >= self.rows.hi[:, x, None])
+        outside = outside.view(self.rows.terms, -1, *outside.shape[1:])
+        patterns = self.rows.patterns
+        if patterns is not None:
+            hidden = patterns.tables[:, i[:, None] // patterns.block_size, j // patterns.block_size] == 0
+            for term, table in enumerate(patterns.of_term):
+                if table >= 0:
+                    outside[term] |= hidden[table]
+        return outside.all(0)[:, None]
 
     def distance(self, x: slice, y: slice) -> Tensor:
         """|i - j| of global positions: `x y`."""

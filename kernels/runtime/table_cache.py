@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from ringattn.kernels.interface import BlockPatterns
 from ringattn.kernels.runtime.host_to_device import protect_from_reuse, wait_for_uploads
 
 CACHE_BYTES = 128 * 1024 * 1024
@@ -103,4 +104,6 @@ def clear() -> None:
 
 
 def _bytes_of(kept: Any) -> int:
+    if isinstance(kept, BlockPatterns):
+        kept = kept.tables
     return (kept if isinstance(kept, Tensor) else kept.positions).untyped_storage().nbytes()

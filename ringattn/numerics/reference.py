@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ringattn.kernels.attention.dropout import keep_mask
 from ringattn.kernels.interface import accumulation_dtype
+from ringattn.plan.expressions import Mask
 from ringattn.plan.options import (
     resolve_chunk_len,
     resolve_documents,
@@ -91,6 +92,15 @@ def visible_pairs(
         inside = [(start <= i) & (i < stop) & (start <= j) & (j < stop) for start, stop in lengths]
         visible = visible & torch.stack(inside)
     return visible
+
+
+def mask_pairs(
+    mask: Mask, seq_len: int, kv_len: int, documents: tuple[int, ...] | None, device: torch.device
+) -> Tensor:
+    """Return the visible pairs of a mask by its definition, boolean `b s t`, or `1 s t` where batch elements agree."""
+    i, j = torch.arange(seq_len, device=device)[:, None], torch.arange(kv_len, device=device)
+    elements = range(mask.batch_size or 1)
+    return torch.stack([mask.visible(i, j, b=b, documents=documents).expand(seq_len, kv_len) for b in elements])
 
 
 def dense_attention(
@@ -168,6 +178,7 @@ class _Options(TypedDict, total=False):
     prefix_len: int
     chunk_len: int | None
     lengths: Sequence[tuple[int, int]] | None
+    mask: Mask | None
     softmax_scale: float | None
     softcap: float
     sinks: Tensor | None
@@ -197,6 +208,7 @@ def attention_reference(
     prefix_len: int = 0,
     chunk_len: int | None = None,
     lengths: Sequence[tuple[int, int]] | None = None,
+    mask: Mask | None = None,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -222,6 +234,7 @@ def attention_reference(
         prefix_len: With causal, the keys `j < prefix_len` are visible to every row too.
         chunk_len: `i // chunk_len == j // chunk_len`.
         lengths: (start, stop) per batch element: rows and keys outside see nothing and are seen by nobody.
+        mask: A mask of `ringattn.masks`, intersected with the others; its sinks belong to `documents`.
         softmax_scale: Factor on q . k; None: `d ** -0.5`.
         softcap: The score becomes `softcap * tanh(score / softcap)`; 0.0 for none.
         sinks: One more logit per head in the denominator only, `h`.
@@ -267,6 +280,8 @@ def attention_reference(
         lengths=resolve_lengths(lengths),
         device=q.device,
     )
+    if mask is not None:
+        visible = visible & mask_pairs(mask, s, t, resolve_documents(documents), q.device)
     dropout_p = resolve_real("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; 0.0 drops nothing")

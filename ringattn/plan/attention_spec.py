@@ -18,7 +18,9 @@ from torch import Tensor
 
 from ringattn.kernels.interface import PAD_ROWS, Score, accumulation_dtype
 from ringattn.kernels.registry import resolve_impl
+from ringattn.plan.expressions import Mask, from_spec
 from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.options import (
     resolve_chunk_len,
     resolve_flag,
@@ -62,7 +64,7 @@ class AttentionSpec:
 
     sharding: Sharding
     kv_sharding: Sharding
-    mask: AttentionMask
+    mask: AttentionMask | MaskUnion
     softmax_scale: float
     softcap: float
     dropout_p: float
@@ -84,8 +86,12 @@ class AttentionSpec:
         keys = record["kv_sharding"]
         kv_sharding = sharding if keys is None else Sharding.from_spec(json.loads(keys), rank)
         masked = {name: record[name] for name in ("causal", "window", "prefix_len", "chunk_len", "lengths")}
-        mask = AttentionMask(sharding.seq_len, kv_sharding.seq_len, documents=sharding.documents, **masked)
-        others = {name: record[name] for name in record if name not in ("sharding", "kv_sharding", *masked)}
+        sizes = sharding.seq_len, kv_sharding.seq_len
+        if record["mask"] is None:
+            mask = AttentionMask(*sizes, documents=sharding.documents, **masked)
+        else:
+            mask = MaskUnion(*sizes, from_spec(record["mask"]), sharding.documents)
+        others = {name: record[name] for name in record if name not in ("sharding", "kv_sharding", "mask", *masked)}
         return cls(sharding, kv_sharding, mask, **others)
 
     @property
@@ -122,7 +128,9 @@ class AttentionSpec:
             "softcap": self.softcap > 0,
             "dropout": self.dropout_p > 0,
             **{name: x is not None for name, x in zip(("sinks", "alibi", "key_bias", "bias"), tensors, strict=True)},
-            "per_batch_bounds": self.mask.lengths is not None,
+            "per_batch_bounds": self.mask.is_per_batch,
+            "terms": self.mask.is_union,
+            "block_pattern": self.mask.has_pattern,
             "deterministic": self.deterministic,
         }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
@@ -131,7 +139,7 @@ class AttentionSpec:
         """Return the visible (query, key) pairs that this rank computes in the forward, over all batch elements."""
         ring_steps = self.plan("keys").ranks[self.rank].ring_steps
         total = sum(ring_step.pairs for ring_step in ring_steps if ring_step is not None)
-        return total if self.mask.lengths is not None else total * batch
+        return total if self.mask.is_per_batch else total * batch
 
 
 def serialize(
@@ -144,6 +152,7 @@ def serialize(
     prefix_len: int = 0,
     chunk_len: int | None = None,
     lengths: Sequence[Sequence[int]] | Tensor | None = None,
+    mask: Mask | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     impl: str = "auto",
@@ -159,6 +168,9 @@ def serialize(
             f"kv_sharding must be that of rank {sharding.rank} of {sharding.world_size}, like sharding, got one for rank "
             f"{kv_sharding.rank} of {kv_sharding.world_size}; make both with the same ring"
         )
+    mask_text = "None"
+    if mask is not None:
+        mask_text = mask_text_of(mask, causal or prefix_len, window, chunk_len, lengths)
     window, lengths = resolve_window(window), resolve_lengths(lengths)
     prefix_len, chunk_len = resolve_width("prefix_len", prefix_len), resolve_chunk_len(chunk_len)
     causal, deterministic = resolve_flag("causal", causal), resolve_flag("deterministic", deterministic)
@@ -168,10 +180,22 @@ def serialize(
     keys = None if kv_sharding is None else kv_sharding.text
     return (
         f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {causal}, 'window': {window}, "
-        f"'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}, 'lengths': {lengths}, 'softmax_scale': {softmax_scale}, "
-        f"'softcap': {softcap}, 'dropout_p': {dropout_p}, 'impl': '{impl}', 'backward': '{backward}', "
-        f"'deterministic': {deterministic}}}"
+        f"'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}, 'lengths': {lengths}, 'mask': {mask_text}, "
+        f"'softmax_scale': {softmax_scale}, 'softcap': {softcap}, 'dropout_p': {dropout_p}, 'impl': '{impl}', "
+        f"'backward': '{backward}', 'deterministic': {deterministic}}}"
     )
+
+
+def mask_text_of(mask: Mask, *short_forms: Any) -> str:
+    """Return the text of a mask that stands alone: beside a short form of one it is refused."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
+    if any(option is not None and option is not False and option != 0 for option in short_forms):
+        raise ValueError(
+            "mask must come without causal, window, prefix_len, chunk_len and lengths, got both; intersect them: "
+            "mask=mask & masks.causal()"
+        )
+    return mask.text
 
 
 def describe_record(record: Mapping[str, Any]) -> str:
@@ -188,7 +212,15 @@ def describe_record(record: Mapping[str, Any]) -> str:
         words.append(f"{len(documents) - 1} documents")
     if record["kv_sharding"] is not None:
         words.append(f"{json.loads(record['kv_sharding'])[0]} keys")
-    defaults = {"window": None, "prefix_len": 0, "chunk_len": None, "softcap": 0.0, "dropout_p": 0.0, "impl": "auto"}
+    defaults = {
+        "mask": None,
+        "window": None,
+        "prefix_len": 0,
+        "chunk_len": None,
+        "softcap": 0.0,
+        "dropout_p": 0.0,
+        "impl": "auto",
+    }
     defaults |= {"causal": False, "backward": "auto", "deterministic": False}
     words += [f"{name}={record[name]}" for name in record if name in defaults and record[name] != defaults[name]]
     return f"ring_attention({', '.join(words)})"

@@ -16,12 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import GatheredKeys, RowMetadata
+from ringattn.kernels.interface import BlockPatterns, GatheredKeys, RowMetadata
 from ringattn.kernels.runtime.host_to_device import upload
 from ringattn.kernels.runtime.table_cache import Key, find
 from ringattn.plan.attention_spec import AttentionSpec
+from ringattn.plan.block_pattern import BlockPattern
+from ringattn.plan.bounds import PiecewiseBound
 from ringattn.plan.layouts import Shard
 from ringattn.plan.mask import AttentionMask, MaskAxis
+from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RingStep, Send, pack
 
 Runs = tuple[tuple[int, int, int, int], ...]
@@ -96,13 +99,15 @@ def fused_tables(spec: AttentionSpec, device: torch.device, nodes: Nodes | None 
     return FusedTables(rows, tuple(keys), tuple(returning))
 
 
-def side_key(runs: Runs, mask: AttentionMask, device: torch.device | str, axis: MaskAxis | None) -> Key[RowMetadata]:
+def side_key(
+    runs: Runs, mask: AttentionMask | MaskUnion, device: torch.device | str, axis: MaskAxis | None
+) -> Key[RowMetadata]:
     """Return the key of the table of rows that are packed by runs; axis None: Note [Forward only]."""
     return Key(device, (runs, mask, axis), lambda place: _make(runs, mask, place, axis))
 
 
 def stationary_side(
-    shard: Shard, mask: AttentionMask, device: torch.device | str, axis: MaskAxis = "keys"
+    shard: Shard, mask: AttentionMask | MaskUnion, device: torch.device | str, axis: MaskAxis = "keys"
 ) -> RowMetadata:
     """Return the table of all rows of a shard."""
     return find(side_key(pack(shard), mask, device, axis))
@@ -111,7 +116,7 @@ def stationary_side(
 def gathered_key(
     ring_steps: Sequence[RingStep | None],
     gather_plan: GatherPlan,
-    mask: AttentionMask,
+    mask: AttentionMask | MaskUnion,
     device: torch.device | str,
     *,
     forward_only: bool = False,
@@ -147,14 +152,19 @@ def returning_key(sends: tuple[Send, ...], rows: int, device: torch.device | str
     return Key(device, (sends, rows), make)
 
 
-def bounds_of(positions: Tensor, mask: AttentionMask, axis: MaskAxis | None) -> tuple[Tensor, Tensor]:
-    """Return lo and hi, `b s`, of rows at positions `s` int64; b is 1 when all batch elements share one mask.
+def bounds_of(positions: Tensor, mask: AttentionMask | MaskUnion, axis: MaskAxis | None) -> tuple[Tensor, Tensor]:
+    """Return lo and hi, `terms*b s`, of rows at positions `s` int64; b is 1 when all batch elements share one mask.
 
     With axis None they are `1 0` (Note [Forward only]).
     """
     if axis is None:
         nothing = positions.new_empty(1, 0)
         return nothing, nothing
+    if isinstance(mask, MaskUnion):
+        elements = [mask.terms(axis, mask.variant(b)) for b in range(mask.batch_size)]
+        lines = [of_element[k].bounds for k in range(len(elements[0])) for of_element in elements]
+        lo, hi = (torch.stack([_evaluate(bounds[side], positions) for bounds in lines]) for side in (0, 1))
+        return lo, hi
     extent = None
     if mask.lengths is not None:
         lengths = torch.tensor(mask.lengths, dtype=torch.int64, device=positions.device)
@@ -163,19 +173,53 @@ def bounds_of(positions: Tensor, mask: AttentionMask, axis: MaskAxis | None) -> 
     return lo, hi
 
 
-def _make(runs: Runs, mask: AttentionMask, device: torch.device, axis: MaskAxis | None) -> RowMetadata:
+def _evaluate(bound: PiecewiseBound, positions: Tensor) -> Tensor:
+    """Return the values of a bound at positions."""
+    starts, values, slopes = (
+        torch.tensor(x, dtype=torch.int64, device=positions.device)
+        for x in (bound.starts[:-1], bound.values, bound.slopes)
+    )
+    k = torch.searchsorted(starts, positions, right=True) - 1
+    return values[k] + slopes[k] * (positions - starts[k])
+
+
+def _cuts(
+    mask: AttentionMask | MaskUnion, device: torch.device, axis: MaskAxis | None
+) -> tuple[int, BlockPatterns | None]:
+    """Return the number of terms and the tables that cut them; without bounds (Note [Forward only]) there is one."""
+    if axis is None or not mask.is_union:
+        return 1, None
+    patterns = [term.pattern for term in mask.terms(axis, mask.variant(0))]
+    cut = any(pattern is not None for pattern in patterns)
+    return len(patterns), find(_patterns_key(tuple(patterns), device)) if cut else None
+
+
+def _patterns_key(patterns: tuple[BlockPattern | None, ...], device: torch.device) -> Key[BlockPatterns]:
+    tables = list(dict.fromkeys(pattern for pattern in patterns if pattern is not None))
+
+    def make(place: torch.device) -> BlockPatterns:
+        host = torch.tensor([table.rows() for table in tables], dtype=torch.int32, device="cpu")
+        of_term = tuple(-1 if pattern is None else tables.index(pattern) for pattern in patterns)
+        return BlockPatterns(upload([host], place)[0], host, of_term, tables[0].block_size)
+
+    return Key(device, patterns, make)
+
+
+def _make(runs: Runs, mask: AttentionMask | MaskUnion, device: torch.device, axis: MaskAxis | None) -> RowMetadata:
     positions = _positions(runs, torch.int32 if axis is None else torch.int64)
     lo, hi = bounds_of(positions, mask, axis)
     table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
     views = upload([table, positions, lo, hi], device)
-    return RowMetadata(*views, run_list=runs, lo_host=lo.to(torch.int32), hi_host=hi.to(torch.int32))
+    terms, patterns = _cuts(mask, device, axis)
+    bounds = lo.to(torch.int32), hi.to(torch.int32)
+    return RowMetadata(*views, runs, *bounds, terms=terms, patterns=patterns)
 
 
 def _make_gathered(
     local_rows: int,
     sources: list[tuple[int, Runs]],
     remote_rows: int,
-    mask: AttentionMask,
+    mask: AttentionMask | MaskUnion,
     device: torch.device,
     forward_only: bool,
 ) -> GatheredKeys:
@@ -196,6 +240,7 @@ def _make_gathered(
             lo[:, place], hi[:, place] = part[1:]
     tables = [torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4) for _, runs in sources]
     on_device = upload([positions, lo, hi, *tables], device)
+    terms, patterns = _cuts(mask, device, None if forward_only else "queries")
     sides = tuple(
         RowMetadata(
             table,
@@ -205,6 +250,8 @@ def _make_gathered(
             run_list=runs,
             lo_host=lo[:, place].to(torch.int32),
             hi_host=hi[:, place].to(torch.int32),
+            terms=terms,
+            patterns=patterns,
         )
         for (_, runs), place, table in zip(sources, places, on_device[3:], strict=True)
     )

@@ -16,20 +16,20 @@ Note [Interval]
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate, pairwise
-from operator import gt, sub
+from itertools import pairwise
+from operator import gt
 from typing import Any, Literal, Protocol
 
-from ringattn.plan.layouts import Run, Shard
+from ringattn.plan.bounds import Bounds, PiecewiseBound, count
+from ringattn.plan.terms import Term
 
 MaskAxis = Literal["keys", "queries"]
 """The side that the rows of one side see: "keys" (the rows are queries) or "queries" (the rows are keys)."""
-
-Bounds = tuple["PiecewiseBound", "PiecewiseBound"]
 
 
 class Algebra(Protocol):
@@ -152,6 +152,34 @@ class AttentionMask:
         """The (start, stop) of batch element b; None when the mask has no lengths."""
         return None if self.lengths is None else self.lengths[b]
 
+    @property
+    def is_per_batch(self) -> bool:
+        """Whether batch elements have bounds of their own."""
+        return self.lengths is not None
+
+    @property
+    def is_union(self) -> bool:
+        """Whether there is more than one interval: never."""
+        return False
+
+    @property
+    def has_pattern(self) -> bool:
+        """Whether a table of blocks cuts the mask: never."""
+        return False
+
+    def variant(self, b: int) -> Hashable:
+        """Return the key of the terms of batch element b."""
+        return self.extent(b)
+
+    @property
+    def variants(self) -> Counter[Hashable]:
+        """Batch elements by the key of their terms."""
+        return Counter(self.lengths or (None,))
+
+    def terms(self, axis: MaskAxis, variant: Any) -> list[Term]:
+        """Return the one term of some batch elements, seen from the rows of one side."""
+        return [Term(self.bounds(axis, variant))]
+
     def keys_of(self, i: int, b: int = 0) -> tuple[int, int]:
         """The keys [lo, hi) visible to query i of batch element b; lo <= hi, neither decreases with i."""
         return self.interval(i, "keys", self.extent(b))
@@ -269,358 +297,11 @@ class AttentionMask:
 
     def pairs(self, a: int, b: int, b_index: int = 0) -> int:
         """Visible pairs of the queries [a, b) of one batch element, exactly; O(log pieces)."""
-        lower, upper = self.bounds("keys", self.extent(b_index))
-        return upper.total(b) - upper.total(a) - lower.total(b) + lower.total(a)
+        return count(self.bounds("keys", self.extent(b_index)), a, b)
 
     def work(self, a: int, b: int) -> int:
         """Visible pairs of the queries [a, b), summed over batch elements."""
         return sum(self.pairs(a, b, index) for index in range(self.batch_size))
-
-
-class PiecewiseBound:
-    """A function of the rows 0 .. rows - 1 that does not decrease: pieces of slope 0 or 1."""
-
-    def __init__(self) -> None:
-        self.starts: list[int] = [0]
-        self.values: list[int] = []
-        self.slopes: list[int] = []
-
-    def append(self, rows: int, first: int, last: int) -> None:
-        """Add rows, straight from the value `first` to the value `last`, to the end."""
-        slope = int(last > first)
-        assert last - first == slope * (rows - 1), "a bound bends inside a piece"
-        if not self._lengthen(rows, first, slope):
-            self.values.append(first)
-            self.slopes.append(slope)
-            self.starts.append(self.starts[-1] + rows)
-
-    def extend(self, at: int, other: PiecewiseBound) -> None:
-        """Add the rows and values of another function, both counted from `at`, to the end."""
-        starts, values, slopes = other.starts, other.values, other.slopes
-        joined = int(self._lengthen(starts[1], at + values[0], slopes[0]))
-        if len(values) > joined:
-            self.values.extend([at + value for value in values[joined:]])
-            self.slopes.extend(slopes[joined:])
-            self.starts.extend([at + start for start in starts[joined + 1 :]])
-
-    def _lengthen(self, rows: int, first: int, slope: int) -> bool:
-        """Lengthen the last piece by rows that continue it, if they do."""
-        if not self.values:
-            return False
-        before = self.starts[-1] - self.starts[-2]
-        step = first - (self.values[-1] + self.slopes[-1] * (before - 1))
-        # one row alone is straight at any slope
-        if 0 <= step <= 1 and (before == 1 or self.slopes[-1] == step) and (rows == 1 or slope == step):
-            self.slopes[-1] = step
-            self.starts[-1] += rows
-            return True
-        return False
-
-    @cached_property
-    def _sums(self) -> list[int]:
-        """The sum of the values of all rows before each piece."""
-        lengths = map(sub, self.starts[1:], self.starts)
-        return list(accumulate(map(_ramp, self.values, self.slopes, lengths), initial=0))
-
-    def piece(self, row: int) -> int:
-        """The index of the piece that holds a row."""
-        return bisect_right(self.starts, row, 0, len(self.values)) - 1
-
-    def at(self, row: int) -> int:
-        """The value at a row."""
-        k = self.piece(row)
-        return self.values[k] + self.slopes[k] * (row - self.starts[k])
-
-    def first_above(self, value: int) -> int:
-        """The first row whose value is greater than `value`; the number of rows when there is none."""
-        k = bisect_right(self.values, value) - 1
-        if k < 0:
-            return 0
-        inside = self.starts[k] + value - self.values[k] + 1 if self.slopes[k] else self.starts[k + 1]
-        return min(inside, self.starts[k + 1])
-
-    def total(self, end: int) -> int:
-        """The sum of the values of the rows [0, end)."""
-        if end == 0:
-            return 0
-        k = self.piece(end - 1)
-        return self._sums[k] + _ramp(self.values[k], self.slopes[k], end - self.starts[k])
-
-
-class Tally:
-    """Number of rows of a shard below a position, and sums of that over positions."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._runs = shard
-        self._starts = [run.start for run in shard]
-        self._before = [0]
-        for run in shard:
-            self._before.append(self._before[-1] + run.length)
-        self._sums: list[int] = []
-        for k, run in enumerate(shard):
-            self._sums.append(self._sum_in(k - 1, run.start + 1) if k else 0)
-
-    def below(self, position: int) -> int:
-        """Rows at positions less than `position`."""
-        k = bisect_left(self._starts, position) - 1
-        if k < 0:
-            return 0
-        run = self._runs[k]
-        return self._before[k] + min(run.length, (position - 1 - run.start) // run.stride + 1)
-
-    def sum_below(self, position: int, step: int, number: int) -> int:
-        """The sum of `below(position + step * x)` over 0 <= x < number, in closed form per run."""
-        if number == 1:
-            return self.below(position)
-        if step == 1:
-            return self._sum(position + number) - self._sum(position)
-        nearest = max(0, bisect_left(self._starts, position) - 1)
-        total = number * self._before[nearest]
-        for run in self._runs[nearest:]:
-            # positions up to the start of a run count none of it; those past its last row count all of it
-            some = min(number, max(0, _ceil_div(run.start + 1 - position, step)))
-            if some == number:
-                break
-            full = min(number, max(some, _ceil_div(run.last + 1 - position, step)))
-            offset = position + step * some - 1 - run.start
-            total += floor_sum(full - some, run.stride, step, offset) + (full - some) + (number - full) * run.length
-        return total
-
-    def sum_along(self, bound: PiecewiseBound, a: int, b: int) -> int:
-        """The sum of `below(bound(x))` over a <= x < b, where runs have no gaps: in closed form between their ends."""
-        total = 0
-        while a < b:
-            value = bound.at(a)
-            k = bisect_left(self._starts, value) - 1
-            if k >= 0 and value <= (run := self._runs[k]).last:
-                # rises with the bound until that is beyond the run
-                end = min(b, bound.first_above(run.last))
-                total += bound.total(end) - bound.total(a) - (end - a) * (run.start - self._before[k])
-            else:
-                end = min(b, bound.first_above(self._starts[k + 1])) if k + 1 < len(self._starts) else b
-                total += (end - a) * self._before[k + 1]
-            a = end
-        return total
-
-    def _sum(self, end: int) -> int:
-        k = bisect_left(self._starts, end) - 1
-        return self._sum_in(k, end) if k >= 0 else 0
-
-    def _sum_in(self, k: int, end: int) -> int:
-        # over all positions u < end, where run k is the last one that starts below end
-        run = self._runs[k]
-        width = end - 1 - run.start
-        rising = min(width, run.stride * run.length)
-        whole, rest = divmod(rising, run.stride)
-        inside = run.stride * (whole * (whole - 1) // 2) + whole * rest + rising + (width - rising) * run.length
-        return self._sums[k] + width * self._before[k] + inside
-
-
-class VisibleSpan:
-    """The positions of the other side that at least one row of a shard sees.
-
-    They are periodic intervals, in order of the rows that see them: positions p in [first, end) with
-    `(p - first) % step < width`. Most are solid (step 1); strided rows under a window narrower than the stride leave
-    gaps. Neither first nor end decreases from one to the next, so the first that meets a run has the smallest position
-    of it, the last one the greatest. They are made on demand, from the rows that see the ends of a run.
-    """
-
-    def __init__(self, bounds: Bounds, shard: Shard) -> None:
-        self._bounds = bounds
-        self._shard = shard
-        self._starts = [run.start for run in shard]
-        self._lasts = [run.last for run in shard]
-
-    def span(self, run: Run) -> tuple[int, int] | None:
-        """The rows of a run from the first to the last that is seen, as (offset, length); None when none is."""
-        first = self._first(run)
-        return None if first is None else (first, self._last(run) - first + 1)
-
-    def _first(self, run: Run) -> int | None:
-        for first, end, step, width in self._intervals_from(self._bounds[1].first_above(run.start)):
-            if first > run.last:
-                return None
-            y = max(0, _ceil_div(first - run.start, run.stride))
-            # the run's place within the period repeats after at most `step` rows
-            for row in range(y, min(y + step, run.length)):
-                offset = run.start + run.stride * row - first
-                if offset >= end - first:
-                    break
-                if offset % step < width:
-                    return row
-        return None
-
-    def _last(self, run: Run) -> int:
-        for first, end, step, width in self._intervals_to(self._bounds[0].first_above(run.last) - 1):
-            y = min(run.length - 1, (end - 1 - run.start) // run.stride)
-            for row in range(y, max(y - step, -1), -1):
-                offset = run.start + run.stride * row - first
-                if offset < 0:
-                    break
-                if offset % step < width:
-                    return row
-        raise AssertionError("a run with a first seen row has a last one")
-
-    def _intervals_from(self, row: int) -> Iterator[tuple[int, int, int, int]]:
-        """Positions that rows of the shard see, from the first one at or after a row on: (first, end, step, width)."""
-        lower, upper = self._bounds
-        for run in self._shard[bisect_left(self._lasts, row) :]:
-            x = max(0, _ceil_div(row - run.start, run.stride))
-            while x < run.length:
-                begin = run.start + run.stride * x
-                k, m = lower.piece(begin), upper.piece(begin)
-                x = min(run.length, _ceil_div(min(lower.starts[k + 1], upper.starts[m + 1]) - run.start, run.stride))
-                yield from self._interval(begin, run.start + run.stride * (x - 1), run.stride, k, m)
-
-    def _intervals_to(self, row: int) -> Iterator[tuple[int, int, int, int]]:
-        """`_intervals_from` backwards, from the last row of the shard at or before a row on."""
-        lower, upper = self._bounds
-        for run in reversed(self._shard[: bisect_right(self._starts, row)]):
-            x = min(run.length - 1, (row - run.start) // run.stride)
-            while x >= 0:
-                last = run.start + run.stride * x
-                k, m = lower.piece(last), upper.piece(last)
-                x = max(0, _ceil_div(max(lower.starts[k], upper.starts[m]) - run.start, run.stride))
-                yield from self._interval(run.start + run.stride * x, last, run.stride, k, m)
-                x -= 1
-
-    def _interval(self, begin: int, last: int, stride: int, k: int, m: int) -> Iterator[tuple[int, int, int, int]]:
-        """Positions seen by the rows begin .. last of a run, which lie in piece k of the lower bound and m of the upper."""
-        lower, upper = self._bounds
-        down, up = lower.slopes[k], upper.slopes[m]
-        low, high = lower.values[k] - down * lower.starts[k], upper.values[m] - up * upper.starts[m]
-        # an interval that widens may be empty on its first row, one that narrows on its last
-        if up > down and low + down * begin == high + up * begin:
-            begin += stride
-        elif up < down and low + down * last == high + up * last:
-            last -= stride
-        first, width = low + down * begin, high + up * begin - low - down * begin
-        if begin <= last and width:
-            gaps = down and up and width < stride and begin < last
-            yield (first, high + up * last, stride, width) if gaps else (first, high + up * last, 1, 1)
-
-
-def count_pairs(bounds: Bounds, rows: Sequence[Shard], others: Sequence[Shard]) -> list[list[int]]:
-    """Count the visible pairs between every shard of rows and every shard of the other side.
-
-    Row x of one side sees [lower(x), upper(x)) of the other, so its pairs with a shard are the shard's rows below
-    upper(x) less those below lower(x): sums of tallies along the pieces of the bounds.
-
-    Returns:
-        `counts[r][o]`: pairs between `rows[r]` and `others[o]`.
-    """
-    counts = [[0] * len(others) for _ in rows]
-    strides = {run.stride for shard in (*rows, *others) for run in shard}
-    modulus = max(strides, default=1)
-    if strides <= {1}:
-        add = _add_stretches
-    elif all(_is_class(s, modulus, bounds[0].starts[-1]) for s in rows) and all(
-        _is_class(s, modulus, bounds[1].at(bounds[1].starts[-1] - 1)) for s in others
-    ):
-        add = _add_classes
-    else:
-        add = _add_pieces
-    for sign, bound in zip((-1, 1), bounds, strict=True):
-        add(counts, sign, bound, rows, others)
-    return counts
-
-
-def _is_class(shard: Shard, modulus: int, end: int) -> bool:
-    """Return whether a shard holds all positions below `end` that are congruent by the modulus."""
-    if len(shard) != 1:
-        return False
-    run = shard[0]
-    return run.stride == modulus and run.start < modulus and run.last + modulus >= end
-
-
-def _add_stretches(
-    counts: list[list[int]], sign: int, bound: PiecewiseBound, rows: Sequence[Shard], others: Sequence[Shard]
-) -> None:
-    """Add the rows below a bound where no run has gaps: the cost grows with runs, not with pieces."""
-    tallies = [Tally(shard) for shard in others]
-    for shard, row in zip(rows, counts, strict=True):
-        for run in shard:
-            for o, tally in enumerate(tallies):
-                row[o] += sign * tally.sum_along(bound, run.start, run.start + run.length)
-
-
-def _add_classes(
-    counts: list[list[int]], sign: int, bound: PiecewiseBound, rows: Sequence[Shard], others: Sequence[Shard]
-) -> None:
-    """Add the rows below a bound where shards are the classes of one modulus: pieces that are alike are counted once.
-
-    A piece and its values may be moved by a multiple of the modulus: the count then changes by that many rows.
-    """
-    modulus = rows[0][0].stride
-    alike: dict[tuple[int, int, int, int], list[int]] = {}
-    for start, end, value, slope in zip(bound.starts, bound.starts[1:], bound.values, bound.slopes, strict=False):
-        whole, begin = divmod(start, modulus)
-        kind = begin, end - start, value - start, slope
-        found = alike.setdefault(kind, [0, 0])
-        found[0] += 1
-        found[1] += whole
-    classes = [shard[0].start for shard in others]
-    for (begin, length, ahead, slope), (times, wholes) in alike.items():
-        for shard, row in zip(rows, counts, strict=True):
-            first = (shard[0].start - begin) % modulus
-            number = _ceil_div(length - first, modulus) if first < length else 0
-            if number:
-                value = begin + ahead + slope * first - 1 + modulus
-                rest = wholes * number + times * _ramp(0, slope, number)
-                for o, least in enumerate(classes):
-                    row[o] += sign * (times * number * ((value - least) // modulus) + rest)
-
-
-def _add_pieces(
-    counts: list[list[int]], sign: int, bound: PiecewiseBound, rows: Sequence[Shard], others: Sequence[Shard]
-) -> None:
-    """Add the rows below a bound, piece by piece."""
-    tallies = [Tally(shard) for shard in others]
-    columns: dict[int, list[int]] = {}
-    starts, values, slopes = bound.starts, bound.values, bound.slopes
-    for shard, row in zip(rows, counts, strict=True):
-        for run in shard:
-            x, k = 0, bound.piece(run.start)
-            while x < run.length:
-                begin = run.start + run.stride * x
-                while starts[k + 1] <= begin:
-                    k += 1
-                x_end = min(run.length, -((run.start - starts[k + 1]) // run.stride))
-                number = x_end - x
-                if slopes[k]:
-                    value = values[k] + begin - starts[k]
-                    for o, tally in enumerate(tallies):
-                        row[o] += sign * tally.sum_below(value, run.stride, number)
-                else:
-                    value = values[k]
-                    column = columns.get(value)
-                    if column is None:
-                        column = columns[value] = [tally.below(value) for tally in tallies]
-                    number *= sign
-                    for o, below in enumerate(column):
-                        row[o] += number * below
-                x = x_end
-
-
-def floor_sum(number: int, modulus: int, slope: int, offset: int) -> int:
-    """The sum of `(slope * x + offset) // modulus` over 0 <= x < number; slope, offset >= 0; O(log modulus).
-
-    Whole multiples of the modulus come out of slope and offset. What is left counts the lattice points under a line;
-    counted by rows from the far end instead of by columns, slope and modulus swap, as in Euclid's algorithm.
-
-    Example:
-        >>> floor_sum(4, 3, 2, 1)  # 0 + 1 + 1 + 2
-        4
-    """
-    total = 0
-    while number > 0:
-        whole, slope = divmod(slope, modulus)
-        total += _ramp(0, whole, number)
-        whole, offset = divmod(offset, modulus)
-        total += whole * number
-        height, rest = divmod(slope * number + offset, modulus)
-        number, modulus, slope, offset = height, slope, modulus, rest
-    return total
 
 
 def check_documents(documents: tuple[int, ...], seq_len: int) -> None:
@@ -653,11 +334,3 @@ def _check_lengths(lengths: tuple[tuple[int, int], ...], seq_len: int, kv_len: i
                 f"lengths must be 0 <= start <= stop <= seq_len {seq_len}, got ({start}, {stop}) for element {b}; "
                 "give positions of the padded sequence"
             )
-
-
-def _ramp(first: int, slope: int, number: int) -> int:
-    return first * number + slope * (number * (number - 1) // 2)
-
-
-def _ceil_div(x: int, y: int) -> int:
-    return -(-x // y)

@@ -17,13 +17,14 @@ Note [Double ring]
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ringattn.plan.layouts import Shard
 from ringattn.plan.layouts import shard_len as rows_of
-from ringattn.plan.mask import AttentionMask, MaskAxis, VisibleSpan, count_pairs
+from ringattn.plan.mask import AttentionMask, MaskAxis
+from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.pairs import SeenRows, VisibleSpan, count_term_pairs
 
 Rows = tuple[tuple[int, int], ...]
 """Row ranges of a shard, as (offset, length): ascending, disjoint, never empty, joined where they touch."""
@@ -225,7 +226,7 @@ def make_nodes(world_size: int, num_nodes: int) -> Nodes:
 def make_plan(
     q_shards: tuple[Shard, ...],
     kv_shards: tuple[Shard, ...],
-    mask: AttentionMask,
+    mask: AttentionMask | MaskUnion,
     moving: str,
     nodes: Nodes | None = None,
 ) -> Plan:
@@ -233,7 +234,7 @@ def make_plan(
 
     Every visible pair belongs to exactly one ring step of one rank. From step 1 on, a run of moving rows that no
     stationary row of the rank sees is left out, and the others are cut to the first and last row that one of them sees
-    (in any batch element).
+    (in any batch element). Under a union of intervals only rows that are seen move.
 
     Args:
         moving: "keys" or "queries".
@@ -253,12 +254,14 @@ def make_plan(
     axis: MaskAxis = "keys" if moving == "keys" else "queries"
     world_size = len(stationary)
     counts = [[0] * world_size for _ in stationary]
-    spans: list[list[VisibleSpan]] = [[] for _ in stationary]
-    for extent, times in Counter(mask.lengths or (None,)).items():
-        bounds = mask.bounds(axis, extent)
-        for rank, row in enumerate(count_pairs(bounds, stationary, moving_shards)):
-            counts[rank] = [count + times * more for count, more in zip(counts[rank], row, strict=True)]
-            spans[rank].append(VisibleSpan(bounds, stationary[rank]))
+    seen_by: list[list[VisibleSpan | SeenRows]] = [[] for _ in stationary]
+    for variant, times in mask.variants.items():
+        terms = mask.terms(axis, variant)
+        for term in terms:
+            for rank, row in enumerate(count_term_pairs(term, stationary, moving_shards)):
+                counts[rank] = [count + times * more for count, more in zip(counts[rank], row, strict=True)]
+        for rank, shard in enumerate(stationary):
+            seen_by[rank].append(SeenRows(terms, shard) if mask.is_union else VisibleSpan(terms[0].bounds, shard))
 
     nodes = _check_nodes(nodes, world_size)
     routes = [_route(rank, nodes) for rank in range(world_size)]
@@ -269,7 +272,7 @@ def make_plan(
         received: list[RingStep | None] = [None]
         for step in range(size, world_size, size):
             owner = route[step][0]
-            seen = [span for member in node for span in spans[member] if counts[member][owner]]
+            seen = [seen for member in node for seen in seen_by[member] if counts[member][owner]]
             pairs = sum(counts[member][owner] for member in node)
             ring_step = _ring_step(step, owner, moving_shards[owner], seen, pairs)
             received.append(None if ring_step is None else replace(ring_step, pairs=counts[rank][owner]))
@@ -282,7 +285,7 @@ def make_plan(
             if remote_shard is not None:
                 mine.append(remote_shard if remote_shard.pairs else None)
                 continue
-            ring_step = _ring_step(step, owner, moving_shards[owner], spans[rank], counts[rank][owner])
+            ring_step = _ring_step(step, owner, moving_shards[owner], seen_by[rank], counts[rank][owner])
             local_root = None if source == owner else source
             mine.append(ring_step if ring_step is None else replace(ring_step, local_root=local_root))
         ring_steps.append(tuple(mine))
@@ -403,7 +406,9 @@ def draw(mask: AttentionMask, shards: tuple[Shard, ...], b: int = 0) -> str:
     return "\n".join(lines)
 
 
-def _ring_step(step: int, owner: int, shard: Shard, visible: list[VisibleSpan], pairs: int) -> RingStep | None:
+def _ring_step(
+    step: int, owner: int, shard: Shard, visible: list[VisibleSpan | SeenRows], pairs: int
+) -> RingStep | None:
     if step == 0:
         return RingStep(0, owner, ((0, rows_of(shard)),), pack(shard), pairs) if shard else None
     if not pairs:
@@ -412,10 +417,9 @@ def _ring_step(step: int, owner: int, shard: Shard, visible: list[VisibleSpan], 
     runs: list[tuple[int, int, int, int]] = []
     base = packed = 0
     for run in shard:
-        spans = [span for rows_seen in visible if (span := rows_seen.span(run)) is not None]
-        if spans:
-            first = min(offset for offset, _ in spans)
-            length = max(offset + length for offset, length in spans) - first
+        spans = sorted(span for rows_seen in visible for span in rows_seen.spans(run))
+        exact = isinstance(visible[0], SeenRows)
+        for first, length in _united(spans, with_gaps=exact):
             if rows and sum(rows[-1]) == base + first:
                 rows[-1] = (rows[-1][0], rows[-1][1] + length)
             else:
@@ -424,6 +428,18 @@ def _ring_step(step: int, owner: int, shard: Shard, visible: list[VisibleSpan], 
             packed += length
         base += run.length
     return RingStep(step, owner, tuple(rows), tuple(runs), pairs)
+
+
+def _united(spans: list[tuple[int, int]], with_gaps: bool) -> list[tuple[int, int]]:
+    """Return sorted (offset, length) without overlaps, or as one from the first to the last row."""
+    found: list[tuple[int, int]] = []
+    for offset, length in spans:
+        if found and (not with_gaps or offset <= sum(found[-1])):
+            begin = found[-1][0]
+            found[-1] = begin, max(sum(found[-1]), offset + length) - begin
+        else:
+            found.append((offset, length))
+    return found
 
 
 def pack(shard: Shard) -> tuple[tuple[int, int, int, int], ...]:

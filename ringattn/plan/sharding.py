@@ -12,8 +12,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from ringattn.plan.expressions import Mask
 from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask, check_documents
+from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer
 from ringattn.ring_registry import find_ring
 from ringattn.tensor_checks import check_tensor
@@ -327,14 +329,17 @@ def resolve_shards(
     seq_len: int,
     layout: str,
     documents: Sequence[int] | Tensor | None,
-    balance: Mapping[str, Any] | None,
+    balance: Mapping[str, Any] | Mask | None,
     world_size: int,
 ) -> tuple[int, tuple[int, ...] | None, tuple[Shard, ...]]:
     """Length, documents and shards of a sequence, of what users give `Ring.sharding`."""
     seq_len, documents = resolve_integer("seq_len", seq_len), resolve_documents(documents)
     if balance is not None and layout != "balanced":
         raise ValueError(f"balance must be given with layout='balanced' only, got layout={layout!r}; leave it out")
-    mask = AttentionMask(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_balance(balance))
+    if isinstance(balance, Mask):
+        mask = MaskUnion(seq_len, seq_len, balance, documents)
+    else:
+        mask = AttentionMask(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_balance(balance))
     return seq_len, documents, make_shards(layout, seq_len, world_size, mask)
 
 

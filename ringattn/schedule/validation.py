@@ -118,9 +118,9 @@ def _check_options(spec: AttentionSpec, dtype: torch.dtype, batch: int, has_bias
     check_softcap(spec.softcap, dtype)
     if not 0 <= spec.dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {spec.dropout_p}")
-    lengths = spec.mask.lengths
-    if lengths is not None and len(lengths) != batch:
-        raise ValueError(f"lengths must have one (start, stop) per batch element, {batch}, got {len(lengths)}")
+    if spec.mask.is_per_batch and spec.mask.batch_size != batch:
+        what = "lengths must have one (start, stop)" if spec.mask.lengths else "mask must have one part"
+        raise ValueError(f"{what} per batch element, {batch}, got {spec.mask.batch_size}")
     if has_bias and spec.backward == "queries":
         raise NotImplementedError(
             "backward='queries' must go without bias, whose rows cannot leave their rank; use backward='keys' or 'auto'"

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import ringattn.plan.mask
 from ringattn.plan.layouts import Run, striped
-from ringattn.plan.mask import AttentionMask, MaskAxis, Tally, VisibleSpan, count_pairs, floor_sum
+from ringattn.plan.mask import AttentionMask, MaskAxis
+from ringattn.plan.pairs import Tally, VisibleSpan, count_pairs, floor_sum
 from tests.support.random_masks import is_visible, layouts, log_normal_documents, masks, positions, run_shards, runs
 from tests.support.timing import least_seconds
 
@@ -150,8 +151,8 @@ def test_reach_spans_what_the_rows_of_a_shard_see(mask: AttentionMask, data: st.
             return is_visible(mask, *((row, other) if reading == "keys" else (other, row)), b)
 
         seen = [y for y in range(run.length) if any(sees(p, run.position(y)) for p in positions(shard))]
-        span = (seen[0], seen[-1] - seen[0] + 1) if seen else None
-        assert VisibleSpan(mask.bounds(reading, mask.extent(b)), shard).span(run) == span
+        spans = [(seen[0], seen[-1] - seen[0] + 1)] if seen else []
+        assert VisibleSpan(mask.bounds(reading, mask.extent(b)), shard).spans(run) == spans
 
 
 @pytest.mark.parametrize("window", [(0, 0), (1, 0), (0, 2), (2, 1)])
@@ -165,15 +166,15 @@ def test_reach_sees_the_gaps_that_strided_rows_leave(window: tuple[int, int]) ->
         for first, other, length in itertools.product(range(9), range(1, 8), (1, 2, 3, 4)):
             run = Run(first, other, length)
             seen = [y for y in range(length) if run.position(y) in held]
-            assert reach.span(run) == ((seen[0], seen[-1] - seen[0] + 1) if seen else None), (row_run, run)
+            assert reach.spans(run) == ([(seen[0], seen[-1] - seen[0] + 1)] if seen else []), (row_run, run)
 
 
 def test_reach_begins_where_a_widening_interval_is_no_longer_empty() -> None:
     # before `start` rows see nothing at start; the upper bound climbs from there in one straight piece
     mask = AttentionMask(8, 8, causal=True, lengths=((1, 8),))
     bounds = mask.bounds("keys", (1, 8))
-    assert VisibleSpan(bounds, (Run(0, 1, 3),)).span(Run(0, 1, 8)) == (1, 2)
-    assert VisibleSpan(bounds, (Run(0, 1, 1),)).span(Run(0, 1, 8)) is None
+    assert VisibleSpan(bounds, (Run(0, 1, 3),)).spans(Run(0, 1, 8)) == [(1, 2)]
+    assert VisibleSpan(bounds, (Run(0, 1, 1),)).spans(Run(0, 1, 8)) == []
 
 
 @given(st.integers(0, 50), st.integers(1, 30), st.integers(0, 60), st.integers(0, 60))

@@ -1,0 +1,709 @@
+"""Masks as expressions: what users build, intersect and unite, and the terms that they compile to (Note [Mask terms])."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, reduce
+from itertools import pairwise
+from operator import and_, index, or_
+from typing import Any, ClassVar
+
+from ringattn.plan.block_pattern import BlockPattern
+from ringattn.plan.bounds import Bounds, constant, from_pieces
+from ringattn.plan.terms import Term, both, count_term, united
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The sequences of a mask.
+
+    Attributes:
+        b: The batch element.
+        documents: Boundaries of the documents that enclose an expression; None: the sequence is one.
+    """
+
+    seq_len: int
+    kv_len: int
+    b: int = 0
+    documents: tuple[int, ...] | None = None
+
+    def inside(self, documents: tuple[int, ...]) -> Frame:
+        """The frame of an expression that is intersected with documents as well."""
+        merged = tuple(sorted({*(self.documents or ()), *documents}))
+        return Frame(self.seq_len, self.kv_len, self.b, merged)
+
+    @property
+    def stretches(self) -> list[tuple[int, int, int, int]]:
+        """First query, end of queries, first key and end of keys of each document that is not empty."""
+        if self.documents is None:
+            return [(0, self.seq_len, 0, self.kv_len)]
+        return [(a, e, a, e) for a, e in pairwise(self.documents) if a < e]
+
+
+@dataclass(frozen=True)
+class Mask(ABC):
+    """Visible pairs of queries and keys, by global position; `&` intersects masks, `|` unites them.
+
+    Masks know no sequence; `pairs`, `draw` and calls of attention give them one. They are immutable and hashable, and
+    their text (`repr`) is the expression that makes them.
+    """
+
+    word: ClassVar[str]
+
+    def __and__(self, other: Mask) -> Mask:
+        return Intersection((*_flat(self, Intersection), *_flat(_checked(other), Intersection)))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Union((*_flat(self, Union), *_flat(_checked(other), Union)))
+
+    @abstractmethod
+    def visible(self, i: Any, j: Any, *, b: int = 0, documents: tuple[int, ...] | None = None) -> Any:
+        """Return whether query i sees key j: the definition, for integers or for integer tensors that broadcast.
+
+        Args:
+            i: Global positions of queries.
+            j: Global positions of keys.
+            b: The batch element, where the mask differs between them.
+            documents: Boundaries of the documents that `sinks` and `global_tokens` belong to, if not part of the mask.
+        """
+
+    def pairs(self, seq_len: int, kv_len: int | None = None, *, b: int = 0) -> int:
+        """Count the visible pairs in closed form: the cost grows with the pieces of the mask, not with tokens.
+
+        Example:
+            >>> (causal() & (sinks(2) | window(3))).pairs(8)
+            31
+        """
+        frame = Frame(seq_len, seq_len if kv_len is None else kv_len, b)
+        return sum(count_term(term, 0, seq_len) for term in self.terms(frame))
+
+    def draw(self, seq_len: int, kv_len: int | None = None, *, b: int = 0) -> str:
+        """Draw a small mask: a line per query, `x` for each key that it sees.
+
+        Example:
+            >>> print((causal() & (sinks(1) | window(2))).draw(5))
+            x....
+            xx...
+            xxx..
+            x.xx.
+            x..xx
+        """
+        columns = range(seq_len if kv_len is None else kv_len)
+        return "\n".join("".join("x" if self.visible(i, j, b=b) else "." for j in columns) for i in range(seq_len))
+
+    @abstractmethod
+    def terms(self, frame: Frame) -> list[Term]:
+        """Return disjoint terms."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Batch elements with visible pairs of their own; None: all have the same."""
+        return None
+
+    @cached_property
+    def text(self) -> str:
+        """The literal of `spec`, which is part of the text of a call."""
+        return repr(self.spec)
+
+    @property
+    def spec(self) -> tuple[Any, ...]:
+        """The mask as nested tuples of primitives, which `from_spec` reads."""
+        return (self.word, *(getattr(self, field.name) for field in fields(self)))
+
+    def __repr__(self) -> str:
+        return f"{self.word}({', '.join(map(repr, self.spec[1:]))})"
+
+
+@dataclass(frozen=True, repr=False)
+class Causal(Mask):
+    """Keys j <= i."""
+
+    word: ClassVar[str] = "causal"
+
+    def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
+        return j <= i
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        n, m = frame.seq_len, frame.kv_len
+        return [Term((constant(n, 0), from_pieces([(min(n, m), 1, 1), (n - m, m, 0)])))]
+
+
+@dataclass(frozen=True, repr=False)
+class Window(Mask):
+    """Keys `i - left <= j <= i + right`; None: unbounded."""
+
+    word: ClassVar[str] = "window"
+    left: int | None
+    right: int | None
+
+    def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
+        before = j == j if self.left is None else i - j <= self.left
+        return before if self.right is None else before & (j - i <= self.right)
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        n, m = frame.seq_len, frame.kv_len
+        left, right = (max(n, m) if side is None else min(side, max(n, m)) for side in (self.left, self.right))
+        lower = from_pieces([(min(n, left), 0, 0), (min(n - left, m), 0, 1), (n - left - m, m, 0)])
+        rising = max(0, min(n, m - right))
+        upper = from_pieces([(rising, right + 1, 1), (n - rising, m, 0)])
+        return [Term((lower, upper))]
+
+
+@dataclass(frozen=True, repr=False)
+class Documents(Mask):
+    """i and j in the same document."""
+
+    word: ClassVar[str] = "documents"
+    boundaries: tuple[int, ...]
+
+    def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
+        return _together(self.boundaries, i, j)
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        n = self.boundaries[-1]
+        if (frame.seq_len, frame.kv_len) != (n, n):
+            raise ValueError(
+                f"documents must divide the sequence of {frame.seq_len} queries and {frame.kv_len} keys, got boundaries "
+                f"that end at {n}; pass cumulative lengths of all tokens"
+            )
+        edges = [(b - a, a, b) for a, b in pairwise(self.boundaries)]
+        lower, upper = ([(rows, bound[k], 0) for rows, *bound in edges] for k in (0, 1))
+        return [Term((from_pieces(lower), from_pieces(upper)))]
+
+
+@dataclass(frozen=True, repr=False)
+class Prefix(Mask):
+    """Keys j < length."""
+
+    word: ClassVar[str] = "prefix"
+    length: int
+
+    def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
+        return (j < self.length) & (i == i)
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        n = frame.seq_len
+        return [Term((constant(n, 0), constant(n, min(self.length, frame.kv_len))))]
+
+
+@dataclass(frozen=True, repr=False)
+class Chunks(Mask):
+    """`i // length == j // length`."""
+
+    word: ClassVar[str] = "chunks"
+    length: int
+
+    def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
+        return i // self.length == j // self.length
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        n, m, length = frame.seq_len, frame.kv_len, self.length
+        starts = range(0, n, length)
+        lower = from_pieces([(min(length, n - a), min(a, m), 0) for a in starts])
+        return [Term((lower, from_pieces([(min(length, n - a), min(a + length, m), 0) for a in starts])))]
+
+
+@dataclass(frozen=True, repr=False)
+class Lengths(Mask):
+    """Both i and j in [start, stop) of their batch element."""
+
+    word: ClassVar[str] = "lengths"
+    extents: tuple[tuple[int, int], ...]
+
+    def visible(self, i: Any, j: Any, *, b: int = 0, **_: Any) -> Any:  # noqa: D102
+        start, stop = self.extents[b]
+        return (start <= i) & (i < stop) & (start <= j) & (j < stop)
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        start, stop = self.extents[frame.b]
+        if frame.seq_len != frame.kv_len or stop > frame.seq_len:
+            raise ValueError(
+                f"lengths must bound one sequence, got stop {stop} for {frame.seq_len} queries and {frame.kv_len} keys; "
+                "mask padded keys of cross attention with key_bias"
+            )
+        n = frame.seq_len
+        lower = from_pieces([(stop, start, 0), (n - stop, stop, 0)])
+        return [Term((lower, from_pieces([(start, start, 0), (n - start, stop, 0)])))]
+
+    @property
+    def batch_size(self) -> int | None:  # noqa: D102
+        return len(self.extents)
+
+
+@dataclass(frozen=True, repr=False)
+class Spans(Mask):
+    """i and j in the same span; a token outside of all spans neither sees nor is seen."""
+
+    word: ClassVar[str] = "spans"
+    stretches: tuple[tuple[int, int], ...]
+
+    def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
+        inside = [(a <= i) & (i < e) & (a <= j) & (j < e) for a, e in self.stretches]
+        return reduce(or_, inside, (i != i) & (j != j))
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        n = frame.seq_len
+        if frame.kv_len != n or (self.stretches and self.stretches[-1][1] > n):
+            raise ValueError(
+                f"spans must lie in one sequence, got {self.stretches[-1:]} for {n} queries and {frame.kv_len} keys; "
+                "give positions of the whole sequence"
+            )
+        return [Term(_of_stretches([(a, e, a, e) for a, e in self.stretches], n))]
+
+
+@dataclass(frozen=True, repr=False)
+class Sinks(Mask):
+    """The first keys of the document of i."""
+
+    word: ClassVar[str] = "sinks"
+    length: int
+
+    def visible(  # noqa: D102
+        self, i: Any, j: Any, *, documents: tuple[int, ...] | None = None, **_: Any
+    ) -> Any:
+        if documents is None:
+            return (j < self.length) & (i == i)
+        inside = [(a <= i) & (i < e) & (a <= j) & (j < min(a + self.length, e)) for a, e in pairwise(documents)]
+        return reduce(or_, inside)
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        stretches = frame.stretches
+        lower = from_pieces([(e - a, first, 0) for a, e, first, _ in stretches])
+        upper = [(e - a, min(first + self.length, stop), 0) for a, e, first, stop in stretches]
+        return [Term((lower, from_pieces(upper)))]
+
+
+@dataclass(frozen=True, repr=False)
+class GlobalTokens(Mask):
+    """Pairs of which one is among the first tokens of their document."""
+
+    word: ClassVar[str] = "global_tokens"
+    length: int
+
+    def visible(  # noqa: D102
+        self, i: Any, j: Any, *, documents: tuple[int, ...] | None = None, **_: Any
+    ) -> Any:
+        if documents is None:
+            return (j < self.length) | (i < self.length)
+        together = [
+            (a <= i) & (i < e) & (a <= j) & (j < e) & ((i < a + self.length) | (j < a + self.length))
+            for a, e in pairwise(documents)
+        ]
+        return reduce(or_, together)
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        rows = [
+            (a, min(a + self.length, e), min(first + self.length, stop), stop) for a, e, first, stop in frame.stretches
+        ]
+        return [*Sinks(self.length).terms(frame), Term(_of_stretches(rows, frame.seq_len))]
+
+
+@dataclass(frozen=True, repr=False)
+class Tree(Mask):
+    """Nodes of tokens in depth-first order: a row sees the nodes above its own, and its own up to itself.
+
+    Attributes:
+        parents: Per node the index of the node above it, -1 for roots.
+        lengths: Tokens of each node.
+    """
+
+    word: ClassVar[str] = "tree"
+    parents: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def starts(self) -> list[int]:
+        """First position of each node, and the number of tokens."""
+        found = [0]
+        for length in self.lengths:
+            found.append(found[-1] + length)
+        return found
+
+    @property
+    def depths(self) -> list[int]:
+        """Nodes above each node."""
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(0 if parent < 0 else found[parent] + 1)
+        return found
+
+    @property
+    def ends(self) -> list[int]:
+        """The end of the last token below each node."""
+        starts, found = self.starts, [0] * len(self.parents)
+        for node in reversed(range(len(self.parents))):
+            found[node] = max(found[node], starts[node + 1])
+            if self.parents[node] >= 0:
+                found[self.parents[node]] = max(found[self.parents[node]], found[node])
+        return found
+
+    @property
+    def positions(self) -> list[int]:
+        """The place of each token in its own sequence, from the root on: what rotary embeddings take."""
+        at, found = [], []
+        for parent, length in zip(self.parents, self.lengths, strict=True):
+            begin = 0 if parent < 0 else at[parent]
+            at.append(begin + length)
+            found.extend(range(begin, begin + length))
+        return found
+
+    def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
+        starts, ends = self.starts, self.ends
+        above = [
+            (starts[k] <= j) & (j < starts[k + 1]) & (starts[k] <= i) & (i < ends[k]) for k in range(len(self.parents))
+        ]
+        return reduce(or_, above) & (j <= i)
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        starts, ends, depths = self.starts, self.ends, self.depths
+        n = starts[-1]
+        if (frame.seq_len, frame.kv_len) != (n, n):
+            raise ValueError(
+                f"tree must hold the sequence of {frame.seq_len} queries and {frame.kv_len} keys, got nodes of {n} tokens; "
+                "pass the lengths of all nodes, padding as a root of its own"
+            )
+        found = []
+        for depth in range(max(depths) + 1):
+            lower, upper, at = [], [], 0
+            for k in (k for k, d in enumerate(depths) if d == depth):
+                a, end, stop = starts[k], starts[k + 1], ends[k]
+                lower += [(a - at, at, 0), (stop - a, a, 0)]
+                upper += [(a - at, at, 0), (end - a, a + 1, 1), (stop - end, end, 0)]
+                at = stop
+            found.append(Term((from_pieces([*lower, (n - at, at, 0)]), from_pieces([*upper, (n - at, at, 0)]))))
+        return found
+
+
+@dataclass(frozen=True, repr=False)
+class Blocks(Mask):
+    """Pairs whose blocks of positions a table shows."""
+
+    word: ClassVar[str] = "blocks"
+    pattern: BlockPattern
+
+    def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
+        size = self.pattern.block_size
+        if isinstance(i, int) and isinstance(j, int):
+            return self.pattern.sees(i, j)
+        tensor = i if hasattr(i, "new_tensor") else j
+        return tensor.new_tensor(self.pattern.rows()).bool()[i // size, j // size]
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        n, m, size = frame.seq_len, frame.kv_len, self.pattern.block_size
+        wanted = (-(-n // size), -(-m // size))
+        if (len(self.pattern.lines), self.pattern.columns) != wanted:
+            raise ValueError(
+                f"pattern must have {wanted[0]} x {wanted[1]} blocks of {size} for {n} queries and {m} keys, got "
+                f"{len(self.pattern.lines)} x {self.pattern.columns}; give one flag per pair of blocks"
+            )
+        return [Term((constant(n, 0), constant(n, m)), self.pattern)]
+
+    @property
+    def spec(self) -> tuple[Any, ...]:  # noqa: D102
+        lines = " ".join(f"{line:x}" for line in self.pattern.lines)
+        return self.word, lines, self.pattern.columns, self.pattern.block_size
+
+    def __repr__(self) -> str:
+        return f"blocks(<{len(self.pattern.lines)} x {self.pattern.columns}>, {self.pattern.block_size})"
+
+
+@dataclass(frozen=True, repr=False)
+class Intersection(Mask):
+    """Pairs that all parts show."""
+
+    word: ClassVar[str] = "all"
+    parts: tuple[Mask, ...]
+
+    def visible(self, i: Any, j: Any, *, b: int = 0, documents: tuple[int, ...] | None = None) -> Any:  # noqa: D102
+        for part in self.parts:
+            if isinstance(part, Documents):
+                documents = tuple(sorted({*(documents or ()), *part.boundaries}))
+        return reduce(and_, (part.visible(i, j, b=b, documents=documents) for part in self.parts))
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        for part in self.parts:
+            if isinstance(part, Documents):
+                frame = frame.inside(part.boundaries)
+        found = self.parts[0].terms(frame)
+        for part in self.parts[1:]:
+            more = part.terms(frame)
+            found = [term for a in found for b in more if not (term := both(a, b)).is_empty]
+        return found
+
+    @property
+    def batch_size(self) -> int | None:  # noqa: D102
+        return _common_batch(self.parts)
+
+    @property
+    def spec(self) -> tuple[Any, ...]:  # noqa: D102
+        return (self.word, *(part.spec for part in self.parts))
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
+
+
+@dataclass(frozen=True, repr=False)
+class Union(Mask):
+    """Pairs that one part shows at least."""
+
+    word: ClassVar[str] = "any"
+    parts: tuple[Mask, ...]
+
+    def visible(self, i: Any, j: Any, **context: Any) -> Any:  # noqa: D102
+        return reduce(or_, (part.visible(i, j, **context) for part in self.parts))
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        found: list[Term] = []
+        for part in self.parts:
+            for term in part.terms(frame):
+                found = united(found, term)
+        return found
+
+    @property
+    def batch_size(self) -> int | None:  # noqa: D102
+        return _common_batch(self.parts)
+
+    @property
+    def spec(self) -> tuple[Any, ...]:  # noqa: D102
+        return (self.word, *(part.spec for part in self.parts))
+
+    def __repr__(self) -> str:
+        return " | ".join(f"({part!r})" if isinstance(part, Intersection) else repr(part) for part in self.parts)
+
+
+@dataclass(frozen=True, repr=False)
+class PerBatch(Mask):
+    """A mask of its own for each batch element."""
+
+    word: ClassVar[str] = "per_batch"
+    parts: tuple[Mask, ...]
+
+    def visible(self, i: Any, j: Any, *, b: int = 0, **context: Any) -> Any:  # noqa: D102
+        return self.parts[b].visible(i, j, b=b, **context)
+
+    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+        return self.parts[frame.b].terms(frame)
+
+    @property
+    def batch_size(self) -> int | None:  # noqa: D102
+        return len(self.parts)
+
+    @property
+    def spec(self) -> tuple[Any, ...]:  # noqa: D102
+        return (self.word, *(part.spec for part in self.parts))
+
+    def __repr__(self) -> str:
+        return f"per_batch({list(self.parts)!r})"
+
+
+def causal() -> Mask:
+    """Return the mask of keys j <= i."""
+    return Causal()
+
+
+def window(left: int | None, right: int | None = 0) -> Mask:
+    """Return the mask of keys `i - left <= j <= i + right`; None on a side means unbounded.
+
+    Example:
+        >>> print(window(1, 0).draw(3))
+        x..
+        xx.
+        .xx
+    """
+    widths = {"left": left, "right": right}
+    return Window(*(None if side is None else _natural(name, side, 0) for name, side in widths.items()))
+
+
+def documents(boundaries: Sequence[int]) -> Mask:
+    """Return the mask of pairs in the same document; boundaries `[0, ..., seq_len]` are cumulative lengths."""
+    found = tuple(_natural("boundaries", boundary, 0) for boundary in _listed(boundaries))
+    if len(found) < 2 or found[0] != 0 or any(a > b for a, b in pairwise(found)):
+        raise ValueError(f"boundaries must ascend from 0 to seq_len, got {boundaries!r}; pass cumulative lengths")
+    return Documents(found)
+
+
+def prefix(length: int) -> Mask:
+    """Return the mask of the first keys of the sequence; with `causal()` united, that of prefix language models."""
+    return Prefix(_natural("length", length, 0))
+
+
+def chunks(length: int) -> Mask:
+    """Return the mask of pairs with `i // length == j // length`."""
+    return Chunks(_natural("length", length, 1))
+
+
+def lengths(extents: Sequence[Sequence[int]]) -> Mask:
+    """Return the mask of i and j in [start, stop) of their batch element, one pair per element."""
+    found = _pairs("lengths", extents)
+    if not found or any(not 0 <= a <= b for a, b in found):
+        raise ValueError(
+            f"lengths must be one 0 <= start <= stop per batch element, got {extents!r}; (0, n) are n tokens"
+        )
+    return Lengths(found)
+
+
+def spans(stretches: Sequence[Sequence[int]]) -> Mask:
+    """Return the mask of pairs in the same (start, stop) span, such as an image's; spans ascend and do not overlap.
+
+    `causal() | spans(images)` is causal text in which images see all of themselves.
+    """
+    found = _pairs("spans", stretches)
+    edges = [edge for stretch in found for edge in stretch]
+    if edges != sorted(edges) or any(edge < 0 for edge in edges):
+        raise ValueError(
+            f"spans must be (start, stop) that ascend without overlap, got {stretches!r}; merge or sort them"
+        )
+    return Spans(tuple((a, e) for a, e in found if a < e))
+
+
+def sinks(length: int) -> Mask:
+    """Return the mask of the first `length` keys of the document of i.
+
+    The documents are those that the mask is intersected with and those of the sharding; without, the whole sequence.
+    """
+    return Sinks(_natural("length", length, 0))
+
+
+def global_tokens(length: int) -> Mask:
+    """Return the mask of pairs of which one is among the first `length` tokens; documents as for `sinks`."""
+    return GlobalTokens(_natural("length", length, 0))
+
+
+def tree(parents: Sequence[int | None], lengths: Sequence[int]) -> Mask:
+    """Return the mask of a tree of nodes of tokens: a row sees the nodes above its own, and its own up to itself.
+
+    Args:
+        parents: Per node the index of the node above it, None or -1 for roots. Nodes stand in depth-first order: a node
+            follows the one above it or the last of its earlier children's descendants.
+        lengths: Tokens of each node, at least 1.
+
+    Example:
+        >>> print(tree([None, 0, 0], [2, 1, 2]).draw(5))
+        x....
+        xx...
+        xxx..
+        xx.x.
+        xx.xx
+    """
+    above = tuple(-1 if parent is None else _natural("parents", parent, -1) for parent in _listed(parents))
+    sizes = tuple(_natural("lengths", length, 1) for length in _listed(lengths))
+    if len(above) != len(sizes) or not above:
+        raise ValueError(f"parents and lengths must name the same nodes, got {len(above)} and {len(sizes)}")
+    path: list[int] = []
+    for node, parent in enumerate(above):
+        while path and path[-1] != parent:
+            path.pop()
+        if parent >= 0 and not path:
+            raise ValueError(
+                f"parents must be in depth-first order, got parent {parent} of node {node}, which is complete or comes later; "
+                "order nodes so that each subtree is contiguous"
+            )
+        path.append(node)
+    return Tree(above, sizes)
+
+
+def blocks(pattern: Any, block_size: int = 128) -> Mask:
+    """Return the mask of pairs whose blocks of positions a table shows.
+
+    Args:
+        pattern: Flags, blocks of queries x blocks of keys: a 2-D tensor, array or nested sequence. One for all batch elements
+            (`per_batch` takes others) and all heads.
+        block_size: Positions of a block, on both sides; the last block of a side may be shorter.
+    """
+    shape = tuple(getattr(pattern, "shape", (0, 0)))
+    if len(shape) != 2:
+        raise ValueError(
+            f"pattern must have 2 dims, blocks of queries x blocks of keys, got shape {shape}; one pattern serves all heads, "
+            "and per_batch([...]) takes one mask per batch element"
+        )
+    rows = [list(row) for row in _listed(pattern)]
+    return Blocks(BlockPattern.from_rows(rows, _natural("block_size", block_size, 1)))
+
+
+def per_batch(masks: Sequence[Mask]) -> Mask:
+    """Return the mask that is masks[b] for batch element b."""
+    parts = tuple(map(_checked, masks))
+    if not parts or any(part.batch_size is not None for part in parts):
+        raise ValueError("masks must be one per batch element, none of them with bounds per element of its own")
+    return PerBatch(parts)
+
+
+def from_spec(spec: Sequence[Any]) -> Mask:
+    """Return the mask that `Mask.spec` describes; lists serve as well as tuples (JSON)."""
+    word, *values = spec
+    if word in ("all", "any", "per_batch"):
+        return {"all": Intersection, "any": Union, "per_batch": PerBatch}[word](tuple(map(from_spec, values)))
+    if word == "blocks":
+        lines, columns, size = values
+        return Blocks(BlockPattern(tuple(int(line, 16) for line in lines.split(" ")), columns, size))
+    return _LEAVES[word](*map(_frozen, values))
+
+
+_LEAVES: dict[str, type[Mask]] = {
+    kind.word: kind for kind in (Causal, Window, Documents, Prefix, Chunks, Lengths, Spans, Sinks, GlobalTokens, Tree)
+}
+
+
+def _of_stretches(stretches: list[tuple[int, int, int, int]], rows: int) -> Bounds:
+    """Bounds of rows [a, e) that see [first, stop), in order; rows between them see nothing."""
+    lower: list[tuple[int, int, int]] = []
+    upper: list[tuple[int, int, int]] = []
+    at = reached = 0
+    for a, e, first, stop in stretches:
+        lower += [(a - at, reached, 0), (e - a, first, 0)]
+        upper += [(a - at, reached, 0), (e - a, stop, 0)]
+        at, reached = e, stop
+    rest = (rows - at, reached, 0)
+    return from_pieces([*lower, rest]), from_pieces([*upper, rest])
+
+
+def _together(boundaries: tuple[int, ...], i: Any, j: Any) -> Any:
+    inside = [(a <= i) & (i < e) & (a <= j) & (j < e) for a, e in pairwise(boundaries) if a < e]
+    return reduce(or_, inside)
+
+
+def _flat(mask: Mask, kind: type[Intersection] | type[Union]) -> tuple[Mask, ...]:
+    return mask.parts if isinstance(mask, kind) else (mask,)
+
+
+def _checked(mask: Any) -> Mask:
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
+    return mask
+
+
+def _common_batch(parts: Sequence[Mask]) -> int | None:
+    sizes = {part.batch_size for part in parts} - {None}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"parts of a mask must be for one batch size, got {sorted(map(str, sizes))}; give one entry per element"
+        )
+    return sizes.pop() if sizes else None
+
+
+def _natural(name: str, number: Any, least: int) -> int:
+    try:
+        found = least - 1 if isinstance(number, bool) else index(number)
+    except TypeError:
+        found = least - 1
+    if found < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {number!r}; convert or correct it")
+    return found
+
+
+def _listed(values: Any) -> list[Any]:
+    """Return the content of a tensor, an array or a sequence."""
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def _pairs(name: str, values: Any) -> tuple[tuple[int, int], ...]:
+    rows = [_listed(row) for row in _listed(values)]
+    if any(len(row) != 2 for row in rows):
+        raise ValueError(f"{name} must be pairs (start, stop), got {values!r}; (0, n) are the first n tokens")
+    return tuple((_natural(name, start, 0), _natural(name, stop, 0)) for start, stop in rows)
+
+
+def _frozen(x: Any) -> Any:
+    return tuple(map(_frozen, x)) if isinstance(x, (list, tuple)) else x

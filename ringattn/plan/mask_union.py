@@ -1,0 +1,118 @@
+"""The mask of a call as a union of terms (Note [Mask terms]), for plans and tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from functools import cached_property
+from typing import Any
+
+from ringattn.plan.expressions import Documents, Frame, Mask
+from ringattn.plan.mask import MaskAxis
+from ringattn.plan.terms import MOST_TERMS, Term, count_term, empty, merged, transpose
+
+
+class MaskUnion:
+    """An expression over two sequences; counterpart of `AttentionMask` for masks of any number of intervals.
+
+    Attributes:
+        expression: The mask; documents of the sharding are a part of it.
+    """
+
+    def __init__(self, seq_len: int, kv_len: int, expression: Mask, documents: tuple[int, ...] | None = None) -> None:
+        self.seq_len, self.kv_len = seq_len, kv_len
+        self.expression = expression if documents is None else Documents(documents) & expression
+        self.lengths: tuple[tuple[int, int], ...] | None = None
+
+    @cached_property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.seq_len, self.kv_len, self.expression
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self._fields)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, MaskUnion) and self._fields == other._fields)
+
+    def __repr__(self) -> str:
+        return f"MaskUnion({self.seq_len}, {self.kv_len}, {self.expression!r})"
+
+    @cached_property
+    def batch_size(self) -> int:
+        """Batch elements with pairs of their own; 1 when all share one mask."""
+        return self.expression.batch_size or 1
+
+    @property
+    def is_per_batch(self) -> bool:
+        """Whether batch elements have pairs of their own."""
+        return self.expression.batch_size is not None
+
+    @cached_property
+    def _terms(self) -> list[list[Term]]:
+        """Disjoint terms of each batch element: equally many, with the same tables."""
+        found = [merged(self._compile(b)) for b in range(self.batch_size)]
+        most: dict[Any, int] = {}
+        for terms in found:
+            for pattern, number in Counter(term.pattern for term in terms).items():
+                most[pattern] = max(most.get(pattern, 0), number)
+        if not most:
+            most[None] = 1
+        if sum(most.values()) > MOST_TERMS:
+            raise NotImplementedError(
+                f"mask must have at most {MOST_TERMS} intervals per query, got {sum(most.values())} of {self.expression!r}; "
+                "for a deep tree or an irregular mask use masks.blocks, or bias"
+            )
+        return [
+            [term for pattern, number in most.items() for term in _padded(terms, pattern, number, self.seq_len)]
+            for terms in found
+        ]
+
+    def _compile(self, b: int) -> list[Term]:
+        return self.expression.terms(Frame(self.seq_len, self.kv_len, b))
+
+    @cached_property
+    def is_union(self) -> bool:
+        """Whether there is more than one interval, or a table of blocks."""
+        terms = self._terms[0]
+        return len(terms) > 1 or terms[0].pattern is not None
+
+    @property
+    def has_pattern(self) -> bool:
+        """Whether a table of blocks cuts the mask."""
+        return any(term.pattern is not None for term in self._terms[0])
+
+    def variant(self, b: int) -> Hashable:
+        """Return the key of the terms of batch element b."""
+        return b
+
+    @cached_property
+    def variants(self) -> Counter[Hashable]:
+        """Batch elements by the key of their terms."""
+        return Counter(range(self.batch_size))
+
+    def terms(self, axis: MaskAxis, variant: Any) -> list[Term]:
+        """Return the disjoint terms of some batch elements, seen from the rows of one side."""
+        if axis == "keys":
+            return self._terms[variant]
+        return self._transposed[variant]
+
+    @cached_property
+    def _transposed(self) -> list[list[Term]]:
+        return [[transpose(term, self.kv_len) for term in terms] for terms in self._terms]
+
+    def pairs(self, a: int, b: int, b_index: int = 0) -> int:
+        """Visible pairs of the queries [a, b) of one batch element, exactly."""
+        return sum(count_term(term, a, b) for term in self._terms[b_index])
+
+    def work(self, a: int, b: int) -> int:
+        """Visible pairs of the queries [a, b), summed over batch elements."""
+        return sum(self.pairs(a, b, index) for index in range(self.batch_size))
+
+
+def _padded(terms: list[Term], pattern: Any, number: int, rows: int) -> list[Term]:
+    found = [term for term in terms if term.pattern == pattern]
+    return found + [empty(rows, pattern)] * (number - len(found))

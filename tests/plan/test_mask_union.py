@@ -1,0 +1,225 @@
+"""Masks of several intervals: terms, counts and plans against the definition, pair by pair."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn.plan import expressions as masks
+from ringattn.plan.layouts import make_shards
+from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.ring_plan import make_plan
+
+
+def stretches(draw, n, least=0):
+    edges = sorted(draw(st.lists(st.integers(0, n), min_size=2 * least, max_size=6)))
+    return list(zip(edges[::2], edges[1::2], strict=False))
+
+
+@st.composite
+def trees(draw, n):
+    parents, lengths, path = [], [], []
+    while sum(lengths) < n:
+        keep = draw(st.integers(0, len(path)))
+        path = path[:keep]
+        parents.append(path[-1] if path else None)
+        path.append(len(lengths))
+        lengths.append(draw(st.integers(1, n - sum(lengths))))
+    return masks.tree(parents, lengths)
+
+
+@st.composite
+def leaves(draw, n, m):
+    kinds = ["causal", "window", "prefix", "chunks", "sinks", "global_tokens", "blocks"]
+    if n == m:
+        kinds += ["documents", "spans", "tree"]
+    kind = draw(st.sampled_from(kinds))
+    if kind == "causal":
+        return masks.causal()
+    if kind == "window":
+        side = st.none() | st.integers(0, max(n, m) + 2)
+        return masks.window(draw(side), draw(side))
+    if kind == "documents":
+        return masks.documents([0, *sorted(draw(st.lists(st.integers(0, n), max_size=4))), n])
+    if kind == "spans":
+        return masks.spans(stretches(draw, n))
+    if kind == "tree":
+        return draw(trees(n))
+    if kind == "blocks":
+        size = 3
+        rows, columns = -(-n // size), -(-m // size)
+        return masks.blocks([[draw(st.booleans()) for _ in range(columns)] for _ in range(rows)], size)
+    return getattr(masks, kind)(draw(st.integers(1, 6)))
+
+
+def expressions(n, m):
+    return st.recursive(
+        leaves(n, m),
+        lambda inner: st.tuples(inner, inner, st.booleans()).map(lambda x: x[0] & x[1] if x[2] else x[0] | x[1]),
+        max_leaves=4,
+    )
+
+
+@st.composite
+def problems(draw):
+    n = draw(st.integers(1, 14))
+    m = n if draw(st.booleans()) else draw(st.integers(1, 14))
+    return n, m, draw(expressions(n, m))
+
+
+def dense(expression, n, m, documents=None):
+    return {(i, j) for i in range(n) for j in range(m) if expression.visible(i, j, documents=documents)}
+
+
+def shown(terms, rows):
+    """Pairs that terms show, each as often as it is shown."""
+    found = []
+    for (lower, upper), pattern in terms:
+        assert lower.rows == upper.rows == rows
+        for f in (lower, upper):
+            assert all(f.at(i) <= f.at(i + 1) for i in range(rows - 1))
+        for i in range(rows):
+            assert lower.at(i) <= upper.at(i)
+            keys = range(lower.at(i), upper.at(i))
+            found += [(i, j) for j in keys if pattern is None or pattern.sees(i, j)]
+    return found
+
+
+def compiled(n, m, expression, documents=None):
+    mask = MaskUnion(n, m, expression, documents)
+    try:
+        mask.terms("keys", 0)
+    except NotImplementedError:
+        return None
+    return mask
+
+
+@settings(max_examples=500)
+@given(problems())
+def test_terms_show_each_visible_pair_once_from_both_sides(problem):
+    n, m, expression = problem
+    mask = compiled(n, m, expression)
+    if mask is not None:
+        wanted = sorted(dense(expression, n, m))
+        assert sorted(shown(mask.terms("keys", 0), n)) == wanted
+        assert sorted((i, j) for j, i in shown(mask.terms("queries", 0), m)) == wanted
+        assert mask.pairs(0, n) == len(wanted)
+        assert mask.pairs(n // 3, n) == sum(i >= n // 3 for i, _ in wanted)
+        assert masks.from_spec(expression.spec) == expression
+        if "blocks" not in repr(expression):  # their table is too large to be shown
+            assert eval(repr(expression), dict(vars(masks))) == expression
+
+
+@settings(max_examples=300)
+@given(
+    problems(),
+    st.integers(1, 5),
+    st.sampled_from(["contiguous", "zigzag", "striped"]),
+    st.sampled_from(["keys", "queries"]),
+)
+def test_every_visible_pair_is_computed_once_and_only_seen_rows_move(problem, world_size, layout, moving):
+    n, m, expression = problem
+    mask = compiled(n, m, expression)
+    if mask is None:
+        return
+    q_shards, kv_shards = make_shards(layout, n, world_size), make_shards(layout, m, world_size)
+    plan = make_plan(q_shards, kv_shards, mask, moving)
+    wanted = dense(expression, n, m)
+    stationary = q_shards if moving == "keys" else kv_shards
+    computed = []
+    for part in plan.ranks:
+        own = [x for run in stationary[part.rank] for x in range(run.start, run.last + 1, run.stride)]
+        for step in part.ring_steps:
+            if step is None:
+                continue
+            rows = [start + stride * x for _, length, start, stride in step.runs for x in range(length)]
+            assert len(set(rows)) == len(rows) == step.num_rows
+            pairs = [(i, j) if moving == "keys" else (j, i) for i in own for j in rows]
+            pairs = [pair for pair in pairs if pair in wanted]
+            assert len(pairs) == step.pairs
+            computed += pairs
+            if step.step and layout != "striped" and mask.is_union:
+                assert {pair[moving == "keys"] for pair in pairs} == set(rows)
+    assert sorted(computed) == sorted(wanted)
+
+
+@settings(max_examples=100)
+@given(st.integers(2, 14).flatmap(lambda n: st.tuples(st.just(n), expressions(n, n), st.sets(st.integers(1, n - 1)))))
+def test_documents_of_the_sharding_are_part_of_the_mask(problem):
+    n, expression, inner = problem
+    documents = (0, *sorted(inner), n)
+    mask = compiled(n, n, expression, documents)
+    if mask is not None:
+        together = {(i, j) for a, e in itertools.pairwise(documents) for i in range(a, e) for j in range(a, e)}
+        assert set(shown(mask.terms("keys", 0), n)) == dense(expression, n, n, documents) & together
+
+
+def test_batch_elements_may_differ():
+    mask = MaskUnion(6, 6, masks.per_batch([masks.causal(), masks.sinks(1) & masks.causal() | masks.window(1)]))
+    assert mask.batch_size == 2
+    for b, expression in enumerate(mask.expression.parts):
+        assert set(shown(mask.terms("keys", b), 6)) == dense(expression, 6, 6)
+    assert len(mask.terms("keys", 0)) == len(mask.terms("keys", 1)) == 2
+    padded = MaskUnion(6, 6, masks.lengths([(0, 4), (2, 6)]) & (masks.sinks(3) | masks.window(1)))
+    assert padded.pairs(0, 6, 1) == sum(padded.expression.visible(i, j, b=1) for i in range(6) for j in range(6))
+
+
+@pytest.mark.parametrize(
+    ("expression", "number"),
+    [
+        (masks.causal() | masks.spans([(2, 5), (7, 9)]), 1),
+        (masks.causal() | masks.prefix(4), 1),
+        (masks.causal() & (masks.sinks(2) | masks.window(3)), 2),
+        (masks.global_tokens(2) | masks.window(2, 2), 3),
+        (masks.tree([None, 0, 1, 0], [3, 4, 2, 3]), 2),
+        (masks.documents([0, 5, 12]) & masks.causal() & (masks.sinks(1) | masks.window(2)), 2),
+    ],
+)
+def test_common_masks_have_the_fewest_terms(expression, number):
+    assert len(MaskUnion(12, 12, expression).terms("keys", 0)) == number
+
+
+def test_a_tree_of_a_million_tokens_is_planned_in_a_second():
+    import time
+
+    leaves_ = 64
+    parents = [None, *([0] * leaves_)]
+    lengths = [2**20 - leaves_ * 8192, *([8192] * leaves_)]
+    shards = make_shards("zigzag", 2**20, 64)
+    began = time.process_time()
+    plan = make_plan(shards, shards, MaskUnion(2**20, 2**20, masks.tree(parents, lengths)), "keys")
+    assert time.process_time() - began < 1
+    assert (
+        sum(step.pairs for part in plan.ranks for step in part.ring_steps if step)
+        == sum((n * (n + 1)) // 2 for n in lengths) + leaves_ * 8192 * lengths[0]
+    )
+
+
+def test_masks_of_too_many_intervals_are_refused_with_their_number():
+    comb = MaskUnion(80, 80, masks.per_batch([masks.tree([None, *range(17)], [2] * 17 + [46])]))
+    assert len(comb.terms("keys", 0)) == 1  # a chain of nodes is causal
+    branches = masks.tree([node - 1 if node % 2 else max(-1, node - 2) for node in range(40)], [2] * 40)
+    with pytest.raises(NotImplementedError, match=r"at most 16 intervals per query, got \d+ of tree"):
+        MaskUnion(80, 80, branches).terms("keys", 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: masks.window(-1), "left must be an integer of at least 0"),
+        (lambda: masks.spans([(3, 5), (4, 6)]), "without overlap"),
+        (lambda: masks.tree([1, None], [1, 1]), "depth-first order"),
+        (lambda: masks.tree([None, 0, None, 1], [1, 1, 1, 1]), "depth-first order"),
+        (lambda: masks.tree([None], [0]), "at least 1"),
+        (lambda: masks.documents([1, 4]), "ascend from 0"),
+        (lambda: masks.blocks([[True], [True, False]]), "matrix of flags"),
+        (lambda: masks.causal() & "causal", "made by ringattn.masks"),
+        (lambda: masks.per_batch([masks.lengths([(0, 1)])]), "one per batch element"),
+        (lambda: masks.blocks([[True, False]], 4).pairs(16), "4 x 4 blocks"),
+        (lambda: masks.documents([0, 4]).pairs(8), "cumulative lengths"),
+    ],
+)
+def test_what_is_no_mask_is_refused_by_name(make, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        make()
