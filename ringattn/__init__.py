@@ -5,6 +5,7 @@ Importing this package touches no device, imports no kernel compiler and takes n
 
 from typing import TYPE_CHECKING
 
+from ringattn import masks
 from ringattn.api import ring_attention, ring_attention_with_lse
 from ringattn.integrations.torch.multihead_attention import RingMultiheadAttention, replace_multihead_attention
 from ringattn.integrations.torch.sdpa import scaled_dot_product_attention
@@ -24,6 +25,7 @@ __all__ = [
     "attention_reference",
     "checkpoint_contexts",
     "finalize",
+    "masks",
     "merge",
     "online_logsumexp",
     "online_softmax",

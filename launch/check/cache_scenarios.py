@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn import Ring, attention_reference
+from ringattn import Ring, attention_reference, masks
 from ringattn.inference import PagedKVCache, StaticBatch, attend
 from ringattn.launch.check.poison import poison_flat
 
@@ -306,6 +306,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"options": ({"window": (11, 0)}, {})},
     "int window": {"options": ({"window": 6},)},
     "both sides": {"options": ({"causal": False, "window": (9, 4)},)},
+    "sinks and window": {"options": ({"mask": masks.causal() & (masks.sinks(3) | masks.window(6))}, {})},
     "chunks": {"options": ({"chunk_len": 16}, {"chunk_len": 7, "window": (4, None), "causal": False})},
     "softcap": {"options": ({"softcap": 1.5, "softmax_scale": 0.6},)},
     "sinks": {"features": ("sinks",)},

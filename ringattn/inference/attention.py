@@ -6,6 +6,7 @@ first layer; later layers find it in `ForwardBatch.calls`. Resolved calls do not
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +30,11 @@ from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.partials.packed import finish_parts, views
 from ringattn.kernels.registry import select_kernels
+from ringattn.plan import expressions
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
+from ringattn.plan.expressions import Mask
 from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.options import resolve_flag, resolve_real, resolve_window
 from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.validation import check_softcap
@@ -50,6 +54,7 @@ class _Options(NamedTuple):
     chunk_len: int | None
     comm_mode: str
     kv_access: str
+    sink_len: int = 0
 
     def scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
@@ -69,6 +74,7 @@ def attend(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     chunk_len: int | None = None,
+    mask: Mask | None = None,
     comm_mode: str = "auto",
     kv_access: str = "auto",
 ) -> Tensor:
@@ -91,6 +97,8 @@ def attend(
         sinks: `h`.
         alibi_slopes: `h`.
         chunk_len: Size of chunks, within which tokens see each other; counted from the first token that is not padding.
+        mask: A mask of `ringattn.masks` in place of causal, window and chunk_len: an intersection of causal, window and
+            `sinks(n) | window(w)`, all relative to the request. Decode reads only the pages that it shows.
         comm_mode: What is sent around the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
         kv_access: How a prefill reads stored keys: "copies" of all pages in one piece, for the kernels of training; "pages" in
             place, with the decode kernel; or "auto" for whichever is faster (Note [In place or copied] of paged_prefill.py). Keys
@@ -125,7 +133,10 @@ def attend(
                 check_tensor(name, x)
         scale = None if softmax_scale is None else resolve_real("softmax_scale", softmax_scale)
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
-        options = _Options(causal, resolve_window(window), scale, softcap, chunk_len, comm_mode, kv_access)
+        window, sink_len = resolve_window(window), 0
+        if mask is not None:
+            causal, window, sink_len = _resolve_mask(mask, window, chunk_len)
+        options = _Options(causal, window, scale, softcap, chunk_len, comm_mode, kv_access, sink_len)
     except Exception as error:
         step.cache.ring.raise_on_all_ranks(error)
     return run(step, layer, given, options)
@@ -184,7 +195,11 @@ def _plan_prefill(
     kv_access = "copies" if copied else resolve_kv_access(options.kv_access, step, q, left, fresh)
     send_queries = comm_mode == "queries" and (several or kv_access == "copies")
     query_plan = plan_queries(spec, q.device) if send_queries else None
-    paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2]) if kv_access == "pages" else None
+    longest = spec.sharding.seq_len  # wider windows would not fit the integers of positions
+    window = None if options.window is None else tuple(None if x is None else min(x, longest) for x in options.window)
+    chunk_len = None if options.chunk_len is None else min(options.chunk_len, longest)
+    shown = options.causal, window, chunk_len, min(options.sink_len, longest)
+    paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2], shown) if kv_access == "pages" else None
     # the plan depends on shapes of keys and values, but not on their number of rows
     k, v = (
         torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
@@ -228,16 +243,22 @@ class _Decode:
         blocks, width = table.pages.shape[1], max(cache.head_dim, dv)
         shape, packed = (b, s, h, cache.kv_heads, blocks, cache.page_size), step.pieces is not None
         splits = num_splits(*shape, q.device, head_dim=width, kv_dtype=cache.kv_dtype, same_length=packed)
-        parts = torch.empty(splits, parts_len(rows, dv), dtype=wide, device=q.device)
-        lo, hi = step.bounds(self.options.causal, self.options.window, self.options.chunk_len)
+        causal, window, sink_len = self.options.causal, self.options.window, self.options.sink_len
+        terms = [step.bounds(causal, window, self.options.chunk_len, skipped=sink_len)]
+        if sink_len:
+            # partials of disjoint keys: the stack holds those of both
+            terms.append(step.bounds(causal, None, most=sink_len))
+        parts = torch.empty(splits * len(terms), parts_len(rows, dv), dtype=wide, device=q.device)
         k_scale, v_scale = cache.scales(layer)
         pools = cache.k[layer], cache.v[layer]
-        split_plan = step.once(
-            (self.options, tuple(q.shape), q.dtype, splits), lambda: plan_splits(q, *pools, table, lo, hi, splits)
-        )
-        decode(
-            q, *pools, table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale, split_plan=split_plan
-        )
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        for i, (lo, hi) in enumerate(terms):
+            split_plan = step.once(
+                (self.options, i, tuple(q.shape), q.dtype, splits),
+                functools.partial(plan_splits, q, *pools, table, lo, hi, splits),
+            )
+            mine = parts[i * splits : (i + 1) * splits]
+            decode(q, *pools, table, lo, hi, positions, score, mine, **scales, split_plan=split_plan)
         o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, h, s, dtype=wide, device=q.device)
         if wide == torch.float32:
@@ -258,16 +279,21 @@ def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: Score
     _check_options(options, q.dtype)
     cache, sharding, kv_sharding = step.cache, step.sharding, step.kv_sharding
     total, padded = max(1, sum(step.lengths)) if sharding is None else sharding.seq_len, any(step.firsts)
-    mask = AttentionMask(
-        total,
-        total,
-        causal=options.causal,
-        window=options.window,
-        documents=None if sharding is None else sharding.documents,
-        chunk_len=options.chunk_len,
-        lengths=tuple((first, step.lengths[0]) for first in step.firsts) if sharding is not None and padded else None,
-        chunks_restart=True,
-    )
+    if options.sink_len:
+        mask = _streaming_mask(step, options, total)
+    else:
+        mask = AttentionMask(
+            total,
+            total,
+            causal=options.causal,
+            window=options.window,
+            documents=None if sharding is None else sharding.documents,
+            chunk_len=options.chunk_len,
+            lengths=tuple((first, step.lengths[0]) for first in step.firsts)
+            if sharding is not None and padded
+            else None,
+            chunks_restart=True,
+        )
     dims = q.shape[-1], cache.v_head_dim
     if step.mode == "decode" or options.kv_access != "copies":
         select_decode_kernel(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size)
@@ -287,6 +313,43 @@ def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: Score
     )
     select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=spec.features(tensors))
     return spec
+
+
+def _resolve_mask(mask: Mask, window: Window, chunk_len: int | None) -> tuple[bool, Window, int]:
+    """Return causal, the window and the number of sink tokens of a mask."""
+    if not isinstance(mask, Mask):
+        raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
+    if window is not None or chunk_len is not None:
+        raise ValueError("mask must come without window and chunk_len, got both; intersect it with masks.window")
+    causal, sides, sink_len = False, list[Window](), 0
+    for part in mask.parts if isinstance(mask, expressions.Intersection) else (mask,):
+        kinds = {type(one): one for one in part.parts} if isinstance(part, expressions.Union) else {type(part): part}
+        found, sink = kinds.pop(expressions.Window, None), kinds.pop(expressions.Sinks, None)
+        causal = causal or kinds.pop(expressions.Causal, None) is not None
+        if kinds or (sink is None) == isinstance(part, expressions.Union) or (sink is not None and found is None):
+            sides = [None, None]
+            break
+        if found is not None:
+            sides.append((found.left, found.right))
+        sink_len = sink_len or (0 if sink is None else sink.length)
+    if len(sides) > 1:
+        raise NotImplementedError(
+            f"mask must be `causal() & (sinks(n) | window(w))` or a part of it in a call with a cache, got {mask!r}; "
+            "compute other masks with ring_attention"
+        )
+    return causal, sides[0] if sides else None, sink_len
+
+
+def _streaming_mask(step: ForwardBatch, options: _Options, total: int) -> MaskUnion:
+    """Return the mask of sink tokens and a window: relative to requests, or to the first token of each batch element."""
+    shown = expressions.sinks(options.sink_len) | expressions.window(*(options.window or (None, None)))
+    if options.causal:
+        shown = expressions.causal() & shown
+    if step.sharding is not None and any(step.firsts):
+        stop = step.lengths[0]
+        elements = [(first, expressions.documents(sorted({0, first, stop, total}))) for first in step.firsts]
+        shown = expressions.per_batch([edges & expressions.spans([(first, stop)]) & shown for first, edges in elements])
+    return MaskUnion(total, total, shown, None if step.sharding is None else step.sharding.documents)
 
 
 def _kind(options: _Options, given: Given) -> str:

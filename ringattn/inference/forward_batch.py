@@ -31,7 +31,8 @@ from ringattn.plan.sharding import Sharding
 
 MAX_DECODE_TOKENS = 16
 """Maximum number of new tokens per request in a decode batch."""
-Mask = tuple[bool, tuple[int | None, int | None] | None, int | None]
+Mask = tuple[bool, tuple[int | None, int | None] | None, int | None, int, int | None]
+"""causal, window, chunk_len; the first tokens of a request that are not seen, and the number of those that are at most."""
 """causal, window and chunk_len."""
 
 
@@ -152,10 +153,19 @@ class ForwardBatch:
         return f"{self.mode} of {few}, digest {blake2b(facts.encode(), digest_size=8).hexdigest()}"
 
     def bounds(
-        self, causal: bool, window: tuple[int | None, int | None] | None, chunk_len: int | None = None
+        self,
+        causal: bool,
+        window: tuple[int | None, int | None] | None,
+        chunk_len: int | None = None,
+        *,
+        skipped: int = 0,
+        most: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Decode: bounds lo <= position < hi of what each row sees, `tiles` int32; computed once for all layers."""
-        mask = (causal, window, chunk_len)
+        """Decode: bounds lo <= position < hi of what each row sees, `tiles` int32; computed once for all layers.
+
+        The first `skipped` tokens of a request are not seen, nor those from its token `most` on.
+        """
+        mask = (causal, window, chunk_len, skipped, most)
         if (known := self._uploaded_bounds(mask)) is not None:
             return known
         if mask not in self.found_bounds:
@@ -200,15 +210,21 @@ class ForwardBatch:
 
     def _uploaded_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
         """Return the bounds that came with the upload, those of most models; None for others."""
-        causal, window, chunk_len = mask
-        if not causal or chunk_len is not None or window not in (None, (None, None), (None, 0)):
+        causal, window, chunk_len, skipped, most = mask
+        if (
+            not causal
+            or chunk_len is not None
+            or skipped
+            or most is not None
+            or window not in (None, (None, None), (None, 0))
+        ):
             return None
         assert self.starts is not None, "only decode has bounds"
         assert self.causal_ends is not None, "only decode has bounds"
         return self.starts, self.causal_ends
 
     def _find_bounds(self, mask: Mask, lo: Tensor, hi: Tensor) -> None:
-        causal, window, chunk_len = mask
+        causal, window, chunk_len, skipped, most = mask
         here, starts, ends = self.positions32, self.starts, self.ends
         assert here is not None, "only decode has bounds"
         assert starts is not None, "only decode has bounds"
@@ -230,6 +246,10 @@ class ForwardBatch:
             begin = here - torch.remainder(here - starts, chunk_len)
             torch.maximum(lo, begin, out=lo)
             hi.sub_(begin).clamp_(max=chunk_len).add_(begin)
+        if skipped:
+            torch.maximum(lo, starts + skipped, out=lo)
+        if most is not None:
+            torch.minimum(hi, starts + most, out=hi)
         torch.maximum(lo, hi, out=hi)
 
 

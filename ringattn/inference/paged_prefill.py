@@ -107,40 +107,42 @@ class PagedRows:
 
     Attributes:
         table: Blocks of each rectangle's request.
-        lo: `n s` int32: the first position that each row of the n rectangles sees.
-        hi: `n s` int32: one past the last one.
+        terms: Per interval of the mask `n s` int32 the first position that each row of the n rectangles sees, and one past the
+            last one; intervals of a row do not overlap.
         positions: `n s` int32.
         rows: `n s` int64: index of each row; None: they are all rows in their order.
         back: `rows` int64: place of each row in the rectangles; None with rows.
     """
 
     table: PageTable
-    lo: Tensor
-    hi: Tensor
+    terms: tuple[tuple[Tensor, Tensor], ...]
     positions: Tensor
     rows: Tensor | None
     back: Tensor | None
 
     def partial(self, cache: KVPool, layer: int, q: Tensor, score: Score) -> Tensor:
         """Return the stack of packed parts of the rectangles over this rank's keys, for q `rows h d`, without sinks."""
-        (n, s), (_, h, d), dv = self.lo.shape, q.shape, cache.v_head_dim
+        (n, s), (_, h, d), dv = self.positions.shape, q.shape, cache.v_head_dim
         found = (q if self.rows is None else q.index_select(0, self.rows.view(-1))).view(n, s, h, d)
         blocks, width = self.table.pages.shape[1], max(d, dv)
         height = num_splits(
             n, s, h, cache.kv_heads, blocks, cache.page_size, q.device, head_dim=width, kv_dtype=cache.kv_dtype
         )
-        parts = torch.empty(height, parts_len(n * s * h, dv), dtype=accumulation_dtype(q.dtype), device=q.device)
+        size, wide = parts_len(n * s * h, dv), accumulation_dtype(q.dtype)
+        parts = torch.empty(height * len(self.terms), size, dtype=wide, device=q.device)
         k_scale, v_scale = cache.scales(layer)
-        pools = cache.k[layer], cache.v[layer]
-        bounds = self.table, self.lo, self.hi, self.positions
-        decode(found, *pools, *bounds, replace(score, sinks=None), parts, k_scale=k_scale, v_scale=v_scale)
+        pools, score = (cache.k[layer], cache.v[layer]), replace(score, sinks=None)
+        for i, bounds in enumerate(self.terms):
+            mine = parts[i * height : (i + 1) * height]
+            where = self.table, *bounds, self.positions
+            decode(found, *pools, *where, score, mine, k_scale=k_scale, v_scale=v_scale)
         return parts
 
     def attend(self, cache: KVPool, layer: int, q: Tensor, score: Score) -> Tensor:
         """Return the finished attention `b s h dv` of rows q `b s h d` that see keys of this rank only."""
         b, s, h, _ = q.shape
         parts = self.partial(cache, layer, q.flatten(0, 1), score)
-        n, rows = self.lo.shape
+        n, rows = self.positions.shape
         o = torch.empty(n, rows, h, cache.v_head_dim, dtype=q.dtype, device=q.device)
         lse = torch.empty(n, h, rows, dtype=parts.dtype, device=q.device)
         finish_parts(parts, n * rows * h, cache.v_head_dim, score.sinks, o, lse)
@@ -150,7 +152,7 @@ class PagedRows:
     def write_partial(self, cache: KVPool, layer: int, q: Tensor, score: Score, carry: SoftmaxState) -> None:
         """Write the partial of q `b s h d` over this rank's keys into a carry."""
         b, s, h, _ = q.shape
-        dv, count = cache.v_head_dim, self.lo.numel()
+        dv, count = cache.v_head_dim, self.positions.numel()
         parts = self.partial(cache, layer, q.flatten(0, 1), score)
         merged = torch.empty_like(parts[0])
         merge_parts(parts, merged, count * h, dv)
@@ -167,11 +169,13 @@ def plan_paged_rows(
     causal: bool,
     window: Window,
     chunk_len: int | None,
+    sink_len: int,
     device: torch.device,
 ) -> PagedRows | None:
     """Plan the attention of rows to this rank's pages; None where there are no rows.
 
-    Spans of a request follow each other and ascend; causal, window and chunk_len are those of `AttentionMask`.
+    Spans of a request follow each other and ascend; causal, window and chunk_len are those of `AttentionMask`;
+    the first sink_len tokens of a request are seen beyond the window too.
     """
     cache = step.cache
     counts = [0] * len(step.requests)
@@ -205,12 +209,15 @@ def plan_paged_rows(
         begin = positions - torch.remainder(positions - starts, chunk_len)
         lo, hi = torch.maximum(lo, begin), torch.minimum(hi, begin + chunk_len)
     # a row of padding sees nothing
-    hi = torch.where(positions < starts, lo, torch.maximum(lo, hi))
-    lo, hi, positions = torch.stack((lo, hi, positions)).to(device, torch.int32)
+    terms = [(torch.maximum(lo, starts + sink_len), hi)]
+    if sink_len:
+        reach = ends.expand_as(positions) if right is None else torch.minimum(ends, positions + (right + 1))
+        terms.append((starts.expand_as(positions), torch.minimum(reach, starts + sink_len)))
+    terms = [(low, torch.where(positions < starts, low, torch.maximum(low, high))) for low, high in terms]
+    *bounds, positions = torch.stack((*(x for pair in terms for x in pair), positions)).to(device, torch.int32)
     return PagedRows(
         _table(step, owners, device),
-        lo,
-        hi,
+        tuple(zip(bounds[::2], bounds[1::2], strict=True)),
         positions,
         None if exact else rows.view(-1, s).to(device),
         None if exact else back.to(device),

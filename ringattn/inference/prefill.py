@@ -126,24 +126,31 @@ class Prefill:
 
 
 def find_paged_rows(
-    step: ForwardBatch, spec: AttentionSpec, query_plan: QueryPlan | None, heads: int
+    step: ForwardBatch,
+    spec: AttentionSpec,
+    query_plan: QueryPlan | None,
+    heads: int,
+    shown: tuple[bool, tuple[int | None, int | None] | None, int | None, int],
 ) -> PagedRows | None:
-    """Return the rows that attend to this rank's pages: all new rows on one rank, or those that `query_plan` routes here."""
-    mask = spec.mask
+    """Return the rows that attend to this rank's pages: all new rows on one rank, or those that `query_plan` routes here.
+
+    `shown` are causal, window, chunk_len and the number of sink tokens.
+    """
+    documents = spec.sharding.documents
     new = [(length - count, count, i) for i, (length, count) in enumerate(zip(step.lengths, step.counts, strict=True))]
     if query_plan is not None:
-        if mask.documents is None:
+        if documents is None:
             # requests of one batch: each has a batch element
             new = [(start, length, i) for i in range(len(step.requests)) for start, length in query_plan.side_runs]
         else:
             new = []
             for start, length in query_plan.side_runs:
                 while length:
-                    i = bisect_right(mask.documents, start) - 1
-                    some = min(length, mask.documents[i + 1] - start)
-                    new.append((start - mask.documents[i], some, i))
+                    i = bisect_right(documents, start) - 1
+                    some = min(length, documents[i + 1] - start)
+                    new.append((start - documents[i], some, i))
                     start, length = start + some, length - some
-    return plan_paged_rows(step, new, heads, mask.causal, mask.window, mask.chunk_len, step.cache.device)
+    return plan_paged_rows(step, new, heads, *shown, step.cache.device)
 
 
 def resolve_comm_mode(wanted: str, step: ForwardBatch, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ringattn import Ring, attention_reference, ring_attention, ring_attention_with_lse, simulate_ring
+from ringattn import Ring, attention_reference, masks, ring_attention, ring_attention_with_lse, simulate_ring
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_plan
@@ -30,6 +30,7 @@ from ringattn.transport.simulated import SimulatedTransport
 from tests.support.budget import assert_within_budget
 from tests.support.pool import Pool, Pools
 from tests.support.random_calls import Attention
+from tests.support.random_masks import expressions
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 ROW_DIMS = {"q": 1, "k": 1, "v": 1, "key_bias": 1, "bias": 2}
@@ -147,6 +148,24 @@ CASES = {
         documents=(0, 10, 33),
         features=("sinks", "alibi_slopes", "key_bias", "bias"),
         options={"softcap": 3.0, "dropout_p": 0.2, "dropout_seed": 3, "softmax_scale": 0.3},
+    ),
+    "sinks and window": Attention(
+        seq_len=41, mask={"mask": masks.causal() & (masks.sinks(3) | masks.window(5))}, documents=(0, 17, 41)
+    ),
+    "tree": Attention(seq_len=37, mask={"mask": masks.tree([None, 0, 1, 0, 3], [9, 8, 6, 10, 4])}, num_heads=4),
+    "spans": Attention(mask={"mask": masks.causal() | masks.spans([(3, 11), (20, 29)])}),
+    "global tokens": Attention(
+        batch=2,
+        mask={"mask": masks.lengths([(0, 30), (4, 33)]) & (masks.global_tokens(6) | masks.window(4, 4))},
+        features=("sinks", "alibi_slopes", "key_bias", "bias"),
+        options={"softcap": 3.0, "dropout_p": 0.2, "dropout_seed": 3},
+    ),
+    "blocks": Attention(
+        mask={"mask": masks.causal() & masks.blocks([[(3 * x + y) % 4 < 2 for y in range(7)] for x in range(7)], 5)},
+        features=("sinks", "alibi_slopes"),
+    ),
+    "masks of their own": Attention(
+        batch=2, mask={"mask": masks.per_batch([masks.causal(), masks.chunks(9) | masks.prefix(2)])}
     ),
     "short": Attention(seq_len=3, mask={"causal": True}),
     "one token": Attention(seq_len=1),
@@ -277,6 +296,8 @@ def attentions(draw: st.DrawFn) -> Attention:
     if draw(st.booleans()):
         mask["lengths"] = tuple(tuple(sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))) for _ in range(batch))
     cuts = draw(st.lists(st.integers(0, n), max_size=4))
+    if draw(st.booleans()):
+        mask = {"mask": draw(expressions(n, n))}
     names = ("sinks", "alibi_slopes", "key_bias", "bias")
     options: dict[str, Any] = {"softcap": draw(st.sampled_from([0.0, 2.0]))}
     if draw(st.booleans()):

@@ -16,6 +16,7 @@ from ringattn.api import ring_attention_with_lse
 from ringattn.kernels.interface import accumulation_dtype
 from ringattn.numerics.dropout import draw_seed, kept_columns
 from ringattn.numerics.partial import Partial, finalize, merge
+from ringattn.plan.expressions import Mask
 from ringattn.plan.options import resolve_flag
 from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
@@ -126,7 +127,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | Mask | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
@@ -144,7 +145,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             need_weights: Return the weights of this rank's rows over all keys; gathers the keys of all ranks, so it is the same
                 on all of them. Long sequences need False.
             attn_mask: `s n` or `(b h) s n`: this rank's rows x *all* keys by global position. Bool: True is ignored. Floating
-                point: added. `sharding.shard(mask, dim=-2)` cuts it from a whole one.
+                point: added. `sharding.shard(mask, dim=-2)` cuts it from a whole one. Or a mask of `ringattn.masks`, which is never
+                made dense.
             average_attn_weights: Average the weights over heads.
             is_causal: With attn_mask: torch's hint; without weights and padding mask the causal mask then replaces attn_mask, which
                 is not read. Without attn_mask: causal by global position.
@@ -173,6 +175,9 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             for name, x in (("query", query), ("key", key), ("value", value)):
                 check_tensor(name, x)
             need_weights, is_causal = resolve_flag("need_weights", need_weights), resolve_flag("is_causal", is_causal)
+            mask, attn_mask = (attn_mask, None) if isinstance(attn_mask, Mask) else (None, attn_mask)
+            if mask is not None and is_causal:
+                raise ValueError(f"is_causal must be False beside {mask!r}, got True; intersect it with masks.causal()")
             row_dim = 1 if self.batch_first and query.dim() == 3 else 0
             sharding, kv_sharding = self._find_shardings(query, key, row_dim, found, kv_sharding is not None)
         keys = sharding if kv_sharding is None else kv_sharding
@@ -203,6 +208,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             sharding,
             kv_sharding=kv_sharding,
             causal=causal,
+            mask=mask,
             key_bias=key_bias,
             bias=bias,
             sinks=sinks,
@@ -225,7 +231,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                 if need_weights:
                     if self.add_zero_attn:
                         added.append(lse.new_zeros(b, h, s))
-                    weights = _weights(q, k, lse, added, sharding, keys, key_bias, bias, causal)
+                    weights = _weights(q, k, lse, added, sharding, keys, key_bias, bias, causal, mask)
                     if seed is not None:
                         columns = keys.seq_len + len(added)
                         kept = kept_columns(_positions(sharding, q), seed, b, h, 0, columns, dropout_p)
@@ -524,6 +530,7 @@ def _weights(
     key_bias: Tensor | None,
     bias: Tensor | None,
     causal: bool,
+    mask: Mask | None,
 ) -> Tensor:
     """Return the weights of this rank's rows over all keys and the added columns: `b h s (n + added)`, lse's dtype."""
     wide = lse.dtype
@@ -535,6 +542,9 @@ def _weights(
     i, j = _positions(sharding, q)[:, None], torch.arange(keys.seq_len, device=q.device)
     if causal:
         s = s.masked_fill(j > i, float("-inf"))
+    if mask is not None:
+        visible = [mask.visible(i, j, b=b, documents=sharding.documents) for b in range(mask.batch_size or 1)]
+        s = s.masked_fill(~torch.stack([x.expand(s.shape[-2:]) for x in visible])[:, None], float("-inf"))
     if sharding.documents is not None:
         starts = torch.tensor(sharding.documents, device=q.device)
         # index of the document, empty ones included

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ringattn.api import ring_attention
 from ringattn.numerics.dropout import draw_seed
+from ringattn.plan.expressions import Mask
 from ringattn.plan.options import resolve_flag, resolve_real
 from ringattn.plan.sharding import Sharding
 from ringattn.sharding_context import resolve_sharding
@@ -19,7 +20,7 @@ def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | Mask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -38,8 +39,8 @@ def scaled_dot_product_attention(
         value: Values of this rank, `b hk s dv`.
         attn_mask: This rank's query rows x *all* keys by global position, broadcastable to `b h s n`. Bool: True takes part.
             Floating point: added to the scores. `sharding.shard(mask, dim=-2)` cuts it from a whole one. Or torch's
-            `causal_upper_left(s, n)` or `causal_lower_right(s, n)` of the whole sequences, s queries and n keys, which is never
-            materialised.
+            `causal_upper_left(s, n)` or `causal_lower_right(s, n)` of the whole sequences, s queries and n keys, or a mask of
+            `ringattn.masks`; neither is materialised.
         dropout_p: Probability of dropping a weight, always applied. The seed is drawn from torch's default CPU generator: ranks
             with equal seeds drop what one process drops, others by their own. The gradients are exact either way.
         is_causal: Key j is visible to query i when j <= i, by global position; never materialised. Of two sequences
@@ -81,8 +82,10 @@ def scaled_dot_product_attention(
             raise RuntimeError(
                 "attn_mask must be None when is_causal=True, got both; put the causal mask into attn_mask, or drop it"
             )
-        bias, window = None, None
-        if is_causal_bias(attn_mask):
+        bias, window, mask = None, None, None
+        if isinstance(attn_mask, Mask):
+            mask = attn_mask
+        elif is_causal_bias(attn_mask):
             is_causal, window = _resolve_causal_bias(attn_mask, sharding.seq_len, keys.seq_len)
         elif attn_mask is not None:
             _check_mask(attn_mask, query, keys.seq_len)
@@ -98,6 +101,7 @@ def scaled_dot_product_attention(
         kv_sharding=kv_sharding,
         causal=is_causal,
         window=window,
+        mask=mask,
         softmax_scale=scale,
         bias=bias,
         dropout_p=dropout_p,
