@@ -15,8 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ringattn import masks
 from ringattn.plan.layouts import Shard, balanced, contiguous, make_shards, striped, zigzag
 from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.ring_plan import Plan, make_plan
 
 HERE = Path(__file__).parent
@@ -39,7 +41,7 @@ class Mask:
         layout: Layout of queries and keys.
         seq_len: Queries.
         kv_len: Keys.
-        fields: The fields of its `AttentionMask`.
+        fields: The fields of its `AttentionMask`, or `mask`, a mask of `ringattn.masks`.
     """
 
     name: str
@@ -50,8 +52,10 @@ class Mask:
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def mask(self) -> AttentionMask:
+    def mask(self) -> AttentionMask | MaskUnion:
         """Return the mask of the library."""
+        if "mask" in self.fields:
+            return MaskUnion(self.seq_len, self.kv_len, self.fields["mask"])
         return AttentionMask(self.seq_len, self.kv_len, **self.fields)
 
     def shards(self, of: str) -> tuple[Shard, ...]:
@@ -69,6 +73,7 @@ class Mask:
 
 
 DOCUMENTS = (0, 7, 10, 16)
+PATTERN = masks.causal() & masks.blocks([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]], 4)
 MASKS = (
     Mask("full", "", "contiguous"),
     Mask("causal", "causal=True", "zigzag", fields={"causal": True}),
@@ -99,6 +104,30 @@ MASKS = (
     Mask("causal-chunks", "causal=True, chunk_len=6", fields={"causal": True, "chunk_len": 6}),
     Mask("lengths", "lengths=[(0, 11)]", "striped", fields={"lengths": ((0, 11),)}),
     Mask("causal-lengths", "causal=True, lengths=[(4, 16)]", "zigzag", fields={"causal": True, "lengths": ((4, 16),)}),
+    Mask(
+        "streaming",
+        "mask=masks.causal() &amp; (masks.sinks(2) | masks.window(3))",
+        "zigzag",
+        fields={"mask": masks.causal() & (masks.sinks(2) | masks.window(3))},
+    ),
+    Mask(
+        "global-tokens",
+        "mask=masks.global_tokens(2) | masks.window(2, 2)",
+        fields={"mask": masks.global_tokens(2) | masks.window(2, 2)},
+    ),
+    Mask(
+        "spans",
+        "mask=masks.causal() | masks.spans([(3, 7), (10, 14)])",
+        "zigzag",
+        fields={"mask": masks.causal() | masks.spans([(3, 7), (10, 14)])},
+    ),
+    Mask(
+        "tree",
+        "mask=masks.tree([None, 0, 1, 1, 0], [4, 3, 2, 2, 5])",
+        "zigzag",
+        fields={"mask": masks.tree([None, 0, 1, 1, 0], [4, 3, 2, 2, 5])},
+    ),
+    Mask("blocks", "mask=masks.causal() &amp; masks.blocks(pattern, 4)", "zigzag", fields={"mask": PATTERN}),
     Mask("cross", "kv_sharding=ring.sharding(10)", "zigzag", kv_len=10),
     Mask("cross-causal", "kv_sharding=ring.sharding(10), causal=True", "zigzag", kv_len=10, fields={"causal": True}),
 )
@@ -203,19 +232,28 @@ class Grid:
         return parts
 
 
-def visible(mask: AttentionMask) -> dict[int, list[tuple[int, int]]]:
-    """Return the keys [lo, hi) of every query that sees any."""
-    bounds = {i: mask.keys_of(i) for i in range(mask.seq_len)}
-    return {i: [(lo, hi)] for i, (lo, hi) in bounds.items() if lo < hi}
+def visible(mask: AttentionMask | MaskUnion) -> dict[int, list[tuple[int, int]]]:
+    """Return the keys [lo, hi) of every query that sees any: one stretch or several."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for (lower, upper), pattern in mask.terms("keys", mask.variant(0)):
+        for i in range(mask.seq_len):
+            spans = ((0, mask.kv_len),) if pattern is None else pattern.spans[i // pattern.block_size]
+            for begin, end in spans:
+                lo, hi = max(lower.at(i), begin), min(upper.at(i), end)
+                if lo < hi:
+                    found.setdefault(i, []).append((lo, hi))
+    return {i: sorted(stretches) for i, stretches in sorted(found.items())}
 
 
-def seen_at(step: int, mask: AttentionMask, queries: list[int], keys: list[int]) -> dict[int, list[tuple[int, int]]]:
+def seen_at(
+    step: int, mask: AttentionMask | MaskUnion, queries: list[int], keys: list[int]
+) -> dict[int, list[tuple[int, int]]]:
     """Return the visible keys of a ring step: at step s, rank r computes with the keys of rank r - s."""
     found: dict[int, list[tuple[int, int]]] = {}
-    for i, [(lo, hi)] in visible(mask).items():
+    for i, seen in visible(mask).items():
         owner = (queries[i] - step) % WORLD_SIZE
         stretches: list[tuple[int, int]] = []
-        for j in range(lo, hi):
+        for j in (j for lo, hi in seen for j in range(lo, hi)):
             if keys[j] == owner:
                 if stretches and stretches[-1][1] == j:
                     stretches[-1] = stretches[-1][0], j + 1
@@ -271,7 +309,7 @@ def bars(x: float, y: float, work: list[int], height: float, step: float) -> lis
     return parts
 
 
-def work_of(shards: tuple[Shard, ...], mask: AttentionMask) -> list[int]:
+def work_of(shards: tuple[Shard, ...], mask: AttentionMask | MaskUnion) -> list[int]:
     """Return the number of visible pairs of each rank's queries."""
     plan = make_plan(shards, shards, mask, "keys")
     return [sum(ring_step.pairs for ring_step in rank.ring_steps if ring_step is not None) for rank in plan.ranks]

@@ -94,7 +94,13 @@ def kernels() -> str:
     for head_dim in (8, 16, 40, 64, 100, 128, 192, 256, 320):
         asked[f"head_dim {head_dim}"] = _answers(head_dim=head_dim)
     asked["head_dim 192, of the values 128"] = _answers(head_dim=192, v_head_dim=128)
-    words = {"per_batch_bounds": "`lengths` per batch element", "alibi": "`alibi_slopes`", "dropout": "`dropout_p`"}
+    words = {
+        "per_batch_bounds": "`lengths` per batch element",
+        "terms": "masks of several intervals",
+        "block_pattern": "`masks.blocks`",
+        "alibi": "`alibi_slopes`",
+        "dropout": "`dropout_p`",
+    }
     for feature in sorted(registry.FEATURES):
         asked[words.get(feature, f"`{feature}`")] = _answers(feature=feature)
     return table(["", "hopper", "portable", "eager"], ([said, *found.values()] for said, found in asked.items()))

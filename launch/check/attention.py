@@ -148,7 +148,23 @@ def masks(n: int) -> dict[str, dict[str, Any]]:
         "chunks": {"causal": True, "chunk_len": n // 3 + 1},
         "lengths": {"causal": True, "lengths": ((0, n - n // 4), (n // 5, n))},
         "lengths and band": {"window": (n // 7, n // 9), "lengths": ((n // 6, n // 2), (0, n))},
+        **unions(n),
     }
+
+
+def unions(n: int) -> dict[str, dict[str, Any]]:
+    """Masks of several intervals."""
+    m, cuts, part = ringattn.masks, (0, n // 3, n), n // 8
+    pattern = [[(3 * x + 5 * y) % 7 < 3 for y in range(-(-n // 8))] for x in range(-(-n // 8))]
+    expressions = {
+        "sinks and window": m.causal() & m.documents(cuts) & (m.sinks(min(4, n)) | m.window(n // 6)),
+        "global tokens": m.global_tokens(max(1, n // 9)) | m.window(n // 7, n // 7),
+        "tree": m.tree([None, 0, 1, 1, 0], [n - 4 * part, part, part, part, part]) if part else m.causal(),
+        "spans": m.causal() | m.spans([(n // 9, n // 4), (n // 2, n - n // 5)]),
+        "blocks": m.blocks(pattern, 8),
+        "blocks or window": (m.causal() & m.blocks(pattern, 8)) | m.window(n // 9, 2),
+    }
+    return {name: {"mask": mask} for name, mask in expressions.items()}
 
 
 def masked(name: str, n: int, **sizes: Any) -> Case:
@@ -417,7 +433,8 @@ def distinct_kernels(cases: Sequence[AnyCase], args: CheckArgs, session: Session
     found: dict[Hashable, AnyCase] = {}
     for case in cases:
         if unserved(case, args, session.device) is None:
-            what = case.name if isinstance(case, InferenceCase) else (case.backward, case.batch > 1)
+            terms = isinstance(case, Case) and "mask" in case.mask
+            what = case.name if isinstance(case, InferenceCase) else (case.backward, case.batch > 1, terms)
             found[case.dtype, case.head_dim, case.v_head_dim, case.options, what] = case
     return sorted(found.values(), key=lambda case: (-len(case.options), case.name))
 
@@ -425,6 +442,8 @@ def distinct_kernels(cases: Sequence[AnyCase], args: CheckArgs, session: Session
 def unserved(case: AnyCase, args: CheckArgs, device: torch.device) -> str | None:
     """The reason why no kernel set serves the dtype, head dims and options of a case here; None if one does."""
     features = {"alibi" if option == "alibi_slopes" else option for option in case.options} & FEATURES
+    if isinstance(case, Case) and "mask" in case.mask:
+        features |= {"terms"} | ({"block_pattern"} if "blocks" in case.name else set())
     try:
         select_kernels(device, DTYPES[case.dtype], case.head_dim, case.v_head_dim, impl=args.impl, features=features)
     except (NotImplementedError, ValueError) as refusal:
