@@ -10,7 +10,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -196,7 +196,8 @@ def _plan_prefill(
     send_queries = comm_mode == "queries" and (several or kv_access == "copies")
     query_plan = plan_queries(spec, q.device) if send_queries else None
     longest = spec.sharding.seq_len  # wider windows would not fit the integers of positions
-    window = None if options.window is None else tuple(None if x is None else min(x, longest) for x in options.window)
+    left, right = options.window or (None, None)
+    window = None if left is None else min(left, longest), None if right is None else min(right, longest)
     chunk_len = None if options.chunk_len is None else min(options.chunk_len, longest)
     shown = options.causal, window, chunk_len, min(options.sink_len, longest)
     paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2], shown) if kv_access == "pages" else None
@@ -251,14 +252,25 @@ class _Decode:
         parts = torch.empty(splits * len(terms), parts_len(rows, dv), dtype=wide, device=q.device)
         k_scale, v_scale = cache.scales(layer)
         pools = cache.k[layer], cache.v[layer]
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
         for i, (lo, hi) in enumerate(terms):
             split_plan = step.once(
                 (self.options, i, tuple(q.shape), q.dtype, splits),
                 functools.partial(plan_splits, q, *pools, table, lo, hi, splits),
             )
             mine = parts[i * splits : (i + 1) * splits]
-            decode(q, *pools, table, lo, hi, positions, score, mine, **scales, split_plan=split_plan)
+            decode(
+                q,
+                *pools,
+                table,
+                lo,
+                hi,
+                positions,
+                score,
+                mine,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                split_plan=split_plan,
+            )
         o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, h, s, dtype=wide, device=q.device)
         if wide == torch.float32:
@@ -322,6 +334,8 @@ def _resolve_mask(mask: Mask, window: Window, chunk_len: int | None) -> tuple[bo
     if window is not None or chunk_len is not None:
         raise ValueError("mask must come without window and chunk_len, got both; intersect it with masks.window")
     causal, sides, sink_len = False, list[Window](), 0
+    found: Any
+    sink: Any
     for part in mask.parts if isinstance(mask, expressions.Intersection) else (mask,):
         kinds = {type(one): one for one in part.parts} if isinstance(part, expressions.Union) else {type(part): part}
         found, sink = kinds.pop(expressions.Window, None), kinds.pop(expressions.Sinks, None)

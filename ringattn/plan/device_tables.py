@@ -212,7 +212,7 @@ def _make(runs: Runs, mask: AttentionMask | MaskUnion, device: torch.device, axi
     views = upload([table, positions, lo, hi], device)
     terms, patterns = _cuts(mask, device, axis)
     bounds = lo.to(torch.int32), hi.to(torch.int32)
-    return RowMetadata(*views, runs, *bounds, terms=terms, patterns=patterns)
+    return RowMetadata(*views, run_list=runs, lo_host=bounds[0], hi_host=bounds[1], terms=terms, patterns=patterns)
 
 
 def _make_gathered(

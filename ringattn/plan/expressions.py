@@ -387,7 +387,7 @@ class Blocks(Mask):
         size = self.pattern.block_size
         if isinstance(i, int) and isinstance(j, int):
             return self.pattern.sees(i, j)
-        tensor = i if hasattr(i, "new_tensor") else j
+        tensor: Any = j if isinstance(i, int) else i
         return tensor.new_tensor(self.pattern.rows()).bool()[i // size, j // size]
 
     def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
@@ -571,7 +571,7 @@ def global_tokens(length: int) -> Mask:
     return GlobalTokens(_natural("length", length, 0))
 
 
-def tree(parents: Sequence[int | None], lengths: Sequence[int]) -> Mask:
+def tree(parents: Sequence[int | None], lengths: Sequence[int]) -> Tree:
     """Return the mask of a tree of nodes of tokens: a row sees the nodes above its own, and its own up to itself.
 
     Args:
@@ -622,7 +622,7 @@ def blocks(pattern: Any, block_size: int = 128) -> Mask:
     return Blocks(BlockPattern.from_rows(rows, _natural("block_size", block_size, 1)))
 
 
-def per_batch(masks: Sequence[Mask]) -> Mask:
+def per_batch(masks: Sequence[Mask]) -> PerBatch:
     """Return the mask that is masks[b] for batch element b."""
     parts = tuple(map(_checked, masks))
     if not parts or any(part.batch_size is not None for part in parts):

@@ -10,7 +10,7 @@ from ringattn.plan import expressions as masks
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.ring_plan import make_plan
-from tests.support.random_masks import expressions
+from tests.support.mask_expressions import expressions
 
 
 @st.composite
@@ -108,9 +108,10 @@ def test_documents_of_the_sharding_are_part_of_the_mask(problem):
 
 
 def test_batch_elements_may_differ():
-    mask = MaskUnion(6, 6, masks.per_batch([masks.causal(), masks.sinks(1) & masks.causal() | masks.window(1)]))
+    parts = [masks.causal(), masks.sinks(1) & masks.causal() | masks.window(1)]
+    mask = MaskUnion(6, 6, masks.per_batch(parts))
     assert mask.batch_size == 2
-    for b, expression in enumerate(mask.expression.parts):
+    for b, expression in enumerate(parts):
         assert set(shown(mask.terms("keys", b), 6)) == dense(expression, 6, 6)
     assert len(mask.terms("keys", 0)) == len(mask.terms("keys", 1)) == 2
     padded = MaskUnion(6, 6, masks.lengths([(0, 4), (2, 6)]) & (masks.sinks(3) | masks.window(1)))
@@ -166,7 +167,7 @@ def test_masks_of_too_many_intervals_are_refused_with_their_number():
         (lambda: masks.tree([None], [0]), "at least 1"),
         (lambda: masks.documents([1, 4]), "ascend from 0"),
         (lambda: masks.blocks([[True], [True, False]]), "matrix of flags"),
-        (lambda: masks.causal() & "causal", "made by ringattn.masks"),
+        (lambda: masks.causal() & "causal", "made by ringattn.masks"),  # pyright: ignore[reportOperatorIssue]
         (lambda: masks.per_batch([masks.lengths([(0, 1)])]), "one per batch element"),
         (lambda: masks.blocks([[True, False]], 4).pairs(16), "4 x 4 blocks"),
         (lambda: masks.documents([0, 4]).pairs(8), "cumulative lengths"),

@@ -28,9 +28,9 @@ from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_plan
 from ringattn.transport.simulated import SimulatedTransport
 from tests.support.budget import assert_within_budget
+from tests.support.mask_expressions import expressions
 from tests.support.pool import Pool, Pools
 from tests.support.random_calls import Attention
-from tests.support.random_masks import expressions
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 ROW_DIMS = {"q": 1, "k": 1, "v": 1, "key_bias": 1, "bias": 2}
