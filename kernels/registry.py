@@ -163,7 +163,7 @@ def _hopper(request: _Request) -> tuple[bool, str]:
 
 
 def _torch(request: _Request) -> tuple[bool, str]:
-    for feature in ("softcap", "dropout", "alibi", "key_bias", "bias", "prefill"):
+    for feature in ("softcap", "dropout", "alibi", "key_bias", "bias", "block_pattern", "prefill"):
         if feature in request.features:
             return False, f"{feature} is no part of torch's attention operators"
     device = request.device

@@ -25,7 +25,7 @@ from ringattn.kernels.partials import carry as partials
 from ringattn.kernels.runtime.optional_triton import import_optional
 
 MOST_LAUNCHES = 64
-"""Launches of one ring step and batch element; a step that needs more is served by other kernels."""
+"""Launches of one ring step, for each batch element; a step that needs more is served by other kernels."""
 MOST_LINES = 4096
 """Lines of rows that are looked at before a step is refused."""
 ALIGNMENT = 16
@@ -56,7 +56,7 @@ _steps: WeakKeyDictionary[RowMetadata, WeakKeyDictionary[RowMetadata, dict[int, 
 def refuse_steps(backends: Sequence[str], steps: Iterable[tuple[RowMetadata, RowMetadata]]) -> str | None:
     """Return the reason against ring steps of (rows, keys); None: one of the backends serves each of them."""
     for rows, keys in steps:
-        step = _find_step(rows, keys, rows.lo_host.shape[0])
+        step = _find_step(rows, keys, rows.lo_host.shape[0] // rows.terms)
         if all(step.launches_of(backend) is None for backend in backends):
             return (
                 f"the visible pairs of a ring step must be at most {MOST_LAUNCHES} rectangles, triangles and bands for torch's "
@@ -80,7 +80,7 @@ def forward(
     lse: Tensor,
 ) -> None:
     """Attend to one buffer of keys (`KernelSet.forward`)."""
-    _check(score)
+    _check(score, rows)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         q, k, v, scale, _ = _scaled(q, k, v, score)
         backend, launches = _choose(q, k, v, rows, keys)
@@ -140,7 +140,7 @@ def backward(
     dlse: Tensor | None = None,
 ) -> None:
     """Gradients of one ring step (`KernelSet.backward`)."""
-    _check(score)
+    _check(score, rows)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if o is not None:
             _make_delta(o, do, dlse, delta)
@@ -240,13 +240,13 @@ def _is_whole(part: tuple[int, int], batch: tuple[int, int], x: Tensor) -> bool:
     return part == (0, x.shape[1]) and batch == (0, x.shape[0])
 
 
-def _check(score: Score) -> None:
-    """Refuse scores that the operators do not compute; calls of the library are refused earlier, by the registry."""
-    given = {"softcap": score.softcap > 0, "dropout": score.dropout_p > 0}
+def _check(score: Score, rows: RowMetadata) -> None:
+    """Refuse what the operators do not compute; calls of the library are refused earlier, by the registry."""
+    given = {"softcap": score.softcap > 0, "dropout": score.dropout_p > 0, "a block pattern": rows.patterns is not None}
     given |= {name: getattr(score, name) is not None for name in ("alibi_slopes", "key_bias", "bias")}
     if found := [name for name, on in given.items() if on]:
         raise NotImplementedError(
-            f"the score must be softmax_scale * (q . k) for torch's operators, got {', '.join(found)}; use other kernels"
+            f"scores must be softmax_scale * (q . k) on intervals for torch's operators, got {', '.join(found)}; use other kernels"
         )
 
 
@@ -281,33 +281,34 @@ def _find_step(rows: RowMetadata, keys: RowMetadata, batch: int) -> _Step:
 
 
 def _make_step(rows: RowMetadata, keys: RowMetadata, batch: int) -> _Step:
-    windowed: list[Launch] | None = []
-    plain: list[Launch] | None = []
-    by_batch, device = _lines_of(rows, keys), rows.positions.device
-    for b, found in enumerate(by_batch):
-        shared = len(by_batch) == 1
+    windowed, plain = list[Launch](), list[Launch]()
+    by_line, device = _lines_of(rows, keys), rows.positions.device
+    batches, most = len(by_line) // rows.terms, MOST_LAUNCHES * batch
+    for index, found in enumerate(by_line):
+        if found is None:
+            return _Step(None, None)
+        # terms share no pair, so each has launches of its own (Note [Terms] of interface.py)
+        b, shared = index % batches, batches == 1
         each = [(i, i + 1) for i in range(batch)] if shared else [(b, b + 1)]
         together = [(0, batch)] if shared else each
-        as_calls = None if found is None else calls(found)
-        as_tiles = None if found is None else list(itertools.islice(tiles(found), MOST_LAUNCHES + 1))
-        if windowed is None or as_calls is None or len(as_calls) > MOST_LAUNCHES:
-            windowed = None
-        else:
+        if len(windowed) <= most:
             # rows of variable lengths are those of one batch element
             windowed += [
                 launch_of_call(call, part, device)
-                for call in as_calls
+                for call in itertools.islice(calls(found), most + 1)
                 for part in (together if len(call.bands) == 1 else each)
             ]
-        if plain is None or as_tiles is None or len(as_tiles) > MOST_LAUNCHES:
-            plain = None
-        else:
-            plain += [launch_of_tile(tile, part) for tile in as_tiles for part in together]
-    return _Step(None if windowed is None else tuple(windowed), None if plain is None else tuple(plain))
+        if len(plain) <= most:
+            tiled = itertools.islice(tiles(found), most + 1)
+            plain += [launch_of_tile(tile, part) for tile in tiled for part in together]
+    return _Step(
+        None if len(windowed) > most else tuple(windowed),
+        None if len(plain) > most else tuple(plain),
+    )
 
 
 def _lines_of(rows: RowMetadata, keys: RowMetadata) -> list[list[Line] | None]:
-    """Lines of each batch element, or of all alike; None: more than MOST_LINES."""
+    """Lines of each term and batch element, or of all elements alike; None: more than MOST_LINES."""
     runs = [torch.arange(start, start + stride * n, stride, device="cpu") for _, n, start, stride in keys.run_list]
     positions = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device="cpu")
     lo, hi = (torch.searchsorted(positions, bound.to(positions.dtype)) for bound in (rows.lo_host, rows.hi_host))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Ring, attention_reference, ring_attention, ring_attention_with_lse, simulate_ring
+from ringattn import Ring, attention_reference, masks, ring_attention, ring_attention_with_lse, simulate_ring
 from ringattn.kernels.attention.torch_ops import api, operators
 from ringattn.kernels.attention.torch_ops.delta_output import output_for
 from ringattn.kernels.interface import Grads, Score
@@ -20,6 +20,8 @@ from tests.support.pool import Pools
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 CPU = torch.device("cpu")
+STREAMING = masks.causal() & (masks.sinks(2) | masks.window(4))
+TREE = masks.tree([None, 0, 1, 0], [8, 5, 4, 7])
 SERVED = [case for case in CASES if torch_serves(case)]
 FEW_TILES = [
     case for case in LONG_CASES if torch_serves(case) and "window" not in case.name and "runs" not in case.name
@@ -123,6 +125,20 @@ def test_ranks_equal_the_simulated_ring_to_the_bit(pool: Pools, world_size: int,
             assert torch.equal(x, y)
 
 
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("mask", [STREAMING, TREE], ids=["streaming", "tree"])
+def test_masks_of_several_intervals_are_served_term_by_term(layout: str, mask: masks.Mask) -> None:
+    q, k, v, do = (torch.randn(2, 24, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
+    found, wanted = (
+        simulate_ring(q, k, v, 3, layout=layout, mask=mask, do=do, impl=impl) for impl in ("torch", "eager")
+    )
+    assert found.grads is not None
+    assert wanted.grads is not None
+    torch.testing.assert_close(found.o, wanted.o, rtol=1e-5, atol=1e-5)
+    for name in "qkv":
+        torch.testing.assert_close(found.grads[name], wanted.grads[name], rtol=1e-4, atol=1e-5)
+
+
 def _refuse(impl: str) -> str:
     ring = Ring()
     n = 4 * 80 * ring.world_size
@@ -151,6 +167,7 @@ def test_a_mask_of_too_many_tiles_is_refused_on_every_rank_and_left_to_others_by
         ("alibi", {"alibi_slopes": torch.ones(2)}),
         ("key_bias", {"key_bias": torch.zeros(1, 4)}),
         ("bias", {"bias": torch.zeros(1, 2, 4, 4)}),
+        ("block_pattern", {"mask": masks.blocks(torch.eye(2).bool(), 2)}),
     ],
 )
 def test_scores_that_the_operators_lack_are_refused(feature: str, options: dict[str, Any]) -> None:
