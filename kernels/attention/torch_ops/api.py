@@ -189,11 +189,14 @@ class _Sum:
         """Add the gradient of the rows or keys of a launch."""
         (b0, b1), (x0, x1) = launch.batch, getattr(launch, self._side)
         part = self._sum[b0:b1, x0:x1]
-        if self._started:
+        fast = import_optional("ringattn.kernels.attention.torch_ops.gradients_triton") if found.is_cuda else None
+        if fast is not None:
+            fast.add_rows(found, part, accumulate=self._started)
+        elif self._started:
             part += found
         else:
             part.copy_(found)
-            self._started = True
+        self._started = True
 
     def store(self) -> None:
         """Write the sum where it was kept elsewhere."""

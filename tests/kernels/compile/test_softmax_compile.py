@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ringattn.kernels.attention.torch_ops import delta_output_triton  # noqa: E402
+from ringattn.kernels.attention.torch_ops import delta_output_triton, gradients_triton  # noqa: E402
 from ringattn.kernels.partials import carry_triton, merge_triton  # noqa: E402
 from ringattn.kernels.softmax import softmax_triton  # noqa: E402
 from ringattn.kernels.softmax.softmax_triton import choose_launch  # noqa: E402
@@ -111,7 +111,7 @@ def test_the_merge_compiles_without_spills(capability, tmp_path) -> None:
 def test_kernels_between_calls_of_torch_compile_without_spills(capability, tmp_path) -> None:
     carry, output = carry_triton._add_partial_kernel, delta_output_triton._output_for_kernel
     wide = {name: "*fp32" for name in (*carry.arg_names, *output.arg_names) if name.endswith("_ptr")}
-    narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr")}
+    narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr", "found_ptr")} | {"target_ptr": "*fp32"}
     floats = dict.fromkeys(("most", "least", "root"), "fp32")
     launches = [
         (carry, {"ROWS": carry_triton.NUMBERS // 128, "DV": 128, "EMPTY": empty, "FINISH": finish})
@@ -119,6 +119,8 @@ def test_kernels_between_calls_of_torch_compile_without_spills(capability, tmp_p
         for finish in (False, True)
     ]
     launches.append((output, {"ROWS": delta_output_triton.NUMBERS // 128, "D": 128}))
+    sums = gradients_triton._add_rows_kernel
+    launches += [(sums, {"ROWS": gradients_triton.NUMBERS // 128, "D": 128, "ADD": add}) for add in (False, True)]
     for fn, options in launches:
         ptx = build(fn, narrow | floats, options, 4, capability).asm["ptx"]
         assert spilled_bytes(ptx, capability, tmp_path) == 0, fn
