@@ -67,7 +67,7 @@ def work() -> str:
 def _torch_available(
     device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *, deterministic: bool
 ) -> tuple[tuple[str, ...], str]:
-    """Return the answer of torch 2.11 on an H200 (tests/gpu/test_torch_ops.py asks it), under deterministic algorithms."""
+    """Return the answer of torch 2.11 on an H200, under deterministic algorithms."""
     del device, dtype, deterministic
     widest = max(head_dim, v_head_dim)
     served = head_dim % 8 == v_head_dim % 8 == 0 and widest <= 256

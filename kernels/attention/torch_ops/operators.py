@@ -47,7 +47,7 @@ SIGNATURES = {
         "grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal", "attn_mask", "scale",
     ),
 }  # fmt: skip
-"""Arguments by which each operator is called; others must have defaults."""
+"""First arguments of each operator, by which it is called; those that follow must have defaults."""
 
 OPERATORS = {
     "flash": ("_flash_attention_forward", "_flash_attention_backward"),
@@ -120,8 +120,8 @@ def check_signatures(backend: str) -> str | None:
             return f"torch must have the operator aten::{name}, got {torch.__version__} without it"
         given = operator(name)._schema.arguments
         names, known = [argument.name for argument in given], SIGNATURES[name]
-        unknown = [one.name for one in given if one.name not in known and not one.has_default_value()]
-        if unknown or not set(known) <= set(names):
+        optional = all(argument.has_default_value() for argument in given[len(known) :])
+        if names[: len(known)] != list(known) or not optional:
             return f"aten::{name} must take {', '.join(known)}, got {', '.join(names)} in torch {torch.__version__}"
     return None
 
