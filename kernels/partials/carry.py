@@ -40,6 +40,10 @@ def add_partial(carry: SoftmaxState | None, o: Tensor, lse: Tensor, out: Softmax
         lse: `b h s`, natural log, the dtype of m.
         out: Where the merged carry goes, which may be `carry`; or o and lse, where the finished rows go.
     """
+    if carry is None and isinstance(out, tuple):
+        out[0].copy_(o)
+        out[1].copy_(lse)
+        return
     fast = (
         import_optional("ringattn.kernels.partials.carry_triton") if o.is_cuda and lse.dtype == torch.float32 else None
     )

@@ -188,7 +188,7 @@ def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
 
 @dataclass(frozen=True)
 class _RankSteps:
-    """What one rank of `prepare_steps` holds: its rows, the keys of each step, and where results go."""
+    """Rows of one rank of `prepare_steps`, the keys of each of its steps, and the buffers of results."""
 
     kernels: KernelSet
     sides: list[tuple[RowMetadata, RowMetadata]]

@@ -84,19 +84,11 @@ def forward(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         q, k, v, scale, _ = _scaled(q, k, v, score)
         backend, launches = _choose(q, k, v, rows, keys)
-        fits = len(launches) == 1 and _is_whole(launches[0].rows, launches[0].batch, q)
-        begun = first and score.sinks is None
-        if fits:
-            part = _forward(backend, q, k, v, scale, launches[0])
-            if begun and last:
-                o.copy_(part[0])
-                lse.copy_(part[1])
-                return
-            if first and not begun:
-                carry = _fresh(q, o, lse) if last else carry
-                assert carry is not None, "only a ring step that is first and last has no carry"
-                partials.start(carry, score.sinks)
-            before = None if begun else carry
+        if len(launches) == 1 and _is_whole(launches[0].rows, launches[0].batch, q):
+            part, before = _forward(backend, q, k, v, scale, launches[0]), None if first else carry
+            if first and score.sinks is not None:
+                before = _fresh(q, o, lse)
+                partials.start(before, score.sinks)
             assert last or carry is not None, "only a ring step that is first and last has no carry"
             partials.add_partial(before, *part, (o, lse) if last or carry is None else carry)
             return

@@ -201,13 +201,14 @@ def _extend(band: Band, line: Line) -> Band | None:
     if not (moves or stays):
         return None
     longer = Band((first, line.stop), (bottom, line.last_hi), lower, upper)
-    return longer if _is_read_alike((longer,), longer.window) else None
+    return longer if _has_exact_window((longer,), longer.window) else None
 
 
-def _is_read_alike(bands: Sequence[Band], window: tuple[int | None, int | None]) -> bool:
-    """Whether operators read a window as it is meant.
+def _has_exact_window(bands: Sequence[Band], window: tuple[int | None, int | None]) -> bool:
+    """Return whether a window has one meaning to the operators.
 
-    A right side of as many keys as there are is unbounded to them; beside a left one, an unbounded right side is so many keys.
+    To flash, a right side of at least the number of keys is unbounded, and an unbounded right side of a window with a left side
+    is the number of keys.
     """
     left, right = window
     most = max(band.shape[1] for band in bands)
@@ -230,7 +231,7 @@ def _append(call: Call, band: Band) -> Call | None:
             return None
         sides.append(exact.pop() if exact else None)
     window = sides[0], sides[1]
-    return Call(bands, window) if _is_read_alike(bands, window) else None
+    return Call(bands, window) if _has_exact_window(bands, window) else None
 
 
 def tiles(given: Sequence[Line]) -> Iterator[Tile]:

@@ -12,7 +12,6 @@ compared before they are called: both differ between versions.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -90,16 +89,11 @@ def launch_of_call(call: Call, batch: tuple[int, int], device: torch.device) -> 
     window = (None, None) if causal else call.window
     if len(call.bands) == 1:
         return Launch(batch, call.rows, call.keys, causal, window)
-    edges = [
-        [0, *(one[side][1] - first for one in _sides(call))] for side, first in ((0, call.rows[0]), (1, call.keys[0]))
-    ]
-    longest = [max(b - a for a, b in itertools.pairwise(ends)) for ends in edges]
-    cu_seqlens = torch.tensor(edges, dtype=torch.int32, device="cpu").to(device)
-    return Launch(batch, call.rows, call.keys, causal, window, (cu_seqlens[0], cu_seqlens[1]), (longest[0], longest[1]))
-
-
-def _sides(call: Call) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    return [(band.rows, band.keys) for band in call.bands]
+    (row, _), (key, _) = call.rows, call.keys
+    ends = [[0, *(band.rows[1] - row for band in call.bands)], [0, *(band.keys[1] - key for band in call.bands)]]
+    cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cpu").to(device)
+    longest = max(band.shape[0] for band in call.bands), max(band.shape[1] for band in call.bands)
+    return Launch(batch, call.rows, call.keys, causal, window, (cu_seqlens[0], cu_seqlens[1]), longest)
 
 
 def launch_of_tile(tile: Tile, batch: tuple[int, int]) -> Launch:

@@ -115,8 +115,7 @@ def test_kernels_between_calls_of_torch_compile_without_spills(capability, tmp_p
     floats = dict.fromkeys(("most", "least", "root"), "fp32")
     launches = [
         (carry, {"ROWS": carry_triton.NUMBERS // 128, "DV": 128, "EMPTY": empty, "FINISH": finish})
-        for empty in (False, True)
-        for finish in (False, True)
+        for empty, finish in ((False, False), (False, True), (True, False))
     ]
     launches.append((output, {"ROWS": delta_output_triton.NUMBERS // 128, "D": 128}))
     sums = gradients_triton._add_rows_kernel
