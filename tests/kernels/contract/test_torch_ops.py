@@ -10,11 +10,13 @@ from torch import Tensor
 
 from ringattn import Ring, attention_reference, masks, ring_attention, ring_attention_with_lse, simulate_ring
 from ringattn.kernels.attention.torch_ops import api, operators
+from ringattn.kernels.attention.torch_ops.bands import Line, calls
 from ringattn.kernels.attention.torch_ops.delta_output import output_for
 from ringattn.kernels.interface import Grads, Score
 from ringattn.kernels.registry import select_kernels
 from ringattn.numerics.reference import visible_pairs
 from tests.support.budget import assert_within_budget
+from tests.support.flash_operator import flash_operator
 from tests.support.kernel_conformance import CASES, LONG_CASES, Case, make_side, run_case, torch_serves
 from tests.support.pool import Pools
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
@@ -32,6 +34,31 @@ FEW_TILES = [
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_forward_and_backward_stay_within_budget(case: Case, dtype: torch.dtype) -> None:
     run_case(api, case, dtype, "cpu")
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU whose flash operators have windows and variable lengths, in plain torch."""
+    monkeypatch.setattr(operators, "operator", flash_operator)
+    monkeypatch.setattr(operators, "preferred", lambda device: ("flash",))
+    monkeypatch.setattr(operators, "can_run", lambda *args: True)
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [case for case in (*SERVED, *FEW_TILES) if case.name != "long_runs"], ids=str)
+def test_calls_with_windows_and_variable_lengths_stay_within_budget(case: Case, dtype: torch.dtype) -> None:
+    run_case(api, case, dtype, "cpu")
+
+
+def test_adjacent_documents_are_one_call_of_variable_lengths() -> None:
+    found = calls([Line(0, 3, 0, 0, 1, 1), Line(3, 8, 3, 0, 4, 1)])
+    launch = operators.launch_of_call(found[0], (0, 1), CPU)
+    assert len(found) == 1
+    assert launch.causal
+    assert launch.cu_seqlens is not None
+    assert [x.tolist() for x in launch.cu_seqlens] == [[0, 3, 8], [0, 3, 8]]
+    assert launch.max_seqlens == (5, 5)
 
 
 @pytest.mark.parametrize("case", FEW_TILES, ids=str)
