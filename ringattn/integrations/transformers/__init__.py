@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ringattn.integrations.transformers.attention import attend
 from ringattn.integrations.transformers.batch import RingCollator, shard_batch
 from ringattn.integrations.transformers.decode_compile import compile_for_decode
+from ringattn.integrations.transformers.heads import last_positions, take_rows
 from ringattn.integrations.transformers.masks import RingMask, describe_mask
 from ringattn.integrations.transformers.model_forward import run_step
 from ringattn.integrations.transformers.ring_cache import RingCache
@@ -32,9 +33,11 @@ __all__ = [
     "attend",
     "compile_for_decode",
     "describe_mask",
+    "last_positions",
     "register",
     "run_step",
     "shard_batch",
+    "take_rows",
 ]
 
 
