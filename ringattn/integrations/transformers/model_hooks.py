@@ -25,12 +25,16 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ringattn.integrations.transformers.attention import num_attention_calls
-from ringattn.integrations.transformers.positions import document_positions
+from ringattn.integrations.transformers.positions import document_positions, has_sections
 from ringattn.integrations.transformers.support import NAME, check_supported, is_tower
 from ringattn.plan.sharding import Sharding
 
+LOSS_ROWS = 1024
+"""Rows of logits that are copied to fp32 at a time, to check the loss."""
+
 _OF_ROWS = ("last_hidden_state",)
 
+_loss_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _calls_before: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _watching: list[bool] = []
 
@@ -77,18 +81,22 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         check_supported((module, kwargs), "sharded call")
     if not torch.compiler.is_compiling():
         _calls_before[module] = num_attention_calls()
-    return _cut(args, kwargs, sharding) if _is_innermost(module) else None
+    if not _is_innermost(module):
+        return None
+    args, kwargs = _cut(args, dict(kwargs), sharding)
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.dim() == 2 and has_sections(module.config):
+        # in this shape, attention gets them too
+        kwargs["position_ids"] = positions.expand(4, *positions.shape)
+    return args, kwargs
 
 
-def _cut(
-    args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Sharding
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of a model with this rank's rows of whole inputs; None when they are this rank's already."""
+def _cut(args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Sharding) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a model with this rank's rows of whole inputs; rows of a rank stay as they are."""
     tokens = next((x for x in (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1]) if x is not None), None)
     if tokens is None or tokens.shape[1] != sharding.seq_len:
-        return None
+        return args, kwargs
     args = tuple(sharding.shard(x) if i == 0 and x is not None else x for i, x in enumerate(args))
-    kwargs = dict(kwargs)
     seen = kwargs.get("visual_pos_masks")
     if seen is not None and kwargs.get("deepstack_visual_embeds") is not None:
         # rows of an image that are added to its tokens, in the order of tokens
@@ -131,6 +139,8 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     if not gather:
         with sharding.ring.propagate_errors():
             _check_rows(module, output, sharding)
+        if module not in _loss_checked and not torch.compiler.is_compiling():
+            _check_loss(module, kwargs, output, sharding)
     return output
 
 
@@ -201,3 +211,27 @@ def _check_rows(module: nn.Module, output: Any, sharding: Sharding) -> None:
                 f"{tuple(x.shape)} from {type(module).__name__}, which chooses among them; pass pooling=True to shard_batch, or "
                 "choose rows with take_rows"
             )
+
+
+def _check_loss(module: nn.Module, kwargs: dict[str, Any], output: Any, sharding: Sharding) -> None:
+    """Raise on every rank when the loss of the first call with shifted labels is not their sum over num_items_in_batch.
+
+    Some models pass only labels to their loss, which shifts them once more and averages over those of a rank.
+    """
+    labels, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+    loss, logits = (getattr(output, name, None) for name in ("loss", "logits"))
+    if any(x is None for x in (labels, count, loss, logits)):
+        return
+    rows, wanted = logits.detach().flatten(0, 1), labels.flatten().to(logits.device)
+    pieces = zip(rows.split(LOSS_ROWS), wanted.split(LOSS_ROWS), strict=True)
+    total = sum(float(nn.functional.cross_entropy(x.float(), y, reduction="sum")) for x, y in pieces)
+    found, expected = float(loss), total / float(count)
+    equal = abs(found - expected) <= 1e-2 * abs(expected) + 1e-4
+    ring: Any = sharding.ring
+    if not ring.all_reduce_min(int(equal)):
+        raise NotImplementedError(
+            "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of "
+            f"{type(module).__name__}: {found:.4g} instead of {expected:.4g} on rank {sharding.rank}; leave labels out of the call, "
+            "and take their sum, shift_labels, from its logits"
+        )
+    _loss_checked.add(module)
