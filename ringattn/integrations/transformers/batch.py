@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 
 from ringattn.integrations.transformers.model_hooks import watch_models
 from ringattn.integrations.transformers.positions import document_positions, read_cumulative, read_documents
-from ringattn.integrations.transformers.support import check_supported
+from ringattn.integrations.transformers.support import IMAGE_KEYWORDS, check_supported
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 
@@ -31,16 +31,6 @@ COMPARED = 2
 """First batches of a ring whose tokens are compared between ranks, to find mistakes in reading data."""
 
 _ROWS = ("input_ids", "inputs_embeds", "token_type_ids")
-_IMAGES = (
-    "image_grid_thw",
-    "image_sizes",
-    "mm_token_type_ids",
-    "pixel_attention_mask",
-    "pixel_values",
-    "pixel_values_videos",
-    "second_per_grid_ts",
-    "video_grid_thw",
-)
 _KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "return_loss")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _HANDLED = ("labels", "shift_labels", "position_ids", "attention_mask", "max_length_q", "max_length_k", "use_cache")
@@ -94,7 +84,7 @@ def shard_batch(
         ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
     watch_models()
-    images = [name for name in _IMAGES if batch.get(name) is not None]
+    images = sorted(name for name in IMAGE_KEYWORDS if batch.get(name) is not None)
     with ring.propagate_errors():
         _check_entries(batch)
         tokens = batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
@@ -197,7 +187,7 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
         raise ValueError(
             f"a batch must have input_ids or inputs_embeds, got {sorted(batch)}; pass what the collator made"
         )
-    known = {*_ROWS, *_KEPT, *_CUMULATIVE, *_HANDLED, *_IMAGES}
+    known = {*_ROWS, *_KEPT, *_CUMULATIVE, *_HANDLED, *IMAGE_KEYWORDS}
     unknown = sorted(name for name, entry in batch.items() if name not in known and entry is not None)
     if unknown:
         raise NotImplementedError(

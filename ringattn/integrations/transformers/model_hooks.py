@@ -16,6 +16,8 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ringattn.inference import ForwardBatch
 from ringattn.integrations.transformers.attention import num_attention_calls
+from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
 from ringattn.integrations.transformers.positions import document_positions, has_sections
 from ringattn.integrations.transformers.support import NAME, check_supported, is_tower
 from ringattn.plan.sharding import Sharding
@@ -33,6 +37,8 @@ LOSS_ROWS = 1024
 """Rows of logits that are copied to fp32 at a time, to check the loss."""
 
 _OF_ROWS = ("last_hidden_state",)
+_LAST = ("cache_position", "position_ids")  # tokens are their last dim
+_WHOLE = ("input_ids", "inputs_embeds", "token_type_ids", "visual_pos_masks", *_LAST)
 
 _loss_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _calls_before: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
@@ -74,6 +80,9 @@ def _is_innermost(module: nn.Module) -> bool:
 
 
 def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    step = kwargs.get("step")
+    if isinstance(step, ForwardBatch) and _is_innermost(module) and not is_tower(module):
+        return _take(args, kwargs, new_tokens(step), partial(own_rows, step))
     sharding = _shared(module, kwargs)
     if sharding is None:
         return None
@@ -83,46 +92,45 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         _calls_before[module] = num_attention_calls()
     if not _is_innermost(module):
         return None
-    args, kwargs = _cut(args, dict(kwargs), sharding)
+    taken = _take(args, kwargs, sharding.seq_len, sharding.shard)
+    args, kwargs = taken or (args, kwargs)
     positions = kwargs.get("position_ids")
-    if positions is not None and positions.dim() == 2 and has_sections(module.config):
-        # in this shape, attention gets them too
-        kwargs["position_ids"] = positions.expand(4, *positions.shape)
-    return args, kwargs
+    if positions is None and taken is None:
+        return None
+    counted = _count(sharding).to(next(module.parameters()).device)[None]
+    return args, {**kwargs, "position_ids": _with_text(counted if positions is None else positions, counted, module)}
 
 
-def _cut(args: tuple[Any, ...], kwargs: dict[str, Any], sharding: Sharding) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a model with this rank's rows of whole inputs; rows of a rank stay as they are."""
+def _take(
+    args: tuple[Any, ...], kwargs: dict[str, Any], length: int, take: Callable[..., Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments with this rank's rows of whole inputs, of that length; None for inputs that are not whole."""
     tokens = next((x for x in (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1]) if x is not None), None)
-    if tokens is None or tokens.shape[1] != sharding.seq_len:
-        return args, kwargs
-    args = tuple(sharding.shard(x) if i == 0 and x is not None else x for i, x in enumerate(args))
-    seen = kwargs.get("visual_pos_masks")
-    if seen is not None and kwargs.get("deepstack_visual_embeds") is not None:
-        # rows of an image that are added to its tokens, in the order of tokens
+    if tokens is None or tokens.shape[1] != length:
+        return None
+    mine = {name: x for name, x in kwargs.items() if name in _WHOLE and x is not None}
+    seen, added = mine.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+    mine = {name: take(x, dim=x.dim() - 1 if name in _LAST else 1) for name, x in mine.items()}
+    if seen is not None and added is not None:
+        # rows of images that are added to their tokens, in the order of these
         order = (seen.flatten().cumsum(0) - 1).view(seen.shape)
-        mine = sharding.shard(order)[sharding.shard(seen)]
-        kwargs["deepstack_visual_embeds"] = [x[mine] for x in kwargs["deepstack_visual_embeds"]]
-    for name in ("input_ids", "inputs_embeds", "token_type_ids", "visual_pos_masks"):
-        if kwargs.get(name) is not None:
-            kwargs[name] = sharding.shard(kwargs[name])
-    if kwargs.get("cache_position") is not None:  # of 4.x
-        kwargs["cache_position"] = sharding.shard(kwargs["cache_position"], dim=0)
-    kwargs["position_ids"] = _cut_positions(kwargs.get("position_ids"), sharding, tokens.device)
-    return args, kwargs
+        rows = take(order, dim=1)[mine["visual_pos_masks"]]
+        mine["deepstack_visual_embeds"] = [x[rows] for x in added]
+    first = (take(args[0], dim=1),) if args and args[0] is not None else args[:1]
+    return (*first, *args[1:]), {**kwargs, **mine}
 
 
-def _cut_positions(positions: Tensor | None, sharding: Sharding, device: torch.device) -> Tensor:
-    """Return this rank's rows of positions `b n`, or of several per token, in front of which attention finds those of the text."""
-    if positions is not None and positions.dim() == 2:
-        return sharding.shard(positions, dim=1) if positions.shape[1] == sharding.seq_len else positions
-    counted = sharding.positions.cpu()
-    counted = counted if sharding.documents is None else document_positions(counted, sharding.documents)
-    counted = counted.to(device)[None]
-    if positions is None:
-        return counted
-    mine = sharding.shard(positions, dim=2)
-    return mine if len(mine) == 4 else torch.cat([counted.expand(1, *mine.shape[1:]), mine])
+def _count(sharding: Sharding) -> Tensor:
+    """Return the positions `s` of this rank's rows, from the start of their document."""
+    positions = sharding.positions.cpu()
+    return positions if sharding.documents is None else document_positions(positions, sharding.documents)
+
+
+def _with_text(positions: Tensor, counted: Tensor, module: nn.Module) -> Tensor:
+    """Return positions in the shape in which models with several per token pass those of the text, the first, to attention."""
+    if positions.dim() == 2:
+        return positions.expand(4, *positions.shape) if has_sections(module.config) else positions
+    return positions if len(positions) == 4 else torch.cat([counted.expand(1, *positions.shape[1:]), positions])
 
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -37,6 +37,12 @@ ATTENTION_KEYWORDS = frozenset(
 )
 """Keywords that reach attention because models pass on what they are given, and that do not change attention."""
 
+IMAGE_KEYWORDS = frozenset(
+    "image_grid_thw image_sizes mm_token_type_ids pixel_attention_mask pixel_values pixel_values_videos second_per_grid_ts "
+    "video_grid_thw".split()
+)
+"""Entries of a batch that models with images read whole on every rank."""
+
 RING_CACHE_KEYWORDS = frozenset(
     "attention_mask cache_position input_ids inputs_embeds logits_to_keep output_attentions output_hidden_states "
     "output_router_logits past_key_values position_ids return_dict use_cache".split()
@@ -332,7 +338,7 @@ TABLE = (
     ),
     Unsupported(
         "RingCache call",
-        _unknown(RING_CACHE_KEYWORDS),
+        _unknown(RING_CACHE_KEYWORDS | IMAGE_KEYWORDS),
         "{got} must be left out of a call with a RingCache, which cannot share it between ranks",
     ),
     # a call of generate with a RingCache

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ringattn import Ring
-from ringattn.integrations.transformers import register, shard_batch
+from ringattn.integrations.transformers import RingCache, register, shard_batch
 from tests.integrations.transformers.test_models import assert_equal
 from tests.support.pool import Pools
 
@@ -95,6 +95,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 OWN_LOSS = () if FIVE else ("qwen3_vl", "gemma3")
 """These do not pass shifted labels to their loss in 4.x."""
+WITHOUT_POSITIONS = OWN_LOSS
+"""generate() of 4.x gives these no positions."""
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
@@ -279,3 +281,78 @@ def test_positions_of_several_dimensions_may_be_given(pool: Pools, rows: int) ->
     expected = alone("qwen2_5_vl", batch)
     for found in pool(2).run(learn, "qwen2_5_vl", batch, "zigzag"):
         assert_equal(found, expected)
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"num_beams": 2}, *([{"prefill_chunk_size": 7}] if FIVE else [])]
+"""Options of generate; 4.x cannot give images in chunks."""
+
+
+def prompt(kind: str, padding: str) -> dict[str, Tensor]:
+    """A batch without what training needs."""
+    batch = with_images(kind, padding)
+    del batch["labels"]
+    return batch
+
+
+def answer(kind: str, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """Tokens that a ring generates after a prompt with images."""
+    model = make(kind, "ringattn").eval()
+    with RingCache(model, Ring(), max_tokens=80, batch=4) as cache:
+        return turns(model, batch, {**options, "past_key_values": cache})
+
+
+def turns(model: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """Generate 12 tokens."""
+    return model.generate(**batch, max_new_tokens=12, eos_token_id=-1, pad_token_id=0, **options)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in (*QWEN, "llava") if kind not in WITHOUT_POSITIONS])
+def test_generation_after_images_equals_one_process(pool: Pools, kind: str, options: dict[str, Any]) -> None:
+    options = {"do_sample": False, **options}
+    if options.get("num_beams", 1) == 1:
+        batch = prompt(kind, "")
+        other = {**batch, "pixel_values": -batch["pixel_values"]}
+        answers = [turns(make(kind, "sdpa").eval(), one, options) for one in (batch, other)]
+        assert not torch.equal(*answers), "the answer depends on the images"
+    # the first of such chunks of a shorter sequence is all padding, which is refused
+    paddings = {"": (1, 2, 4)} if "prefill_chunk_size" in options else {"": (1, 2, 4), "left": (2,)}
+    for padding, world_sizes in paddings.items():
+        batch = prompt(kind, padding)
+        expected = turns(make(kind, "sdpa").eval(), batch, options)
+        for world_size in world_sizes if "num_beams" not in options else world_sizes[-1:]:
+            for found in pool(world_size).run(answer, kind, batch, options):
+                assert torch.equal(found, expected)
+
+
+def two_turns(kind: str, cache: Any, batch: dict[str, Any], more: Tensor) -> Tensor:
+    """Tokens of a second turn, of text, after a first one with images."""
+    model = make(kind, "sdpa" if cache is None else "ringattn").eval()
+    options = {"max_new_tokens": 5, "eos_token_id": -1, "pad_token_id": 0, "do_sample": False}
+    if cache is None:
+        first = model.generate(**batch, **options, return_dict_in_generate=True)
+        ids, cache = first.sequences, first.past_key_values
+        return continue_text(model, ids, more, batch, {**options, "past_key_values": cache})
+    with RingCache(model, Ring(), max_tokens=80) as held:
+        ids = model.generate(**batch, **options, past_key_values=held)
+        return continue_text(model, ids, more, batch, {**options, "past_key_values": held})
+
+
+def continue_text(model: Any, ids: Tensor, more: Tensor, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """Generate after a conversation and more text."""
+    ids = torch.cat([ids, more], 1)
+    types = {}
+    if "mm_token_type_ids" in batch:
+        types["mm_token_type_ids"] = ids.eq(IMAGE).int()
+    return model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **types, **options)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="positions of a second turn differ in 4.x")
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "llava"])
+def test_text_after_an_answer_about_images_equals_one_process(pool: Pools, kind: str) -> None:
+    batch, more = prompt(kind, ""), torch.tensor([[31, 32, 33, 34, 35, 36, 37]])
+    expected = two_turns(kind, None, batch, more)
+    for found in pool(2).run(two_turns, kind, True, batch, more):
+        assert torch.equal(found, expected)
