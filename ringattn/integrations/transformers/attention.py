@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from ringattn.api import ring_attention
 from ringattn.inference import ForwardBatch
@@ -26,7 +27,7 @@ from ringattn.integrations.transformers.positions import (
     read_documents,
     rope_scaling_limits,
 )
-from ringattn.integrations.transformers.support import check_supported, first_learned_position
+from ringattn.integrations.transformers.support import check_supported, first_learned_position, is_tower
 from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
 
@@ -101,6 +102,8 @@ def attend(
     Returns:
         `b s h dv` and None.
     """
+    if is_tower(module):
+        return _attend_whole(module, query, key, value, attention_mask, dropout, scaling, is_causal), None
     if not torch.compiler.is_compiling():
         _num_calls[0] += 1
     ring = (
@@ -169,6 +172,30 @@ def attend(
     if tokens is not None:
         out = out.masked_fill(~tokens[:, :, None, None], 0.0)
     return out, None
+
+
+def _attend_whole(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: RingMask | Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+) -> Tensor:
+    """Return what torch's attention gives to a layer of an image encoder, whose rows are whole on every rank."""
+    mask = attention_mask
+    if isinstance(mask, RingMask):
+        if mask.padding is not None or mask.local_size is not None or mask.overlay:
+            raise NotImplementedError(
+                f"the mask of an image encoder must be None or a tensor, got padding, a window or blocks in "
+                f"{type(module).__name__}; "
+                "make the model with attn_implementation={'text_config': 'ringattn'}"
+            )
+        mask, is_causal = None, bool(mask.causal) if is_causal is None else is_causal
+    sdpa = AttentionInterface()["sdpa"]
+    return sdpa(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal)[0]
 
 
 def _check_mask(attention_mask: RingMask | Tensor | None) -> RingMask | None:
