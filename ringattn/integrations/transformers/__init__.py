@@ -22,6 +22,7 @@ from ringattn.integrations.transformers.model_hooks import watch_models
 from ringattn.integrations.transformers.ring_cache import RingCache
 from ringattn.integrations.transformers.support import NAME
 from ringattn.integrations.transformers.tensor_parallel import TensorParallelError, apply_tensor_parallel
+from ringattn.integrations.transformers.trees import pack_answers
 
 __all__ = [
     "NAME",
@@ -34,6 +35,7 @@ __all__ = [
     "compile_for_decode",
     "describe_mask",
     "last_positions",
+    "pack_answers",
     "register",
     "run_step",
     "shard_batch",

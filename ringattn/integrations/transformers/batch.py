@@ -21,6 +21,8 @@ from torch.utils.data import get_worker_info
 from ringattn.integrations.transformers.model_hooks import watch_models
 from ringattn.integrations.transformers.positions import document_positions, read_cumulative, read_documents
 from ringattn.integrations.transformers.support import IMAGE_KEYWORDS, check_supported
+from ringattn.integrations.transformers.trees import check_tree_batch
+from ringattn.plan.expressions import Mask, Tree
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 
@@ -45,7 +47,8 @@ def shard_batch(
     *,
     shift_labels: bool = True,
     pooling: bool = False,
-    balance: dict[str, Any] | None = None,
+    balance: dict[str, Any] | Mask | None = None,
+    tree: Tree | None = None,
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch, to call a model with: `model(**shard_batch(batch, ring))`.
 
@@ -64,7 +67,8 @@ def shard_batch(
         shift_labels: Whether the model predicts the next token; False for models that predict tokens in place, as encoders.
         pooling: Whether the model has a head that chooses rows of the whole sequence (sequence classification, rewards): labels
             are then one per sequence, and the loss is the same on every rank.
-        balance: As in `ring.sharding`: the mask to balance for.
+        balance: As in `ring.sharding`: the mask to balance for; with a tree and the layout "balanced" by default the tree.
+        tree: The tokens are nodes of this tree (Note [Trees of tokens] of trees.py), as `pack_answers` makes them.
 
     Returns:
         This rank's rows of the tokens, their global `position_ids`, `labels` and `shift_labels` as `labels` shifted before
@@ -108,7 +112,11 @@ def shard_batch(
                 f"{tuple(positions.shape)}; leave them out, or pass what the processor made"
             )
         text = positions if not several else positions[0] if positions is not None and len(positions) == 4 else None
-        documents = _documents(batch, text, n)
+        documents = None if tree is not None else _documents(batch, text, n)
+        if tree is not None:
+            check_tree_batch(batch, tree, n)
+            positions = torch.tensor(tree.positions, device=tokens.device)[None]
+            balance = tree if balance is None and layout == "balanced" else balance
         sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
         empty = [rank for rank, rows in enumerate(sharding.shard_lens) if rows == 0]
         if empty:
@@ -143,7 +151,9 @@ def shard_batch(
         if batch.get("labels") is not None:
             part["labels"] = batch["labels"]
     else:
-        part |= _labels(batch, sharding, shift_labels)
+        part |= _labels(batch, sharding, shift_labels, tree)
+    if tree is not None:
+        part["tree"] = tree
     part["use_cache"] = False
     part["sharding"] = sharding
     return part
@@ -245,13 +255,17 @@ def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tu
     return documents
 
 
-def _labels(batch: Mapping[str, Any], sharding: Sharding, shift: bool) -> dict[str, Tensor]:
+def _labels(batch: Mapping[str, Any], sharding: Sharding, shift: bool, tree: Tree | None) -> dict[str, Tensor]:
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if labels is None and shifted is None:
         return {}
     if shifted is None:
         assert labels is not None, "one of the two is there"
-        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else labels
+        shifted = labels
+        if shift:
+            shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if shift and tree is not None:
+            shifted[:, [end - 1 for end in tree.starts[1:]]] = IGNORE_INDEX
     mine = sharding.shard(shifted, dim=1)
     part = {"labels": mine, "shift_labels": mine} if shift else {"labels": mine}
     if batch.get("num_items_in_batch") is None:

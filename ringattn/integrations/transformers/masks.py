@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,8 @@ class RingMask:
         window: Tokens to each side that a row sees in a bidirectional window; None when unknown.
         local_size: Size of a sliding window or of chunks, in tokens; None for neither.
         chunked: Whether local_size is that of chunks; None when the config allows both.
+        spans: (start, stop) of the spans of each batch element that see all of themselves besides, as images; None for none.
+        span_tokens: Tokens of the sequence in which spans lie.
         overlay: Part that the model added to the mask, for a message; empty for none.
     """
 
@@ -40,6 +43,8 @@ class RingMask:
     window: int | None = None
     local_size: int | None = None
     chunked: bool | None = False
+    spans: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    span_tokens: int = 0
     overlay: str = ""
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -86,7 +91,10 @@ def describe_mask(
     bidirectional = "allow_is_bidirectional_skip" in others
     padding, lengths = _read_padding(attention_mask)
     causal, overlay = (False, "") if bidirectional else (None, "")
-    window = None
+    window = spans = None
+    span_tokens = 0
+    if not bidirectional and not torch.compiler.is_compiling():
+        mask_function, spans, span_tokens = _read_spans(mask_function)
     if bool(others.get("use_vmap")) and bidirectional:
         overlay = "a mask of its own over a bidirectional one"
     elif bidirectional:
@@ -97,7 +105,8 @@ def describe_mask(
     chunked: bool | None = local_size is not None and chunk == local_size
     if chunked and getattr(config, "sliding_window", None) == local_size:
         chunked = None
-    return RingMask(padding, lengths, attention_mask is not None, causal, window, local_size, chunked, overlay)
+    given = attention_mask is not None
+    return RingMask(padding, lengths, given, causal, window, local_size, chunked, spans, span_tokens, overlay)
 
 
 def _refuse_caches(attention_mask: Tensor | None, others: dict[str, Any]) -> None:
@@ -129,6 +138,36 @@ def _read_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, tuple[t
     lengths = tuple((start, stop) if count else (0, 0) for start, stop, count in rows)
     is_whole = all(span == (0, padding.shape[1]) for span in lengths)
     return (None, None) if is_whole else (padding, lengths)
+
+
+def _read_spans(
+    mask_function: Callable[..., Any] | None,
+) -> tuple[Callable[..., Any] | None, tuple[tuple[tuple[int, int], ...], ...] | None, int]:
+    """Return a mask function without transformers' overlay of blocks that see all of themselves, their spans, and the tokens.
+
+    The overlay is recognised by name, as in `_is_composed_by_transformers`; blocks of which one is in two places are left to it.
+    """
+    if mask_function is None or not _is_named(mask_function, "or_masks"):
+        return mask_function, None, 0
+    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    if len(parts) != 2 or not _is_named(parts[1], "blockwise_overlay"):
+        return mask_function, None, 0
+    blocks: Tensor = inspect.getclosurevars(parts[1]).nonlocals["block_sequence_ids"].cpu()
+    found = []
+    for row in blocks.tolist():
+        edges = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
+        spans = [(row[a], a, b) for a, b in pairwise(edges) if a < b and row[a] >= 0]
+        if len({name for name, _, _ in spans}) < len(spans):
+            return mask_function, None, 0
+        found.append(tuple((a, b) for _, a, b in spans))
+    return parts[0], tuple(found) if any(found) else None, blocks.shape[-1]
+
+
+def _is_named(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function is made by one of transformers' makers of mask functions."""
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        return False
+    return function.__qualname__.partition(".")[0] == name
 
 
 def _read_order(
