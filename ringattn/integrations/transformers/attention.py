@@ -338,10 +338,12 @@ def _resolve_union(
         )
     if chunk_len is not None:
         raise NotImplementedError("spans that see all of themselves must go without chunked attention; use 'sdpa'")
-    shown = masks.causal() if causal else masks.window(None, None)
-    if window is not None:
-        shown = shown & masks.window(*window)
-    united = [shown | masks.spans(spans) for spans in mask.spans]
+    order = masks.causal() if causal else masks.window(None, None)
+    near = masks.window(None, None) if window is None else masks.window(window[0], None if causal else window[1])
+    united = [
+        (order | masks.spans(spans)) & near if mask.cut_spans else (order & near) | masks.spans(spans)
+        for spans in mask.spans
+    ]
     found = united[0] if len(united) == 1 else masks.per_batch(united)
     if lengths is not None:
         found = masks.lengths(lengths * (1 if len(lengths) > 1 else len(united))) & found

@@ -110,6 +110,8 @@ def make(kind: str, attention: str) -> Any:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4)  # attention is then far from an average
+                if not parameter.any():
+                    parameter.normal_(std=0.03)  # Gemma 3 projects images by zeros at first
     return model.float().train()
 
 
@@ -176,7 +178,7 @@ def alone(kind: str, batch: dict[str, Any], attention: str = "sdpa") -> tuple[Te
 
 @pytest.mark.dist
 @pytest.mark.parametrize("padding", ["", "left", "right"])
-@pytest.mark.parametrize("kind", [kind for kind in (*QWEN, "llava") if kind not in OWN_LOSS])
+@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in OWN_LOSS])
 def test_images_on_a_ring_give_the_gradients_of_one_process(pool: Pools, kind: str, padding: str) -> None:
     batch = with_images(kind, padding)
     expected = alone(kind, batch)
@@ -240,6 +242,7 @@ def refusal(kind: str, batch: dict[str, Any]) -> str:
 
 
 @pytest.mark.dist
+@pytest.mark.skipif(FIVE, reason="5.x says which tokens belong to an image")
 def test_tokens_of_an_image_that_see_each_other_are_refused(pool: Pools) -> None:
     for found in pool(2).run(refusal, "gemma3", with_images("gemma3")):
         assert "got blocks of tokens that see each other over a causal mask" in found

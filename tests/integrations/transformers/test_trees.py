@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ringattn.integrations.transformers import pack_answers, shard_batch
 from tests.integrations.transformers.models import gradients, learn, make, tokens
 from tests.integrations.transformers.test_models import assert_equal
 from tests.support.pool import Pools
+from tests.test_examples import run_on_ranks
 
 
 def samples() -> list[tuple[Tensor, list[Tensor]]]:
@@ -94,3 +96,11 @@ def test_positions_of_another_tree_are_refused() -> None:
     part["tree"] = masks.tree([None], [tree.starts[-1]])
     with pytest.raises(ValueError, match="count along the paths of the tree"):
         make("llama", "ringattn")(**part)
+
+
+def test_the_example_learns_the_same_with_fewer_tokens() -> None:
+    printed = run_on_ranks("shared_prompts")
+    losses = re.findall(r"loss (\S+) shared, (\S+) one by one", printed)
+    assert len(losses) == 2
+    assert all(abs(float(a) - float(b)) < 2e-5 for a, b in losses)
+    assert "359 tokens per step instead of 1472" in printed
