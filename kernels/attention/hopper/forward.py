@@ -191,13 +191,15 @@ def _limits_in(
     work, segments, _starts = plan
     _positions, lo_ptr, hi_ptr, lo_st, hi_st = sides
     head = gl.load(work + at * 8)
-    r = (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK
-    x = gl.load(work + at * 8 + 1) + r
+    x = gl.load(work + at * 8 + 1) + (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK
     b = gl.cast(head // heads, gl.int64)
     exists = (x < rows) & anything
     lo = gl.load(lo_ptr + b * lo_sb + x, mask=exists, other=0)
     hi = gl.load(hi_ptr + b * hi_sb + x, mask=exists, other=0)
-    lo, hi = bounds_in(lo, hi, lo_ptr + b * lo_sb, hi_ptr + b * hi_sb, lo_st, hi_st, segments, segment, r, x, exists)
+    lo, hi = bounds_in(
+        lo, hi, lo_ptr + b * lo_sb, hi_ptr + b * hi_sb, lo_st, hi_st, segments, segment,
+        (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK, x, exists,
+    )  # fmt: skip
     _key, _blocks, begin, end, origin, stride = _segment(segments, segment)
     return _limits(lo, hi, begin, end, origin, stride)
 
