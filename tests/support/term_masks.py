@@ -56,7 +56,8 @@ class TermMask:
         """The tables as kernels take them."""
         if self.tables is None:
             return None
-        return BlockPatterns(self.tables.to(device), self.tables, self.of_term, self.block_size)
+        tables = self.tables.int()
+        return BlockPatterns(tables.to(device), tables, self.of_term, self.block_size)
 
 
 TermMaskMaker = Callable[[int], TermMask]

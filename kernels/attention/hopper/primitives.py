@@ -201,8 +201,9 @@ def bounds_in(lo, hi, lo_ptr, hi_ptr, lo_st, hi_st, segments, i, r, x, exists):
         label = gl.load(segments + i * 8 + 7)
         term = gl.cast(label & 255, gl.int64)
         within = exists & (r >= ((label >> 8) & 4095)) & (r < (label >> 20))
-        lo = gl.load(lo_ptr + term * lo_st + x, mask=within, other=0)
-        hi = gl.load(hi_ptr + term * hi_st + x, mask=within, other=0)
+        # products with strides are made here: made outside of a loop they would be spilled
+        lo = gl.load(lo_ptr + term * opaque(gl.to_tensor(lo_st)) + x, mask=within, other=0)
+        hi = gl.load(hi_ptr + term * opaque(gl.to_tensor(hi_st)) + x, mask=within, other=0)
     return lo, hi
 
 

@@ -344,7 +344,7 @@ def _cut_by_blocks(
     first = new.nonzero()[:, 0]
     tile = first // shape.tile
     # what all rows of a tile see, as if they had one block, then what is left of each block's
-    seen = patterns.tables_host[which][block[first]]
+    seen = patterns.tables_host[which].bool()[block[first]]
     common = torch.zeros(tiles, seen.shape[1], dtype=torch.int32, device="cpu").index_add_(0, tile, (~seen).int()) == 0
     padded = torch.nn.functional.pad(torch.cat((common, seen & ~common[tile])), (1, 1))
     set_of, edge = (padded[:, 1:] != padded[:, :-1]).nonzero(as_tuple=True)

@@ -240,7 +240,7 @@ def test_plans_of_any_union_of_terms_meet_every_visible_pair_once(mask: TermMask
 def block_sides(tokens: int, share: float) -> tuple[RowMetadata, RowMetadata]:
     """Whole sequences under a random table of blocks of 128 and no other mask."""
     blocks = tokens // 128
-    table = torch.rand(1, blocks, blocks, generator=torch.Generator().manual_seed(0)) < share
+    table = (torch.rand(1, blocks, blocks, generator=torch.Generator().manual_seed(0)) < share).int()
     lo, hi = torch.zeros(1, tokens, dtype=torch.int32), torch.full((1, tokens), tokens, dtype=torch.int32)
     positions, run = torch.arange(tokens, dtype=torch.int32), (0, tokens, 0, 1)
     queries, keys = (
