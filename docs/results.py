@@ -178,7 +178,8 @@ def values_of(row: Row, names: Iterable[str]) -> tuple[Any, ...]:
 
 def kernel_rows(runs: list[Any]) -> list[Row]:
     """Return the rows of attention of all runs, a problem from the last run that measured it."""
-    rows = latest(runs, lambda row: (row["group"] in ("carry", "softmax"), values_of(row, PROBLEM)))
+    apart = ("carry", "softmax", "unions")
+    rows = latest(runs, lambda row: (row["group"] if row["group"] in apart else None, values_of(row, PROBLEM)))
     return [row for row in rows if row["group"] != "softmax"]
 
 
@@ -228,6 +229,21 @@ def table_of_masks(rows: list[Row]) -> str:
     return table(["head_dim", "mask", "tokens", "heads", *(NAMES.get(who, who) for who in names)], lines)
 
 
+def table_of_unions(rows: list[Row]) -> str:
+    """A line per mask: forward / backward of our kernel alone, its share of the causal kernel's, and FlexAttention."""
+    cells = {(row["mask"], row["direction"], row["who"]): row for row in rows}
+    ways = ("forward", "backward")
+    lines = []
+    for mask in dict.fromkeys(row["mask"] for row in rows):
+        ours, flex = ([cells.get((mask, way, who)) for way in ways] for who in ("hopper", "flex"))
+        causal = [cells.get(("causal", way, "hopper")) for way in ways]
+        shares = [
+            f"{100 * a['tflops'] / b['tflops']:.0f}%" if a and b else "-" for a, b in zip(ours, causal, strict=True)
+        ]
+        lines.append([mask, *(" / ".join(one) for one in (map(speed, ours), shares, map(speed, flex)))])
+    return table(["mask", "ringattn", "of causal", NAMES["flex"]], lines)
+
+
 def kernels_alone(rows: list[Row]) -> str:
     """Our kernel sets without autograd, on the problems of the target table."""
     rows = [row | {"level": "op"} for row in rows if row["level"] == "kernel" and "tflops" in row]
@@ -268,6 +284,13 @@ def kernels() -> str:
     others = [row for group in ("batch", "masks", "grouped") for row in by_group.get(group, [])]
     if others:
         parts += ["#### Other shapes\n\nForward / backward.", table_of_masks(others)]
+    if unions := by_group.get("unions", []):
+        shape = f"{unions[0]['seq_len']} tokens, {unions[0]['heads']} heads, head_dim {unions[0]['head_dim']}"
+        parts += [
+            f"#### Masks of several intervals and of blocks\n\n{shape}, forward / backward; the kernel alone beside FlexAttention. "
+            "[The masks](commands.md#bench-kernels).",
+            table_of_unions(unions),
+        ]
     if (HERE / FIGURE).exists():
         parts.append(f"![TFLOP/s over tokens, one line per implementation]({FIGURE})")
     return "\n\n".join(parts)
@@ -280,7 +303,7 @@ def digest(rows: list[Row]) -> str:
 
 def figure_rows() -> list[Row]:
     """Return the rows of the figure of kernels."""
-    return [row for row in kernel_rows(runs_of("kernels")) if row["group"] != "carry"]
+    return [row for row in kernel_rows(runs_of("kernels")) if row["group"] not in ("carry", "unions")]
 
 
 def figures() -> Iterator[tuple[str, Callable[..., bool], list[Row], bool]]:

@@ -147,8 +147,6 @@ def _hopper(request: _Request) -> tuple[bool, str]:
     for feature in ("bias", "dropout"):
         if feature in request.features:
             return False, f"{feature} is served by the portable kernels"
-    if request.features & {"terms", "block_pattern"}:
-        return False, "masks of several intervals are served by the eager kernels"
     if request.device.type != "cuda" or torch.version.hip is not None:
         return False, f"device must be a CUDA GPU of compute capability 9.0, got {request.device}"
     major, minor = torch.cuda.get_device_capability(request.device)
@@ -194,8 +192,6 @@ def _portable(request: _Request) -> tuple[bool, str]:
     )
     if why_not is not None:
         return False, why_not
-    if request.features & {"terms", "block_pattern"}:
-        return False, "masks of several intervals are served by the eager kernels"
     serves, why = check_triton_device(request.device, explicit=request.impl != "auto")
     if serves and request.device.type != "cuda" and request.dtype == torch.bfloat16:
         return False, "dtype must be float16 or float32 in the Triton interpreter, whose products of bfloat16 are wrong"

@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from ringattn.kernels.interface import Score
+from ringattn.kernels.interface import GatheredKeys, RowMetadata, Score
 
 LOG2E = math.log2(math.e)
 LEAST_SCALE = 1e-30  # a smaller softmax_scale may be 0 in fp32, which makes NaN of a hidden pair: -inf times 0
@@ -25,6 +25,14 @@ def pair(x: Tensor | None) -> tuple[int, int]:
 def per_batch(x: Tensor | None) -> int:
     """Return the batch stride of a tensor with one row per batch element, or one row for all."""
     return 0 if x is None or x.shape[0] == 1 else x.stride(0)
+
+
+def bound_strides(x: Tensor, side: RowMetadata | GatheredKeys) -> tuple[int, int | None]:
+    """Return the strides of batch elements and of terms of a side's `lo` or `hi`; None: one interval is all of the mask."""
+    of = side.sides[0] if isinstance(side, GatheredKeys) else side
+    batches = x.shape[0] // of.terms
+    term = None if of.terms == 1 and of.patterns is None else batches * x.stride(0)
+    return (0 if batches == 1 else x.stride(0)), term
 
 
 def scale_and_cap(score: Score) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import ringattn
 from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, SoftmaxState, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
 from ringattn.kernels.runtime.table_cache import find
-from ringattn.launch.bench.workloads import Inputs, document_of
+from ringattn.launch.bench.workloads import UNIONS, Inputs, document_of, union_rule
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.device_tables import sides_of, step_tables
 from ringattn.plan.sharding import Sharding
@@ -207,7 +207,7 @@ def prepare_cudnn(inputs: Inputs) -> Contender:
     """Prepare scaled_dot_product_attention with cuDNN, b h s d."""
     from torch.nn.attention import SDPBackend
 
-    if inputs.problem.mask in ("window", "documents"):
+    if inputs.problem.mask not in ("full", "causal"):
         raise Unsupported(f"no {inputs.problem.mask} mask in torch's interface to it")
     return _sdpa(inputs, SDPBackend.CUDNN_ATTENTION)
 
@@ -218,6 +218,7 @@ def prepare_fa2(inputs: Inputs) -> Contender:
 
     _gpu_only(inputs)
     problem = inputs.problem
+    _no_unions(inputs)
     if problem.mask in ("full", "causal"):
         return _sdpa(inputs, SDPBackend.FLASH_ATTENTION)
     attention = torch.ops.aten._flash_attention_forward
@@ -263,6 +264,9 @@ def prepare_flex(inputs: Inputs) -> Contender:
         "window": lambda b, h, i, j: (i >= j) & (i - j <= left),  # noqa: ARG005
         "documents": lambda b, h, i, j: (i >= j) & (owner[i] == owner[j]),  # noqa: ARG005
     }
+    if problem.mask in UNIONS:
+        rule = union_rule(problem, inputs.device)
+        rules[problem.mask] = lambda b, h, i, j: rule(i, j)  # noqa: ARG005
     if problem.mask != "full":
         # uncompiled, it holds the whole mask pair by pair
         large = n > 32768
@@ -286,6 +290,7 @@ def prepare_fa4(inputs: Inputs) -> Contender:
     except ImportError as missing:
         raise Unsupported(f"flash_attn.cute cannot be imported: {missing}") from missing
     problem = inputs.problem
+    _no_unions(inputs)
     if problem.mask == "documents":
         return _packed(
             inputs,
@@ -298,6 +303,11 @@ def prepare_fa4(inputs: Inputs) -> Contender:
     if problem.mask == "window":
         mask["window_size"] = (problem.window, 0)
     return _differentiable(lambda: flash_attn_func(q, k, v, **mask)[0], (q, k, v), do)
+
+
+def _no_unions(inputs: Inputs) -> None:
+    if inputs.problem.mask in UNIONS:
+        raise Unsupported(f"no {inputs.problem.mask} mask in its interface")
 
 
 def _gpu_only(inputs: Inputs) -> None:

@@ -26,6 +26,7 @@ from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.softmax import softmax_rows
 from ringattn.launch.bench.workloads import (
     FACTORS,
+    UNIONS,
     DTypeName,
     Inputs,
     MaskName,
@@ -37,7 +38,7 @@ from ringattn.launch.bench.workloads import (
 from ringattn.launch.runtime.session import Keep, Session, check_kernels
 from ringattn.launch.runtime.timing import Time, Timing, reason, time_calls
 
-Group = Literal["target", "batch", "masks", "grouped", "lengths", "softmax"]
+Group = Literal["target", "batch", "masks", "grouped", "lengths", "unions", "softmax"]
 Direction = Literal["forward", "backward"]
 GROUPS: tuple[Group, ...] = ("target", "batch", "masks", "grouped", "lengths")
 TENSORS = {"forward": ("o",), "backward": ("dq", "dk", "dv")}
@@ -50,8 +51,8 @@ class Kernels:
     """One GPU: our kernel sets beside cuDNN, FlashAttention-2 and FlexAttention as torch ships them, and FlashAttention-4.
 
     Attributes:
-        groups: Problems: the target table, many short sequences, masks, grouped heads, lengths; and by name only "softmax", the
-            online softmax.
+        groups: Problems: the target table, many short sequences, masks, grouped heads, lengths; and by name only "unions", masks
+            of several intervals and of blocks beside a causal one, and "softmax", the online softmax.
         head_dims: Of q, k and v, most important first.
         masks: Masks.
         directions: Forward, backward.
@@ -60,6 +61,7 @@ class Kernels:
             them, one after the other and without transport ("steps"); peers are functions.
         length: Tokens of target, masks and grouped.
         lengths: Tokens of lengths.
+        union_length: Tokens of unions.
         heads: Query heads, and as many key/value heads, but in grouped.
         grouped: Query heads and key/value heads of grouped.
         batch: Batch elements and tokens of batch.
@@ -77,12 +79,13 @@ class Kernels:
 
     groups: tuple[Group, ...] = GROUPS
     head_dims: tuple[int, ...] = (128, 64, 256)
-    masks: tuple[MaskName, ...] = ("full", "causal", "window", "documents")
+    masks: tuple[MaskName, ...] = ("full", "causal", "window", "documents", *UNIONS)
     directions: tuple[Direction, ...] = ("forward", "backward")
     who: tuple[str, ...] = ("hopper", "portable", *PEERS)
     levels: tuple[Literal["op", "kernel", "steps"], ...] = ("op", "kernel")
     length: int = 16384
     lengths: tuple[int, ...] = (8192, 4096, 2048, 32768, 65536, 131072)
+    union_length: int = 32768
     heads: int = 16
     grouped: tuple[int, int] = (32, 4)
     batch: tuple[int, int] = (4, 4096)
@@ -124,6 +127,7 @@ def schedule(args: Kernels) -> list[tuple[Group, Problem]]:
         ("grouped", causal, (args.length,), 1, args.grouped),
         ("lengths", causal, args.lengths, 1, heads),
         ("lengths", tuple(cut), args.lengths, 1, heads),
+        ("unions", ("causal", *UNIONS), (args.union_length,), 1, heads),
     ]
     wanted: dict[Problem, Group] = {}
     for group, masks, lengths, batch, (h, hk) in cases:

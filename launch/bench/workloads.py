@@ -14,21 +14,29 @@ import gc
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ringattn import masks
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.session import Session
 from ringattn.launch.train.metrics import mfu, peak_flops
+from ringattn.masks import Mask
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.ring_plan import make_plan, moved_rows
 
-MaskName = Literal["full", "causal", "window", "documents"]
+MaskName = Literal["full", "causal", "window", "documents", "tree", "sinks", "spans", "blocks_50", "blocks_12"]
+UNIONS: tuple[MaskName, ...] = ("tree", "sinks", "spans", "blocks_50", "blocks_12")
+"""Masks of several intervals, or of blocks."""
+SHARES: dict[MaskName, float] = {"blocks_50": 0.5, "blocks_12": 0.125}
+"""Visible part of the blocks below the diagonal."""
+ANSWERS, IMAGES, IMAGE_TOKENS, SINKS, BLOCK = 16, 16, 576, 4, 128
 DTypeName = Literal["bf16", "fp16", "fp32", "fp64"]
 FACTORS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 """FLOPs of a direction as multiples of the forward's (Note [FLOPs])."""
@@ -39,7 +47,9 @@ class Problem:
     """One attention that all implementations compute.
 
     Attributes:
-        mask: One of four kinds; window and documents are causal, too.
+        mask: Window and documents are causal, too. tree: a prompt of half the tokens and ANSWERS answers of equal length; sinks:
+            the window and SINKS first tokens; spans: causal, but IMAGES images of IMAGE_TOKENS see all of themselves; blocks_50 and
+            blocks_12: a random part of the causal blocks of BLOCK tokens, the diagonal among them.
         window: Tokens to the left under the window mask.
         document: Tokens of each document; 0 for documents as `pack_documents` draws them.
     """
@@ -68,11 +78,41 @@ class Problem:
         """The mask as keywords of `ring_attention` (documents belong to the sharding)."""
         if self.mask == "full":
             return {}
+        if self.mask in UNIONS:
+            return {"mask": self.union}
         return {"causal": True} | ({"window": (self.window, 0)} if self.mask == "window" else {})
+
+    @property
+    def union(self) -> Mask:
+        """The mask as an expression, if it is one of UNIONS."""
+        n = self.seq_len
+        if self.mask == "tree":
+            answer = n // 2 // ANSWERS
+            return masks.tree([None] + [0] * ANSWERS, [n - ANSWERS * answer] + [answer] * ANSWERS)
+        if self.mask == "sinks":
+            return masks.causal() & (masks.sinks(SINKS) | masks.window(self.window))
+        if self.mask == "spans":
+            return masks.causal() | masks.spans(self.images)
+        return masks.causal() & masks.blocks(self.block_table, BLOCK)
+
+    @property
+    def images(self) -> tuple[tuple[int, int], ...]:
+        """First token and end of each image, at equal distances."""
+        length = min(IMAGE_TOKENS, self.seq_len // IMAGES)
+        return tuple((a, a + length) for a in (self.seq_len * k // IMAGES for k in range(IMAGES)))
+
+    @property
+    def block_table(self) -> Tensor:
+        """Blocks of queries x blocks of keys, bool on the CPU; always the same."""
+        blocks = -(-self.seq_len // BLOCK)
+        drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(0)) < SHARES[self.mask]
+        return (drawn | torch.eye(blocks, dtype=torch.bool)).tril()
 
     @property
     def pairs(self) -> int:
         """Visible (query, key) pairs of one batch element."""
+        if self.mask in UNIONS:
+            return self.union.pairs(self.seq_len)
         return visible_pairs(self.mask, self.seq_len, self.window, self.documents)
 
     @property
@@ -108,6 +148,8 @@ def visible_rows(problem: Problem, start: int, stop: int, device: torch.device) 
     """Return the mask of the queries start .. stop - 1 over all keys, from its definition: boolean `1 s n`."""
     i = torch.arange(start, stop, device=device)[:, None]
     j = torch.arange(problem.seq_len, device=device)[None, :]
+    if problem.mask in UNIONS:
+        return union_rule(problem, device)(i, j)[None]
     visible = torch.ones(stop - start, problem.seq_len, dtype=torch.bool, device=device)
     if problem.mask != "full":
         visible &= j <= i
@@ -117,6 +159,25 @@ def visible_rows(problem: Problem, start: int, stop: int, device: torch.device) 
         owner = document_of(problem, device)
         visible &= owner[start:stop, None] == owner[None, :]
     return visible[None]
+
+
+def union_rule(problem: Problem, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the definition of one of UNIONS as a function of positions of queries and keys, which knows no terms."""
+    n, left = problem.seq_len, problem.window
+    if problem.mask == "tree":
+        answer = n // 2 // ANSWERS
+        prompt = n - ANSWERS * answer
+        node = (torch.arange(n, device=device) - prompt).div(answer, rounding_mode="floor").clamp(min=-1)
+        return lambda i, j: (i >= j) & ((j < prompt) | (node[i] == node[j]))
+    if problem.mask == "sinks":
+        return lambda i, j: (i >= j) & ((j < SINKS) | (i - j <= left))
+    if problem.mask == "spans":
+        image = -torch.arange(1, n + 1, device=device)  # tokens of no image are alone
+        for number, (start, stop) in enumerate(problem.images):
+            image[start:stop] = number
+        return lambda i, j: (i >= j) | (image[i] == image[j])
+    table = problem.block_table.to(device)
+    return lambda i, j: (i >= j) & table[i // BLOCK, j // BLOCK]
 
 
 def document_of(problem: Problem, device: torch.device) -> Tensor:
@@ -137,8 +198,10 @@ def same_work(problem: Problem, world_size: int) -> Problem:
     return dataclasses.replace(problem, seq_len=low)
 
 
-def mask_of(problem: Problem) -> AttentionMask:
+def mask_of(problem: Problem) -> AttentionMask | MaskUnion:
     """Return the mask of a problem."""
+    if problem.mask in UNIONS:
+        return MaskUnion(problem.seq_len, problem.seq_len, problem.union, None)
     return AttentionMask(problem.seq_len, problem.seq_len, documents=problem.documents, **problem.options)
 
 

@@ -17,6 +17,7 @@ from ringattn.kernels.attention.hopper import api as hopper
 from ringattn.kernels.comm import grad_reduce
 from tests.support.budget import assert_within_budget
 from tests.support.fused_cases import RingStep, Scene, contributions, make_visit, make_whole, shards_of
+from tests.support.term_masks import causal_blocks, sinks_and_window, tree
 
 CAUSAL: dict[str, Any] = {"causal": True}
 SCENES = (
@@ -33,6 +34,11 @@ SCENES = (
         "wide_window", shards_of("contiguous", 2100, 3), {"window": (200, 30)}, heads=4, head_dim=192, v_head_dim=128
     ),
     Scene("wide_terms", shards_of("zigzag", 1100, 2), CAUSAL, alibi=True, softcap=4.0, key_bias=True, head_dim=256),
+    Scene("tree", shards_of("zigzag", 1500, 2), terms=tree, heads=4, kv_heads=2, head_dim=128),
+    Scene("sinks_and_window", shards_of("contiguous", 1300, 3), terms=sinks_and_window, heads=2),
+    Scene(
+        "blocks", shards_of("zigzag", 1600, 2), terms=lambda n: causal_blocks(n, 128), heads=4, kv_heads=2, head_dim=128
+    ),
 )
 pytestmark = pytest.mark.gpu
 backward_fused: Any = hopper.backward_fused

@@ -16,7 +16,7 @@ from ringattn.launch.check import fuzz
 from ringattn.launch.runtime.session import Session
 from ringattn.launch.runtime.timing import time_calls
 from tests.support.budget import assert_within_budget
-from tests.support.kernel_conformance import CASES, LONG_CASES, Case, run_case
+from tests.support.kernel_conformance import CASES, LONG_CASES, LONG_TERM_CASES, TERM_CASES, Case, run_case
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 pytestmark = [
@@ -30,14 +30,14 @@ FP32_CASES = ("causal", "zigzag_window", "head_dim_128", "everything", "gqa_3", 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER_CASES = [
     replace(case, name=f"{case.name}{'_deterministic' if deterministic else ''}", deterministic=deterministic)
-    for case in (*CASES, *LONG_CASES)
+    for case in (*CASES, *LONG_CASES, *TERM_CASES, *LONG_TERM_CASES)
     for deterministic in (False, True)
     if case.bias is None and not case.dropout_p
 ]
 LONG = tuple(case.name for case in LONG_CASES)
 
 
-@pytest.mark.parametrize("case", [*CASES, *LONG_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *LONG_CASES, *TERM_CASES, *LONG_TERM_CASES], ids=str)
 def test_compiled_kernels_stay_within_budget(case: Case) -> None:
     portable = pytest.importorskip("ringattn.kernels.attention.portable.api")
     run_case(portable, case, torch.bfloat16, "cuda")

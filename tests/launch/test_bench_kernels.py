@@ -25,7 +25,7 @@ SMALL = ["kernels", "--device", "cpu", "--dtype", "fp32", "--rounds", "1", "--he
 SMALL += ["--length", "64", "--lengths", "32", "64", "--batch", "2", "32"]
 
 
-SMALL += ["--grouped", "4", "1", "--window", "15", "--document", "20"]
+SMALL += ["--grouped", "4", "1", "--window", "15", "--document", "20", "--union-length", "64"]
 
 
 def _rows(tmp_path: Path, *words: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def _rows(tmp_path: Path, *words: str) -> dict[str, Any]:
 
 
 def test_unsupported_contenders_have_a_row_with_the_reason(tmp_path: Path) -> None:
-    groups = ["target", "masks", "grouped"]
+    groups = ["target", "masks", "grouped", "unions"]
     kept = _rows(tmp_path, "--who", "auto", "portable", "cudnn", "fa2", "flex", "fa4", "--groups", *groups)
     rows = kept["rows"]
     assert {(row["who"], row["level"]) for row in rows if "tflops" in row} == {("auto", "op"), ("auto", "kernel")}
@@ -43,6 +43,7 @@ def test_unsupported_contenders_have_a_row_with_the_reason(tmp_path: Path) -> No
     assert {(row["group"], row["mask"], row["kv_heads"]) for row in rows} == {
         *(("target", mask, 2) for mask in ("full", "causal")),
         *(("masks", mask, 2) for mask in ("window", "documents")),
+        *(("unions", mask, 2) for mask in workloads.UNIONS),
         *(("grouped", mask, 1) for mask in ("full", "causal")),
     }
     for row in rows:
@@ -157,9 +158,12 @@ def test_problems_are_ordered_by_importance() -> None:
     assert all(problem.seq_len > 4096 for _, problem in planned if problem.mask in ("window", "documents"))
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents"])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", *workloads.UNIONS])
 def test_the_expected_answer_of_a_problem_is_the_reference_on_its_last_heads(mask: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(correctness.CHUNK_ELEMENTS, "cpu", 300)
+    monkeypatch.setattr(workloads, "BLOCK", 4)
+    monkeypatch.setattr(workloads, "ANSWERS", 3)
+    monkeypatch.setattr(workloads, "IMAGES", 4)
     problem = workloads.Problem(mask, 41, 2, 4, 2, 16, "fp32", window=7, document=9)
     inputs = workloads.Inputs(problem, torch.device("cpu"))
     expected = correctness.make_expected(inputs)

@@ -16,6 +16,7 @@ import pytest
 EVERY = {
     "test_hopper.py::test_forward_and_backward_stay_within_budget": 6,
     "test_hopper.py::test_the_backward_of_fixed_order_stays_within_budget": 6,
+    "test_hopper.py::test_masks_of_several_terms_stay_within_budget": 2,
     "test_hopper.py::test_no_order_of_events_changes_what_is_computed": 2,
     "test_hopper_backward.py::test_backward_stays_within_budget": 3,
     "test_hopper_backward.py::test_sums_that_leave_through_shared_memory_stay_within_budget": 2,
@@ -35,6 +36,7 @@ EVERY = {
     "test_hopper_forward.py::test_splitting_tiles_computes_the_same_attention": 4,
     "test_hopper_forward.py::test_no_switch_changes_what_is_computed": 3,
     "test_portable.py::test_forward_and_backward_stay_within_budget": 3,
+    "test_portable.py::test_masks_of_several_terms_stay_within_budget": 2,
     "test_portable.py::test_half_precision_stays_within_budget": 3,
     "test_portable.py::test_bulk_loads_stay_within_budget_at_any_offset": 3,
     "test_decode_interpreted.py::test_the_kernel_stays_within_budget": 4,

@@ -16,6 +16,7 @@ from torch import Tensor
 from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, ReadyFlags, RowMetadata, Score
 from ringattn.numerics.reference import dense_attention, visible_pairs
 from tests.support.kernel_conformance import Runs, make_side, positions_of
+from tests.support.term_masks import TermMask, TermMaskMaker
 
 NAN = math.nan
 TERMS = ("dalibi", "dkey_bias")  # gradients in fp32 at least
@@ -29,6 +30,7 @@ class Scene:
         name: Said by pytest.
         shards: The runs of every rank.
         mask: Arguments of `visible_pairs`.
+        terms: In place of mask: makes a mask of several terms.
         batch: Batch elements.
         heads: Query heads.
         kv_heads: Key heads.
@@ -46,6 +48,7 @@ class Scene:
     name: str
     shards: tuple[Runs, ...]
     mask: dict[str, Any] = field(default_factory=dict)
+    terms: TermMaskMaker | None = None
     batch: int = 1
     heads: int = 2
     kv_heads: int = 1
@@ -88,7 +91,7 @@ class Whole:
     """Inputs and exact results of a scene, by global position."""
 
     scene: Scene
-    visible: Tensor  # b n n
+    mask: TermMask
     q: Tensor
     k: Tensor
     v: Tensor
@@ -125,7 +128,8 @@ def make_whole(scene: Scene, device: torch.device | str = "cpu") -> Whole:
         key_bias = torch.randn(b, n, generator=generator)
         key_bias[-1, n // 5 : n // 4] = -math.inf
         key_bias = key_bias.to(device)
-    visible = visible_pairs(n, **scene.mask).to(device).expand(b, -1, -1)
+    mask = TermMask(visible_pairs(n, **scene.mask)[None]) if scene.terms is None else scene.terms(n)
+    visible = mask.visible.to(device).expand(b, -1, -1)
 
     def gradients(dtype: torch.dtype) -> dict[str, Tensor]:
         leaves = {"dq": q, "dk": k, "dv": v}
@@ -151,7 +155,7 @@ def make_whole(scene: Scene, device: torch.device | str = "cpu") -> Whole:
     exact, low = gradients(torch.float64), gradients(scene.dtype)
     delta = (exact["o"] * do.double()).sum(-1).transpose(1, 2).float().contiguous()
     lse = exact["lse"].float().contiguous()
-    return Whole(scene, visible, q, k, v, do, slopes, sinks, key_bias, lse, delta, exact, low)
+    return Whole(scene, mask.expand(b), q, k, v, do, slopes, sinks, key_bias, lse, delta, exact, low)
 
 
 @dataclass
@@ -243,13 +247,18 @@ class Sources:
 
 
 def gather_sources(
-    shards: tuple[Runs, ...], rank: int, visible: Tensor, device: torch.device | str = "cpu", everything: bool = False
+    shards: tuple[Runs, ...],
+    rank: int,
+    mask: Tensor | TermMask,
+    device: torch.device | str = "cpu",
+    everything: bool = False,
 ) -> Sources:
-    """The sources of a rank under a mask `b n n`: only keys that it sees are fetched, or `everything`, seen or not."""
+    """The sources of a rank under a mask, `b n n` or terms: only keys that it sees are fetched, or `everything`, seen or not."""
+    mask = mask if isinstance(mask, TermMask) else TermMask(mask[None])
     world = len(shards)
     own = positions_of(shards[rank])
-    seen_by = visible.transpose(1, 2)
-    sees = visible[:, own].any(0).any(0)
+    seen_by = mask.transpose()
+    sees = mask.visible[:, own].any(0).any(0)
     runs_of, steps, owners = [shards[rank]], [0], [rank]
     for step in range(1, world):
         owner = (rank - step) % world
@@ -277,17 +286,17 @@ def gather_sources(
             parts.append(torch.cat((of_side, guard), 1))
         run_list = tuple((offset + at, n, start, stride) for offset, n, start, stride in side.run_list)
         table = torch.tensor(run_list, dtype=torch.int32, device=device)
-        sides.append(RowMetadata(table, side.positions, side.lo, side.hi, run_list, side.lo_host, side.hi_host))
+        sides.append(replace(side, runs=table, run_list=run_list))
         at += length
     joined = {name: torch.cat(parts, 1).contiguous() for name, parts in tables.items()}
     keys = GatheredKeys(tuple(sides), tuple(steps), len(own), at, joined["positions"][0], joined["lo"], joined["hi"])
-    return Sources(make_side(shards[rank], visible, device), keys, [positions_of(runs) for runs in runs_of], owners)
+    return Sources(make_side(shards[rank], mask, device), keys, [positions_of(runs) for runs in runs_of], owners)
 
 
 def make_visit(whole: Whole, rank: int, device: torch.device | str = "cpu", everything: bool = False) -> RingStep:
     """The visit of one rank: only keys that it sees are fetched, or `everything`, seen or not."""
     scene = whole.scene
-    sources = gather_sources(scene.shards, rank, whole.visible.cpu(), device, everything)
+    sources = gather_sources(scene.shards, rank, whole.mask, device, everything)
     keys, places = sources.keys, sources.places[0]
     b, hk, d, dv = scene.batch, scene.kv_heads, scene.head_dim, scene.v_head_dim or scene.head_dim
     far = torch.full((b, keys.remote_rows, hk, d + dv), NAN, dtype=scene.dtype, device=device)

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.numerics.reference import dense_attention, visible_pairs
+from tests.support import term_masks
 from tests.support.budget import assert_within_budget
+from tests.support.term_masks import TermMask, TermMaskMaker
 
 Runs = tuple[tuple[int, int, int], ...]
 """Where the rows of one buffer sit: (start, stride, length) each, positions ascending."""
@@ -37,6 +39,7 @@ class Case:
         ring_steps: The key buffers, disjoint; None: all keys at once. Keys in no buffer take no part.
         kv_len: Keys in the whole sequence; None: seq_len.
         mask: Arguments of `visible_pairs`.
+        terms: In place of mask: makes a mask of several terms from seq_len.
         batch: Batch elements.
         heads: Query heads.
         kv_heads: Key/value heads.
@@ -63,6 +66,7 @@ class Case:
     ring_steps: tuple[Runs, ...] | None = None
     kv_len: int | None = None
     mask: dict[str, Any] = field(default_factory=dict)
+    terms: TermMaskMaker | None = None
     batch: int = 1
     heads: int = 2
     kv_heads: int = 2
@@ -84,6 +88,12 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+    def make_mask(self) -> TermMask:
+        """The mask of the whole sequence."""
+        if self.terms is not None:
+            return self.terms(self.seq_len)
+        return TermMask(visible_pairs(self.seq_len, self.kv_len or self.seq_len, **self.mask)[None])
 
 
 def _zigzag(rank: int, world_size: int, chunk: int) -> Runs:
@@ -364,6 +374,88 @@ LONG_CASES: tuple[Case, ...] = (
 )
 """Several tiles of 128 and 192 rows, for kernels whose tiles are larger than CASES."""
 
+TERM_CASES: tuple[Case, ...] = (
+    Case("sinks_and_window", seq_len=61, terms=term_masks.sinks_and_window, heads=4, kv_heads=2, sinks=True),
+    Case("global_tokens", seq_len=61, terms=term_masks.global_tokens),
+    Case("tree", seq_len=64, terms=term_masks.tree, batch=2, head_dim=64),
+    Case("padded_sinks", seq_len=45, terms=term_masks.padded_sinks, batch=3, accumulate=True),
+    Case("causal_blocks", seq_len=75, terms=term_masks.causal_blocks, heads=4, kv_heads=2),
+    Case("blocks_and_window", seq_len=66, terms=term_masks.blocks_and_window, heads=4, kv_heads=1, accumulate=True),
+    Case(
+        "tree_over_visits",
+        seq_len=72,
+        terms=term_masks.tree,
+        q_runs=_zigzag(1, 2, 18),
+        ring_steps=(_zigzag(1, 2, 18), _zigzag(0, 2, 18)),
+        batch=2,
+    ),
+    Case(
+        "blocks_over_visits_everything",
+        seq_len=72,
+        terms=term_masks.blocks_and_window,
+        q_runs=_striped(1, 2, 72),
+        ring_steps=(_striped(1, 2, 72), _striped(0, 2, 72)),
+        batch=2,
+        heads=4,
+        kv_heads=2,
+        accumulate=True,
+        **MANY,
+    ),
+    Case(
+        "tree_not_plain",
+        seq_len=64,
+        terms=term_masks.tree,
+        heads=4,
+        kv_heads=2,
+        softcap=3.0,
+        alibi=True,
+        key_bias=True,
+        sinks=True,
+    ),
+)
+"""Masks of several terms and of blocks, as small as CASES."""
+
+LONG_TERM_CASES: tuple[Case, ...] = (
+    Case(
+        "long_sinks_and_window",
+        seq_len=500,
+        terms=lambda n: term_masks.sinks_and_window(n, left=150),
+        heads=2,
+        kv_heads=1,
+        head_dim=128,
+    ),
+    Case("long_tree", seq_len=520, terms=term_masks.tree, heads=4, kv_heads=2, head_dim=64),
+    Case(
+        "long_blocks",
+        seq_len=600,
+        terms=lambda n: term_masks.causal_blocks(n, 128, 0.5),
+        head_dim=128,
+        heads=2,
+        kv_heads=1,
+    ),
+    Case(
+        "long_blocks_and_window",
+        seq_len=600,
+        terms=lambda n: term_masks.blocks_and_window(n, 64, 100),
+        q_runs=_zigzag(0, 2, 150),
+        ring_steps=(_zigzag(0, 2, 150), _zigzag(1, 2, 150)),
+        head_dim=64,
+        heads=4,
+        kv_heads=2,
+        accumulate=True,
+        **NOT_PLAIN,
+    ),
+    Case(
+        "long_blocks_256",
+        seq_len=260,
+        terms=lambda n: term_masks.causal_blocks(n, 32),
+        head_dim=256,
+        heads=1,
+        kv_heads=1,
+    ),
+)
+"""As LONG_CASES."""
+
 
 def torch_serves(case: Case) -> bool:
     """Whether torch's own operators compute the score and the head dims of a case."""
@@ -396,15 +488,16 @@ def _intervals(visible: Tensor) -> Tensor:
     return bounds
 
 
-def make_side(runs: Runs, visible: Tensor, device: torch.device | str) -> RowMetadata:
-    """The rows of one buffer under a mask `b n m` whose rows are all positions of this side."""
+def make_side(runs: Runs, mask: Tensor | TermMask, device: torch.device | str) -> RowMetadata:
+    """The rows of one buffer under a mask whose rows are all positions of this side; a tensor `b n m` is one term."""
+    mask = mask if isinstance(mask, TermMask) else TermMask(mask[None])
     positions = positions_of(runs)
     run_list: list[tuple[int, int, int, int]] = []
     offset = 0
     for start, stride, length in runs:
         run_list.append((offset, length, start, stride))
         offset += length
-    lo, hi = _intervals(visible)[:, :, positions]
+    lo, hi = torch.cat([_intervals(term) for term in mask.terms], 1)[:, :, positions]
     return RowMetadata(
         runs=torch.tensor(run_list, dtype=torch.int32, device=device).view(-1, 4),
         positions=torch.tensor(positions, dtype=torch.int32, device=device),
@@ -413,6 +506,8 @@ def make_side(runs: Runs, visible: Tensor, device: torch.device | str) -> RowMet
         run_list=tuple(run_list),
         lo_host=lo.contiguous(),
         hi_host=hi.contiguous(),
+        terms=mask.terms.shape[0],
+        patterns=mask.patterns(device),
     )
 
 
@@ -534,7 +629,8 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
     v_head_dim = case.v_head_dim or case.head_dim
     q_runs = ((0, 1, case.seq_len),) if case.q_runs is None else case.q_runs
     ring_steps = (((0, 1, kv_len),),) if case.ring_steps is None else case.ring_steps
-    visible = visible_pairs(case.seq_len, kv_len, **case.mask)
+    mask = case.make_mask()
+    visible = mask.visible
     i = positions_of(q_runs)
     j = [position for runs in ring_steps for position in positions_of(runs)]
     assert len(set(j)) == len(j), "buffers of keys are disjoint"
@@ -564,8 +660,8 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
         rounded = low[name] if base is None else (low[name].double() + shift).to(low[name].dtype)
         assert_within_budget(actual, exact[name] + shift, rounded, f"{case.name} {dtype}: {name}", dtype)
 
-    rows = make_side(q_runs, visible, device)
-    sides = [make_side(runs, visible.transpose(1, 2), device) for runs in ring_steps]
+    rows = make_side(q_runs, mask, device)
+    sides = [make_side(runs, mask.transpose(), device) for runs in ring_steps]
     widths = [side.positions.shape[0] for side in sides]
     buffers_k, buffers_v = inputs.k.split(widths, dim=1), inputs.v.split(widths, dim=1)
     scores = [

@@ -44,6 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
+    bounds_in,
     entry,
     exit_barrier,
     grad_buffer_of,
@@ -73,7 +74,7 @@ DQ_FULL = gl.constexpr(14)
 RUNTIME = (
     "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "dalibi_sb", "dalibi_sh",
     "heads", "group", "rows", "queries", "padded_queries", "local_rows", "grad_buffer_rows", "steps", "heads_per_group",
-    "timeout_us", "epochs",
+    "timeout_us", "epochs", "lo_st", "hi_st",
 )  # fmt: skip
 
 
@@ -418,7 +419,7 @@ def _consumer(
     kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts, dkey_bias_out, dkey_bias_parts, dalibi_out,
     positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
-    local_rows, grad_buffer_rows, scale, cap, softmax_scale,
+    local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, LATE_ADDRESSES: gl.constexpr, STAGED: gl.constexpr,
@@ -473,7 +474,11 @@ def _consumer(
                 dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
             for part in range(segment, segment + masked):
                 x, blocks, begin, end, origin, stride = _segment(segments, part)
-                low, high = limits(lo, hi, begin, end, origin, stride)
+                own_lo, own_hi = bounds_in(
+                    lo, hi, lo_ptr + gl.cast(b, gl.int64) * lo_sb, hi_ptr + gl.cast(b, gl.int64) * hi_sb, lo_st, hi_st, segments,
+                    part, y_own - row, y_table, exists,
+                )  # fmt: skip
+                low, high = limits(own_lo, own_hi, begin, end, origin, stride)
                 for _j in range(blocks):
                     dk, dv, dkey_bias = _step(
                         WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi,
@@ -573,7 +578,7 @@ def backward_kernel(
     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
     heads, group, rows, queries, padded_queries, local_rows, grad_buffer_rows, steps, heads_per_group, timeout_us,
-    epochs, scale, cap, softmax_scale,
+    epochs, lo_st, hi_st, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, LATE_ADDRESSES: gl.constexpr, UNIT: gl.constexpr,
@@ -621,14 +626,14 @@ def backward_kernel(
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, scale, cap, softmax_scale,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      LATE_ADDRESSES, dk_desc is not None, UNIT)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, scale, cap, softmax_scale,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      LATE_ADDRESSES, dk_desc is not None, UNIT)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
@@ -643,14 +648,14 @@ def backward_kernel(
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, scale, cap, softmax_scale,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      LATE_ADDRESSES, dk_desc is not None, UNIT)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, scale, cap, softmax_scale,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
                      LATE_ADDRESSES, dk_desc is not None, UNIT)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,

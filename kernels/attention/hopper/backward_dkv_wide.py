@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
+    bounds_in,
     entry,
     exit_barrier,
     grad_buffer_of,
@@ -202,7 +203,7 @@ def _weigh(
 def _make_dv(
     work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, grad_buffers, error, parts,
     positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows,
-    local_rows, grad_buffer_rows, scale, cap,
+    local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap,
     D_WIDTH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
     WANT_KEY_BIAS: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -218,7 +219,8 @@ def _make_dv(
         h_kv = head % heads
         b64 = gl.cast(b, gl.int64)
         dv = gl.zeros([TILE, DV], gl.float32, dv_l)
-        y = row + opaque(gl.arange(0, TILE, gl.SliceLayout(1, s_l)))
+        y_tile = opaque(gl.arange(0, TILE, gl.SliceLayout(1, s_l)))
+        y = row + y_tile
         exists = y < rows
         if tiles is not None:
             exists = y < gl.load(tiles + at * 4 + 3)
@@ -243,7 +245,10 @@ def _make_dv(
             slope = gl.load(alibi_slopes + h_kv * group + g) * LOG2E if alibi_slopes is not None else None
             for part in range(segment, segment + masked):
                 x, blocks, begin, end, origin, stride = _segment(segments, part)
-                low, high = limits(lo, hi, begin, end, origin, stride)
+                own_lo, own_hi = bounds_in(
+                    lo, hi, lo_ptr + b64 * lo_sb, hi_ptr + b64 * hi_sb, lo_st, hi_st, segments, part, y_tile, y, exists
+                )
+                low, high = limits(own_lo, own_hi, begin, end, origin, stride)
                 for _j in range(blocks):
                     dv = _weigh(
                         dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, lse_s, p_s,
@@ -435,14 +440,14 @@ def _segment(segments, part):
     do_not_specialize=[
         "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "heads", "group", "rows",
         "padded_queries", "local_rows", "grad_buffer_rows", "steps", "heads_per_group", "timeout_us",
-        "epochs",
+        "epochs", "lo_st", "hi_st",
     ]
 )  # fmt: skip
 def backward_dkv_wide_kernel(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, dk_out, dv_out,
     grad_buffers, flags, error, board, parts, dkey_bias_out, dkey_bias_parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, padded_queries, local_rows,
-    grad_buffer_rows, steps, heads_per_group, timeout_us, epochs, scale, cap, softmax_scale,
+    grad_buffer_rows, steps, heads_per_group, timeout_us, epochs, lo_st, hi_st, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
     AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
@@ -482,8 +487,8 @@ def backward_dkv_wide_kernel(
         (_make_dv, (
             work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, grad_buffers, error,
             parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads,
-            group, rows, local_rows, grad_buffer_rows, scale, cap, D_WIDTH, D, DV, DV_WIDTH, SOFTCAP, WANT_KEY_BIAS, ADD, UNIT,
-            GRAD_LAYOUT,
+            group, rows, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, D_WIDTH, D, DV, DV_WIDTH, SOFTCAP, WANT_KEY_BIAS,
+            ADD, UNIT, GRAD_LAYOUT,
         )),
         (_make_dk, (
             work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,

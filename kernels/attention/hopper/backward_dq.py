@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
+    bounds_in,
     entry,
     exit_barrier,
     limits,
@@ -190,7 +191,7 @@ def _consume(
     W: gl.constexpr, work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta_ptr,
     dq_out, dalibi_out, error, part, dalibi_part, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, lse_sb, lse_sh,
     delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t, local_rows,
-    softmax_scale, scale, cap, SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D:
+    lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D:
     gl.constexpr, D_WIDTH: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES:
     gl.constexpr,
 ):  # fmt: skip
@@ -237,6 +238,9 @@ def _consume(
             stride = gl.load(segments + i * 8 + 5)
             lo = gl.load(lo_ptr + b64 * lo_sb + x, mask=exists, other=0)
             hi = gl.load(hi_ptr + b64 * hi_sb + x, mask=exists, other=0)
+            lo, hi = bounds_in(
+                lo, hi, lo_ptr + b64 * lo_sb, hi_ptr + b64 * hi_sb, lo_st, hi_st, segments, i, x - row, x, exists
+            )  # fmt: skip
             low, high = limits(lo, hi, begin, end, origin, stride)
             of_source = bias
             if local_rows is not None:
@@ -297,13 +301,13 @@ def _consume(
 @gluon.jit(
     do_not_specialize=[
         "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dq_sb", "dq_ss", "dq_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb",
-        "key_bias_sb", "num_heads", "group", "rows", "t", "local_rows", "epochs",
+        "key_bias_sb", "num_heads", "group", "rows", "t", "local_rows", "epochs", "lo_st", "hi_st",
     ]
 )  # fmt: skip
 def backward_dq_kernel(
     work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse, delta, dq_out, dalibi_out, error, board, part,
     dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
-    dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, local_rows, epochs, softmax_scale, scale, cap,
+    dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, local_rows, epochs, lo_st, hi_st, softmax_scale, scale, cap,
     SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
     gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
@@ -335,13 +339,15 @@ def backward_dq_kernel(
             gl.constexpr(0), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
             dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
             delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
-            t, local_rows, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
+            t, local_rows, lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES,
+            V_STAGES,
         )),
         (_consume, (
             gl.constexpr(1), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
             dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
             delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
-            t, local_rows, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES,
+            t, local_rows, lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES,
+            V_STAGES,
         )),
         (_produce, (
             work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, q_s, do_s, k_s, v_s, q_full, do_full,

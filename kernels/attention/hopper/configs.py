@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 
@@ -141,9 +141,18 @@ def columns_of(head_dim: int) -> int:
 
 
 @functools.lru_cache
-def choose_forward(head_dim: int, v_head_dim: int, dot_only: bool) -> ForwardConfig:
-    """The configuration of a forward launch; plain: the score is q . k times a positive scale."""
-    return _FORWARD[columns_of(head_dim), columns_of(v_head_dim)][0 if dot_only else 1]
+def choose_forward(head_dim: int, v_head_dim: int, dot_only: bool, *, patterned: bool = False) -> ForwardConfig:
+    """The configuration of a forward launch.
+
+    Args:
+        dot_only: The score is q . k times a positive scale.
+        patterned: Tables of blocks cut the mask.
+    """
+    columns = columns_of(head_dim), columns_of(v_head_dim)
+    config = _FORWARD[columns][0 if dot_only else 1]
+    return (
+        replace(config, consumers=2) if patterned and config.consumers == 3 else config
+    )  # 192 rows straddle blocks of 128
 
 
 # (padded head_dim, padded v_head_dim) -> plain scores, other scores (their terms need registers, so smaller blocks)

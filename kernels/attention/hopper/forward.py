@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
+    bounds_in,
     entry,
     exit_barrier,
     opaque,
@@ -188,13 +189,17 @@ def _limits_in(
 ):  # fmt: skip
     """The limits of the rows of entry `at` in a segment, from memory alone; without `anything` nobody asks for them."""
     work, segments, _starts = plan
-    _positions, lo_ptr, hi_ptr = sides
+    _positions, lo_ptr, hi_ptr, lo_st, hi_st = sides
     head = gl.load(work + at * 8)
     x = gl.load(work + at * 8 + 1) + (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK
     b = gl.cast(head // heads, gl.int64)
     exists = (x < rows) & anything
     lo = gl.load(lo_ptr + b * lo_sb + x, mask=exists, other=0)
     hi = gl.load(hi_ptr + b * hi_sb + x, mask=exists, other=0)
+    lo, hi = bounds_in(
+        lo, hi, lo_ptr + b * lo_sb, hi_ptr + b * hi_sb, lo_st, hi_st, segments, segment,
+        (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK, x, exists,
+    )  # fmt: skip
     _key, _blocks, begin, end, origin, stride = _segment(segments, segment)
     return _limits(lo, hi, begin, end, origin, stride)
 
@@ -377,7 +382,7 @@ def _consumer(
     work, segments, starts = plan
     q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
     o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc = state
-    positions, _lo_ptr, _hi_ptr = sides
+    positions = sides[0]
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = (
         strides
     )
@@ -627,7 +632,7 @@ def _place(INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexp
 RUNTIME = [
     "o_sb", "o_ss", "o_sh", "acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb",
     "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "timeout_us", "local_rows",
-    "epochs",
+    "epochs", "lo_st", "hi_st",
 ]  # fmt: skip
 
 
@@ -636,7 +641,7 @@ def forward_kernel(
     q, k, v, o_desc, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions,
     lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias, k_remote, v_remote, flags, error, board,
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb,
-    heads, group, rows, keys, flag_heads, flag_steps, timeout_us, local_rows, epochs, scale, cap,
+    heads, group, rows, keys, flag_heads, flag_steps, timeout_us, local_rows, epochs, lo_st, hi_st, scale, cap,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
@@ -672,7 +677,7 @@ def forward_kernel(
     shared = (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty)
     plan = (work, segments, starts)
     state = (o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc)
-    sides = (positions, lo_ptr, hi_ptr)
+    sides = (positions, lo_ptr, hi_ptr, lo_st, hi_st)
     strides = (
         o_sb,
         o_ss,

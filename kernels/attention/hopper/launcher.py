@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.attention.arguments import LOG2E, is_dot_only, pair, per_batch, scale_and_cap, strides
+from ringattn.kernels.attention.arguments import (
+    LOG2E,
+    bound_strides,
+    is_dot_only,
+    pair,
+    per_batch,
+    scale_and_cap,
+    strides,
+)
 from ringattn.kernels.attention.hopper.backward import backward_kernel
 from ringattn.kernels.attention.hopper.backward_dkv_wide import backward_dkv_wide_kernel
 from ringattn.kernels.attention.hopper.backward_dq import add_parts_kernel, backward_dq_kernel
@@ -254,7 +262,7 @@ def _launch_forward(
     remote_kv, (flags, error, *flag_numbers, local_rows) = fused[:2], fused[2:]
     keys_in_all = t if score.key_bias is None else score.key_bias.shape[1]
     dot_only = is_dot_only(score)
-    config = config or choose_forward(d, dv, dot_only)
+    config = config or choose_forward(d, dv, dot_only, patterned=rows.patterns is not None)
     assert config.block_n <= PAD_ROWS, "a block that begins in a source ends before the next one"
     tile = 64 * config.consumers
     pack = pack or choose_pack(s, h // hk, tile)
@@ -288,6 +296,7 @@ def _launch_forward(
         parts = (m, l, workspace(q, plan.slots, tile, v_columns))
     acc = None if carry is None else carry.acc
     o_unit, acc_unit = store_unit(o, 8), 1 if acc is None else store_unit(acc, 4)
+    (lo_sb, hi_sb), term_strides = zip(*(bound_strides(x, rows) for x in (rows.lo, rows.hi)), strict=True)
     pairs = (*pair(lse), *pair(state[0]), *pair(state[1]))
     bound_launch.launch(
         forward_kernel,
@@ -297,9 +306,9 @@ def _launch_forward(
             outputs if store else None, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
             rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
             *kv_rows_of(None if remote_kv[0] is None else remote_kv, config.block_n, (columns, v_columns)), flags, error, board,
-            *strides(o, o_unit), *strides(acc, acc_unit), *pairs, per_batch(rows.lo), per_batch(rows.hi),
+            *strides(o, o_unit), *strides(acc, acc_unit), *pairs, lo_sb, hi_sb,
             per_batch(score.key_bias),
-            h // pack, h // hk // pack, s, keys_in_all, *flag_numbers, local_rows, epochs, *scale_and_cap(score),
+            h // pack, h // hk // pack, s, keys_in_all, *flag_numbers, local_rows, epochs, *term_strides, *scale_and_cap(score),
         ),
         {
             "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
@@ -421,6 +430,7 @@ def launch_dkv(
     grad_buffers, grad_buffer_rows = (None, None) if remote is None else (remote.grad_buffers, remote.grad_buffer_rows)
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) else None
     heads_per_group, steps, timeout_us = _waits_of(ready_flags, hk)
+    (lo_sb, hi_sb), term_strides = zip(*(bound_strides(y, x.keys) for y in (x.keys.lo, x.keys.hi)), strict=True)
     # what only the kernel with dq is given: tiles of its sums, dalibi, and the rows of q
     of_tiles: tuple[Any, ...] = ()
     of_dalibi: tuple[Any, ...] = ()
@@ -458,10 +468,10 @@ def launch_dkv(
             start_s if parts is None else parts, *((None, None) if bias is None else bias[:2]), *of_dalibi,
             x.keys.positions, x.keys.lo, x.keys.hi, score.alibi_slopes, score.key_bias,
             *([stride // unit for stride in sums_strides] or [None] * 6),
-            per_batch(x.keys.lo), per_batch(x.keys.hi), per_batch(score.key_bias), *(pair(dalibi) if of_dalibi else ()),
+            lo_sb, hi_sb, per_batch(score.key_bias), *(pair(dalibi) if of_dalibi else ()),
             hk, h // hk, t, *of_rows, padded_rows(s), local_rows, grad_buffer_rows,
             steps, heads_per_group, timeout_us,
-            epochs, *scale_and_cap(score), score.softmax_scale,
+            epochs, *term_strides, *scale_and_cap(score), score.softmax_scale,
         ),
         {
             "D": columns[0], "DV": columns[1], "D_WIDTH": d, "DV_WIDTH": dv, "SOFTCAP": score.softcap > 0,
@@ -521,6 +531,7 @@ def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = 
     if plan.programs == 0:
         return
     board, epochs = progress_board(plan, shape, (d + dv) * q.element_size(), q)
+    (lo_sb, hi_sb), term_strides = zip(*(bound_strides(y, x.rows) for y in (x.rows.lo, x.rows.hi)), strict=True)
     part = dalibi_part = None
     if plan.slots:
         part = workspace(q, plan.slots, DQ_TILE, columns[0])
@@ -540,9 +551,9 @@ def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = 
             x.lse if part is None else part, dalibi if dalibi_part is None else dalibi_part,
             x.rows.positions, x.rows.lo, x.rows.hi, score.alibi_slopes, score.key_bias,
             *pair(x.lse), *pair(x.delta), *strides(dq, unit), *pair(dalibi),
-            per_batch(x.rows.lo), per_batch(x.rows.hi), per_batch(score.key_bias),
+            lo_sb, hi_sb, per_batch(score.key_bias),
             h, h // hk, s, t if score.key_bias is None else score.key_bias.shape[1], local_rows, epochs,
-            score.softmax_scale, *scale_and_cap(score),
+            *term_strides, score.softmax_scale, *scale_and_cap(score),
         ),
         {
             "SOFTCAP": score.softcap > 0, "START": config.start, "ADD": add, "UNIT": unit, "D": columns[0], "D_WIDTH": d,

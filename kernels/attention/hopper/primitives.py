@@ -184,6 +184,30 @@ def rows_ahead(segments, i, local_rows):
 
 
 @gluon.jit
+def bounds_in(lo, hi, lo_ptr, hi_ptr, lo_st, hi_st, segments, i, r, x, exists):
+    """Return the bounds of rows in segment i.
+
+    Those of the segment's term, and none for rows outside its piece (Note [Pieces] of tile_scheduler.py), where the mask has
+    terms; lo and hi themselves where lo_st is None.
+
+    Args:
+        lo_ptr: Bounds of the batch element; also hi_ptr.
+        lo_st: Stride of terms; also hi_st.
+        r: Rows, counted from the first one of the tile.
+        x: The same rows, as they are counted in the bounds.
+        exists: Which rows exist.
+    """
+    if lo_st is not None:
+        label = gl.load(segments + i * 8 + 7)
+        term = gl.cast(label & 255, gl.int64)
+        within = exists & (r >= ((label >> 8) & 4095)) & (r < (label >> 20))
+        # products with strides are made here: made outside of a loop they would be spilled
+        lo = gl.load(lo_ptr + term * opaque(gl.to_tensor(lo_st)) + x, mask=within, other=0)
+        hi = gl.load(hi_ptr + term * opaque(gl.to_tensor(hi_st)) + x, mask=within, other=0)
+    return lo, hi
+
+
+@gluon.jit
 def limits(lo, hi, begin, end, origin, stride):
     """(low, high): rows of the streamed buffer that a tile row with bounds lo, hi sees of a run.
 

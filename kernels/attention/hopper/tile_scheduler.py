@@ -14,10 +14,11 @@ Note [Work]
               segment: index of the tile's first segment; `masked` segments, then `full` segments follow one another,
               and hold masked_blocks and full_blocks blocks. slot: -1, or where this part of a tile that was split among
               programs leaves its partial result.
-    segments  `n 8` int32: row, blocks, begin, end, origin, stride, step, 0
+    segments  `n 8` int32: row, blocks, begin, end, origin, stride, step, label
               row: first streamed row of the first block. begin, end: the rows of the run that the segment lies in; row x
               sits at global position origin + stride * x. A masked block's rows outside [begin, end) are hidden.
-              step: 0, or the ring step of a remote source; Note [Sources].
+              step: 0, or the ring step of a remote source; Note [Sources]. label: term + 2^8 first + 2^20 end;
+              Note [Pieces].
     starts    `programs + 1` int32: program p takes entries starts[p] .. starts[p + 1] - 1, in order.
     splits    `tiles 4` int32: head, row, first slot, parts: the tiles whose partial results a second kernel adds up.
     tiles     `entries 4` int32, only when the stationary side is gathered: side, step, begin, end of each entry's source:
@@ -26,6 +27,14 @@ Note [Work]
 
     Every tile in `work` has at least one block; a tile that sees nothing is left out, or, when its rows must be written
     (`every_tile`), has one masked block in which everything is hidden.
+
+Note [Pieces]
+    Of a mask of several terms (Note [Terms] of interface.py) a tile has a piece per term, whose segments stand in one list. A term
+    that a table of blocks cuts has one per set of rows and stretch of consecutive true blocks, and [begin, end) of its segments
+    ends with the stretch. The sets are the whole tile, with the blocks that all its rows have, and the rows of each row
+    of the table, with the blocks that are left. A masked segment takes its limits from the bounds of its term, and rows of the tile
+    outside [first, end) of its label see nothing in it. Only a piece of the whole tile has full segments. The label is 0 where
+    there is one piece per tile: one term without a table.
 
 Note [Sources]
     Either side may be gathered: the rows of several owners (Note [Fused call] of interface.py). Local rows and remote rows are
@@ -240,35 +249,149 @@ def _wave(tile: Tensor, head: Tensor, count: Tensor, tiles: _Tiles, shape: Shape
 
 def _meet(stationary: list[tuple[RowMetadata, int]], streamed: list[tuple[RowMetadata, int]], shape: Shape) -> _Tiles:
     """The segments of every tile of all stationary sources."""
-    parts = [_reduce_bounds(side, shape) for side, _ in stationary]
-    batches = max(side.lo_host.shape[0] for side, _ in stationary)
-    bounds = tuple(torch.cat(x, 1).flatten() for x in zip(*parts, strict=True))
-    row, source = [], []
-    for number, ((side, step), part) in enumerate(zip(stationary, parts, strict=True)):
-        assert part[0].shape[0] == batches, "either all sources have bounds per batch element or none"
-        first = side.run_list[0][0] if side.run_list else 0
-        begin_of = first + torch.arange(part[0].shape[1], device="cpu") * shape.tile
+    batches = max(side.lo_host.shape[0] // side.terms for side, _ in stationary)
+    per_batch = sum(-(-side.lo_host.shape[1] // shape.tile) for side, _ in stationary)
+    row, source, pieces, tiles = [], [], [], 0
+    for number, (side, step) in enumerate(stationary):
+        assert side.lo_host.shape[0] == batches * side.terms, "either all sources have bounds per batch element or none"
+        first, rows = side.run_list[0][0] if side.run_list else 0, side.lo_host.shape[1]
+        begin_of = first + torch.arange(-(-rows // shape.tile), device="cpu") * shape.tile
+        pieces += _cut_pieces(side, shape, tiles + torch.arange(batches, device="cpu")[:, None] * per_batch)
         row.append(begin_of)
-        rows = side.lo_host.shape[1]
         source.append(torch.tensor([[number, step, first, first + rows]], device="cpu").expand(begin_of.shape[0], -1))
-    segments, table = _stream(bounds, streamed, shape)
+        tiles += begin_of.shape[0]
+    segments, table = _stream(_Pieces.join(pieces), batches * per_batch, streamed, shape)
     return _Tiles(segments, table, torch.cat(row), torch.cat(source))
 
 
-def _stream(bounds: tuple[Tensor, ...], streamed: list[tuple[RowMetadata, int]], shape: Shape) -> tuple[Tensor, Tensor]:
-    """(segments, table) of tiles with these bounds."""
+@dataclass(frozen=True)
+class _Pieces:
+    """Parts of tiles (Note [Pieces]): int64 on the CPU, one number a piece.
+
+    Attributes:
+        bounds: (any_lo, any_hi, full_lo, full_hi, hole_lo, hole_hi) of its rows, in global positions.
+        window: (lo, hi): the global positions that it may meet.
+        tile: Index of its tile, those of all batch elements counted.
+        label: Column 7 of its segments.
+    """
+
+    bounds: tuple[Tensor, ...]
+    window: tuple[Tensor, Tensor]
+    tile: Tensor
+    label: Tensor
+
+    @classmethod
+    def join(cls, parts: list[_Pieces]) -> _Pieces:
+        """All pieces, in order."""
+        bounds = tuple(torch.cat(x) for x in zip(*(part.bounds for part in parts), strict=True))
+        lo, hi = (torch.cat(x) for x in zip(*(part.window for part in parts), strict=True))
+        return cls(bounds, (lo, hi), *(torch.cat([getattr(x, name) for x in parts]) for name in ("tile", "label")))
+
+
+def _cut_pieces(side: RowMetadata, shape: Shape, first_tile: Tensor) -> list[_Pieces]:
+    """The pieces of each term of one source; first_tile: index of its first tile in each batch element, `batches 1`."""
+    assert first_tile.shape[0] in (1, shape.batch), "bounds are per batch element or shared by all"
+    lo, hi = torch.broadcast_tensors(side.lo_host.to(torch.int64), side.hi_host.to(torch.int64))
+    batches, rows = first_tile.shape[0], lo.shape[1]
+    begin = torch.arange(-(-rows // shape.tile), device="cpu") * shape.tile
+    tile = torch.arange(begin.shape[0], device="cpu")
+    everywhere = torch.zeros_like(begin), torch.full_like(begin, _BEYOND)
+    whole = side.terms == 1 and side.patterns is None
+    pieces = []
+    for term in range(side.terms):
+        lines = slice(term * batches, (term + 1) * batches)
+        which = -1 if side.patterns is None else side.patterns.of_term[term]
+        if side.patterns is None or which < 0:
+            bounds = _reduce_bounds(lo[lines], hi[lines], begin, begin + shape.tile)
+            index, window, end = tile, everywhere, torch.full_like(begin, shape.tile)
+            label = torch.zeros_like(begin) if whole else _label(term, begin - begin, end)
+        else:
+            sets, window = _cut_by_blocks(side, which, begin, shape)
+            set_of, tile_of, first, end, is_whole = sets
+            bounds = _reduce_bounds(lo[lines], hi[lines], first, end)
+            bounds = _clip(tuple(x[:, set_of] for x in bounds), window, is_whole[set_of])
+            index = tile_of[set_of]
+            label = _label(term, (first - begin[tile_of])[set_of], (end - begin[tile_of])[set_of])
+        tiles = first_tile + index
+        window = tuple(x.expand_as(tiles).flatten() for x in window)
+        pieces.append(
+            _Pieces(tuple(x.flatten() for x in bounds), window, tiles.flatten(), label.expand_as(tiles).flatten())
+        )
+    return pieces
+
+
+def _label(term: int, first: Tensor, end: Tensor) -> Tensor:
+    """Column 7 of segments; Note [Work]."""
+    return term + first * 2**8 + end * 2**20
+
+
+def _cut_by_blocks(
+    side: RowMetadata, which: int, begin: Tensor, shape: Shape
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    """Sets of rows, and for each stretch of true blocks its set and its positions (Note [Pieces]).
+
+    Returns:
+        ((set of each stretch, then of each set: tile, first row, end row, whether it is a whole tile), (lo, hi)).
+    """
+    patterns = side.patterns
+    assert patterns is not None
+    rows, size, tiles = side.lo_host.shape[1], patterns.block_size, begin.shape[0]
+    runs = [torch.arange(start, start + stride * n, stride, device="cpu") for _, n, start, stride in side.run_list]
+    block = torch.cat(runs) // size
+    new = torch.ones(rows, dtype=torch.bool, device="cpu")
+    new[1:] = block[1:] != block[:-1]
+    new[begin] = True
+    first = new.nonzero()[:, 0]
+    tile = first // shape.tile
+    # what all rows of a tile see, as if they had one block, then what is left of each block's
+    seen = patterns.tables_host[which].bool()[block[first]]
+    common = torch.zeros(tiles, seen.shape[1], dtype=torch.int32, device="cpu").index_add_(0, tile, (~seen).int()) == 0
+    padded = torch.nn.functional.pad(torch.cat((common, seen & ~common[tile])), (1, 1))
+    set_of, edge = (padded[:, 1:] != padded[:, :-1]).nonzero(as_tuple=True)
+    stretch_lo, stretch_hi = edge[0::2] * size, edge[1::2] * size
+    end = torch.cat((first[1:], first.new_tensor([rows])))
+    sets = (
+        set_of[0::2],
+        torch.cat((torch.arange(tiles, device="cpu"), tile)),
+        torch.cat((begin, first)),
+        torch.cat((begin + shape.tile, end)),
+        torch.arange(tiles + first.shape[0], device="cpu") < tiles,
+    )
+    return sets, (stretch_lo, stretch_hi)
+
+
+def _clip(bounds: tuple[Tensor, ...], window: tuple[Tensor, Tensor], whole: Tensor) -> tuple[Tensor, ...]:
+    """Bounds cut by a window of positions, narrowed where the hole reaches over its end; only whole tiles have full blocks."""
+    any_lo, any_hi, full_lo, full_hi, hole_lo, hole_hi = bounds
+    lo, hi = window
+    any_lo, any_hi = torch.maximum(any_lo, lo), torch.minimum(any_hi, hi)
+    any_lo, any_hi = (
+        torch.where(hole_lo <= any_lo, torch.maximum(any_lo, hole_hi), any_lo),
+        torch.where(hole_hi >= any_hi, torch.minimum(any_hi, hole_lo), any_hi),
+    )
+    full_lo = torch.where(whole, torch.maximum(full_lo, lo), _BEYOND)
+    full_hi = torch.where(whole, torch.minimum(full_hi, hi), 0)
+    return any_lo, any_hi, full_lo, full_hi, hole_lo, hole_hi
+
+
+def _stream(
+    pieces: _Pieces, tiles: int, streamed: list[tuple[RowMetadata, int]], shape: Shape
+) -> tuple[Tensor, Tensor]:
+    """(segments, table) of tiles with these pieces."""
     block, align = shape.block, shape.align
     runs = [(*run, side.run_list[0][0], step) for side, step in streamed for run in side.run_list]
-    offset, length, start, stride, floor, step = (
-        torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6).unbind(1)
-    )
+    of_runs = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 6).unbind(1)
+    any_lo, any_hi = (x[:, None] for x in pieces.bounds[:2])
+    last = of_runs[2] + (of_runs[1] - 1) * of_runs[3]
+    piece, run = ((any_lo <= last) & (any_hi > of_runs[2]) & (any_lo < any_hi)).nonzero(as_tuple=True)
+    offset, length, start, stride, floor, step = (x[run] for x in of_runs)
 
     def row_from(position: Tensor) -> Tensor:
-        """The first row of each run at or after a position, as a row of the buffer; `tiles runs`."""
-        distance = torch.minimum((position[:, None] - start).clamp(min=0), length * stride)
+        """The first row of a run at or after a piece's position, as a row of the buffer."""
+        distance = torch.minimum((position[piece] - start).clamp(min=0), length * stride)
         return offset + (distance + stride - 1) // stride
 
-    first, end, full_first, full_end, hole_first, hole_end = (row_from(x) for x in bounds)
+    first, end, full_first, full_end, hole_first, hole_end = (row_from(x) for x in pieces.bounds)
     seen, has_full = end > first, full_end > full_first
 
     # the grid of blocks may begin anywhere: the fewest blocks come from the first row that is seen, or from any row that the
@@ -299,69 +422,69 @@ def _stream(bounds: tuple[Tensor, ...], streamed: list[tuple[RowMetadata, int]],
     tail_row = row + (head + full) * block
     tail_row = torch.where(full > 0, tail_row, torch.maximum(tail_row, hole_end - hole_end % align))
     tail = -((tail_row - end).clamp(max=0) // block)
-    head, full, tail = (torch.where(seen, x, 0) for x in (head, full, tail))
+    numbers = torch.where(seen, torch.stack((head, tail, full)), 0)
+    rows = torch.stack((row, tail_row, row + head * block))
 
-    # per tile head and tail of every run, then what is full of every run
-    tiles = row.shape[0]
-    masked = torch.stack((head, tail), 2).flatten(1)
-    numbers = torch.cat((masked, full), 1)
-    masked_rows = torch.stack((row, tail_row), 2).flatten(1)
-    rows = torch.cat((masked_rows, row + head * block), 1)
-    origin = start - stride * offset
-    of_run = torch.stack((offset, offset + length, origin, stride, step), 1)
-    of_run = torch.cat((of_run.repeat_interleave(2, 0), of_run))
-    if shape.every_tile and tiles:
-        assert int(length.sum()) > 0, "a tile that nothing streams past has no work to plan"
-        hidden = (numbers.sum(1, keepdim=True) == 0).to(torch.int64)  # sees nothing, or has only a hole here
-        numbers, rows = torch.cat((hidden, numbers), 1), torch.cat((torch.zeros_like(hidden), rows), 1)
-        masked = torch.cat((hidden, masked), 1)
-        of_run = torch.cat((torch.tensor([[0, 0, 0, 1, 0]], device="cpu"), of_run))
+    # in the order of tiles: head and tail of every run, then what is full of every run
+    columns = 3 * len(runs) + 1
+    is_full = torch.tensor([[0], [0], [1]], device="cpu").expand_as(numbers)
+    column = torch.stack((2 * run, 2 * run + 1, 2 * len(runs) + run)) + 1
+    of_tile = pieces.tile[piece]
+    of_run = (*map(row_from, pieces.window), start - stride * offset, stride, step, pieces.label[piece])
     kept = numbers > 0
-    segments = torch.zeros(int(kept.sum()), 8, dtype=torch.int64, device="cpu")
-    segments[:, 0], segments[:, 1] = rows[kept], numbers[kept]
-    segments[:, 2:7] = of_run.expand(tiles, -1, -1)[kept]
-    each = kept.sum(1)
-    table = torch.stack((each.cumsum(0) - each, (masked > 0).sum(1), (full > 0).sum(1), masked.sum(1), full.sum(1)), 1)
-    return segments, table
+    segments = torch.stack((rows, numbers, *(x.expand_as(numbers) for x in of_run)), 2)[kept]
+    kinds = torch.stack(((of_tile * columns + column)[kept], of_tile.expand_as(numbers)[kept], is_full[kept]), 1)
+    if shape.every_tile and tiles:
+        assert sum(n for _, n, *_ in runs) > 0, "a tile that nothing streams past has no work to plan"
+        # sees nothing, or has only a hole here
+        hidden = (torch.bincount(kinds[:, 1], minlength=tiles) == 0).nonzero()
+        segments = torch.cat((segments, segments.new_tensor([[0, 1, 0, 0, 0, 1, 0, 0]]).expand(hidden.shape[0], -1)))
+        kinds = torch.cat((kinds, torch.cat((hidden * columns, hidden, torch.zeros_like(hidden)), 1)))
+    order = torch.argsort(kinds[:, 0], stable=True)
+    segments, of_tile, is_full = segments[order], kinds[order, 1], kinds[order, 2]
+    table = torch.zeros(4, tiles, dtype=torch.int64, device="cpu")
+    for line, number in enumerate((1 - is_full, is_full, segments[:, 1] * (1 - is_full), segments[:, 1] * is_full)):
+        table[line].index_add_(0, of_tile, number)
+    each = table[0] + table[1]
+    return segments, torch.stack((each.cumsum(0) - each, *table), 1)
 
 
-def _reduce_bounds(side: RowMetadata, shape: Shape) -> tuple[Tensor, ...]:
-    """(any_lo, any_hi, full_lo, full_hi, hole_lo, hole_hi) of every tile as `batches tiles`, in global positions.
+def _reduce_bounds(lo: Tensor, hi: Tensor, first: Tensor, end: Tensor) -> tuple[Tensor, ...]:
+    """(any_lo, any_hi, full_lo, full_hi, hole_lo, hole_hi) of sets of rows as `batches sets`, in global positions.
 
     Rows that see nothing do not widen `any`, and empty `full`; rows past the end touch neither. The hole is the longest
     stretch within `any` that no row sees, as where a tile holds the end of one run and the beginning of a distant one;
-    a tile without a hole has it beyond every position.
+    a set without a hole has it beyond every position.
+
+    Args:
+        lo: `batches rows`.
+        hi: Like lo.
+        first: First row of each set.
+        end: One past its last row; may lie past the end.
     """
-    lo, hi = torch.broadcast_tensors(side.lo_host.to(torch.int64), side.hi_host.to(torch.int64))
-    assert lo.shape[0] in (1, shape.batch), "bounds are per batch element or shared by all"
-    batches, rows = lo.shape
-    tiles = -(-rows // shape.tile)
-    sees = lo < hi
-
-    def cut(x: Tensor, beyond: int) -> Tensor:
-        """`tiles rows`, with a value for rows past the end."""
-        padded = x.new_full((batches, tiles * shape.tile), beyond)
-        padded[:, :rows] = x
-        return padded.view(batches * tiles, shape.tile)
-
-    seen_lo, seen_hi = cut(torch.where(sees, lo, _BEYOND), _BEYOND), cut(torch.where(sees, hi, 0), 0)
-    hole_lo = seen_hi.cummax(1).values[:, :-1]
-    hole_hi = seen_lo.flip(1).cummin(1).values.flip(1)[:, 1:]
+    width = int((end - first).max()) if first.numel() else 1
+    row = first[:, None] + torch.arange(width, device="cpu")
+    exists = row < end.clamp(max=lo.shape[1])[:, None]
+    row = row.clamp(max=max(lo.shape[1] - 1, 0))
+    lo, hi = lo[:, row], hi[:, row]
+    sees = exists & (lo < hi)
+    seen_lo, seen_hi = torch.where(sees, lo, _BEYOND), torch.where(sees, hi, 0)
+    hole_lo = seen_hi.cummax(2).values[:, :, :-1]
+    hole_hi = seen_lo.flip(2).cummin(2).values.flip(2)[:, :, 1:]
     real = (hole_lo > 0) & (hole_hi < _BEYOND) & (hole_lo < hole_hi)
-    # one column more, so that tiles of one row have a hole to choose
+    # one column more, so that sets of one row have a hole to choose
     hole_lo, hole_hi = (
         torch.nn.functional.pad(torch.where(real, x, _BEYOND), (0, 1), value=_BEYOND) for x in (hole_lo, hole_hi)
     )
-    longest = (hole_hi - hole_lo).argmax(1, keepdim=True)
-    found = (
-        seen_lo.amin(1),
-        seen_hi.amax(1),
-        cut(lo, 0).amax(1),
-        cut(hi, _BEYOND).amin(1),
-        hole_lo.gather(1, longest)[:, 0],
-        hole_hi.gather(1, longest)[:, 0],
+    longest = (hole_hi - hole_lo).argmax(2, keepdim=True)
+    return (
+        seen_lo.amin(2),
+        seen_hi.amax(2),
+        torch.where(exists, lo, 0).amax(2),
+        torch.where(exists, hi, _BEYOND).amin(2),
+        hole_lo.gather(2, longest)[:, :, 0],
+        hole_hi.gather(2, longest)[:, :, 0],
     )
-    return tuple(x.view(batches, tiles) for x in found)
 
 
 def _assign(blocks: Tensor, shape: Shape) -> _Assignment:

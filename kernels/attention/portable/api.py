@@ -10,18 +10,29 @@ from __future__ import annotations
 import contextlib
 import math
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ringattn.kernels.attention.arguments import LOG2E, is_dot_only, padded, pair, per_batch, scale_and_cap, strides
+from ringattn.kernels.attention.arguments import (
+    LOG2E,
+    bound_strides,
+    is_dot_only,
+    padded,
+    pair,
+    per_batch,
+    scale_and_cap,
+    strides,
+)
 from ringattn.kernels.attention.portable import configs
 from ringattn.kernels.attention.portable.backward import delta_kernel, keys_kernel, rows_kernel
 from ringattn.kernels.attention.portable.configs import Config
 from ringattn.kernels.attention.portable.forward import forward_kernel
-from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState
+from ringattn.kernels.interface import BlockPatterns, Grads, RowMetadata, Score, SoftmaxState
 from ringattn.kernels.runtime import bound_launch
+from ringattn.kernels.runtime.host_to_device import upload
 
 # the type of a @triton.jit function knows neither [grid] nor plain values for constants
 _forward: Any = forward_kernel
@@ -71,10 +82,10 @@ def forward(
             q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), o, lse, carry_m, carry_l, carry_acc,
             rows.positions, rows.lo, rows.hi, keys.runs, score.sinks, score.alibi_slopes, score.key_bias, score.bias,
             *strides(q), *strides(k), *strides(v), *strides(o), *strides(carry_acc),
-            *pair(lse), *pair(carry_m), *pair(carry_l), per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
+            *pair(lse), *pair(carry_m), *pair(carry_l), *_per_batch(rows), per_batch(score.key_bias),
             *_bias_strides(score.bias),
-            batch * h, h, h // hk, s, len(keys.run_list) if t else 0, tiles, _sweep(per_head, batch * h),
-            *scale_and_cap(score), *_dropout(score),
+            batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
+            *scale_and_cap(score), *_dropout(score), *_cuts(rows),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
             FIRST=first, LAST=last, DOT_ONLY=dot_only, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, SKEW=config.skew,
             TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
@@ -168,9 +179,9 @@ def _launch_keys(
             _listed(lse2, config.block_m, tma), _listed(delta, config.block_m, tma), grads.dk, grads.dv,
             partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
             *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dk), *strides(grads.dv),
-            lse2.shape[2], per_batch(keys.lo), per_batch(keys.hi), per_batch(score.key_bias), *_bias_strides(score.bias),
-            batch * hk, hk, h // hk, t, len(rows.run_list) if s else 0, tiles, _sweep(per_head, batch * hk),
-            score.softmax_scale, *scale_and_cap(score), *_dropout(score),
+            lse2.shape[2], *_per_batch(keys), per_batch(score.key_bias), *_bias_strides(score.bias),
+            batch * hk, hk, h // hk, t, len(rows.run_list) * keys.terms if s else 0, tiles, _sweep(per_head, batch * hk),
+            score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(keys),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
             ADD=grads.accumulate_keys, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
             SAME_STRIDE=_same_stride(q, do), PRECISION=_precision(q, kind), **_options(config),
@@ -210,10 +221,10 @@ def _launch_rows(
             do, q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), lse, delta, grads.dq, grads.dalibi,
             grads.dbias, rows.positions, rows.lo, rows.hi, keys.runs, score.alibi_slopes, score.key_bias, score.bias,
             *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dq),
-            *pair(lse), *pair(delta), *pair(grads.dalibi), per_batch(rows.lo), per_batch(rows.hi), per_batch(score.key_bias),
+            *pair(lse), *pair(delta), *pair(grads.dalibi), *_per_batch(rows), per_batch(score.key_bias),
             *_bias_strides(score.bias), *_bias_strides(grads.dbias),
-            batch * h, h, h // hk, s, len(keys.run_list) if t else 0, tiles, _sweep(per_head, batch * h),
-            score.softmax_scale, *scale_and_cap(score), *_dropout(score),
+            batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
+            score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(rows),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
             ADD=grads.accumulate_rows, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
             SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
@@ -243,6 +254,30 @@ def _dropout(score: Score) -> tuple[int, int, int, float]:
     seed = score.dropout_seed
     threshold = math.floor(score.dropout_p * 2**32)
     return _signed(seed), _signed(seed >> 32), _signed(threshold), 1 / (1 - score.dropout_p)
+
+
+def _per_batch(side: RowMetadata) -> tuple[int, int]:
+    """The kernels' `lo_sb` and `hi_sb`."""
+    return bound_strides(side.lo, side)[0], bound_strides(side.hi, side)[0]
+
+
+_of_terms: WeakKeyDictionary[BlockPatterns, Tensor] = WeakKeyDictionary()
+
+
+def _cuts(side: RowMetadata) -> tuple[Any, ...]:
+    """The kernels' `terms` to `block_size`; None where absent."""
+    if side.terms == 1 and side.patterns is None:
+        return (None,) * 8
+    strides = [bound_strides(x, side)[1] for x in (side.lo, side.hi)]
+    patterns = side.patterns
+    if patterns is None:
+        return side.terms, *strides, *(None,) * 5
+    of_term = _of_terms.get(patterns)
+    if of_term is None:
+        host = torch.tensor(patterns.of_term, dtype=torch.int32, device="cpu")
+        _of_terms[patterns] = of_term = upload([host], patterns.tables.device)[0]
+    _, length, width = patterns.tables.shape
+    return side.terms, *strides, patterns.tables, of_term, length * width, width, patterns.block_size
 
 
 def _signed(word: int) -> int:

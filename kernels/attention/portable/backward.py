@@ -12,12 +12,15 @@ import triton.language as tl
 
 from ringattn.kernels.attention.portable.scores import LOG2E, dropout_key, kept, score
 from ringattn.kernels.attention.portable.tiles import (
+    cut_pairs,
     load_bounds,
     load_rows,
     reduce_bounds,
     run_tiles,
+    shows,
     store_rows,
     swizzle,
+    term_bounds,
 )
 
 
@@ -60,7 +63,7 @@ def _load_stat(src, at, row, x, inside, MASKED: tl.constexpr, TMA: tl.constexpr)
 def _keys_step(
     dk, dv, dkey_bias, k_tile, v_tile, q, do, lse2, delta, stat_at, b, h, row, begin, end, origin, stride, lo_ptr, hi_ptr, row0, rows,
     k_pos, key_exists, key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+    table, cuts, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     WANT_KEY_BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -87,6 +90,7 @@ def _keys_step(
         if TMA:
             # a bulk load brings rows outside the run, which belong to other positions; a guarded one brings zeros
             visible &= (inside & (x >= begin))[None, :]
+        visible = cut_pairs(visible, k_pos[:, None], q_pos[None, :], table, cuts)
         p = tl.where(visible, p, 0.0)
     dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
     # not before dp: that costs registers; not after dv: waiting for it would serialize the products in flight
@@ -109,7 +113,7 @@ def _keys_step(
 @triton.jit(
     do_not_specialize=[
         "queries", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs", "tiles", "sweep", "heads", "seed_low", "seed_high",
-        "drop_threshold",
+        "drop_threshold", "terms", "lo_st", "hi_st", "table_size", "table_width", "block_size",
     ]
 )  # fmt: skip
 def keys_kernel(
@@ -117,7 +121,7 @@ def keys_kernel(
     do_sb, do_ss, do_sh, q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
     queries, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
     heads, num_heads, group, rows, num_runs, tiles, sweep, softmax_scale, scale, cap, seed_low, seed_high, drop_threshold,
-    drop_factor,
+    drop_factor, terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
     SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -142,7 +146,8 @@ def keys_kernel(
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, key_exists)
-    if ADD:
+    cuts = (terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
+    if terms is None and ADD:
         if any_lo >= any_hi:
             return
 
@@ -156,9 +161,12 @@ def keys_kernel(
     dv = tl.zeros([BLOCK_N, DV], tl.float32)
     dkey_bias = tl.zeros([BLOCK_N], tl.float32)
 
-    for r in tl.range(0, num_runs):
+    for part in tl.range(0, num_runs):
+        r, here_lo, here_hi, seen_lo, seen_hi, all_lo, all_hi, table = term_bounds(
+            part, lo_ptr, hi_ptr, row0, rows, key_exists, any_lo, any_hi, full_lo, full_hi, cuts, BLOCK_N
+        )
         begin, first, end, count, head_end, tail, origin, stride = run_tiles(
-            runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_M, 4 if TMA else 1
+            runs, r, seen_lo, seen_hi, all_lo, all_hi, BLOCK_M, 4 if TMA else 1
         )
         if count > 0:
             for g in tl.range(0, group):
@@ -183,22 +191,23 @@ def keys_kernel(
                 for j in tl.range(0, head_end + count - tail):
                     i = tl.where(j < head_end, j, j - head_end + tail)
                     row = first + i * BLOCK_M
-                    dk, dv, dkey_bias = _keys_step(
-                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
-                        begin, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
-                        bias_ss, q_ss,
-                        do_ss, slope,
-                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP,
-                        DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
-                    )  # fmt: skip
+                    x = row + tl.arange(0, BLOCK_M)
+                    inside = (x >= begin) & (x < end)
+                    if shows(here_lo, here_hi, row0, rows, k_pos, origin + stride * x, inside, table, cuts, BLOCK_N):
+                        dk, dv, dkey_bias = _keys_step(
+                            dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
+                            begin, end, origin, stride, here_lo, here_hi, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
+                            bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N,
+                            D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
+                        )  # fmt: skip
                 for row in tl.range(first + head_end * BLOCK_M, first + tail * BLOCK_M, BLOCK_M):
                     dk, dv, dkey_bias = _keys_step(
                         dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
-                        begin, end, origin, stride, lo_ptr, hi_ptr, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
+                        begin, end, origin, stride, here_lo, here_hi, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
                         bias_ss, q_ss,
                         do_ss, slope,
-                        scale, cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
-                        DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
+                        scale, cap, key, drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False,
+                        SOFTCAP, DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
                     )  # fmt: skip
 
     store_rows(dv_out + b64 * dv_sb + h_kv64 * dv_sh, dv, row0, rows, dv_ss, BLOCK_N, DV, DV_WIDTH, ADD)
@@ -212,7 +221,7 @@ def keys_kernel(
 def _rows_step(
     dq, dalibi, q_tile, do_tile, lse2, delta_i, k, v, b, h_kv, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
     row_exists, key_bias, bias, bias_sn, dbias, dbias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
+    table, cuts, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     WANT_ALIBI: tl.constexpr,
 ):  # fmt: skip
@@ -236,6 +245,7 @@ def _rows_step(
     if MASKED:
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
+        visible = cut_pairs(visible, q_pos[:, None], k_pos[None, :], table, cuts)
         p = tl.where(visible, p, 0.0)
     v_tile = load_rows(v, b, h_kv, row, end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
     dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
@@ -255,7 +265,8 @@ def _rows_step(
 @triton.jit(
     do_not_specialize=[
         "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs",
-        "tiles", "sweep", "heads", "seed_low", "seed_high", "drop_threshold",
+        "tiles", "sweep", "heads", "seed_low", "seed_high", "drop_threshold", "terms", "lo_st", "hi_st", "table_size", "table_width",
+        "block_size",
     ]
 )  # fmt: skip
 def rows_kernel(
@@ -264,7 +275,7 @@ def rows_kernel(
     lse_sb, lse_sh, delta_sb, delta_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
     dbias_sb, dbias_sh, dbias_ss, dbias_sn,
     heads, num_heads, group, rows, num_runs, tiles, sweep, softmax_scale, scale, cap, seed_low, seed_high, drop_threshold,
-    drop_factor,
+    drop_factor, terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
     SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -284,7 +295,8 @@ def rows_kernel(
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
-    if ADD:
+    cuts = (terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
+    if terms is None and ADD:
         if any_lo >= any_hi:
             return
 
@@ -316,27 +328,31 @@ def rows_kernel(
     dq = tl.zeros([BLOCK_M, D], tl.float32)
     dalibi = tl.zeros([BLOCK_M], tl.float32)
 
-    for r in tl.range(0, num_runs):
+    for part in tl.range(0, num_runs):
+        r, here_lo, here_hi, seen_lo, seen_hi, all_lo, all_hi, table = term_bounds(
+            part, lo_ptr, hi_ptr, row0, rows, row_exists, any_lo, any_hi, full_lo, full_hi, cuts, BLOCK_M
+        )
         _, first, end, count, head_end, tail, origin, stride = run_tiles(
-            runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_N
+            runs, r, seen_lo, seen_hi, all_lo, all_hi, BLOCK_N
         )
         for j in tl.range(0, head_end + count - tail):
             i = tl.where(j < head_end, j, j - head_end + tail)
             row = first + i * BLOCK_N
-            dq, dalibi = _rows_step(
-                dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
-                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base,
-                dbias_sn, k_ss, v_ss, slope, scale,
-                cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA,
-                PRECISION, dalibi_out is not None,
-            )  # fmt: skip
+            y = row + tl.arange(0, BLOCK_N)
+            if shows(here_lo, here_hi, row0, rows, q_pos, origin + stride * y, y < end, table, cuts, BLOCK_M):
+                dq, dalibi = _rows_step(
+                    dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
+                    here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base,
+                    dbias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, D,
+                    D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA, PRECISION, dalibi_out is not None,
+                )  # fmt: skip
         for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
             dq, dalibi = _rows_step(
                 dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
-                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base,
+                here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base,
                 dbias_sn, k_ss, v_ss, slope, scale,
-                cap, key, drop_threshold, drop_factor, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP, DROPOUT, TMA,
-                PRECISION, dalibi_out is not None,
+                cap, key, drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
+                DROPOUT, TMA, PRECISION, dalibi_out is not None,
             )  # fmt: skip
 
     dq = dq * softmax_scale

@@ -11,19 +11,22 @@ import triton.language as tl
 
 from ringattn.kernels.attention.portable.scores import LN2, LOG2E, dropout_key, kept, score
 from ringattn.kernels.attention.portable.tiles import (
+    cut_pairs,
     load_bounds,
     load_rows,
     reduce_bounds,
     run_tiles,
+    shows,
     store_rows,
     swizzle,
+    term_bounds,
 )
 
 
 @triton.jit
 def _absorb(
     qk, m_i, l_i, acc, v, b, h_kv, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
-    row_exists, key_bias, bias, bias_sn, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+    row_exists, key_bias, bias, bias_sn, v_ss, slope, scale, cap, key, drop_threshold, drop_factor, table, cuts,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr, MASKED: tl.constexpr,
     DOT_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     PRECISE: tl.constexpr,
@@ -57,6 +60,7 @@ def _absorb(
     if MASKED:
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
+        visible = cut_pairs(visible, q_pos[:, None], k_pos[None, :], table, cuts)
         s = tl.where(visible, s, float("-inf"))
     if DOT_ONLY:
         m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
@@ -82,7 +86,7 @@ def _absorb(
 @triton.jit(
     do_not_specialize=[
         "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs", "tiles", "sweep",
-        "heads", "seed_low", "seed_high", "drop_threshold",
+        "heads", "seed_low", "seed_high", "drop_threshold", "terms", "lo_st", "hi_st", "table_size", "table_width", "block_size",
     ]
 )  # fmt: skip
 def forward_kernel(
@@ -90,6 +94,7 @@ def forward_kernel(
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh,
     lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
     heads, num_heads, group, rows, num_runs, tiles, sweep, scale, cap, seed_low, seed_high, drop_threshold, drop_factor,
+    terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, DOT_ONLY: tl.constexpr, SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr, SKEW: tl.constexpr, TMA: tl.constexpr, SAME_STRIDE: tl.constexpr,
@@ -97,7 +102,9 @@ def forward_kernel(
 ):  # fmt: skip
     """Attend to the keys of `runs`. Strides are in elements; last dims are contiguous; absent tensors are None.
 
-    DOT_ONLY: the score is q . k times a positive scale, so that the scale is folded into the exponent.
+    DOT_ONLY: the score is q . k times a positive scale, so that the scale is folded into the exponent. With several `terms`,
+    whose bounds lie lo_st and hi_st apart, num_runs counts each run once per term. `tables`: `table_size` entries each, lines of
+    table_width; `of_term`: index of each term's table or -1.
     """
     if SAME_STRIDE:
         v_ss = k_ss  # one set of offsets in registers serves both
@@ -114,7 +121,8 @@ def forward_kernel(
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
-    if not (FIRST or LAST):
+    cuts = (terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
+    if terms is None and not (FIRST or LAST):
         if any_lo >= any_hi:
             return
 
@@ -151,22 +159,27 @@ def forward_kernel(
     slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
     key = dropout_key(head, seed_low, seed_high) if DROPOUT else None
 
-    for r in tl.range(0, num_runs):
+    for part in tl.range(0, num_runs):
+        r, here_lo, here_hi, seen_lo, seen_hi, all_lo, all_hi, table = term_bounds(
+            part, lo_ptr, hi_ptr, row0, rows, row_exists, any_lo, any_hi, full_lo, full_hi, cuts, BLOCK_M
+        )
         _, first, end, count, head_end, tail, origin, stride = run_tiles(
-            runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK_N
+            runs, r, seen_lo, seen_hi, all_lo, all_hi, BLOCK_N
         )
         for j in tl.range(0, head_end + count - tail):
             i = tl.where(j < head_end, j, j - head_end + tail)
             row = first + i * BLOCK_N
-            k_tile = load_rows(k_base, b, h_kv, row, end, k_ss, BLOCK_N, D, D_WIDTH, True, TMA)
-            qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-            m_i, l_i, acc = _absorb(
-                qk, m_i, l_i, acc, v_base, b, h_kv, row, end, origin, stride,
-                lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+            y = row + tl.arange(0, BLOCK_N)
+            if shows(here_lo, here_hi, row0, rows, q_pos, origin + stride * y, y < end, table, cuts, BLOCK_M):
+                k_tile = load_rows(k_base, b, h_kv, row, end, k_ss, BLOCK_N, D, D_WIDTH, True, TMA)
+                qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                m_i, l_i, acc = _absorb(
+                    qk, m_i, l_i, acc, v_base, b, h_kv, row, end, origin, stride,
+                    here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
                     scale, cap, key,
-                drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, True, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
-                q_tile.dtype == tl.float32,
-            )  # fmt: skip
+                    drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, DV, DV_WIDTH, True, DOT_ONLY, SOFTCAP, DROPOUT, TMA,
+                    PRECISION, q_tile.dtype == tl.float32,
+                )  # fmt: skip
         if SKEW:
             if tail > head_end:
                 row = first + head_end * BLOCK_N
@@ -177,18 +190,18 @@ def forward_kernel(
                     qk_next = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     m_i, l_i, acc = _absorb(
                         qk, m_i, l_i, acc, v_base, b, h_kv, row - BLOCK_N, end, origin, stride,
-                        lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                        here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
                     scale, cap, key,
-                        drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
+                        drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
                         q_tile.dtype == tl.float32,
                     )  # fmt: skip
                     qk = qk_next
                 row = first + (tail - 1) * BLOCK_N
                 m_i, l_i, acc = _absorb(
                     qk, m_i, l_i, acc, v_base, b, h_kv, row, end, origin, stride,
-                    lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                    here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
                     scale, cap, key,
-                    drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
+                    drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
                     q_tile.dtype == tl.float32,
                 )  # fmt: skip
         else:
@@ -197,9 +210,9 @@ def forward_kernel(
                 qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 m_i, l_i, acc = _absorb(
                     qk, m_i, l_i, acc, v_base, b, h_kv, row, end, origin, stride,
-                    lo_ptr, hi_ptr, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
+                    here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
                     scale, cap, key,
-                    drop_threshold, drop_factor, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
+                    drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
                     q_tile.dtype == tl.float32,
                 )  # fmt: skip
 

@@ -9,6 +9,10 @@ Note [Tile ranges]
         any_lo        full_lo              full_hi       any_hi
           |  head tiles  |    full tiles      |  tail tiles |
 
+    A mask of several terms (Note [Terms] of interface.py) is met run by run, and term by term within a run; `cuts` holds how
+    many there are and the tables that cut them. In a term with a table all tiles are masked, and those without a visible pair are
+    left out.
+
     Full tiles are one loop. Head and tail tiles are one loop, which jumps over the full ones, so that the masked code
     exists once; it comes first, so that its registers are free during the other.
 """
@@ -55,6 +59,54 @@ def reduce_bounds(lo, hi, exists):
     full_lo = tl.max(tl.where(exists, lo, 0), 0)
     full_hi = tl.min(tl.where(exists, hi, FAR), 0)
     return any_lo, any_hi, full_lo, full_hi
+
+
+@triton.jit
+def term_bounds(
+    i, lo_ptr, hi_ptr, row0, rows, exists, any_lo, any_hi, full_lo, full_hi, cuts, ROWS: tl.constexpr
+):  # fmt: skip
+    """(run, lo_ptr, hi_ptr, any_lo, any_hi, full_lo, full_hi, table) of part i of the work of a tile; Note [Tile ranges].
+
+    With one term, run i and the bounds that are given. `table` is the index of the term's table, or -1.
+    """
+    terms, lo_st, hi_st, tables, of_term, _size, _width, _block = cuts
+    run = i
+    table = -1
+    if terms is not None:
+        run = i // terms
+        term = i % terms
+        lo_ptr += term.to(tl.int64) * lo_st
+        hi_ptr += term.to(tl.int64) * hi_st
+        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, ROWS)
+        any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, exists)
+        if tables is not None:
+            table = tl.load(of_term + term)
+            full_lo = tl.where(table < 0, full_lo, FAR)
+            full_hi = tl.where(table < 0, full_hi, 0)
+    return run, lo_ptr, hi_ptr, any_lo, any_hi, full_lo, full_hi, table
+
+
+@triton.jit
+def cut_pairs(visible, own, other, table, cuts):
+    """The visible pairs that the table of a term shows; own, other: positions on both sides, which broadcast to the tile."""
+    _terms, _lo_st, _hi_st, tables, _of_term, size, width, block_size = cuts
+    if tables is not None:
+        at = tables + (table * size + (own // block_size) * width + other // block_size)
+        visible &= tl.load(at, mask=visible & (table >= 0), other=1) != 0
+    return visible
+
+
+@triton.jit
+def shows(lo_ptr, hi_ptr, row0, rows, own, other, inside, table, cuts, ROWS: tl.constexpr):
+    """Return whether a tile has a visible pair; own: positions of its rows; other, inside: of what streams past."""
+    _terms, _lo_st, _hi_st, tables, _of_term, _size, _width, _block = cuts
+    found = True
+    if tables is not None:
+        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, ROWS)
+        visible = (other[None, :] >= lo[:, None]) & (other[None, :] < hi[:, None]) & inside[None, :]
+        visible = cut_pairs(visible, own[:, None], other[None, :], table, cuts)
+        found = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
+    return found
 
 
 @triton.jit

@@ -15,12 +15,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ringattn.integrations.transformers.attention import attend
 from ringattn.integrations.transformers.batch import RingCollator, shard_batch
 from ringattn.integrations.transformers.decode_compile import compile_for_decode
+from ringattn.integrations.transformers.heads import last_positions, take_rows
 from ringattn.integrations.transformers.masks import RingMask, describe_mask
 from ringattn.integrations.transformers.model_forward import run_step
+from ringattn.integrations.transformers.model_hooks import watch_models
 from ringattn.integrations.transformers.ring_cache import RingCache
+from ringattn.integrations.transformers.support import NAME
 from ringattn.integrations.transformers.tensor_parallel import TensorParallelError, apply_tensor_parallel
-
-NAME = "ringattn"
+from ringattn.integrations.transformers.trees import pack_answers
 
 __all__ = [
     "NAME",
@@ -32,9 +34,12 @@ __all__ = [
     "attend",
     "compile_for_decode",
     "describe_mask",
+    "last_positions",
+    "pack_answers",
     "register",
     "run_step",
     "shard_batch",
+    "take_rows",
 ]
 
 
@@ -42,6 +47,8 @@ def register() -> None:
     """Register ring attention with transformers under the name "ringattn"; calling it again changes nothing.
 
     Call it before a model is made with `attn_implementation="ringattn"`, or before `model.set_attn_implementation("ringattn")`.
+    Models of this process then have two hooks, which do nothing unless a model is called with a sharding (model_hooks.py).
     """
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, describe_mask)
+    watch_models()

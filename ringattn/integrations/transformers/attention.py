@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from ringattn.api import ring_attention
 from ringattn.inference import ForwardBatch
@@ -26,7 +27,10 @@ from ringattn.integrations.transformers.positions import (
     read_documents,
     rope_scaling_limits,
 )
-from ringattn.integrations.transformers.support import check_supported, first_learned_position
+from ringattn.integrations.transformers.support import check_supported, first_learned_position, is_tower
+from ringattn.integrations.transformers.trees import check_tree, check_window
+from ringattn.plan import expressions as masks
+from ringattn.plan.expressions import Mask, Tree
 from ringattn.plan.sharding import Sharding, positions_of
 from ringattn.ring import Ring, default_world_size
 
@@ -73,6 +77,7 @@ def attend(
     deterministic: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    tree: Tree | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of the name "ringattn", called by the layers of transformers models.
@@ -96,17 +101,20 @@ def attend(
         deterministic: Whether gradients must be bitwise repeatable.
         cu_seq_lens_q: Cumulative lengths of packed documents; only without a sharding, which has its own.
         cu_seq_lens_k: The same.
+        tree: The tokens are nodes of this tree; only with a sharding.
         others: Other keywords of the model's call; refused unless they do not change attention.
 
     Returns:
         `b s h dv` and None.
     """
+    if is_tower(module):
+        return _attend_whole(module, query, key, value, attention_mask, dropout, scaling, is_causal), None
     if not torch.compiler.is_compiling():
         _num_calls[0] += 1
     ring = (
         step.cache.ring if isinstance(step, ForwardBatch) else sharding.ring if isinstance(sharding, Sharding) else None
     )
-    lengths = key_bias = tokens = None
+    lengths = key_bias = tokens = shown = None
     # an error raised here on one rank is raised on the others too
     with nullcontext() if ring is None else ring.propagate_errors():
         check_supported(others, "attention")
@@ -130,13 +138,16 @@ def attend(
                         "cu_seq_lens must be left out when there is a sharding, which has the documents; "
                         "pass the whole batch through shard_batch"
                     )
-                _check_sharded(module, position_ids, sharding, mask, others)
+                _check_sharded(module, position_ids, sharding, mask, others, tree)
                 if _has_temperature(module):
                     positions = positions_of(sharding.shards[sharding.rank])[None]
                     query = _apply_temperature(module, query, positions)
             packed = sharding.documents is not None
             window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=packed)
             lengths, key_bias, tokens = _resolve_padding(mask, query, sharding, chunk_len)
+            shown = _resolve_union(mask, causal, window, chunk_len, lengths, tree, sharding.seq_len)
+            if shown is not None:
+                causal, window, lengths = False, None, None
     if step is not None:
         return _attend_with_cache(step, module, query, key, value, window, chunk_len, scaling, softcap, s_aux), None
     assert sharding is not None, "a call without a step has a sharding"
@@ -156,6 +167,7 @@ def attend(
         window=window,
         chunk_len=chunk_len,
         lengths=lengths,
+        mask=shown,
         softmax_scale=scaling,
         softcap=softcap or 0.0,
         sinks=s_aux,
@@ -169,6 +181,30 @@ def attend(
     if tokens is not None:
         out = out.masked_fill(~tokens[:, :, None, None], 0.0)
     return out, None
+
+
+def _attend_whole(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: RingMask | Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+) -> Tensor:
+    """Return what torch's attention gives to a layer of an image encoder, whose rows are whole on every rank."""
+    mask = attention_mask
+    if isinstance(mask, RingMask):
+        if mask.padding is not None or mask.local_size is not None or mask.overlay:
+            raise NotImplementedError(
+                f"the mask of an image encoder must be None or a tensor, got padding, a window or blocks in "
+                f"{type(module).__name__}; "
+                "make the model with attn_implementation={'text_config': 'ringattn'}"
+            )
+        mask, is_causal = None, bool(mask.causal) if is_causal is None else is_causal
+    sdpa = AttentionInterface()["sdpa"]
+    return sdpa(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal)[0]
 
 
 def _check_mask(attention_mask: RingMask | Tensor | None) -> RingMask | None:
@@ -244,6 +280,7 @@ def _check_sharded(
     sharding: Sharding,
     mask: RingMask | None,
     others: dict[str, Any],
+    tree: Tree | None,
 ) -> None:
     if not isinstance(sharding, Sharding):
         raise ValueError(
@@ -254,6 +291,8 @@ def _check_sharded(
             f"attention_mask must be of the whole sequence, {sharding.seq_len} tokens, got {mask.padding.shape[1]}; "
             "do not shard it, as shard_batch does not"
         )
+    if tree is not None:
+        check_tree(tree, position_ids, sharding)
     if sharding.world_size == 1:
         return
     config = getattr(module, "config", None)
@@ -266,11 +305,49 @@ def _check_sharded(
     limits, first_position = rope_scaling_limits(config), first_learned_position(module)
     if position_ids is NOT_PASSED:
         check_supported(module, "unchecked positions")
-    if isinstance(position_ids, Tensor):
+    if tree is None and isinstance(position_ids, Tensor):
         check_positions(position_ids, sharding, mask, _layer_index(module), first_position, limits)
     if limits and (position_ids is NOT_PASSED or torch.compiler.is_compiling()):
         check_rope_scaling(limits, rank_end_positions(sharding))
     check_supported(others if "output_router_logits" in others else config, "sharded router")
+
+
+def _resolve_union(
+    mask: RingMask | None,
+    causal: bool,
+    window: tuple[int, int] | None,
+    chunk_len: int | None,
+    lengths: tuple[tuple[int, int], ...] | None,
+    tree: Tree | None,
+    tokens: int,
+) -> Mask | None:
+    """Return the mask of a layer that is more than one interval, or whose spans see all of themselves; None for others."""
+    if tree is not None:
+        if not causal or chunk_len is not None or lengths is not None:
+            raise NotImplementedError(
+                "a tree must go with causal layers without chunks and padding, got another; run the answers one by one"
+            )
+        check_window(tree, window)
+        return tree
+    if mask is None or mask.spans is None:
+        return None
+    if mask.span_tokens != tokens:
+        raise NotImplementedError(
+            f"spans that see all of themselves must be of the whole sequence, {tokens} tokens, got {mask.span_tokens}; pass the "
+            "batch with its images through shard_batch"
+        )
+    if chunk_len is not None:
+        raise NotImplementedError("spans that see all of themselves must go without chunked attention; use 'sdpa'")
+    order = masks.causal() if causal else masks.window(None, None)
+    near = masks.window(None, None) if window is None else masks.window(window[0], None if causal else window[1])
+    united = [
+        (order | masks.spans(spans)) & near if mask.cut_spans else (order & near) | masks.spans(spans)
+        for spans in mask.spans
+    ]
+    found = united[0] if len(united) == 1 else masks.per_batch(united)
+    if lengths is not None:
+        found = masks.lengths(lengths * (1 if len(lengths) > 1 else len(united))) & found
+    return found
 
 
 def _layer_index(module: nn.Module) -> int | None:

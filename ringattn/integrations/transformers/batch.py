@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from ringattn.integrations.transformers.model_hooks import watch_models
 from ringattn.integrations.transformers.positions import document_positions, read_cumulative, read_documents
-from ringattn.integrations.transformers.support import check_supported
+from ringattn.integrations.transformers.support import IMAGE_KEYWORDS, check_supported
+from ringattn.integrations.transformers.trees import check_tree_batch
+from ringattn.plan.expressions import Mask, Tree
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 
@@ -43,7 +46,9 @@ def shard_batch(
     layout: str = "zigzag",
     *,
     shift_labels: bool = True,
-    balance: dict[str, Any] | None = None,
+    pooling: bool = False,
+    balance: dict[str, Any] | Mask | None = None,
+    tree: Tree | None = None,
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch, to call a model with: `model(**shard_batch(batch, ring))`.
 
@@ -55,15 +60,21 @@ def shard_batch(
     Args:
         batch: Output of a collator: `input_ids` `b n` or `inputs_embeds` `b n e`, and any of `labels`, `shift_labels`,
             `position_ids` (`b n` or `1 n`), `attention_mask` (`b n`), `token_type_ids`, `cu_seq_lens_q`, `cu_seq_lens_k`,
-            `max_length_q`, `max_length_k`. Without an attention mask, positions that restart mean packed documents.
+            `max_length_q`, `max_length_k`. Without an attention mask, positions that restart mean packed documents. With images
+            (`pixel_values`, `image_grid_thw`, ...) `position_ids` may also be `3 b n`, or `4 b n` with those of the text first.
         ring: The ranks that share the sequence.
         layout: As in `ring.sharding`: "zigzag", "contiguous", "striped" or "balanced".
         shift_labels: Whether the model predicts the next token; False for models that predict tokens in place, as encoders.
-        balance: As in `ring.sharding`: the mask to balance for.
+        pooling: Whether the model has a head that chooses rows of the whole sequence (sequence classification, rewards): labels
+            are then one per sequence, and the loss is the same on every rank.
+        balance: As in `ring.sharding`: the mask to balance for; with a tree and the layout "balanced" by default the tree.
+        tree: The tokens are nodes of this tree (Note [Trees of tokens] of trees.py), as `pack_answers` makes them.
 
     Returns:
         This rank's rows of the tokens, their global `position_ids`, `labels` and `shift_labels` as `labels` shifted before
-        sharding, the `attention_mask` of the whole sequence, `num_items_in_batch`, `use_cache` False, and `sharding`.
+        sharding, the `attention_mask` of the whole sequence, `num_items_in_batch`, `use_cache` False, and `sharding`. With images
+        or pooling the tokens are those of the whole sequence, of which the model takes its rows (Note [Whole inputs] of
+        model_hooks.py).
 
     Raises:
         ValueError: Entries do not fit each other, ranks pass different tokens, or a rank would get no row. Other ranks raise it
@@ -76,23 +87,36 @@ def shard_batch(
         >>> part["labels"].tolist(), part["num_items_in_batch"].item()
         ([[1, 2, 3, 4, 5, -100]], 5.0)
     """
+    watch_models()
+    images = sorted(name for name in IMAGE_KEYWORDS if batch.get(name) is not None)
     with ring.propagate_errors():
         _check_entries(batch)
         tokens = batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
         b, n = tokens.shape[:2]
-        for name in ("labels", "shift_labels", "token_type_ids", "attention_mask"):
+        if pooling:
+            _check_pooled(batch, b, n)
+        for name in ("token_type_ids", "attention_mask", *(() if pooling else ("labels", "shift_labels"))):
             entry = batch.get(name)
             if entry is not None and tuple(entry.shape) != (b, n):
-                raise ValueError(f"{name} must have the shape of the tokens, {(b, n)}, got {tuple(entry.shape)}")
+                raise ValueError(
+                    f"{name} must have the shape of the tokens, {(b, n)}, got {tuple(entry.shape)}; for labels of sequences pass "
+                    "pooling=True"
+                )
         positions = batch.get("position_ids")
+        several = positions is not None and positions.dim() == 3 and len(positions) in (3, 4) and bool(images)
         if positions is not None and (
-            positions.dim() != 2 or positions.shape[0] not in (1, b) or positions.shape[1] != n
+            positions.dim() != 2 + several or positions.shape[-2] not in (1, b) or positions.shape[-1] != n
         ):
             raise ValueError(
-                f"position_ids must have shape {(b, n)} or {(1, n)}, got {tuple(positions.shape)}; several positions per token "
-                "(images, video) are not supported"
+                f"position_ids must have shape {(b, n)} or {(1, n)}, or {(3, b, n)} or {(4, b, n)} with images, got "
+                f"{tuple(positions.shape)}; leave them out, or pass what the processor made"
             )
-        documents = _documents(batch, positions, n)
+        text = positions if not several else positions[0] if positions is not None and len(positions) == 4 else None
+        documents = None if tree is not None else _documents(batch, text, n)
+        if tree is not None:
+            check_tree_batch(batch, tree, n)
+            positions = torch.tensor(tree.positions, device=tokens.device)[None]
+            balance = tree if balance is None and layout == "balanced" else balance
         sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
         empty = [rank for rank, rows in enumerate(sharding.shard_lens) if rows == 0]
         if empty:
@@ -108,15 +132,28 @@ def shard_batch(
             raise ValueError(
                 "shift_labels must be left out of a batch whose labels are not shifted, got both; drop one"
             )
-    _compare(tokens, ring)
-    if positions is None:
+    _compare([tokens, *(x for name in images if isinstance(x := batch[name], Tensor))], ring)
+    part: dict[str, Any] = {name: batch[name] for name in (*_KEPT, *images) if batch.get(name) is not None}
+    whole = pooling or bool(images)
+    part |= {
+        name: batch[name] if whole else sharding.shard(batch[name], dim=1)
+        for name in _ROWS
+        if batch.get(name) is not None
+    }
+    if positions is None and not images:  # a model with images counts in its own way
         positions = document_positions(torch.arange(n, device="cpu"), documents or (0,)).to(tokens.device)[None]
-    part: dict[str, Any] = {name: batch[name] for name in _KEPT if batch.get(name) is not None}
-    part |= {name: sharding.shard(batch[name], dim=1) for name in _ROWS if batch.get(name) is not None}
-    part["position_ids"] = sharding.shard(positions, dim=1)
+    if positions is not None:
+        part["position_ids"] = positions if whole else sharding.shard(positions, dim=1)
     if batch.get("attention_mask") is not None:
         part["attention_mask"] = batch["attention_mask"]
-    part |= _labels(batch, sharding, shift_labels)
+    if pooling:
+        part["gather_outputs"] = True
+        if batch.get("labels") is not None:
+            part["labels"] = batch["labels"]
+    else:
+        part |= _labels(batch, sharding, shift_labels, tree)
+    if tree is not None:
+        part["tree"] = tree
     part["use_cache"] = False
     part["sharding"] = sharding
     return part
@@ -130,6 +167,7 @@ class RingCollator:
         ring: The ranks that share the sequence.
         layout: See `shard_batch`, as for the other arguments.
         shift_labels: See `shard_batch`.
+        pooling: See `shard_batch`.
         balance: See `shard_batch`.
     """
 
@@ -140,16 +178,18 @@ class RingCollator:
         layout: str = "zigzag",
         *,
         shift_labels: bool = True,
+        pooling: bool = False,
         balance: dict[str, Any] | None = None,
     ) -> None:
         self.ring = ring
         self._collator = collator
-        self._layout, self._shift_labels, self._balance = layout, shift_labels, balance
+        self._layout = layout
+        self._options: dict[str, Any] = {"shift_labels": shift_labels, "pooling": pooling, "balance": balance}
+        watch_models()  # workers of a DataLoader call shard_batch where the model is not
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
         """Return this rank's shard of the batch of these samples."""
-        whole = self._collator(features)
-        return shard_batch(whole, self.ring, self._layout, shift_labels=self._shift_labels, balance=self._balance)
+        return shard_batch(self._collator(features), self.ring, self._layout, **self._options)
 
 
 def _check_entries(batch: Mapping[str, Any]) -> None:
@@ -157,7 +197,7 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
         raise ValueError(
             f"a batch must have input_ids or inputs_embeds, got {sorted(batch)}; pass what the collator made"
         )
-    known = {*_ROWS, *_KEPT, *_CUMULATIVE, *_HANDLED}
+    known = {*_ROWS, *_KEPT, *_CUMULATIVE, *_HANDLED, *IMAGE_KEYWORDS}
     unknown = sorted(name for name, entry in batch.items() if name not in known and entry is not None)
     if unknown:
         raise NotImplementedError(
@@ -165,10 +205,10 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
             "shard what belongs to tokens with sharding.shard and add it afterwards"
         )
     for name in (*_ROWS, *_CUMULATIVE, "labels", "shift_labels", "position_ids"):
-        entry, least = batch.get(name), {"input_ids": 2, "inputs_embeds": 3}.get(name, 0)
-        if entry is None or (isinstance(entry, Tensor) and entry.dim() >= least):
+        entry, dims = batch.get(name), {"input_ids": 2, "inputs_embeds": 3}.get(name)
+        if entry is None or (isinstance(entry, Tensor) and dims in (None, entry.dim())):
             continue
-        wanted = {2: " b n", 3: " b n e"}.get(least, "")
+        wanted = {2: " b n", 3: " b n e", None: ""}[dims]
         found = tuple(entry.shape) if isinstance(entry, Tensor) else type(entry).__name__
         raise ValueError(
             f"{name} must be a tensor{wanted}, got {found}; pass what the collator made, with its batch dimension"
@@ -179,6 +219,17 @@ def _check_entries(batch: Mapping[str, Any]) -> None:
             f"attention_mask must be a tensor, batch x tokens, got {type(mask).__name__}; ringattn makes masks itself"
         )
     check_supported(batch, "batch")
+
+
+def _check_pooled(batch: Mapping[str, Any], b: int, n: int) -> None:
+    labels = batch.get("labels")
+    if batch.get("shift_labels") is not None or (
+        labels is not None and (len(labels) != b or (tuple(labels.shape) == (b, n) and not labels.is_floating_point()))
+    ):
+        raise ValueError(
+            f"labels must be one per sequence, {b} or {b} x classes, with pooling=True, got "
+            f"{'shift_labels' if labels is None else tuple(labels.shape)}; leave pooling out for labels of tokens"
+        )
 
 
 def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tuple[int, ...] | None:
@@ -204,13 +255,17 @@ def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tu
     return documents
 
 
-def _labels(batch: Mapping[str, Any], sharding: Sharding, shift: bool) -> dict[str, Tensor]:
+def _labels(batch: Mapping[str, Any], sharding: Sharding, shift: bool, tree: Tree | None) -> dict[str, Tensor]:
     labels, shifted = batch.get("labels"), batch.get("shift_labels")
     if labels is None and shifted is None:
         return {}
     if shifted is None:
         assert labels is not None, "one of the two is there"
-        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX) if shift else labels
+        shifted = labels
+        if shift:
+            shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if shift and tree is not None:
+            shifted[:, [end - 1 for end in tree.starts[1:]]] = IGNORE_INDEX
     mine = sharding.shard(shifted, dim=1)
     part = {"labels": mine, "shift_labels": mine} if shift else {"labels": mine}
     if batch.get("num_items_in_batch") is None:
@@ -219,13 +274,15 @@ def _labels(batch: Mapping[str, Any], sharding: Sharding, shift: bool) -> dict[s
     return part
 
 
-def _compare(tokens: Tensor, ring: Ring) -> None:
-    """Raise when ranks have different tokens, which no shape would show."""
+def _compare(tensors: list[Tensor], ring: Ring) -> None:
+    """Raise when ranks have different tokens or images, which no shape would show."""
     compared = _compared.get(ring, 0)
     if compared >= COMPARED or ring.world_size == 1 or get_worker_info() is not None:
         return
-    there = tokens.detach().contiguous().cpu().view(torch.uint8)
-    text = f"{list(tokens.shape)} with checksum {zlib.crc32(there.numpy().tobytes()):08x}"
+    checksum = 0
+    for x in tensors:
+        checksum = zlib.crc32(x.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes(), checksum)
+    text = f"{list(tensors[0].shape)} with checksum {checksum:08x}"
     ring.assert_equal_across_ranks("the tokens of a batch", text)
     # not before: a rank whose batch was refused did not take part
     _compared[ring] = compared + 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +31,9 @@ class RingMask:
         window: Tokens to each side that a row sees in a bidirectional window; None when unknown.
         local_size: Size of a sliding window or of chunks, in tokens; None for neither.
         chunked: Whether local_size is that of chunks; None when the config allows both.
+        spans: (start, stop) of the spans of each batch element that see all of themselves besides, as images; None for none.
+        span_tokens: Tokens of the sequence in which spans lie.
+        cut_spans: Whether the window hides what a span would show further back.
         overlay: Part that the model added to the mask, for a message; empty for none.
     """
 
@@ -40,6 +44,9 @@ class RingMask:
     window: int | None = None
     local_size: int | None = None
     chunked: bool | None = False
+    spans: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    span_tokens: int = 0
+    cut_spans: bool = False
     overlay: str = ""
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -86,7 +93,11 @@ def describe_mask(
     bidirectional = "allow_is_bidirectional_skip" in others
     padding, lengths = _read_padding(attention_mask)
     causal, overlay = (False, "") if bidirectional else (None, "")
-    window = None
+    window = spans = None
+    span_tokens, cutting = 0, None
+    if not bidirectional and not torch.compiler.is_compiling():
+        mask_function, spans, span_tokens, cutting = _read_spans(mask_function)
+        local_size = local_size or cutting
     if bool(others.get("use_vmap")) and bidirectional:
         overlay = "a mask of its own over a bidirectional one"
     elif bidirectional:
@@ -97,7 +108,19 @@ def describe_mask(
     chunked: bool | None = local_size is not None and chunk == local_size
     if chunked and getattr(config, "sliding_window", None) == local_size:
         chunked = None
-    return RingMask(padding, lengths, attention_mask is not None, causal, window, local_size, chunked, overlay)
+    return RingMask(
+        padding,
+        lengths,
+        attention_mask is not None,
+        causal,
+        window,
+        local_size,
+        chunked,
+        spans,
+        span_tokens,
+        cutting is not None,
+        overlay,
+    )
 
 
 def _refuse_caches(attention_mask: Tensor | None, others: dict[str, Any]) -> None:
@@ -129,6 +152,46 @@ def _read_padding(attention_mask: Tensor | None) -> tuple[Tensor | None, tuple[t
     lengths = tuple((start, stop) if count else (0, 0) for start, stop, count in rows)
     is_whole = all(span == (0, padding.shape[1]) for span in lengths)
     return (None, None) if is_whole else (padding, lengths)
+
+
+def _read_spans(
+    mask_function: Callable[..., Any] | None,
+) -> tuple[Callable[..., Any] | None, tuple[tuple[tuple[int, int], ...], ...] | None, int, int | None]:
+    """Return a mask function without blocks that see all of themselves, their spans, the tokens, and the window that cuts them.
+
+    transformers' overlay is recognised by name, as in `_is_composed_by_transformers`: `inside | blocks`, and
+    `(causal | blocks) & window`, where the window cuts the blocks. Blocks of which one is in two places are left to it.
+    """
+    left_to_it = mask_function, None, 0, None
+    parts, cutting = _parts(mask_function, "and_masks"), None
+    if len(parts) == 2 and _is_named(parts[1], "sliding_window_overlay"):
+        mask_function, cutting = parts[0], inspect.getclosurevars(parts[1]).nonlocals["sliding_window"]
+    parts = _parts(mask_function, "or_masks")
+    if len(parts) != 2 or not _is_named(parts[1], "blockwise_overlay"):
+        return left_to_it
+    blocks: Tensor = inspect.getclosurevars(parts[1]).nonlocals["block_sequence_ids"].cpu()
+    found = []
+    for row in blocks.tolist():
+        edges = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
+        spans = [(row[a], a, b) for a, b in pairwise(edges) if a < b and row[a] >= 0]
+        if len({name for name, _, _ in spans}) < len(spans):
+            return left_to_it
+        found.append(tuple((a, b) for _, a, b in spans))
+    return parts[0], tuple(found) if any(found) else None, blocks.shape[-1], cutting
+
+
+def _parts(mask_function: Callable[..., Any] | None, name: str) -> tuple[Callable[..., Any], ...]:
+    """Return the functions of which one of transformers' makers composed a mask function; none of another."""
+    if mask_function is None or not _is_named(mask_function, name):
+        return ()
+    return inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+
+
+def _is_named(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a function is made by one of transformers' makers of mask functions."""
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        return False
+    return function.__qualname__.partition(".")[0] == name
 
 
 def _read_order(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import accumulate
@@ -122,7 +122,7 @@ def run_step(model: nn.Module, step: ForwardBatch, tokens: Tensor, *, wanted: Se
     """
     with step.cache.ring.propagate_errors():
         tokens = tokens[None] if tokens.dim() == 1 else tokens
-        new = _new_tokens(step)
+        new = new_tokens(step)
         if tuple(tokens.shape) != (step.batch, new):
             raise ValueError(
                 f"tokens must be the {step.batch} x {new} new tokens that the step counts, got {tuple(tokens.shape)}; "
@@ -146,6 +146,7 @@ def forward_step(
     inputs: dict[str, Tensor],
     positions: Tensor,
     wanted: Sequence[int] | Tensor | None,
+    images: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> Any:
     """Call a model with the rows of this rank, and return its output with the logits `b k vocab` of the wanted rows of all ranks.
@@ -154,18 +155,22 @@ def forward_step(
         forward: The model, or its forward.
         step: The new tokens.
         inputs: `input_ids` `b n` or `inputs_embeds` `b n e`: all new tokens, the same on every rank.
-        positions: `b s` or `1 s`: positions for rotary embeddings, of this rank's rows.
+        positions: `b s` or `1 s`: positions for rotary embeddings, of this rank's rows; with images of all new tokens, `b n`,
+            `3 b n` or `4 b n`.
         wanted: Rows among n whose logits are wanted, ascending; None: all. In decode also as `k` int64 on the device, in any order.
+        images: Keywords that the model reads whole. The model then gets all new tokens, and takes this rank's rows of their
+            embeddings (Note [Whole inputs] of model_hooks.py).
         others: Keywords for the model.
     """
     device = step.cache.device
-    rows = {name: step.take(x.to(device), dim=1) for name, x in inputs.items()}
     positions = positions.to(device)
-    if step.rows == 0:
-        # a rank without rows runs its layers on one padding row, because KV shards of other ranks pass through them
-        rows = {name: x[:, :1].to(device) for name, x in inputs.items()}
-        positions = positions.new_zeros(positions.shape[0], 1)
-    new = _new_tokens(step)
+    if images:
+        rows = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in {**inputs, **images}.items()}
+    else:
+        rows = {name: own_rows(step, x.to(device)) for name, x in inputs.items()}
+        if step.rows == 0:
+            positions = positions.new_zeros(positions.shape[0], 1)
+    new = new_tokens(step)
     wanted = range(new) if wanted is None else wanted
     keep, places = _kept_rows(step, new, wanted, device)
     can_keep = "logits_to_keep" in inspect.signature(getattr(forward, "forward", forward)).parameters
@@ -199,7 +204,15 @@ def forward_step(
     return out
 
 
-def _new_tokens(step: ForwardBatch) -> int:
+def own_rows(step: ForwardBatch, x: Tensor, dim: int = 1) -> Tensor:
+    """Return this rank's rows of all new tokens.
+
+    A rank without rows runs its layers on one padding row, because KV shards of other ranks pass through them.
+    """
+    return step.take(x, dim) if step.rows else x.narrow(dim, 0, 1)
+
+
+def new_tokens(step: ForwardBatch) -> int:
     """Return the new tokens of each batch element of the model."""
     if step.mode == "decode":
         return step.rows

@@ -188,9 +188,18 @@ def read_cumulative(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, 
 
 def rope_scaling_limits(config: Any) -> tuple[tuple[str, int], ...]:
     """Return (rope_type, length) for each kind of layer whose RoPE frequencies change beyond that length."""
+    return tuple(_limits_of(_rope_scaling(config), config))
+
+
+def has_sections(config: Any) -> bool:
+    """Return whether a model has several positions per token (M-RoPE), for text, time, height and width."""
+    return "mrope_section" in _rope_scaling(config)
+
+
+def _rope_scaling(config: Any) -> dict[str, Any]:
     scaling = getattr(config, "rope_parameters", None)  # of 5.x
     scaling = getattr(config, "rope_scaling", None) if scaling is None else scaling
-    return tuple(_limits_of(scaling, config)) if isinstance(scaling, dict) else ()
+    return scaling if isinstance(scaling, dict) else {}
 
 
 def _limits_of(scaling: dict[str, Any], config: Any) -> Iterator[tuple[str, int]]:

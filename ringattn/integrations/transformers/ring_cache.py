@@ -40,8 +40,14 @@ from ringattn.inference import PagedKVCache
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, GraphCapturer, select_capturer
 from ringattn.integrations.transformers.model_forward import BoundPatch, forward_step
-from ringattn.integrations.transformers.positions import max_learned_positions
-from ringattn.integrations.transformers.support import GenerateCall, cache_sizes, check_supported, num_layers
+from ringattn.integrations.transformers.positions import has_sections, max_learned_positions
+from ringattn.integrations.transformers.support import (
+    IMAGE_KEYWORDS,
+    GenerateCall,
+    cache_sizes,
+    check_supported,
+    num_layers,
+)
 from ringattn.ring import Ring
 
 CROPS_BY_COUNT = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
@@ -131,6 +137,7 @@ class RingCache(Cache):
         self._generating = 0  # nested calls of generate
         self._compared = False  # the current generate has made its first call
         self._calling = False  # a call of the model has begun and has not ended
+        self._has_images = False  # of some sequence that is cached
         self._forked = False  # sequences were repeated, so their last pages may be on different ranks
         self._unwrap: Callable[[], None] | None = None
         with ring.propagate_errors():
@@ -205,7 +212,7 @@ class RingCache(Cache):
         """Remove all sequences."""
         for request in self._requests:
             self._open().free(request)
-        self._requests, self._paddings, self._forked = [], [], False
+        self._requests, self._paddings, self._forked, self._has_images = [], [], False, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let sequence i continue sequence beam_idx[i]; full pages are shared, at most one page per sequence is copied."""
@@ -348,12 +355,16 @@ class RingCache(Cache):
         positions = given.get("position_ids")
         positions = torch.arange(before, before + n, device="cpu")[None] if positions is None else positions
         options = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
+        images = _images(given)
+        self._has_images = self._has_images or bool(images)
+        if positions.dim() == 3 and not images:
+            positions = positions[-1]  # those of text are equal but for the first, which attention does not need
         try:
             are_last = wanted == list(range(n))[-len(wanted) :]
-            if name == "input_ids" and n <= MAX_DECODE_TOKENS and are_last and not any(options.values()):
+            if name == "input_ids" and n <= MAX_DECODE_TOKENS and are_last and not any((*options.values(), images)):
                 out = self._decode(forward, new, positions, len(wanted))
             else:
-                out = self._prefill(forward, name, new, positions, wanted, options)
+                out = self._prefill(forward, name, new, positions, wanted, images, options)
         except BaseException:
             # some layers have not written these rows
             self._crop(before)
@@ -382,11 +393,19 @@ class RingCache(Cache):
         new: Tensor,
         positions: Tensor,
         wanted: list[int],
+        images: dict[str, Any],
         options: dict[str, Any],
     ) -> Any:
         """Call the model with any other new tokens."""
         kv, (b, n) = self._open(), new.shape[:2]
+        if images and not self._has_same_owners():
+            raise NotImplementedError(
+                "sequences must be on the same ranks to continue with images, got some that were repeated; call reset() and give "
+                "the whole prompts again"
+            )
         step = kv.extend(self._requests, [n] * b, same_length=self._has_same_owners())
+        if images:
+            return forward_step(forward, step, {name: new}, positions, wanted, images, **options)
         if step.batch != b:
             # sequences whose pages are on different ranks are packed
             new, positions = new.flatten(0, 1)[None], positions.expand(b, -1).flatten()[None]
@@ -412,6 +431,7 @@ class RingCache(Cache):
         if continues:
             self._open().consistency.record(text, new, *(x.to(new.device) for x in placed))
             return paddings, False
+        placed += [x for _, x in sorted(_images(given).items()) if isinstance(x, Tensor)]
         numbers = [int(_hash(x)) for x in (new, torch.tensor(paddings, device="cpu"), *placed)]
         self.ring.assert_equal_across_ranks(
             "what the model is called with", f"{text}, digests of tokens, padding and positions {numbers}"
@@ -419,9 +439,30 @@ class RingCache(Cache):
         self._compared = True
         return paddings, True
 
+    def _check_positions(self, positions: Tensor | None, n: int, *, has_images: bool) -> None:
+        several = has_sections(self._model.config.get_text_config(decoder=True))
+        if positions is None:
+            if several and (has_images or self._has_images):
+                raise ValueError(
+                    "position_ids must be given with images to a model with several positions per token, got none; pass them as "
+                    "generate() of transformers 5 does, or use that release"
+                )
+            return
+        if positions.dim() != 2 and not (several and positions.dim() == 3 and len(positions) in (1, 3, 4)):
+            raise NotImplementedError(
+                f"position_ids must be 2-dimensional, sequences x new tokens, got shape {tuple(positions.shape)}; leave them out, "
+                "or pass them as generate() does"
+            )
+        if positions.dim() == 3 and not has_images and n > 1 and bool((positions[-3:] != positions[-1]).any()):
+            raise NotImplementedError(
+                "tokens of images must come in one call with their pixel_values, got positions of some without; leave "
+                "prefill_chunk_size out"
+            )
+
     def _read_padding(self, given: dict[str, Any], name: str) -> list[int]:
         """Check a call, and return the padding in front of each sequence."""
-        check_supported(given, "RingCache call")
+        images = _images(given)
+        check_supported({name: x for name, x in given.items() if name not in images}, "RingCache call")
         if self._model.training and self.ring.world_size > 1:
             raise NotImplementedError(
                 f"a model must be in eval mode among {self.ring.world_size} ranks, got {type(self._model).__name__} in training, "
@@ -430,12 +471,8 @@ class RingCache(Cache):
         new, mask, positions = (given.get(one) for one in (name, "attention_mask", "position_ids"))
         if new is None:
             raise ValueError("the model must be called with input_ids or inputs_embeds, got neither")
-        if positions is not None and positions.dim() != 2:
-            raise NotImplementedError(
-                f"position_ids must be 2-dimensional, sequences x new tokens, got shape {tuple(positions.shape)}; several "
-                "positions per token (images, video) are not supported"
-            )
         (b, n), before = new.shape[:2], self.get_seq_length()
+        self._check_positions(positions, n, has_images=bool(_images(given)))
         if self._requests and len(self._requests) != b:
             raise ValueError(
                 f"the batch must be of the {len(self._requests)} sequences that the cache has, got {b}; "
@@ -598,6 +635,18 @@ def _describe(value: Any) -> str:
         return _describe(value.to_diff_dict())
     # the repr of other objects (streamers, criteria) has an address
     return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def _images(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call with images that the model reads whole; empty for a call without pixels.
+
+    generate() of 5.x encodes images before its first call of the model, on every rank.
+    """
+    encoded = any(x is not None for x in (given.get("mm_encoder_outputs") or {}).values())
+    if not encoded and given.get("pixel_values") is None and given.get("pixel_values_videos") is None:
+        return {}
+    names = (*IMAGE_KEYWORDS, "mm_encoder_outputs", "token_type_ids")
+    return {name: given[name] for name in names if given.get(name) is not None}
 
 
 def _padding(mask: Tensor, b: int, length: int) -> list[int]:

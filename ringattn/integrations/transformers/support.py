@@ -17,19 +17,31 @@ import torch
 from torch import nn
 from transformers import MaxTimeCriteria, PreTrainedModel
 
+NAME = "ringattn"
+"""Name of ring attention as an attention implementation."""
+
 ATTENTION_LAYERS = frozenset(
     {"attention", "chunked_attention", "dense", "full_attention", "mlp", "moe", "sliding_attention", "sparse"}
 )
 """Kinds of layers, as configs name them, in which tokens interact by attention or not at all."""
 
+ROW_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+"""Ends of the names of models whose heads choose a row."""
+
 POSITIONS_FROM_PADDING = "create_position_ids_from_input_ids"
 """Function by which RoBERTa and similar models number tokens from padding_idx + 1 on."""
 
 ATTENTION_KEYWORDS = frozenset(
-    "cache_position labels logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states output_router_logits "
-    "return_dict shift_labels use_cache".split()
+    "cache_position gather_outputs labels logits_to_keep max_length_k max_length_q num_items_in_batch output_hidden_states "
+    "output_router_logits return_dict shift_labels use_cache".split()
 )
 """Keywords that reach attention because models pass on what they are given, and that do not change attention."""
+
+IMAGE_KEYWORDS = frozenset(
+    "image_grid_thw image_sizes mm_token_type_ids pixel_attention_mask pixel_values pixel_values_videos second_per_grid_ts "
+    "video_grid_thw".split()
+)
+"""Entries of a batch that models with images read whole on every rank."""
 
 RING_CACHE_KEYWORDS = frozenset(
     "attention_mask cache_position input_ids inputs_embeds logits_to_keep output_attentions output_hidden_states "
@@ -60,6 +72,11 @@ def check_supported(subject: Any, purpose: str) -> None:
     for row in _BY_PURPOSE[purpose]:
         if (got := row.find(subject)) is not None:
             raise row.error(row.message.format(got=got, subject=subject))
+
+
+def is_tower(part: nn.Module) -> bool:
+    """Return whether a part of a model encodes images or sound, not the tokens that ranks share."""
+    return getattr(getattr(part, "config", None), "base_config_key", "") in ("vision_config", "audio_config")
 
 
 def first_learned_position(layer: nn.Module) -> int:
@@ -166,6 +183,16 @@ def _counts_from_padding(kind: type[nn.Module]) -> bool:
     return POSITIONS_FROM_PADDING in home or any(POSITIONS_FROM_PADDING in vars(part) for part in parts)
 
 
+def _chooses_rows(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
+    name = type(call[0]).__name__
+    return name if name.endswith(ROW_HEADS) and not call[1].get("gather_outputs") else None
+
+
+def _kept_logits(call: tuple[nn.Module, Mapping[str, Any]]) -> Any:
+    keep = call[1].get("logits_to_keep")
+    return None if keep is None or (isinstance(keep, int) and keep == 0) else keep
+
+
 def _unequal_layers(config: Any) -> list[tuple[int, int, int]] | None:
     # later releases of 5.x allow layers that differ
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
@@ -233,6 +260,21 @@ TABLE = (
         "tokens must interact in attention only where ranks share a sequence or use a RingCache, got {got} layers in the "
         "config of {subject.model_type}; run this model on one process, without a RingCache",
     ),
+    # a model and the keywords of its call with a sharding, where ranks share a sequence
+    Unsupported(
+        "sharded call",
+        _chooses_rows,
+        "a model whose head chooses a row must get whole tokens where ranks share a sequence, got {got} with the rows of a rank; "
+        "pass pooling=True to shard_batch or RingCollator",
+        ValueError,
+    ),
+    Unsupported(
+        "sharded call",
+        _kept_logits,
+        "logits_to_keep must be left out where ranks share a sequence, got {got}, which would count the rows of each rank; choose "
+        "rows of the logits with take_rows",
+        ValueError,
+    ),
     # a config, where a RingCache is used
     Unsupported(
         "cached model",
@@ -296,7 +338,7 @@ TABLE = (
     ),
     Unsupported(
         "RingCache call",
-        _unknown(RING_CACHE_KEYWORDS),
+        _unknown(RING_CACHE_KEYWORDS | IMAGE_KEYWORDS),
         "{got} must be left out of a call with a RingCache, which cannot share it between ranks",
     ),
     # a call of generate with a RingCache

@@ -447,7 +447,7 @@ def test_asking_a_model_for_attention_weights_is_refused() -> None:
         ({"inputs_embeds": torch.zeros(8, 4)}, ValueError, r"inputs_embeds must be a tensor b n e, got \(8, 4\)"),
         ({"labels": [[1, 2]]}, ValueError, "labels must be a tensor, got list"),
         ({"position_ids": [[1, 2]]}, ValueError, "position_ids must be a tensor, got list"),
-        ({"pixel_values": torch.ones(1, 3, 4, 4)}, NotImplementedError, r"got \['pixel_values'\] too"),
+        ({"pixel_mask": torch.ones(1, 3, 4, 4)}, NotImplementedError, r"got \['pixel_mask'\] too"),
         ({"past_key_values": object()}, NotImplementedError, r"got \['past_key_values'\] too"),
         ({"seq_idx": torch.zeros(2, 8)}, NotImplementedError, r"got \['seq_idx'\] too"),
         ({"labels": torch.zeros(2)}, ValueError, r"labels must have the shape of the tokens, \(2, 8\), got \(2,\)"),

@@ -7,7 +7,7 @@ machine, compiles, and stops. Refuses to know any kernel: the launch code says w
     python -m tests.kernels.compile.gluon_offline forward --head-dim 64 128 --gathered --causal
     python -m tests.kernels.compile.gluon_offline backward --head-dim 64 --features alibi softcap --events
     python -m tests.kernels.compile.gluon_offline backward --deterministic --dump /tmp/kernels
-    python -m tests.kernels.compile.gluon_offline backward --gathered
+    python -m tests.kernels.compile.gluon_offline backward --gathered --terms
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ringattn.numerics.reference import visible_pairs
 from tests.kernels.compile import sass, ttgir
 from tests.support.fused_cases import Scene, make_visit, make_whole
 from tests.support.kernel_conformance import make_side
+from tests.support.term_masks import TermMask, sinks_and_window
 
 HOPPER = GPUTarget("cuda", 90, 32)
 FEATURES = ("softcap", "sinks", "alibi", "key_bias")
@@ -182,6 +183,7 @@ class Call:
         through: "module:function" to call in place of the kernel set's.
         gathered: All visits of a rank in one launch, half of the keys being those of another rank.
         wide: Gathered forward: o in fp32.
+        terms: Under a mask of several terms in place of full and causal ones.
     """
 
     kernel: str
@@ -198,6 +200,7 @@ class Call:
     seq_len: int = 512
     gathered: bool = False
     wide: bool = False
+    terms: bool = False
     through: str | None = None
 
 
@@ -208,7 +211,8 @@ def _backward_gathered(call: Call) -> None:
     scene = Scene(
         "offline",
         (((0, 1, half),), ((half, 1, half),)),
-        {"causal": call.causal},
+        {} if call.terms else {"causal": call.causal},
+        terms=sinks_and_window if call.terms else None,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=call.head_dim,
@@ -244,8 +248,8 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
     heads, d, dv = kv_heads * call.group, call.head_dim, call.v_head_dim or call.head_dim
     dtype = getattr(torch, call.dtype)
     runs = ((0, 1, n),)
-    visible = visible_pairs(n, n, causal=call.causal)
-    rows, keys = make_side(runs, visible, "cpu"), make_side(runs, visible.transpose(1, 2), "cpu")
+    mask = sinks_and_window(n) if call.terms else TermMask(visible_pairs(n, n, causal=call.causal)[None])
+    rows, keys = make_side(runs, mask, "cpu"), make_side(runs, mask.transpose(), "cpu")
     q, k = torch.zeros(1, n, heads, d, dtype=dtype), torch.zeros(1, n, kv_heads, d, dtype=dtype)
     v, o = torch.zeros(1, n, kv_heads, dv, dtype=dtype), torch.zeros(1, n, heads, dv, dtype=dtype)
     lse = torch.zeros(1, heads, n)
@@ -301,7 +305,7 @@ def _gathered(sides: tuple[RowMetadata, ...]) -> GatheredKeys:
         runs = tuple((offset + at, *run) for offset, *run in side.run_list)
         placed.append(dataclasses.replace(side, run_list=runs, runs=torch.tensor(runs, dtype=torch.int32)))
     remote_rows = -(-each // PAD_ROWS) * PAD_ROWS * (len(sides) - 1)
-    table = torch.zeros(1, local_rows + remote_rows, dtype=torch.int32)
+    table = torch.zeros(sides[0].terms, local_rows + remote_rows, dtype=torch.int32)
     return GatheredKeys(tuple(placed), tuple(range(len(sides))), local_rows, remote_rows, table[0], table, table)
 
 
@@ -335,6 +339,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--carry-out", action="store_true")
     parser.add_argument("--accumulate", action="store_true")
     parser.add_argument("--gathered", action="store_true", help="all visits of a rank in one launch")
+    parser.add_argument("--terms", action="store_true", help="a mask of several terms")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--through", help='"module:function" to call in place of the kernel set\'s')
     parser.add_argument("--events", action="store_true", help="the loops as schedules")
@@ -363,7 +368,8 @@ def main(arguments: list[str]) -> None:
             options.deterministic,
             options.seq_len,
             options.gathered,
-            options.through,
+            terms=options.terms,
+            through=options.through,
         )
         dump = None if options.dump is None else os.path.join(options.dump, f"{options.kernel}_{head_dim}")
         try:

@@ -28,11 +28,17 @@ POINTERS = {
     "dk_out": "fp32", "dv_out": "fp32",
     "dq_out": "fp32", "dkey_bias_out": "fp32", "dalibi_out": "fp32", "dbias": "fp32", "positions": "i32", "lo_ptr": "i32",
     "hi_ptr": "i32", "runs": "i32", "sinks": "fp32", "alibi_slopes": "fp32", "key_bias": "fp32", "bias": "fp32",
+    "tables": "i32", "of_term": "i32",
 }  # fmt: skip
-OPTIONAL = {  # which feature brings a pointer
+OPTIONAL = {  # which feature brings an argument
     "carry_m": "carry", "carry_l": "carry", "carry_acc": "carry", "sinks": "sinks", "alibi_slopes": "alibi",
     "key_bias": "key_bias", "bias": "bias", "dkey_bias_out": "key_bias", "dalibi_out": "alibi", "dbias": "bias",
+    "terms": "terms", "lo_st": "terms", "hi_st": "terms", "tables": "tables", "of_term": "tables", "table_size": "tables",
+    "table_width": "tables", "block_size": "tables",
 }  # fmt: skip
+
+OF_MASKS = ("terms", "tables")
+"""Features that the score is not made of: several terms, and tables of blocks that cut them."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,8 @@ def compile_kernel(
     constants: dict[str, Any] = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "D": padded, "D_WIDTH": head_dim, "DV": padded, "DV_WIDTH": head_dim,
         "SOFTCAP": "softcap" in features, "DROPOUT": "dropout" in features, "TMA": config.tma,
-        "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "FIRST": first, "LAST": last, "DOT_ONLY": not features,
+        "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "FIRST": first, "LAST": last,
+        "DOT_ONLY": set(features) <= set(OF_MASKS),
         "SKEW": config.skew, "ADD": not first, "SAME_STRIDE": True,
     }  # fmt: skip
     present = set(features) | ({"carry"} if not (first and last) else set())

@@ -33,6 +33,15 @@ def test_plain_kernels_fit_and_do_not_spill_in_their_loops(kernel: str, arch: in
     assert not report.warnings, report
 
 
+@pytest.mark.parametrize("features", [("terms",), offline.OF_MASKS], ids=["terms", "tables"])
+@pytest.mark.parametrize(("kernel", "arch"), [("forward", 90), ("keys", 90), ("rows", 80)])
+def test_kernels_of_several_terms_fit(kernel: str, arch: int, features: tuple[str, ...]):
+    config = configs.choose(f"sm{arch}", 2, 128, kernel, True)
+    report = offline.compile_kernel(kernel, arch, config, head_dim=128, features=features)
+    assert report.shared <= SHARED[arch], report
+    assert TENSOR_OPS[arch] in report.tensor_ops, report
+
+
 @pytest.mark.parametrize(("kernel", "arch", "head_dim"), RICH)
 def test_kernels_with_every_feature_fit(kernel: str, arch: int, head_dim: int):
     report = compiled(kernel, arch, head_dim, plain=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ringattn.kernels.attention.hopper import tile_scheduler as planning
 from ringattn.kernels.attention.hopper.tile_scheduler import EPILOGUE, MIN_PART, OVERHEAD, Shape, WorkPlan, make_plan
-from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, RowMetadata
+from ringattn.kernels.interface import PAD_ROWS, BlockPatterns, GatheredKeys, RowMetadata
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.numerics.reference import visible_pairs
 from ringattn.plan.device_tables import gathered_key, stationary_side
@@ -25,15 +25,26 @@ from ringattn.plan.ring_plan import GatherPlan, make_gather_plan
 from ringattn.plan.ring_plan import make_plan as make_ring
 from tests.support.kernel_conformance import CASES, Case, make_side, positions_of
 from tests.support.random_masks import is_visible, layouts, masks, positions, run_shards
+from tests.support.term_masks import TermMask
 from tests.support.timing import least_seconds
 
 PROGRAMS = 132  # multiprocessors of the device these kernels are for
 
 
 def assert_lawful(
-    plan: WorkPlan, stationary: RowMetadata, streamed: RowMetadata, shape: Shape, visible: Tensor
+    plan: WorkPlan,
+    stationary: RowMetadata,
+    streamed: RowMetadata,
+    shape: Shape,
+    visible: Tensor,
+    terms: Tensor | None = None,
 ) -> None:
-    """Whatever must hold for any plan; visible: `b s t`, between the rows of both buffers."""
+    """Whatever must hold for any plan.
+
+    Args:
+        visible: `b s t`, between the rows of both buffers.
+        terms: `terms b s t`: the intervals of each term, which are all that a masked block hides by; None: one term.
+    """
     assert all(x.dtype == torch.int32 for x in (plan.work, plan.segments, plan.starts, plan.splits))
     work, segments, splits = plan.work.tolist(), plan.segments.tolist(), plan.splits.tolist()
     rows, streamed_rows = visible.shape[1:]
@@ -50,20 +61,30 @@ def assert_lawful(
         taken = segments[segment : segment + masked + full]
         assert sum(n for _, n, *_ in taken[:masked]) == masked_blocks
         assert sum(n for _, n, *_ in taken[masked:]) == full_blocks
-        for k, (first, number, begin, end, origin, stride, *nothing) in enumerate(taken):
+        for k, (first, number, begin, end, origin, stride, step, label) in enumerate(taken):
             assert number > 0
-            assert nothing == [0, 0]
+            assert step == 0
             assert first >= 0
             assert first % shape.align == 0
             hidden = (begin, end) == (0, 0)
-            assert hidden or (begin, end) in runs
             stop = first + number * shape.block
+            piece, shown = mine, sees
+            if terms is None:
+                assert label == 0
+                assert hidden or (begin, end) in runs
+            else:
+                assert hidden or any(a <= begin <= end <= e for a, e in runs)
+                term, first_row, end_row = label & 255, label >> 8 & 4095, label >> 20
+                piece = slice(row + first_row, min(row + end_row, rows))
+                shown = terms[term, head // shape.heads, piece].to(torch.int64)
+                assert end_row <= shape.tile
             if k >= masked:
                 assert begin <= first < stop <= end, "a full block lies inside its run"
                 assert sees[:, first:stop].all(), "every pair of a full block is visible"
+                assert piece == mine, "a full block is of the whole tile"
             for y in range(max(first, begin), min(stop, end)):
                 assert origin + stride * y == streamed.positions[y]
-                count[head, mine, y] += sees[:, y]
+                count[head, piece, y] += shown[:, y]
         blocks += masked_blocks + full_blocks
     wanted = visible.to(torch.int64).repeat_interleave(shape.heads, 0)
     assert torch.equal(count, wanted), "every visible pair is met once, on one program"
@@ -168,6 +189,80 @@ def test_plans_of_any_runs_are_lawful(mask: AttentionMask, data: st.DataObject) 
     )
     visible = visible.expand(shape.batch, -1, -1)
     assert_lawful(make_plan(*sides, shape), *sides, shape, visible)
+
+
+@st.composite
+def term_masks(draw: st.DrawFn, max_len: int = 40) -> TermMask:
+    """Any union of disjoint monotone intervals, some cut by tables of blocks."""
+    n, m, batch = (draw(st.integers(1, limit)) for limit in (max_len, max_len, 2))
+    number = draw(st.integers(1, 4))
+    # bounds that do not decrease along rows still do not when they are sorted in each row
+    bound = st.lists(st.integers(0, m), min_size=n, max_size=n).map(sorted)
+    bounds = draw(st.lists(bound, min_size=2 * number * batch, max_size=2 * number * batch))
+    at = torch.tensor(bounds).view(batch, 2 * number, n).sort(1).values.transpose(0, 1)[..., None]
+    terms = (torch.arange(m) >= at[0::2]) & (torch.arange(m) < at[1::2])
+    if draw(st.booleans()):
+        return TermMask(terms)
+    size, count = draw(st.integers(1, 9)), draw(st.integers(1, 2))
+    shape = (count, -(-n // size), -(-m // size))
+    share, seed = draw(st.sampled_from([0.1, 0.5, 0.9])), draw(st.integers(0, 2**16))
+    tables = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+    return TermMask(terms, tables, tuple(draw(st.integers(-1, count - 1)) for _ in range(number)), size)
+
+
+@settings(max_examples=250, deadline=None)
+@given(term_masks(), st.data())
+def test_plans_of_any_union_of_terms_meet_every_visible_pair_once(mask: TermMask, data: st.DataObject) -> None:
+    q_runs, k_runs = (
+        tuple((run.start, run.stride, run.length) for run in data.draw(run_shards(length)))
+        for length in mask.terms.shape[-2:]
+    )
+    sides = make_side(q_runs, mask, "cpu"), make_side(k_runs, mask.transpose(), "cpu")
+    visible, terms = (x[..., positions_of(q_runs), :][..., positions_of(k_runs)] for x in (mask.visible, mask.terms))
+    if data.draw(st.booleans()):
+        sides, visible, terms = (sides[1], sides[0]), visible.transpose(1, 2), terms.transpose(2, 3)
+    align = data.draw(st.sampled_from([1, 2, 4]))
+    shape = Shape(
+        batch=visible.shape[0] if visible.shape[0] > 1 else data.draw(st.integers(1, 2)),
+        heads=data.draw(st.integers(1, 2)),
+        tile=data.draw(st.integers(1, 16)),
+        block=align * data.draw(st.integers(1, 4)),
+        programs=data.draw(st.integers(1, 12)),
+        streamed_bytes=0,
+        align=align,
+        every_tile=data.draw(st.booleans()),
+    )
+    visible, terms = visible.expand(shape.batch, -1, -1), terms.expand(-1, shape.batch, -1, -1)
+    one = len(mask.terms) == 1 and mask.tables is None
+    assert_lawful(make_plan(*sides, shape), *sides, shape, visible, None if one else terms)
+
+
+def block_sides(tokens: int, share: float) -> tuple[RowMetadata, RowMetadata]:
+    """Whole sequences under a random table of blocks of 128 and no other mask."""
+    blocks = tokens // 128
+    table = (torch.rand(1, blocks, blocks, generator=torch.Generator().manual_seed(0)) < share).int()
+    lo, hi = torch.zeros(1, tokens, dtype=torch.int32), torch.full((1, tokens), tokens, dtype=torch.int32)
+    positions, run = torch.arange(tokens, dtype=torch.int32), (0, tokens, 0, 1)
+    queries, keys = (
+        RowMetadata(torch.tensor([run]), positions, lo, hi, (run,), lo, hi, 1, BlockPatterns(x, x, (0,), 128))
+        for x in (table, table.transpose(1, 2))
+    )
+    return queries, keys
+
+
+@pytest.mark.parametrize("share", [0.5, 0.125])
+def test_a_table_of_blocks_that_fit_the_tiles_has_full_blocks_of_its_true_entries_alone(share: float) -> None:
+    queries, keys = block_sides(16384, share)
+    assert queries.patterns is not None
+    plan = make_plan(queries, keys, device_shape(heads=1, split=0))
+    assert plan.work[:, 6].sum() == queries.patterns.tables_host.sum()
+    assert plan.work[:, 5].sum() == 0
+
+
+def test_a_plan_of_a_large_table_takes_less_than_a_second() -> None:
+    queries, keys = block_sides(32768, 0.5)
+    shape = device_shape(heads=32)
+    assert least_seconds(lambda: planning._meet([(queries, 0)], [(keys, 0)], shape)) < 0.5
 
 
 @pytest.mark.parametrize("repeats", [1, 4])

@@ -91,9 +91,7 @@ def test_what_portable_refuses_falls_to_eager_with_a_reason(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256)])
 def test_a_hopper_gpu_is_served_by_hopper(hopper: types.ModuleType, dtype: torch.dtype, dims: tuple[int, int]):
-    choice = select_kernels(
-        GPU, dtype, *dims, features=registry.FEATURES - {"bias", "dropout", "terms", "block_pattern"}
-    )
+    choice = select_kernels(GPU, dtype, *dims, features=registry.FEATURES - {"bias", "dropout"})
     assert choice.name == "hopper"
     assert choice.kernels is hopper
     assert choice.rejected == ()

@@ -16,7 +16,7 @@ from ringattn.kernels.interface import Grads, Score
 from ringattn.numerics.reference import visible_pairs
 from ringattn.schedule.validation import SOFTCAPS
 from tests.kernels.emulator import gluon as machine
-from tests.support.kernel_conformance import CASES, LONG_CASES, Case, make_side, run_case
+from tests.support.kernel_conformance import CASES, LONG_CASES, LONG_TERM_CASES, TERM_CASES, Case, make_side, run_case
 
 SERVED = [case for case in CASES if case.bias is None and case.dropout_p == 0]
 LONG = (
@@ -31,6 +31,7 @@ FIXED = {
 }  # fmt: skip
 IN_FIXED_ORDER = [replace(case, deterministic=True) for case in (*LONG, *SERVED) if case.name in FIXED]
 """Beyond a head_dim of 128 the order is always fixed, so that these cases are not among them."""
+OF_TERMS = [case for case in (*TERM_CASES, *LONG_TERM_CASES) if case.bias is None]
 EAGER, SHUFFLED, BOTH = {"eager": True}, {"seed": 0}, {"seed": 1, "eager": True}
 UNORDERED = [("long_zigzag", EAGER), ("long_zigzag", SHUFFLED), ("long_not_plain", BOTH), ("long_lengths", BOTH)]
 
@@ -47,6 +48,12 @@ def test_forward_and_backward_stay_within_budget(case: Case):
 @pytest.mark.parametrize("case", IN_FIXED_ORDER, ids=str)
 def test_the_backward_of_fixed_order_stays_within_budget(case: Case):
     run_case(hopper, case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("case", OF_TERMS, ids=str)
+def test_masks_of_several_terms_stay_within_budget(case: Case):
+    run_case(hopper, case, torch.bfloat16, "cpu")
+    run_case(hopper, replace(case, deterministic=True), torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("name", ["long_zigzag", "few_rows_many_keys_not_plain"])

@@ -13,9 +13,11 @@ from tests.kernels.emulator import gluon as machine
 from tests.kernels.emulator.progress import keep_pace_always
 from tests.support.kernel_conformance import CASES, Case, KernelSet, run_case
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
+from tests.support.term_masks import blocks_and_window, tree
 
 pytest.importorskip("triton")
 launcher = pytest.importorskip("ringattn.kernels.attention.hopper.launcher")
+api = pytest.importorskip("ringattn.kernels.attention.hopper.api")
 configs = pytest.importorskip("ringattn.kernels.attention.hopper.configs")
 plan = pytest.importorskip("ringattn.kernels.attention.hopper.tile_scheduler")
 
@@ -48,16 +50,23 @@ FEW_ROWS = Case(
     sinks=True,
 )
 SCORES = replace(CARRIES, name="scores", softcap=2.0, alibi=True, key_bias=True)
+OF_TERMS = [replace(TILES, name=make.__name__, mask={}, terms=make) for make in (tree, blocks_and_window)]
+PACKED_TERMS = replace(FEW_ROWS, name="few_rows_of_terms", mask={}, terms=blocks_and_window)
 
 
 def hopper_forward(**options: Any) -> KernelSet:
     """The forward under test beside a backward that is right."""
+
+    def backward(*args: Any, **others: Any) -> None:
+        rows = args[6]
+        (eager if rows.terms == 1 and rows.patterns is None else api).backward(*args, **others)
+
     forward = partial(launcher.forward, **options)
-    return types.SimpleNamespace(forward=forward, delta=eager.delta, backward=eager.backward)  # type: ignore[return-value]
+    return types.SimpleNamespace(forward=forward, delta=eager.delta, backward=backward)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("consumers", [1, 2, 3])
-@pytest.mark.parametrize("case", [TILES, CARRIES, SCORES], ids=str)
+@pytest.mark.parametrize("case", [TILES, CARRIES, SCORES, *OF_TERMS], ids=str)
 def test_any_number_of_consumers_computes_the_same_attention(case: Case, consumers: int):
     config = configs.ForwardConfig(consumers, 32, 3)
     run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
@@ -79,7 +88,7 @@ def test_no_switch_changes_what_is_computed(case: Case, switch: str, seed: int |
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-@pytest.mark.parametrize("case", [TILES, CARRIES], ids=str)
+@pytest.mark.parametrize("case", [TILES, CARRIES, OF_TERMS[1]], ids=str)
 def test_all_switches_together_compute_the_same_attention(case: Case, seed: int | None):
     config = configs.ForwardConfig(2, 32, 2, early=True, store=True, ahead=True, lazy=True)
     with machine.mode(seed=seed):
@@ -96,13 +105,13 @@ def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float, swit
 
 @pytest.mark.parametrize("pack", [1, 2, 8])
 @pytest.mark.parametrize(
-    "case", [FEW_ROWS, replace(FEW_ROWS, name="few_rows_scores", alibi=True, softcap=2.0)], ids=str
+    "case", [FEW_ROWS, replace(FEW_ROWS, name="few_rows_scores", alibi=True, softcap=2.0), PACKED_TERMS], ids=str
 )
 def test_packing_heads_computes_the_same_attention(case: Case, pack: int):
     run_case(hopper_forward(pack=pack), case, torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("case", [*SPLIT, TILES, CARRIES, FEW_ROWS, SCORES], ids=str)
+@pytest.mark.parametrize("case", [*SPLIT, TILES, CARRIES, FEW_ROWS, SCORES, *OF_TERMS, PACKED_TERMS], ids=str)
 def test_splitting_tiles_computes_the_same_attention(case: Case, monkeypatch: pytest.MonkeyPatch):
     for name in ("OVERHEAD", "EPILOGUE", "MERGE"):
         monkeypatch.setattr(plan, name, 0)
@@ -117,7 +126,7 @@ def test_splitting_tiles_computes_the_same_attention(case: Case, monkeypatch: py
     monkeypatch.setattr(launcher, "make_plan", many_programs)
     config = configs.ForwardConfig(1, 16, 2)
     run_case(hopper_forward(config=config), case, torch.float16, "cpu")
-    if case in (TILES, CARRIES, FEW_ROWS, SCORES):
+    if case in (TILES, CARRIES, FEW_ROWS, SCORES, *OF_TERMS):
         assert max(slots) > 0, "nothing was split"
 
 

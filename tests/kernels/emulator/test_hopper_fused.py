@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 if os.environ.get("GLUON_EMULATOR") != "1":
     pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
 
+from ringattn import masks
 from ringattn.kernels.attention.hopper import api as hopper
 from ringattn.kernels.attention.hopper import launcher, tile_scheduler
 from ringattn.kernels.attention.hopper.configs import ForwardConfig
@@ -29,6 +30,7 @@ HOLES = (
     (Run(50, 1, 20), Run(71, 2, 10), Run(97, 1, 23), Run(137, 1, 13)),
 )  # fmt: skip
 DOCUMENTS = (0, 7, 61, 62, 120, 150)
+TABLE = [[(i * i + 3 * j) % 5 < 2 or i == j for j in range(10)] for i in range(10)]
 CASES = [
     Gathering("zigzag"),
     Gathering("zigzag_first_rank", rank=0),
@@ -52,6 +54,9 @@ CASES = [
     Gathering("sinks_fp16", options={"sinks": True}, dtype=torch.float16),
     Gathering("widths", head_dim=24, v_head_dim=8),
     Gathering("wide", head_dim=200, v_head_dim=256, seq_len=97),
+    Gathering("sinks_and_window", mask={"mask": masks.causal() & (masks.sinks(4) | masks.window(30))}),
+    Gathering("tree", mask={"mask": masks.tree([None, 0, 1, 1, 0], [70, 20, 15, 25, 20])}, world_size=2, batch=2),
+    Gathering("blocks", mask={"mask": masks.causal() & masks.blocks(TABLE, 16)}, layout="striped", heads=4, groups=2),
 ]  # fmt: skip
 SMALL = ForwardConfig(1, 16, 2)
 EVERY_SWITCH = ForwardConfig(2, 32, 2, early=True, store=True, ahead=True, lazy=True)

@@ -29,6 +29,7 @@ from tests.kernels.emulator import gluon as machine
 from tests.support.budget import assert_within_budget
 from tests.support.fused_cases import RingStep, Scene, contributions, make_visit, make_whole, shards_of
 from tests.support.large_strides import heads_apart, leave_memory_alone
+from tests.support.term_masks import blocks_and_window, causal_blocks, sinks_and_window, tree
 
 backward_fused: Any = hopper.backward_fused
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -53,6 +54,22 @@ SCENES = (
     Scene("wide_groups", shards_of("contiguous", 200, 2), heads=4, kv_heads=2, groups=2, head_dim=192, v_head_dim=72),
     Scene("wide_terms", shards_of("zigzag", 200, 2), CAUSAL, softcap=4.0, alibi=True, key_bias=True, head_dim=136),
     Scene("alone", (((0, 1, 200),),), CAUSAL),
+)
+
+
+OF_TERMS = (
+    Scene("tree", shards_of("zigzag", 301, 2), terms=tree, heads=4, kv_heads=2, groups=2, batch=2),
+    Scene("sinks_and_window", shards_of("contiguous", 330, 3), terms=sinks_and_window, sinks=True, head_dim=128),
+    Scene("blocks", shards_of("zigzag", 500, 2), terms=lambda n: causal_blocks(n, 64), heads=1),
+    Scene(
+        "blocks_and_window",
+        shards_of("scattered", 260, 2),
+        terms=blocks_and_window,
+        softcap=4.0,
+        alibi=True,
+        key_bias=True,
+    ),
+    Scene("wide_blocks", shards_of("zigzag", 200, 2), terms=lambda n: blocks_and_window(n, 32), heads=1, head_dim=256),
 )
 
 
@@ -112,6 +129,33 @@ def assert_gradients_within_budget(scene: Scene, **options: Any) -> None:
 @pytest.mark.parametrize("scene", SCENES, ids=str)
 def test_gradients_come_home_and_stay_within_budget(scene: Scene):
     assert_gradients_within_budget(scene)
+
+
+@pytest.mark.parametrize("scene", OF_TERMS, ids=str)
+def test_gradients_of_several_terms_stay_within_budget(scene: Scene):
+    assert_gradients_within_budget(scene)
+    assert_gradients_within_budget(scene, deterministic=True)
+
+
+@pytest.mark.parametrize("scene", OF_TERMS, ids=str)
+def test_outputs_of_several_terms_stay_within_budget(scene: Scene):
+    whole = make_whole(scene)
+    for rank in range(len(scene.shards)):
+        ring_step = make_visit(whole, rank)
+        _do, q, near, far, lse, _delta, rows, keys, score = ring_step.arguments()
+        o, lse = (
+            torch.full((*q.shape[:3], near[1].shape[3]), float("nan"), dtype=q.dtype),
+            torch.full_like(lse, float("nan")),
+        )
+        with machine.mode(outside=ring_step.arrive):
+            hopper.forward_fused(q, near, far, rows, keys, score, ring_step.ready_flags, o=o, lse=lse)
+        for name, x in (("o", o), ("lse", lse)):
+            exact, low = (
+                (y if name == "o" else y.transpose(1, 2))[:, ring_step.places]
+                for y in (whole.exact[name], whole.low[name])
+            )
+            found = x if name == "o" else x.transpose(1, 2)
+            assert_within_budget(found, exact, low, f"{scene}: {name}", scene.dtype)
 
 
 @pytest.mark.parametrize("name", ["zigzag", "documents", "window", "lengths", "slopes", "group"])

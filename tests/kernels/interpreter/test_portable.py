@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState
 from ringattn.schedule.validation import SOFTCAPS
-from tests.support.kernel_conformance import CASES, Case, run_case
+from tests.support.kernel_conformance import CASES, TERM_CASES, Case, run_case
 from tests.support.large_strides import HALF_WAY, at_strides, heads_apart, leave_memory_alone
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
@@ -28,6 +28,7 @@ BULK_CASES = (
     "gqa_3",
     "documents",
     "padded_ring",
+    "blocks_over_visits_everything",
 )
 WIDEST = Case("widest_softcap", mask={"causal": True})
 HALF_CASES = ("causal", "head_dim_40", "zigzag", "everything", "shared_bias", "window_both_sides")
@@ -45,6 +46,11 @@ def side(n: int, lo: torch.Tensor, hi: torch.Tensor) -> RowMetadata:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_backward_stay_within_budget(case: Case):
+    run_case(portable, case, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("case", TERM_CASES, ids=str)
+def test_masks_of_several_terms_stay_within_budget(case: Case):
     run_case(portable, case, torch.float32, "cpu")
 
 
@@ -68,7 +74,7 @@ def test_the_widest_softcap_stays_within_budget():
     run_case(portable, replace(WIDEST, softcap=SOFTCAPS[torch.float16]), torch.float16, "cpu")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in BULK_CASES], ids=str)
+@pytest.mark.parametrize("case", [case for case in (*CASES, *TERM_CASES) if case.name in BULK_CASES], ids=str)
 def test_bulk_loads_stay_within_budget_at_any_offset(case: Case, monkeypatch: pytest.MonkeyPatch):
     choose = configs.choose
     monkeypatch.setattr(configs, "choose", lambda *args: replace(choose(*args), tma=True))

@@ -1,0 +1,247 @@
+"""Hooks on models that are called with a sharding: they cut whole inputs, gather for heads that choose a row, and check outputs.
+
+Note [Whole inputs]
+    A model that is called with a sharding usually gets this rank's rows. Models with images and heads that choose a row (sequence
+    classification, rewards) read tokens of the whole sequence, so `shard_batch` gives them whole ones. The innermost model, which
+    embeds tokens or gets embeddings, then takes this rank's rows of them: everything before it runs on whole inputs on every rank,
+    as image encoders, and everything after it on the rows of a rank, as a head for the next token. With `gather_outputs=True` it
+    returns the hidden states of the whole sequence, so a head chooses as in one process.
+
+Models ignore keywords that they do not know. So these hooks also raise where a model did not attend with the sharding, or returns
+fewer rows than this rank has. They are torch's public hooks, on every `PreTrainedModel`, and do nothing without a sharding.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ringattn.inference import ForwardBatch
+from ringattn.integrations.transformers.attention import num_attention_calls
+from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
+from ringattn.integrations.transformers.positions import document_positions, has_sections
+from ringattn.integrations.transformers.support import NAME, check_supported, is_tower
+from ringattn.plan.sharding import Sharding
+
+LOSS_ROWS = 1024
+"""Rows of logits that are copied to fp32 at a time, to check the loss."""
+
+_OF_ROWS = ("last_hidden_state",)
+_LAST = ("cache_position", "position_ids")  # tokens are their last dim
+_WHOLE = ("input_ids", "inputs_embeds", "token_type_ids", "visual_pos_masks", *_LAST)
+
+_loss_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_calls_before: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_watching: list[bool] = []
+
+
+def watch_models() -> None:
+    """Add the hooks to all models of this process, and to those made later; calling it again changes nothing."""
+    if _watching:
+        return
+    _watching.append(True)
+    register_module_module_registration_hook(_watch)
+    _watch_existing()
+
+
+def _watch_existing() -> None:
+    for found in gc.get_objects():
+        if issubclass(type(found), PreTrainedModel):  # isinstance would ask proxies for their class
+            _watch(found)
+
+
+def _watch(module: nn.Module, *_: Any) -> None:
+    # a copy has the hooks and this attribute
+    if isinstance(module, PreTrainedModel) and "_watched_by_ringattn" not in vars(module):
+        module._watched_by_ringattn = True
+        module.register_forward_pre_hook(_before, with_kwargs=True)
+        module.register_forward_hook(_after, with_kwargs=True)
+
+
+def _shared(module: nn.Module, kwargs: dict[str, Any]) -> Sharding | None:
+    """Return the sharding of a call whose rows are on several ranks; None for others, and for encoders of images."""
+    sharding = kwargs.get("sharding")
+    shared = isinstance(sharding, Sharding) and sharding.world_size > 1
+    return sharding if shared and not is_tower(module) else None
+
+
+def _is_innermost(module: nn.Module) -> bool:
+    return not any(isinstance(child, PreTrainedModel) and not is_tower(child) for child in module.children())
+
+
+def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    step = kwargs.get("step")
+    if isinstance(step, ForwardBatch) and _is_innermost(module) and not is_tower(module):
+        return _take(args, kwargs, new_tokens(step), partial(own_rows, step))
+    sharding = _shared(module, kwargs)
+    if sharding is None:
+        return None
+    with sharding.ring.propagate_errors():
+        check_supported((module, kwargs), "sharded call")
+    if not torch.compiler.is_compiling():
+        _calls_before[module] = num_attention_calls()
+    if not _is_innermost(module):
+        return None
+    taken = _take(args, kwargs, sharding.seq_len, sharding.shard)
+    args, kwargs = taken or (args, kwargs)
+    positions = kwargs.get("position_ids")
+    if positions is None and taken is None:
+        return None
+    counted = _count(sharding).to(next(module.parameters()).device)[None]
+    return args, {**kwargs, "position_ids": _with_text(counted if positions is None else positions, counted, module)}
+
+
+def _take(
+    args: tuple[Any, ...], kwargs: dict[str, Any], length: int, take: Callable[..., Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments with this rank's rows of whole inputs, of that length; None for inputs that are not whole."""
+    tokens = next((x for x in (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1]) if x is not None), None)
+    if tokens is None or tokens.shape[1] != length:
+        return None
+    mine = {name: x for name, x in kwargs.items() if name in _WHOLE and x is not None}
+    seen, added = mine.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
+    mine = {name: take(x, dim=x.dim() - 1 if name in _LAST else 1) for name, x in mine.items()}
+    if seen is not None and added is not None:
+        # rows of images that are added to their tokens, in the order of these
+        order = (seen.flatten().cumsum(0) - 1).view(seen.shape)
+        rows = take(order, dim=1)[mine["visual_pos_masks"]]
+        mine["deepstack_visual_embeds"] = [x[rows] for x in added]
+    first = (take(args[0], dim=1),) if args and args[0] is not None else args[:1]
+    return (*first, *args[1:]), {**kwargs, **mine}
+
+
+def _count(sharding: Sharding) -> Tensor:
+    """Return the positions `s` of this rank's rows, from the start of their document."""
+    positions = sharding.positions.cpu()
+    return positions if sharding.documents is None else document_positions(positions, sharding.documents)
+
+
+def _with_text(positions: Tensor, counted: Tensor, module: nn.Module) -> Tensor:
+    """Return positions in the shape in which models with several per token pass those of the text, the first, to attention."""
+    if positions.dim() == 2:
+        return positions.expand(4, *positions.shape) if has_sections(module.config) else positions
+    return positions if len(positions) == 4 else torch.cat([counted.expand(1, *positions.shape[1:]), positions])
+
+
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    del args
+    sharding = _shared(module, kwargs)
+    if sharding is None:
+        return None
+    with sharding.ring.propagate_errors():
+        if not torch.compiler.is_compiling():
+            _check_attention(module)
+    gather = bool(kwargs.get("gather_outputs"))
+    if _is_innermost(module):
+        _gather(module, output, sharding, gather)
+    if not gather:
+        with sharding.ring.propagate_errors():
+            _check_rows(module, output, sharding)
+        if module not in _loss_checked and not torch.compiler.is_compiling():
+            _check_loss(module, kwargs, output, sharding)
+    return output
+
+
+def _check_attention(module: nn.Module) -> None:
+    """Raise when a model did not attend with ringattn in this call. Compiled layers do not count their calls."""
+    if num_attention_calls() != _calls_before.pop(module, -1):
+        return
+    config: Any = getattr(module, "config", None)
+    asked = getattr(config.get_text_config(), "_attn_implementation", None) == NAME
+    if asked and any(_uses_interface(kind) for kind in {type(part) for part in module.modules()}):
+        return
+    raise RuntimeError(
+        f"a model that is called with a sharding must attend with ringattn, got {type(module).__name__}, "
+        + (
+            "which takes the name and attends by itself, or not at all; run this model on one process"
+            if asked
+            else "which did not; make it with attn_implementation='ringattn', or call model.set_attn_implementation('ringattn')"
+        )
+    )
+
+
+def _uses_interface(kind: type[nn.Module]) -> bool:
+    """Return whether the file of a kind of module uses transformers' attention interface."""
+    return kind.__module__ in sys.modules and hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
+def _gather(module: nn.Module, output: Any, sharding: Sharding, gather: bool) -> None:
+    """Set the pooled output to that of the whole sequence, and the hidden states too where they are to be gathered."""
+    hidden, pooled = (getattr(output, name, None) for name in ("last_hidden_state", "pooler_output"))
+    if hidden is None and gather:
+        error = NotImplementedError(
+            f"a model must return last_hidden_state to be gathered, got {type(output).__name__} from {type(module).__name__}; "
+            "leave return_dict out"
+        )
+        sharding.ring.raise_on_all_ranks(error)
+    if hidden is None or not (gather or pooled is not None) or hidden.shape[1] != sharding.shard_len:
+        return
+    whole = sharding.unshard(hidden)
+    if pooled is not None:
+        output.pooler_output = _pool(module, whole, pooled, sharding)
+    if gather:
+        output.last_hidden_state = whole
+
+
+def _pool(module: nn.Module, whole: Tensor, pooled: Tensor, sharding: Sharding) -> Tensor:
+    pooler = getattr(module, "pooler", None)
+    found = pooler(whole) if isinstance(pooler, nn.Module) else None
+    if not isinstance(found, Tensor) or found.shape != pooled.shape:
+        error = NotImplementedError(
+            f"the pooler of a model must be a module of its hidden states where ranks share a sequence, got that of "
+            f"{type(module).__name__}; make the model without a pooler, and choose rows with take_rows"
+        )
+        sharding.ring.raise_on_all_ranks(error)
+    return found
+
+
+def _check_rows(module: nn.Module, output: Any, sharding: Sharding) -> None:
+    """Raise when an output does not have this rank's rows: something chose among them."""
+    if isinstance(output, ModelOutput):
+        entries = {name: x for name, x in output.items() if name.endswith(("logits", "embeddings")) or name in _OF_ROWS}
+    else:
+        parts = output if isinstance(output, tuple) else (output,)
+        entries = {f"output {i}": x for i, x in enumerate(parts) if isinstance(x, Tensor) and x.dim()}
+    for name, x in entries.items():
+        if isinstance(x, Tensor) and (x.dim() < (3 if name == "logits" else 2) or x.shape[1] != sharding.shard_len):
+            raise NotImplementedError(
+                f"outputs must have this rank's {sharding.shard_len} rows where ranks share a sequence, got {name} of shape "
+                f"{tuple(x.shape)} from {type(module).__name__}, which chooses among them; pass pooling=True to shard_batch, or "
+                "choose rows with take_rows"
+            )
+
+
+def _check_loss(module: nn.Module, kwargs: dict[str, Any], output: Any, sharding: Sharding) -> None:
+    """Raise on every rank when the loss of the first call with shifted labels is not their sum over num_items_in_batch.
+
+    Some models pass only labels to their loss, which shifts them once more and averages over those of a rank.
+    """
+    labels, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+    loss, logits = (getattr(output, name, None) for name in ("loss", "logits"))
+    if any(x is None for x in (labels, count, loss, logits)):
+        return
+    rows, wanted = logits.detach().flatten(0, 1), labels.flatten().to(logits.device)
+    pieces = zip(rows.split(LOSS_ROWS), wanted.split(LOSS_ROWS), strict=True)
+    total = sum(float(nn.functional.cross_entropy(x.float(), y, reduction="sum")) for x, y in pieces)
+    found, expected = float(loss), total / float(count)
+    # models that have just been made have much the same loss with any labels
+    tolerance = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 1e-2
+    equal = abs(found - expected) <= tolerance * (1 + abs(expected))
+    ring: Any = sharding.ring
+    if not ring.all_reduce_min(int(equal)):
+        raise NotImplementedError(
+            "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of "
+            f"{type(module).__name__}: {found:.5g} instead of {expected:.5g} on rank {sharding.rank}; leave labels out of the "
+            "call, and take the sum over shift_labels from its logits"
+        )
+    _loss_checked.add(module)
