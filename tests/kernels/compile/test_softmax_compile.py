@@ -5,6 +5,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_kernels_between_calls_of_torch_compile_without_spills(capability, tmp_p
     wide = {name: "*fp32" for name in (*carry.arg_names, *output.arg_names) if name.endswith("_ptr")}
     narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr", "found_ptr")} | {"target_ptr": "*fp32"}
     floats = dict.fromkeys(("most", "least", "root"), "fp32")
-    launches = [
+    launches: list[tuple[Any, dict[str, object]]] = [
         (carry, {"ROWS": carry_triton.NUMBERS // 128, "DV": 128, "EMPTY": empty, "FINISH": finish})
         for empty, finish in ((False, False), (False, True), (True, False))
     ]
