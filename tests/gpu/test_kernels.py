@@ -34,7 +34,7 @@ HOPPER_CASES = [
     for deterministic in (False, True)
     if case.bias is None and not case.dropout_p
 ]
-LONG = tuple(case.name for case in LONG_CASES)
+LONG = tuple(case.name for case in (*LONG_CASES, *LONG_TERM_CASES))
 
 
 @pytest.mark.parametrize("case", [*CASES, *LONG_CASES, *TERM_CASES, *LONG_TERM_CASES], ids=str)
