@@ -392,7 +392,8 @@ def _decode_terms(step: ForwardBatch, mask: Mask | None) -> list[tuple[Tensor, T
     for i, length in enumerate(step.lengths):
         rows = range(length - step.rows, length)
         bounds = zip(*(term.bounds for term in _terms_of(step, mask, i)), strict=True)
-        found.append(torch.tensor([[[side.at(row) for row in rows] for side in sides] for sides in bounds]))
+        lines = [[[side.at(row) for row in rows] for side in sides] for sides in bounds]
+        found.append(torch.tensor(lines, dtype=torch.int64, device="cpu"))
     most = max(x.shape[1] for x in found)
     lo, hi = torch.stack([torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[1])) for x in found], 2)
     sees = lo < hi
