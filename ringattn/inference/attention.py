@@ -174,7 +174,7 @@ def _attend(step: ForwardBatch, layer: int, given: Given, options: _Options) -> 
             step.cache.ring.raise_on_all_ranks(error)
         step.cache.consistency.check_batch(step, _kind(options, given), q.device)
         known = (
-            _Decode(options, _decode_terms(step, options.mask))
+            _Decode(options, _decode_bounds(step, options.mask))
             if spec is None
             else _plan_prefill(step, spec, options, q, tensors)
         )
@@ -369,11 +369,11 @@ def _check_mask(step: ForwardBatch, mask: Mask, kv_access: str) -> None:
         raise NotImplementedError(f"{what} a prefill of several requests, got {mask!r}; extend them one by one")
     if step.mode == "prefill" and kv_access == "pages":
         raise NotImplementedError(f'{what} a prefill with kv_access="pages", got {mask!r}; use kv_access="copies"')
-    if step.mode == "decode" and any(term.pattern for i in range(requests) for term in _terms_of(step, mask, i)):
+    if step.mode == "decode" and any(term.pattern for i in range(requests) for term in _intervals_of(step, mask, i)):
         raise NotImplementedError(f'decode takes no masks.blocks, got {mask!r}; use extend(mode="prefill")')
 
 
-def _terms_of(step: ForwardBatch, mask: Mask, i: int) -> list[Term]:
+def _intervals_of(step: ForwardBatch, mask: Mask, i: int) -> list[Term]:
     """Return the intervals that the tokens of one request see, at least one."""
     length = step.lengths[i]
     terms = merged(mask.terms(Frame(length, length, i))) or [empty(length, None)]
@@ -384,14 +384,14 @@ def _terms_of(step: ForwardBatch, mask: Mask, i: int) -> list[Term]:
     return terms
 
 
-def _decode_terms(step: ForwardBatch, mask: Mask | None) -> list[tuple[Tensor, Tensor, int]] | None:
+def _decode_bounds(step: ForwardBatch, mask: Mask | None) -> list[tuple[Tensor, Tensor, int]] | None:
     """Return `_Decode.terms` of the new rows of a step."""
     if mask is None:
         return None
     found = []
     for i, length in enumerate(step.lengths):
         rows = range(length - step.rows, length)
-        bounds = zip(*(term.bounds for term in _terms_of(step, mask, i)), strict=True)
+        bounds = zip(*(term.bounds for term in _intervals_of(step, mask, i)), strict=True)
         lines = [[[side.at(row) for row in rows] for side in sides] for sides in bounds]
         found.append(torch.tensor(lines, dtype=torch.int64, device="cpu"))
     most = max(x.shape[1] for x in found)
@@ -399,7 +399,7 @@ def _decode_terms(step: ForwardBatch, mask: Mask | None) -> list[tuple[Tensor, T
     sees = lo < hi
     longest = (torch.where(sees, hi, 0).amax(2) - torch.where(sees, lo, 2**31).amin(2)).amax(1).clamp(min=0)
     on_device = torch.stack((lo, hi)).to(step.positions.device, torch.int32)
-    return [(*on_device[:, k], width) for k, width in enumerate(longest.tolist())]
+    return [(on_device[0, k], on_device[1, k], width) for k, width in enumerate(longest.tolist())]
 
 
 def _resolve_mask(mask: Mask, window: Window, chunk_len: int | None) -> tuple[bool, Window, int, Mask | None]:
