@@ -696,14 +696,14 @@ TREES = tuple(masks.tree([None, 0, 1, 2, 1, 0], [n, 1, 1, 1, 1, 1]) for n in PRE
 """What is cached, then a token with two children, of which the first has a child, and another token."""
 
 
-def decode_trees(mask: masks.Mask, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
+def decode_trees(mask: masks.Mask, dtype: torch.dtype, device: str = "cpu") -> list[tuple[Tensor, Tensor, Tensor]]:
     """(o, exact, rounded) of speculative tokens of two requests over their cached prefixes."""
     generator = torch.Generator().manual_seed(0)
-    cache = PagedKVCache(Ring(), layers=1, kv_heads=2, head_dim=16, pages=12, page_size=16, dtype=dtype, device="cpu")
+    cache = PagedKVCache(Ring(), layers=1, kv_heads=2, head_dim=16, pages=12, page_size=16, dtype=dtype, device=device)
     found, tensors = [], []
     requests = [cache.add_request(reserve=n + 5) for n in PREFIXES]
     for request, n in zip(requests, PREFIXES, strict=True):
-        tensors.append([torch.randn(1, n + 5, h, 16, generator=generator).to(dtype) for h in (4, 2, 2)])
+        tensors.append([torch.randn(1, n + 5, h, 16, generator=generator).to(device, dtype) for h in (4, 2, 2)])
         step = cache.extend([request], [n])
         attend(step, 0, *(step.take(x[:, :n]) for x in tensors[-1]))
     step = cache.extend(requests, [5, 5], mode="decode")
