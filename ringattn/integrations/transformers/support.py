@@ -28,6 +28,9 @@ ATTENTION_LAYERS = frozenset(
 ROW_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 """Ends of the names of models whose heads choose a row."""
 
+RECURRENT_LAYERS = frozenset({"hybrid", "linear_attention", "mamba"})
+"""Kinds of layers with a recurrence, which `replace_recurrent_layers` may let work over sharded rows."""
+
 POSITIONS_FROM_PADDING = "create_position_ids_from_input_ids"
 """Function by which RoBERTa and similar models number tokens from padding_idx + 1 on."""
 
@@ -154,10 +157,10 @@ def _unknown(known: frozenset[str]) -> Callable[[Mapping[str, Any]], str | None]
     return find
 
 
-def _other_layers(config: Any) -> list[str] | None:
+def _other_layers(config: Any, known: frozenset[str] = ATTENTION_LAYERS) -> list[str] | None:
     # MobileBERT embeds tokens with their neighbours, ESM scales embeddings by the share of masked tokens
     flags = [name for name in ("trigram_input", "token_dropout") if getattr(config, name, False)]
-    return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS) + flags or None
+    return sorted(set(getattr(config, "layer_types", None) or ()) - known) + flags or None
 
 
 def _without_positions(layer: nn.Module) -> str | None:
@@ -258,7 +261,15 @@ TABLE = (
         "model",
         _other_layers,
         "tokens must interact in attention only where ranks share a sequence or use a RingCache, got {got} layers in the "
-        "config of {subject.model_type}; run this model on one process, without a RingCache",
+        "config of {subject.model_type}; run this model on one process, without a RingCache. To train gated delta rule or Mamba-2, "
+        "call replace_recurrent_layers(model) of ringattn.integrations.linear.transformers_layers first",
+    ),
+    # a config, where ranks share a sequence and recurrent layers were replaced
+    Unsupported(
+        "recurrent model",
+        lambda config: _other_layers(config, ATTENTION_LAYERS | RECURRENT_LAYERS),
+        "tokens must interact in attention, gated delta rule or Mamba-2 only where ranks share a sequence, got {got} layers in the "
+        "config of {subject.model_type}; run this model on one process",
     ),
     # a model and the keywords of its call with a sharding, where ranks share a sequence
     Unsupported(
