@@ -224,9 +224,11 @@ def _scan(
         # no rows: every input gets a gradient of no rows
         v = v + sum(x.sum() for x in (q, k, g, *(() if beta is None else (beta,))))
         return keep_in_graph(v, scan_ranks([], [], k, full, width, chain, sharding)[1])
-    local = (scan_rows_fla if uses_fla else scan_rows)(q, k, v, g, beta, chain)
-    incoming, gathered = scan_ranks(local.decays, local.states, k, full, width, chain, sharding)
-    return keep_in_graph(local.finish(incoming), gathered)
+    # states are sums over thousands of rows: autocast would round each product
+    with torch.autocast(v.device.type, enabled=False):
+        local = (scan_rows_fla if uses_fla else scan_rows)(q, k, v, g, beta, chain)
+        incoming, gathered = scan_ranks(local.decays, local.states, k, full, width, chain, sharding)
+        return keep_in_graph(local.finish(incoming), gathered)
 
 
 def _propagate_errors(sharding: Sharding) -> AbstractContextManager[None]:

@@ -1,8 +1,8 @@
 """Recurrent layers of transformers models over a sharded sequence: gated delta rule and Mamba-2.
 
 A layer keeps its weights, their names in a state dict, and its class as a base class. Its forward computes the same projections
-from its public attributes, and the convolution and the scan by ops.py. Models pass keywords on to their layers, so a hook of the model
-adds one, `recurrence`, beside `sharding`; activation checkpointing keeps both for recomputation.
+from its public attributes, and the convolution and the scan by ops.py. Models pass keywords on to their layers, so a hook of the
+model adds one, `recurrence`, beside `sharding`; activation checkpointing keeps both for recomputation.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ TABLE = (
         _other_layers,
         "tokens must interact in attention only where ranks share a sequence or use a RingCache, got {got} layers in the "
         "config of {subject.model_type}; run this model on one process, without a RingCache. To train gated delta rule or Mamba-2, "
-        "call replace_recurrent_layers(model) of ringattn.integrations.linear.transformers_layers first",
+        "call ringattn.integrations.transformers.replace_recurrent_layers(model) first",
     ),
     # a config, where ranks share a sequence and recurrent layers were replaced
     Unsupported(

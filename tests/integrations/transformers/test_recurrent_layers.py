@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ringattn import Ring
-from ringattn.integrations.linear.transformers_layers import replace_recurrent_layers
-from ringattn.integrations.transformers import register, shard_batch
+from ringattn.integrations.transformers import register, replace_recurrent_layers, shard_batch
 from tests.integrations.model_table import ModelRow, refused, works
 from tests.integrations.recurrent_rows import ROWS
 from tests.integrations.transformers.models import VOCAB, gradients, learn, tokens
@@ -332,7 +331,7 @@ def call_wrongly(how: str) -> str:
     [
         (
             "not replaced",
-            "call replace_recurrent_layers(model) of ringattn.integrations.linear.transformers_layers first",
+            "call ringattn.integrations.transformers.replace_recurrent_layers(model) first",
         ),
         ("no sharding", "a model with recurrent layers must be called with a sharding among 2 ranks, got none"),
         ("z loss", "z_loss_coefficient must be 0 where ranks share a sequence, got 0.1"),
