@@ -314,7 +314,7 @@ class Ring:
             return [x.clone()]
         return gather_rows(x, dim, lengths, self.rank, self._group_name)
 
-    def exchange(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Return the rows that all ranks send to this one, in rank order; differentiable. Every rank must call it.
 
         The first sends[0] rows of x, in dim 0, go to rank 0, and so on; receives[r] rows come from rank r.

@@ -33,7 +33,7 @@ class SupportsAllGather(Protocol):
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
         ...
 
-    def exchange(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
         """Rows that all ranks send to this one, in rank order; the first sends[0] rows of x go to rank 0, and so on."""
         ...
 
@@ -251,7 +251,7 @@ class Sharding:
                 differentiable = torch.is_grad_enabled() and x_local.requires_grad
                 text = f"{shape} {x_local.dtype} {x_local.device.type} with gradients: {differentiable}, {self.text} {other.text}"
                 self._ring.assert_equal_once("a tensor to reshard", text, f"Sharding.reshard({shape}, {x_local.dtype})")
-            rows = self._ring.exchange(rows, sends, receives)
+            rows = self._ring.all_to_all(rows, sends, receives)
         return rows.index_select(0, place.to(x_local.device)).movedim(0, dim).contiguous()
 
     def _propagate_errors(self) -> AbstractContextManager[None]:
