@@ -152,6 +152,15 @@ def test_outputs_and_gradients_are_in_the_error_budget(pool: Pools, op: str) -> 
         assert error <= 2 * allowed + size * torch.finfo(torch.float32).eps, (name, error, allowed)
 
 
+@pytest.mark.parametrize("op", ["delta", "mamba"])
+def test_autocast_does_not_round_states(op: str) -> None:
+    sharding = Ring().sharding(70, "contiguous")
+    inputs = inputs_of(op, 70, torch.float32)
+    expected = OPS[op](sharding, **inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(OPS[op](sharding, **inputs), expected)
+
+
 def test_examples() -> None:
     assert doctest.testmod(ringattn.integrations.linear.ops).failed == 0
 

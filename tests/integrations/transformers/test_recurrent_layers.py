@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ringattn import Ring
@@ -241,6 +243,63 @@ def test_checkpointing_changes_nothing(pool: Pools, kind: str, reentrant: bool) 
     ids = tokens(21)
     batch = {"input_ids": ids, "labels": ids}
     assert_equal(pool(2).run(on_ranks, kind, batch, "zigzag", reentrant)[0], alone(kind, batch))
+
+
+def with_wrapper(kind: str, batch: dict[str, Any], wrapper: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of a compiled model, or of one that FSDP2 shards, averaged over ranks."""
+    ring = Ring()
+    model = make(kind, "ringattn")
+    replace_recurrent_layers(model)
+    if wrapper == "fsdp":
+        mesh = init_device_mesh("cpu", (ring.world_size,))
+        for layer in model.base_model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    called = torch.compile(model, backend="aot_eager") if wrapper == "compile" else model
+    loss = learn(called, shard_batch(batch, ring))
+    grads: dict[str, Any] = gradients(model)
+    if wrapper == "fsdp":
+        grads = {name: grad.full_tensor() for name, grad in grads.items()}
+    for x in (loss, *(grads.values() if wrapper == "compile" else ())):
+        dist.all_reduce(x)
+        x /= ring.world_size
+    return loss, grads
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="once is enough")
+@pytest.mark.parametrize(("kind", "wrapper"), [("bamba", "fsdp"), ("mamba2", "fsdp"), ("qwen3_next", "compile")])
+def test_fsdp_and_compiled_models_equal_one_process(pool: Pools, kind: str, wrapper: str) -> None:
+    ids = tokens(37)
+    batch = {"input_ids": ids, "labels": ids}
+    for found in pool(2).run(with_wrapper, kind, batch, wrapper):
+        assert_equal(found, alone(kind, batch))
+
+
+def half_precision(kind: str, batch: dict[str, Any], mixed: bool) -> Tensor:
+    """Loss of a model in bf16, or in fp32 under autocast, averaged over ranks."""
+    ring = Ring()
+    model = make(kind, "ringattn").to(torch.float32 if mixed else torch.bfloat16)
+    replace_recurrent_layers(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        loss = learn(model, shard_batch(batch, ring))
+    assert all(grad.isfinite().all() for grad in gradients(model).values())
+    return ring.sum(loss) / ring.world_size
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", EACH)
+def test_bf16_rounds_as_in_one_process(pool: Pools, kind: str, mixed: bool) -> None:
+    ids = tokens(37)
+    batch = {"input_ids": ids, "labels": ids}
+    exact, _ = alone(kind, batch)
+    model = make(kind, "sdpa").to(torch.float32 if mixed else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        rounded = learn(model, {**batch, "use_cache": False})
+    for found in pool(2).run(half_precision, kind, batch, mixed):
+        # twice the error of one process, plus one rounding
+        assert abs(found - exact) <= 2 * abs(rounded - exact) + torch.finfo(torch.bfloat16).eps * exact
 
 
 @pytest.mark.parametrize("row", SERVED, ids=str)
