@@ -28,9 +28,6 @@ ATTENTION_LAYERS = frozenset(
 ROW_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 """Ends of the names of models whose heads choose a row."""
 
-RECURRENT_LAYERS = frozenset({"hybrid", "linear_attention", "mamba"})
-"""Kinds of layers with a recurrence, which `replace_recurrent_layers` may let work over sharded rows."""
-
 POSITIONS_FROM_PADDING = "create_position_ids_from_input_ids"
 """Function by which RoBERTa and similar models number tokens from padding_idx + 1 on."""
 
@@ -51,6 +48,9 @@ RING_CACHE_KEYWORDS = frozenset(
     "output_router_logits past_key_values position_ids return_dict use_cache".split()
 )
 """Keywords of a model call with a RingCache."""
+
+RECURRENT_LAYERS = frozenset({"hybrid", "linear_attention", "mamba"})
+"""Kinds of layers with a recurrence, which `replace_recurrent_layers` may let work over sharded rows."""
 
 
 @dataclass(frozen=True)
@@ -264,13 +264,6 @@ TABLE = (
         "config of {subject.model_type}; run this model on one process, without a RingCache. To train gated delta rule or Mamba-2, "
         "call ringattn.integrations.transformers.replace_recurrent_layers(model) first",
     ),
-    # a config, where ranks share a sequence and recurrent layers were replaced
-    Unsupported(
-        "recurrent model",
-        lambda config: _other_layers(config, ATTENTION_LAYERS | RECURRENT_LAYERS),
-        "tokens must interact in attention, gated delta rule or Mamba-2 only where ranks share a sequence, got {got} layers in the "
-        "config of {subject.model_type}; run this model on one process",
-    ),
     # a model and the keywords of its call with a sharding, where ranks share a sequence
     Unsupported(
         "sharded call",
@@ -292,6 +285,13 @@ TABLE = (
         _unequal_layers,
         "all layers must have as many key heads, of the same width, for one cache, got {got} (heads, width of keys, of "
         "values) in the config of {subject.model_type}; use attn_implementation='sdpa' on one process",
+    ),
+    # a config, where ranks share a sequence and recurrent layers were replaced
+    Unsupported(
+        "recurrent model",
+        lambda config: _other_layers(config, ATTENTION_LAYERS | RECURRENT_LAYERS),
+        "tokens must interact in attention, gated delta rule or Mamba-2 only where ranks share a sequence, got {got} layers in the "
+        "config of {subject.model_type}; run this model on one process",
     ),
     # an attention layer whose rows are sharded, or whose keys a cache stores
     Unsupported(
