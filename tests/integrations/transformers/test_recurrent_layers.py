@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
 from ringattn import Ring
-from ringattn.integrations.transformers import register, replace_recurrent_layers, shard_batch
+from ringattn.integrations.transformers import RingCollator, register, replace_recurrent_layers, shard_batch
+from ringattn.integrations.transformers.trainer import RingTrainer
 from tests.integrations.model_table import ModelRow, refused, works
 from tests.integrations.recurrent_rows import ROWS
 from tests.integrations.transformers.models import VOCAB, gradients, learn, tokens
 from tests.integrations.transformers.test_models import _padded, assert_equal
+from tests.integrations.transformers.test_trainer import Samples, arguments, processes
 from tests.support.pool import Pools
 
 FIVE = transformers.__version__.startswith("5.")
@@ -276,6 +279,45 @@ def test_fsdp_and_compiled_models_equal_one_process(pool: Pools, kind: str, wrap
         assert_equal(found, alone(kind, batch))
 
 
+def collate(features: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """A batch of one sample, whose first label is not counted: 4.57 counts labels before they are shifted."""
+    batch = {name: torch.tensor([values]) for name, values in features[0].items()}
+    batch["labels"][:, 0] = -100
+    return batch
+
+
+def trained(folder: str, kind: str, implementation: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and parameters of a Trainer, or of a RingTrainer on all ranks."""
+    model = make(kind, implementation, use_cache=False).float()
+    ringed = implementation == "ringattn"
+    if ringed:
+        replace_recurrent_layers(model)
+    options: dict[str, Any] = {"per_device_train_batch_size": 1, "max_steps": 3, "eval_strategy": "no"}
+    with processes():
+        trainer = (RingTrainer if ringed else Trainer)(
+            model=model,
+            args=arguments(folder, **options, learning_rate=0.01),
+            data_collator=RingCollator(collate, Ring()) if ringed else collate,
+            train_dataset=Samples(),
+        )
+        trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return losses, {name: x.detach().clone() for name, x in model.named_parameters()}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", [EACH[-1], *(["mamba2"] if FIVE else [])])
+def test_trainer_on_a_ring_trains_as_in_one_process(pool: Pools, tmp_path: Path, kind: str) -> None:
+    losses, parameters = trained(str(tmp_path), kind, "eager" if kind == "mamba2" else "sdpa")
+    start = dict(make(kind, "eager").named_parameters())
+    assert len(losses) == 3
+    for found, weights in pool(2).run(trained, str(tmp_path), kind, "ringattn"):
+        assert found == pytest.approx(losses, abs=1e-4)
+        for name, x in parameters.items():
+            moved = (x - start[name]).norm()
+            assert (weights[name] - x).norm() <= 1e-3 * moved, name
+
+
 def half_precision(kind: str, batch: dict[str, Any], mixed: bool) -> Tensor:
     """Loss of a model in bf16, or in fp32 under autocast, averaged over ranks."""
     ring = Ring()
@@ -307,14 +349,13 @@ def test_calls_without_a_sharding_and_names_of_weights_stay_as_they_were(row: Mo
     ids = tokens(12)
     model = make(row.kind, "ringattn")
     before, names = learn(model, {"input_ids": ids, "labels": ids, "use_cache": False}), list(model.state_dict())
-    assert replace_recurrent_layers(model) == replace_recurrent_layers(model)
+    replaced = replace_recurrent_layers(model)
+    hooks = [len(part._forward_pre_hooks) for part in model.modules()]
+    assert replace_recurrent_layers(model) == replaced
+    assert [len(part._forward_pre_hooks) for part in model.modules()] == hooks
     for one in (model, copy.deepcopy(model)):
         assert torch.equal(learn(one, {"input_ids": ids, "labels": ids, "use_cache": False}), before)
         assert list(one.state_dict()) == names
-        hooks = [part for part in one.modules() if part._forward_pre_hooks]
-        # the model, its base and, in 4.57, the layer around one that takes no keywords
-        assert len(hooks) <= 3
-        assert all(len(part._forward_pre_hooks) == 1 for part in hooks)
 
 
 def copied(kind: str) -> tuple[Tensor, Tensor]:
