@@ -258,7 +258,7 @@ def with_wrapper(kind: str, batch: dict[str, Any], wrapper: str) -> tuple[Tensor
         for layer in model.base_model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    called = torch.compile(model, backend="aot_eager") if wrapper == "compile" else model
+    called: Any = torch.compile(model, backend="aot_eager") if wrapper == "compile" else model
     loss = learn(called, shard_batch(batch, ring))
     grads: dict[str, Any] = gradients(model)
     if wrapper == "fsdp":
