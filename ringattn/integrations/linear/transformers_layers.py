@@ -266,11 +266,21 @@ def _add_rows(
     """Add `recurrence` to the keywords of a call with a sharding."""
     sharding, mask = kwargs.get("sharding") or getattr(base, PENDING), kwargs.get("attention_mask")
     setattr(base, PENDING, None)
+    if kwargs.get("step") is not None:
+        raise NotImplementedError(
+            "step must be left out of a call of a model with recurrent layers, whose states no cache stores; generate on one "
+            "process, without a RingCache"
+        )
     if sharding is None:
         return None
     check_sharding(sharding)
     tokens = None
     with sharding.ring.propagate_errors():
+        if kwargs.get("tree") is not None:
+            raise NotImplementedError(
+                "tree must be left out for a model with recurrent layers, whose state goes from each row to the next; run the "
+                "answers one by one"
+            )
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dim() != 2:
                 raise NotImplementedError(

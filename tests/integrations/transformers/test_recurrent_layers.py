@@ -13,11 +13,12 @@ import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer
 
 from ringattn import Ring
 from ringattn.integrations.transformers import RingCollator, register, replace_recurrent_layers, shard_batch
 from ringattn.integrations.transformers.trainer import RingTrainer
+from ringattn.masks import tree
 from tests.integrations.model_table import ModelRow, refused, works
 from tests.integrations.recurrent_rows import ROWS
 from tests.integrations.transformers.models import VOCAB, gradients, learn, tokens
@@ -318,6 +319,31 @@ def test_trainer_on_a_ring_trains_as_in_one_process(pool: Pools, tmp_path: Path,
             assert (weights[name] - x).norm() <= 1e-3 * moved, name
 
 
+def classify(batch: dict[str, Any], implementation: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of a model whose head chooses the last token of each sequence."""
+    register()
+    config = AutoConfig.for_model("qwen3_next", **CONFIGS["qwen3_next"], num_labels=3)
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation=implementation).train()
+    if implementation == "ringattn":
+        replace_recurrent_layers(model)
+        batch = shard_batch(batch, Ring(), pooling=True)
+    loss = learn(model, {**batch, "use_cache": False})
+    grads = gradients(model)
+    if implementation == "ringattn":
+        for x in (loss, *grads.values()):
+            dist.all_reduce(x)
+            x /= dist.get_world_size()
+    return loss, grads
+
+
+@pytest.mark.dist
+def test_a_head_that_chooses_a_row_chooses_behind_recurrent_layers(pool: Pools) -> None:
+    batch = {"input_ids": tokens(23, rows=2), "labels": torch.tensor([2, 0])}
+    for found in pool(2).run(classify, batch, "ringattn"):
+        assert_equal(found, classify(batch, "sdpa"))
+
+
 def half_precision(kind: str, batch: dict[str, Any], mixed: bool) -> Tensor:
     """Loss of a model in bf16, or in fp32 under autocast, averaged over ranks."""
     ring = Ring()
@@ -408,14 +434,18 @@ def call_wrongly(how: str) -> str:
     """The error of a call."""
     ids = tokens(12)
     batch = {"input_ids": ids, "labels": ids}
-    model = make(EACH[-1], "ringattn")
-    if how == "not replaced":
+    model = make("mamba2" if how == "no attention" else EACH[-1], "ringattn")
+    if how in ("not replaced", "no attention"):
         batch = shard_batch(batch, Ring())
     else:
         replace_recurrent_layers(model)
     if how == "z loss":
         model.z_loss_coefficient = 0.1
         batch = shard_batch(batch, Ring())
+    if how == "tree":
+        batch = shard_batch(batch, Ring(), tree=tree([None], [12]))
+    if how == "step":
+        batch = {"input_ids": ids, "step": object()}
     if how == "cache":
         batch = shard_batch(batch, Ring()) | {"use_cache": True}
     try:
@@ -433,8 +463,15 @@ def call_wrongly(how: str) -> str:
             "not replaced",
             "call ringattn.integrations.transformers.replace_recurrent_layers(model) first",
         ),
+        pytest.param(
+            "no attention",
+            "a model that is called with a sharding must attend with ringattn",
+            marks=pytest.mark.skipif(not FIVE, reason="Mamba-2 of 4.57 takes no sharding"),
+        ),
         ("no sharding", "a model with recurrent layers must be called with a sharding among 2 ranks, got none"),
         ("z loss", "z_loss_coefficient must be 0 where ranks share a sequence, got 0.1"),
+        ("tree", "tree must be left out for a model with recurrent layers"),
+        ("step", "step must be left out of a call of a model with recurrent layers"),
         ("cache", "cache_params must be left out where ranks share a sequence"),
     ],
 )
