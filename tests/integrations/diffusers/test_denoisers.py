@@ -1,0 +1,137 @@
+"""The transformers of diffusion pipelines compute on a ring what they compute on one process."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ringattn import Ring
+from ringattn.integrations.diffusers import DenoiserSpec, TokenDim, checkpoint, disable_ring, enable_ring
+from tests.integrations.diffusers.denoisers import CASES, Denoiser, Results, run, run_on_ranks
+from tests.support.pool import Pools
+
+BOUND = 32 * torch.finfo(torch.float32).eps
+"""Relative to the largest number of a tensor: diffusers casts timesteps, rotary embeddings and norms to fp32 in fp64 models too."""
+FLUX = CASES["Flux"]
+
+
+@cache
+def one_process(name: str) -> Results:
+    return run(CASES[name].make(), CASES[name].arguments())
+
+
+def assert_equal_up_to_rounding(found: Results, expected: Results) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        # gradients of key biases are zero but for a rounding in fp64
+        assert (found[name] - x).abs().max() <= BOUND * x.abs().max() + 1e-14, name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_output_and_all_gradients_equal_one_process(pool: Pools, name: str, world_size: int) -> None:
+    for found in pool(world_size).run(run_on_ranks, CASES[name]):
+        assert_equal_up_to_rounding(found, one_process(name))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["Flux", "Wan", "Qwen-Image edit", "HunyuanVideo image to video"])
+def test_gradient_checkpointing_changes_nothing(pool: Pools, name: str) -> None:
+    for found in pool(2).run(run_on_ranks, CASES[name], checkpointed=True):
+        assert_equal_up_to_rounding(found, one_process(name))
+
+
+def two_lengths(on_ring: bool, checkpointed: bool) -> Results:
+    """Two forwards of different lengths, then the backward of both."""
+    model, ring = FLUX.make(), Ring() if on_ring else None
+    if ring is not None:
+        enable_ring(model, ring)
+    if checkpointed:
+        model.enable_gradient_checkpointing(checkpoint if on_ring else None)
+    samples = [case.arguments() for case in (FLUX, Denoiser(FLUX.model, text=4, size=(1, 2, 5)))]
+    torch.stack([model(**sample).sample.square().sum() for sample in samples]).sum().backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return grads if ring is None else {name: ring.sum(x) / ring.world_size for name, x in grads.items()}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_forwards_of_several_lengths_may_precede_a_backward(pool: Pools, checkpointed: bool) -> None:
+    for found in pool(2).run(two_lengths, True, checkpointed):
+        assert_equal_up_to_rounding(found, two_lengths(False, checkpointed))
+
+
+def on_and_off() -> list[torch.Tensor]:
+    model, sample = FLUX.make(), FLUX.arguments()
+    outputs = []
+    with torch.no_grad():
+        for _ in range(2):
+            enable_ring(model, Ring())
+            outputs.append(model(**sample).sample)
+            disable_ring(model)
+            outputs.append(model(**sample).sample)
+    return outputs
+
+
+@pytest.mark.dist
+def test_a_transformer_that_left_its_ring_runs_as_before(pool: Pools) -> None:
+    with torch.no_grad():
+        expected = FLUX.make()(**FLUX.arguments()).sample
+    for on, off, again, *_ in pool(2).run(on_and_off):
+        assert torch.equal(off, expected)
+        assert torch.equal(on, again)
+        torch.testing.assert_close(on, expected)
+
+
+class Attention(nn.Module):
+    """Self-attention of rows `b s d` with a mask of keys, `b 1 1 n` of all keys."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, mask).transpose(1, 2).flatten(2)
+
+
+class OwnModel(nn.Module):
+    """Joint attention over image and audio and text, in this order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.head = Attention(), nn.Linear(8, 3).double()
+
+    def forward(self, hidden_states: Tensor, audio: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        joint = self.attention(torch.cat([hidden_states, audio, text], 1), mask)
+        return self.head(joint[:, : hidden_states.shape[1]])
+
+
+OWN_SPEC = DenoiserSpec(
+    lengths=lambda _, x: {
+        "image": x["hidden_states"].shape[1],
+        "audio": x["audio"].shape[1],
+        "text": x["text"].shape[1],
+    },
+    inputs={"": {"hidden_states": TokenDim("image", 1), "audio": TokenDim("audio", 1), "text": TokenDim("text", 1)}},
+    attention=("attention",),
+    gather="head",
+)
+
+
+def own_model(on_ring: bool) -> Tensor:
+    torch.manual_seed(0)
+    model = OwnModel()
+    if on_ring:
+        enable_ring(model, Ring(), spec=OWN_SPEC)
+    x = [torch.randn(2, n, 8, dtype=torch.float64) for n in (7, 5, 3)]
+    mask = torch.randn(2, 1, 1, 15, dtype=torch.float64).masked_fill(torch.arange(15) % 4 == 3, float("-inf"))
+    return model(*x, mask).detach()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_model_of_ones_own_runs_by_its_spec(pool: Pools, world_size: int) -> None:
+    for found in pool(world_size).run(own_model, True):
+        torch.testing.assert_close(found, own_model(False))
