@@ -1,4 +1,4 @@
-"""Where the tokens of diffusion transformers are: which arguments, outputs and attention layers hold them, as data.
+"""Places of tokens in diffusion transformers, as data: arguments, outputs and attention layers that hold them.
 
 A denoiser is the transformer of a diffusion pipeline. Its sequence is joined from segments, as text and image, and each rank
 holds a contiguous share of every segment (`layout="segments"`). Module names may have `*` in place of a part: `blocks.*.attn1`.
@@ -41,7 +41,7 @@ class TokenCount:
 
 @dataclass(frozen=True)
 class DenoiserSpec:
-    """How the sequence of a denoiser is cut between ranks.
+    """Division of the sequence of a denoiser between ranks.
 
     Attributes:
         lengths: Function of the model and the arguments of its forward that returns the number of tokens by segment, in the order

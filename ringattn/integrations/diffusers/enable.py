@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-import torch
-from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks.hooks import HookRegistry, ModelHook
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ringattn.integrations.diffusers.denoisers import DenoiserSpec, find_spec
 from ringattn.integrations.diffusers.hooks import (
@@ -82,7 +82,7 @@ def checkpoint(module: nn.Module, *args: Any) -> Any:
     Returns:
         Output of the block.
     """
-    return torch.utils.checkpoint.checkpoint(module, *args, use_reentrant=False, context_fn=checkpoint_contexts)
+    return torch_checkpoint(module, *args, use_reentrant=False, context_fn=checkpoint_contexts)
 
 
 def _make_hooks(

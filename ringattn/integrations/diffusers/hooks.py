@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from diffusers.hooks import ModelHook
+from diffusers.hooks.hooks import ModelHook
 from torch import Tensor, nn
 
 from ringattn.integrations.diffusers.attention import RingAttentionMode
@@ -32,10 +32,10 @@ class SegmentShardings:
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
-        self._joined: dict[tuple[tuple[str, int], ...], Sharding] = {}
+        self._joint: dict[tuple[tuple[str, int], ...], Sharding] = {}
         self._segments: dict[Sharding, dict[str, Sharding]] = {}
 
-    def join(self, lengths: Mapping[str, int], sample: Tensor) -> Sharding:
+    def shard_joint(self, lengths: Mapping[str, int], sample: Tensor) -> Sharding:
         """Return the sharding of segments of some lengths.
 
         Args:
@@ -46,16 +46,16 @@ class SegmentShardings:
             ValueError: Ranks have different samples or lengths; raised on every rank.
         """
         known = tuple(lengths.items())
-        if known not in self._joined:
+        if known not in self._joint:
             data = sample.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
             digest = hashlib.blake2b(data, digest_size=8).hexdigest()
             text = f"{dict(lengths)} tokens, sample {tuple(sample.shape)} with digest {digest}"
             what = "the input of a denoiser (pass generator= with one seed on all ranks; each cuts its own tokens)"
             self.ring.assert_equal_across_ranks(what, text)
-            joined = self.ring.sharding(sum(lengths.values()), "segments", segments=list(lengths.values()))
-            self._segments[joined] = {name: self.ring.sharding(n, "contiguous") for name, n in known}
-            self._joined[known] = joined
-        return self._joined[known]
+            joint = self.ring.sharding(sum(lengths.values()), "segments", segments=list(lengths.values()))
+            self._segments[joint] = {name: self.ring.sharding(n, "contiguous") for name, n in known}
+            self._joint[known] = joint
+        return self._joint[known]
 
     def current(self) -> tuple[Sharding, dict[str, Sharding]]:
         """Return the sharding of the forward that runs, and those of its segments.
@@ -98,9 +98,10 @@ class ForwardHook(ModelHook):
                         f"{name} must have at least {ring.world_size} tokens, one per rank, got {lengths[name]}; use a "
                         "ring of fewer ranks"
                     )
-            sharding = self.shardings.join(lengths, arguments["hidden_states"])
+            sharding = self.shardings.shard_joint(lengths, arguments["hidden_states"])
+        forward: Any = self.fn_ref.original_forward
         with use_sharding(sharding):
-            return self.fn_ref.original_forward(*args, **kwargs)
+            return forward(*args, **kwargs)
 
 
 class CutHook(ModelHook):
@@ -150,8 +151,9 @@ class AttentionHook(ModelHook):
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of an attention module with ring attention."""
         del module
+        forward: Any = self.fn_ref.original_forward
         with RingAttentionMode(self.shardings.current()[0]) as mode:
-            output = self.fn_ref.original_forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         mode.check_num_calls()
         return output
 

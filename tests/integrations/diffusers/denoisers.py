@@ -41,7 +41,7 @@ class Denoiser:
     options: Mapping[str, Any] = field(default_factory=dict)
     batch: int = 2
 
-    def make(self) -> nn.Module:
+    def make(self) -> Any:
         torch.manual_seed(0)
         config = {**SIZES, **CONFIGS[self.model], **self.config}
         model = getattr(diffusers, self.model)(**config).double()

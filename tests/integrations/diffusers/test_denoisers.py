@@ -55,7 +55,7 @@ def two_lengths(on_ring: bool, checkpointed: bool) -> Results:
         model.enable_gradient_checkpointing(checkpoint if on_ring else None)
     samples = [case.arguments() for case in (FLUX, Denoiser(FLUX.model, text=4, size=(1, 2, 5)))]
     torch.stack([model(**sample).sample.square().sum() for sample in samples]).sum().backward()
-    grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+    grads: Results = {name: parameter.grad for name, parameter in model.named_parameters()}
     return grads if ring is None else {name: ring.sum(x) / ring.world_size for name, x in grads.items()}
 
 

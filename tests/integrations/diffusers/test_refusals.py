@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers.hooks import FirstBlockCacheConfig
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from diffusers.models.attention_dispatch import attention_backend
 from torch import nn
 
 from ringattn import Ring
@@ -61,15 +62,15 @@ def test_an_ip_adapter_is_refused() -> None:
 
 def test_another_attention_backend_is_refused() -> None:
     model, sample = on_ring()
-    with torch.no_grad(), diffusers.attention_backend("flex"):
+    with torch.no_grad(), attention_backend("flex"):
         with pytest.raises(RuntimeError, match=r"must call torch's .* once, got no call; call transformer\.set"):
             model(**sample)
 
 
 def test_context_parallelism_of_diffusers_is_refused() -> None:
     model, sample = on_ring()
-    config = diffusers.ContextParallelConfig(ring_degree=2)
-    model._parallel_config = diffusers.ParallelConfig(context_parallel_config=config)  # by enable_parallelism on GPUs
+    config = ContextParallelConfig(ring_degree=2)
+    model._parallel_config = ParallelConfig(context_parallel_config=config)  # by enable_parallelism on GPUs
     with pytest.raises(NotImplementedError, match="context parallelism must be either diffusers' or a ring, got both"):
         model(**sample)
 
