@@ -35,6 +35,7 @@ class SegmentShardings:
         self._joint: dict[tuple[tuple[str, int], ...], Sharding] = {}
         self._segments: dict[Sharding, dict[str, Sharding]] = {}
 
+    @torch.compiler.disable  # it reads the sample, and makes shardings
     def shard_joint(self, lengths: Mapping[str, int], sample: Tensor) -> Sharding:
         """Return the sharding of segments of some lengths.
 
@@ -115,17 +116,23 @@ class CutHook(ModelHook):
     ) -> None:
         super().__init__()
         self.shardings, self.inputs, self.outputs = shardings, inputs, outputs
+        self.names: list[str] = []
+
+    def initialize_hook(self, module: nn.Module) -> nn.Module:
+        """Keep the names of the arguments of the module's forward; torch.compile does not trace their inspection."""
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
+        return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments with this rank's tokens."""
+        del module
         if not self.inputs:
             return args, kwargs
         _, segments = self.shardings.current()
         # arguments stay positional or keywords, as forwards are decorated with functions that tell them apart
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
         positional = [
             cut(x, self.inputs[name], segments) if name in self.inputs else x
-            for name, x in zip_longest(names[: len(args)], args)
+            for name, x in zip_longest(self.names[: len(args)], args)
         ]
         keywords = {
             name: cut(x, self.inputs[name], segments) if name in self.inputs else x for name, x in kwargs.items()
@@ -148,6 +155,7 @@ class AttentionHook(ModelHook):
         super().__init__()
         self.shardings = shardings
 
+    @torch.compiler.disable  # compiled blocks break here: methods of tensors are not traced under a TorchFunctionMode
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of an attention module with ring attention."""
         del module

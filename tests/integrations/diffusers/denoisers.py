@@ -199,10 +199,12 @@ def run(model: nn.Module, arguments: dict[str, Any]) -> Results:
     return {"output": output.detach()} | {name: grad for name, grad in grads.items() if grad is not None}
 
 
-def run_on_ranks(case: Denoiser, checkpointed: bool = False) -> Results:
+def run_on_ranks(case: Denoiser, *, checkpointed: bool = False, compiled: bool = False) -> Results:
     """The output of a rank, and the mean over ranks of gradients."""
     ring, model = Ring(), case.make()
     enable_ring(model, ring)
+    if compiled:
+        model.compile_repeated_blocks(backend="aot_eager")
     if checkpointed:
         model.enable_gradient_checkpointing(checkpoint)
     found = run(model, case.arguments())

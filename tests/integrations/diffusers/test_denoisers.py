@@ -46,6 +46,12 @@ def test_gradient_checkpointing_changes_nothing(pool: Pools, name: str) -> None:
         assert_equal_up_to_rounding(found, one_process(name))
 
 
+@pytest.mark.dist
+def test_compiled_blocks_compute_the_same(pool: Pools) -> None:
+    for found in pool(2).run(run_on_ranks, FLUX, compiled=True):
+        assert_equal_up_to_rounding(found, one_process("Flux"))
+
+
 def two_lengths(on_ring: bool, checkpointed: bool) -> Results:
     """Two forwards of different lengths, then the backward of both."""
     model, ring = FLUX.make(), Ring() if on_ring else None
