@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -35,7 +35,6 @@ class SegmentShardings:
         self._joint: dict[tuple[tuple[str, int], ...], Sharding] = {}
         self._segments: dict[Sharding, dict[str, Sharding]] = {}
 
-    @torch.compiler.disable  # it reads the sample, and makes shardings
     def shard_joint(self, lengths: Mapping[str, int], sample: Tensor) -> Sharding:
         """Return the sharding of segments of some lengths.
 
@@ -85,6 +84,9 @@ class ForwardHook(ModelHook):
     def __init__(self, shardings: SegmentShardings, spec: DenoiserSpec) -> None:
         super().__init__()
         self.shardings, self.spec = shardings, spec
+        # it reads the sample
+        untraced: Any = torch.compiler.disable(shardings.shard_joint)
+        self.shard_joint: Callable[..., Sharding] = untraced
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of the model with the sharding of its whole input."""
@@ -99,7 +101,7 @@ class ForwardHook(ModelHook):
                         f"{name} must have at least {ring.world_size} tokens, one per rank, got {lengths[name]}; use a "
                         "ring of fewer ranks"
                     )
-            sharding = self.shardings.shard_joint(lengths, arguments["hidden_states"])
+            sharding = self.shard_joint(lengths, arguments["hidden_states"])
         forward: Any = self.fn_ref.original_forward
         with use_sharding(sharding):
             return forward(*args, **kwargs)
