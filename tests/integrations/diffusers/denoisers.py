@@ -32,6 +32,7 @@ class Denoiser:
         config: Keyword arguments of the model beside SIZES.
         options: Keywords for the function that makes the call's arguments.
         batch: Samples.
+        lora: Whether its matrices have LoRA adapters, the only parameters that are then trained.
     """
 
     model: str
@@ -40,11 +41,18 @@ class Denoiser:
     config: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     batch: int = 2
+    lora: bool = False
 
     def make(self) -> Any:
         torch.manual_seed(0)
         config = {**SIZES, **CONFIGS[self.model], **self.config}
-        model = getattr(diffusers, self.model)(**config).double()
+        model = getattr(diffusers, self.model)(**config)
+        if self.lora:
+            from peft import LoraConfig
+
+            targets = ["to_q", "to_k", "to_v", "proj_out", "x_embedder"]
+            model.add_adapter(LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+        model = model.double()
         for parameter in model.parameters():  # layers that begin at zero would hide what is in front of them
             nn.init.normal_(parameter, std=0.2)
         return model
@@ -164,6 +172,7 @@ CASES = {
     "Flux with ControlNet": Denoiser("FluxTransformer2DModel", options={"controlnet": True, "ids_ndim": 3}),
     "Flux with a mask of padded text": Denoiser("FluxTransformer2DModel", text=6, options={"mask": True}),
     "Flux with less text than ranks": Denoiser("FluxTransformer2DModel", text=1, size=(1, 2, 2)),
+    "Flux with LoRA": Denoiser("FluxTransformer2DModel", text=4, size=(1, 1, 7), lora=True),
     "Wan": Denoiser("WanTransformer3DModel", size=(3, 1, 3)),
     "Wan with a timestep per token": Denoiser("WanTransformer3DModel", size=(2, 2, 2), options={"per_token": True}),
     "Wan image to video": Denoiser(
