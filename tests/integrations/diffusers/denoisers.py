@@ -168,27 +168,27 @@ ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 CASES = {
-    "Flux": Denoiser("FluxTransformer2DModel"),
-    "Flux with ControlNet": Denoiser("FluxTransformer2DModel", options={"controlnet": True, "ids_ndim": 3}),
-    "Flux with a mask of padded text": Denoiser("FluxTransformer2DModel", text=6, options={"mask": True}),
-    "Flux with less text than ranks": Denoiser("FluxTransformer2DModel", text=1, size=(1, 2, 2)),
-    "Flux with LoRA": Denoiser("FluxTransformer2DModel", text=4, size=(1, 1, 7), lora=True),
-    "Wan": Denoiser("WanTransformer3DModel", size=(3, 1, 3)),
-    "Wan with a timestep per token": Denoiser("WanTransformer3DModel", size=(2, 2, 2), options={"per_token": True}),
-    "Wan image to video": Denoiser(
+    "flux": Denoiser("FluxTransformer2DModel"),
+    "flux_controlnet": Denoiser("FluxTransformer2DModel", options={"controlnet": True, "ids_ndim": 3}),
+    "flux_mask": Denoiser("FluxTransformer2DModel", text=6, options={"mask": True}),
+    "flux_short_text": Denoiser("FluxTransformer2DModel", text=1, size=(1, 2, 2)),
+    "flux_lora": Denoiser("FluxTransformer2DModel", text=4, size=(1, 1, 7), lora=True),
+    "wan": Denoiser("WanTransformer3DModel", size=(3, 1, 3)),
+    "wan_timesteps": Denoiser("WanTransformer3DModel", size=(2, 2, 2), options={"per_token": True}),
+    "wan_image": Denoiser(
         "WanTransformer3DModel",
         size=(1, 1, 5),
         config={"image_dim": 8, "added_kv_proj_dim": 32},
         options={"image": 3},
         batch=1,
     ),
-    "Qwen-Image": Denoiser("QwenImageTransformer2DModel", size=(1, 2, 5)),
-    "Qwen-Image with padded text": Denoiser("QwenImageTransformer2DModel", options={"mask": True}),
-    "Qwen-Image edit": Denoiser(
+    "qwen_image": Denoiser("QwenImageTransformer2DModel", size=(1, 2, 5)),
+    "qwen_image_mask": Denoiser("QwenImageTransformer2DModel", options={"mask": True}),
+    "qwen_image_edit": Denoiser(
         "QwenImageTransformer2DModel", config={"zero_cond_t": True}, options={"mask": True, "condition": True}
     ),
-    "HunyuanVideo": Denoiser("HunyuanVideoTransformer3DModel", size=(2, 1, 3)),
-    "HunyuanVideo image to video": Denoiser(
+    "hunyuan_video": Denoiser("HunyuanVideoTransformer3DModel", size=(2, 1, 3)),
+    "hunyuan_video_image": Denoiser(
         "HunyuanVideoTransformer3DModel", text=6, size=(3, 1, 3), config={"image_condition_type": "token_replace"}
     ),
 }

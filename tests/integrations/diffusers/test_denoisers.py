@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from ringattn import Ring
 from ringattn.integrations.diffusers import DenoiserSpec, TokenDim, checkpoint, disable_ring, enable_ring
 from tests.integrations.diffusers.denoisers import CASES, Denoiser, Results, run, run_on_ranks
+from tests.integrations.diffusers_rows import ROWS
+from tests.integrations.model_table import ModelRow, works
 from tests.support.pool import Pools
 
 BOUND = 32 * torch.finfo(torch.float32).eps
 """Relative to the largest number of a tensor: diffusers casts timesteps, rotary embeddings and norms to fp32 in fp64 models too."""
-FLUX = CASES["Flux"]
+FLUX = CASES["flux"]
 
 
 @cache
@@ -33,14 +35,14 @@ def assert_equal_up_to_rounding(found: Results, expected: Results) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", CASES)
-def test_output_and_all_gradients_equal_one_process(pool: Pools, name: str, world_size: int) -> None:
-    for found in pool(world_size).run(run_on_ranks, CASES[name]):
-        assert_equal_up_to_rounding(found, one_process(name))
+@pytest.mark.parametrize("row", works(ROWS, "enable_ring"), ids=str)
+def test_output_and_all_gradients_equal_one_process(pool: Pools, row: ModelRow, world_size: int) -> None:
+    for found in pool(world_size).run(run_on_ranks, CASES[row.kind]):
+        assert_equal_up_to_rounding(found, one_process(row.kind))
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["Flux", "Wan", "Qwen-Image edit", "HunyuanVideo image to video"])
+@pytest.mark.parametrize("name", ["flux", "wan", "qwen_image_edit", "hunyuan_video_image"])
 def test_gradient_checkpointing_changes_nothing(pool: Pools, name: str) -> None:
     for found in pool(2).run(run_on_ranks, CASES[name], checkpointed=True):
         assert_equal_up_to_rounding(found, one_process(name))
@@ -49,7 +51,7 @@ def test_gradient_checkpointing_changes_nothing(pool: Pools, name: str) -> None:
 @pytest.mark.dist
 def test_compiled_blocks_compute_the_same(pool: Pools) -> None:
     for found in pool(2).run(run_on_ranks, FLUX, compiled=True):
-        assert_equal_up_to_rounding(found, one_process("Flux"))
+        assert_equal_up_to_rounding(found, one_process("flux"))
 
 
 def two_lengths(on_ring: bool, checkpointed: bool) -> Results:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +19,12 @@ from ringattn.integrations.diffusers import DenoiserSpec, enable_ring
 from ringattn.integrations.diffusers.attention import RingAttentionMode
 from ringattn.integrations.diffusers.denoisers import FLUX, WAN
 from tests.integrations.diffusers.denoisers import CASES, Denoiser, run
+from tests.integrations.diffusers_rows import ROWS
+from tests.integrations.model_table import ModelRow, refused
 from tests.support.pool import Pools
 
 
-def on_ring(case: Denoiser = CASES["Flux"]) -> tuple[Any, dict[str, Any]]:
+def on_ring(case: Denoiser = CASES["flux"]) -> tuple[Any, dict[str, Any]]:
     model = case.make()
     enable_ring(model, Ring())
     return model, case.arguments()
@@ -42,22 +45,35 @@ def test_a_second_ring_is_refused() -> None:
         enable_ring(model, Ring())
 
 
-def test_a_cache_is_refused_before_and_after_the_ring() -> None:
-    model = CASES["Flux"].make()
+def set_context_parallel(model: Any) -> None:
+    """What `enable_parallelism` leaves on GPUs."""
+    model._parallel_config = ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2))
+
+
+FEATURES: dict[str, Callable[[Any, dict[str, Any]], object]] = {
+    "cache": lambda model, _: model.enable_cache(FirstBlockCacheConfig()),
+    "ip_adapter": lambda model, _: setattr(model, "encoder_hid_proj", nn.Linear(8, 8)),
+    "context_parallel": lambda model, _: set_context_parallel(model),
+    "query_mask": lambda _, sample: sample.update(
+        joint_attention_kwargs={"attention_mask": torch.ones(2, 1, 14, 14, dtype=torch.bool)}
+    ),
+    "checkpoint": lambda model, _: model.enable_gradient_checkpointing(),
+}
+
+
+@pytest.mark.parametrize("row", refused(ROWS, "enable_ring"), ids=str)
+def test_a_feature_that_needs_whole_tokens_is_refused(row: ModelRow) -> None:
+    model, sample = on_ring()
+    FEATURES[row.kind](model, sample)
+    with pytest.raises((NotImplementedError, RuntimeError), match=row.refusal):
+        run(model, sample)
+
+
+def test_features_are_refused_before_a_model_is_on_a_ring() -> None:
+    model = CASES["flux"].make()
     model.enable_cache(FirstBlockCacheConfig())
     with pytest.raises(NotImplementedError, match="the cache of a transformer must be off on a ring"):
         enable_ring(model, Ring())
-    model, sample = on_ring()
-    model.enable_cache(FirstBlockCacheConfig())
-    with pytest.raises(NotImplementedError, match="the cache of a transformer must be off on a ring"):
-        model(**sample)
-
-
-def test_an_ip_adapter_is_refused() -> None:
-    model, sample = on_ring()
-    model.encoder_hid_proj = nn.Linear(8, 8)
-    with pytest.raises(NotImplementedError, match="IP adapters must be off on a ring"):
-        model(**sample)
 
 
 def test_another_attention_backend_is_refused() -> None:
@@ -67,25 +83,11 @@ def test_another_attention_backend_is_refused() -> None:
             model(**sample)
 
 
-def test_context_parallelism_of_diffusers_is_refused() -> None:
-    model, sample = on_ring()
-    config = ContextParallelConfig(ring_degree=2)
-    model._parallel_config = ParallelConfig(context_parallel_config=config)  # by enable_parallelism on GPUs
-    with pytest.raises(NotImplementedError, match="context parallelism must be either diffusers' or a ring, got both"):
-        model(**sample)
-
-
 def test_diffusers_refuses_names_of_other_backends() -> None:
     """The reason for redirecting calls: `ModelMixin.set_attention_backend` takes members of `AttentionBackendName` only."""
-    with pytest.raises(ValueError, match="`backend='ringattn'` must be one of the following"):
-        CASES["Flux"].make().set_attention_backend("ringattn")
-
-
-def test_a_mask_that_differs_between_queries_is_refused() -> None:
-    model, sample = on_ring()
-    sample["joint_attention_kwargs"] = {"attention_mask": torch.ones(2, 1, 14, 14, dtype=torch.bool)}
-    with pytest.raises(NotImplementedError, match=r"attn_mask must be a mask of keys, \(batch, 1, 1, 14\)"):
-        model(**sample)
+    [row] = refused(ROWS, "diffusers")
+    with pytest.raises(ValueError, match=row.refusal):
+        CASES["flux"].make().set_attention_backend("ringattn")
 
 
 def test_dropout_and_a_second_call_of_attention_are_refused() -> None:
@@ -107,16 +109,9 @@ def test_rows_that_were_not_cut_are_refused() -> None:
 
 
 def test_a_block_alone_is_refused() -> None:
-    model, sample = on_ring(CASES["Wan"])
+    model, sample = on_ring(CASES["wan"])
     with pytest.raises(RuntimeError, match="must run inside its forward, got a block alone"):
         model.rope(sample["hidden_states"])
-
-
-def test_checkpoints_that_lose_the_sharding_are_refused() -> None:
-    model, sample = on_ring()
-    model.enable_gradient_checkpointing()
-    with pytest.raises(RuntimeError, match=r"call transformer.enable_gradient_checkpointing\(ringattn"):
-        run(model, sample)
 
 
 @pytest.mark.parametrize(
@@ -129,13 +124,13 @@ def test_checkpoints_that_lose_the_sharding_are_refused() -> None:
 )
 def test_a_spec_that_does_not_fit_the_model_is_refused(spec: DenoiserSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        enable_ring(CASES["Flux"].make(), Ring(), spec=spec)
+        enable_ring(CASES["flux"].make(), Ring(), spec=spec)
 
 
 def refused_on_ranks(kind: str) -> str:
     """The message that a rank of two gets."""
     ring = Ring()
-    case = {"short text": Denoiser("QwenImageTransformer2DModel", text=1)}.get(kind, CASES["Flux"])
+    case = {"short text": Denoiser("QwenImageTransformer2DModel", text=1)}.get(kind, CASES["flux"])
     model, sample = case.make(), case.arguments()
     try:
         enable_ring(model, ring)
