@@ -33,7 +33,8 @@ class SegmentShardings:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self._joint: dict[tuple[tuple[str, int], ...], Sharding] = {}
-        self._segments: dict[Sharding, dict[str, Sharding]] = {}
+        # by id: on one rank, joint sequences of one length are equal however they are joined
+        self._segments: dict[int, dict[str, Sharding]] = {}
 
     def shard_joint(self, lengths: Mapping[str, int], sample: Tensor) -> Sharding:
         """Return the sharding of segments of some lengths.
@@ -53,7 +54,7 @@ class SegmentShardings:
             what = "the input of a denoiser (pass generator= with one seed on all ranks; each cuts its own tokens)"
             self.ring.assert_equal_across_ranks(what, text)
             joint = self.ring.sharding(sum(lengths.values()), "segments", segments=list(lengths.values()))
-            self._segments[joint] = {name: self.ring.sharding(n, "contiguous") for name, n in known}
+            self._segments[id(joint)] = {name: self.ring.sharding(n, "contiguous") for name, n in known}
             self._joint[known] = joint
         return self._joint[known]
 
@@ -70,12 +71,12 @@ class SegmentShardings:
                 "gradient checkpointing must carry the sharding of the forward, got blocks that are recomputed without it; call "
                 "transformer.enable_gradient_checkpointing(ringattn.integrations.diffusers.checkpoint)"
             ) from error
-        if found is None or found[0] not in self._segments:
+        if found is None or id(found[0]) not in self._segments:
             raise RuntimeError(
                 "blocks of a transformer on a ring must run inside its forward, got a block alone; call the transformer, or "
                 "disable_ring(transformer)"
             )
-        return found[0], self._segments[found[0]]
+        return found[0], self._segments[id(found[0])]
 
 
 class ForwardHook(ModelHook):

@@ -55,22 +55,25 @@ def test_compiled_blocks_compute_the_same(pool: Pools) -> None:
 
 
 def two_lengths(on_ring: bool, checkpointed: bool) -> Results:
-    """Two forwards of different lengths, then the backward of both."""
+    """Forwards of 5 + 9, 4 + 10 and 5 + 9 tokens, then the backward of all."""
     model, ring = FLUX.make(), Ring() if on_ring else None
     if ring is not None:
         enable_ring(model, ring)
     if checkpointed:
         model.enable_gradient_checkpointing(checkpoint if on_ring else None)
-    samples = [case.arguments() for case in (FLUX, Denoiser(FLUX.model, text=4, size=(1, 2, 5)))]
-    torch.stack([model(**sample).sample.square().sum() for sample in samples]).sum().backward()
+    cases = (FLUX, Denoiser(FLUX.model, text=4, size=(1, 2, 5)), FLUX)
+    torch.stack(
+        [model(**sample).sample.square().sum() for sample in (case.arguments() for case in cases)]
+    ).sum().backward()
     grads: Results = {name: parameter.grad for name, parameter in model.named_parameters()}
     return grads if ring is None else {name: ring.sum(x) / ring.world_size for name, x in grads.items()}
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_forwards_of_several_lengths_may_precede_a_backward(pool: Pools, checkpointed: bool) -> None:
-    for found in pool(2).run(two_lengths, True, checkpointed):
+def test_forwards_of_several_lengths_may_precede_a_backward(pool: Pools, world_size: int, checkpointed: bool) -> None:
+    for found in pool(world_size).run(two_lengths, True, checkpointed):
         assert_equal_up_to_rounding(found, two_lengths(False, checkpointed))
 
 
