@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.integrations.diffusers import enable_ring
-from tests.integrations.diffusers.denoisers import CASES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ROPE = {"axes_dims_rope": (16, 24, 24)}
@@ -46,6 +44,10 @@ def results(model: Any, arguments: dict[str, Any], dtype: torch.dtype) -> list[T
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_ring_in_bf16_errs_no_more_than_torch(name: str) -> None:
+    # takes seconds, where there is a GPU only
+    from ringattn.integrations.diffusers import enable_ring
+    from tests.integrations.diffusers.denoisers import CASES
+
     config = {**CASES[name].config, **SHAPES[name], "attention_head_dim": 64}
     case = replace(
         CASES[name], text=37, size=(2, 9, 13) if name in ("wan", "hunyuan_video") else (1, 17, 19), config=config

@@ -6,8 +6,12 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ringattn import Ring
 from ringattn.integrations.diffusers import DenoiserSpec, TokenDim, checkpoint, disable_ring, enable_ring
@@ -75,6 +79,25 @@ def two_lengths(on_ring: bool, checkpointed: bool) -> Results:
 def test_forwards_of_several_lengths_may_precede_a_backward(pool: Pools, world_size: int, checkpointed: bool) -> None:
     for found in pool(world_size).run(two_lengths, True, checkpointed):
         assert_equal_up_to_rounding(found, two_lengths(False, checkpointed))
+
+
+def sharded_by_fsdp() -> Results:
+    """Gradients of parameters that FSDP2 shards over the ranks of the ring."""
+    model = FLUX.make()
+    enable_ring(model, Ring())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return {name: x.full_tensor() for name, x in run(model, FLUX.arguments()).items() if isinstance(x, DTensor)}
+
+
+@pytest.mark.dist
+def test_gradients_that_fsdp_averages_equal_one_process(pool: Pools) -> None:
+    for found in pool(2).run(sharded_by_fsdp):
+        expected = {name: x for name, x in one_process("flux").items() if name in found}
+        assert len(found) > 60
+        assert_equal_up_to_rounding(found, expected)
 
 
 def on_and_off() -> list[torch.Tensor]:
