@@ -182,25 +182,28 @@ class Ring:
         documents: Sequence[int] | Tensor | None = None,
         *,
         balance: dict[str, Any] | Mask | None = None,
+        segments: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> Sharding:
         """Return the sharding of a sequence over the ring, seen from this rank.
 
         Args:
             seq_len: Tokens of the whole sequence, at least 1; nothing has to divide it.
-            layout: "contiguous", "striped", "zigzag" (even work under a causal mask) or "balanced" (even work under
-                the mask given by `balance` and documents).
+            layout: "contiguous", "striped", "zigzag" (even work under a causal mask), "balanced" (even work under
+                the mask given by `balance` and documents) or "segments" (a contiguous share of every segment).
             documents: Cumulative boundaries (0, ..., seq_len) of packed documents: attention stays inside them.
             balance: For "balanced": the mask to balance for, a dict of options of `ring_attention` or a mask of
                 `ringattn.masks`; default {"causal": True}.
+            segments: For "segments": tokens of each segment, as text and image, in the order in which they are joined.
             device: Device of `sharding.positions`; default the CPU.
 
         Raises:
-            ValueError: An unknown layout, or boundaries that do not fit; other ranks find it when they compare their next call.
-            TypeError: The length or a boundary is no integer, or balance no dict.
+            ValueError: An unknown layout, or boundaries or segments that do not fit; other ranks find it when they compare their
+                next call.
+            TypeError: The length, a boundary or a segment is no integer, or balance no dict.
         """
         with self.propagate_errors():
-            size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, self.world_size)
+            size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, segments, self.world_size)
             sharding = Sharding(size, layout, shards, self.rank, boundaries, ring=self, device=device)
             # torch.compile reads what is there, and cannot make it: cached_property takes a lock
             _ = sharding.positions, sharding.shard_lens

@@ -16,7 +16,7 @@ from ringattn.plan.expressions import Mask
 from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask, check_documents
 from ringattn.plan.mask_union import MaskUnion
-from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer
+from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer, resolve_segments
 from ringattn.ring_registry import find_ring
 from ringattn.tensor_checks import check_tensor
 
@@ -317,7 +317,9 @@ class Sharding:
         not part of it: all ranks have the same text.
         """
         shards = None
-        if self.layout in ("balanced", PART) or self.shards != make_shards(self.layout, self.seq_len, self.world_size):
+        if self.layout in ("balanced", "segments", PART) or self.shards != make_shards(
+            self.layout, self.seq_len, self.world_size
+        ):
             shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self.shards)
         return self.seq_len, self.layout, self.world_size, self.documents, shards
 
@@ -387,6 +389,7 @@ def resolve_shards(
     layout: str,
     documents: Sequence[int] | Tensor | None,
     balance: Mapping[str, Any] | Mask | None,
+    segments: Sequence[int] | None,
     world_size: int,
 ) -> tuple[int, tuple[int, ...] | None, tuple[Shard, ...]]:
     """Length, documents and shards of a sequence, of what users give `Ring.sharding`."""
@@ -397,7 +400,7 @@ def resolve_shards(
         mask = MaskUnion(seq_len, seq_len, balance, documents)
     else:
         mask = AttentionMask(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_balance(balance))
-    return seq_len, documents, make_shards(layout, seq_len, world_size, mask)
+    return seq_len, documents, make_shards(layout, seq_len, world_size, mask, resolve_segments(segments))
 
 
 def positions_of(shard: Shard) -> Tensor:

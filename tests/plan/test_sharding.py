@@ -30,7 +30,8 @@ from tests.support.random_masks import layouts, positions
 def ring(seq_len: int, layout: str, world_size: int, documents: tuple[int, ...] | None = None) -> list[Sharding]:
     """The shardings of all ranks."""
     mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents)
-    shards = make_shards(layout, seq_len, world_size, mask)
+    segments = (3, seq_len - 3) if layout == "segments" else None
+    shards = make_shards(layout, seq_len, world_size, mask, segments)
     return [Sharding(seq_len, layout, shards, rank, documents) for rank in range(world_size)]
 
 
