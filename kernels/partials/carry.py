@@ -40,7 +40,9 @@ def add_partial(carry: SoftmaxState | None, o: Tensor, lse: Tensor, out: Softmax
         lse: `b h s`, natural log, the dtype of m.
         out: Where the merged carry goes, which may be `carry`; or o and lse, where the finished rows go.
     """
-    fast = import_optional("ringattn.kernels.partials.carry_triton") if o.is_cuda and lse.dtype == torch.float32 else None
+    fast = (
+        import_optional("ringattn.kernels.partials.carry_triton") if o.is_cuda and lse.dtype == torch.float32 else None
+    )
     if fast is not None:
         fast.add_partial(carry, o, lse, out)
         return

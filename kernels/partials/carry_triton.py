@@ -33,11 +33,15 @@ def _add_partial_kernel(
     lse = tl.load(lse_ptr + b * lse_sb + head * lse_sh + x * lse_ss, mask=ok, other=0.0)
     top = lse * 1.4426950408889634
     total = tl.where(top == float("-inf"), 0.0, 1.0)
-    acc = tl.load(o_ptr + (b * o_sb + x * o_ss + head * o_sh)[:, None] + c[None, :], mask=inside, other=0.0).to(tl.float32)
+    acc = tl.load(o_ptr + (b * o_sb + x * o_ss + head * o_sh)[:, None] + c[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
     if not EMPTY:
         at = b * m_sb + head * m_sh + x
         m, l = tl.load(m_ptr + at, mask=ok, other=0.0), tl.load(l_ptr + at, mask=ok, other=0.0)  # noqa: E741
-        before = tl.load(acc_ptr + (b * acc_sb + x * acc_ss + head * acc_sh)[:, None] + c[None, :], mask=inside, other=0.0)
+        before = tl.load(
+            acc_ptr + (b * acc_sb + x * acc_ss + head * acc_sh)[:, None] + c[None, :], mask=inside, other=0.0
+        )
         highest = tl.maximum(m, top)
         shift = tl.where(highest == float("-inf"), 0.0, highest)
         kept, added = tl.exp2(m - shift), tl.exp2(top - shift)
@@ -61,7 +65,7 @@ def add_partial(carry: SoftmaxState | None, o: Tensor, lse: Tensor, out: Softmax
     m, l, before = (top, total, acc) if carry is None else (carry.m, carry.l, carry.acc)  # noqa: E741
     if not o.numel():
         return
-    assert m.stride() == l.stride() and top.stride() == total.stride(), "both statistics of a carry have one layout"
+    assert (m.stride(), top.stride()) == (l.stride(), total.stride()), "both statistics of a carry have one layout"
     width = padded(dv)
     held = max(1, NUMBERS // width)
     bound_launch.launch(

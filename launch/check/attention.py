@@ -425,6 +425,8 @@ def distinct_kernels(cases: Sequence[AnyCase], args: CheckArgs, session: Session
 def unserved(case: AnyCase, args: CheckArgs, device: torch.device) -> str | None:
     """The reason why no kernel set serves the dtype, head dims and options of a case here; None if one does."""
     features = {"alibi" if option == "alibi_slopes" else option for option in case.options} & FEATURES
+    if isinstance(case, InferenceCase):
+        features |= {"prefill"}
     try:
         select_kernels(device, DTYPES[case.dtype], case.head_dim, case.v_head_dim, impl=args.impl, features=features)
     except (NotImplementedError, ValueError) as refusal:

@@ -171,7 +171,7 @@ def _plan_prefill(
 ) -> Prefill:
     """Resolve a prefill that ranks have compared."""
     cache, several, fresh = step.cache, step.cache.ring.world_size > 1, step.lengths == step.counts
-    features = spec.features(tensors)
+    features = spec.features(tensors) | {"prefill"}
     kernels = select_kernels(
         q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=features
     ).kernels
@@ -285,7 +285,7 @@ def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: Score
         deterministic=False,
         forward_only=True,
     )
-    select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=spec.features(tensors))
+    select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=spec.features(tensors) | {"prefill"})
     return spec
 
 

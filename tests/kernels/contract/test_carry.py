@@ -16,7 +16,11 @@ from tests.support.carries import empty_state, partial_of, scores_of
 def test_partials_merged_one_by_one_are_attention_over_all_keys(sinks: bool) -> None:
     scores, values = scores_of(2, 5, 3, 12, 8)
     sink = torch.tensor([0.3, -math.inf, 2.0], dtype=torch.float64) if sinks else None
-    carry, o, lse = empty_state(2, 5, 3, 8, torch.float64), torch.full((2, 5, 3, 8), math.nan).double(), torch.full((2, 3, 5), 9.0)
+    carry, o, lse = (
+        empty_state(2, 5, 3, 8, torch.float64),
+        torch.full((2, 5, 3, 8), math.nan).double(),
+        torch.full((2, 3, 5), 9.0),
+    )
     start(carry, sink)
     lse = lse.double()
     for part in (slice(0, 4), slice(4, 5)):

@@ -18,7 +18,9 @@ Pairs = list[tuple[int, int]]
 
 
 def lines_of(lo: list[int], hi: list[int]) -> list[Line]:
-    moves = list(zip((b - a for a, b in itertools.pairwise(lo)), (b - a for a, b in itertools.pairwise(hi)), strict=True))
+    moves = list(
+        zip((b - a for a, b in itertools.pairwise(lo)), (b - a for a, b in itertools.pairwise(hi)), strict=True)
+    )
     return lines(lo, hi, [x for x in range(1, len(moves)) if moves[x] != moves[x - 1]])
 
 

@@ -19,7 +19,9 @@ def test_the_kernel_equals_the_eager_merge(dv: int, dtype: torch.dtype) -> None:
     scores, values = scores_of(2, 13, 3, 6, dv)
     parts = [partial_of(scores[..., some], values[:, some]) for some in (slice(0, 2), slice(2, 6))]
     # heads before rows, as cuDNN may return them, and statistics with a stride
-    parts = [(o.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.float().mT.contiguous().mT) for o, lse in parts]
+    parts = [
+        (o.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.float().mT.contiguous().mT) for o, lse in parts
+    ]
     outputs = []
     for add in (carry_triton.add_partial, eager.add_partial):
         carry = empty_state(2, 13, 3, dv, torch.float32)
