@@ -182,7 +182,11 @@ def _validate(
 
     def steps() -> list[tuple[RowMetadata, RowMetadata]]:
         moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
-        return [pair for side in {"keys", moving} for pair in sides_of(step_tables(spec, side, q.device, context.nodes), side)]
+        return [
+            pair
+            for side in {"keys", moving}
+            for pair in sides_of(step_tables(spec, side, q.device, context.nodes), side)
+        ]
 
     features, dims = spec.features(tensors), (q.shape[-1], v.shape[-1])
     return spec, select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=features, steps=steps).kernels

@@ -358,6 +358,12 @@ LONG_CASES: tuple[Case, ...] = (
 """Several tiles of 128 and 192 rows, for kernels whose tiles are larger than CASES."""
 
 
+def torch_serves(case: Case) -> bool:
+    """Whether torch's own operators compute the score and the head dims of a case."""
+    absent = case.bias is None and not (case.softcap or case.alibi or case.key_bias or case.dropout_p)
+    return absent and case.v_head_dim in (None, case.head_dim)
+
+
 def positions_of(runs: Runs) -> list[int]:
     """Global positions of the rows of a buffer, in row order."""
     positions = [start + stride * x for start, stride, length in runs for x in range(length)]

@@ -3,7 +3,7 @@
     flash      aten::_flash_attention_forward and _backward: windows and variable lengths; FlashAttention-3 or -4 where
                `torch.nn.attention.activate_flash_attention_impl` was called
     cudnn      aten::_scaled_dot_product_cudnn_attention and _backward: full or square causal
-    flash_cpu  aten::_scaled_dot_product_flash_attention_for_cpu and _backward: full or square causal, on CPUs
+    flash_cpu  aten::_scaled_dot_product_flash_attention_for_cpu and _backward: full or square causal, on CPUs, in fp32 or fp64
 
 All return lse in natural log. Their backwards take any o and lse, thus those of rows finished over more keys than the call's.
 torch itself says what it can run (`torch.backends.cuda.can_use_flash_attention`), and the signatures of its operators are
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from ringattn.kernels.attention.torch_ops.bands import Call, Tile
+from ringattn.kernels.interface import accumulation_dtype
 
 SIGNATURES = {
     "_flash_attention_forward": (
@@ -208,7 +209,9 @@ def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, launch:
         o, lse, *_ = operator(OPERATORS[backend][0])(*given, None, True, 0.0, launch.causal, False, scale=scale)
         lse = lse.view(lse.shape[:3])
     else:
-        o, lse = operator(OPERATORS[backend][0])(*given, 0.0, launch.causal, scale=scale)
+        # its exponential in half precision is short: lse would be wrong by 5e-5
+        wide = (x.to(accumulation_dtype(x.dtype)) for x in given)
+        o, lse = operator(OPERATORS[backend][0])(*wide, 0.0, launch.causal, scale=scale)
     return o.transpose(1, 2), lse
 
 
@@ -250,7 +253,8 @@ def backward(
             *given, lse, seed, seed, None, None, None, q.shape[1], k.shape[1], 0.0, launch.causal, scale=scale
         )
     else:
-        found = operator(name)(*given, lse, 0.0, launch.causal, scale=scale)
+        wide = (x.to(accumulation_dtype(x.dtype)) for x in given)
+        found = operator(name)(*wide, lse, 0.0, launch.causal, scale=scale)
     return found[0].transpose(1, 2), found[1].transpose(1, 2), found[2].transpose(1, 2)
 
 
