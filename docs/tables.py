@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 
 from ringattn.kernels import registry
+from ringattn.kernels.attention.torch_ops import operators
 from ringattn.plan.layouts import LAYOUTS, make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_plan, moved_rows
@@ -63,6 +64,16 @@ def work() -> str:
     return table(["mask", *LAYOUTS], rows)
 
 
+def _torch_available(
+    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *, deterministic: bool
+) -> tuple[tuple[str, ...], str]:
+    """Return the answer of torch 2.11 on an H200 (tests/gpu/test_torch_ops.py asks it), under deterministic algorithms."""
+    del device, dtype, deterministic
+    widest = max(head_dim, v_head_dim)
+    served = head_dim % 8 == v_head_dim % 8 == 0 and widest <= 256
+    return (("flash",) if head_dim == v_head_dim else ("cudnn",), "") if served else ((), "torch refuses this head_dim")
+
+
 def _answers(
     dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, v_head_dim: int | None = None, feature: str | None = None
 ) -> dict[str, str]:
@@ -72,9 +83,10 @@ def _answers(
     with (
         patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         patch.object(importlib.util, "find_spec", return_value=fitting),
+        patch.object(operators, "available", _torch_available),
         patch.object(importlib, "import_module", return_value=SimpleNamespace(**vars(fitting), forward=None)),
     ):
-        for name in ("hopper", "portable", "eager"):
+        for name in ("hopper", "torch", "portable", "eager"):
             features = () if feature is None else (feature,)
             try:
                 registry.select_kernels(
@@ -94,10 +106,17 @@ def kernels() -> str:
     for head_dim in (8, 16, 40, 64, 100, 128, 192, 256, 320):
         asked[f"head_dim {head_dim}"] = _answers(head_dim=head_dim)
     asked["head_dim 192, of the values 128"] = _answers(head_dim=192, v_head_dim=128)
-    words = {"per_batch_bounds": "`lengths` per batch element", "alibi": "`alibi_slopes`", "dropout": "`dropout_p`"}
+    words = {
+        "prefill": "prefill of a KV cache",
+        "per_batch_bounds": "`lengths` per batch element",
+        "alibi": "`alibi_slopes`",
+        "dropout": "`dropout_p`",
+    }
     for feature in sorted(registry.FEATURES):
         asked[words.get(feature, f"`{feature}`")] = _answers(feature=feature)
-    return table(["", "hopper", "portable", "eager"], ([said, *found.values()] for said, found in asked.items()))
+    return table(
+        ["", "hopper", "torch", "portable", "eager"], ([said, *found.values()] for said, found in asked.items())
+    )
 
 
 def moved() -> str:
