@@ -24,10 +24,11 @@ def _add_partial_kernel(
     m_sb, m_sh, acc_sb, acc_ss, acc_sh, top_sb, top_sh, out_sb, out_ss, out_sh, s, h, rows, dv,
     ROWS: tl.constexpr, DV: tl.constexpr, EMPTY: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    """One program owns ROWS rows of (b, s, h), in this order; m and l, and top and total, have equal strides, 1 along s."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Merge ROWS rows of (b, s, h), in this order; m and l, and top and total, have equal strides, 1 along s."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = r < rows
-    b, x, head = r // (s * h), r // h % s, r % h
+    # divided in 32 bits, which hold the number of rows, and multiplied by strides in 64
+    b, x, head = (r // (s * h)).to(tl.int64), (r // h % s).to(tl.int64), r % h
     c = tl.arange(0, DV)
     inside = ok[:, None] & (c < dv)[None, :]
     lse = tl.load(lse_ptr + b * lse_sb + head * lse_sh + x * lse_ss, mask=ok, other=0.0)

@@ -123,6 +123,7 @@ def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
     sharding = Sharding.from_spec((problem.seq_len, "zigzag", RANKS, problem.documents, None), 0)
     text = serialize(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
     ranks, wide = list[_RankSteps](), accumulation_dtype(q.dtype)
+    score, note = AttentionSpec.deserialize(text, 0).score(q.dtype, 0, ScoreTensors()), ""
     for rank in range(RANKS):
         spec = AttentionSpec.deserialize(text, rank)
         sides = sides_of(step_tables(spec, "keys", inputs.device), "keys")
@@ -132,7 +133,8 @@ def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
         rows = sides[0][0].positions.long()
         b, h, s = problem.batch, problem.heads, len(rows)
         o, dq = q.new_empty(b, s, h, problem.head_dim), q.new_empty(b, s, h, problem.head_dim, dtype=wide)
-        carry = SoftmaxState(*torch.empty(2, b, h, s, dtype=wide, device=q.device), torch.empty_like(dq))
+        lse, m, l = torch.empty(3, b, h, s, dtype=wide, device=q.device)  # noqa: E741
+        carry = SoftmaxState(m, l, torch.empty_like(dq))
         keys = [(side.positions.long(), side) for _, side in sides]
         held = [(k[:, at], v[:, at]) for at, _ in keys]
         sums = [tuple(torch.empty_like(x, dtype=wide) for x in pair) for pair in held]
@@ -145,13 +147,13 @@ def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
                 do[:, rows],
                 held,
                 o,
-                torch.empty_like(carry.m),
+                lse,
                 carry,
                 dq,
                 sums,
             )
         )
-        score = spec.score(q.dtype, 0, ScoreTensors())
+        note = choice.name
 
     def forward() -> None:
         for one in ranks:
@@ -181,7 +183,7 @@ def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
         backward()
         yield from (("dq", torch.cat([one.dq for one in ranks], 1)[:, back]), ("dk", whole(0)), ("dv", whole(1)))
 
-    return Contender(forward, backward, answers, choice.name)
+    return Contender(forward, backward, answers, note)
 
 
 @dataclass(frozen=True)

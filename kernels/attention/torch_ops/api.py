@@ -159,10 +159,9 @@ def backward(
         )
         for launch in launches:
             (b0, b1), (x0, x1), (y0, y1) = launch.batch, launch.rows, launch.keys
-            of_rows = (x[b0:b1, x0:x1] for x in (do, q))
-            of_keys = (x[b0:b1, y0:y1] for x in (k, v))
             found = operators.backward(
-                backend, *of_rows, *of_keys, o[b0:b1, x0:x1], lse[b0:b1, :, x0:x1], scale, launch
+                backend, do[b0:b1, x0:x1], q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1], o[b0:b1, x0:x1],
+                lse[b0:b1, :, x0:x1], scale, launch,
             )  # fmt: skip
             dq.add(launch, found[0] if sign == 1 else found[0] * sign)
             dk.add(launch, found[1])

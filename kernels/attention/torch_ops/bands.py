@@ -153,7 +153,7 @@ def calls(given: Sequence[Line]) -> list[Call]:
     """
     found = list[Call]()
     for band in _bands(given):
-        joined = _join(found[-1], band) if found else None
+        joined = _append(found[-1], band) if found else None
         if joined is None:
             found.append(Call((band,), band.window))
         else:
@@ -202,11 +202,11 @@ def _extend(band: Band, line: Line) -> Band | None:
         return None
     longer = Band((first, line.stop), (bottom, line.last_hi), lower, upper)
     right = longer.window[1]
-    # operators take a right side of as many keys as there are for unbounded
+    # a right side of as many keys as there are is unbounded to the operators
     return None if right is not None and right >= longer.shape[1] else longer
 
 
-def _join(call: Call, band: Band) -> Call | None:
+def _append(call: Call, band: Band) -> Call | None:
     """The call with a band behind its own; None: it needs a call of its own."""
     if call.rows[1] != band.rows[0] or call.keys[1] != band.keys[0]:
         return None

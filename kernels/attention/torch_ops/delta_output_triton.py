@@ -25,10 +25,11 @@ def _output_for_kernel(
     do_ptr, delta_ptr, o_ptr, used_ptr, do_sb, do_ss, do_sh, s, h, rows, d, most, least, root,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """One program owns ROWS rows of (b, s, h), in this order; o and the do to use are contiguous, and so is delta `b h s`."""
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Make ROWS rows of (b, s, h), in this order; o and the do to use are contiguous, and so is delta `b h s`."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = r < rows
-    b, x, head = r // (s * h), r // h % s, r % h
+    # divided in 32 bits, which hold the number of rows, and multiplied by strides in 64
+    b, x, head = (r // (s * h)).to(tl.int64), (r // h % s).to(tl.int64), r % h
     c = tl.arange(0, D)
     inside = ok[:, None] & (c < d)[None, :]
     given = tl.load(do_ptr + (b * do_sb + x * do_ss + head * do_sh)[:, None] + c[None, :], mask=inside, other=0.0)
@@ -46,7 +47,7 @@ def _output_for_kernel(
     first = wanted / constant - (d - 1) * others.to(tl.float32)
     flat = tl.where((c == 0)[None, :], first[:, None], others.to(tl.float32)[:, None])
     o = tl.where(lost[:, None], flat, do * ratio[:, None])
-    at = (r * d)[:, None] + c[None, :]
+    at = (r.to(tl.int64) * d)[:, None] + c[None, :]
     tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=inside)
     used = tl.where(lost[:, None], constant[:, None], do)
     tl.store(used_ptr + at, used.to(o_ptr.dtype.element_ty), mask=inside)

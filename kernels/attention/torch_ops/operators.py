@@ -182,13 +182,14 @@ def preferred(device: torch.device) -> Sequence[str]:
     return ("cudnn", "flash") if active is None and _major(device) in (9, 10) else ("flash", "cudnn")
 
 
-def can_run(backend: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> bool:
+def can_run(backend: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether torch runs a backend on q `b s h d`, k `b t hk d` and v `b t hk dv`."""
     if check_signatures(backend) is not None:
         return False
     if backend == "flash_cpu":
         return q.shape[-1] == v.shape[-1]
-    params = SDPAParams(*(x.transpose(1, 2) for x in (q, k, v)), None, 0.0, causal, q.shape[2] != k.shape[2])
+    given = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    params = SDPAParams(*given, None, 0.0, False, q.shape[2] != k.shape[2])
     return can_use_cudnn_attention(params) if backend == "cudnn" else can_use_flash_attention(params)
 
 

@@ -66,11 +66,11 @@ def test_lse_alone_has_gradients(dtype: torch.dtype) -> None:
     ring, n = Ring(), 24
     sharding = ring.sharding(n)
     generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, n, 2, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+    q, k, v = (torch.randn(1, n, 2, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3))
     found: dict[str, list[Tensor]] = {}
     for impl in ("torch", "eager"):
-        _, lse = ring_attention_with_lse(*leaves, sharding, causal=True, impl=impl)
-        found[impl] = list(torch.autograd.grad((lse * torch.arange(n)).sum(), leaves))
+        _, lse = ring_attention_with_lse(q, k, v, sharding, causal=True, impl=impl)
+        found[impl] = list(torch.autograd.grad((lse * torch.arange(n)).sum(), (q, k, v)))
     for x, y in zip(found["torch"], found["eager"], strict=True):
         torch.testing.assert_close(x.float(), y.float(), rtol=0.02, atol=4 * torch.finfo(dtype).eps * n)
 
@@ -84,6 +84,7 @@ def test_a_simulated_ring_is_attention_within_budget(layout: str, backward: str)
     k, v = (torch.randn(1, n, 2, 16, generator=generator) for _ in range(2))
     ring = simulate_ring(q, k, v, world_size=4, layout=layout, do=do, impl="torch", backward=backward, **mask)
     wide, plain = (_reference(x, mask) for x in ([x.double() for x in (q, k, v, do)], [q, k, v, do]))
+    assert ring.grads is not None
     found = [ring.o, *(ring.grads[name] for name in ("q", "k", "v"))]
     for name, x, exact, low in zip(("o", "dq", "dk", "dv"), found, wide, plain, strict=True):
         assert_within_budget(x, exact, low, name, torch.float32)
@@ -101,9 +102,10 @@ def _attend(layout: str, backward: str) -> list[Tensor]:
     sharding = ring.sharding(45, layout, documents=(0, 20, 45))
     whole = [torch.randn(1, 45, 4, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     q, k, v, do = (sharding.shard(x, 1) for x in whole)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    o = ring_attention(*leaves, sharding, causal=True, sinks=torch.zeros(4), impl="torch", backward=backward)
-    return [sharding.unshard(x, 1) for x in (o.detach(), *torch.autograd.grad(o, leaves, do))]
+    for x in (q, k, v):
+        x.requires_grad_()
+    o = ring_attention(q, k, v, sharding, causal=True, sinks=torch.zeros(4), impl="torch", backward=backward)
+    return [sharding.unshard(x, 1) for x in (o.detach(), *torch.autograd.grad(o, (q, k, v), do))]
 
 
 @pytest.mark.dist
@@ -115,6 +117,7 @@ def test_ranks_equal_the_simulated_ring_to_the_bit(pool: Pools, world_size: int,
         q, k, v, world_size=world_size, layout=layout, documents=(0, 20, 45), do=do, causal=True, sinks=torch.zeros(4),
         impl="torch", backward=backward,
     )  # fmt: skip
+    assert expected.grads is not None
     for found in pool(world_size).run(_attend, layout, backward):
         for x, y in zip(found, (expected.o, *(expected.grads[name] for name in ("q", "k", "v"))), strict=True):
             assert torch.equal(x, y)
