@@ -196,6 +196,13 @@ CASES: tuple[Case, ...] = (
         accumulate=True,
     ),
     Case(
+        "window_over_fewer_keys_than_rows",
+        seq_len=80,
+        q_runs=((30, 1, 50),),
+        ring_steps=(((12, 1, 16),),),
+        mask={"causal": True, "window": (45, None)},
+    ),
+    Case(
         "striped",
         seq_len=62,
         q_runs=_striped(2, 4, 62),

@@ -201,9 +201,19 @@ def _extend(band: Band, line: Line) -> Band | None:
     if not (moves or stays):
         return None
     longer = Band((first, line.stop), (bottom, line.last_hi), lower, upper)
-    right = longer.window[1]
-    # a right side of as many keys as there are is unbounded to the operators
-    return None if right is not None and right >= longer.shape[1] else longer
+    return longer if _is_read_alike((longer,), longer.window) else None
+
+
+def _is_read_alike(bands: Sequence[Band], window: tuple[int | None, int | None]) -> bool:
+    """Whether operators read a window as it is meant.
+
+    A right side of as many keys as there are is unbounded to them; beside a left one, an unbounded right side is so many keys.
+    """
+    left, right = window
+    most = max(band.shape[1] for band in bands)
+    if right is not None:
+        return right < most
+    return left is None or all(band.shape[0] <= most + 1 for band in bands)
 
 
 def _append(call: Call, band: Band) -> Call | None:
@@ -219,7 +229,8 @@ def _append(call: Call, band: Band) -> Call | None:
         if len(exact) > 1 or any(one is not None and one < least for one in exact):
             return None
         sides.append(exact.pop() if exact else None)
-    return Call(bands, (sides[0], sides[1]))
+    window = sides[0], sides[1]
+    return Call(bands, window) if _is_read_alike(bands, window) else None
 
 
 def tiles(given: Sequence[Line]) -> Iterator[Tile]:

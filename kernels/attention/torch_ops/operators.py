@@ -143,9 +143,11 @@ def available(
             "deterministic=True needs torch.use_deterministic_algorithms(True), by which torch's flash attention repeats "
             "to the bit, got False"
         )
+    if head_dim % 8 or v_head_dim % 8:
+        return (), f"head_dim and v_head_dim must be multiples of 8, got {head_dim} and {v_head_dim}"
     # gradients are asked for: some GPUs have less shared memory than the backward of a wide head takes
     q, k, v = (
-        torch.empty(1, 1, 128, d, dtype=dtype, device=device).requires_grad_() for d in (head_dim, head_dim, v_head_dim)
+        torch.empty(1, 128, 1, d, dtype=dtype, device=device).requires_grad_() for d in (head_dim, head_dim, v_head_dim)
     )
     found = tuple(
         name for name in preferred(device) if not (deterministic and name == "cudnn") and can_run(name, q, k, v)

@@ -30,10 +30,12 @@ def pairs_of_call(call: Call) -> Pairs:
     found: Pairs = []
     for band in call.bands:
         s, t = band.shape
-        # operators read a side of as many keys as there are as unbounded
+        # operators read a side of as many keys as there are as unbounded, and an unbounded side of a window as so many keys
         most = max(one.shape[1] for one in call.bands)
         lower = None if left is None or left >= most else left
         upper = None if right is None or right >= most else right
+        if lower is not None or upper not in (None, 0):
+            lower, upper = (most if side is None else side for side in (lower, upper))
         for i, j in itertools.product(range(s), range(t)):
             at = j - (i + t - s)
             if (lower is None or at >= -lower) and (upper is None or at <= upper):
@@ -109,9 +111,20 @@ def test_every_visible_pair_of_a_ring_step_is_computed_exactly_once(drawn: tuple
         ([0, 0, 1, 2, 3, 4], [2, 3, 4, 5, 6, 6], [(1, 1)], None),
         ([0, 0, 0, 3, 3, 5], [1, 2, 3, 4, 5, 6], [(None, 0)], ["lower", "lower", "full"]),
         ([0, 0, 2, 2, 2], [2, 2, 5, 5, 5], [(None, None)], ["full", "full"]),
+        ([0] * 4 + [1], [2] * 5, [(None, None), (None, None)], ["full", "full"]),
         ([0, 0], [0, 0], [], []),
     ],
-    ids=["full", "causal", "more keys", "window", "both sides", "documents", "full documents", "nothing"],
+    ids=[
+        "full",
+        "causal",
+        "more keys",
+        "window",
+        "both sides",
+        "documents",
+        "full documents",
+        "few keys that leave",
+        "nothing",
+    ],
 )
 def test_common_masks_are_one_call(
     lo: list[int], hi: list[int], windows: list[tuple[int | None, int | None]], kinds: list[str] | None
