@@ -146,9 +146,11 @@ def backward(
             _make_delta(o, do, dlse, delta)
         q, k, v, scale, sign = _scaled(q, k, v, score)
         backend, launches = _choose(q, k, v, rows, keys, deterministic=grads.deterministic)
-        do = _aligned(do)
-        if o is None or dlse is not None:
-            o, do = output_for(do, delta)
+        do, start = _aligned(do), 0
+        if launches and (o is None or dlse is not None):
+            # only for the rows that a launch reads
+            start, end = min(launch.rows[0] for launch in launches), max(launch.rows[1] for launch in launches)
+            o, do = output_for(do[:, start:end], delta[:, :, start:end])
         dq, dk, dv = (
             _Sum(target, accumulate, launches, side)
             for target, accumulate, side in (
@@ -159,9 +161,10 @@ def backward(
         )
         for launch in launches:
             (b0, b1), (x0, x1), (y0, y1) = launch.batch, launch.rows, launch.keys
+            assert o is not None, "an output was given or made"
             found = operators.backward(
-                backend, do[b0:b1, x0:x1], q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1], o[b0:b1, x0:x1],
-                lse[b0:b1, :, x0:x1], scale, launch,
+                backend, do[b0:b1, x0 - start : x1 - start], q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1],
+                o[b0:b1, x0 - start : x1 - start], lse[b0:b1, :, x0:x1], scale, launch,
             )  # fmt: skip
             dq.add(launch, found[0] if sign == 1 else found[0] * sign)
             dk.add(launch, found[1])
