@@ -39,7 +39,7 @@ from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.local import LocalTransport
 from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
 from ringattn.transport.reduce.base import PartialReducer
-from ringattn.transport.row_collectives import gather_rows
+from ringattn.transport.row_collectives import exchange_rows, gather_rows
 from ringattn.transport.select import TRANSPORTS, choose, choose_reducer, group_by_host
 from ringattn.transport.timeout import BoundedWait, EventPair, record_events
 
@@ -313,6 +313,13 @@ class Ring:
         if len(lengths) == 1:
             return [x.clone()]
         return gather_rows(x, dim, lengths, self.rank, self._group_name)
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Return the rows that all ranks send to this one, in rank order; differentiable. Every rank must call it.
+
+        The first sends[0] rows of x, in dim 0, go to rank 0, and so on; receives[r] rows come from rank r.
+        """
+        return x.clone() if self.world_size == 1 else exchange_rows(x, sends, receives, self.rank, self._group_name)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return x overwritten with the sum of all ranks' contiguous x, the same bits on every rank; not differentiable.
