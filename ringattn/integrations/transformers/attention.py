@@ -385,6 +385,11 @@ def _check_step(
         raise ValueError(
             "sharding and cu_seq_lens must be left out of a call with a step, which has the rows of each rank and request"
         )
+    if mask is not None and mask.spans is not None:
+        raise NotImplementedError(
+            "the mask must be causal, a window or chunks in a call with a cache, got spans of tokens that see each other, as those "
+            "of images; generate on one process with attn_implementation='sdpa'"
+        )
     if mask is not None and mask.padding is not None:
         raise ValueError(
             "attention_mask must be left out of a call with a step; pass the padding as `first` of PagedKVCache.add_request"
