@@ -83,8 +83,8 @@ def test_calls_under_masks_of_several_intervals_stay_within_budget(name: str, im
         o = attention(*leaves, mask=MASKS[name], **options)
         return o.detach(), *torch.autograd.grad(o, leaves, do.to(dtype))
 
-    def call(*leaves: torch.Tensor, **options: Any) -> torch.Tensor:
-        return ring_attention_with_lse(*leaves, Ring().sharding(2047), impl=impl, **options)[0]
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return ring_attention_with_lse(q, k, v, Ring().sharding(2047), impl=impl, **options)[0]
 
     exact, low = (gradients(dtype, attention_reference) for dtype in (torch.float64, torch.bfloat16))
     for what, x, y, z in zip("o dq dk dv".split(), gradients(torch.bfloat16, call), exact, low, strict=True):
