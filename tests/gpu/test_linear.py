@@ -9,7 +9,7 @@ from ringattn.integrations.linear.fla_scan import fla_kernels, scan_rows_fla
 from ringattn.integrations.linear.local_scan import scan_rows
 from tests.support.linear_scan import CASES, scan_errors
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("gated", [True, False])
