@@ -191,6 +191,11 @@ def _chooses_rows(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
     return name if name.endswith(ROW_HEADS) and not call[1].get("gather_outputs") else None
 
 
+def _counted_sequences(call: tuple[nn.Module, Mapping[str, Any]]) -> Any:
+    gathered = call[1].get("gather_outputs") and call[1].get("labels") is not None
+    return call[1].get("num_items_in_batch") if gathered else None
+
+
 def _kept_logits(call: tuple[nn.Module, Mapping[str, Any]]) -> Any:
     keep = call[1].get("logits_to_keep")
     return None if keep is None or (isinstance(keep, int) and keep == 0) else keep
@@ -270,6 +275,13 @@ TABLE = (
         _chooses_rows,
         "a model whose head chooses a row must get whole tokens where ranks share a sequence, got {got} with the rows of a rank; "
         "pass pooling=True to shard_batch or RingCollator",
+        ValueError,
+    ),
+    Unsupported(
+        "sharded call",
+        _counted_sequences,
+        "num_items_in_batch must be left out of a call with one label per sequence, got {got}: the loss is a mean over sequences, "
+        "which a Trainer would multiply by the ranks; set model.accepts_loss_kwargs = False before the Trainer is made",
         ValueError,
     ),
     Unsupported(

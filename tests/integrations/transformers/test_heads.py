@@ -289,8 +289,11 @@ def call_wrongly(name: str) -> str:
     model = make_head("llama", "ringattn")
     if name == "logits_to_keep":
         model, kwargs = make("llama", "ringattn"), {"logits_to_keep": 1}
+    batch: dict[str, Any] = {"input_ids": tokens(12)}
+    if name == "num_items_in_batch":  # as a Trainer passes it
+        batch |= {"labels": torch.tensor([1]), "num_items_in_batch": torch.tensor(2)}
     try:
-        model(**shard_batch({"input_ids": tokens(12)}, Ring()), **kwargs)
+        model(**shard_batch(batch, Ring(), pooling=name == "num_items_in_batch"), **kwargs)
     except ValueError as error:
         return str(error)
     return ""
@@ -302,9 +305,10 @@ def call_wrongly(name: str) -> str:
     [
         ("head", "got LlamaForSequenceClassification with the rows of a rank; pass pooling=True"),
         ("logits_to_keep", "logits_to_keep must be left out where ranks share a sequence, got 1"),
+        ("num_items_in_batch", "num_items_in_batch must be left out of a call with one label per sequence"),
     ],
 )
-def test_choosing_among_the_rows_of_a_rank_is_refused_before_the_forward(pool: Pools, name: str, match: str) -> None:
+def test_heads_that_would_be_wrong_are_refused_before_the_forward(pool: Pools, name: str, match: str) -> None:
     for found in pool(2).run(call_wrongly, name):
         assert match in found
 
