@@ -1,7 +1,7 @@
 """The table "my model: works, or refused, do this", as data that tests run and `docs/tables.py` prints.
 
-Each area keeps its rows in a file `tests/integrations/*_rows.py` with a list `ROWS`. Its tests take their cases from that list, so a
-row is on the page only while the test that it names passes. Files of rows import nothing but this module.
+Each area keeps its rows in a file `tests/integrations/*_rows.py` with a list `ROWS`. Its tests take their cases from that list, so
+a row is on the page only while the test that it names passes. Files of rows import nothing but this module.
 
     ROWS = [ModelRow("Llama", "RingTrainer", "tests/integrations/x/test_y.py::test_z", kind="llama")]
 

@@ -1,0 +1,1 @@
+"""Context parallelism in processes that accelerate starts."""
