@@ -1,0 +1,10 @@
+"""Workers of the tests with TRL are forked from a server that has imported it, which takes seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+# the server of tests/support/pool.py: this process has one
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "pytest", "ringattn.integrations.trl", "tests.integrations.transformers.models"]
+)
