@@ -24,14 +24,17 @@ def processes() -> Iterator[int]:
     places = {"RANK": dist.get_rank() if world_size > 1 else 0, "WORLD_SIZE": world_size, "MASTER_PORT": 1}
     places |= {"LOCAL_RANK": places["RANK"], "LOCAL_WORLD_SIZE": world_size}
     names = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in places.items()}}
+    before = dict(os.environ)
     os.environ |= names if world_size > 1 else {}
     try:
         yield world_size
     finally:
         for state in (AcceleratorState, PartialState, GradientState):
             state._reset_state()
-        for name in names:
-            os.environ.pop(name, None)
+        # trainers set variables for accelerate
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ |= before
 
 
 def settings(folder: str, **options: Any) -> dict[str, Any]:
@@ -84,7 +87,7 @@ def assert_same(found: Any, expected: Any, tolerance: float = 1e-4) -> None:
         differing = {
             k: (x, theirs[k]) for k, x in mine.items() if x != pytest.approx(theirs[k], rel=tolerance, abs=tolerance)
         }
-        assert not differing, differing
+        assert not differing, (theirs, differing)
     assert sum(bool(x.norm() > 0) for x in expected_moved.values()) > 1
     for name, x in expected_moved.items():
         assert (moved[name] - x).norm() <= 10 * tolerance * x.norm(), name

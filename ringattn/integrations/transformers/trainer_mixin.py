@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import recursively_apply
+from accelerate.utils import DynamoBackend, recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import TrainingArguments
@@ -152,7 +152,7 @@ class RingTrainerMixin(_Base):
         return super().floating_point_ops(inputs) // self.ring.world_size
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Trainer's, whose metrics count all ranks."""
+        """Run Trainer's."""
         self._keep_all_ranks()
         return super().training_step(*args, **kwargs)
 
@@ -164,11 +164,12 @@ class RingTrainerMixin(_Base):
         Outputs, if wanted, are those of this rank's rows.
         """
         if not self._whole_outputs:
-            # every rank of a ring has counted all labels of the ring
-            count, inputs = num_items_in_batch, self.shard(inputs)
-            if count is not None:
-                count = count / self.ring.world_size
-            elif "num_items_in_batch" in inputs:
+            count = num_items_in_batch
+            if "sharding" not in inputs:
+                inputs = self.shard(inputs)
+                # every rank of a ring has counted all labels of the ring
+                count = None if count is None else count / self.ring.world_size
+            if count is None and "num_items_in_batch" in inputs:
                 # an evaluation, of which some releases count nothing; losses are multiplied by the number of processes
                 count = inputs["num_items_in_batch"] * self.args.world_size
             num_items_in_batch = count
@@ -179,7 +180,8 @@ class RingTrainerMixin(_Base):
                 self._check_count(model, inputs, count)
         before = num_attention_calls()
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if num_attention_calls() == before and not self.args.torch_compile:
+        # compiled code hides calls
+        if num_attention_calls() == before and self.accelerator.state.dynamo_plugin.backend is DynamoBackend.NO:
             raise unattended(self.model)
         return result
 
@@ -188,14 +190,15 @@ class RingTrainerMixin(_Base):
     ) -> tuple[Tensor | None, Any, Any]:
         """Run Trainer's; loss, logits and labels are those of whole sequences, on every rank of a ring."""
         self._keep_all_ranks()
-        if "labels" not in inputs and not self._whole_outputs:
-            inputs = self.shard(inputs)  # Trainer then calls the model without compute_loss
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self.ring.world_size > 1 and not self._whole_outputs:
-            if loss is not None:
-                loss = torch.stack(self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)).mean()
-            logits = None if logits is None else recursively_apply(self._unshard, logits)
-        return loss, logits, labels
+        if self._whole_outputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        # here already: Trainer calls a model whose labels it does not know without compute_loss
+        part = self.shard(inputs)
+        loss, logits, labels = super().prediction_step(model, part, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            loss = torch.stack(self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)).mean()
+        logits = None if logits is None else recursively_apply(self._unshard, logits)
+        return loss, logits, None if labels is None else inputs["labels"]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run Trainer's, which gathers the predictions of one rank of each ring."""

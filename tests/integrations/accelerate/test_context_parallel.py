@@ -57,6 +57,7 @@ def loop(folder: str, cp: int, fsdp: bool = False, resumed: bool = False) -> Any
                 if len(history) == 5 and resumed:
                     resumed = False
                     accelerator.save_state(folder)
+                    accelerator.wait_for_everyone()
                     with torch.no_grad():
                         for x in model.parameters():
                             x.zero_()

@@ -21,6 +21,9 @@ from tests.integrations.transformers.models import make, tokens
 from tests.support.pool import Pools
 
 FIVE = transformers.__version__.startswith("5.")
+OF_FIVE = pytest.mark.skipif(
+    not FIVE, reason="accelerate wants a GPU for FSDP of 4.57, which sums smoothed losses of batches"
+)
 FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
 SMOOTHED = {"label_smoothing_factor": 0.1, "include_num_input_tokens_seen": "all"}
 SMOOTHED |= {"train_sampling_strategy": "group_by_length"} if FIVE else {"group_by_length": True}
@@ -96,7 +99,7 @@ def expected(kind: str, *options: tuple[str, Any]) -> Any:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("row", works(ROWS, "RingTrainer"), ids=str)
-@pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 2), (4, 4), pytest.param(4, 2, marks=OF_FIVE)])
 def test_ten_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
     """On four ranks with a context parallel size of two, FSDP2 shards over all four."""
     options = FSDP if cp < ranks else {}
@@ -132,7 +135,7 @@ def test_bf16_on_two_ranks_is_as_near_to_fp32_as_on_one(pool: Pools, tmp_path: P
 @pytest.mark.parametrize(
     "options",
     [
-        {**SMOOTHED, "gradient_checkpointing": True},
+        pytest.param({**SMOOTHED, "gradient_checkpointing": True}, marks=OF_FIVE),
         {"torch_compile": True, "torch_compile_backend": "eager"},
         {"eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 5},
     ],

@@ -1,10 +1,7 @@
-"""Workers of the tests with TRL are forked from a server that has imported it, which takes seconds."""
+"""Workers are forked from a server that has imported transformers and TRL."""
 
 from __future__ import annotations
 
-import multiprocessing
+from tests.integrations.preloaded import preload
 
-# the server of tests/support/pool.py: this process has one
-multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "pytest", "ringattn.integrations.trl", "tests.integrations.transformers.models"]
-)
+preload("torch.distributed.fsdp", "ringattn.integrations.trl")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PromptTuningConfig
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
@@ -26,6 +27,8 @@ STACKS: dict[str, tuple[Any, Any, Any]] = {
     "RingDPOTrainer": (DPOTrainer, RingDPOTrainer, DPOConfig),
     "RingRewardTrainer": (RewardTrainer, RingRewardTrainer, RewardConfig),
 }
+FIVE = transformers.__version__.startswith("5.")
+SMOOTHED = pytest.mark.skipif(not FIVE, reason="4.57 sums the smoothed losses of batches")
 FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
 ADAPTERS = {
@@ -84,7 +87,10 @@ def expected(stack: str, kind: str) -> Any:
 
 TRAINED = [row for stack in STACKS for row in works(ROWS, stack)]
 WIDE = [(4, 4), (4, 2)]
-CASES = [(row, 2, 2) for row in TRAINED] + [(row, *ranks) for row in TRAINED if row.kind == "llama" for ranks in WIDE]
+CASES = [
+    (row, 2, 2) for row in TRAINED if FIVE or row.kind != "gemma3"
+]  # TRL does not find the layers of Gemma 3 of 4.57
+CASES += [(row, *ranks) for row in TRAINED if row.kind == "llama" for ranks in (WIDE if FIVE else WIDE[:1])]
 
 
 @pytest.mark.dist
@@ -110,7 +116,11 @@ def kept(history: History) -> History:
     [
         ("RingSFTTrainer", {"adapter": "lora", "gradient_checkpointing": True, **EVALUATED}),
         ("RingSFTTrainer", {"packing": True, "max_length": 20, "loss_type": "dft"}),
-        ("RingSFTTrainer", {"label_smoothing_factor": 0.1, "completion_only_loss": False, **EVALUATED}),
+        pytest.param(
+            "RingSFTTrainer",
+            {"label_smoothing_factor": 0.1, "completion_only_loss": False, **EVALUATED},
+            marks=SMOOTHED,
+        ),
         ("RingDPOTrainer", {"adapter": "lora", "loss_type": ["sigmoid", "ipo"], "ld_alpha": 0.5, **EVALUATED}),
         ("RingRewardTrainer", {"adapter": "lora", "center_rewards_coefficient": 0.1, **EVALUATED}),
     ],
