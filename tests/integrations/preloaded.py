@@ -1,4 +1,4 @@
-"""Modules that workers of the tests with transformers are forked with, from a server that has imported them, which takes seconds."""
+"""Modules that workers of tests with transformers are forked with, from a server that has imported them, which takes seconds."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ else:
 class RingTrainerMixin(_Base):
     """Trainer whose ranks share sequences: all ranks of a ring read the same samples, and each computes its rows of them.
 
-    With more ranks than the ring has, rings are data parallel replicas. Ranks of a ring must be consecutive, as in the innermost
-    dimension of a device mesh. Losses, gradients and metrics are those of whole sequences.
+    With more ranks than the ring has, rings are data parallel replicas. Ranks of a ring must be consecutive. Losses, gradients and
+    metrics are those of whole sequences.
 
     Args:
         args: As of the Trainer, as are kwargs. A `RingCollator` as data_collator stands for the ring and options in it.
@@ -93,7 +93,7 @@ class RingTrainerMixin(_Base):
         self._loss_checked = self.ring.world_size == 1 or not self.loss_by_model
         self._sharding: Sharding | None = None
         self._last_samples: int | None = None
-        # ranks wait for each other where models are wrapped, and would for one whose options were refused
+        # ranks wait for each other where models are wrapped, also for one whose options were refused
         with self.ring.propagate_errors():
             if self.ring.world_size > 1 and arguments is not None:
                 check_supported(arguments, "shared training")
@@ -140,7 +140,7 @@ class RingTrainerMixin(_Base):
         return self._share(super().get_eval_dataloader(eval_dataset), evenly=True)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Return Trainer's, with the same samples on all ranks of a ring; several rings must be able to share them evenly."""
+        """Return Trainer's, as `get_eval_dataloader` does."""
         return self._share(super().get_test_dataloader(test_dataset), evenly=True)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -148,7 +148,7 @@ class RingTrainerMixin(_Base):
         return super().get_total_train_batch_size(args) // self.ring.world_size
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return this rank's share of Trainer's count, which is summed over ranks."""
+        """Return this rank's share of Trainer's count."""
         return super().floating_point_ops(inputs) // self.ring.world_size
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -180,9 +180,8 @@ class RingTrainerMixin(_Base):
                 self._check_count(model, inputs, count)
         before = num_attention_calls()
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        # compiled code hides calls
         if num_attention_calls() == before and self.accelerator.state.dynamo_plugin.backend is DynamoBackend.NO:
-            raise unattended(self.model)
+            raise unattended(self.model)  # compiled code hides its calls
         return result
 
     def prediction_step(
@@ -221,7 +220,7 @@ class RingTrainerMixin(_Base):
 
     def _keep_all_ranks(self) -> None:
         """Let `gather_for_metrics` keep what each rank has of a short last batch, which is not padded with other samples."""
-        state, self._last_samples = self.accelerator.gradient_state, None
+        self._last_samples, state = None, self.accelerator.gradient_state
         if self.ring.world_size > 1 and state.end_of_dataloader and state.remainder > 0:
             self._last_samples, state.active_dataloader.remainder = state.remainder, 0
 
