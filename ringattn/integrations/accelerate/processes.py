@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from accelerate.data_loader import BatchSamplerShard
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from ringattn.plan.options import resolve_integer
-from ringattn.ring import Ring
+from ringattn.ring import Ring, default_world_size, make_ring_of
 
 _SPLIT_BY_ACCELERATE = {
     "cp_size": "accelerate would take torch's context parallelism; leave it out, and pass {instead}",
@@ -28,16 +25,13 @@ def make_ring(context_parallel_size: int) -> Ring:
         ValueError: The size does not divide the number of processes.
     """
     size = resolve_integer("context_parallel_size", context_parallel_size)
-    processes = dist.get_world_size() if dist.is_initialized() else 1
+    processes = default_world_size()
     if size < 1 or processes % size:
         raise ValueError(
             f"context_parallel_size must divide the number of processes, {processes}, got {size}; start a multiple of {size} "
             "processes, or choose a divisor"
         )
-    if size == processes:
-        return Ring()
-    device = "cpu" if dist.get_backend() == "gloo" or not torch.cuda.is_available() else "cuda"
-    return Ring(init_device_mesh(device, (processes // size, size), mesh_dim_names=("dp", "cp"))["cp"])
+    return make_ring_of(size)
 
 
 def check_parallelism(config: Any, instead: str) -> None:
