@@ -253,7 +253,7 @@ def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tu
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         documents = read_cumulative(cu_seq_lens_q, cu_seq_lens_k, n)
     elif positions is None:
-        return None
+        documents = None
     elif mask is None:
         return read_documents(positions)
     else:
