@@ -65,7 +65,7 @@ def enable_fsdp(args: TrainingArguments) -> None:
 
 def outcome(trainer: Trainer, start: dict[str, Tensor]) -> tuple[History, dict[str, Tensor]]:
     """The numbers that were logged, and how far each parameter has moved from the start, on every rank."""
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    state: dict[str, Any] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.is_fsdp_enabled:
         received: list[Any] = [state]
         dist.broadcast_object_list(received)

@@ -56,6 +56,7 @@ class RingTrainerMixin(_Base):
         RuntimeError: In training: the model did not attend with ringattn.
     """
 
+    accelerator: Any
     loss_by_model: ClassVar[bool] = True
     """Whether the model computes the loss, which must then divide by num_items_in_batch."""
 
@@ -69,7 +70,7 @@ class RingTrainerMixin(_Base):
         balance: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        register()  # a trainer may make the model
+        register()
         given = [*args, *kwargs.values()]
         arguments = next((x for x in given if isinstance(x, TrainingArguments)), None)
         # the environment of a launcher, read here, starts the process group
@@ -235,7 +236,8 @@ class RingTrainerMixin(_Base):
             more = {**inputs, "num_items_in_batch": times * inputs["num_items_in_batch"]}
             # the dropout of training stays the same without a trial
             with torch.no_grad(), torch.random.fork_rng([self.args.device] if self.args.device.type == "cuda" else []):
-                tried.append(float(super().compute_loss(model, more, num_items_in_batch=times * num_items_in_batch)))
+                loss: Any = super().compute_loss(model, more, num_items_in_batch=times * num_items_in_batch)
+                tried.append(float(loss))
         # a rank without labels has a loss of 0, and passes
         halved = not abs(tried[0] - 2 * tried[1]) > abs(tried[0]) / 4
         if not self.ring.all_reduce_min(int(halved)):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 from transformers import Trainer
-from trl import DPOTrainer, RewardTrainer, SFTTrainer
+from trl import DPOTrainer, RewardTrainer, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from ringattn.integrations.transformers.trainer_mixin import RingTrainerMixin
 
@@ -24,7 +24,7 @@ class TokenCount(Trainer):
         super().log(logs, *args, **kwargs)
 
 
-class RingSFTTrainer(RingTrainerMixin, SFTTrainer, TokenCount):
+class RingSFTTrainer(RingTrainerMixin, SFTTrainer, TokenCount):  # pyright: ignore[reportIncompatibleMethodOverride]
     """SFTTrainer whose ranks share sequences; arguments, beside SFTTrainer's own, and errors are those of `RingTrainerMixin`.
 
     Packing, padding-free batches, completion-only loss and adapters of layers (LoRA) work. Losses of mixtures of experts that
@@ -42,7 +42,7 @@ class RingSFTTrainer(RingTrainerMixin, SFTTrainer, TokenCount):
         return super().shard(batch)
 
 
-class RingDPOTrainer(RingTrainerMixin, DPOTrainer, TokenCount):
+class RingDPOTrainer(RingTrainerMixin, DPOTrainer, TokenCount):  # pyright: ignore[reportIncompatibleMethodOverride]
     """DPOTrainer whose ranks share sequences; arguments, beside DPOTrainer's own, and errors are those of `RingTrainerMixin`.
 
     Log-probabilities of tokens are gathered over the ring, so every `loss_type` works. `precompute_ref_log_probs` is refused.
@@ -57,7 +57,7 @@ class RingDPOTrainer(RingTrainerMixin, DPOTrainer, TokenCount):
         return [model for model in (self.model, reference) if isinstance(model, nn.Module)]
 
 
-class RingRewardTrainer(RingTrainerMixin, RewardTrainer, TokenCount):
+class RingRewardTrainer(RingTrainerMixin, RewardTrainer, TokenCount):  # pyright: ignore[reportIncompatibleMethodOverride]
     """RewardTrainer whose ranks share sequences; arguments beside its own, and errors, are those of `RingTrainerMixin`.
 
     The hidden states of the last layer are gathered over the ring, and every rank scores whole sequences.

@@ -26,7 +26,7 @@ def loop(folder: str, cp: int, fsdp: bool = False, resumed: bool = False) -> Any
         if fsdp:
             PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
         replicas = world_size // max(cp, 1)
-        accelerator = Accelerator(
+        accelerator: Any = Accelerator(
             cpu=True,
             gradient_accumulation_steps=2 // replicas,
             fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")

@@ -29,7 +29,7 @@ SMOOTHED = {"label_smoothing_factor": 0.1, "include_num_input_tokens_seen": "all
 SMOOTHED |= {"train_sampling_strategy": "group_by_length"} if FIVE else {"group_by_length": True}
 
 
-def samples(length: int | None = None) -> list[dict[str, list[int]]]:
+def samples(length: int | None = None) -> Any:
     """Twelve documents, by default of different lengths; most labels of some count for nothing."""
     rows = []
     for index in range(12):

@@ -11,7 +11,7 @@ import torch
 import transformers
 from peft import LoraConfig, PromptTuningConfig
 from transformers import AutoConfig, AutoModelForSequenceClassification
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from ringattn.integrations.transformers import register
 from ringattn.integrations.trl import RingDPOTrainer, RingRewardTrainer, RingSFTTrainer
