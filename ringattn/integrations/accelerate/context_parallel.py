@@ -61,6 +61,7 @@ def context_parallel(
     ring: Ring | None = None,
     layout: str = "zigzag",
     shift_labels: bool = True,
+    pooling: bool = False,
     balance: dict[str, Any] | None = None,
 ) -> ContextParallel:
     """Let the processes of an Accelerator share sequences; every process calls it once, before `prepare` of what it returns.
@@ -69,8 +70,9 @@ def context_parallel(
         accelerator: Plain, with DDP, or with FSDP2.
         size: Number of consecutive processes that share a sequence; more processes are data parallel rings. Default: all.
         ring: The ranks that share a sequence, instead of a size.
-        layout: See `shard_batch`, as for the next two.
+        layout: See `shard_batch`, as for the next three.
         shift_labels: Whether models predict the next token; False for encoders.
+        pooling: Whether heads choose rows of the whole sequence.
         balance: The mask to balance for.
 
     Raises:
@@ -88,4 +90,5 @@ def context_parallel(
         raise ValueError(f"a ring must be given, or a size, got both, {size} and {ring!r}; drop one")
     if ring is None:
         ring = make_ring(accelerator.num_processes if size is None else size)
-    return ContextParallel(accelerator, ring, {"layout": layout, "shift_labels": shift_labels, "balance": balance})
+    options: dict[str, Any] = {"layout": layout, "shift_labels": shift_labels, "pooling": pooling, "balance": balance}
+    return ContextParallel(accelerator, ring, options)

@@ -198,7 +198,12 @@ class RingCollator:
     ) -> None:
         self.ring = ring
         self.collator = collator
-        self.options: dict[str, Any] = {"layout": layout, "shift_labels": shift_labels, "pooling": pooling, "balance": balance}
+        self.options: dict[str, Any] = {
+            "layout": layout,
+            "shift_labels": shift_labels,
+            "pooling": pooling,
+            "balance": balance,
+        }
         watch_models()  # workers of a DataLoader call shard_batch where the model is not
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:

@@ -33,6 +33,9 @@ else:
     _Base = object
 
 
+_OPTIONS = ("layout", "shift_labels", "pooling", "balance")
+
+
 class RingTrainerMixin(_Base):
     """Trainer whose ranks share sequences: all ranks of a ring read the same samples, and each computes its rows of them.
 
@@ -40,12 +43,10 @@ class RingTrainerMixin(_Base):
     metrics are those of whole sequences.
 
     Args:
-        args: As of the Trainer, as are kwargs. A `RingCollator` as data_collator stands for the ring and options in it.
+        args: Arguments of the Trainer. A `RingCollator` as data_collator stands for the ring and the options in it.
         ring: The ranks that share a sequence.
         context_parallel_size: Number of consecutive ranks that share a sequence, instead of a ring: the rings are then made here.
-        layout: See `shard_batch`, as for the next two.
-        shift_labels: Whether the model predicts the next token; False for encoders.
-        balance: The mask to balance for.
+        kwargs: `layout`, `shift_labels`, `pooling` and `balance` of `shard_batch`, and arguments of the Trainer.
 
     Raises:
         ValueError: No ring is given, or two; its ranks are not consecutive, or an option would weight the ranks wrongly; or
@@ -61,14 +62,7 @@ class RingTrainerMixin(_Base):
     """Whether the model computes the loss, which must then divide by num_items_in_batch."""
 
     def __init__(
-        self,
-        *args: Any,
-        ring: Ring | None = None,
-        context_parallel_size: int | None = None,
-        layout: str = "zigzag",
-        shift_labels: bool = True,
-        balance: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, *args: Any, ring: Ring | None = None, context_parallel_size: int | None = None, **kwargs: Any
     ) -> None:
         register()
         given = [*args, *kwargs.values()]
@@ -85,7 +79,7 @@ class RingTrainerMixin(_Base):
                 f"{type(self).__name__} must get its ring from one argument, got {' and '.join(named) or 'none'}; pass "
                 "context_parallel_size=N, or ring=Ring(...), or a RingCollator as data_collator"
             )
-        self._options: dict[str, Any] = {"layout": layout, "shift_labels": shift_labels, "balance": balance}
+        self._options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         if collator is not None:
             ring, self._options = collator.ring, collator.options
             args = tuple(collator.collator if x is collator else x for x in args)
@@ -173,7 +167,8 @@ class RingTrainerMixin(_Base):
             if count is None and "num_items_in_batch" in inputs:
                 # an evaluation, of which some releases count nothing; losses are multiplied by the number of processes
                 count = inputs["num_items_in_batch"] * self.args.world_size
-            num_items_in_batch = count
+            # a head that chooses rows has the whole loss on every rank
+            num_items_in_batch = None if self._options.get("pooling") else count
             if isinstance(self.label_smoother, ShiftedLabelSmoother):
                 scaled = self.model_accepts_loss_kwargs or not self.loss_by_model
                 self.label_smoother.num_items = count if scaled else inputs["num_items_in_batch"]
