@@ -18,6 +18,13 @@ ROWS = [
             ("GPT-OSS (sinks)", "gpt_oss"),
         )
     ),
+    ModelRow(
+        "Llama with a head that chooses a row (classification)",
+        "RingTrainer",
+        "tests/integrations/transformers/test_trainer_models.py::test_heads_that_choose_rows_make_the_steps_of_one_process",
+        kind="classifier",
+        advice="`pooling=True`",
+    ),
     *(
         ModelRow(model, stack, _TUNED, kind=kind, advice=advice)
         for model, stack, kind, advice in (
