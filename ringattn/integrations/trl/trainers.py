@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Trainer
 from trl import DPOTrainer, RewardTrainer, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
-from ringattn.integrations.transformers.trainer_mixin import RingTrainerMixin
+from ringattn.integrations.transformers.trainer import RingTrainerMixin
 
 
 class TokenCount(Trainer):
