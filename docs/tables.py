@@ -148,7 +148,20 @@ def moved() -> str:
     )
 
 
-TABLES = {"work": work, "kernels": kernels, "moved": moved}
+def models() -> str:
+    """Models by what people run them with: works, or refused, from the rows that the tests run."""
+    with patch.object(sys, "path", [str(HERE.parent), *sys.path]):
+        rows = importlib.import_module("tests.integrations.model_table").all_rows()
+    lines: list[list[object]] = []
+    for row in sorted(rows, key=lambda row: row.stack):
+        verdict = "refused" if row.refusal else "works"
+        lines.append(
+            [row.model, f"`{row.stack}`", verdict + (f" by `{row.upstream}`" if row.upstream else ""), row.advice]
+        )
+    return table(["my model", "run with", "", "do this"], lines)
+
+
+TABLES = {"work": work, "kernels": kernels, "moved": moved, "models": models}
 
 
 def fill(page: str) -> str:

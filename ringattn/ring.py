@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringattn.kernels.registry import resolve_impl
 from ringattn.plan.attention_spec import describe_record, parse
@@ -484,6 +484,15 @@ class Ring:
 def default_world_size() -> int:
     """Return the ranks of the default group; 1 when torch.distributed is not initialised."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def make_ring_of(size: int) -> Ring:
+    """Return the ring of this process; `size`, which divides the ranks of the default group, consecutive ones are a ring."""
+    ranks = default_world_size()
+    if size == ranks:
+        return Ring()
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    return Ring(init_device_mesh(device, (ranks // size, size), mesh_dim_names=("dp", "cp"))["cp"])
 
 
 def _with_index(device: torch.device | str) -> torch.device:

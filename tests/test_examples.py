@@ -56,6 +56,16 @@ def test_the_quickstart_runs_on_two_ranks() -> None:
     assert "rank 1 of 2: output (1, 500, 8, 64)" in printed
 
 
+@pytest.mark.parametrize(
+    ("example", "losses"),
+    [("trl_sft", [6.3177, 6.2645, 6.2718, 6.2538]), ("accelerate_loop", [5.0143, 3.7898, 3.1223, 2.8435])],
+)
+def test_two_ranks_print_the_losses_of_one_process(example: str, losses: list[float]) -> None:
+    first, second = run_on_ranks(example).splitlines()[-2:]
+    assert first == "2 process(es)"
+    assert [float(x) for x in second.rpartition(": ")[2].split()] == pytest.approx(losses, abs=2e-3)
+
+
 @pytest.mark.slow
 def test_the_swap_of_sdpa_equals_one_process() -> None:
     printed = run_on_ranks("sdpa")

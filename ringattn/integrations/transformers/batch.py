@@ -35,7 +35,18 @@ COMPARED = 2
 _ROWS = ("input_ids", "inputs_embeds", "token_type_ids")
 _KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "return_loss")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
-_HANDLED = ("labels", "shift_labels", "position_ids", "attention_mask", "max_length_q", "max_length_k", "use_cache")
+_HANDLED = (
+    *(
+        "labels",
+        "shift_labels",
+        "position_ids",
+        "attention_mask",
+        "max_length_q",
+        "max_length_k",
+        "use_cache",
+        "seq_idx",
+    ),
+)
 
 _compared: weakref.WeakKeyDictionary[Ring, int] = weakref.WeakKeyDictionary()
 
@@ -162,6 +173,10 @@ def shard_batch(
 class RingCollator:
     """Collator that returns this rank's shard of another collator's batch; for the DataLoader of any training loop.
 
+    Attributes:
+        ring: As given, as is `collator`.
+        options: The other arguments, by name.
+
     Args:
         collator: Makes whole batches.
         ring: The ranks that share the sequence.
@@ -182,14 +197,18 @@ class RingCollator:
         balance: dict[str, Any] | None = None,
     ) -> None:
         self.ring = ring
-        self._collator = collator
-        self._layout = layout
-        self._options: dict[str, Any] = {"shift_labels": shift_labels, "pooling": pooling, "balance": balance}
+        self.collator = collator
+        self.options: dict[str, Any] = {
+            "layout": layout,
+            "shift_labels": shift_labels,
+            "pooling": pooling,
+            "balance": balance,
+        }
         watch_models()  # workers of a DataLoader call shard_batch where the model is not
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
         """Return this rank's shard of the batch of these samples."""
-        return shard_batch(self._collator(features), self.ring, self._layout, **self._options)
+        return shard_batch(self.collator(features), self.ring, **self.options)
 
 
 def _check_entries(batch: Mapping[str, Any]) -> None:
@@ -239,7 +258,7 @@ def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tu
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         documents = read_cumulative(cu_seq_lens_q, cu_seq_lens_k, n)
     elif positions is None:
-        return None
+        documents = None
     elif mask is None:
         return read_documents(positions)
     else:
@@ -249,6 +268,13 @@ def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tu
             raise ValueError(
                 "position_ids must go on by one where there is an attention_mask, got some that restart; leave attention_mask "
                 "out of packed batches"
+            )
+    seq_idx = batch.get("seq_idx")
+    if seq_idx is not None:
+        edges = (0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), n)
+        if edges != (documents or (0, n)):
+            raise ValueError(
+                f"seq_idx must change where documents begin, {documents or (0, n)}, got {edges}; leave it out"
             )
     if documents is not None and mask is not None and not bool(mask.all()):
         raise ValueError("packed documents must come without padding, got an attention_mask with some; leave it out")

@@ -250,15 +250,15 @@ def _reads_num_layers(kind: type[nn.Module]) -> bool:
     return code is None or "num_hidden_layers" in code.co_names
 
 
+def _prompt_learning(trainer: Any) -> str | None:
+    adapters = getattr(trainer.model, "peft_config", None) or {}
+    return next((type(x).__name__ for x in adapters.values() if getattr(x, "is_prompt_learning", False)), None)
+
+
 def _cached_already(call: GenerateCall) -> int | None:
     length = call.new_sequences
     return length if call.cached and length is not None and length <= call.cached else None
 
-
-_SEES_SHARD = (
-    "{name} must be left out: it would see this rank's rows, with labels that are shifted already; evaluate with the loss, or on "
-    "one process"
-)
 
 TABLE = (
     # a config, where ranks share a sequence or use a RingCache
@@ -410,15 +410,26 @@ TABLE = (
         "average_tokens_across_devices must be True, got {got}: ranks of a ring see different numbers of labels",
         ValueError,
     ),
-    *(
-        Unsupported("trainer", find, _SEES_SHARD.replace("{name}", name))
-        for name, find in (
-            ("compute_metrics", lambda trainer: trainer.compute_metrics),
-            ("compute_loss_func", lambda trainer: trainer.compute_loss_func),
-            ("label_smoothing_factor", lambda trainer: trainer.args.label_smoothing_factor or None),
-        )
+    Unsupported(
+        "trainer",
+        _option("compute_loss_func"),
+        "compute_loss_func must be left out: it would see this rank's rows, with labels that are shifted already; subclass the "
+        "trainer and override compute_loss, whose inputs are whole",
     ),
-    # the TrainingArguments of a RingTrainer whose ring has several ranks
+    # a RingTrainer whose ring has several ranks
+    Unsupported(
+        "shared trainer",
+        _option("aux_loss_enabled"),
+        "router_aux_loss_coef must be 0.0 where ranks share a sequence: the loss that balances experts would be of each rank's "
+        "tokens alone; pass router_aux_loss_coef=0.0 in the arguments",
+    ),
+    Unsupported(
+        "shared trainer",
+        _prompt_learning,
+        "adapters must not add tokens where ranks share a sequence, got {got}, whose virtual tokens every rank would put before "
+        "its rows; use LoraConfig, or another adapter of layers",
+    ),
+    # its TrainingArguments
     Unsupported(
         "shared training",
         _option("train_sampling_strategy", lambda value: value == "batch_rebalance"),  # of 5.x
@@ -433,9 +444,18 @@ TABLE = (
     ),
     Unsupported(
         "shared training",
-        _option("include_num_input_tokens_seen", lambda value: value == "non_padding"),
-        "include_num_input_tokens_seen must be 'all' or 'no' where ranks share a sequence, got {got!r}, for which every rank "
-        "counts the attention_mask of the whole; use 'all'",
+        _option("precompute_ref_log_probs"),
+        "precompute_ref_log_probs must be False where ranks share a sequence, got {got}: it runs the model before the ring is "
+        "there; leave it out, and the reference is computed in each step",
+    ),
+    *(
+        Unsupported(
+            "shared training",
+            _option(name),
+            f"{name} must be False where ranks share a sequence, got {{got}}: predictions of a ring would be gathered from each "
+            "of its ranks; leave it out",
+        )
+        for name in ("eval_use_gather_object", "use_legacy_prediction_loop")
     ),
 )
 

@@ -1,60 +1,121 @@
-"""`transformers.Trainer` with context parallelism: only its data loading and the mean of reported losses change."""
+"""Context parallelism for `transformers.Trainer` and classes derived from it: one mixin, which goes before them in the bases.
+
+Every rank of a ring reads whole batches. They are sharded where the loss is computed, so Trainer counts, logs and evaluates as on
+one process. Only public methods and attributes of Trainer are overridden.
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from accelerate.data_loader import BatchSamplerShard
+from accelerate import PartialState
+from accelerate.utils import DynamoBackend, recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
-from ringattn.integrations.transformers import NAME
+from ringattn.integrations.accelerate.processes import check_parallelism, make_ring, replica_of, share_batches
+from ringattn.integrations.transformers import register
 from ringattn.integrations.transformers.attention import num_attention_calls
-from ringattn.integrations.transformers.batch import RingCollator
+from ringattn.integrations.transformers.batch import RingCollator, shard_batch
 from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
+from ringattn.integrations.transformers.sharded_calls import shard_calls
 from ringattn.integrations.transformers.support import check_supported
+from ringattn.integrations.transformers.trainer_parts import ShiftedLabelSmoother, TokensSeen, unattended
+from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 
+_Base = Trainer if TYPE_CHECKING else object
 
-class RingTrainer(Trainer):
-    """Trainer whose `data_collator` is a `RingCollator`: all ranks of its ring read the same samples, each its rows of them.
 
-    With more ranks than the ring has, rings are data parallel replicas. Ranks of a ring must be consecutive, as in the innermost
-    dimension of a device mesh. Losses, of training and evaluation, are those of whole sequences.
+_OPTIONS = ("layout", "shift_labels", "pooling", "balance")
+
+
+class RingTrainerMixin(_Base):
+    """Trainer whose ranks share sequences: all ranks of a ring read the same samples, and each computes its rows of them.
+
+    With more ranks than the ring has, rings are data parallel replicas. Ranks of a ring must be consecutive. Losses, gradients and
+    metrics are those of whole sequences.
+
+    Args:
+        args: Arguments of the Trainer. A `RingCollator` as data_collator stands for the ring and the options in it.
+        ring: The ranks that share a sequence.
+        context_parallel_size: Number of consecutive ranks that share a sequence, instead of a ring: the rings are then made here.
+        kwargs: `layout`, `shift_labels`, `pooling` and `balance` of `shard_batch`, and arguments of the Trainer.
 
     Raises:
-        ValueError: The collator is not a RingCollator, the ranks of the ring are not consecutive, or an option would weight the
-            ranks wrongly; or another rank of the ring failed to make its RingTrainer, or makes one for another model. In use:
-            a sequence is longer than the learned positions, or rings cannot share the samples of an evaluation evenly.
-        NotImplementedError: An option would see labels of a shard; the message names it. At the first batch: the model averages
-            the loss over the labels of a shard. When data is loaded: a dataset has no length.
+        ValueError: No ring is given, or two; its ranks are not consecutive, or an option would weight the ranks wrongly; or
+            another rank of the ring failed to make its trainer, or makes one for another model. In use: a sequence is longer than
+            the learned positions, or rings cannot share the samples of an evaluation evenly.
+        NotImplementedError: An option is not supported among ranks that share a sequence; the message names it. At the first
+            batch: the model averages the loss over the labels of a shard. When data is loaded: a dataset has no length.
         RuntimeError: In training: the model did not attend with ringattn.
-
-    Example:
-        >>> collator = RingCollator(default_data_collator, ring)  # doctest: +SKIP
-        >>> RingTrainer(model, args, data_collator=collator, train_dataset=dataset).train()  # doctest: +SKIP
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        collator = self.data_collator
-        if not isinstance(collator, RingCollator):
+    accelerator: Any
+    loss_by_model: ClassVar[bool] = True
+    """Whether the model computes the loss, which must then divide by num_items_in_batch."""
+
+    def __init__(
+        self, *args: Any, ring: Ring | None = None, context_parallel_size: int | None = None, **kwargs: Any
+    ) -> None:
+        register()
+        given = [*args, *kwargs.values()]
+        arguments = next((x for x in given if isinstance(x, TrainingArguments)), None)
+        # the environment of a launcher, read here, starts the process group
+        _ = PartialState() if arguments is None else arguments.device
+        instead = f"context_parallel_size={{size}} to {type(self).__name__}"
+        check_parallelism(getattr(arguments, "parallelism_config", None), instead)
+        collator = next((x for x in given if isinstance(x, RingCollator)), None)
+        sources = {"ring": ring, "context_parallel_size": context_parallel_size, "a RingCollator": collator}
+        named = [name for name, x in sources.items() if x is not None]
+        if len(named) != 1:
             raise ValueError(
-                f"data_collator must be a RingCollator, got {type(collator).__name__}; wrap it: RingCollator(collator, ring)"
+                f"{type(self).__name__} must get its ring from one argument, got {' and '.join(named) or 'none'}; pass "
+                "context_parallel_size=N, or ring=Ring(...), or a RingCollator as data_collator"
             )
-        self.ring = collator.ring
-        self._max_positions = max_learned_positions(self.model)
-        self._loss_checked = False
+        self._options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        if collator is not None:
+            ring, self._options = collator.ring, collator.options
+            args = tuple(collator.collator if x is collator else x for x in args)
+            kwargs = {name: collator.collator if x is collator else x for name, x in kwargs.items()}
+        self.ring = make_ring(context_parallel_size or 1) if ring is None else ring
+        self._loss_checked = self.ring.world_size == 1 or not self.loss_by_model
+        self._sharding: Sharding | None = None
+        self._last_samples: int | None = None
+        # ranks wait for each other where models are wrapped, also for one whose options were refused
         with self.ring.propagate_errors():
-            if self.ring.world_size > 1:
-                check_supported(self.args, "shared training")
-            _replica_of(self.ring, self.args.world_size, self.args.process_index)
+            if self.ring.world_size > 1 and arguments is not None:
+                check_supported(arguments, "shared training")
+            super().__init__(*args, **kwargs)
+            replica_of(self.ring, self.args.world_size, self.args.process_index)
             check_supported(self, "trainer")
-        # ranks wait for each other when the model is wrapped, and would for one whose options were refused
+            if self.ring.world_size > 1:
+                check_supported(self, "shared trainer")
         self.ring.assert_equal_across_ranks("the model of a RingTrainer", type(self.model).__name__)
+        self._max_positions = max_learned_positions(self.model)
+        if self.label_smoother is not None:
+            self.label_smoother = ShiftedLabelSmoother(self.args.label_smoothing_factor)
+        self.add_callback(TokensSeen(self.ring.world_size))
+        self._whole_outputs = [shard_calls(module, self.shard) for module in self.modules_with_whole_outputs()]
+
+    def modules_with_whole_outputs(self) -> list[nn.Module]:
+        """Return the modules whose outputs the loss needs whole; none where the loss is a sum over tokens of each rank."""
+        return []
+
+    def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's rows of a whole batch, as `shard_batch` does; raise when a model has not learned so many positions."""
+        part = shard_batch(batch, self.ring, **self._options)
+        self._sharding = part["sharding"]
+        longest = max(rank_end_positions(part["sharding"]), default=0)
+        if self._max_positions is not None and longest > self._max_positions:
+            raise ValueError(
+                f"sequences must be of at most {self._max_positions} tokens, the positions that {type(self.model).__name__} "
+                f"has learned, got one of {longest}; cut them, or train a model with rotary positions"
+            )
+        return part
 
     def get_train_dataloader(self) -> DataLoader:
         """Return Trainer's, with the same samples and worker seeds on all ranks of a ring."""
@@ -71,58 +132,90 @@ class RingTrainer(Trainer):
         return self._share(super().get_eval_dataloader(eval_dataset), evenly=True)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Return Trainer's, with the same samples on all ranks of a ring; several rings must be able to share them evenly."""
+        """Return Trainer's, as `get_eval_dataloader` does."""
         return self._share(super().get_test_dataloader(test_dataset), evenly=True)
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the samples of a step: those of all rings."""
+        return super().get_total_train_batch_size(args) // self.ring.world_size
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return this rank's share of Trainer's count."""
+        return super().floating_point_ops(inputs) // self.ring.world_size
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Run Trainer's."""
+        self._keep_all_ranks()
+        return super().training_step(*args, **kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute Trainer's loss; raise for a model that attends to the rows of its rank only, or averages the loss over them."""
-        sharding = inputs.get("sharding")
-        if self._max_positions is not None and sharding is not None:
-            longest = max(rank_end_positions(sharding), default=0)
-            if longest > self._max_positions:
-                raise ValueError(
-                    f"sequences must be of at most {self._max_positions} tokens, the positions that {type(self.model).__name__} "
-                    f"has learned, got one of {longest}; cut them, or train a model with rotary positions"
-                )
-        if not self._loss_checked and self.ring.world_size > 1 and "num_items_in_batch" in inputs:
-            self._check_count(model, inputs, num_items_in_batch)
+        """Compute Trainer's loss of this rank's rows, or of whole outputs; raise for a model that does not attend with ringattn.
+
+        Outputs, if wanted, are those of this rank's rows.
+        """
+        if not self._whole_outputs:
+            count = num_items_in_batch
+            if "sharding" not in inputs:
+                inputs = self.shard(inputs)
+                # every rank of a ring has counted all labels of the ring
+                count = None if count is None else count / self.ring.world_size
+            if count is None and "num_items_in_batch" in inputs:
+                # an evaluation, of which some releases count nothing; losses are multiplied by the number of processes
+                count = inputs["num_items_in_batch"] * self.args.world_size
+            # a head that chooses rows has the whole loss on every rank
+            num_items_in_batch = None if self._options.get("pooling") else count
+            if isinstance(self.label_smoother, ShiftedLabelSmoother):
+                scaled = self.model_accepts_loss_kwargs or not self.loss_by_model
+                self.label_smoother.num_items = count if scaled else inputs["num_items_in_batch"]
+            elif not self._loss_checked and "num_items_in_batch" in inputs:
+                self._check_count(model, inputs, count)
         before = num_attention_calls()
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if num_attention_calls() == before and not self.args.torch_compile:
-            whole: Any = self.model
-            config = getattr(whole, "config", None)
-            if getattr(config, "_attn_implementation", None) == NAME:
-                raise RuntimeError(
-                    f"the model must attend with ringattn, got {type(whole).__name__}, which takes the name and attends "
-                    "by itself, or not at all; train this model on one process, with a Trainer"
-                )
-            raise RuntimeError(
-                "the model must attend with ringattn, got one that did not; make it with attn_implementation='ringattn', or call "
-                "model.set_attn_implementation('ringattn')"
-            )
+        if num_attention_calls() == before and self.accelerator.state.dynamo_plugin.backend is DynamoBackend.NO:
+            raise unattended(self.model)  # compiled code hides its calls
         return result
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Run Trainer's; the loss is that of whole sequences, on every rank. Raises for logits where ranks share a sequence."""
-        if not prediction_loss_only and self.ring.world_size > 1:
-            error = NotImplementedError(
-                "prediction_loss_only must be True where ranks share a sequence, got False: logits and labels would be those of "
-                "shards, each in the order of its rows; set args.prediction_loss_only = True, or predict on one process"
-            )
-            self.ring.raise_on_all_ranks(error)
-        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if loss is not None and self.ring.world_size > 1:
-            shares = self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)
-            loss = torch.stack(shares).mean()
-            state = self.accelerator.gradient_state
-            if state.active_dataloader is not None and state.end_of_dataloader and state.remainder > 0:
-                # accelerate keeps so many losses of a short last batch: each rank of the ring reports all of it
-                state.active_dataloader.remainder *= self.ring.world_size
-        return loss, logits, labels
+        """Run Trainer's; loss, logits and labels are those of whole sequences, on every rank of a ring."""
+        self._keep_all_ranks()
+        if self._whole_outputs:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        # here already: Trainer calls a model whose labels it does not know without compute_loss
+        part = self.shard(inputs)
+        loss, logits, labels = super().prediction_step(model, part, prediction_loss_only, ignore_keys)
+        if loss is not None:
+            loss = torch.stack(self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)).mean()
+        logits = None if logits is None else recursively_apply(self._unshard, logits)
+        return loss, logits, None if labels is None else inputs["labels"]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Run Trainer's, which gathers the predictions of one rank of each ring."""
+        if self.ring.world_size > 1:
+            self.gather_function = self._gather_rings
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _gather_rings(self, data: Any, **_: Any) -> Any:
+        """Return the predictions of all rings, in the order of samples; each rank of a ring has the same."""
+
+        def gather(x: Tensor) -> Tensor:
+            every = self.accelerator.gather(x).view(-1, self.ring.world_size, *x.shape)
+            return every[:, 0].flatten(0, 1)[: self._last_samples]
+
+        return recursively_apply(gather, data)
+
+    def _unshard(self, x: Tensor) -> Tensor:
+        assert self._sharding is not None, "the loss of the batch was computed"
+        return self._sharding.unshard(x, dim=1) if x.dim() > 2 and x.shape[1] == self._sharding.shard_len else x
+
+    def _keep_all_ranks(self) -> None:
+        """Let `gather_for_metrics` keep what each rank has of a short last batch, which is not padded with other samples."""
+        self._last_samples, state = None, self.accelerator.gradient_state
+        if self.ring.world_size > 1 and state.end_of_dataloader and state.remainder > 0:
+            self._last_samples, state.active_dataloader.remainder = state.remainder, 0
 
     def _check_count(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> None:
         """Raise unless the model divides its loss by the labels of all ranks (Note [Loss of a shard] of batch.py).
@@ -130,17 +223,15 @@ class RingTrainer(Trainer):
         Many models accept num_items_in_batch and ignore it: encoders, and token classifiers. So the first batch is tried with
         twice the number, for which the loss must be half as large.
         """
-        losses = []
+        tried = []
         for times in (1, 2):
-            tried = {**inputs, "num_items_in_batch": times * inputs["num_items_in_batch"]}
-            number = None if num_items_in_batch is None else times * num_items_in_batch
-            devices = [self.args.device] if self.args.device.type == "cuda" else []
+            more = {**inputs, "num_items_in_batch": times * inputs["num_items_in_batch"]}
             # the dropout of training stays the same without a trial
-            with torch.no_grad(), torch.random.fork_rng(devices):
-                loss: Any = super().compute_loss(model, tried, num_items_in_batch=number)
-                losses.append(float(loss))
+            with torch.no_grad(), torch.random.fork_rng([self.args.device] if self.args.device.type == "cuda" else []):
+                loss: Any = super().compute_loss(model, more, num_items_in_batch=times * num_items_in_batch)
+                tried.append(float(loss))
         # a rank without labels has a loss of 0, and passes
-        halved = not abs(losses[0] - 2 * losses[1]) > abs(losses[0]) / 4
+        halved = not abs(tried[0] - 2 * tried[1]) > abs(tried[0]) / 4
         if not self.ring.all_reduce_min(int(halved)):
             raise NotImplementedError(
                 "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of "
@@ -153,44 +244,9 @@ class RingTrainer(Trainer):
         return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, evenly=evenly)
 
 
-def share_batches(
-    dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, evenly: bool = False
-) -> DataLoader:
-    """Let the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made, changed in place.
+class RingTrainer(RingTrainerMixin, Trainer):
+    """Trainer whose ranks share sequences; arguments, beside Trainer's own, and errors are those of `RingTrainerMixin`.
 
-    Batches are then distributed over rings instead of processes. `evenly` refuses samples that several rings cannot share evenly,
-    some of which accelerate would read twice.
+    Example:
+        >>> RingTrainer(model, args, train_dataset=dataset, context_parallel_size=2).train()  # doctest: +SKIP
     """
-    replicas, index = _replica_of(ring, world_size, process_index)
-    if world_size == 1 or ring.world_size == 1:
-        return dataloader
-    sampler = getattr(dataloader, "batch_sampler", None)
-    if not isinstance(sampler, BatchSamplerShard):
-        raise NotImplementedError(
-            f"a dataset must have a length and be read by every rank, got batches from {type(sampler).__name__}; pass one with "
-            "__len__ and __getitem__, and leave dispatch_batches out"
-        )
-    sampler.num_processes, sampler.process_index = replicas, index
-    if replicas == 1:
-        # a last batch that is short is then read as one process reads it
-        sampler.even_batches = False
-    elif evenly:
-        samples = len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
-        if left := len(sampler.batch_sampler) % replicas or samples % (sampler.batch_size or 1):
-            raise ValueError(
-                f"samples to evaluate must be full batches for each of {replicas} rings, got {samples} in batches of "
-                f"{sampler.batch_size} with {left} left over; drop those, or evaluate with one ring"
-            )
-    return dataloader
-
-
-def _replica_of(ring: Ring, world_size: int, process_index: int) -> tuple[int, int]:
-    """Return the number of rings, and the index of this one."""
-    replicas, rest = divmod(world_size, ring.world_size)
-    index, rank = divmod(process_index, ring.world_size)
-    if rest or rank != ring.rank:
-        raise ValueError(
-            f"a ring must be of consecutive processes that divide all of them, got {ring.world_size} of {world_size} and process "
-            f"{process_index} as its rank {ring.rank}; make it of the innermost dimension of a device mesh"
-        )
-    return replicas, index

@@ -68,7 +68,9 @@ def run_loop(folder: str) -> torch.Tensor:
     """The first two blocks, which need no Trainer, on ranks."""
     names: dict[str, Any] = {"name": folder, "batch": {"input_ids": tokens(21), "labels": tokens(21)}}
     exec(
-        compile(program().split("from ringattn.integrations.transformers import RingCollator")[0], "page", "exec"),
+        compile(
+            program().split("from ringattn.integrations.transformers.trainer import RingTrainer")[0], "page", "exec"
+        ),
         names,
     )
     return names["logits"].detach()

@@ -449,7 +449,12 @@ def test_asking_a_model_for_attention_weights_is_refused() -> None:
         ({"position_ids": [[1, 2]]}, ValueError, "position_ids must be a tensor, got list"),
         ({"pixel_mask": torch.ones(1, 3, 4, 4)}, NotImplementedError, r"got \['pixel_mask'\] too"),
         ({"past_key_values": object()}, NotImplementedError, r"got \['past_key_values'\] too"),
-        ({"seq_idx": torch.zeros(2, 8)}, NotImplementedError, r"got \['seq_idx'\] too"),
+        ({"seq_ids": torch.zeros(2, 8)}, NotImplementedError, r"got \['seq_ids'\] too"),
+        (
+            {"seq_idx": torch.arange(8)[None] // 4},
+            ValueError,
+            r"seq_idx must change where documents begin, \(0, 8\), got \(0, 4, 8\)",
+        ),
         ({"labels": torch.zeros(2)}, ValueError, r"labels must have the shape of the tokens, \(2, 8\), got \(2,\)"),
         ({"attention_mask": torch.ones(2, 1, 8, 8)}, ValueError, "attention_mask must have the shape of the tokens"),
         ({"attention_mask": {"full_attention": None}}, NotImplementedError, "attention_mask must be a tensor"),

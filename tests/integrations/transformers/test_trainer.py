@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.data_loader import BatchSamplerShard
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import BatchSampler, Dataset, IterableDataset
@@ -22,6 +20,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from ringattn import Ring
 from ringattn.integrations.transformers import RingCollator, register
 from ringattn.integrations.transformers.trainer import RingTrainer
+from tests.integrations.processes import processes
 from tests.integrations.transformers.models import make, tokens
 from tests.support.pool import Pools
 
@@ -65,23 +64,6 @@ def arguments(folder: str, **options: Any) -> TrainingArguments:
         "remove_unused_columns": False,
     }
     return TrainingArguments(**{**settings, **options})
-
-
-@contextlib.contextmanager
-def processes() -> Iterator[int]:
-    """Inside, accelerate finds the process's place as it does under torchrun; how many there are."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    places = {"RANK": dist.get_rank() if world_size > 1 else 0, "WORLD_SIZE": world_size, "MASTER_PORT": 1}
-    places |= {"LOCAL_RANK": places["RANK"], "LOCAL_WORLD_SIZE": world_size}
-    names = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in places.items()}}
-    os.environ |= names if world_size > 1 else {}
-    try:
-        yield world_size
-    finally:
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
-        for name in names:
-            os.environ.pop(name, None)
 
 
 def train(
@@ -167,19 +149,49 @@ def build(
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (
-            {"collator": DataCollatorWithFlattening()},
-            "data_collator must be a RingCollator, got DataCollatorWithFlattening",
-        ),
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices must be True"),
-        ({"compute_metrics": len}, "compute_metrics must be left out"),
         ({"compute_loss_func": len}, "compute_loss_func must be left out"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor must be left out"),
     ],
 )
 def test_options_that_would_see_a_shard_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
     with pytest.raises((ValueError, NotImplementedError), match=match):
         build(str(tmp_path), **options)
+
+
+def construct(folder: str, **options: Any) -> RingTrainer:
+    """A trainer with the arguments of Trainer alone."""
+    given = {name: options.pop(name) for name in ("ring", "context_parallel_size", "data_collator") if name in options}
+    args = arguments(folder, eval_strategy="no", **options)
+    return RingTrainer(make("llama", "ringattn", torch.float32), args, **given)
+
+
+def test_a_trainer_gets_its_ring_from_one_argument(tmp_path: Path) -> None:
+    ring = Ring()
+    with pytest.raises(ValueError, match="RingTrainer must get its ring from one argument, got none"):
+        construct(str(tmp_path))
+    with pytest.raises(ValueError, match="got ring and a RingCollator"):
+        construct(str(tmp_path), ring=ring, data_collator=RingCollator(DataCollatorWithFlattening(), ring))
+    with pytest.raises(ValueError, match="context_parallel_size must divide the number of processes, 1, got 2"):
+        construct(str(tmp_path), context_parallel_size=2)
+    assert construct(str(tmp_path), context_parallel_size=1).ring.world_size == 1
+    assert construct(str(tmp_path), ring=ring).ring is ring
+
+
+def test_context_parallelism_of_accelerate_is_refused_with_the_argument_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = r"parallelism_config must leave cp_size at 1, got 2: .* pass context_parallel_size=2 to RingTrainer$"
+    with pytest.raises(NotImplementedError, match=told):
+        construct(str(tmp_path), context_parallel_size=1, parallelism_config=ParallelismConfig(cp_size=2))
+    # as `accelerate launch` passes it on
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    with pytest.raises(NotImplementedError, match=told):
+        construct(str(tmp_path), context_parallel_size=1)
+    monkeypatch.delenv("PARALLELISM_CONFIG_CP_SIZE")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "4")
+    with pytest.raises(NotImplementedError, match="must leave tp_size at 1, got 4: layers would be split"):
+        construct(str(tmp_path), context_parallel_size=1)
 
 
 def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path) -> None:
@@ -301,7 +313,7 @@ def build_shared(folder: str, name: str, value: Any) -> str:
     [
         pytest.param("train_sampling_strategy", "batch_rebalance", marks=pytest.mark.skipif(not FIVE, reason="of 5.x")),
         ("neftune_noise_alpha", 5.0),
-        ("include_num_input_tokens_seen", "non_padding"),
+        ("eval_use_gather_object", True),
     ],
 )
 def test_options_that_would_see_a_shard_as_a_batch_are_refused(
@@ -315,7 +327,7 @@ def test_options_that_would_see_a_shard_as_a_batch_are_refused(
 
 def build_alone(folder: str) -> str:
     """Errors of a rank where rank 1 alone passes an unsupported option."""
-    wrong: dict[str, Any] = {"label_smoothing_factor": 0.1} if dist.get_rank() else {}
+    wrong: dict[str, Any] = {"compute_loss_func": len} if dist.get_rank() else {}
     with processes():
         try:
             build(folder, **wrong)
@@ -328,29 +340,37 @@ def build_alone(folder: str) -> str:
 def test_an_option_that_one_rank_alone_is_refused_is_an_error_on_all(pool: Pools, tmp_path: Path) -> None:
     """The others would wait for it where models are wrapped."""
     for told in pool(2).run(build_alone, str(tmp_path)):
-        assert "label_smoothing_factor must be left out" in told
+        assert "compute_loss_func must be left out" in told
 
 
-def predict(folder: str) -> tuple[float, str]:
-    """The loss of samples, and what comes of asking for their logits."""
+def whole_rows(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Tokens without labels, one sample per row."""
+    most = max(len(sample["input_ids"]) for sample in batch)
+    ids = [sample["input_ids"] + [0] * (most - len(sample["input_ids"])) for sample in batch]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(ids).ne(0)}
+
+
+def predict(folder: str, labelled: bool) -> tuple[dict[str, float], Any, Any]:
+    """The loss, the logits and the labels of samples, of different lengths in rows of a batch."""
     with processes():
-        trainer = build(folder)
-        loss = (trainer.predict(Samples()).metrics or {})["test_loss"]
-        trainer.args.prediction_loss_only = False
-        try:
-            found: Any = trainer.predict(Samples()).predictions
-            return loss, str(found.shape)
-        except NotImplementedError as error:
-            return loss, str(error)
+        collator = RingCollator(DataCollatorWithFlattening() if labelled else whole_rows, Ring())
+        found = build(folder, collator, prediction_loss_only=False).predict(Samples())
+        losses = {name: x for name, x in (found.metrics or {}).items() if name.endswith("_loss")}
+        return losses, found.predictions, found.label_ids
 
 
 @pytest.mark.dist
-def test_logits_of_shards_are_not_returned_as_predictions(pool: Pools, tmp_path: Path) -> None:
-    expected, shape = predict(str(tmp_path))
-    assert shape.endswith(", 61)"), "one rank has whole sequences"
-    for loss, told in pool(2).run(predict, str(tmp_path)):
-        assert loss == pytest.approx(expected, rel=1e-4)
-        assert told.startswith("prediction_loss_only must be True where ranks share a sequence, got False")
+@pytest.mark.parametrize("labelled", [True, False])
+def test_predictions_are_those_of_one_process(pool: Pools, tmp_path: Path, labelled: bool) -> None:
+    losses, logits, labels = predict(str(tmp_path), labelled)
+    assert logits.shape[-1] == 61
+    assert bool(losses) == (labels is not None) == labelled
+    for mine, found, wanted in pool(2).run(predict, str(tmp_path), labelled):
+        assert mine == pytest.approx(losses, rel=1e-4)
+        assert not labelled or (wanted == labels).all()
+        # rows that are padded are not those of any token
+        seen = torch.tensor(logits) != -100
+        torch.testing.assert_close(torch.tensor(found)[seen], torch.tensor(logits)[seen])
 
 
 class _Place:
@@ -363,7 +383,7 @@ class _Place:
 def test_data_that_not_every_rank_reads_by_index_is_refused() -> None:
     from torch.utils.data import DataLoader
 
-    from ringattn.integrations.transformers.trainer import share_batches
+    from ringattn.integrations.accelerate.processes import share_batches
 
     ring: Any = _Place(1, 2)
     with pytest.raises(NotImplementedError, match="a dataset must have a length and be read by every rank"):

@@ -1,0 +1,5 @@
+"""Trainers of TRL whose ranks share sequences by ring attention: change the import, and pass `context_parallel_size`."""
+
+from ringattn.integrations.trl.trainers import RingDPOTrainer, RingRewardTrainer, RingSFTTrainer
+
+__all__ = ["RingDPOTrainer", "RingRewardTrainer", "RingSFTTrainer"]

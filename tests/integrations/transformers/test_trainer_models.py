@@ -1,0 +1,195 @@
+"""RingTrainer makes the steps that one process makes: loss, norm of gradients, weights, with the options that people set."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    DataCollatorWithFlattening,
+    EvalPrediction,
+    Trainer,
+    TrainingArguments,
+)
+
+from ringattn.integrations.transformers import register
+from ringattn.integrations.transformers.trainer import RingTrainer
+from tests.integrations.model_table import ModelRow, works
+from tests.integrations.processes import assert_same, enable_fsdp, outcome, processes, settings
+from tests.integrations.trainer_rows import ROWS
+from tests.integrations.transformers.models import CONFIGS, make, tokens
+from tests.support.pool import Pools
+
+FIVE = transformers.__version__.startswith("5.")
+OF_FIVE = pytest.mark.skipif(
+    not FIVE, reason="accelerate wants a GPU for FSDP of 4.57, which sums smoothed losses of batches"
+)
+FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
+SMOOTHED = {"label_smoothing_factor": 0.1, "include_num_input_tokens_seen": "all"}
+SMOOTHED |= {"train_sampling_strategy": "group_by_length"} if FIVE else {"group_by_length": True}
+
+
+def samples(length: int | None = None) -> Any:
+    """Twelve documents, by default of different lengths; most labels of some count for nothing."""
+    rows = []
+    for index in range(12):
+        ids = tokens(length or 6 + 5 * index % 13, seed=index)[0].tolist()
+        labels = [-100 if index % 3 == 0 and i > 4 else x for i, x in enumerate(ids)]
+        # what is not predicted counts on 4.57 too
+        rows.append({"input_ids": ids, "labels": [-100, *labels[1:]]})
+    return rows
+
+
+def pad(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """A batch of one sample per row."""
+    fills = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    rows = [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in batch]
+    most = max(len(row["input_ids"]) for row in rows)
+    return {
+        name: torch.tensor([row[name] + [fill] * (most - len(row[name])) for row in rows])
+        for name, fill in fills.items()
+    }
+
+
+def accuracy(found: EvalPrediction) -> dict[str, float]:
+    """Which depends on the order of samples and tokens, and on how often each is there."""
+    logits: Any = found.predictions
+    labels: Any = found.label_ids
+    logits, labels = logits[:, :-1], labels[:, 1:]
+    seen = labels != -100
+    right = (logits.argmax(-1) == labels) & seen
+    places = np.arange(labels.size).reshape(labels.shape)
+    return {
+        "accuracy": right.sum() / seen.sum(),
+        "places": (places * seen).sum() / 1e4,
+        "sum": logits[seen].sum() / 1e3,
+    }
+
+
+def train(folder: str, kind: str, cp: int, checkpoint: str | None = None, **options: Any) -> Any:
+    """The outcome of ten steps: of Trainer with cp 0, of RingTrainer otherwise."""
+    chosen = "sdpa" if kind != "gpt_oss" else "eager"
+    with processes() as world_size:
+        replicas = world_size // max(cp, 1)
+        args = TrainingArguments(**settings(folder, gradient_accumulation_steps=2 // replicas, **options))
+        if options.get("fsdp") and world_size > 1:
+            enable_fsdp(args)
+        model = make(kind, "ringattn" if cp else chosen, torch.float32, use_cache=False)
+        start = {name: x.detach().clone() for name, x in model.named_parameters()}
+        more: dict[str, Any] = {"context_parallel_size": cp} if cp else {}
+        trainer = (RingTrainer if cp else Trainer)(
+            model=model,
+            args=args,
+            # transformers lets packed documents of GPT-OSS see each other
+            data_collator=pad if kind == "gpt_oss" or options.get("eval_strategy") else DataCollatorWithFlattening(),
+            # compiled code is made again for each length
+            train_dataset=samples(9 if options.get("torch_compile") else None),
+            eval_dataset=samples(),
+            compute_metrics=accuracy if options.get("eval_strategy") else None,
+            **more,
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return outcome(trainer, start)
+
+
+@functools.cache
+def expected(kind: str, *options: tuple[str, Any]) -> Any:
+    return train("unused", kind, 0, **dict(options))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("row", [row for row in works(ROWS, "RingTrainer") if row.kind in CONFIGS], ids=str)
+@pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 2), (4, 4), pytest.param(4, 2, marks=OF_FIVE)])
+def test_ten_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
+    """On four ranks with a context parallel size of two, FSDP2 shards over all four."""
+    options = FSDP if cp < ranks else {}
+    found = pool(ranks).run(train, str(tmp_path), row.kind, cp, **options)
+    for mine in found:
+        assert_same(mine, expected(row.kind))
+
+
+@pytest.mark.dist
+def test_a_run_that_is_resumed_makes_the_steps_of_one_that_went_on(pool: Pools, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"include_num_input_tokens_seen": "all", "save_strategy": "steps", "save_steps": 5}
+    history, moved = train(str(tmp_path / "alone"), "llama", 0, **options)
+    pool(2).run(train, str(tmp_path), "llama", 2, **options)
+    resumed = pool(2).run(train, str(tmp_path), "llama", 2, checkpoint=str(tmp_path / "checkpoint-5"), **options)
+    for found, reached in resumed:
+        # the mean loss of a resumed run is that of its own steps
+        assert_same((found[:-1], reached), (history[:-1], moved))
+
+
+def weights(folder: str, precision: str, cp: int) -> dict[str, Tensor]:
+    return train(folder, "llama", cp, bf16=precision == "bf16")[1]
+
+
+@pytest.mark.dist
+def test_bf16_on_two_ranks_is_as_near_to_fp32_as_on_one(pool: Pools, tmp_path: Path) -> None:
+    exact, alone = (weights(str(tmp_path), precision, 0) for precision in ("fp32", "bf16"))
+    for found in pool(2).run(weights, str(tmp_path), "bf16", 2):
+        for name, x in exact.items():
+            assert 0 < (found[name] - x).norm() <= 2 * (alone[name] - x).norm(), name
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({**SMOOTHED, "gradient_checkpointing": True}, marks=OF_FIVE),
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+        {"eval_strategy": "steps", "eval_steps": 5, "per_device_eval_batch_size": 5},
+    ],
+    ids=["smoothed", "compiled", "evaluated"],
+)
+def test_options_change_ten_steps_as_on_one_process(pool: Pools, tmp_path: Path, options: dict[str, Any]) -> None:
+    alone = train(str(tmp_path), "llama", 0, **options)
+    for mine in pool(2).run(train, str(tmp_path), "llama", 2, **options):
+        assert_same(mine, alone)
+
+
+def label_texts(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """A batch of one sample per row, with a class each."""
+    return {**pad(batch), "labels": torch.tensor([sum(sample["input_ids"]) % 3 for sample in batch])}
+
+
+def right(found: EvalPrediction) -> dict[str, float]:
+    scores: Any = found.predictions
+    return {"right": (scores.argmax(-1) == found.label_ids).mean(), "classes": scores.sum()}
+
+
+def classify(folder: str, cp: int) -> Any:
+    """The outcome of ten steps of a head that chooses the last token of each row."""
+    with processes():
+        register()
+        config = AutoConfig.for_model(**CONFIGS["llama"], num_labels=3)
+        torch.manual_seed(5)
+        chosen = "ringattn" if cp else "sdpa"
+        model = AutoModelForSequenceClassification.from_config(config, attn_implementation=chosen)
+        start = {name: x.detach().clone() for name, x in model.named_parameters()}
+        more: dict[str, Any] = {"context_parallel_size": cp, "pooling": True} if cp else {}
+        trainer = (RingTrainer if cp else Trainer)(
+            model=model,
+            args=TrainingArguments(**settings(folder, eval_strategy="steps", eval_steps=5)),
+            data_collator=label_texts,
+            train_dataset=samples(),
+            eval_dataset=samples()[:5],  # pyright: ignore[reportArgumentType]
+            compute_metrics=right,
+            **more,
+        )
+        trainer.train()
+        return outcome(trainer, start)
+
+
+@pytest.mark.dist
+def test_heads_that_choose_rows_make_the_steps_of_one_process(pool: Pools, tmp_path: Path) -> None:
+    alone = classify(str(tmp_path), 0)
+    for found in pool(2).run(classify, str(tmp_path), 2):
+        assert_same(found, alone)

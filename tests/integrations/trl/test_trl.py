@@ -1,0 +1,152 @@
+"""Trainers of TRL on a ring make the steps that they make on one process: all that they log, and the weights."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PromptTuningConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
+
+from ringattn.integrations.transformers import register
+from ringattn.integrations.trl import RingDPOTrainer, RingRewardTrainer, RingSFTTrainer
+from tests.integrations.model_table import ModelRow, refused, works
+from tests.integrations.processes import History, assert_same, enable_fsdp, outcome, processes, settings
+from tests.integrations.trainer_rows import ROWS
+from tests.integrations.transformers.models import CONFIGS, make
+from tests.integrations.trl.tiny import completions, preferences, tokenizer
+from tests.support.pool import Pools
+
+STACKS: dict[str, tuple[Any, Any, Any]] = {
+    "RingSFTTrainer": (SFTTrainer, RingSFTTrainer, SFTConfig),
+    "RingDPOTrainer": (DPOTrainer, RingDPOTrainer, DPOConfig),
+    "RingRewardTrainer": (RewardTrainer, RingRewardTrainer, RewardConfig),
+}
+FIVE = transformers.__version__.startswith("5.")
+SMOOTHED = pytest.mark.skipif(not FIVE, reason="4.57 sums the smoothed losses of batches")
+FSDP = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2}}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
+ADAPTERS = {
+    "lora": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+}
+
+
+def model(stack: str, kind: str, implementation: str) -> Any:
+    if stack != "RingRewardTrainer":
+        return make(kind, implementation, torch.float32)
+    register()
+    config = AutoConfig.for_model(**CONFIGS[kind], num_labels=1)
+    torch.manual_seed(5)
+    return AutoModelForSequenceClassification.from_config(config, attn_implementation=implementation)
+
+
+def build(folder: str, stack: str, kind: str, cp: int, adapter: str = "", replicas: int = 1, **options: Any) -> Any:
+    """A trainer of TRL with cp 0, one of ours otherwise."""
+    theirs, ours, config = STACKS[stack]
+    chosen = {"max_length": 64, "bf16": False, "gradient_checkpointing": False, **options}
+    args = config(**settings(folder, gradient_accumulation_steps=2 // replicas, **chosen))
+    if options.get("fsdp") and cp:
+        enable_fsdp(args)
+    implementation = "ringattn" if cp else "eager" if kind == "gpt_oss" else "sdpa"
+    data = completions if stack == "RingSFTTrainer" else preferences
+    more: dict[str, Any] = {"context_parallel_size": cp} if cp else {}
+    if stack == "RingDPOTrainer" and not adapter:
+        more["ref_model"] = model(stack, kind, implementation)
+    return (ours if cp else theirs)(
+        model(stack, kind, implementation),
+        args=args,
+        train_dataset=data(),
+        eval_dataset=data(7) if "eval_strategy" in options else None,
+        processing_class=tokenizer(),
+        peft_config=ADAPTERS.get(adapter),
+        **more,
+    )
+
+
+def train(folder: str, stack: str, kind: str, cp: int, **options: Any) -> Any:
+    """The outcome of ten steps."""
+    if kind == "gpt_oss":
+        options["router_aux_loss_coef"] = 0.0
+    with processes() as world_size:
+        trainer = build(folder, stack, kind, cp, replicas=world_size // max(cp, 1), **options)
+        start = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
+        trainer.train()
+        return outcome(trainer, start)
+
+
+@functools.cache
+def expected(stack: str, kind: str) -> Any:
+    return train("unused", stack, kind, 0)
+
+
+TRAINED = [row for stack in STACKS for row in works(ROWS, stack)]
+WIDE = [(4, 4), (4, 2)]
+CASES = [
+    (row, 2, 2) for row in TRAINED if FIVE or row.kind != "gemma3"
+]  # TRL does not find the layers of Gemma 3 of 4.57
+CASES += [(row, *ranks) for row in TRAINED if row.kind == "llama" for ranks in (WIDE if FIVE else WIDE[:1])]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("row", "ranks", "cp"), CASES, ids=lambda x: getattr(x, "stack", "") + str(x))
+def test_ten_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
+    """On four ranks with a context parallel size of two, FSDP2 shards over all four."""
+    options = FSDP if cp < ranks else {}
+    alone = expected(row.stack, row.kind)
+    for found in pool(ranks).run(train, str(tmp_path), row.stack, row.kind, cp, **options):
+        if cp < ranks:
+            # TRL averages its metrics over batches, of which two rings have half as many, twice as large
+            found, alone = ((kept(history), moved) for history, moved in (found, alone))
+        assert_same(found, alone)
+
+
+def kept(history: History) -> History:
+    return [{name: row[name] for name in ("loss", "grad_norm", "step") if name in row} for row in history]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("stack", "options"),
+    [
+        ("RingSFTTrainer", {"adapter": "lora", "gradient_checkpointing": True, **EVALUATED}),
+        ("RingSFTTrainer", {"packing": True, "max_length": 20, "loss_type": "dft"}),
+        pytest.param(
+            "RingSFTTrainer",
+            {"label_smoothing_factor": 0.1, "completion_only_loss": False, **EVALUATED},
+            marks=SMOOTHED,
+        ),
+        ("RingDPOTrainer", {"adapter": "lora", "loss_type": ["sigmoid", "ipo"], "ld_alpha": 0.5, **EVALUATED}),
+        ("RingRewardTrainer", {"adapter": "lora", "center_rewards_coefficient": 0.1, **EVALUATED}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
+def test_options_change_ten_steps_as_on_one_process(
+    pool: Pools, tmp_path: Path, stack: str, options: dict[str, Any]
+) -> None:
+    alone = train(str(tmp_path), stack, "llama", 0, **options)
+    for found in pool(2).run(train, str(tmp_path), stack, "llama", 2, **options):
+        assert_same(found, alone)
+
+
+def refusal(folder: str, stack: str, kind: str) -> str:
+    options: dict[str, Any] = {
+        "router": {},
+        "prompt": {"adapter": "prompt"},
+        "reference": {"precompute_ref_log_probs": True},
+    }[kind]
+    with processes(), pytest.raises(NotImplementedError) as raised:
+        build(folder, stack, "gpt_oss" if kind == "router" else "llama", 2, **options)
+    return str(raised.value)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("row", [row for stack in STACKS for row in refused(ROWS, stack)], ids=str)
+def test_what_is_refused_is_refused_on_every_rank(pool: Pools, tmp_path: Path, row: ModelRow) -> None:
+    for told in pool(2).run(refusal, str(tmp_path), row.stack, row.kind):
+        assert told.startswith(row.refusal)
