@@ -85,6 +85,8 @@ SPILLS_OF_38 = {
     "backward_128_softcap": 2,
 }
 """Accesses to local memory in loops with products that Triton 3.8.0 makes where 3.6 and 3.7 make none, at most."""
+SPILLS_OF_HELD = {"backward_64_64": 14, "backward_64_accumulated": 10, "backward_64_gathered": 49}
+"""The same of kernels that hold V in registers at head_dim 64, at most: with 2 (3.6.0) they are faster (NOTES.md)."""
 
 
 def constants_of(report: Report) -> dict[str, int]:
@@ -101,6 +103,7 @@ def test_every_launch_fits_and_keeps_its_loops_in_registers(name: str):
     assert not isinstance(found, str), found
     assert any(report.products for report in found), found
     spills = SPILLS_OF_38.get(name, 0) if triton.__version__.startswith("3.8.") else 0
+    spills += SPILLS_OF_HELD.get(name, 0)
     for report in found:
         assert report.shared <= SHARED, str(report)
         assert not report.stale, f"{report}: {report.stale}"
