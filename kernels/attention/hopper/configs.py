@@ -159,7 +159,7 @@ def choose_forward(head_dim: int, v_head_dim: int, dot_only: bool, *, patterned:
 
 # (padded head_dim, padded v_head_dim) -> plain scores, other scores (their terms need registers, so smaller blocks)
 _DKV: dict[tuple[int, int], tuple[DkvConfig, DkvConfig]] = {
-    (64, 64): (DkvConfig(128, held=64), DkvConfig(64)),
+    (64, 64): (DkvConfig(128), DkvConfig(64)),
     (128, 64): (DkvConfig(64, late_addresses=False, held=64), DkvConfig(64)),
     (128, 128): (DkvConfig(64, late_addresses=False, held=64), DkvConfig(64)),
 }
