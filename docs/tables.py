@@ -20,7 +20,8 @@ from unittest.mock import patch
 import torch
 
 from ringattn.kernels import registry
-from ringattn.plan.layouts import LAYOUTS, make_shards
+from ringattn.kernels.attention.torch_ops import operators
+from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_plan, moved_rows
 
@@ -48,11 +49,11 @@ def work() -> str:
         "`causal=True, prefix_len=16384`": {"causal": True, "prefix_len": 16384},
         "`causal=True, chunk_len=8192`": {"causal": True, "chunk_len": 8192},
     }
-    rows = []
+    layouts, rows = ("contiguous", "striped", "zigzag", "balanced"), []
     for said, fields in masks.items():
         mask = AttentionMask(SEQ_LEN, SEQ_LEN, **fields)
         cells: list[object] = [said]
-        for layout in LAYOUTS:
+        for layout in layouts:
             shards = make_shards(layout, SEQ_LEN, WORLD_SIZE, mask)
             plan = make_plan(shards, shards, mask, "keys")
             pairs = [
@@ -60,7 +61,17 @@ def work() -> str:
             ]
             cells.append(f"{max(pairs) * WORLD_SIZE / sum(pairs):.2f}, {moved_rows(plan):,}")
         rows.append(cells)
-    return table(["mask", *LAYOUTS], rows)
+    return table(["mask", *layouts], rows)
+
+
+def _torch_available(
+    device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *, deterministic: bool
+) -> tuple[tuple[str, ...], str]:
+    """Return the answer of torch 2.11 on an H200, under deterministic algorithms."""
+    del device, dtype, deterministic
+    widest = max(head_dim, v_head_dim)
+    served = head_dim % 8 == v_head_dim % 8 == 0 and widest <= 256
+    return (("flash",) if head_dim == v_head_dim else ("cudnn",), "") if served else ((), "torch refuses this head_dim")
 
 
 def _answers(
@@ -72,9 +83,10 @@ def _answers(
     with (
         patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         patch.object(importlib.util, "find_spec", return_value=fitting),
+        patch.object(operators, "available", _torch_available),
         patch.object(importlib, "import_module", return_value=SimpleNamespace(**vars(fitting), forward=None)),
     ):
-        for name in ("hopper", "portable", "eager"):
+        for name in ("hopper", "torch", "portable", "eager"):
             features = () if feature is None else (feature,)
             try:
                 registry.select_kernels(
@@ -95,6 +107,7 @@ def kernels() -> str:
         asked[f"head_dim {head_dim}"] = _answers(head_dim=head_dim)
     asked["head_dim 192, of the values 128"] = _answers(head_dim=192, v_head_dim=128)
     words = {
+        "prefill": "prefill of a KV cache",
         "per_batch_bounds": "`lengths` per batch element",
         "terms": "masks of several intervals",
         "block_pattern": "`masks.blocks`",
@@ -103,7 +116,9 @@ def kernels() -> str:
     }
     for feature in sorted(registry.FEATURES):
         asked[words.get(feature, f"`{feature}`")] = _answers(feature=feature)
-    return table(["", "hopper", "portable", "eager"], ([said, *found.values()] for said, found in asked.items()))
+    return table(
+        ["", "hopper", "torch", "portable", "eager"], ([said, *found.values()] for said, found in asked.items())
+    )
 
 
 def moved() -> str:

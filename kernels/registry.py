@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from ringattn.kernels.interface import KernelSet
+from ringattn.kernels.interface import KernelSet, RowMetadata
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -32,9 +32,15 @@ FEATURES = frozenset(
         "terms",
         "block_pattern",
         "deterministic",
+        "prefill",
     }
 )
-"""Options of a call beyond q . k and an interval; a kernel set may refuse some of them."""
+"""Options of a call beyond q . k and an interval; a kernel set may refuse some of them.
+
+"prefill" is the forward of an inference batch, whose shapes change from call to call."""
+
+Steps = Callable[[], Iterable[tuple[RowMetadata, RowMetadata]]]
+"""Returns the (query side, key side) of each ring step of a call."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Choice(Generic[K]):
     """The kernels that serve a call; `print(choice)` shows the reasons.
 
     Attributes:
-        name: "hopper", "portable" or "eager".
+        name: "hopper", "torch", "portable" or "eager".
         kernels: Their module.
         reason: Reason for these.
         rejected: (name, reason against it) of every faster one.
@@ -122,7 +128,8 @@ class _Request:
     head_dim: int
     v_head_dim: int
     features: frozenset[str]
-    explicit: bool
+    impl: str
+    steps: Steps | None
 
 
 HOPPER_TRITON = ("3.6", "3.7", "3.8")
@@ -153,13 +160,39 @@ def _hopper(request: _Request) -> tuple[bool, str]:
     return True, f"compute capability 9.0 and triton {found}"
 
 
+def _torch(request: _Request) -> tuple[bool, str]:
+    for feature in ("softcap", "dropout", "alibi", "key_bias", "bias", "block_pattern", "prefill"):
+        if feature in request.features:
+            return False, f"{feature} is no part of torch's attention operators"
+    device = request.device
+    if device.type != "cuda" and not (device.type == "cpu" and request.impl == "torch"):
+        return False, f'device must be a CUDA GPU, or a CPU with impl="torch", got {device}'
+    if torch.version.hip is not None:
+        return False, "device must be a CUDA GPU, got ROCm"
+    dtypes = ("float16", "bfloat16") if device.type == "cuda" else ("float16", "bfloat16", "float32", "float64")
+    if (why_not := check_dtype(request.dtype, *dtypes)) is not None:
+        return False, why_not
+    # imported here: a set that is not looked at is not imported
+    from ringattn.kernels.attention.torch_ops.operators import available
+
+    deterministic = "deterministic" in request.features
+    backends, why_not = available(
+        device, request.dtype, request.head_dim, request.v_head_dim, deterministic=deterministic
+    )
+    if not why_not and request.steps is not None:
+        from ringattn.kernels.attention.torch_ops.api import refuse_steps
+
+        why_not = refuse_steps(backends, request.steps())
+    return not why_not, why_not or f"torch {torch.__version__} with {' and '.join(backends)}"
+
+
 def _portable(request: _Request) -> tuple[bool, str]:
     why_not = check_dtype(request.dtype, "float16", "bfloat16", "float32") or check_dims(
         16, head_dim=request.head_dim, v_head_dim=request.v_head_dim
     )
     if why_not is not None:
         return False, why_not
-    serves, why = check_triton_device(request.device, explicit=request.explicit)
+    serves, why = check_triton_device(request.device, explicit=request.impl != "auto")
     if serves and request.device.type != "cuda" and request.dtype == torch.bfloat16:
         return False, "dtype must be float16 or float32 in the Triton interpreter, whose products of bfloat16 are wrong"
     return serves, why
@@ -172,6 +205,7 @@ def _eager(request: _Request) -> tuple[bool, str]:
 
 _TABLE = (
     Candidate("hopper", "ringattn.kernels.attention.hopper.api", _hopper),
+    Candidate("torch", "ringattn.kernels.attention.torch_ops.api", _torch),
     Candidate("portable", "ringattn.kernels.attention.portable.api", _portable),
     Candidate("eager", "ringattn.kernels.attention.eager", _eager),
 )
@@ -196,12 +230,14 @@ def select_kernels(
     *,
     impl: str = "auto",
     features: Collection[str] = (),
+    steps: Steps | None = None,
 ) -> Choice[KernelSet]:
     """Return the fastest kernel set that serves a call, or the one that is asked for.
 
     Args:
         impl: "auto", or the name of a kernel set, which then serves or is refused, never replaced.
         features: Those of FEATURES that the call uses.
+        steps: The ring steps of the call, called where a kernel set serves some masks and layouts only; None: any.
 
     Example:
         >>> print(select_kernels(torch.device("cpu"), torch.float64, 64, 64, impl="eager"))
@@ -211,5 +247,5 @@ def select_kernels(
     unknown = sorted(set(features) - FEATURES)
     if unknown:
         raise ValueError(f"features must be among {', '.join(sorted(FEATURES))}, got {', '.join(unknown)}")
-    request = _Request(device, dtype, head_dim, v_head_dim, frozenset(features), explicit=impl != "auto")
+    request = _Request(device, dtype, head_dim, v_head_dim, frozenset(features), impl, steps)
     return select("kernel set", _TABLE, request, impl, "cast q, k and v to a supported dtype")

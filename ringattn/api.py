@@ -78,8 +78,9 @@ def ring_attention(
             the seed and global indices, so it is the same at any world size. Seeds are compared between ranks, except with
             backward="keys".
         deterministic: Demand bitwise repeatable gradients. The eager and portable kernels always give them; the Hopper
-            kernels then compute two products more. The forward always repeats.
-        impl: Kernel set: "auto", "hopper", "portable", "eager"; default: the ring's.
+            kernels then compute two products more, and those of torch need `torch.use_deterministic_algorithms(True)`. The
+            forward always repeats.
+        impl: Kernel set: "auto", "hopper", "torch", "portable", "eager"; default: the ring's.
         backward: The side that a stepwise backward moves: "keys", "queries", or "auto" for the one with fewer bytes, and
             keys with dropout. A fused backward moves keys; "queries" makes the backward stepwise.
 

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import KernelSet, Score
+from ringattn.kernels.interface import KernelSet, RowMetadata, Score
 from ringattn.kernels.registry import select_kernels
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, parse, serialize
+from ringattn.plan.device_tables import sides_of, step_tables
 from ringattn.plan.expressions import Mask
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.ring_registry import RINGS, get_ring
-from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
+from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan, resolve_moving
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarchical_forward
 from ringattn.schedule.local import local_backward, local_forward
@@ -79,7 +80,7 @@ def resolve(
             record = parse(text)
         shares_seed = record["dropout_p"] > 0 and record["backward"] != "keys"
         with here.consistent_call(text, given, dropout_seed if shares_seed else 0):
-            spec, kernels = _validate(q, k, v, tensors, text, here.rank)
+            spec, kernels = _validate(q, k, v, tensors, text, here.context)
         # the first call of a ring decides its transport, which begins a generation
         facts = (ring, here.generation, *facts[2:])
         plan = make_execution_plan(spec, q, k, v, tensors, kernels, here.context)
@@ -100,7 +101,7 @@ def resolve_simulated(
     facts = (place, text, *_facts(q, k, v, tensors))
     plan = _plans.get(facts)
     if plan is None:
-        spec, kernels = _validate(q, k, v, tensors, text, context.rank)
+        spec, kernels = _validate(q, k, v, tensors, text, context)
         plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, context))
     return plan, _score(plan, q, dropout_seed, tensors)
 
@@ -175,12 +176,21 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> tuple[Hash
 
 
 def _validate(
-    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, text: str, rank: int
+    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, text: str, context: RingContext
 ) -> tuple[AttentionSpec, KernelSet]:
-    spec = AttentionSpec.deserialize(text, rank)
+    spec = AttentionSpec.deserialize(text, context.rank)
     check_call(q, k, v, spec, tensors)
-    features = spec.features(tensors)
-    return spec, select_kernels(q.device, q.dtype, q.shape[-1], v.shape[-1], impl=spec.impl, features=features).kernels
+
+    def steps() -> list[tuple[RowMetadata, RowMetadata]]:
+        moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
+        return [
+            pair
+            for side in {"keys", moving}
+            for pair in sides_of(step_tables(spec, side, q.device, context.nodes), side)
+        ]
+
+    features, dims = spec.features(tensors), (q.shape[-1], v.shape[-1])
+    return spec, select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=features, steps=steps).kernels
 
 
 def _score(plan: ExecutionPlan, q: Tensor, dropout_seed: int, tensors: ScoreTensors) -> Score:

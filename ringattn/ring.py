@@ -39,7 +39,7 @@ from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.local import LocalTransport
 from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
 from ringattn.transport.reduce.base import PartialReducer
-from ringattn.transport.row_collectives import gather_rows
+from ringattn.transport.row_collectives import exchange_rows, gather_rows
 from ringattn.transport.select import TRANSPORTS, choose, choose_reducer, group_by_host
 from ringattn.transport.timeout import BoundedWait, EventPair, record_events
 
@@ -54,7 +54,7 @@ class Ring:
     Args:
         group: A ProcessGroup, a one-dimensional DeviceMesh (`mesh["cp"]`), or None for the default group; a ring of one
             rank when torch.distributed is not initialised.
-        impl: Kernel set for calls that do not name one: "auto", "hopper", "portable" or "eager".
+        impl: Kernel set for calls that do not name one: "auto", "hopper", "torch", "portable" or "eager".
         transport: "copy_engine" (GPUs of one host that reach each other; with several nodes, within each), "process_group"
             (NCCL or gloo), or "auto": the copy engine where it can serve, decided by all ranks together at the first call
             with tensors on a GPU.
@@ -182,25 +182,28 @@ class Ring:
         documents: Sequence[int] | Tensor | None = None,
         *,
         balance: dict[str, Any] | Mask | None = None,
+        segments: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> Sharding:
         """Return the sharding of a sequence over the ring, seen from this rank.
 
         Args:
             seq_len: Tokens of the whole sequence, at least 1; nothing has to divide it.
-            layout: "contiguous", "striped", "zigzag" (even work under a causal mask) or "balanced" (even work under
-                the mask given by `balance` and documents).
+            layout: "contiguous", "striped", "zigzag" (even work under a causal mask), "balanced" (even work under
+                the mask given by `balance` and documents) or "segments" (a contiguous share of every segment).
             documents: Cumulative boundaries (0, ..., seq_len) of packed documents: attention stays inside them.
             balance: For "balanced": the mask to balance for, a dict of options of `ring_attention` or a mask of
                 `ringattn.masks`; default {"causal": True}.
+            segments: For "segments": tokens of each segment, as text and image, in the order in which they are joined.
             device: Device of `sharding.positions`; default the CPU.
 
         Raises:
-            ValueError: An unknown layout, or boundaries that do not fit; other ranks find it when they compare their next call.
-            TypeError: The length or a boundary is no integer, or balance no dict.
+            ValueError: An unknown layout, or boundaries or segments that do not fit; other ranks find it when they compare their
+                next call.
+            TypeError: The length, a boundary or a segment is no integer, or balance no dict.
         """
         with self.propagate_errors():
-            size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, self.world_size)
+            size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, segments, self.world_size)
             sharding = Sharding(size, layout, shards, self.rank, boundaries, ring=self, device=device)
             # torch.compile reads what is there, and cannot make it: cached_property takes a lock
             _ = sharding.positions, sharding.shard_lens
@@ -313,6 +316,13 @@ class Ring:
         if len(lengths) == 1:
             return [x.clone()]
         return gather_rows(x, dim, lengths, self.rank, self._group_name)
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Return the rows that all ranks send to this one, in rank order; differentiable. Every rank must call it.
+
+        The first sends[0] rows of x, in dim 0, go to rank 0, and so on; receives[r] rows come from rank r.
+        """
+        return x.clone() if self.world_size == 1 else exchange_rows(x, sends, receives, self.rank, self._group_name)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return x overwritten with the sum of all ranks' contiguous x, the same bits on every rank; not differentiable.

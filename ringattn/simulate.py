@@ -56,6 +56,7 @@ def simulate_ring(
     layout: str = "zigzag",
     documents: Sequence[int] | Tensor | None = None,
     balance: dict[str, Any] | Mask | None = None,
+    segments: Sequence[int] | None = None,
     do: Tensor | None = None,
     dlse: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -79,6 +80,7 @@ def simulate_ring(
         layout: Layout of both sequences.
         documents: As in `Ring.sharding`.
         balance: As in `Ring.sharding`.
+        segments: As in `Ring.sharding`.
         do: Cotangent of o; with it (or dlse) the backward runs too.
         dlse: Cotangent of lse.
         softmax_scale: As in `ring_attention`, like the rest.
@@ -107,7 +109,7 @@ def simulate_ring(
     """
     tensors = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias, "do": do, "dlse": dlse}
     numbers = {"world_size": world_size, "nodes": nodes, "dropout_seed": dropout_seed, "memory_budget": memory_budget}
-    layouts = {"layout": layout, "documents": documents, "balance": balance}
+    layouts = {"layout": layout, "documents": documents, "balance": balance, "segments": segments}
     call = {"softmax_scale": softmax_scale, **options}
     values = (*numbers.items(), ("save_gathered_kv", save_gathered_kv), *layouts.items(), *call.items())
     facts = tuple(map(_fact, (q, k, v, *tensors.values()))), tuple((name, type(x), x) for name, x in values)
@@ -203,8 +205,8 @@ def _check(
     if call["softmax_scale"] is None:
         call = {**call, "softmax_scale": d**-0.5 if d else 1.0}
     # a wrong tensor is named as it was given, before it is cut: as in a ring of one rank
-    [rows] = _shardings(n, "contiguous", shardings[0].documents, None, 1)
-    keys = None if m == n else _shardings(m, "contiguous", None, None, 1)[0]
+    [rows] = _shardings(n, "contiguous", shardings[0].documents, None, None, 1)
+    keys = None if m == n else _shardings(m, "contiguous", None, None, None, 1)[0]
     check_call(q, k, v, AttentionSpec.deserialize(call_text(rows, keys, call), 0), score)
     for name, shape in (("do", (b, n, h, v.shape[-1])), ("dlse", (b, h, n))):
         x = tensors[name]
@@ -218,9 +220,10 @@ def _shardings(
     layout: str,
     documents: Sequence[int] | Tensor | None,
     balance: dict[str, Any] | Mask | None,
+    segments: Sequence[int] | None,
     world_size: int,
 ) -> list[Sharding]:
-    seq_len, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, world_size)
+    seq_len, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, segments, world_size)
     return [Sharding(seq_len, layout, shards, rank, boundaries) for rank in range(world_size)]
 
 

@@ -170,6 +170,7 @@ def test_gluon_is_known_to_the_hopper_kernels_only(module):
 def test_optional_packages_are_imported_where_they_are_used(module):
     optional = (
         "transformers",
+        "diffusers",
         "matplotlib",
         "tyro",
         "tqdm",

@@ -79,7 +79,7 @@ def run_rank(code: str, name: str) -> str:
         return run(code, name, {"__name__": "__main__"})
 
 
-ELSEWHERE = ("meshes.md", "serve_in_ten_minutes.md", "train_in_ten_minutes.md", "transformers.md")
+ELSEWHERE = ("diffusers.md", "meshes.md", "serve_in_ten_minutes.md", "train_in_ten_minutes.md", "transformers.md")
 """Pages whose code other tests run, on more ranks or with other packages."""
 WITH_CODE = [
     path.name for path in PAGES if path.name not in ELSEWHERE and any(not title for title, _, _ in blocks(path.name))

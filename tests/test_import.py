@@ -62,7 +62,9 @@ def test_the_version_is_that_of_the_metadata(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_import_works_where_no_optional_package_is_installed():
-    seen = _fresh(["triton", "transformers", "matplotlib", "tyro", "tqdm", "rich", "psutil", "fastapi", "aiohttp"])
+    seen = _fresh(
+        ["triton", "transformers", "diffusers", "matplotlib", "tyro", "tqdm", "rich", "psutil", "fastapi", "aiohttp"]
+    )
     assert "ringattn" in seen["modules"]
 
 
@@ -70,6 +72,7 @@ def test_import_brings_no_optional_package(plain):
     optional = {
         "triton",
         "transformers",
+        "diffusers",
         "matplotlib",
         "tyro",
         "tqdm",

@@ -1,6 +1,7 @@
 """Speed of kernels on one GPU, of rings over several, of models, inference and a server; answers are checked first.
 
 python -m ringattn.launch.bench kernels
+python -m ringattn.launch.bench trainer
 torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
 torchrun --nproc_per_node 4 -m ringattn.launch.bench model
 torchrun --nproc_per_node 4 -m ringattn.launch.bench inference
@@ -21,6 +22,7 @@ from ringattn.launch.bench.model import Model, bench_model
 from ringattn.launch.bench.ring import Ring, bench_ring
 from ringattn.launch.bench.rows import failures, print_tables
 from ringattn.launch.bench.server import Server, bench_server, red_rows
+from ringattn.launch.bench.trainer import Trainer, bench_trainer
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Session, describe, keeper, machine, open_session, parse, write_json
 
@@ -28,8 +30,11 @@ from ringattn.launch.runtime.session import Session, describe, keeper, machine, 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 1 when a check is red, and then no speed is shown, or when nothing was timed."""
     argv = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Ring | Model | Inference | Server = parse(
-        Kernels | Ring | Model | Inference | Server, argv, "bench", "Measures speed; answers are checked first."
+    args: Kernels | Ring | Model | Trainer | Inference | Server = parse(
+        Kernels | Ring | Model | Trainer | Inference | Server,
+        argv,
+        "bench",
+        "Measures speed; answers are checked first.",
     )
     if isinstance(args, Server):
         return _run_server(args)
@@ -39,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_ranks(args, session, line)
 
 
-def _run_ranks(args: Kernels | Ring | Model | Inference, session: Session, line: dict[str, Any]) -> int:
+def _run_ranks(args: Kernels | Ring | Model | Trainer | Inference, session: Session, line: dict[str, Any]) -> int:
     name = args.name or ("host" if isinstance(args, Ring) and args.host else type(args).__name__.lower())
     path = args.out / f"{name}.json"
     keep = keeper(path, session, line)
@@ -48,6 +53,8 @@ def _run_ranks(args: Kernels | Ring | Model | Inference, session: Session, line:
             rows = bench_kernels(args, session, keep)
         elif isinstance(args, Ring):
             rows = bench_ring(args, session, keep)
+        elif isinstance(args, Trainer):
+            rows = bench_trainer(args, session, keep)
         else:
             rows = bench_model(args, session, keep) if isinstance(args, Model) else bench_inference(args, session, keep)
     except Refusal as error:

@@ -12,14 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
-from ringattn.kernels.interface import Grads, accumulation_dtype
+from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, SoftmaxState, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.launch.bench.workloads import UNIONS, Inputs, document_of, union_rule
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
-from ringattn.plan.device_tables import step_tables
+from ringattn.plan.device_tables import sides_of, step_tables
+from ringattn.plan.sharding import Sharding
 
 PEERS = ("cudnn", "fa2", "flex", "fa4")
+RANKS = 4
+"""Ranks whose ring steps are timed at the level "steps"."""
 
 
 class Unsupported(Exception):
@@ -110,6 +113,94 @@ def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
         yield from zip(("dq", "dk", "dv"), (grads.dq, grads.dk, grads.dv), strict=True)
 
     return Contender(forward, backward, answers, choice.name)
+
+
+def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
+    """Prepare our kernel set as the RANKS ranks of a zigzag ring call it, one after the other: all ring steps, no transport."""
+    del ring
+    problem = inputs.problem
+    q, k, v, do = (x.detach() for x in inputs.take("bshd"))
+    sharding = Sharding.from_spec((problem.seq_len, "zigzag", RANKS, problem.documents, None), 0)
+    text = serialize(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
+    ranks, wide = list[_RankSteps](), accumulation_dtype(q.dtype)
+    score, note = AttentionSpec.deserialize(text, 0).score(q.dtype, 0, ScoreTensors()), ""
+    for rank in range(RANKS):
+        spec = AttentionSpec.deserialize(text, rank)
+        sides = sides_of(step_tables(spec, "keys", inputs.device), "keys")
+        choice = select_kernels(
+            inputs.device, q.dtype, *[problem.head_dim] * 2, impl=impl, steps=lambda sides=sides: sides
+        )
+        rows = sides[0][0].positions.long()
+        b, h, s = problem.batch, problem.heads, len(rows)
+        o, dq = q.new_empty(b, s, h, problem.head_dim), q.new_empty(b, s, h, problem.head_dim, dtype=wide)
+        lse, m, l = torch.empty(3, b, h, s, dtype=wide, device=q.device)  # noqa: E741
+        carry = SoftmaxState(m, l, torch.empty_like(dq))
+        keys = [(side.positions.long(), side) for _, side in sides]
+        held = [(k[:, at], v[:, at]) for at, _ in keys]
+        sums = [tuple(torch.empty_like(x, dtype=wide) for x in pair) for pair in held]
+        ranks.append(
+            _RankSteps(
+                choice.kernels,
+                sides,
+                rows,
+                q[:, rows],
+                do[:, rows],
+                held,
+                o,
+                lse,
+                carry,
+                dq,
+                sums,
+            )
+        )
+        note = choice.name
+
+    def forward() -> None:
+        for one in ranks:
+            last = len(one.sides) - 1
+            for step, ((rows, keys), (ks, vs)) in enumerate(zip(one.sides, one.held, strict=True)):
+                state = {"carry": one.carry, "first": step == 0, "last": step == last, "o": one.o, "lse": one.lse}
+                one.kernels.forward(one.q, ks, vs, rows, keys, score, **state)
+
+    def backward() -> None:
+        for one in ranks:
+            delta = one.kernels.delta(one.o, one.do, None)
+            for step, ((rows, keys), (ks, vs), (dk, dv)) in enumerate(zip(one.sides, one.held, one.sums, strict=True)):
+                grads = Grads(one.dq, dk, dv, accumulate_rows=step > 0)
+                one.kernels.backward(one.do, one.q, ks, vs, one.lse, delta, rows, keys, score, grads)
+
+    def answers() -> Iterator[tuple[str, Tensor]]:
+        def whole(index: int) -> Tensor:
+            total = torch.zeros_like(k, dtype=wide)
+            for one in ranks:
+                for (_, keys), found in zip(one.sides, one.sums, strict=True):
+                    total[:, keys.positions.long()] += found[index]
+            return total
+
+        back = torch.cat([one.rows for one in ranks]).argsort()
+        forward()
+        yield "o", torch.cat([one.o for one in ranks], 1)[:, back]
+        backward()
+        yield from (("dq", torch.cat([one.dq for one in ranks], 1)[:, back]), ("dk", whole(0)), ("dv", whole(1)))
+
+    return Contender(forward, backward, answers, note)
+
+
+@dataclass(frozen=True)
+class _RankSteps:
+    """Rows of one rank of `prepare_steps`, the keys of each of its steps, and the buffers of results."""
+
+    kernels: KernelSet
+    sides: list[tuple[RowMetadata, RowMetadata]]
+    rows: Tensor
+    q: Tensor
+    do: Tensor
+    held: list[tuple[Tensor, Tensor]]
+    o: Tensor
+    lse: Tensor
+    carry: SoftmaxState
+    dq: Tensor
+    sums: list[tuple[Tensor, ...]]
 
 
 def prepare_cudnn(inputs: Inputs) -> Contender:
@@ -241,7 +332,7 @@ def prepare(who: str, level: str, inputs: Inputs, ring: ringattn.Ring) -> Conten
 
     Args:
         who: One of PEERS, "auto", or the name of one of our kernel sets.
-        level: "op": a function with autograd; "kernel": our kernel set alone.
+        level: "op": a function with autograd; "kernel": our kernel set alone; "steps": as the ranks of a ring call it.
         inputs: Of the problem.
         ring: A ring of one.
 
@@ -252,6 +343,6 @@ def prepare(who: str, level: str, inputs: Inputs, ring: ringattn.Ring) -> Conten
     if who in peers:
         return peers[who](inputs)
     try:
-        return {"op": prepare_op, "kernel": prepare_kernels}[level](inputs, ring, who)
+        return {"op": prepare_op, "kernel": prepare_kernels, "steps": prepare_steps}[level](inputs, ring, who)
     except (NotImplementedError, ValueError) as error:
         raise Unsupported(str(error)) from error

@@ -1,9 +1,10 @@
 """Speed of kernels on one GPU, ours and others, on a list of problems.
 
 A row is one implementation in one direction on one problem. `who` is a kernel set of ours or a peer; `level` is "op" for a
-function with autograd, "kernel" for our kernel set alone (forward; delta and backward). `ms` is `graph_ms` where there is one and
-`calls_ms` otherwise, and `timing` says which. `ratio` is the part of the error budget that the worst tensor of that direction
-uses up on the problem itself. A contender that is wrong or cannot compute the problem has `refused` in place of times.
+function with autograd, "kernel" for our kernel set alone (forward; delta and backward), "steps" for all ring steps of four
+ranks. `ms` is `graph_ms` where there is one and `calls_ms` otherwise, and `timing` says which. `ratio` is the part of the error
+budget that the worst tensor of that direction uses up on the problem itself. A contender that is wrong or cannot compute the
+problem has `refused` in place of times.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Kernels:
         masks: Masks.
         directions: Forward, backward.
         who: Implementations: kernel sets of ours by name, or "auto"; cudnn, fa2, flex, fa4.
-        levels: Ours as functions with autograd, as kernels alone, or both; peers are functions.
+        levels: Ours as functions with autograd ("op"), as kernels alone ("kernel"), or as the four ranks of a zigzag ring call
+            them, one after the other and without transport ("steps"); peers are functions.
         length: Tokens of target, masks and grouped.
         lengths: Tokens of lengths.
         union_length: Tokens of unions.
@@ -80,7 +82,7 @@ class Kernels:
     masks: tuple[MaskName, ...] = ("full", "causal", "window", "documents", *UNIONS)
     directions: tuple[Direction, ...] = ("forward", "backward")
     who: tuple[str, ...] = ("hopper", "portable", *PEERS)
-    levels: tuple[Literal["op", "kernel"], ...] = ("op", "kernel")
+    levels: tuple[Literal["op", "kernel", "steps"], ...] = ("op", "kernel")
     length: int = 16384
     lengths: tuple[int, ...] = (8192, 4096, 2048, 32768, 65536, 131072)
     union_length: int = 32768

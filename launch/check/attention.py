@@ -444,6 +444,8 @@ def unserved(case: AnyCase, args: CheckArgs, device: torch.device) -> str | None
     features = {"alibi" if option == "alibi_slopes" else option for option in case.options} & FEATURES
     if isinstance(case, Case) and "mask" in case.mask:
         features |= {"terms"} | ({"block_pattern"} if "blocks" in case.name else set())
+    if isinstance(case, InferenceCase):
+        features |= {"prefill"}
     try:
         select_kernels(device, DTYPES[case.dtype], case.head_dim, case.v_head_dim, impl=args.impl, features=features)
     except (NotImplementedError, ValueError) as refusal:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -308,14 +309,21 @@ def define(case: FuzzCase, tensors: dict[str, Tensor], dtype: torch.dtype) -> di
     return found
 
 
+def sides_of(case: FuzzCase, device: torch.device) -> list[tuple[RowMetadata, RowMetadata]]:
+    """The (query side, key side) of each ring step of a case."""
+    rows = device_tables.stationary_side(case.rows, case.mask, device, "keys")
+    keys = [device_tables.stationary_side(shard, case.mask, device, "queries") for shard in case.ring_steps]
+    return [(rows, side) for side in keys]
+
+
 class KernelCalls:
     """The calls that a rank would make to a kernel set for one case; `tensors` are the inputs, contiguous."""
 
     def __init__(self, case: FuzzCase, kernels: KernelSet, device: torch.device) -> None:
         self.case, self._kernels = case, kernels
         self.tensors = x = draw_tensors(case, case.seed, device)
-        self._rows = device_tables.stationary_side(case.rows, case.mask, device, "keys")
-        self._keys = [device_tables.stationary_side(keys, case.mask, device, "queries") for keys in case.ring_steps]
+        sides = sides_of(case, device)
+        self._rows, self._keys = sides[0][0], [keys for _, keys in sides]
         widths = [len(side.positions) for side in self._keys]
         self._q, self._do = lay_out(x["q"], case.strides[0]), lay_out(x["do"], case.strides[3])
         self._k = [lay_out(part, case.strides[1]) for part in x["k"].split(widths, 1)]
@@ -479,16 +487,17 @@ def fuzz(seconds: float, seed: int, impl: str, session: Session, keep: Callable[
 
 def _run_one(case: FuzzCase, impl: str, device: torch.device, tally: Tally) -> str | None:
     """Run one case; return a description of its errors, or None."""
-    dtype = DTYPES[case.dtype]
+    table_cache.clear()
+    dtype, dims = DTYPES[case.dtype], (case.head_dim, case.v_head_dim)
+    steps = functools.partial(sides_of, case, device)
     try:
-        choice = select_kernels(device, dtype, case.head_dim, case.v_head_dim, impl=impl, features=case.features)
+        choice = select_kernels(device, dtype, *dims, impl=impl, features=case.features, steps=steps)
     except NotImplementedError as refusal:
         why = str(refusal)
         tally.skipped[why] = tally.skipped.get(why, 0) + 1
         return None
     tally.cases += 1
     tally.served[choice.name] = tally.served.get(choice.name, 0) + 1
-    table_cache.clear()
     try:
         ratios = examine(case, choice.kernels, device)
     except Exception as error:

@@ -25,6 +25,7 @@ from ringattn.inference.prefill import (
     plan_queries,
     resolve_comm_mode,
 )
+from ringattn.inference.static_batch import StaticBatch
 from ringattn.kernels.decode.dispatch import decode, num_splits, parts_len, plan_splits, select_decode_kernel
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.merge import merge_stack
@@ -32,10 +33,11 @@ from ringattn.kernels.partials.packed import finish_parts, views
 from ringattn.kernels.registry import select_kernels
 from ringattn.plan import expressions
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
-from ringattn.plan.expressions import Mask
+from ringattn.plan.expressions import Frame, Mask
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.options import resolve_flag, resolve_real, resolve_window
+from ringattn.plan.terms import MOST_TERMS, Term, empty, merged
 from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.validation import check_softcap
 from ringattn.tensor_checks import check_tensor
@@ -55,6 +57,7 @@ class _Options(NamedTuple):
     comm_mode: str
     kv_access: str
     sink_len: int = 0
+    mask: Mask | None = None  # what causal, window and sink_len cannot say
 
     def scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
@@ -97,8 +100,10 @@ def attend(
         sinks: `h`.
         alibi_slopes: `h`.
         chunk_len: Size of chunks, within which tokens see each other; counted from the first token that is not padding.
-        mask: A mask of `ringattn.masks` in place of causal, window and chunk_len: an intersection of causal, window and
-            `sinks(n) | window(w)`, all relative to the request. Decode reads only the pages that it shows.
+        mask: A mask of `ringattn.masks` in place of causal, window and chunk_len, relative to the request; `per_batch` has one
+            for each. Decode reads only the pages that it shows. A `tree` whose first node is what the request has cached shows
+            speculative tokens their ancestors. Other masks than an intersection of causal, window and `sinks(n) | window(w)` need
+            batches of `PagedKVCache.extend` without padding, and in prefill one request or same_length; decode takes no `blocks`.
         comm_mode: What is sent around the ring in prefill: "keys", "queries", or "auto" for whichever is fewer bytes.
         kv_access: How a prefill reads stored keys: "copies" of all pages in one piece, for the kernels of training; "pages" in
             place, with the decode kernel; or "auto" for whichever is faster (Note [In place or copied] of paged_prefill.py). Keys
@@ -133,10 +138,10 @@ def attend(
                 check_tensor(name, x)
         scale = None if softmax_scale is None else resolve_real("softmax_scale", softmax_scale)
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
-        window, sink_len = resolve_window(window), 0
+        window, sink_len, other = resolve_window(window), 0, None
         if mask is not None:
-            causal, window, sink_len = _resolve_mask(mask, window, chunk_len)
-        options = _Options(causal, window, scale, softcap, chunk_len, comm_mode, kv_access, sink_len)
+            causal, window, sink_len, other = _resolve_mask(mask, window, chunk_len)
+        options = _Options(causal, window, scale, softcap, chunk_len, comm_mode, kv_access, sink_len, other)
     except Exception as error:
         step.cache.ring.raise_on_all_ranks(error)
     return run(step, layer, given, options)
@@ -168,7 +173,11 @@ def _attend(step: ForwardBatch, layer: int, given: Given, options: _Options) -> 
         except Exception as error:
             step.cache.ring.raise_on_all_ranks(error)
         step.cache.consistency.check_batch(step, _kind(options, given), q.device)
-        known = _Decode(options) if spec is None else _plan_prefill(step, spec, options, q, tensors)
+        known = (
+            _Decode(options, _decode_bounds(step, options.mask))
+            if spec is None
+            else _plan_prefill(step, spec, options, q, tensors)
+        )
         step.calls[key] = known
     else:
         _check_gradients(given)
@@ -182,7 +191,7 @@ def _plan_prefill(
 ) -> Prefill:
     """Resolve a prefill that ranks have compared."""
     cache, several, fresh = step.cache, step.cache.ring.world_size > 1, step.lengths == step.counts
-    features = spec.features(tensors)
+    features = spec.features(tensors) | {"prefill"}
     kernels = select_kernels(
         q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=features
     ).kernels
@@ -192,7 +201,9 @@ def _plan_prefill(
     if options.chunk_len is not None:
         left = options.chunk_len if left is None else min(left, options.chunk_len)
     copied = several and comm_mode == "keys"
-    kv_access = "copies" if copied else resolve_kv_access(options.kv_access, step, q, left, fresh)
+    kv_access = (
+        "copies" if copied or options.mask is not None else resolve_kv_access(options.kv_access, step, q, left, fresh)
+    )
     send_queries = comm_mode == "queries" and (several or kv_access == "copies")
     query_plan = plan_queries(spec, q.device) if send_queries else None
     longest = spec.sharding.seq_len  # wider windows would not fit the integers of positions
@@ -212,9 +223,15 @@ def _plan_prefill(
 
 @dataclass(frozen=True, eq=False)
 class _Decode:
-    """A resolved decode call."""
+    """A resolved decode call.
+
+    Attributes:
+        terms: Of a mask that the options name as a whole: per interval lo and hi of the rows, `tiles` int32, and the longest
+            stretch of positions that the rows of a request see in it; else None.
+    """
 
     options: _Options
+    terms: list[tuple[Tensor, Tensor, int]] | None
     contains: ClassVar[bool] = False  # pages are read
 
     def attend(
@@ -243,21 +260,28 @@ class _Decode:
         score = Score(self.options.scale(q), self.options.softcap, alibi_slopes=slopes)
         blocks, width = table.pages.shape[1], max(cache.head_dim, dv)
         shape, packed = (b, s, h, cache.kv_heads, blocks, cache.page_size), step.pieces is not None
-        splits = num_splits(*shape, q.device, head_dim=width, kv_dtype=cache.kv_dtype, same_length=packed)
-        causal, window, sink_len = self.options.causal, self.options.window, self.options.sink_len
-        terms = [step.bounds(causal, window, self.options.chunk_len, skipped=sink_len)]
-        if sink_len:
-            # partials of disjoint keys: the stack holds those of both
-            terms.append(step.bounds(causal, None, most=sink_len))
-        parts = torch.empty(splits * len(terms), parts_len(rows, dv), dtype=wide, device=q.device)
+        split = functools.partial(num_splits, head_dim=width, kv_dtype=cache.kv_dtype, same_length=packed)
+        # partials of disjoint keys: the stack holds those of all terms
+        if self.terms is not None:
+            terms = [
+                (lo, hi, split(*shape[:4], min(blocks, longest // cache.page_size + 2), shape[5], q.device))
+                for lo, hi, longest in self.terms
+            ]
+        else:
+            splits = split(*shape, q.device)
+            causal, window, sink_len = self.options.causal, self.options.window, self.options.sink_len
+            terms = [(*step.bounds(causal, window, self.options.chunk_len, skipped=sink_len), splits)]
+            if sink_len:
+                terms.append((*step.bounds(causal, None, most=sink_len), splits))
+        stack = torch.empty(sum(splits for _, _, splits in terms), parts_len(rows, dv), dtype=wide, device=q.device)
         k_scale, v_scale = cache.scales(layer)
         pools = cache.k[layer], cache.v[layer]
-        for i, (lo, hi) in enumerate(terms):
+        parts = stack.split([splits for _, _, splits in terms])
+        for i, (lo, hi, splits) in enumerate(terms):
             split_plan = step.once(
                 (self.options, i, tuple(q.shape), q.dtype, splits),
                 functools.partial(plan_splits, q, *pools, table, lo, hi, splits),
             )
-            mine = parts[i * splits : (i + 1) * splits]
             decode(
                 q,
                 *pools,
@@ -266,7 +290,7 @@ class _Decode:
                 hi,
                 positions,
                 score,
-                mine,
+                parts[i],
                 k_scale=k_scale,
                 v_scale=v_scale,
                 split_plan=split_plan,
@@ -274,11 +298,11 @@ class _Decode:
         o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, h, s, dtype=wide, device=q.device)
         if wide == torch.float32:
-            cache.ring.partial_reducer(q.device).merge_partials(parts, b, s, h, dv, sinks, o, lse)
+            cache.ring.partial_reducer(q.device).merge_partials(stack, b, s, h, dv, sinks, o, lse)
             return o.view(step.batch, step.rows, h, dv)
         # reducers are for fp32
-        mine = torch.empty_like(parts[:1])
-        for target, x in zip(views(mine[0], rows, dv), merge_stack(*views(parts, rows, dv), log2=True), strict=True):
+        mine = torch.empty_like(stack[:1])
+        for target, x in zip(views(mine[0], rows, dv), merge_stack(*views(stack, rows, dv), log2=True), strict=True):
             target.copy_(x)
         stack = torch.cat(cache.ring.gather(mine, 0, (1,) * cache.ring.world_size))
         finish_parts(stack, rows, dv, sinks, o, lse)
@@ -291,7 +315,10 @@ def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: Score
     _check_options(options, q.dtype)
     cache, sharding, kv_sharding = step.cache, step.sharding, step.kv_sharding
     total, padded = max(1, sum(step.lengths)) if sharding is None else sharding.seq_len, any(step.firsts)
-    if options.sink_len:
+    if options.mask is not None:
+        _check_mask(step, options.mask, options.kv_access)
+        mask = MaskUnion(total, total, options.mask, None if sharding is None else sharding.documents)
+    elif options.sink_len:
         mask = _streaming_mask(step, options, total)
     else:
         mask = AttentionMask(
@@ -323,12 +350,60 @@ def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: Score
         deterministic=False,
         forward_only=True,
     )
-    select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=spec.features(tensors))
+    select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=spec.features(tensors) | {"prefill"})
     return spec
 
 
-def _resolve_mask(mask: Mask, window: Window, chunk_len: int | None) -> tuple[bool, Window, int]:
-    """Return causal, the window and the number of sink tokens of a mask."""
+def _check_mask(step: ForwardBatch, mask: Mask, kv_access: str) -> None:
+    """Raise where a mask that causal, window and sinks cannot say is not served."""
+    requests, what = len(step.requests), "mask must be `causal() & (sinks(n) | window(w))` or a part of it in"
+    if isinstance(step, StaticBatch):
+        raise NotImplementedError(f"{what} a static batch, got {mask!r}; use PagedKVCache.extend")
+    if any(step.firsts):
+        raise NotImplementedError(f"{what} requests with padding, got {mask!r}; add the requests without padding")
+    if mask.batch_size not in (None, requests):
+        raise ValueError(
+            f"mask must be one, or one per request, {requests}, got {mask.batch_size}; pass another per_batch"
+        )
+    if step.mode == "prefill" and step.batch == 1 < requests:
+        raise NotImplementedError(f"{what} a prefill of several requests, got {mask!r}; extend them one by one")
+    if step.mode == "prefill" and kv_access == "pages":
+        raise NotImplementedError(f'{what} a prefill with kv_access="pages", got {mask!r}; use kv_access="copies"')
+    if step.mode == "decode" and any(term.pattern for i in range(requests) for term in _intervals_of(step, mask, i)):
+        raise NotImplementedError(f'decode takes no masks.blocks, got {mask!r}; use extend(mode="prefill")')
+
+
+def _intervals_of(step: ForwardBatch, mask: Mask, i: int) -> list[Term]:
+    """Return the intervals that the tokens of one request see, at least one."""
+    length = step.lengths[i]
+    terms = merged(mask.terms(Frame(length, length, i))) or [empty(length, None)]
+    if len(terms) > MOST_TERMS:
+        raise NotImplementedError(
+            f"mask must have at most {MOST_TERMS} intervals per query, got {len(terms)} of {mask!r}; pass a flatter tree"
+        )
+    return terms
+
+
+def _decode_bounds(step: ForwardBatch, mask: Mask | None) -> list[tuple[Tensor, Tensor, int]] | None:
+    """Return `_Decode.terms` of the new rows of a step."""
+    if mask is None:
+        return None
+    found = []
+    for i, length in enumerate(step.lengths):
+        rows = range(length - step.rows, length)
+        bounds = zip(*(term.bounds for term in _intervals_of(step, mask, i)), strict=True)
+        lines = [[[side.at(row) for row in rows] for side in sides] for sides in bounds]
+        found.append(torch.tensor(lines, dtype=torch.int64, device="cpu"))
+    most = max(x.shape[1] for x in found)
+    lo, hi = torch.stack([torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[1])) for x in found], 2)
+    sees = lo < hi
+    longest = (torch.where(sees, hi, 0).amax(2) - torch.where(sees, lo, 2**31).amin(2)).amax(1).clamp(min=0)
+    on_device = torch.stack((lo, hi)).to(step.positions.device, torch.int32)
+    return [(on_device[0, k], on_device[1, k], width) for k, width in enumerate(longest.tolist())]
+
+
+def _resolve_mask(mask: Mask, window: Window, chunk_len: int | None) -> tuple[bool, Window, int, Mask | None]:
+    """Return causal, the window and the number of sink tokens of a mask, or the mask itself where they do not say it."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
     if window is not None or chunk_len is not None:
@@ -347,11 +422,8 @@ def _resolve_mask(mask: Mask, window: Window, chunk_len: int | None) -> tuple[bo
             sides.append((found.left, found.right))
         sink_len = sink_len or (0 if sink is None else sink.length)
     if len(sides) > 1:
-        raise NotImplementedError(
-            f"mask must be `causal() & (sinks(n) | window(w))` or a part of it in a call with a cache, got {mask!r}; "
-            "compute other masks with ring_attention"
-        )
-    return causal, sides[0] if sides else None, sink_len
+        return False, None, 0, mask
+    return causal, sides[0] if sides else None, sink_len, None
 
 
 def _streaming_mask(step: ForwardBatch, options: _Options, total: int) -> MaskUnion:

@@ -86,6 +86,12 @@ def step_tables(spec: AttentionSpec, moving: str, device: torch.device, nodes: N
     )
 
 
+def sides_of(tables: StepTables, moving: str) -> list[tuple[RowMetadata, RowMetadata]]:
+    """Return (query side, key side) of each ring step at which something is visible."""
+    stays, moves = find(tables.stationary), [find(key) for key in tables.moving if key is not None]
+    return [(stays, side) if moving == "keys" else (side, stays) for side in moves]
+
+
 def fused_tables(spec: AttentionSpec, device: torch.device, nodes: Nodes | None = None) -> FusedTables:
     """Return the keys of the tables of fused launches."""
     plan, size = spec.plan("keys", nodes).ranks[spec.rank], len(nodes[0]) if nodes else len(spec.sharding.shards)

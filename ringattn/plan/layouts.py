@@ -7,12 +7,12 @@ its rows; no run is empty; a rank that holds nothing has the empty shard `()`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
-LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
+LAYOUTS = ("contiguous", "striped", "zigzag", "balanced", "segments")
 PART = "part"
 """Name of shards that are made by hand and hold only some positions of a sequence."""
 
@@ -134,13 +134,54 @@ def balanced(
             return tuple(_merge(chunks) for chunks in sorted(best))
 
 
-def make_shards(layout: str, seq_len: int, world_size: int, mask: Workload | None = None) -> tuple[Shard, ...]:
+def segmented(lengths: Sequence[int], world_size: int) -> tuple[Shard, ...]:
+    """Rank r holds stretch r of every segment, each split as `contiguous` splits it alone.
+
+    For sequences joined from parts whose rows are computed apart between attention calls, as the text and the image of a
+    diffusion transformer: every rank has its share of both.
+
+    Args:
+        lengths: Tokens of each segment, in the order in which they are joined.
+        world_size: Number of ranks.
+
+    Example:
+        >>> segmented((3, 5), 2)[0]
+        (Run(start=0, stride=1, length=2), Run(start=3, stride=1, length=3))
+    """
+    check_sizes(min(lengths, default=0), world_size)
+    starts = [0, *accumulate(lengths)]
+    edges = [[start + e for e in _edges(n, world_size)] for start, n in zip(starts, lengths, strict=False)]
+    return tuple(_merge([(e[r], e[r + 1]) for e in edges]) for r in range(world_size))
+
+
+def make_shards(
+    layout: str,
+    seq_len: int,
+    world_size: int,
+    mask: Workload | None = None,
+    segments: Sequence[int] | None = None,
+) -> tuple[Shard, ...]:
     """The shards of a layout given by name.
 
     Args:
-        layout: "contiguous", "striped", "zigzag" or "balanced".
+        layout: "contiguous", "striped", "zigzag", "balanced" or "segments".
+        seq_len: Tokens of the whole sequence.
+        world_size: Number of ranks.
         mask: The mask whose work "balanced" equalises; the other layouts do not look at it.
+        segments: Tokens of each segment of "segments", seq_len in total; the other layouts have none.
     """
+    if (segments is not None) != (layout == "segments"):
+        raise ValueError(
+            f"segments must be given with layout='segments' and only then, got layout={layout!r} and segments={segments}; "
+            "pass the length of each segment, or another layout"
+        )
+    if segments is not None:
+        if sum(segments) != seq_len or min(segments, default=0) < 1:
+            raise ValueError(
+                f"segments must be lengths of at least 1 token that sum to seq_len {seq_len}, got {tuple(segments)}, which "
+                f"sum to {sum(segments)}; leave out empty segments"
+            )
+        return segmented(segments, world_size)
     if layout == "balanced":
         if mask is None:
             raise ValueError("layout 'balanced' must be given the mask to balance, got none; use 'zigzag' without one")

@@ -128,6 +128,15 @@ def resolve_documents(documents: Sequence[int] | Tensor | None) -> tuple[int, ..
     return tuple(resolve_integer("documents", boundary, "of integers") for boundary in boundaries)
 
 
+def resolve_segments(segments: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Return the lengths of segments."""
+    if segments is None:
+        return None
+    if not isinstance(segments, (tuple, list)):
+        raise TypeError(f"segments must be a list of lengths, got {segments!r}; pass one such as [512, 4096]")
+    return tuple(resolve_integer("segments", length, "of integers") for length in segments)
+
+
 _MASK: dict[str, Callable[[Any], Any]] = {
     "causal": partial(resolve_flag, "causal"),
     "window": resolve_window,

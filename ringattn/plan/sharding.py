@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NoReturn, Protocol
 
@@ -16,7 +16,7 @@ from ringattn.plan.expressions import Mask
 from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask, check_documents
 from ringattn.plan.mask_union import MaskUnion
-from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer
+from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer, resolve_segments
 from ringattn.ring_registry import find_ring
 from ringattn.tensor_checks import check_tensor
 
@@ -31,6 +31,10 @@ class SupportsAllGather(Protocol):
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
+        ...
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """Rows that all ranks send to this one, in rank order; the first sends[0] rows of x go to rank 0, and so on."""
         ...
 
     def propagate_errors(self) -> AbstractContextManager[None]: ...  # noqa: D102
@@ -197,6 +201,59 @@ class Sharding:
             ring.assert_equal_once("a tensor to unshard", text, f"Sharding.unshard({shape}, {kind})")
         return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
 
+    def reshard(self, x_local: Tensor, other: Sharding, dim: int = 1) -> Tensor:
+        """Return this rank's rows under another sharding of the same sequence: one all-to-all. Every rank must call it.
+
+        Differentiable. Rows whose rank is the same under both shardings do not leave it.
+
+        Args:
+            x_local: This rank's rows, shard_len long in `dim`.
+            other: Sharding of the same sequence over the same ring, in any layout.
+            dim: The sequence dimension; negative counts from the end.
+
+        Returns:
+            This rank's rows under `other`, `other.shard_len` long in `dim`, contiguous.
+
+        Raises:
+            ValueError: x_local does not have shard_len rows in `dim`, the shardings are of different sequences or rings, or ranks
+                have different tensors; raised on every rank where a tensor of this kind is the first.
+            RuntimeError: The ring has several ranks and this sharding was made without one.
+            TypeError: x_local is no tensor, dim no integer, or other no sharding.
+            NotImplementedError: x_local is a DTensor, or another tensor with a meaning of its own.
+
+        Example:
+            >>> from ringattn import Ring
+            >>> ring = Ring()
+            >>> ring.sharding(4, "zigzag").reshard(torch.arange(4), ring.sharding(4, "contiguous"), dim=0).tolist()
+            [0, 1, 2, 3]
+        """
+        with self._propagate_errors():
+            check_sharding(other, "other")
+            here, there = (self.seq_len, self.ring_name), (other.seq_len, other.ring_name)
+            if here != there or PART in (self.layout, other.layout):
+                raise ValueError(
+                    f"other must be a sharding of the same {self.seq_len} tokens over the same ring, got {other!r}; make both "
+                    "with ring.sharding of one ring"
+                )
+            dim = self._check_rows(
+                "x_local", x_local, dim, "shard_len", self.shard_len, "this rank's rows, or name their dim"
+            )
+            if self.world_size > 1 and self._ring is None:
+                raise RuntimeError(
+                    f"reshard must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
+                    "make it with Ring.sharding"
+                )
+        take, sends, receives, place = _exchange_plan(self.shards, other.shards, self.rank)
+        rows = x_local.movedim(dim, 0).index_select(0, take.to(x_local.device))
+        if self._ring is not None and self.world_size > 1:
+            if not torch.compiler.is_compiling():  # a trace has no other ranks
+                shape = [*x_local.shape[:dim], "rows", *x_local.shape[dim + 1 :]]
+                differentiable = torch.is_grad_enabled() and x_local.requires_grad
+                text = f"{shape} {x_local.dtype} {x_local.device.type} with gradients: {differentiable}, {self.text} {other.text}"
+                self._ring.assert_equal_once("a tensor to reshard", text, f"Sharding.reshard({shape}, {x_local.dtype})")
+            rows = self._ring.all_to_all(rows, sends, receives)
+        return rows.index_select(0, place.to(x_local.device)).movedim(0, dim).contiguous()
+
     def _propagate_errors(self) -> AbstractContextManager[None]:
         """Raise the errors of this block on the other ranks of the ring too, if there is one."""
         return nullcontext() if self._ring is None else self._ring.propagate_errors()
@@ -260,7 +317,9 @@ class Sharding:
         not part of it: all ranks have the same text.
         """
         shards = None
-        if self.layout in ("balanced", PART) or self.shards != make_shards(self.layout, self.seq_len, self.world_size):
+        if self.layout in ("balanced", "segments", PART) or self.shards != make_shards(
+            self.layout, self.seq_len, self.world_size
+        ):
             shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self.shards)
         return self.seq_len, self.layout, self.world_size, self.documents, shards
 
@@ -330,6 +389,7 @@ def resolve_shards(
     layout: str,
     documents: Sequence[int] | Tensor | None,
     balance: Mapping[str, Any] | Mask | None,
+    segments: Sequence[int] | None,
     world_size: int,
 ) -> tuple[int, tuple[int, ...] | None, tuple[Shard, ...]]:
     """Length, documents and shards of a sequence, of what users give `Ring.sharding`."""
@@ -340,7 +400,7 @@ def resolve_shards(
         mask = MaskUnion(seq_len, seq_len, balance, documents)
     else:
         mask = AttentionMask(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_balance(balance))
-    return seq_len, documents, make_shards(layout, seq_len, world_size, mask)
+    return seq_len, documents, make_shards(layout, seq_len, world_size, mask, resolve_segments(segments))
 
 
 def positions_of(shard: Shard) -> Tensor:
@@ -348,6 +408,27 @@ def positions_of(shard: Shard) -> Tensor:
     if not shard:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.cat([torch.arange(run.start, run.last + 1, run.stride, device="cpu") for run in shard])
+
+
+@lru_cache(maxsize=64)
+def _exchange_plan(
+    before: tuple[Shard, ...], after: tuple[Shard, ...], rank: int
+) -> tuple[Tensor, list[int], list[int], Tensor]:
+    """Rows in the order in which a rank sends them, counts to and from each rank, and where received rows go.
+
+    The i-th row under `after` is row place[i] of those received.
+    """
+    old, new = ([positions_of(shard) for shard in shards] for shards in (before, after))
+    owners = torch.empty(sum(len(held) for held in old), dtype=torch.int64, device="cpu")
+    old_owners = torch.empty_like(owners)
+    for r, (held, wanted) in enumerate(zip(old, new, strict=True)):
+        old_owners[held] = r
+        owners[wanted] = r
+    take = owners[old[rank]].argsort(stable=True)
+    sources = old_owners[new[rank]].argsort(stable=True)
+    sends = owners[old[rank]].bincount(minlength=len(before)).tolist()
+    receives = old_owners[new[rank]].bincount(minlength=len(before)).tolist()
+    return take, sends, receives, sources.argsort()
 
 
 def _run_of(x: Tensor, dim: int, run: Run) -> Tensor:

@@ -1,10 +1,11 @@
-"""All-gather and reduce-scatter of rows whose number differs by rank, each the gradient of the other.
+"""Collectives of rows whose number differs by rank: all-gather and reduce-scatter, each the gradient of the other, and all-to-all.
 
-Both are operators, so that `torch.compile` sees a call where it cannot trace communication.
+They are operators, so that `torch.compile` sees a call where it cannot trace communication.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +20,21 @@ _LIBRARY = torch.library.Library("ringattn", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 _LIBRARY.define("gather_rows(Tensor x, int dim, SymInt[] lengths, int rank, str group) -> Tensor", tags=_TAGS)
 _LIBRARY.define("reduce_rows(Tensor x, int dim, SymInt[] lengths, int rank, str group) -> Tensor", tags=_TAGS)
+_LIBRARY.define("exchange_rows(Tensor x, SymInt[] sends, SymInt[] receives, int rank, str group) -> Tensor", tags=_TAGS)
 
 
 def gather_rows(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> list[Tensor]:
     """Return every rank's tensor, `lengths` long along dim; differentiable (gradients are summed over ranks)."""
     whole = torch.ops.ringattn.gather_rows.default(x, dim, list(lengths), rank, group)
     return list(whole.split(list(lengths), dim))
+
+
+def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], rank: int, group: str) -> Tensor:
+    """Return the rows that all ranks send to this one, in rank order: one all-to-all; differentiable.
+
+    The first sends[0] rows of x, in dim 0, go to rank 0, and so on; receives[r] rows come from rank r.
+    """
+    return torch.ops.ringattn.exchange_rows.default(x, list(sends), list(receives), rank, group)
 
 
 def _gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
@@ -47,6 +57,16 @@ def _reduce(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) 
     return whole.split(list(lengths), dim)[rank].clone()
 
 
+def _exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int], rank: int, group: str) -> Tensor:
+    """Return the rows received; bytes move, which every backend can."""
+    out = x.new_empty([sum(receives), *x.shape[1:]])
+    width = math.prod(x.shape[1:])
+    into, rows = (y.view(y.shape[0], width).view(torch.uint8) for y in (out, x.contiguous()))
+    members = resolve_group(group, (rank, len(sends)))
+    dist.all_to_all_single(into, rows, list(receives), list(sends), group=members)
+    return out
+
+
 def _fake_gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
     del rank, group
     return x.new_empty([*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :]])
@@ -55,6 +75,11 @@ def _fake_gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: 
 def _fake_reduce(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
     del group
     return x.new_empty([*x.shape[:dim], lengths[rank], *x.shape[dim + 1 :]])
+
+
+def _fake_exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int], rank: int, group: str) -> Tensor:
+    del sends, rank, group
+    return x.new_empty([sum(receives), *x.shape[1:]])
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -70,9 +95,17 @@ def _reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.ringattn.gather_rows.default(grad, *ctx.options), None, None, None, None
 
 
+def _exchange_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    sends, receives, rank, group = ctx.options
+    return torch.ops.ringattn.exchange_rows.default(grad, receives, sends, rank, group), None, None, None, None
+
+
 _LIBRARY.impl("gather_rows", _gather, "CompositeExplicitAutograd")
 _LIBRARY.impl("reduce_rows", _reduce, "CompositeExplicitAutograd")
+_LIBRARY.impl("exchange_rows", _exchange, "CompositeExplicitAutograd")
 torch.library.register_fake("ringattn::gather_rows", _fake_gather, lib=_LIBRARY)
 torch.library.register_fake("ringattn::reduce_rows", _fake_reduce, lib=_LIBRARY)
+torch.library.register_fake("ringattn::exchange_rows", _fake_exchange, lib=_LIBRARY)
 torch.library.register_autograd("ringattn::gather_rows", _gather_backward, setup_context=_remember, lib=_LIBRARY)
 torch.library.register_autograd("ringattn::reduce_rows", _reduce_backward, setup_context=_remember, lib=_LIBRARY)
+torch.library.register_autograd("ringattn::exchange_rows", _exchange_backward, setup_context=_remember, lib=_LIBRARY)

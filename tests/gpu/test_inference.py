@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Ring, ring_attention
+from ringattn import Ring, masks, ring_attention
 from ringattn.inference import PagedKVCache, attend
 from ringattn.launch.check.cache_scenarios import OPTIONS, History, Op, Sizes, extend
 from ringattn.launch.check.inference import MOVES, InferenceCase, examine_history
 from ringattn.launch.runtime.session import Session
 from tests.gpu.test_copy_engine import RANKS, run
+from tests.inference.test_attention import TREES, decode_trees
+from tests.support.budget import assert_within_budget
 from tests.support.request_isolation import BAD, SPOILT, attend_beside
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -276,6 +278,12 @@ def main() -> None:
         if rank == 0:
             os.write(1, f"{body.__name__.strip('_')}: green\n".encode())
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_trees_of_speculative_tokens_see_their_prefix_and_ancestors(dtype: torch.dtype) -> None:
+    for o, exact, rounded in decode_trees(masks.per_batch(TREES), dtype, "cuda"):
+        assert_within_budget(o, exact, rounded, "o of a tree", dtype)
 
 
 if __name__ == "__main__":

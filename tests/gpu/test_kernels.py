@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ringattn import Ring, attention_reference, ring_attention_with_lse
+from ringattn import Ring, attention_reference, masks, ring_attention_with_lse
 from ringattn.kernels.interface import KernelSet
 from ringattn.kernels.runtime.host_to_device import protect_from_reuse, upload, wait_for_uploads
 from ringattn.launch.check import fuzz
@@ -34,7 +34,7 @@ HOPPER_CASES = [
     for deterministic in (False, True)
     if case.bias is None and not case.dropout_p
 ]
-LONG = tuple(case.name for case in LONG_CASES)
+LONG = tuple(case.name for case in (*LONG_CASES, *LONG_TERM_CASES))
 
 
 @pytest.mark.parametrize("case", [*CASES, *LONG_CASES, *TERM_CASES, *LONG_TERM_CASES], ids=str)
@@ -61,6 +61,34 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
 def test_hopper_kernels_stay_within_budget(hopper: KernelSet, case: Case, dtype: torch.dtype) -> None:
     run_case(hopper, case, dtype, "cuda")
+
+
+MASKS = {
+    "tree": masks.tree([None, 0, 1, 1, 0], [700, 300, 401, 250, 396]),
+    "sinks": masks.causal() & (masks.sinks(4) | masks.window(500)),
+    "blocks": masks.causal()
+    & masks.blocks([[(3 * i + j) % 4 < 2 or i == j for j in range(16)] for i in range(16)], 128),
+}
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("impl", ["hopper", "portable"])
+@pytest.mark.parametrize("name", MASKS)
+def test_calls_under_masks_of_several_intervals_stay_within_budget(name: str, impl: str) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (torch.randn(1, 2047, h, 128, device="cuda", dtype=torch.bfloat16, generator=g) for h in (4, 2, 2, 4))
+
+    def gradients(dtype: torch.dtype, attention: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        o = attention(*leaves, mask=MASKS[name], **options)
+        return o.detach(), *torch.autograd.grad(o, leaves, do.to(dtype))
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        return ring_attention_with_lse(q, k, v, Ring().sharding(2047), impl=impl, **options)[0]
+
+    exact, low = (gradients(dtype, attention_reference) for dtype in (torch.float64, torch.bfloat16))
+    for what, x, y, z in zip("o dq dk dv".split(), gradients(torch.bfloat16, call), exact, low, strict=True):
+        assert_within_budget(x, y, z, f"{name}: {what}", torch.bfloat16)
 
 
 @pytest.mark.parametrize("lengths", [(300, 300), (300, 300, 300), (1000, 1000)], ids=str)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn import Ring, attention_reference, ring_attention
+from ringattn import Ring, attention_reference, masks, ring_attention
 from ringattn.inference import ForwardBatch, PagedKVCache, attend
 from ringattn.inference.paged_prefill import is_paged_faster
 from ringattn.launch.check.cache_scenarios import (
@@ -689,3 +689,111 @@ def test_attention_over_fp8_pages_uses_the_rows_as_read_back(kv_access: str) -> 
         exact = attention_reference(*(x.double() for x in (whole, keys, values)), causal=True)[:, -count:]
         low = attention_reference(whole, keys, values, causal=True)[:, -count:]
         assert_within_budget(o, exact, low, f"{mode} of {count}")
+
+
+PREFIXES = (37, 20)
+TREES = tuple(masks.tree([None, 0, 1, 2, 1, 0], [n, 1, 1, 1, 1, 1]) for n in PREFIXES)
+"""What is cached, then a token with two children, of which the first has a child, and another token."""
+
+
+def decode_trees(mask: masks.Mask, dtype: torch.dtype, device: str = "cpu") -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(o, exact, rounded) of speculative tokens of two requests over their cached prefixes."""
+    generator = torch.Generator().manual_seed(0)
+    cache = PagedKVCache(Ring(), layers=1, kv_heads=2, head_dim=16, pages=12, page_size=16, dtype=dtype, device=device)
+    found, tensors = [], []
+    requests = [cache.add_request(reserve=n + 5) for n in PREFIXES]
+    for request, n in zip(requests, PREFIXES, strict=True):
+        tensors.append([torch.randn(1, n + 5, h, 16, generator=generator).to(device, dtype) for h in (4, 2, 2)])
+        step = cache.extend([request], [n])
+        attend(step, 0, *(step.take(x[:, :n]) for x in tensors[-1]))
+    step = cache.extend(requests, [5, 5], mode="decode")
+    o = attend(
+        step,
+        0,
+        *(torch.cat([x[i][:, n:] for x, n in zip(tensors, PREFIXES, strict=True)]) for i in range(3)),
+        mask=mask,
+    )
+    for i, (qkv, n) in enumerate(zip(tensors, PREFIXES, strict=True)):
+        exact, rounded = (
+            attention_reference(*(x.to(to) for x in qkv), mask=TREES[i])[:, n:] for to in (torch.float64, dtype)
+        )
+        found.append((o[i : i + 1], exact, rounded))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, torch.float32), (2, torch.float32), (2, torch.float64)])
+def test_trees_of_speculative_tokens_see_their_prefix_and_ancestors(
+    pool: Pools, world_size: int, dtype: torch.dtype
+) -> None:
+    for answers in pool(world_size).run(decode_trees, masks.per_batch(TREES), dtype):
+        for o, exact, rounded in answers:
+            low = rounded if dtype == torch.float32 else rounded.float()
+            assert_within_budget(o, exact, low, "o of a tree", dtype)
+
+
+def prefill_in_chunks(mask: masks.Mask, comm_mode: str, mode: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(o, exact, rounded) of this rank's rows of each chunk of a prompt."""
+    q, k, v = (torch.randn(1, 40, h, 16, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2))
+    cache = PagedKVCache(
+        Ring(), layers=1, kv_heads=2, head_dim=16, pages=4, page_size=16, dtype=torch.float32, device="cpu"
+    )
+    exact, rounded = (
+        attention_reference(*(x.to(dtype) for x in (q, k, v)), mask=mask) for dtype in (torch.float64, q.dtype)
+    )
+    request, found = cache.add_request(reserve=40), []
+    for chunk in (slice(23), slice(23, 37), slice(37, 40)):
+        step = cache.extend([request], [chunk.stop - (chunk.start or 0)], mode=mode)
+        rows, *answers = (step.take(x[:, chunk]) for x in (q, exact, rounded))
+        o = attend(step, 0, rows, *(step.take(x[:, chunk]) for x in (k, v)), mask=mask, comm_mode=comm_mode)
+        found.append((o, *answers))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("comm_mode", ["keys", "queries"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_prefill_in_chunks_takes_any_mask_that_sees_no_later_chunk(
+    pool: Pools, world_size: int, comm_mode: str
+) -> None:
+    blocks = masks.causal() & masks.blocks([[1, 0], [1, 1]], 20)
+    # "auto" decodes the last three tokens
+    for mask, mode in ((masks.causal() | masks.spans([(5, 19)]), "auto"), (blocks, "prefill")):
+        for answers in pool(world_size).run(prefill_in_chunks, mask, comm_mode, mode):
+            for o, exact, rounded in answers:
+                assert_within_budget(o, exact, rounded, "o of a chunk", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("counts", "mode", "given", "message"),
+    [
+        ([3, 3], "prefill", {}, "a prefill of several requests.*extend them one by one"),
+        ([3], "prefill", {"kv_access": "pages"}, "kv_access=.pages.*use kv_access=.copies"),
+        ([3, 3], "decode", {"mask": masks.causal() & masks.blocks([[True]], 64)}, "decode takes no masks.blocks"),
+        ([3, 3, 3], "decode", {}, "mask must be one, or one per request, 3, got 2"),
+    ],
+)  # fmt: skip
+def test_masks_that_a_call_with_a_cache_does_not_serve_are_refused(
+    counts: list[int], mode: Any, given: dict[str, Any], message: str
+) -> None:
+    cache = PagedKVCache(
+        Ring(), layers=1, kv_heads=1, head_dim=16, pages=8, page_size=16, dtype=torch.float32, device="cpu"
+    )
+    step = cache.extend([cache.add_request(reserve=9) for _ in counts], counts, mode=mode)
+    tree = masks.tree([None, 0, 0], [1, 1, 1])
+    given = {"mask": masks.per_batch([tree, tree]) if len(counts) > 1 else tree, **given}
+    x = torch.zeros(step.batch, step.rows, 1, 16)
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        attend(step, 0, x, x, x, **given)
+
+
+def test_static_batches_refuse_trees() -> None:
+    cache = PagedKVCache(
+        Ring(), layers=1, kv_heads=1, head_dim=16, pages=8, page_size=16, dtype=torch.float32, device="cpu"
+    )
+    request = cache.add_request(reserve=9)
+    static = cache.static_batch(1, 1, max_tokens=9)
+    cache.extend([request], [1], into=static)
+    x = torch.zeros(1, 1, 1, 16)
+    with pytest.raises(NotImplementedError, match=r"a static batch.*use PagedKVCache\.extend"):
+        attend(static, 0, x, x, x, mask=masks.tree([None], [1]) & masks.spans([(0, 1)]))

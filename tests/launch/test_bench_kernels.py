@@ -55,6 +55,17 @@ def test_unsupported_contenders_have_a_row_with_the_reason(tmp_path: Path) -> No
             assert row["kernels"] == "eager"
 
 
+def test_ring_steps_of_four_ranks_are_checked_and_timed(tmp_path: Path) -> None:
+    rows = _rows(tmp_path, "--who", "torch", "eager", "--levels", "steps", "--groups", "masks")["rows"]
+    assert {(row["who"], row["mask"], row["direction"]) for row in rows if "tflops" in row} == {
+        (who, mask, direction)
+        for who in ("torch", "eager")
+        for mask in ("window", "documents")
+        for direction in ("forward", "backward")
+    }
+    assert all(0 < row["ratio"] <= 1 and row["kernels"] == row["who"] for row in rows)
+
+
 def test_bench_kernels_fails_when_nothing_was_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--who", "fa2", "portable", "--groups", "target", "--out", str(tmp_path)]
     assert bench.main([*SMALL, *words]) == 1

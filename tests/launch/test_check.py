@@ -64,6 +64,13 @@ def test_check_is_green_under_torchrun() -> None:
     assert "2 rank(s), gloo" in done.stdout
 
 
+def test_check_is_green_on_the_kernels_of_torch_and_says_what_they_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_command.main(["--device", "cpu", "--impl", "torch", "--only", "in", "--simulate", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "causal window (fp32" in said
+    assert 'not served: inference: chunks in fp32: impl="torch" cannot serve this call: prefill is no part' in said
+
+
 @pytest.mark.usefixtures("_wrong_forward")
 def test_check_is_red_when_the_forward_is_off_by_a_thousandth(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_command.main(["--device", "cpu", "--only", "window"]) == 1

@@ -90,6 +90,7 @@ def test_every_count_of_a_command_has_a_least() -> None:
         bench.Kernels,
         bench.Ring,
         bench.Model,
+        bench.Trainer,
     ]
     kinds += [bench.Inference, bench.Server, check.CheckArgs, doctor.DoctorArgs]
     kinds += [faults.FaultArgs]

@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ringattn.plan.layouts
-from ringattn.plan.layouts import LAYOUTS, Run, Shard, balanced, contiguous, make_shards, shard_len, striped, zigzag
+from ringattn.plan.layouts import (
+    LAYOUTS,
+    Run,
+    Shard,
+    balanced,
+    contiguous,
+    make_shards,
+    segmented,
+    shard_len,
+    striped,
+    zigzag,
+)
 from ringattn.plan.mask import AttentionMask
 from tests.support.random_masks import few_long_documents, layouts, log_normal_documents, positions, runs
 from tests.support.timing import least_seconds
@@ -67,8 +78,29 @@ def test_zigzag_pairs_the_first_chunk_with_the_last() -> None:
 
 def test_one_rank_holds_one_run_and_ranks_may_hold_nothing() -> None:
     for name in LAYOUTS:
-        assert make_shards(name, 7, 1, AttentionMask(7, 7)) == ((Run(0, 1, 7),),)
-        assert [shard_len(shard) for shard in make_shards(name, 1, 3, AttentionMask(1, 1))] == [1, 0, 0]
+        parts, whole = ((4, 3), (1,)) if name == "segments" else (None, None)
+        assert make_shards(name, 7, 1, AttentionMask(7, 7), parts) == ((Run(0, 1, 7),),)
+        assert [shard_len(shard) for shard in make_shards(name, 1, 3, AttentionMask(1, 1), whole)] == [1, 0, 0]
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 8))
+def test_a_rank_holds_the_contiguous_share_of_every_segment(lengths: list[int], world_size: int) -> None:
+    for rank, shard in enumerate(segmented(lengths, world_size)):
+        starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        shares = [positions(contiguous(n, world_size)[rank]) for n in lengths]
+        held = [start + p for start, share in zip(starts, shares, strict=True) for p in share]
+        assert positions(shard) == held
+
+
+def test_segments_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"segments must be lengths .* sum to seq_len 9, got \(4, 4\), which sum to 8"):
+        make_shards("segments", 9, 2, segments=(4, 4))
+    with pytest.raises(ValueError, match="segments must be lengths of at least 1 token"):
+        make_shards("segments", 4, 2, segments=(4, 0))
+    with pytest.raises(ValueError, match="segments must be given with layout='segments' and only then"):
+        make_shards("segments", 9, 2)
+    with pytest.raises(ValueError, match="segments must be given with layout='segments' and only then"):
+        make_shards("zigzag", 9, 2, segments=(4, 5))
 
 
 @given(runs(200))
@@ -146,7 +178,9 @@ def test_wrong_sizes_and_names_are_refused() -> None:
         zigzag(0, 2)
     with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
         make_shards("striped", 4, 0)
-    with pytest.raises(ValueError, match="layout must be one of contiguous, striped, zigzag, balanced, got 'ring'"):
+    with pytest.raises(
+        ValueError, match="layout must be one of contiguous, striped, zigzag, balanced, segments, got 'ring'"
+    ):
         make_shards("ring", 4, 2)
     with pytest.raises(ValueError, match="must be given the mask to balance"):
         make_shards("balanced", 4, 2)

@@ -30,7 +30,8 @@ from tests.support.random_masks import layouts, positions
 def ring(seq_len: int, layout: str, world_size: int, documents: tuple[int, ...] | None = None) -> list[Sharding]:
     """The shardings of all ranks."""
     mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents)
-    shards = make_shards(layout, seq_len, world_size, mask)
+    segments = (3, seq_len - 3) if layout == "segments" else None
+    shards = make_shards(layout, seq_len, world_size, mask, segments)
     return [Sharding(seq_len, layout, shards, rank, documents) for rank in range(world_size)]
 
 
@@ -69,6 +70,9 @@ class Neighbours:
         assert x is self.mine
         assert list(lengths) == [part.shape[dim] for part in self.parts]
         return self.parts
+
+    def all_to_all(self, x: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        raise AssertionError(f"no rows are to move, got {sends} and {receives} of {x.shape}")
 
     def propagate_errors(self) -> AbstractContextManager[None]:
         return nullcontext()

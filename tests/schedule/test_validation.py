@@ -203,6 +203,16 @@ OF_ANOTHER_KIND: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         {"seq_len": 8, "layout": "balanced", "balance": "causal"},
         "balance must be a dict of mask options, got 'causal'",
     ),
+    "segments that are a number": (
+        RING.sharding,
+        {"seq_len": 8, "layout": "segments", "segments": 8},
+        "segments must be a list of lengths, got 8",
+    ),
+    "a float among segments": (
+        RING.sharding,
+        {"seq_len": 8, "layout": "segments", "segments": [4.0, 4]},
+        "segments must be of integers, got 4.0",
+    ),
     "nothing to shard": (SHARDING.shard, {"x": None}, "x must be a tensor, got NoneType"),
     "a list to shard": (SHARDING.shard, {"x": [1] * 8, "dim": 0}, "x must be a tensor, got list"),
     "an array to shard": (SHARDING.shard, {"x": np.ones(8), "dim": 0}, "x must be a tensor, got ndarray"),
@@ -532,6 +542,12 @@ def test_a_mask_to_balance_is_given_as_to_a_call() -> None:
     with pytest.raises(ValueError, match="causal must be True or False, got 'no'"):
         RING.sharding(8, "balanced", balance={"causal": "no"})
     assert shards(lengths=[[0, 4], [2, 8]])[1] == shards(lengths=torch.tensor([[0, 4], [2, 8]]))[1]
+
+
+def test_segments_are_given_to_the_simulated_ring_as_to_the_real_one() -> None:
+    found = simulate_ring(Q, K, K, 2, layout="segments", segments=[3, 5], causal=True).o
+    assert torch.equal(RING.sharding(8, "segments", segments=(3, 5)).positions, torch.arange(8))
+    torch.testing.assert_close(found, simulate_ring(Q, K, K, 1, causal=True).o)
 
 
 def test_balance_without_the_balanced_layout_is_refused() -> None:

@@ -206,6 +206,13 @@ CASES: tuple[Case, ...] = (
         accumulate=True,
     ),
     Case(
+        "window_over_fewer_keys_than_rows",
+        seq_len=80,
+        q_runs=((30, 1, 50),),
+        ring_steps=(((12, 1, 16),),),
+        mask={"causal": True, "window": (45, None)},
+    ),
+    Case(
         "striped",
         seq_len=62,
         q_runs=_striped(2, 4, 62),
@@ -448,6 +455,12 @@ LONG_TERM_CASES: tuple[Case, ...] = (
     ),
 )
 """As LONG_CASES."""
+
+
+def torch_serves(case: Case) -> bool:
+    """Whether torch's own operators compute the score and the head dims of a case."""
+    absent = case.bias is None and not (case.softcap or case.alibi or case.key_bias or case.dropout_p)
+    return absent and case.v_head_dim in (None, case.head_dim)
 
 
 def positions_of(runs: Runs) -> list[int]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from ringattn.plan.layouts import Run, Shard, balanced, contiguous, striped, zigzag
+from ringattn.plan.layouts import Run, Shard, balanced, contiguous, segmented, striped, zigzag
 from ringattn.plan.mask import AttentionMask
 
 
@@ -79,7 +79,10 @@ def masks(draw: st.DrawFn, max_len: int = 32, cross: bool = True) -> AttentionMa
 @st.composite
 def layouts(draw: st.DrawFn, seq_len: int, world_size: int) -> tuple[Shard, ...]:
     """Any layout of seq_len tokens; balanced ones by random weights, so that any assignment of chunks occurs."""
-    name = draw(st.sampled_from(["contiguous", "striped", "zigzag", "balanced"]))
+    name = draw(st.sampled_from(["contiguous", "striped", "zigzag", "balanced", "segments"]))
+    if name == "segments":
+        edges = sorted({0, seq_len, *draw(st.lists(st.integers(0, seq_len), max_size=3))})
+        return segmented([b - a for a, b in pairwise(edges)], world_size)
     if name != "balanced":
         return {"contiguous": contiguous, "striped": striped, "zigzag": zigzag}[name](seq_len, world_size)
     rng = random.Random(draw(st.integers(0, 2**16)))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels.interface import BlockPatterns
@@ -147,3 +148,23 @@ def padded_sinks(n: int) -> TermMask:
     terms[:, 1, :, : n // 3] = False
     terms[:, 2] = False
     return replace(mask, terms=terms)
+
+
+@st.composite
+def any_term_mask(draw: st.DrawFn, max_len: int = 40, cross: bool = True) -> TermMask:
+    """Any union of disjoint monotone intervals, some cut by tables of blocks."""
+    n, batch = draw(st.integers(1, max_len)), draw(st.integers(1, 2))
+    m = draw(st.integers(1, max_len)) if cross else n
+    number = draw(st.integers(1, 4))
+    # bounds that do not decrease along rows still do not when they are sorted in each row
+    bound = st.lists(st.integers(0, m), min_size=n, max_size=n).map(sorted)
+    bounds = draw(st.lists(bound, min_size=2 * number * batch, max_size=2 * number * batch))
+    at = torch.tensor(bounds).view(batch, 2 * number, n).sort(1).values.transpose(0, 1)[..., None]
+    terms = (torch.arange(m) >= at[0::2]) & (torch.arange(m) < at[1::2])
+    if draw(st.booleans()):
+        return TermMask(terms)
+    size, count = draw(st.integers(1, 9)), draw(st.integers(1, 2))
+    shape = (count, -(-n // size), -(-m // size))
+    share, seed = draw(st.sampled_from([0.1, 0.5, 0.9])), draw(st.integers(0, 2**16))
+    tables = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+    return TermMask(terms, tables, tuple(draw(st.integers(-1, count - 1)) for _ in range(number)), size)

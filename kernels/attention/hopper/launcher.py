@@ -296,7 +296,7 @@ def _launch_forward(
         parts = (m, l, workspace(q, plan.slots, tile, v_columns))
     acc = None if carry is None else carry.acc
     o_unit, acc_unit = store_unit(o, 8), 1 if acc is None else store_unit(acc, 4)
-    (lo_sb, hi_sb), term_strides = zip(*(bound_strides(x, rows) for x in (rows.lo, rows.hi)), strict=True)
+    (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(rows.lo, rows), bound_strides(rows.hi, rows)
     pairs = (*pair(lse), *pair(state[0]), *pair(state[1]))
     bound_launch.launch(
         forward_kernel,
@@ -308,7 +308,7 @@ def _launch_forward(
             *kv_rows_of(None if remote_kv[0] is None else remote_kv, config.block_n, (columns, v_columns)), flags, error, board,
             *strides(o, o_unit), *strides(acc, acc_unit), *pairs, lo_sb, hi_sb,
             per_batch(score.key_bias),
-            h // pack, h // hk // pack, s, keys_in_all, *flag_numbers, local_rows, epochs, *term_strides, *scale_and_cap(score),
+            h // pack, h // hk // pack, s, keys_in_all, *flag_numbers, local_rows, epochs, lo_st, hi_st, *scale_and_cap(score),
         ),
         {
             "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
@@ -430,7 +430,7 @@ def launch_dkv(
     grad_buffers, grad_buffer_rows = (None, None) if remote is None else (remote.grad_buffers, remote.grad_buffer_rows)
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) else None
     heads_per_group, steps, timeout_us = _waits_of(ready_flags, hk)
-    (lo_sb, hi_sb), term_strides = zip(*(bound_strides(y, x.keys) for y in (x.keys.lo, x.keys.hi)), strict=True)
+    (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(x.keys.lo, x.keys), bound_strides(x.keys.hi, x.keys)
     # what only the kernel with dq is given: tiles of its sums, dalibi, and the rows of q
     of_tiles: tuple[Any, ...] = ()
     of_dalibi: tuple[Any, ...] = ()
@@ -474,7 +474,7 @@ def launch_dkv(
             lo_sb, hi_sb, per_batch(score.key_bias), *(pair(dalibi) if of_dalibi else ()),
             hk, h // hk, t, *of_rows, padded_rows(s), local_rows, grad_buffer_rows,
             steps, heads_per_group, timeout_us,
-            epochs, *term_strides, *of_order, *scale_and_cap(score), score.softmax_scale,
+            epochs, lo_st, hi_st, *of_order, *scale_and_cap(score), score.softmax_scale,
         ),
         {
             "D": columns[0], "DV": columns[1], "D_WIDTH": d, "DV_WIDTH": dv, "SOFTCAP": score.softcap > 0,
@@ -534,7 +534,7 @@ def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = 
     if plan.programs == 0:
         return
     board, epochs = progress_board(plan, shape, (d + dv) * q.element_size(), q)
-    (lo_sb, hi_sb), term_strides = zip(*(bound_strides(y, x.rows) for y in (x.rows.lo, x.rows.hi)), strict=True)
+    (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(x.rows.lo, x.rows), bound_strides(x.rows.hi, x.rows)
     part = dalibi_part = None
     if plan.slots:
         part = workspace(q, plan.slots, DQ_TILE, columns[0])
@@ -556,7 +556,7 @@ def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = 
             *pair(x.lse), *pair(x.delta), *strides(dq, unit), *pair(dalibi),
             lo_sb, hi_sb, per_batch(score.key_bias),
             h, h // hk, s, t if score.key_bias is None else score.key_bias.shape[1], local_rows, epochs,
-            *term_strides, score.softmax_scale, *scale_and_cap(score),
+            lo_st, hi_st, score.softmax_scale, *scale_and_cap(score),
         ),
         {
             "SOFTCAP": score.softcap > 0, "START": config.start, "ADD": add, "UNIT": unit, "D": columns[0], "D_WIDTH": d,

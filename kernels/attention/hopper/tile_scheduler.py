@@ -260,7 +260,7 @@ def _meet(stationary: list[tuple[RowMetadata, int]], streamed: list[tuple[RowMet
         row.append(begin_of)
         source.append(torch.tensor([[number, step, first, first + rows]], device="cpu").expand(begin_of.shape[0], -1))
         tiles += begin_of.shape[0]
-    segments, table = _stream(_Pieces.join(pieces), batches * per_batch, streamed, shape)
+    segments, table = _stream(_Pieces.concatenate(pieces), batches * per_batch, streamed, shape)
     return _Tiles(segments, table, torch.cat(row), torch.cat(source))
 
 
@@ -281,7 +281,7 @@ class _Pieces:
     label: Tensor
 
     @classmethod
-    def join(cls, parts: list[_Pieces]) -> _Pieces:
+    def concatenate(cls, parts: list[_Pieces]) -> _Pieces:
         """All pieces, in order."""
         bounds = tuple(torch.cat(x) for x in zip(*(part.bounds for part in parts), strict=True))
         lo, hi = (torch.cat(x) for x in zip(*(part.window for part in parts), strict=True))
@@ -313,10 +313,9 @@ def _cut_pieces(side: RowMetadata, shape: Shape, first_tile: Tensor) -> list[_Pi
             index = tile_of[set_of]
             label = _label(term, (first - begin[tile_of])[set_of], (end - begin[tile_of])[set_of])
         tiles = first_tile + index
-        window = tuple(x.expand_as(tiles).flatten() for x in window)
-        pieces.append(
-            _Pieces(tuple(x.flatten() for x in bounds), window, tiles.flatten(), label.expand_as(tiles).flatten())
-        )
+        within = window[0].expand_as(tiles).flatten(), window[1].expand_as(tiles).flatten()
+        bounds = tuple(x.flatten() for x in bounds)
+        pieces.append(_Pieces(bounds, within, tiles.flatten(), label.expand_as(tiles).flatten()))
     return pieces
 
 

@@ -265,7 +265,7 @@ _of_terms: WeakKeyDictionary[BlockPatterns, Tensor] = WeakKeyDictionary()
 
 
 def _cuts(side: RowMetadata) -> tuple[Any, ...]:
-    """The kernels' `terms` to `block_size`; None where absent."""
+    """The kernels' `term_count` to `block_size`; None where absent."""
     if side.terms == 1 and side.patterns is None:
         return (None,) * 8
     strides = [bound_strides(x, side)[1] for x in (side.lo, side.hi)]

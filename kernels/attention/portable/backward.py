@@ -113,7 +113,7 @@ def _keys_step(
 @triton.jit(
     do_not_specialize=[
         "queries", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs", "tiles", "sweep", "heads", "seed_low", "seed_high",
-        "drop_threshold", "terms", "lo_st", "hi_st", "table_size", "table_width", "block_size",
+        "drop_threshold", "term_count", "lo_st", "hi_st", "table_size", "table_width", "block_size",
     ]
 )  # fmt: skip
 def keys_kernel(
@@ -121,7 +121,7 @@ def keys_kernel(
     do_sb, do_ss, do_sh, q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh,
     queries, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
     heads, num_heads, group, rows, num_runs, tiles, sweep, softmax_scale, scale, cap, seed_low, seed_high, drop_threshold,
-    drop_factor, terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size,
+    drop_factor, term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
     SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -146,8 +146,8 @@ def keys_kernel(
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, key_exists)
-    cuts = (terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
-    if terms is None and ADD:
+    cuts = (term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
+    if term_count is None and ADD:
         if any_lo >= any_hi:
             return
 
@@ -265,7 +265,7 @@ def _rows_step(
 @triton.jit(
     do_not_specialize=[
         "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dalibi_sb", "dalibi_sh", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs",
-        "tiles", "sweep", "heads", "seed_low", "seed_high", "drop_threshold", "terms", "lo_st", "hi_st", "table_size", "table_width",
+        "tiles", "sweep", "heads", "seed_low", "seed_high", "drop_threshold", "term_count", "lo_st", "hi_st", "table_size", "table_width",
         "block_size",
     ]
 )  # fmt: skip
@@ -275,7 +275,7 @@ def rows_kernel(
     lse_sb, lse_sh, delta_sb, delta_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
     dbias_sb, dbias_sh, dbias_ss, dbias_sn,
     heads, num_heads, group, rows, num_runs, tiles, sweep, softmax_scale, scale, cap, seed_low, seed_high, drop_threshold,
-    drop_factor, terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size,
+    drop_factor, term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, ADD: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr,
     SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
@@ -295,8 +295,8 @@ def rows_kernel(
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
-    cuts = (terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
-    if terms is None and ADD:
+    cuts = (term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
+    if term_count is None and ADD:
         if any_lo >= any_hi:
             return
 

@@ -86,7 +86,7 @@ def _absorb(
 @triton.jit(
     do_not_specialize=[
         "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb", "hi_sb", "key_bias_sb", "rows", "num_runs", "tiles", "sweep",
-        "heads", "seed_low", "seed_high", "drop_threshold", "terms", "lo_st", "hi_st", "table_size", "table_width", "block_size",
+        "heads", "seed_low", "seed_high", "drop_threshold", "term_count", "lo_st", "hi_st", "table_size", "table_width", "block_size",
     ]
 )  # fmt: skip
 def forward_kernel(
@@ -94,7 +94,7 @@ def forward_kernel(
     q_sb, q_ss, q_sh, k_sb, k_ss, k_sh, v_sb, v_ss, v_sh, o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh,
     lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb, bias_sb, bias_sh, bias_ss, bias_sn,
     heads, num_heads, group, rows, num_runs, tiles, sweep, scale, cap, seed_low, seed_high, drop_threshold, drop_factor,
-    terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size,
+    term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, DOT_ONLY: tl.constexpr, SOFTCAP: tl.constexpr,
     DROPOUT: tl.constexpr, SKEW: tl.constexpr, TMA: tl.constexpr, SAME_STRIDE: tl.constexpr,
@@ -102,7 +102,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Attend to the keys of `runs`. Strides are in elements; last dims are contiguous; absent tensors are None.
 
-    DOT_ONLY: the score is q . k times a positive scale, so that the scale is folded into the exponent. With several `terms`,
+    DOT_ONLY: the score is q . k times a positive scale, so that the scale is folded into the exponent. With several terms (`term_count`),
     whose bounds lie lo_st and hi_st apart, num_runs counts each run once per term. `tables`: `table_size` entries each, lines of
     table_width; `of_term`: index of each term's table or -1.
     """
@@ -121,8 +121,8 @@ def forward_kernel(
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
     any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
-    cuts = (terms, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
-    if terms is None and not (FIRST or LAST):
+    cuts = (term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
+    if term_count is None and not (FIRST or LAST):
         if any_lo >= any_hi:
             return
 

@@ -17,6 +17,7 @@ Note [Tile ranges]
     exists once; it comes first, so that its registers are free during the other.
 """
 
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 import triton
 import triton.language as tl
 
@@ -69,12 +70,12 @@ def term_bounds(
 
     With one term, run i and the bounds that are given. `table` is the index of the term's table, or -1.
     """
-    terms, lo_st, hi_st, tables, of_term, _size, _width, _block = cuts
+    count, lo_st, hi_st, tables, of_term, _size, _width, _block = cuts
     run = i
     table = -1
-    if terms is not None:
-        run = i // terms
-        term = i % terms
+    if count is not None:
+        run = i // count
+        term = i % count
         lo_ptr += term.to(tl.int64) * lo_st
         hi_ptr += term.to(tl.int64) * hi_st
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, ROWS)
@@ -89,7 +90,7 @@ def term_bounds(
 @triton.jit
 def cut_pairs(visible, own, other, table, cuts):
     """The visible pairs that the table of a term shows; own, other: positions on both sides, which broadcast to the tile."""
-    _terms, _lo_st, _hi_st, tables, _of_term, size, width, block_size = cuts
+    _count, _lo_st, _hi_st, tables, _of_term, size, width, block_size = cuts
     if tables is not None:
         at = tables + (table * size + (own // block_size) * width + other // block_size)
         visible &= tl.load(at, mask=visible & (table >= 0), other=1) != 0
@@ -99,7 +100,7 @@ def cut_pairs(visible, own, other, table, cuts):
 @triton.jit
 def shows(lo_ptr, hi_ptr, row0, rows, own, other, inside, table, cuts, ROWS: tl.constexpr):
     """Return whether a tile has a visible pair; own: positions of its rows; other, inside: of what streams past."""
-    _terms, _lo_st, _hi_st, tables, _of_term, _size, _width, _block = cuts
+    _count, _lo_st, _hi_st, tables, _of_term, _size, _width, _block = cuts
     found = True
     if tables is not None:
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, ROWS)

@@ -12,6 +12,7 @@ Importing registers nothing: a program calls `register`. With `Trainer`, see `tr
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from ringattn.integrations.linear.transformers_layers import replace_recurrent_layers
 from ringattn.integrations.transformers.attention import attend
 from ringattn.integrations.transformers.batch import RingCollator, shard_batch
 from ringattn.integrations.transformers.decode_compile import compile_for_decode
@@ -37,6 +38,7 @@ __all__ = [
     "last_positions",
     "pack_answers",
     "register",
+    "replace_recurrent_layers",
     "run_step",
     "shard_batch",
     "take_rows",

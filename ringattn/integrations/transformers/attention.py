@@ -42,8 +42,14 @@ _num_calls = [0]
 
 
 def num_attention_calls() -> int:
-    """Return how often `attend` was called outside of compiled code."""
+    """Return how often `attend`, or another layer that works over sharded rows, was called outside of compiled code."""
     return _num_calls[0]
+
+
+def count_call() -> None:
+    """Count a call of a layer that works over sharded rows without `attend`, outside of compiled code."""
+    if not torch.compiler.is_compiling():
+        _num_calls[0] += 1
 
 
 def _not_traced_with_step(attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,6 +84,7 @@ def attend(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     tree: Tree | None = None,
+    recurrence: object = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of the name "ringattn", called by the layers of transformers models.
@@ -102,6 +109,7 @@ def attend(
         cu_seq_lens_q: Cumulative lengths of packed documents; only without a sharding, which has its own.
         cu_seq_lens_k: The same.
         tree: The tokens are nodes of this tree; only with a sharding.
+        recurrence: Present where the model's recurrent layers work over sharded rows (`replace_recurrent_layers`).
         others: Other keywords of the model's call; refused unless they do not change attention.
 
     Returns:
@@ -109,8 +117,7 @@ def attend(
     """
     if is_tower(module):
         return _attend_whole(module, query, key, value, attention_mask, dropout, scaling, is_causal), None
-    if not torch.compiler.is_compiling():
-        _num_calls[0] += 1
+    count_call()
     ring = (
         step.cache.ring if isinstance(step, ForwardBatch) else sharding.ring if isinstance(sharding, Sharding) else None
     )
@@ -138,7 +145,7 @@ def attend(
                         "cu_seq_lens must be left out when there is a sharding, which has the documents; "
                         "pass the whole batch through shard_batch"
                     )
-                _check_sharded(module, position_ids, sharding, mask, others, tree)
+                _check_sharded(module, position_ids, sharding, mask, others, tree, recurrence is not None)
                 if _has_temperature(module):
                     positions = positions_of(sharding.shards[sharding.rank])[None]
                     query = _apply_temperature(module, query, positions)
@@ -281,6 +288,7 @@ def _check_sharded(
     mask: RingMask | None,
     others: dict[str, Any],
     tree: Tree | None,
+    recurrent: bool,
 ) -> None:
     if not isinstance(sharding, Sharding):
         raise ValueError(
@@ -296,7 +304,10 @@ def _check_sharded(
     if sharding.world_size == 1:
         return
     config = getattr(module, "config", None)
-    check_supported(config, "model")
+    if recurrent:
+        check_supported(config, "recurrent model")
+    else:
+        check_supported(config, "model")
     check_supported(module, "layer")
     if position_ids is None:
         raise ValueError(
@@ -373,6 +384,11 @@ def _check_step(
     if sharding is not None or any(x is not None for x in cu_seq_lens):
         raise ValueError(
             "sharding and cu_seq_lens must be left out of a call with a step, which has the rows of each rank and request"
+        )
+    if mask is not None and mask.spans is not None:
+        raise NotImplementedError(
+            "the mask must be causal, a window or chunks in a call with a cache, got spans of tokens that see each other, as those "
+            "of images; generate on one process with attn_implementation='sdpa'"
         )
     if mask is not None and mask.padding is not None:
         raise ValueError(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ringattn.inference import ForwardBatch
 from ringattn.integrations.transformers.attention import num_attention_calls
@@ -63,7 +63,7 @@ def _watch_existing() -> None:
 def _watch(module: nn.Module, *_: Any) -> None:
     # a copy has the hooks and this attribute
     if isinstance(module, PreTrainedModel) and "_watched_by_ringattn" not in vars(module):
-        module._watched_by_ringattn = True
+        vars(module)["_watched_by_ringattn"] = True
         module.register_forward_pre_hook(_before, with_kwargs=True)
         module.register_forward_hook(_after, with_kwargs=True)
 
@@ -108,9 +108,9 @@ def _take(
     tokens = next((x for x in (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1]) if x is not None), None)
     if tokens is None or tokens.shape[1] != length:
         return None
-    mine = {name: x for name, x in kwargs.items() if name in _WHOLE and x is not None}
-    seen, added = mine.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
-    mine = {name: take(x, dim=x.dim() - 1 if name in _LAST else 1) for name, x in mine.items()}
+    whole = {name: x for name, x in kwargs.items() if name in _WHOLE and x is not None}
+    mine: dict[str, Any] = {name: take(x, dim=x.dim() - 1 if name in _LAST else 1) for name, x in whole.items()}
+    seen, added = whole.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")
     if seen is not None and added is not None:
         # rows of images that are added to their tokens, in the order of these
         order = (seen.flatten().cumsum(0) - 1).view(seen.shape)
@@ -228,7 +228,7 @@ def _check_loss(module: nn.Module, kwargs: dict[str, Any], output: Any, sharding
     """
     labels, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
     loss, logits = (getattr(output, name, None) for name in ("loss", "logits"))
-    if any(x is None for x in (labels, count, loss, logits)):
+    if labels is None or count is None or loss is None or logits is None:
         return
     rows, wanted = logits.detach().flatten(0, 1), labels.flatten().to(logits.device)
     pieces = zip(rows.split(LOSS_ROWS), wanted.split(LOSS_ROWS), strict=True)

@@ -49,6 +49,9 @@ RING_CACHE_KEYWORDS = frozenset(
 )
 """Keywords of a model call with a RingCache."""
 
+RECURRENT_LAYERS = frozenset({"hybrid", "linear_attention", "mamba"})
+"""Kinds of layers with a recurrence, which `replace_recurrent_layers` may let work over sharded rows."""
+
 
 @dataclass(frozen=True)
 class Unsupported:
@@ -154,10 +157,10 @@ def _unknown(known: frozenset[str]) -> Callable[[Mapping[str, Any]], str | None]
     return find
 
 
-def _other_layers(config: Any) -> list[str] | None:
+def _other_layers(config: Any, known: frozenset[str] = ATTENTION_LAYERS) -> list[str] | None:
     # MobileBERT embeds tokens with their neighbours, ESM scales embeddings by the share of masked tokens
     flags = [name for name in ("trigram_input", "token_dropout") if getattr(config, name, False)]
-    return sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION_LAYERS) + flags or None
+    return sorted(set(getattr(config, "layer_types", None) or ()) - known) + flags or None
 
 
 def _without_positions(layer: nn.Module) -> str | None:
@@ -258,7 +261,8 @@ TABLE = (
         "model",
         _other_layers,
         "tokens must interact in attention only where ranks share a sequence or use a RingCache, got {got} layers in the "
-        "config of {subject.model_type}; run this model on one process, without a RingCache",
+        "config of {subject.model_type}; run this model on one process, without a RingCache. To train gated delta rule or Mamba-2, "
+        "call ringattn.integrations.transformers.replace_recurrent_layers(model) first",
     ),
     # a model and the keywords of its call with a sharding, where ranks share a sequence
     Unsupported(
@@ -281,6 +285,13 @@ TABLE = (
         _unequal_layers,
         "all layers must have as many key heads, of the same width, for one cache, got {got} (heads, width of keys, of "
         "values) in the config of {subject.model_type}; use attn_implementation='sdpa' on one process",
+    ),
+    # a config, where ranks share a sequence and recurrent layers were replaced
+    Unsupported(
+        "recurrent model",
+        lambda config: _other_layers(config, ATTENTION_LAYERS | RECURRENT_LAYERS),
+        "tokens must interact in attention, gated delta rule or Mamba-2 only where ranks share a sequence, got {got} layers in the "
+        "config of {subject.model_type}; run this model on one process",
     ),
     # an attention layer whose rows are sharded, or whose keys a cache stores
     Unsupported(

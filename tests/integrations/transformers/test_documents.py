@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from ringattn import Ring
 from ringattn.integrations.transformers import register
+from tests.integrations.transformers import test_images as images
 from tests.integrations.transformers.models import make, tokens
 from tests.support.pool import Pools
 from tests.test_examples import run_on_ranks
@@ -50,6 +51,7 @@ def run_page(folder: str) -> dict[str, Any]:
     # layers compile without a compiler of C++, which not every machine has
     source = program().replace("fullgraph=True", "fullgraph=True, backend='aot_eager'")
     names: dict[str, Any] = {"name": folder, "batch": batch, "documents": documents, "arguments": arguments}
+    names |= {"image_model": images.make("llava", "ringattn"), "image_batch": images.with_images("llava")}
     names |= {"inputs": {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, "torch": torch}
     exec(compile(source, "docs/transformers.md", "exec"), names)
     return {"logits": names["logits"].detach(), "documents": names["part"]["sharding"].documents}

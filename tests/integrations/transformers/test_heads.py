@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrained
 
 from ringattn import Ring
 from ringattn.integrations.transformers import last_positions, model_hooks, register, shard_batch, take_rows
+from tests.integrations.heads_rows import ROWS
+from tests.integrations.model_table import ModelRow, refused, works
 from tests.integrations.transformers.models import CONFIGS, VOCAB, gradients, make, tokens
 from tests.support.pool import Pools
 
@@ -144,7 +147,12 @@ def classify(kind: str, batch: dict[str, Tensor], layout: str) -> tuple[Tensor, 
 @pytest.mark.parametrize(
     ("kind", "side"),
     # the first row, which other encoders choose, must be a token: attention gives zeros to padding
-    [(kind, side) for kind in CLASSIFIERS for side in ("right", "left") if side == "right" or kind in LAST_OR_MEAN],
+    [
+        (row.kind, side)
+        for row in works(ROWS, "shard_batch")
+        for side in ("right", "left")
+        if row.kind in CLASSIFIERS and (side == "right" or row.kind in LAST_OR_MEAN)
+    ],
 )
 def test_classification_on_a_ring_equals_one_process(pool: Pools, kind: str, side: str) -> None:
     batch = padded(side)
@@ -200,7 +208,7 @@ class LastRow(LlamaPreTrainedModel):
         return self.head(self.model(input_ids, **kwargs).last_hidden_state[:, -1])
 
 
-def own_head(pooling: bool) -> Any:
+def own_head(pooling: bool | None) -> Any:
     """The scores of a head of a user's own on a ring, or the error."""
     register()
     config = AutoConfig.for_model("llama", **{k: v for k, v in CONFIGS["llama"].items() if k != "model_type"})
@@ -247,10 +255,10 @@ def call_unaware(kind: str, attention: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", UNAWARE)
-def test_models_that_attend_by_themselves_are_refused_on_every_rank(pool: Pools, kind: str) -> None:
-    for found in pool(2).run(call_unaware, kind, "ringattn"):
-        assert "which takes the name and attends by itself" in found or "unexpected keyword argument" in found
+@pytest.mark.parametrize("row", refused(ROWS, "shard_batch"), ids=str)
+def test_models_that_attend_by_themselves_are_refused_on_every_rank(pool: Pools, row: ModelRow) -> None:
+    for found in pool(2).run(call_unaware, row.kind, "ringattn"):
+        assert re.search(row.refusal, found)
 
 
 @pytest.mark.dist

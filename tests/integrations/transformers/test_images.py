@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ringattn import Ring
 from ringattn.integrations.transformers import RingCache, register, shard_batch
+from tests.integrations.images_rows import ROWS
+from tests.integrations.model_table import ModelRow, refused, works
 from tests.integrations.transformers.test_models import assert_equal
 from tests.support.pool import Pools
 
@@ -178,7 +180,7 @@ def alone(kind: str, batch: dict[str, Any], attention: str = "sdpa") -> tuple[Te
 
 @pytest.mark.dist
 @pytest.mark.parametrize("padding", ["", "left", "right"])
-@pytest.mark.parametrize("kind", [kind for kind in CONFIGS if kind not in OWN_LOSS])
+@pytest.mark.parametrize("kind", [row.kind for row in works(ROWS, "shard_batch") if row.kind not in OWN_LOSS])
 def test_images_on_a_ring_give_the_gradients_of_one_process(pool: Pools, kind: str, padding: str) -> None:
     batch = with_images(kind, padding)
     expected = alone(kind, batch)
@@ -311,7 +313,7 @@ def turns(model: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", [kind for kind in (*QWEN, "llava") if kind not in WITHOUT_POSITIONS])
+@pytest.mark.parametrize("kind", [row.kind for row in works(ROWS, "RingCache") if row.kind not in WITHOUT_POSITIONS])
 def test_generation_after_images_equals_one_process(pool: Pools, kind: str, options: dict[str, Any]) -> None:
     options = {"do_sample": False, **options}
     if options.get("num_beams", 1) == 1:
@@ -359,3 +361,20 @@ def test_text_after_an_answer_about_images_equals_one_process(pool: Pools, kind:
     expected = two_turns(kind, None, batch, more)
     for found in pool(2).run(two_turns, kind, True, batch, more):
         assert torch.equal(found, expected)
+
+
+def cache_refusal(kind: str, batch: dict[str, Any]) -> str:
+    """The error of generation on a ring."""
+    try:
+        answer(kind, batch, {"do_sample": False})
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="4.x says of no mask which tokens belong to an image")
+@pytest.mark.parametrize("row", refused(ROWS, "RingCache"), ids=str)
+def test_a_cache_refuses_tokens_of_an_image_that_see_each_other(pool: Pools, row: ModelRow) -> None:
+    for found in pool(2).run(cache_refusal, row.kind, prompt(row.kind, "")):
+        assert row.refusal in found

@@ -33,7 +33,7 @@ POINTERS = {
 OPTIONAL = {  # which feature brings an argument
     "carry_m": "carry", "carry_l": "carry", "carry_acc": "carry", "sinks": "sinks", "alibi_slopes": "alibi",
     "key_bias": "key_bias", "bias": "bias", "dkey_bias_out": "key_bias", "dalibi_out": "alibi", "dbias": "bias",
-    "terms": "terms", "lo_st": "terms", "hi_st": "terms", "tables": "tables", "of_term": "tables", "table_size": "tables",
+    "term_count": "terms", "lo_st": "terms", "hi_st": "terms", "tables": "tables", "of_term": "tables", "table_size": "tables",
     "table_width": "tables", "block_size": "tables",
 }  # fmt: skip
 

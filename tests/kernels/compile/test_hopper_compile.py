@@ -61,13 +61,14 @@ CALLS = {
     "backward_256_128_gathered": Call("backward", 256, 128, gathered=True),
     **{f"{kernel}_{d}_terms": Call(kernel, d, terms=True) for kernel in ("forward", "backward") for d in BUCKETS},
     **{
-        f"{kernel}_128_terms_{name}": Call(kernel, 128, terms=True, **{name: True})
-        for kernel, name in (("forward", "gathered"), ("backward", "gathered"), ("backward", "deterministic"))
+        f"{kernel}_128_terms_gathered": Call(kernel, 128, terms=True, gathered=True)
+        for kernel in ("forward", "backward")
     },
     **{
         f"{kernel}_{d}_terms_every_feature": Call(kernel, d, terms=True, features=FEATURES)
         for kernel, d in (("forward", 128), ("backward", 64), ("backward", 128))
     },
+    "backward_128_terms_deterministic": Call("backward", 128, terms=True, deterministic=True),
     "backward_64_gathered_key_bias": Call("backward", 64, gathered=True, features=("key_bias",)),
 }
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ringattn.kernels.partials import merge_triton  # noqa: E402
+from ringattn.kernels.attention.torch_ops import delta_output_triton, gradients_triton  # noqa: E402
+from ringattn.kernels.partials import carry_triton, merge_triton  # noqa: E402
 from ringattn.kernels.softmax import softmax_triton  # noqa: E402
 from ringattn.kernels.softmax.softmax_triton import choose_launch  # noqa: E402
 
@@ -104,3 +106,22 @@ def test_the_merge_compiles_without_spills(capability, tmp_path) -> None:
     tile = merge_triton.merging(4, 4096, 128, programs=132)
     options = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LOG2": True, "FINISH": True, "TOGETHER": tile.together}
     assert spilled_bytes(build(fn, types, options, tile.warps, capability).asm["ptx"], capability, tmp_path) == 0
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_between_calls_of_torch_compile_without_spills(capability, tmp_path) -> None:
+    carry, output = carry_triton._add_partial_kernel, delta_output_triton._output_for_kernel
+    wide = {name: "*fp32" for name in (*carry.arg_names, *output.arg_names) if name.endswith("_ptr")}
+    narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr", "found_ptr")} | {"target_ptr": "*fp32"}
+    floats = dict.fromkeys(("most", "least", "root"), "fp32")
+    launches: list[tuple[Any, dict[str, object]]] = [
+        (carry, {"ROWS": carry_triton.NUMBERS // 128, "DV": 128, "EMPTY": empty, "FINISH": finish})
+        for empty, finish in ((False, False), (False, True), (True, False))
+    ]
+    launches.append((output, {"ROWS": delta_output_triton.NUMBERS // 128, "D": 128}))
+    sums = gradients_triton._add_rows_kernel
+    launches += [(sums, {"ROWS": gradients_triton.NUMBERS // 128, "D": 128, "ADD": add}) for add in (False, True)]
+    for fn, options in launches:
+        ptx = build(fn, narrow | floats, options, 4, capability).asm["ptx"]
+        assert spilled_bytes(ptx, capability, tmp_path) == 0, fn
+        assert re.search(r"ld\.global\S*\.v4\.b32", ptx), fn

@@ -25,7 +25,7 @@ from ringattn.plan.ring_plan import GatherPlan, make_gather_plan
 from ringattn.plan.ring_plan import make_plan as make_ring
 from tests.support.kernel_conformance import CASES, Case, make_side, positions_of
 from tests.support.random_masks import is_visible, layouts, masks, positions, run_shards
-from tests.support.term_masks import TermMask
+from tests.support.term_masks import TermMask, any_term_mask
 from tests.support.timing import least_seconds
 
 PROGRAMS = 132  # multiprocessors of the device these kernels are for
@@ -191,27 +191,8 @@ def test_plans_of_any_runs_are_lawful(mask: AttentionMask, data: st.DataObject) 
     assert_lawful(make_plan(*sides, shape), *sides, shape, visible)
 
 
-@st.composite
-def term_masks(draw: st.DrawFn, max_len: int = 40) -> TermMask:
-    """Any union of disjoint monotone intervals, some cut by tables of blocks."""
-    n, m, batch = (draw(st.integers(1, limit)) for limit in (max_len, max_len, 2))
-    number = draw(st.integers(1, 4))
-    # bounds that do not decrease along rows still do not when they are sorted in each row
-    bound = st.lists(st.integers(0, m), min_size=n, max_size=n).map(sorted)
-    bounds = draw(st.lists(bound, min_size=2 * number * batch, max_size=2 * number * batch))
-    at = torch.tensor(bounds).view(batch, 2 * number, n).sort(1).values.transpose(0, 1)[..., None]
-    terms = (torch.arange(m) >= at[0::2]) & (torch.arange(m) < at[1::2])
-    if draw(st.booleans()):
-        return TermMask(terms)
-    size, count = draw(st.integers(1, 9)), draw(st.integers(1, 2))
-    shape = (count, -(-n // size), -(-m // size))
-    share, seed = draw(st.sampled_from([0.1, 0.5, 0.9])), draw(st.integers(0, 2**16))
-    tables = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
-    return TermMask(terms, tables, tuple(draw(st.integers(-1, count - 1)) for _ in range(number)), size)
-
-
 @settings(max_examples=250, deadline=None)
-@given(term_masks(), st.data())
+@given(any_term_mask(), st.data())
 def test_plans_of_any_union_of_terms_meet_every_visible_pair_once(mask: TermMask, data: st.DataObject) -> None:
     q_runs, k_runs = (
         tuple((run.start, run.stride, run.length) for run in data.draw(run_shards(length)))

@@ -15,10 +15,16 @@ from ringattn.plan.mask import AttentionMask
 from tests.support.fused_cases import Sources, gather_sources, shards_of
 from tests.support.kernel_conformance import Runs
 from tests.support.random_masks import is_visible, layouts, masks
+from tests.support.term_masks import TermMask, any_term_mask
 
 
-def assert_lawful(plan: WorkPlan, sources: Sources, shape: Shape, visible: Tensor) -> None:
-    """Whatever must hold for any plan whose tiles are rows of the sources; visible: `b n n`."""
+def assert_lawful(plan: WorkPlan, sources: Sources, shape: Shape, visible: Tensor, terms: Tensor | None = None) -> None:
+    """Whatever must hold for any plan whose tiles are rows of the sources.
+
+    Args:
+        visible: `b n n`.
+        terms: `terms b n n`: the intervals of each term, which are all that a masked block hides by; None: one term.
+    """
     work, segments = plan.work.tolist(), plan.segments.tolist()
     sides, queries = sources.keys.sides, sources.rows.positions.tolist()
     ends = [(begin, begin + len(places)) for begin, places in zip(first_rows(sources), sources.places, strict=True)]
@@ -33,14 +39,22 @@ def assert_lawful(plan: WorkPlan, sources: Sources, shape: Shape, visible: Tenso
         own = slice(row - begin, min(row + shape.tile, end) - begin)
         sees = visible[head // shape.heads][queries][:, sources.places[side][own]].T.to(torch.int64)
         tiles.setdefault((head, side, row), []).append(slot)
-        for k, (first, number, low, high, origin, stride, *_) in enumerate(segments[segment : segment + masked + full]):
+        for k, line in enumerate(segments[segment : segment + masked + full]):
+            first, number, low, high, origin, stride, _, label = line
             stop = first + number * shape.block
+            piece, shown = own, sees
+            if terms is not None:
+                term, first_row, end_row = label & 255, label >> 8 & 4095, label >> 20
+                piece = slice(own.start + first_row, min(own.start + end_row, own.stop))
+                interval = terms[term, head // shape.heads][queries]
+                shown = interval[:, sources.places[side][piece]].T.to(torch.int64)
             if k >= masked:
                 assert low <= first < stop <= high
                 assert sees[:, first:stop].all()
+                assert piece == own
             for x in range(max(first, low), min(stop, high)):
                 assert origin + stride * x == queries[x]
-                counts[side][head, own, x] += sees[:, x]
+                counts[side][head, piece, x] += shown[:, x]
     for found, places in zip(counts, sources.places, strict=True):
         wanted = visible[:, queries][:, :, places].transpose(1, 2).to(torch.int64)
         assert torch.equal(found, wanted.repeat_interleave(shape.heads, 0)), "every visible pair is met exactly once"
@@ -119,6 +133,32 @@ def test_plans_of_any_sources_are_lawful(mask: AttentionMask, data: st.DataObjec
     )
     plan = make_plan(sources.keys, sources.rows, shape)
     assert_lawful(plan, sources, shape, visible.expand(shape.batch, -1, -1))
+    assert_order_of_arrival(plan, sources, shape)
+
+
+@settings(max_examples=100, deadline=None)
+@given(any_term_mask(cross=False), st.data())
+def test_plans_of_any_sources_under_any_union_are_lawful(mask: TermMask, data: st.DataObject) -> None:
+    n, world = mask.terms.shape[-1], data.draw(st.integers(1, 4))
+    shards = runs_of(data.draw(layouts(n, world)))
+    sources = gather_sources(shards, data.draw(st.integers(0, world - 1)), mask, everything=data.draw(st.booleans()))
+    if not sources.rows.run_list:
+        return
+    align = data.draw(st.sampled_from([1, 4]))
+    shape = Shape(
+        batch=mask.terms.shape[1] if mask.terms.shape[1] > 1 else data.draw(st.integers(1, 2)),
+        heads=2,
+        tile=data.draw(st.sampled_from([1, 4, 16])),
+        block=align * data.draw(st.integers(1, 4)),
+        programs=data.draw(st.integers(1, 12)),
+        streamed_bytes=0,
+        align=align,
+        groups=data.draw(st.sampled_from([1, 2])),
+    )
+    plan = make_plan(sources.keys, sources.rows, shape)
+    several = len(mask.terms) > 1 or mask.tables is not None
+    terms = mask.terms.expand(-1, shape.batch, -1, -1) if several else None
+    assert_lawful(plan, sources, shape, mask.visible.expand(shape.batch, -1, -1), terms)
     assert_order_of_arrival(plan, sources, shape)
 
 

@@ -11,12 +11,22 @@ import torch
 from ringattn.kernels import registry
 from ringattn.kernels.attention import eager
 from ringattn.kernels.registry import select_kernels
+from ringattn.numerics.reference import visible_pairs
+from tests.support.kernel_conformance import make_side
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 
 
-def _gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> types.ModuleType:
+NO_TORCH = "torch's operators are left out of this test"
+
+
+def _gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], backends: tuple[str, ...] = ()
+) -> types.ModuleType:
+    from ringattn.kernels.attention.torch_ops import operators
+
+    monkeypatch.setattr(operators, "available", lambda *args, **options: (backends, "" if backends else NO_TORCH))
     portable = types.ModuleType("ringattn.kernels.attention.portable.api")
     monkeypatch.setitem(sys.modules, "ringattn.kernels.attention.portable.api", portable)
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.6.0"))
@@ -45,7 +55,7 @@ def test_cpu_tensors_are_served_by_eager_and_the_choice_says_why():
     choice = select_kernels(CPU, torch.float32, 64, 64)
     assert choice.name == "eager"
     assert choice.kernels is eager
-    assert [name for name, _ in choice.rejected] == ["hopper", "portable"]
+    assert [name for name, _ in choice.rejected] == ["hopper", "torch", "portable"]
     assert str(choice).startswith("eager: plain torch serves")
     assert "not portable: device must be a CUDA or ROCm GPU" in str(choice)
 
@@ -56,7 +66,7 @@ def test_a_gpu_is_served_by_portable(gpu: types.ModuleType, dtype: torch.dtype, 
     choice = select_kernels(GPU, dtype, *dims)
     assert choice.name == "portable"
     assert choice.kernels is gpu
-    assert [name for name, _ in choice.rejected] == ["hopper"]
+    assert [name for name, _ in choice.rejected] == ["hopper", "torch"]
     assert "compute capability 8.0" in str(choice)
 
 
@@ -103,7 +113,8 @@ def test_what_hopper_refuses_falls_to_portable_with_a_reason(
 ):
     choice = select_kernels(GPU, dtype, *dims, features=features)
     assert choice.name == "portable"
-    assert choice.rejected == (("hopper", why),)
+    assert choice.rejected[0] == ("hopper", why)
+    assert [name for name, _ in choice.rejected] == ["hopper", "torch"]
     with pytest.raises(NotImplementedError, match=f'impl="hopper" cannot serve .*{why}; use impl="portable"'):
         select_kernels(GPU, dtype, *dims, features=features, impl="hopper")
 
@@ -117,11 +128,63 @@ def test_an_unproven_triton_is_passed_over_with_a_reason(hopper: types.ModuleTyp
         select_kernels(GPU, torch.bfloat16, 64, 64, impl="hopper")
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_other_gpus_are_served_by_torch_where_it_can(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+):
+    _gpu(monkeypatch, capability, ("cudnn", "flash"))
+    choice = select_kernels(GPU, dtype, 128, 128, features={"sinks", "per_batch_bounds"}, steps=lambda: ())
+    assert choice.name == "torch"
+    assert choice.reason == f"torch {torch.__version__} with cudnn and flash"
+    assert [name for name, _ in choice.rejected] == ["hopper"]
+
+
+def test_a_hopper_gpu_is_served_by_torch_only_when_asked(monkeypatch: pytest.MonkeyPatch, hopper: types.ModuleType):
+    from ringattn.kernels.attention.torch_ops import operators
+
+    monkeypatch.setattr(operators, "available", lambda *args, **options: (("cudnn", "flash"), ""))
+    assert select_kernels(GPU, torch.bfloat16, 64, 64).kernels is hopper
+    assert select_kernels(GPU, torch.bfloat16, 64, 64, impl="torch").name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "feature", "why"),
+    [
+        (torch.float32, None, "dtype must be float16 or bfloat16, got float32"),
+        *(
+            (torch.bfloat16, feature, f"{feature} is no part of torch's attention operators")
+            for feature in ("softcap", "dropout", "alibi", "key_bias", "bias", "prefill")
+        ),
+    ],
+)
+def test_what_torch_refuses_falls_to_portable_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, feature: str | None, why: str
+):
+    portable = _gpu(monkeypatch, (8, 0), ("flash",))
+    features = () if feature is None else (feature,)
+    choice = select_kernels(GPU, dtype, 64, 64, features=features)
+    assert choice.kernels is portable
+    assert choice.rejected[1] == ("torch", why)
+    with pytest.raises(NotImplementedError, match=f'impl="torch" cannot serve .*{why}; use impl="portable"'):
+        select_kernels(GPU, dtype, 64, 64, features=features, impl="torch")
+
+
+def test_steps_of_too_many_launches_fall_to_portable_with_a_reason(monkeypatch: pytest.MonkeyPatch):
+    portable = _gpu(monkeypatch, (8, 0), ("cudnn",))
+    side = make_side(((0, 1, 80),), visible_pairs(80, window=(0, 0)), "cpu")
+    choice = select_kernels(GPU, torch.float16, 64, 64, steps=lambda: [(side, side)])
+    assert choice.kernels is portable
+    assert "at most 64 rectangles, triangles and bands" in choice.rejected[1][1]
+    _gpu(monkeypatch, (8, 0), ("flash", "cudnn"))
+    assert select_kernels(GPU, torch.float16, 64, 64, steps=lambda: [(side, side)]).name == "torch"
+
+
 def test_an_old_gpu_is_served_by_eager(gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     choice = select_kernels(GPU, torch.float16, 64, 64)
     assert choice.name == "eager"
-    assert choice.rejected[1:] == (("portable", "compute capability must be at least 8.0, got 7.5"),)
+    assert choice.rejected[2:] == (("portable", "compute capability must be at least 8.0, got 7.5"),)
 
 
 def test_a_rocm_gpu_is_served_by_portable(gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
@@ -134,7 +197,7 @@ def test_without_triton_a_gpu_is_served_by_eager(gpu: types.ModuleType, monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     choice = select_kernels(GPU, torch.float16, 64, 64)
     assert choice.name == "eager"
-    assert choice.rejected[1:] == (("portable", "triton must be installed, got none"),)
+    assert choice.rejected[2:] == (("portable", "triton must be installed, got none"),)
 
 
 def test_portable_on_a_cpu_needs_the_interpreter_and_an_explicit_wish(
@@ -169,7 +232,7 @@ def test_a_dtype_that_nobody_serves_is_refused():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="impl must be \"auto\" or one of hopper, portable, eager, got 'flash'"):
+    with pytest.raises(ValueError, match="impl must be \"auto\" or one of hopper, torch, portable, eager, got 'flash'"):
         select_kernels(CPU, torch.float32, 64, 64, impl="flash")
     with pytest.raises(ValueError, match=r"features must be among .*, got rope"):
         select_kernels(CPU, torch.float32, 64, 64, features={"rope", "sinks"})

@@ -1,0 +1,315 @@
+"""The kernel set `torch`: `KernelSet` of interface.py over torch's own attention operators.
+
+A ring step is decomposed into a few calls (bands.py). Each gives the partial (lse, 1, o) of its rows over its keys, which is
+merged into the carry in fp32. In the backward each takes the lse of the finished rows, and its gradients are added in fp32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.arguments import LEAST_SCALE
+from ringattn.kernels.attention.torch_ops import operators
+from ringattn.kernels.attention.torch_ops.bands import Line, calls, lines, tiles
+from ringattn.kernels.attention.torch_ops.delta_output import output_for
+from ringattn.kernels.attention.torch_ops.operators import Launch, launch_of_call, launch_of_tile
+from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState, accumulation_dtype
+from ringattn.kernels.partials import carry as partials
+from ringattn.kernels.runtime.optional_triton import import_optional
+
+MOST_LAUNCHES = 64
+"""Launches of one ring step, for each batch element; a step that needs more is served by other kernels."""
+MOST_LINES = 4096
+"""Lines of rows that are looked at before a step is refused."""
+ALIGNMENT = 16
+"""Bytes: the flash kernels copy rows in units of this."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """The launches of a ring step, with windows (flash) and without; None: more than MOST_LAUNCHES."""
+
+    windowed: tuple[Launch, ...] | None
+    plain: tuple[Launch, ...] | None
+
+    def launches_of(self, backend: str) -> tuple[Launch, ...] | None:
+        """The launches for a backend; None: it does not serve this step."""
+        if backend == "flash":
+            return self.windowed
+        # cuDNN has no attention to one key
+        if backend == "cudnn" and any(keys[1] - keys[0] == 1 for _, _, keys, *_ in self.plain or ()):
+            return None
+        return self.plain
+
+
+_steps: WeakKeyDictionary[RowMetadata, WeakKeyDictionary[RowMetadata, dict[int, _Step]]] = WeakKeyDictionary()
+"""Steps by rows, keys and batch elements."""
+
+
+def refuse_steps(backends: Sequence[str], steps: Iterable[tuple[RowMetadata, RowMetadata]]) -> str | None:
+    """Return the reason against ring steps of (rows, keys); None: one of the backends serves each of them."""
+    for rows, keys in steps:
+        step = _find_step(rows, keys, rows.lo_host.shape[0] // rows.terms)
+        if all(step.launches_of(backend) is None for backend in backends):
+            return (
+                f"the visible pairs of a ring step must be at most {MOST_LAUNCHES} rectangles, triangles and bands for torch's "
+                "operators, got a mask and a layout of more"
+            )
+    return None
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: RowMetadata,
+    keys: RowMetadata,
+    score: Score,
+    *,
+    carry: SoftmaxState | None,
+    first: bool,
+    last: bool,
+    o: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attend to one buffer of keys (`KernelSet.forward`)."""
+    _check(score, rows)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        q, k, v, scale, _ = _scaled(q, k, v, score)
+        backend, launches = _choose(q, k, v, rows, keys)
+        if len(launches) == 1 and _is_whole(launches[0].rows, launches[0].batch, q):
+            part, before = _forward(backend, q, k, v, scale, launches[0]), None if first else carry
+            if first and score.sinks is not None:
+                before = _fresh(q, o, lse)
+                partials.start(before, score.sinks)
+            assert last or carry is not None, "only a ring step that is first and last has no carry"
+            partials.add_partial(before, *part, (o, lse) if last or carry is None else carry)
+            return
+        # the last step leaves the carry alone
+        state = _fresh(q, o, lse) if last or carry is None else carry
+        if first:
+            partials.start(state, score.sinks)
+        elif last and carry is not None:
+            for target, x in zip((state.m, state.l, state.acc), (carry.m, carry.l, carry.acc), strict=True):
+                target.copy_(x)
+        for launch in launches:
+            part, view = _forward(backend, q, k, v, scale, launch), _rows_of(state, launch)
+            partials.add_partial(view, *part, view)
+        if last:
+            partials.finish(state, o, lse)
+
+
+def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """rowsum(o * do) - dlse as `b h s` (`KernelSet.delta`)."""
+    return _make_delta(o, do, dlse, out)
+
+
+def _make_delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None) -> Tensor:
+    fast = import_optional("ringattn.kernels.attention.portable.api") if o.is_cuda else None
+    return (eager if fast is None else fast).delta(o, do, dlse, out)
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    rows: RowMetadata,
+    keys: RowMetadata,
+    score: Score,
+    grads: Grads,
+    *,
+    o: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> None:
+    """Gradients of one ring step (`KernelSet.backward`)."""
+    _check(score, rows)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        if o is not None:
+            _make_delta(o, do, dlse, delta)
+        q, k, v, scale, sign = _scaled(q, k, v, score)
+        backend, launches = _choose(q, k, v, rows, keys, deterministic=grads.deterministic)
+        do, start = _aligned(do), 0
+        if launches and (o is None or dlse is not None):
+            # only for the rows that a launch reads
+            start, end = min(launch.rows[0] for launch in launches), max(launch.rows[1] for launch in launches)
+            o, do = output_for(do[:, start:end], delta[:, :, start:end])
+        dq, dk, dv = (
+            _Sum(target, accumulate, launches, side)
+            for target, accumulate, side in (
+                (grads.dq, grads.accumulate_rows, "rows"),
+                (grads.dk, grads.accumulate_keys, "keys"),
+                (grads.dv, grads.accumulate_keys, "keys"),
+            )
+        )
+        for launch in launches:
+            (b0, b1), (x0, x1), (y0, y1) = launch.batch, launch.rows, launch.keys
+            assert o is not None, "an output was given or made"
+            found = operators.backward(
+                backend, do[b0:b1, x0 - start : x1 - start], q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1],
+                o[b0:b1, x0 - start : x1 - start], lse[b0:b1, :, x0:x1], scale, launch,
+            )  # fmt: skip
+            dq.add(launch, found[0] if sign == 1 else found[0] * sign)
+            dk.add(launch, found[1])
+            dv.add(launch, found[2])
+        for total in (dq, dk, dv):
+            total.store()
+
+
+class _Sum:
+    """Sum of the gradients of launches in a buffer of `Grads`, in its dtype or, where several are rounded, in fp32."""
+
+    def __init__(self, target: Tensor, accumulate: bool, launches: Sequence[Launch], side: str) -> None:
+        self._target, self._side, self._started = target, side, accumulate
+        wide = accumulation_dtype(target.dtype)
+        self._sum = target if len(launches) < 2 or target.dtype == wide else torch.zeros_like(target, dtype=wide)
+        whole = bool(launches) and _is_whole(getattr(launches[0], side), launches[0].batch, target)
+        if not accumulate and not whole:
+            self._started = True
+            self._sum.zero_()
+
+    def add(self, launch: Launch, found: Tensor) -> None:
+        """Add the gradient of the rows or keys of a launch."""
+        (b0, b1), (x0, x1) = launch.batch, getattr(launch, self._side)
+        part = self._sum[b0:b1, x0:x1]
+        fast = import_optional("ringattn.kernels.attention.torch_ops.gradients_triton") if found.is_cuda else None
+        if fast is not None:
+            fast.add_rows(found, part, accumulate=self._started)
+        elif self._started:
+            part += found
+        else:
+            part.copy_(found)
+        self._started = True
+
+    def store(self) -> None:
+        """Write the sum where it was kept elsewhere."""
+        if self._sum is not self._target:
+            self._target.copy_(self._sum)
+
+
+def _scaled(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor, Tensor, float, int]:
+    """Return q, k and v as operators can read them, a positive scale, and the sign of the scale, which q has taken."""
+    scale, sign = score.softmax_scale, 1
+    if scale < LEAST_SCALE:
+        # operators look for the largest score before they scale it
+        sign = -1 if scale <= -LEAST_SCALE else 0
+        q, scale = q * sign, -scale if sign else 1.0
+    return _aligned(q), _aligned(k), _aligned(v), scale, sign
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy of one whose rows do not begin at multiples of ALIGNMENT bytes."""
+    steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
+    if x.device.type == "cpu" or not any(step % ALIGNMENT for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _forward(backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, launch: Launch) -> tuple[Tensor, Tensor]:
+    """The normalised partial of a launch: o `b s h dv`, lse `b h s` of its rows."""
+    (b0, b1), (x0, x1), (y0, y1) = launch.batch, launch.rows, launch.keys
+    return operators.forward(backend, q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1], scale, launch)
+
+
+def _rows_of(state: SoftmaxState, launch: Launch) -> SoftmaxState:
+    (b0, b1), (x0, x1) = launch.batch, launch.rows
+    return SoftmaxState(state.m[b0:b1, :, x0:x1], state.l[b0:b1, :, x0:x1], state.acc[b0:b1, x0:x1])
+
+
+def _fresh(q: Tensor, o: Tensor, lse: Tensor) -> SoftmaxState:
+    """An uninitialised carry."""
+    m, l = torch.empty((2, *lse.shape), dtype=lse.dtype, device=q.device)  # noqa: E741
+    return SoftmaxState(m, l, torch.empty(o.shape, dtype=lse.dtype, device=q.device))
+
+
+def _is_whole(part: tuple[int, int], batch: tuple[int, int], x: Tensor) -> bool:
+    return part == (0, x.shape[1]) and batch == (0, x.shape[0])
+
+
+def _check(score: Score, rows: RowMetadata) -> None:
+    """Refuse what the operators do not compute; calls of the library are refused earlier, by the registry."""
+    given = {"softcap": score.softcap > 0, "dropout": score.dropout_p > 0, "a block pattern": rows.patterns is not None}
+    given |= {name: getattr(score, name) is not None for name in ("alibi_slopes", "key_bias", "bias")}
+    if found := [name for name, on in given.items() if on]:
+        raise NotImplementedError(
+            f"scores must be softmax_scale * (q . k) on intervals for torch's operators, got {', '.join(found)}; use other kernels"
+        )
+
+
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, *, deterministic: bool = False
+) -> tuple[str, tuple[Launch, ...]]:
+    """Return the backend of a step and its launches.
+
+    cuDNN plans every new shape for tens of milliseconds, so it comes first only where a step is one rectangle; several, as of
+    packed documents, seldom come again.
+    """
+    step, names = _find_step(rows, keys, q.shape[0]), operators.preferred(q.device)
+    if names[0] == "cudnn" and len(step.plain or (0, 0)) > 1:
+        names = ("flash", "cudnn")
+    for name in names:
+        launches = step.launches_of(name)
+        if launches is None or (deterministic and name == "cudnn"):
+            continue
+        if not launches or operators.can_run(name, q, k, v):
+            return name, launches
+    raise NotImplementedError(
+        f"torch's attention operators must serve this ring step, got none among {', '.join(names)} that does; use other kernels"
+    )
+
+
+def _find_step(rows: RowMetadata, keys: RowMetadata, batch: int) -> _Step:
+    """Return the launches of a step, kept as long as its tables are."""
+    known = _steps.setdefault(rows, WeakKeyDictionary()).setdefault(keys, {})
+    if batch not in known:
+        known[batch] = _make_step(rows, keys, batch)
+    return known[batch]
+
+
+def _make_step(rows: RowMetadata, keys: RowMetadata, batch: int) -> _Step:
+    windowed, plain = list[Launch](), list[Launch]()
+    by_line, device = _lines_of(rows, keys), rows.positions.device
+    batches, most = len(by_line) // rows.terms, MOST_LAUNCHES * batch
+    for index, found in enumerate(by_line):
+        if found is None:
+            return _Step(None, None)
+        # terms share no pair, so each has launches of its own (Note [Terms] of interface.py)
+        b, shared = index % batches, batches == 1
+        each = [(i, i + 1) for i in range(batch)] if shared else [(b, b + 1)]
+        together = [(0, batch)] if shared else each
+        if len(windowed) <= most:
+            # rows of variable lengths are those of one batch element
+            windowed += [
+                launch_of_call(call, part, device)
+                for call in itertools.islice(calls(found), most + 1)
+                for part in (together if len(call.bands) == 1 else each)
+            ]
+        if len(plain) <= most:
+            tiled = itertools.islice(tiles(found), most + 1)
+            plain += [launch_of_tile(tile, part) for tile in tiled for part in together]
+    return _Step(
+        None if len(windowed) > most else tuple(windowed),
+        None if len(plain) > most else tuple(plain),
+    )
+
+
+def _lines_of(rows: RowMetadata, keys: RowMetadata) -> list[list[Line] | None]:
+    """Lines of each term and batch element, or of all elements alike; None: more than MOST_LINES."""
+    runs = [torch.arange(start, start + stride * n, stride, device="cpu") for _, n, start, stride in keys.run_list]
+    positions = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device="cpu")
+    lo, hi = (torch.searchsorted(positions, bound.to(positions.dtype)) for bound in (rows.lo_host, rows.hi_host))
+    found = list[list[Line] | None]()
+    for a, e in zip(lo, hi, strict=True):
+        moves = torch.stack((a, e)).diff()
+        changes = (moves[:, 1:] != moves[:, :-1]).any(0).nonzero().flatten() + 1
+        found.append(None if len(changes) > MOST_LINES else lines(a.tolist(), e.tolist(), changes.tolist()))
+    return found

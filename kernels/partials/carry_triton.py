@@ -1,0 +1,79 @@
+"""Merge of a normalised partial into a carry in one Triton launch; `kernels.partials.carry` has the formula."""
+
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# (powers of two may be constants of kernels)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.attention.arguments import padded, strides
+from ringattn.kernels.interface import SoftmaxState
+from ringattn.kernels.partials.merge_triton import normalise
+from ringattn.kernels.runtime import bound_launch
+
+NUMBERS = 2048
+"""Numbers of acc that a program holds."""
+
+
+@triton.jit
+def _add_partial_kernel(
+    o_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, top_ptr, total_ptr, out_ptr, o_sb, o_ss, o_sh, lse_sb, lse_sh, lse_ss,
+    m_sb, m_sh, acc_sb, acc_ss, acc_sh, top_sb, top_sh, out_sb, out_ss, out_sh, s, h, rows, dv,
+    ROWS: tl.constexpr, DV: tl.constexpr, EMPTY: tl.constexpr, FINISH: tl.constexpr,
+):  # fmt: skip
+    """Merge ROWS rows of (b, s, h), in this order; m and l, and top and total, have equal strides, 1 along s."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ok = r < rows
+    # divided in 32 bits, which hold the number of rows, and multiplied by strides in 64
+    b, x, head = (r // (s * h)).to(tl.int64), (r // h % s).to(tl.int64), r % h
+    c = tl.arange(0, DV)
+    inside = ok[:, None] & (c < dv)[None, :]
+    lse = tl.load(lse_ptr + b * lse_sb + head * lse_sh + x * lse_ss, mask=ok, other=0.0)
+    top = lse * 1.4426950408889634
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    acc = tl.load(o_ptr + (b * o_sb + x * o_ss + head * o_sh)[:, None] + c[None, :], mask=inside, other=0.0).to(
+        tl.float32
+    )
+    if not EMPTY:
+        at = b * m_sb + head * m_sh + x
+        m, l = tl.load(m_ptr + at, mask=ok, other=0.0), tl.load(l_ptr + at, mask=ok, other=0.0)  # noqa: E741
+        before = tl.load(
+            acc_ptr + (b * acc_sb + x * acc_ss + head * acc_sh)[:, None] + c[None, :], mask=inside, other=0.0
+        )
+        highest = tl.maximum(m, top)
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        kept, added = tl.exp2(m - shift), tl.exp2(top - shift)
+        total = l * kept + added
+        acc = before * kept[:, None] + acc * added[:, None]
+        top = highest
+    if FINISH:
+        acc, top = normalise(tl.where(total == 0, 0.0, top), total, acc, True)
+    else:
+        tl.store(total_ptr + b * top_sb + head * top_sh + x, total, mask=ok)
+    tl.store(top_ptr + b * top_sb + head * top_sh + x, top, mask=ok)
+    out = out_ptr + (b * out_sb + x * out_ss + head * out_sh)[:, None] + c[None, :]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def add_partial(carry: SoftmaxState | None, o: Tensor, lse: Tensor, out: SoftmaxState | tuple[Tensor, Tensor]) -> None:
+    """`kernels.partials.carry.add_partial` for fp32 carries, whose last dims are contiguous."""
+    b, s, h, dv = o.shape
+    finishes = isinstance(out, tuple)
+    acc, top, total = (*out, out[1]) if isinstance(out, tuple) else (out.acc, out.m, out.l)
+    m, l, before = (top, total, acc) if carry is None else (carry.m, carry.l, carry.acc)  # noqa: E741
+    if not o.numel():
+        return
+    assert (m.stride(), top.stride()) == (l.stride(), total.stride()), "both statistics of a carry have one layout"
+    width = padded(dv)
+    held = max(1, NUMBERS // width)
+    bound_launch.launch(
+        _add_partial_kernel,
+        (-(-b * s * h // held),),
+        (o, lse, m, l, before, top, total, acc, *strides(o), *lse.stride(), *m.stride()[:2], *strides(before),
+         *top.stride()[:2], *strides(acc), s, h, b * s * h, dv),
+        {"ROWS": held, "DV": width, "EMPTY": carry is None, "FINISH": finishes},
+        num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""States across ranks: the exclusive scan over the runs of all ranks, and the rows before each run.
+
+Each run's (decay, state) pair is gathered to all ranks, and every rank composes those of the runs before its own, in the order
+of the sequence. Pairs do not depend on the length of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringattn.integrations.linear.segments import Chain
+from ringattn.plan.sharding import Sharding
+
+
+class _Keep(torch.autograd.Function):
+    """Return x; its backward also runs that of `other`, whose gradient is zero.
+
+    A rank that needs none of the gathered rows must take part in the collective of their backward all the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.device = other.shape, other.dtype, other.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.zeros(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+
+
+def keep_in_graph(x: Tensor, other: Tensor | None) -> Tensor:
+    """Return x, in whose backward every rank runs the collective that made `other`."""
+    kept: Any = _Keep.apply
+    return x if other is None else kept(x, other)
+
+
+def scan_ranks(
+    decays: Sequence[Tensor],
+    states: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
+    width: int,
+    chain: Chain,
+    sharding: Sharding,
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return the state before each run of this rank, and the gathered pairs for `keep_in_graph`. Every rank calls it.
+
+    Args:
+        decays: Of each run of this rank, `b h d d` or `b h 1 1`.
+        states: Of each run of this rank, `b h d e`.
+        k: `b s k d`, for shapes, as v.
+        v: `b s h e`.
+        width: d where decays are matrices, 1 where they are numbers.
+        chain: The runs of all ranks.
+        sharding: The sharding of the rows.
+    """
+    b, _, heads, e = v.shape
+    d = k.shape[3]
+    zero = v.new_zeros(b, heads, d, e)
+    if not chain.communicates:
+        return [zero for _ in chain.runs], None
+    pairs = [torch.cat([a.flatten(2), s.flatten(2)], 2) for a, s in zip(decays, states, strict=True)]
+    size = width * width + d * e
+    # the sum of no rows ties an empty shard to the graph, so that this rank runs the collective of the backward
+    mine = torch.stack(pairs) if pairs else v.new_zeros(0, b, heads, size) + v.sum()
+    gathered = _gather(mine, chain, sharding)
+    found, state = dict[int, Tensor](), zero
+    last = max(chain.mine, default=-1)
+    for place, index in enumerate(chain.order[: last + 1]):
+        if place in chain.mine:
+            found[place] = state
+        if place < last:
+            a, s = gathered[index].split([width * width, size - width * width], 2)
+            a, s = a.unflatten(2, (width, width)), s.unflatten(2, (d, e))
+            state = (a @ state if width > 1 else a * state) + s
+    return [found[place] for place in chain.mine], gathered
+
+
+def rows_before(x: Tensor, count: int, chain: Chain, sharding: Sharding) -> tuple[Tensor, Tensor | None]:
+    """Return the `count` rows before each run of this rank, and the gathered rows for `keep_in_graph`. Every rank calls it.
+
+    Args:
+        x: Rows of this rank, `b s c`.
+        count: Rows wanted before each run; there are zeros before the sequence.
+        chain: The runs of all ranks.
+        sharding: The sharding of the rows.
+
+    Returns:
+        `b runs*count c`, and what was gathered; None when nothing was.
+    """
+    b, _, width = x.shape
+    if not count or not chain.communicates:
+        return x.new_zeros(b, len(chain.runs) * count, width), None
+    tails = list[Tensor]()
+    for run in chain.runs:
+        first, stop = run.segments
+        begin, end = chain.segments[first].start, chain.segments[stop - 1].start + chain.segments[stop - 1].length
+        tail = x[:, max(begin, end - count) : end]
+        # a short run is filled up from the left with rows that `lengths` tells apart
+        tails.append(torch.nn.functional.pad(tail, (0, 0, count - tail.shape[1], 0)))
+    mine = torch.stack(tails) if tails else x.new_zeros(0, b, count, width) + x.sum()
+    gathered = _gather(mine, chain, sharding)
+    lengths = [run.length for shard in sharding.shards for run in shard]
+    before = list[Tensor]()
+    for place in chain.mine:
+        rows, missing = list[Tensor](), count
+        for index in reversed(chain.order[:place]):
+            taken = min(missing, lengths[index])
+            rows.insert(0, gathered[index][:, count - taken :])
+            missing -= taken
+            if not missing:
+                break
+        before.append(torch.cat([x.new_zeros(b, missing, width), *rows], 1))
+    return torch.cat(before, 1) if before else x.new_zeros(b, 0, width), gathered
+
+
+def _gather(mine: Tensor, chain: Chain, sharding: Sharding) -> Tensor:
+    """Return all ranks' runs, concatenated in rank order."""
+    if sharding.world_size == 1:
+        return mine
+    return torch.cat(sharding.ring.gather(mine, 0, chain.counts))

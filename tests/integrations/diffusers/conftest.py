@@ -1,0 +1,19 @@
+"""Workers of the tests with diffusers are forked from a server that has imported it, which takes seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+# the server of tests/support/pool.py: this process has one
+multiprocessing.get_context("forkserver").set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "pytest",
+        "ringattn.integrations.diffusers",
+        *(
+            f"diffusers.models.transformers.transformer_{name}"
+            for name in ("flux", "hunyuan_video", "qwenimage", "wan")
+        ),
+    ]
+)

@@ -1,0 +1,20 @@
+"""The page and the program about diffusers run and print what they say."""
+
+from __future__ import annotations
+
+import re
+
+from tests.test_docs import blocks, run
+from tests.test_examples import run_on_ranks
+
+
+def test_a_pipeline_on_two_ranks_generates_the_image_of_one_process() -> None:
+    printed = run_on_ranks("diffusers_image")
+    assert "36 x 28 image, 5 text and 63 image tokens, rows by rank: 35, 33" in printed
+    assert re.search(r"largest difference to one process \S+ \(equal up to rounding\)", printed)
+
+
+def test_code_on_the_page_prints_the_output_shown() -> None:
+    space: dict[str, object] = {"__name__": "diffusers.md"}
+    for number, (_, code, shown) in enumerate(blocks("diffusers.md")):
+        assert run(code, f"diffusers.md[{number}]", space) == (shown or "")

@@ -1,0 +1,157 @@
+"""A transformer on a ring refuses, on every rank, input and features that would give another result than one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from diffusers.models.attention_dispatch import attention_backend
+from torch import nn
+
+from ringattn import Ring
+from ringattn.integrations.diffusers import DenoiserSpec, enable_ring
+from ringattn.integrations.diffusers.attention import RingAttentionMode
+from ringattn.integrations.diffusers.denoisers import FLUX, WAN
+from tests.integrations.diffusers.denoisers import CASES, Denoiser, run
+from tests.integrations.diffusers_rows import ROWS
+from tests.integrations.model_table import ModelRow, refused
+from tests.support.pool import Pools
+
+
+def on_ring(case: Denoiser = CASES["flux"]) -> tuple[Any, dict[str, Any]]:
+    model = case.make()
+    enable_ring(model, Ring())
+    return model, case.arguments()
+
+
+def test_what_is_no_transformer_or_no_ring_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"ring must be a ringattn.Ring, got int"):
+        enable_ring(nn.Linear(1, 1), 2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"transformer must be a module, got str; pass pipe.transformer"):
+        enable_ring("flux", Ring())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(NotImplementedError, match=r"transformer must be one of FluxTransformer2DModel, .*, got Linear"):
+        enable_ring(nn.Linear(1, 1), Ring())
+
+
+def test_a_second_ring_is_refused() -> None:
+    model, _ = on_ring()
+    with pytest.raises(ValueError, match="transformer must not be on a ring yet"):
+        enable_ring(model, Ring())
+
+
+def set_context_parallel(model: Any) -> None:
+    """What `enable_parallelism` leaves on GPUs."""
+    model._parallel_config = ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2))
+
+
+FEATURES: dict[str, Callable[[Any, dict[str, Any]], object]] = {
+    "cache": lambda model, _: model.enable_cache(FirstBlockCacheConfig()),
+    "ip_adapter": lambda model, _: setattr(model, "encoder_hid_proj", nn.Linear(8, 8)),
+    "context_parallel": lambda model, _: set_context_parallel(model),
+    "query_mask": lambda _, sample: sample.update(
+        joint_attention_kwargs={"attention_mask": torch.ones(2, 1, 14, 14, dtype=torch.bool)}
+    ),
+    "checkpoint": lambda model, _: model.enable_gradient_checkpointing(),
+}
+
+
+@pytest.mark.parametrize("row", refused(ROWS, "enable_ring"), ids=str)
+def test_a_feature_that_needs_whole_tokens_is_refused(row: ModelRow) -> None:
+    model, sample = on_ring()
+    FEATURES[row.kind](model, sample)
+    with pytest.raises((NotImplementedError, RuntimeError), match=row.refusal):
+        run(model, sample)
+
+
+def test_features_are_refused_before_a_model_is_on_a_ring() -> None:
+    model = CASES["flux"].make()
+    model.enable_cache(FirstBlockCacheConfig())
+    with pytest.raises(NotImplementedError, match="the cache of a transformer must be off on a ring"):
+        enable_ring(model, Ring())
+
+
+def test_another_attention_backend_is_refused() -> None:
+    model, sample = on_ring()
+    with torch.no_grad(), attention_backend("flex"):
+        with pytest.raises(RuntimeError, match=r"must call torch's .* once, got no call; call transformer\.set"):
+            model(**sample)
+
+
+def test_diffusers_refuses_names_of_other_backends() -> None:
+    """The reason for redirecting calls: `ModelMixin.set_attention_backend` takes members of `AttentionBackendName` only."""
+    [row] = refused(ROWS, "diffusers")
+    with pytest.raises(ValueError, match=row.refusal):
+        CASES["flux"].make().set_attention_backend("ringattn")
+
+
+def test_dropout_and_a_second_call_of_attention_are_refused() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    with RingAttentionMode(Ring().sharding(4)):
+        with pytest.raises(NotImplementedError, match=r"dropout_p must be 0 on a ring, got 0.5"):
+            F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        with pytest.raises(RuntimeError, match="got a second call"):
+            F.scaled_dot_product_attention(x, x, x)
+
+
+def test_rows_that_were_not_cut_are_refused() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    with (
+        RingAttentionMode(Ring().sharding(3)),
+        pytest.raises(ValueError, match="must have the 3 rows of this rank, got"),
+    ):
+        F.scaled_dot_product_attention(x, x, x)
+
+
+def test_a_block_alone_is_refused() -> None:
+    model, sample = on_ring(CASES["wan"])
+    with pytest.raises(RuntimeError, match="must run inside its forward, got a block alone"):
+        model.rope(sample["hidden_states"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (replace(FLUX, attention=("blocks.*.attn",)), r"must name modules .* got 'blocks.\*.attn', which Flux"),
+        (replace(FLUX, attention=("transformer_blocks.*.attn",)), "must name every attention module, got Flux"),
+        (replace(WAN, gather="head"), "must name modules of the transformer, got 'blocks"),
+    ],
+)
+def test_a_spec_that_does_not_fit_the_model_is_refused(spec: DenoiserSpec, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        enable_ring(CASES["flux"].make(), Ring(), spec=spec)
+
+
+def refused_on_ranks(kind: str) -> str:
+    """The message that a rank of two gets."""
+    ring = Ring()
+    case = {"short text": Denoiser("QwenImageTransformer2DModel", text=1)}.get(kind, CASES["flux"])
+    model, sample = case.make(), case.arguments()
+    try:
+        enable_ring(model, ring)
+        if kind == "other noise":
+            sample["hidden_states"] += ring.rank
+        if kind == "other text" and ring.rank:
+            sample["encoder_hidden_states"] = sample["encoder_hidden_states"][:, :3]
+        model(**sample)
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("other noise", "pass generator= with one seed on all ranks"),
+        ("other text", "pass generator= with one seed on all ranks"),
+        ("short text", "NotImplementedError: text must have at least 2 tokens, one per rank, got 1"),
+    ],
+)
+def test_every_rank_refuses(pool: Pools, kind: str, message: str) -> None:
+    assert all(message in found for found in pool(2).run(refused_on_ranks, kind))

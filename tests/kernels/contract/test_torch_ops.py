@@ -1,0 +1,245 @@
+"""The kernel set `torch`, through torch's CPU operator: arithmetic, refusals, and the ring over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn import Ring, attention_reference, masks, ring_attention, ring_attention_with_lse, simulate_ring
+from ringattn.kernels.attention.torch_ops import api, operators
+from ringattn.kernels.attention.torch_ops.bands import Line, calls
+from ringattn.kernels.attention.torch_ops.delta_output import output_for
+from ringattn.kernels.interface import Grads, Score
+from ringattn.kernels.registry import select_kernels
+from ringattn.numerics.reference import visible_pairs
+from tests.support.budget import assert_within_budget
+from tests.support.flash_operator import flash_operator
+from tests.support.kernel_conformance import CASES, LONG_CASES, Case, make_side, run_case, torch_serves
+from tests.support.pool import Pools
+from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
+
+CPU = torch.device("cpu")
+STREAMING = masks.causal() & (masks.sinks(2) | masks.window(4))
+TREE = masks.tree([None, 0, 1, 0], [8, 5, 4, 7])
+SERVED = [case for case in CASES if torch_serves(case)]
+FEW_TILES = [
+    case for case in LONG_CASES if torch_serves(case) and "window" not in case.name and "runs" not in case.name
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", SERVED, ids=str)
+def test_forward_and_backward_stay_within_budget(case: Case, dtype: torch.dtype) -> None:
+    run_case(api, case, dtype, "cpu")
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU whose flash operators have windows and variable lengths, in plain torch."""
+    monkeypatch.setattr(operators, "operator", flash_operator)
+    monkeypatch.setattr(operators, "preferred", lambda device: ("flash",))
+    monkeypatch.setattr(operators, "can_run", lambda *args: True)
+
+
+@pytest.mark.usefixtures("flash")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [case for case in (*SERVED, *FEW_TILES) if case.name != "long_runs"], ids=str)
+def test_calls_with_windows_and_variable_lengths_stay_within_budget(case: Case, dtype: torch.dtype) -> None:
+    run_case(api, case, dtype, "cpu")
+
+
+def test_adjacent_documents_are_one_call_of_variable_lengths() -> None:
+    found = calls([Line(0, 3, 0, 0, 1, 1), Line(3, 8, 3, 0, 4, 1)])
+    launch = operators.launch_of_call(found[0], (0, 1), CPU)
+    assert len(found) == 1
+    assert launch.causal
+    assert launch.cu_seqlens is not None
+    assert [x.tolist() for x in launch.cu_seqlens] == [[0, 3, 8], [0, 3, 8]]
+    assert launch.max_seqlens == (5, 5)
+
+
+@pytest.mark.parametrize("case", FEW_TILES, ids=str)
+def test_long_steps_of_few_tiles_stay_within_budget(case: Case) -> None:
+    run_case(api, case, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float) -> None:
+    assert_kernels_isolate(api, (300, 170, 90), spoilt, bad, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_output_made_for_delta_has_it_as_its_product_with_do(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    do, delta = torch.randn(2, 40, 3, 64, generator=generator).to(dtype), torch.randn(2, 3, 40, generator=generator)
+    do[:, ::4] = 0.0
+    do[:, 1::4] *= 1e-5
+    delta[:, :, ::8] = 0.0
+    delta[:, 0] *= 1e3
+    o, used = output_for(do, delta)
+    assert o.dtype == used.dtype == dtype
+    found = (o.double() * used.double()).sum(-1).transpose(1, 2)
+    torch.testing.assert_close(found, delta.double(), rtol=4 * torch.finfo(dtype).eps, atol=0)
+    change = (used.double() - do.double()).norm(dim=-1).transpose(1, 2)
+    assert (
+        change <= delta.double().abs() * (2**-14 if dtype == torch.float16 else 1e-15) + 1e-6 * (dtype == torch.float16)
+    ).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lse_alone_has_gradients(dtype: torch.dtype) -> None:
+    ring, n = Ring(), 24
+    sharding = ring.sharding(n)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3))
+    found: dict[str, list[Tensor]] = {}
+    for impl in ("torch", "eager"):
+        _, lse = ring_attention_with_lse(q, k, v, sharding, causal=True, impl=impl)
+        found[impl] = list(torch.autograd.grad((lse * torch.arange(n)).sum(), (q, k, v)))
+    for x, y in zip(found["torch"], found["eager"], strict=True):
+        torch.testing.assert_close(x.float(), y.float(), rtol=0.02, atol=4 * torch.finfo(dtype).eps * n)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+def test_a_simulated_ring_is_attention_within_budget(layout: str, backward: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    n, mask = 53, {"causal": True, "window": 20}
+    q, do = (torch.randn(1, n, 4, 16, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, n, 2, 16, generator=generator) for _ in range(2))
+    ring = simulate_ring(q, k, v, world_size=4, layout=layout, do=do, impl="torch", backward=backward, **mask)
+    wide, plain = (_reference(x, mask) for x in ([x.double() for x in (q, k, v, do)], [q, k, v, do]))
+    assert ring.grads is not None
+    found = [ring.o, *(ring.grads[name] for name in ("q", "k", "v"))]
+    for name, x, exact, low in zip(("o", "dq", "dk", "dv"), found, wide, plain, strict=True):
+        assert_within_budget(x, exact, low, name, torch.float32)
+
+
+def _reference(given: list[Tensor], mask: dict[str, Any]) -> list[Tensor]:
+    q, k, v, do = given
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = attention_reference(*leaves, **mask)
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
+
+
+def _attend(layout: str, backward: str) -> list[Tensor]:
+    ring = Ring()
+    sharding = ring.sharding(45, layout, documents=(0, 20, 45))
+    whole = [torch.randn(1, 45, 4, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    q, k, v, do = (sharding.shard(x, 1) for x in whole)
+    for x in (q, k, v):
+        x.requires_grad_()
+    o = ring_attention(q, k, v, sharding, causal=True, sinks=torch.zeros(4), impl="torch", backward=backward)
+    return [sharding.unshard(x, 1) for x in (o.detach(), *torch.autograd.grad(o, (q, k, v), do))]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("layout", "backward"), [("zigzag", "keys"), ("striped", "queries")])
+def test_ranks_equal_the_simulated_ring_to_the_bit(pool: Pools, world_size: int, layout: str, backward: str) -> None:
+    q, k, v, do = (torch.randn(1, 45, 4, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
+    expected = simulate_ring(
+        q, k, v, world_size=world_size, layout=layout, documents=(0, 20, 45), do=do, causal=True, sinks=torch.zeros(4),
+        impl="torch", backward=backward,
+    )  # fmt: skip
+    assert expected.grads is not None
+    for found in pool(world_size).run(_attend, layout, backward):
+        for x, y in zip(found, (expected.o, *(expected.grads[name] for name in ("q", "k", "v"))), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("mask", [STREAMING, TREE], ids=["streaming", "tree"])
+def test_masks_of_several_intervals_are_served_term_by_term(layout: str, mask: masks.Mask) -> None:
+    q, k, v, do = (torch.randn(2, 24, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
+    found, wanted = (
+        simulate_ring(q, k, v, 3, layout=layout, mask=mask, do=do, impl=impl) for impl in ("torch", "eager")
+    )
+    assert found.grads is not None
+    assert wanted.grads is not None
+    torch.testing.assert_close(found.o, wanted.o, rtol=1e-5, atol=1e-5)
+    for name in "qkv":
+        torch.testing.assert_close(found.grads[name], wanted.grads[name], rtol=1e-4, atol=1e-5)
+
+
+def _refuse(impl: str) -> str:
+    ring = Ring()
+    n = 4 * 80 * ring.world_size
+    # a window of one key on rows that follow each other is one tile for each row
+    x = ring.sharding(n, "contiguous").shard(torch.zeros(1, n, 1, 8), 1)
+    try:
+        ring_attention(x, x, x, ring.sharding(n, "contiguous"), window=(0, 0), impl=impl)
+    except NotImplementedError as refusal:
+        return str(refusal)
+    return "served"
+
+
+@pytest.mark.dist
+def test_a_mask_of_too_many_tiles_is_refused_on_every_rank_and_left_to_others_by_auto(pool: Pools) -> None:
+    for said in pool(2).run(_refuse, "torch"):
+        assert "the visible pairs of a ring step must be at most 64 rectangles" in said
+        assert 'use impl="eager" or "auto"' in said
+    assert pool(2).run(_refuse, "auto") == ["served", "served"]
+
+
+@pytest.mark.parametrize(
+    ("feature", "options"),
+    [
+        ("softcap", {"softcap": 2.0}),
+        ("dropout", {"dropout_p": 0.5, "dropout_seed": 1}),
+        ("alibi", {"alibi_slopes": torch.ones(2)}),
+        ("key_bias", {"key_bias": torch.zeros(1, 4)}),
+        ("bias", {"bias": torch.zeros(1, 2, 4, 4)}),
+        ("block_pattern", {"mask": masks.blocks(torch.eye(2).bool(), 2)}),
+    ],
+)
+def test_scores_that_the_operators_lack_are_refused(feature: str, options: dict[str, Any]) -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(
+        NotImplementedError, match=rf'impl="torch" cannot serve .*{feature} is no part.*use impl="eager"'
+    ):
+        ring_attention(x, x, x, Ring().sharding(4), impl="torch", **options)
+
+
+def test_a_score_that_was_not_refused_before_is_refused_by_the_kernels() -> None:
+    side = make_side(((0, 1, 4),), visible_pairs(4), "cpu")
+    x, lse = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
+    score = Score(1.0, softcap=2.0, key_bias=torch.zeros(1, 4))
+    with pytest.raises(NotImplementedError, match=r"got softcap, key_bias; use other kernels"):
+        api.forward(x, x, x, side, side, score, carry=None, first=True, last=True, o=x, lse=lse)
+    with pytest.raises(NotImplementedError, match=r"got softcap, key_bias"):
+        api.backward(x, x, x, x, lse, lse, side, side, score, Grads(x, x, x))
+
+
+def test_a_step_of_too_many_tiles_is_refused_by_the_kernels() -> None:
+    side = make_side(((0, 1, 80),), visible_pairs(80, window=(0, 0)), "cpu")
+    x = torch.zeros(1, 80, 1, 8)
+    with pytest.raises(NotImplementedError, match="got none among flash_cpu that does"):
+        api.forward(x, x, x, side, side, Score(1.0), carry=None, first=True, last=True, o=x, lse=torch.zeros(1, 1, 80))
+
+
+@pytest.mark.parametrize("backend", sorted(operators.OPERATORS))
+def test_torch_has_the_operators_by_their_known_arguments(backend: str) -> None:
+    assert operators.check_signatures(backend) is None
+
+
+def test_an_operator_with_other_arguments_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators.check_signatures.cache_clear()
+    known = operators.SIGNATURES["_scaled_dot_product_flash_attention_for_cpu"]
+    monkeypatch.setitem(operators.SIGNATURES, "_scaled_dot_product_flash_attention_for_cpu", (*known, "sink"))
+    with pytest.raises(NotImplementedError, match=r"must take .*, sink, got query, key, .* in torch"):
+        select_kernels(CPU, torch.float32, 64, 64, impl="torch")
+    monkeypatch.setitem(operators.OPERATORS, "flash_cpu", ("_no_such_operator",))
+    operators.check_signatures.cache_clear()
+    with pytest.raises(NotImplementedError, match=r"must have the operator aten::_no_such_operator, got "):
+        select_kernels(CPU, torch.float32, 64, 64, impl="torch")
+    operators.check_signatures.cache_clear()
+
+
+def test_head_dims_that_differ_are_refused_on_a_cpu() -> None:
+    with pytest.raises(NotImplementedError, match=r"v_head_dim must be head_dim, got 32 and 64"):
+        select_kernels(CPU, torch.float32, 64, 32, impl="torch")

@@ -1,0 +1,40 @@
+"""The Triton merge of a partial into a carry equals the eager one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from ringattn.kernels.partials import carry as eager
+from tests.support.carries import empty_state, partial_of, scores_of
+
+
+@pytest.mark.parametrize(("dv", "dtype"), list(itertools.product([40, 128], [torch.float32, torch.float16])))
+def test_the_kernel_equals_the_eager_merge(dv: int, dtype: torch.dtype) -> None:
+    from ringattn.kernels.partials import carry_triton
+
+    scores, values = scores_of(2, 13, 3, 6, dv)
+    parts = [partial_of(scores[..., some], values[:, some]) for some in (slice(0, 2), slice(2, 6))]
+    # heads before rows, as cuDNN may return them, and statistics with a stride
+    parts = [
+        (o.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.float().mT.contiguous().mT) for o, lse in parts
+    ]
+    outputs = []
+    for add in (carry_triton.add_partial, eager.add_partial):
+        carry = empty_state(2, 13, 3, dv, torch.float32)
+        eager.start(carry, None)
+        add(None, *parts[0], carry)
+        carry.m[:, :, 4], carry.l[:, :, 4] = -math.inf, 0.0  # a row that has seen nothing so far
+        carry.acc[:, 4] = 0.0
+        held = [x.clone() for x in (carry.m, carry.l, carry.acc)]
+        o, lse = torch.full((2, 13, 3, dv), math.nan, dtype=dtype), torch.full((2, 3, 13), math.nan)
+        add(carry, *parts[1], (o, lse))
+        assert all(torch.equal(x, y) for x, y in zip(held, (carry.m, carry.l, carry.acc), strict=True)), "carry is read"
+        add(carry, *parts[1], carry)
+        outputs.append((o, lse, carry.m, carry.l, carry.acc))
+    for x, y in zip(*outputs, strict=True):
+        eps = torch.finfo(x.dtype).eps
+        torch.testing.assert_close(x, y, rtol=4 * eps, atol=8 * eps)

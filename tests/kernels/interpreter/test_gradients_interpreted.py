@@ -1,0 +1,22 @@
+"""The Triton sum of gradients equals torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_kernel_equals_plain_torch(accumulate: bool, dtype: torch.dtype) -> None:
+    from ringattn.kernels.attention.torch_ops.gradients_triton import add_rows
+
+    found = torch.randn(2, 3, 21, 40).to(torch.float16).transpose(1, 2)  # heads before rows in memory
+    whole = torch.randn(3, 30, 3, 40).to(dtype)
+    expected = whole.clone()
+    if accumulate:
+        expected[1:, 5:26] += found
+    else:
+        expected[1:, 5:26] = found
+    add_rows(found, whole[1:, 5:26], accumulate=accumulate)
+    torch.testing.assert_close(whole, expected)
