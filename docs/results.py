@@ -296,6 +296,20 @@ def kernels() -> str:
     return "\n\n".join(parts)
 
 
+def fa4() -> str:
+    """Our kernels and FlashAttention-4 in turns, a table per GPU."""
+    runs = runs_of("fa4")
+    if not runs:
+        return ""
+    parts = [
+        "### Kernels beside FlashAttention-4\n\nTFLOP/s as above, forward / backward, FlashAttention-4 being 4.0.0b36 on "
+        "nvidia-cutlass-dsl 4.8.1. In these runs our backward at head_dim 64 held V in registers, which spilled; it is off since."
+    ]
+    for run in runs:
+        parts += [f"{source(run['machine'])}", table_of_masks(run["rows"])]
+    return "\n\n".join(parts)
+
+
 def digest(rows: list[Row]) -> str:
     """Return a digest of the rows of a figure."""
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()[:16]
@@ -1051,6 +1065,7 @@ def serving() -> str:
 SECTIONS: tuple[Callable[[], str], ...] = (
     correctness,
     kernels,
+    fa4,
     ring,
     replays,
     memory,

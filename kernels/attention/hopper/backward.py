@@ -4,7 +4,7 @@ It makes the gradients of one ring step for head dims up to 128. `tile_scheduler
 `backward_pre_post.py` run before and after it.
 
 A tile is 128 keys of one key head: two consumer warpgroups of 64 keys each. Blocks of BM queries of every query head of
-the group stream past it, first those that need a mask, then those that do not. Per block, in keys x queries:
+the group stream past it in the order of Note [Order of blocks]. Per block, in keys x queries:
 
     s  = k q^T            p  = 2^(scale * s - lse)         S and P of 64 x BM in registers
     dp = v do^T           ds = p * (dp - delta)
@@ -18,6 +18,14 @@ p = 2^(scale * S) and ds = p * dP need no subtraction, mask or register. Scores 
 (softcap, ALiBi, key bias, a scale that is not positive) start from zero instead.
 In a tile that the end of the buffer cuts, every block is masked: p of a key that does not exist could overflow, and
 infinity times the zeros read in its place would reach dq.
+
+Note [Order of blocks]
+    Blocks come in runs. A run is one segment of one head, or of all heads of the group side by side, the head changing fastest.
+    Blocks that need a mask come first, head by head, so that the others are one loop without a mask.
+    Where one tile streams more than L2_BYTES (`near`), its full blocks come with heads side by side, from the last row to the
+    first in every other tile of a program. Under a causal mask this keeps programs at the same rows: tiles that start together
+    share their last rows, and of tiles that start when shorter ones have ended, each is at its first row when the others reach
+    that row. Otherwise one head follows another: all that programs stream is in the level-two cache in any order.
 
 Note [Tiles of several owners]
     In a fused call (Note [Fused call] of interface.py) a tile holds rows of one source, given by `tiles`. Its K and V come
@@ -74,7 +82,7 @@ DQ_FULL = gl.constexpr(14)
 RUNTIME = (
     "dk_sb", "dk_ss", "dk_sh", "dv_sb", "dv_ss", "dv_sh", "lo_sb", "hi_sb", "key_bias_sb", "dalibi_sb", "dalibi_sh",
     "heads", "group", "rows", "queries", "padded_queries", "local_rows", "grad_buffer_rows", "steps", "heads_per_group",
-    "timeout_us", "epochs", "lo_st", "hi_st",
+    "timeout_us", "epochs", "lo_st", "hi_st", "near",
 )  # fmt: skip
 
 
@@ -100,18 +108,46 @@ def _tile(work, tiles, at, rows):
 
 
 @gluon.jit
-def _turn(turn, group, segment, masked, full):
-    """(query head of the group, first segment, end): masked segments of all heads come before full ones of all heads."""
-    late = turn >= group
-    first = gl.where(late, segment + masked, segment)
-    return gl.where(late, turn - group, turn), first, first + gl.where(late, full, masked)
+def _turned(near, taken):
+    """-1: full blocks of one head after another; else heads side by side, and 1: the last full block comes first."""
+    return gl.where(near != 0, 1 - taken % 2, -1)
+
+
+@gluon.jit
+def _runs(masked, full, group, turned):
+    """Number of runs of a tile; Note [Order of blocks]."""
+    return masked * group + gl.where(turned < 0, full * group, full)
+
+
+@gluon.jit
+def _run(segments, number, segment, masked, full, group, turned, BM: gl.constexpr):
+    """(segment, query head of the group, heads, first row, step, blocks) of run `number`; Note [Order of blocks]."""
+    late = number - masked * group
+    of_mask, of_full = gl.maximum(masked, 1), gl.maximum(full, 1)
+    aside = (late >= 0) & (turned >= 0)
+    back = (late >= 0) & (turned == 1)
+    part = segment + gl.where(
+        late < 0, number % of_mask, masked + gl.where(back, full - 1 - late, gl.where(aside, late, late % of_full))
+    )
+    head = gl.where(late < 0, number // of_mask, gl.where(aside, 0, late // of_full))
+    heads = gl.where(aside, group, 1)
+    row = gl.load(segments + part * 8)
+    blocks = gl.load(segments + part * 8 + 1)
+    return part, head, heads, gl.where(back, row + (blocks - 1) * BM, row), gl.where(back, -BM, BM), blocks * heads
+
+
+@gluon.jit
+def _next(x, h, first_head, heads, step):
+    """(row, query head) of the next block of a run: of the next head, or of the next row behind the last head."""
+    last = h == first_head + heads - 1
+    return gl.where(last, x + step, x), gl.where(last, first_head, h + 1)
 
 
 @gluon.jit
 def _producer(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
     lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error, heads, group, rows, padded_queries, steps,
-    heads_per_group, timeout_us, board, epochs, BM: gl.constexpr,
+    heads_per_group, timeout_us, board, epochs, near, BM: gl.constexpr,
 ):  # fmt: skip
     at = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
@@ -137,35 +173,33 @@ def _producer(
         mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
         load_from(k_desc, k_remote, step, [b, h_kv, row, 0], kv_full.index(0), k_s.index(0))
         fresh = True
-        for turn in range(2 * group):
-            g, first, end = _turn(turn, group, segment, masked, full)
+        turned = _turned(near, taken)
+        for number in range(_runs(masked, full, group, turned)):
+            _part, g, span, x, pace, blocks = _run(segments, number, segment, masked, full, group, turned, BM)
             h = h_kv * group + g
-            stat = (b * heads * group + h) * padded_queries
-            for part in range(first, end):
-                x = gl.load(segments + part * 8)
-                blocks = gl.load(segments + part * 8 + 1)
-                for _j in range(blocks):
-                    if board is not None:
-                        met += 1
-                        if met == EPOCH:
-                            met = 0
-                            epoch = wait_for_progress(board, epoch, epochs)
-                    st = count & 1
-                    if count >= STAGES:
-                        sync(STAGE_FREE + st, 288)
-                    mbarrier.expect(q_full.index(st), q_desc.block_type.nbytes + BM * 8)
-                    tma.async_copy_global_to_shared(q_desc, [b, h, x, 0], q_full.index(st), q_s.index(st))
-                    tma.async_copy_global_to_shared(lse_desc, [stat + x], q_full.index(st), lse_s.index(st))
-                    tma.async_copy_global_to_shared(delta_desc, [stat + x], q_full.index(st), delta_s.index(st))
-                    mbarrier.expect(do_full.index(st), do_desc.block_type.nbytes)
-                    tma.async_copy_global_to_shared(do_desc, [b, h, x, 0], do_full.index(st), do_s.index(st))
-                    if fresh:
-                        # after the first block: S needs K and Q, and only then does dP need V and dO
-                        mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
-                        load_from(v_desc, v_remote, step, [b, h_kv, row, 0], kv_full.index(1), v_s.index(0))
-                        fresh = False
-                    x += BM
-                    count += 1
+            for _j in range(blocks):
+                if board is not None:
+                    met += 1
+                    if met == EPOCH:
+                        met = 0
+                        epoch = wait_for_progress(board, epoch, epochs)
+                st = count & 1
+                if count >= STAGES:
+                    sync(STAGE_FREE + st, 288)
+                stat = (b * heads * group + h) * padded_queries + x
+                mbarrier.expect(q_full.index(st), q_desc.block_type.nbytes + BM * 8)
+                tma.async_copy_global_to_shared(q_desc, [b, h, x, 0], q_full.index(st), q_s.index(st))
+                tma.async_copy_global_to_shared(lse_desc, [stat], q_full.index(st), lse_s.index(st))
+                tma.async_copy_global_to_shared(delta_desc, [stat], q_full.index(st), delta_s.index(st))
+                mbarrier.expect(do_full.index(st), do_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(do_desc, [b, h, x, 0], do_full.index(st), do_s.index(st))
+                if fresh:
+                    # after the first block: S needs K and Q, and only then does dP need V and dO
+                    mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
+                    load_from(v_desc, v_remote, step, [b, h_kv, row, 0], kv_full.index(1), v_s.index(0))
+                    fresh = False
+                x, h = _next(x, h, h_kv * group + g, span, pace)
+                count += 1
         taken += 1
     if board is not None:
         exit_barrier(board, epoch, epochs)
@@ -173,7 +207,7 @@ def _producer(
 
 @gluon.jit
 def _storer(
-    work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D: gl.constexpr, DV: gl.constexpr,
+    work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, near, D: gl.constexpr, DV: gl.constexpr,
     BM: gl.constexpr, ADD: gl.constexpr, GRAD_BUFFERS: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
@@ -183,25 +217,23 @@ def _storer(
         head, row, segment, masked, full, _masked_blocks, _full_blocks, slot = _tile(work, tiles, i, rows)
         b = head // heads
         h_kv = head % heads
-        for turn in range(2 * group):
-            g, first, end = _turn(turn, group, segment, masked, full)
+        turned = _turned(near, i - at)
+        for number in range(_runs(masked, full, group, turned)):
+            _part, g, span, x, pace, blocks = _run(segments, number, segment, masked, full, group, turned, BM)
             h = h_kv * group + g
-            for part in range(first, end):
-                x = gl.load(segments + part * 8)
-                blocks = gl.load(segments + part * 8 + 1)
-                for _j in range(blocks):
-                    tma.store_wait(1)
-                    arrive(DQ_FREE, 160)
-                    tma.store_wait(0)
-                    arrive(DQ_FREE + 1, 160)
-                    sync(DQ_FULL, 160)
-                    reduce_add(dq_desc, [b, h, x, 0], dq_s.index(0))
-                    sync(DQ_FULL + 1, 160)
-                    if BM == 64:
-                        reduce_add(dq_desc, [b, h, x, COLUMNS], dq_s.index(1))
-                    else:
-                        reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
-                    x += BM
+            for _j in range(blocks):
+                tma.store_wait(1)
+                arrive(DQ_FREE, 160)
+                tma.store_wait(0)
+                arrive(DQ_FREE + 1, 160)
+                sync(DQ_FULL, 160)
+                reduce_add(dq_desc, [b, h, x, 0], dq_s.index(0))
+                sync(DQ_FULL + 1, 160)
+                if BM == 64:
+                    reduce_add(dq_desc, [b, h, x, COLUMNS], dq_s.index(1))
+                else:
+                    reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
+                x, h = _next(x, h, h_kv * group + g, span, pace)
         if GRAD_BUFFERS:
             if slot < 0:
                 # no full half follows, so that the meeting itself keeps this warp from running ahead
@@ -301,10 +333,10 @@ def _hand(WHICH: gl.constexpr, sums, half, WIDTH: gl.constexpr, COLUMNS: gl.cons
 @gluon.jit
 def _step(
     WHICH: gl.constexpr, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi, queries,
-    q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale,
+    q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale,
     MASKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr, DOT_ONLY: gl.constexpr,
     SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr, WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr,
-    LATE_ADDRESSES: gl.constexpr,
+    LATE_ADDRESSES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Adds what one block of queries sends to 64 keys, and makes this warpgroup's half of the block's dq.
 
@@ -348,7 +380,15 @@ def _step(
         zero = gl.zeros([HALF, BM], gl.float32, s_l)
         s_token = warpgroup_mma(k_w, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(st), phase)
-    dp_token = warpgroup_mma(v_w, do.permute((1, 0)), start_dp, is_async=True)
+    if HELD == 0:
+        dp_token = warpgroup_mma(v_w, do.permute((1, 0)), start_dp, is_async=True)
+    elif HELD >= DV:
+        dp_token = warpgroup_mma(v_held, do.permute((1, 0)), start_dp, is_async=True)
+    else:
+        dp_token = warpgroup_mma(v_held, do.slice(0, HELD, 1).permute((1, 0)), start_dp, is_async=True)
+        dp_token = warpgroup_mma(
+            v_w.slice(HELD, DV - HELD, 1), do.slice(HELD, DV - HELD, 1).permute((1, 0)), dp_token, is_async=True
+        )  # fmt: skip
     s = warpgroup_mma_wait(1, deps=[s_token])
     if DOT_ONLY:
         p = gl.exp2(s * scale)
@@ -419,11 +459,11 @@ def _consumer(
     kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts, dkey_bias_out, dkey_bias_parts, dalibi_out,
     positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
-    local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale,
+    local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, LATE_ADDRESSES: gl.constexpr, STAGED: gl.constexpr,
-    UNIT: gl.constexpr,
+    UNIT: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
@@ -462,6 +502,12 @@ def _consumer(
         hi = gl.load(hi_ptr + gl.cast(b, gl.int64) * hi_sb + y_table, mask=exists, other=0)
         mbarrier.wait(kv_full.index(0), taken & 1)
         mbarrier.wait(kv_full.index(1), taken & 1)
+        v_held = None
+        if HELD > 0:
+            v_own = v_s.index(0).reshape([TILE, DV]).slice(WHICH * HALF, HALF, 0)
+            if HELD < DV:
+                v_own = v_own.slice(0, HELD, 1)
+            v_held = v_own.load(gl.DotOperandLayout(0, s_l, 2))
         if key_bias_ptr is not None:
             if tiles is not None:
                 key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
@@ -482,8 +528,9 @@ def _consumer(
                 for _j in range(blocks):
                     dk, dv, dkey_bias = _step(
                         WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi,
-                        queries, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap,
+                        queries, q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap,
                         softmax_scale, True, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN, LATE_ADDRESSES,
+                        HELD,
                     )  # fmt: skip
                     x += BM
                     count += 1
@@ -491,28 +538,29 @@ def _consumer(
             for _j in range(full_blocks * group):
                 dk, dv, dkey_bias = _step(
                     WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, None, None, None, None, queries, q_s, do_s, k_s,
-                    v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale, False,
-                    D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN, LATE_ADDRESSES,
+                    v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale, False,
+                    D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN, LATE_ADDRESSES, HELD,
                 )  # fmt: skip
                 count += 1
         else:
-            for g in range(group):
+            turned = _turned(near, taken)
+            for number in range(masked * group, _runs(masked, full, group, turned)):
+                part, g, span, x, pace, blocks = _run(segments, number, segment, masked, full, group, turned, BM)
+                _row, _blocks, begin, end, origin, stride = _segment(segments, part)
                 h = h_kv * group + g
-                slope = gl.load(alibi_slopes + h) * LOG2E if alibi_slopes is not None else None
-                dalibi = None
-                if dalibi_out is not None:
-                    dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
-                for part in range(segment + masked, segment + masked + full):
-                    x, blocks, begin, end, origin, stride = _segment(segments, part)
-                    for _j in range(blocks):
-                        dk, dv, dkey_bias = _step(
-                            WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, k_pos, slope, key_bias, dalibi,
-                            queries, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full,
-                            scale, cap, softmax_scale, False, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ,
-                            PIN, LATE_ADDRESSES,
-                        )  # fmt: skip
-                        x += BM
-                        count += 1
+                for _j in range(blocks):
+                    slope = gl.load(alibi_slopes + h) * LOG2E if alibi_slopes is not None else None
+                    dalibi = None
+                    if dalibi_out is not None:
+                        dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
+                    dk, dv, dkey_bias = _step(
+                        WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, k_pos, slope, key_bias, dalibi,
+                        queries, q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full,
+                        scale, cap, softmax_scale, False, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ,
+                        PIN, LATE_ADDRESSES, HELD,
+                    )  # fmt: skip
+                    x, h = _next(x, h, h_kv * group + g, span, pace)
+                    count += 1
 
         mbarrier.arrive(kv_free.index(0), count=1)
         # read again: kept through the loops it would cost registers there
@@ -578,11 +626,11 @@ def backward_kernel(
     dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
     heads, group, rows, queries, padded_queries, local_rows, grad_buffer_rows, steps, heads_per_group, timeout_us,
-    epochs, lo_st, hi_st, scale, cap, softmax_scale,
+    epochs, lo_st, hi_st, near, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, LATE_ADDRESSES: gl.constexpr, UNIT: gl.constexpr,
-    DS_LAYOUT: gl.constexpr, num_warps: gl.constexpr,
+    DS_LAYOUT: gl.constexpr, HELD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of one ring step, or dk and dv alone; `rows` are keys, `heads` key heads.
 
@@ -598,6 +646,8 @@ def backward_kernel(
     `grad_buffers`, the addresses of regions of `grad_buffer_rows` rows, in place of dk_out and dv_out; bounds and positions of
     the remote buffer begin at `local_rows`. Where remote rows may still be on their way: `flags`, `error` and `timeout_us`,
     with `steps` flags for each `heads_per_group` key heads.
+
+    `near` chooses between the orders of Note [Order of blocks]. HELD: columns of V that stay in registers.
     """
     COLUMNS: gl.constexpr = D * BM // 128
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BM, D], q_desc.layout)
@@ -626,20 +676,20 @@ def backward_kernel(
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     LATE_ADDRESSES, dk_desc is not None, UNIT)),
+                     LATE_ADDRESSES, dk_desc is not None, UNIT, HELD)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     LATE_ADDRESSES, dk_desc is not None, UNIT)),
+                     LATE_ADDRESSES, dk_desc is not None, UNIT, HELD)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
-                     heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, BM)),
-            (_storer, (work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, D, DV, BM, ADD,
+                     heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, near, BM)),
+            (_storer, (work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, near, D, DV, BM, ADD,
                      grad_buffers is not None)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
@@ -648,17 +698,17 @@ def backward_kernel(
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     LATE_ADDRESSES, dk_desc is not None, UNIT)),
+                     LATE_ADDRESSES, dk_desc is not None, UNIT, HELD)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale,
+                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     LATE_ADDRESSES, dk_desc is not None, UNIT)),
+                     LATE_ADDRESSES, dk_desc is not None, UNIT, HELD)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
-                     heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, BM)),
+                     heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, near, BM)),
         ], [4, 1], [240, 24])  # fmt: skip

@@ -61,6 +61,7 @@ class DkvConfig:
         late_addresses: Addresses of K and V are made where products use them, in uniform registers; else they are kept through all
             loops. Costs some 40 uniform instructions a block.
         staged: dk and dv in fp32 leave through the buffer of dq and the bulk copy engine, not from registers.
+        held: Columns of V that dP reads from registers instead of shared memory, where the score is plain.
         tile: Keys of a tile.
     """
 
@@ -69,6 +70,7 @@ class DkvConfig:
     persistent: bool = True
     late_addresses: bool = True
     staged: bool = False
+    held: int = 0
     tile: ClassVar[int] = 128
 
     @property
@@ -131,7 +133,7 @@ _FORWARD: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
     (128, 256): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
     (256, 64): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
     (256, 128): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
-    (256, 256): (ForwardConfig(2, 64, 2, lazy=True), ForwardConfig(2, 64, 2)),
+    (256, 256): (ForwardConfig(2, 64, 2, store=True, ahead=True, lazy=True), ForwardConfig(2, 64, 2)),
 }
 
 
@@ -158,8 +160,8 @@ def choose_forward(head_dim: int, v_head_dim: int, dot_only: bool, *, patterned:
 # (padded head_dim, padded v_head_dim) -> plain scores, other scores (their terms need registers, so smaller blocks)
 _DKV: dict[tuple[int, int], tuple[DkvConfig, DkvConfig]] = {
     (64, 64): (DkvConfig(128), DkvConfig(64)),
-    (128, 64): (DkvConfig(64, late_addresses=False), DkvConfig(64)),
-    (128, 128): (DkvConfig(64, late_addresses=False), DkvConfig(64)),
+    (128, 64): (DkvConfig(64, late_addresses=False, held=64), DkvConfig(64)),
+    (128, 128): (DkvConfig(64, late_addresses=False, held=64), DkvConfig(64)),
 }
 _EVERY_TERM = DkvConfig(32)  # without dq at 128 columns: three terms spill in blocks of 64
 

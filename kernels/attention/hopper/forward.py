@@ -218,8 +218,11 @@ def _first_limits(
 @gluon.jit
 def _hide(s, low, high, key, COLUMNS: gl.constexpr):
     """Scores of a block whose first key row is `key`, with the pairs outside [low, high) at -inf."""
-    y = gl.expand_dims(key + gl.arange(0, s.shape[1], COLUMNS), 0)
-    visible = (y >= gl.expand_dims(low, 1)) & (y < gl.expand_dims(high, 1))
+    column = gl.arange(0, s.shape[1], COLUMNS)
+    # bits 1 and 2 of a column number are those of a thread, the others constants, which a comparison takes as they are
+    here, lane = gl.expand_dims(column & ~6, 0), gl.expand_dims(column & 6, 0)
+    first = gl.expand_dims(low - key, 1) - lane
+    visible = (here - first).to(gl.uint32) < gl.expand_dims(high - low, 1).to(gl.uint32)
     return gl.where(visible, s, -float("inf"))
 
 

@@ -60,7 +60,7 @@ from ringattn.kernels.attention.hopper.descriptors import (
 from ringattn.kernels.attention.hopper.forward import forward_kernel
 from ringattn.kernels.attention.hopper.forward_combine import combine_kernel
 from ringattn.kernels.attention.hopper.progress_barrier import progress_board
-from ringattn.kernels.attention.hopper.tile_scheduler import AnyRows, Shape, WorkPlan, make_plan
+from ringattn.kernels.attention.hopper.tile_scheduler import L2_BYTES, AnyRows, Shape, WorkPlan, make_plan
 from ringattn.kernels.attention.portable import api as portable
 from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, Grads, ReadyFlags, RowMetadata, Score, SoftmaxState
 from ringattn.kernels.runtime import bound_launch
@@ -435,6 +435,7 @@ def launch_dkv(
     of_tiles: tuple[Any, ...] = ()
     of_dalibi: tuple[Any, ...] = ()
     of_rows: tuple[int, ...] = ()
+    of_order: tuple[int, ...] = ()
     if isinstance(config, DkvConfig):
         staged = config.staged and want_dq and remote is None
         staged = staged and all(total_of.dtype == torch.float32 and describable(total_of) for total_of in sums)
@@ -444,10 +445,12 @@ def launch_dkv(
             *([rows_of(total_of, 64, half) for total_of in sums] if staged else (None, None)),
         )
         of_dalibi, of_rows = (dalibi,), (s,)
+        of_order = (int(shape.streamed_bytes > L2_BYTES),)
         kernel = backward_kernel
         switches: dict[str, Any] = {
             "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct, "PIN": config.pin and dot_only,
             "LATE_ADDRESSES": config.late_addresses, "DS_LAYOUT": layout_of((tile, block), q.dtype),
+            "HELD": config.held if dot_only else 0,
         }  # fmt: skip
     else:
         kernel = backward_dkv_wide_kernel
@@ -471,7 +474,7 @@ def launch_dkv(
             lo_sb, hi_sb, per_batch(score.key_bias), *(pair(dalibi) if of_dalibi else ()),
             hk, h // hk, t, *of_rows, padded_rows(s), local_rows, grad_buffer_rows,
             steps, heads_per_group, timeout_us,
-            epochs, lo_st, hi_st, *scale_and_cap(score), score.softmax_scale,
+            epochs, lo_st, hi_st, *of_order, *scale_and_cap(score), score.softmax_scale,
         ),
         {
             "D": columns[0], "DV": columns[1], "D_WIDTH": d, "DV_WIDTH": dv, "SOFTCAP": score.softcap > 0,

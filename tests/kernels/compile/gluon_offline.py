@@ -179,6 +179,7 @@ class Call:
         last: Forward: nothing is carried out.
         accumulate: Backward: adds to what is there.
         deterministic: Backward: in a fixed order.
+        rounded: Backward: gradients have the dtype of q, as in a ring of one rank; else they are fp32.
         seq_len: Rows and keys.
         through: "module:function" to call in place of the kernel set's.
         gathered: All visits of a rank in one launch, half of the keys being those of another rank.
@@ -197,6 +198,7 @@ class Call:
     last: bool = True
     accumulate: bool = False
     deterministic: bool = False
+    rounded: bool = False
     seq_len: int = 512
     gathered: bool = False
     wide: bool = False
@@ -280,10 +282,11 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
             )
             function(q, k, v, rows, keys, score, carry=carry, first=call.first, last=call.last, o=o, lse=lse)
         else:
+            of_grads = dtype if call.rounded else torch.float32
             grads = Grads(
-                dq=torch.zeros(1, n, heads, d),
-                dk=torch.zeros(1, n, kv_heads, d),
-                dv=torch.zeros(1, n, kv_heads, dv),
+                dq=torch.zeros(1, n, heads, d, dtype=of_grads),
+                dk=torch.zeros(1, n, kv_heads, d, dtype=of_grads),
+                dv=torch.zeros(1, n, kv_heads, dv, dtype=of_grads),
                 dkey_bias=torch.zeros(1, n) if "key_bias" in call.features else None,
                 dalibi=torch.zeros(1, heads, n) if "alibi" in call.features else None,
                 accumulate_rows=call.accumulate,
@@ -341,6 +344,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--gathered", action="store_true", help="all visits of a rank in one launch")
     parser.add_argument("--terms", action="store_true", help="a mask of several terms")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--rounded", action="store_true", help="gradients in the dtype of q")
     parser.add_argument("--through", help='"module:function" to call in place of the kernel set\'s')
     parser.add_argument("--events", action="store_true", help="the loops as schedules")
     parser.add_argument("--constants", action="store_true")

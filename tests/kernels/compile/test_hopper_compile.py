@@ -41,6 +41,7 @@ CALLS = {
     **{f"backward_{d}_{dv}_every_feature": Call("backward", d, dv, features=FEATURES) for d, dv in BACKWARD_PAIRS},
     **{f"backward_{d}_accumulated": Call("backward", d, accumulate=True, group=4) for d in BUCKETS},
     "backward_96": Call("backward", 96),
+    **{f"backward_{d}_rounded": Call("backward", d, rounded=True, group=8) for d in (64, 128)},
     **{f"backward_{d}_deterministic": Call("backward", d, deterministic=True) for d in (64, 128)},
     **{
         f"backward_{d}_deterministic_every_feature": Call("backward", d, deterministic=True, features=FEATURES)

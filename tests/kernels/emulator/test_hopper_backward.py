@@ -187,6 +187,14 @@ def test_what_these_kernels_do_not_compute_is_refused(score: Score):
         launch_backward(q, q, q, q, None, None, None, None, score, None)
 
 
+@pytest.mark.parametrize("name", ["long_wide", "long_zigzag", "long_everything"])
+def test_results_stay_within_budget_with_heads_side_by_side(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launcher, "L2_BYTES", 0)
+    case = next(case for case in (*LONG, *LONG_CASES) if case.name == name)
+    with machine.mode(seed=0):
+        run_case(kernels(), case, torch.bfloat16, "cpu")
+
+
 def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
     boards = keep_pace_always(monkeypatch, launcher)
     run_case(kernels(), next(case for case in LONG if case.name == "long_split"), torch.bfloat16, "cpu")

@@ -169,6 +169,13 @@ def test_no_order_of_events_changes_what_is_computed(name: str, mode: dict[str, 
     assert_gradients_within_budget(named(name), **mode)
 
 
+@pytest.mark.parametrize("name", ["zigzag", "group", "slopes"])
+def test_gradients_stay_within_budget_with_heads_side_by_side(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launcher, "L2_BYTES", 0)
+    with machine.mode(seed=0):
+        assert_gradients_within_budget(named(name))
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
 @pytest.mark.parametrize("name", ["lengths", "narrow_columns", "wide_groups"])
 def test_delta_is_made_as_it_would_be_given(name: str, deterministic: bool):
