@@ -259,7 +259,7 @@ class Run:
         held = lengths[0] if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
         where = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "CPU"
         micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
-        packed = f", packed to {first.tokens.shape[1]:,}" if config.pack else ""
+        packed = f", packed to {first.tokens.shape[1]:,}" if config.packs else ""
         self.print(
             f"{self.trainer.num_parameters / 1e6:.2f}M parameters, {str(self.recipe.dtype).removeprefix('torch.')}, "
             f"{rank.world_size} rank(s) (dp {parallel.dp} x cp {parallel.cp}) on {where}, backend {rank.backend}\n"

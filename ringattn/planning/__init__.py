@@ -2,6 +2,7 @@
 
 from ringattn.planning.estimate import Candidate, Estimate, Mesh, attention_estimate, estimate
 from ringattn.planning.memory import Memory
+from ringattn.planning.packing import PackedBatch, PackedSequence, pack, place
 from ringattn.planning.profile import Profile, load_profile, write_profile
 from ringattn.planning.shapes import PRESETS, ModelShape, load_shape
 from ringattn.planning.step import Seconds
@@ -13,11 +14,15 @@ __all__ = [
     "Memory",
     "Mesh",
     "ModelShape",
+    "PackedBatch",
+    "PackedSequence",
     "Profile",
     "Seconds",
     "attention_estimate",
     "estimate",
     "load_profile",
     "load_shape",
+    "pack",
+    "place",
     "write_profile",
 ]

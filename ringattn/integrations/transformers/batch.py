@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ringattn.integrations.transformers.support import IMAGE_KEYWORDS, check_sup
 from ringattn.integrations.transformers.trees import check_tree_batch
 from ringattn.plan.expressions import Mask, Tree
 from ringattn.plan.sharding import Sharding
+from ringattn.planning.packing import PackedSequence, place
 from ringattn.ring import Ring
 
 IGNORE_INDEX = -100
@@ -49,6 +51,7 @@ def shard_batch(
     pooling: bool = False,
     balance: dict[str, Any] | Mask | None = None,
     tree: Tree | None = None,
+    packed: PackedSequence | None = None,
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch, to call a model with: `model(**shard_batch(batch, ring))`.
 
@@ -69,6 +72,7 @@ def shard_batch(
             are then one per sequence, and the loss is the same on every rank.
         balance: As in `ring.sharding`: the mask to balance for; with a tree and the layout "balanced" by default the tree.
         tree: The tokens are nodes of this tree (Note [Trees of tokens] of trees.py), as `pack_answers` makes them.
+        packed: Placement of the batch's documents, of `ringattn.planning.pack`, in place of a layout.
 
     Returns:
         This rank's rows of the tokens, their global `position_ids`, `labels` and `shift_labels` as `labels` shifted before
@@ -117,7 +121,10 @@ def shard_batch(
             check_tree_batch(batch, tree, n)
             positions = torch.tensor(tree.positions, device=tokens.device)[None]
             balance = tree if balance is None and layout == "balanced" else balance
-        sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
+        if packed is None:
+            sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
+        else:
+            sharding = _packed_sharding(packed, ring, n, documents, tokens.device)
         empty = [rank for rank, rows in enumerate(sharding.shard_lens) if rows == 0]
         if empty:
             raise ValueError(
@@ -169,6 +176,8 @@ class RingCollator:
         shift_labels: See `shard_batch`.
         pooling: See `shard_batch`.
         balance: See `shard_batch`.
+        pack: Documents of a batch are placed by `ringattn.planning.place`: short ones whole on one rank. A collator may instead
+            return its own placement as the entry `packed`, of `ringattn.planning.pack`.
     """
 
     def __init__(
@@ -180,16 +189,48 @@ class RingCollator:
         shift_labels: bool = True,
         pooling: bool = False,
         balance: dict[str, Any] | None = None,
+        pack: bool = False,
     ) -> None:
         self.ring = ring
-        self._collator = collator
+        self._collator, self._pack = collator, pack
         self._layout = layout
         self._options: dict[str, Any] = {"shift_labels": shift_labels, "pooling": pooling, "balance": balance}
         watch_models()  # workers of a DataLoader call shard_batch where the model is not
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
         """Return this rank's shard of the batch of these samples."""
-        return shard_batch(self._collator(features), self.ring, self._layout, **self._options)
+        whole = dict(self._collator(features))
+        packed = whole.pop("packed", None)
+        if packed is None and self._pack:
+            packed = _place(whole, self.ring)
+        return shard_batch(whole, self.ring, self._layout, **self._options, packed=packed)
+
+
+def _place(batch: Mapping[str, Any], ring: Ring) -> PackedSequence | None:
+    """Return the placement of a batch's documents; None: it has none."""
+    with ring.propagate_errors():
+        _check_entries(batch)
+        tokens = batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
+        positions = batch.get("position_ids")
+        text = positions if positions is None or positions.dim() == 2 else None  # images have several positions per token
+        documents = _documents(batch, text, tokens.shape[1])
+    if documents is None:
+        return None
+    lengths = [end - start for start, end in pairwise(documents) if start < end]
+    return place(lengths, cp=ring.world_size, keep_order=True).sequences[0]
+
+
+def _packed_sharding(
+    packed: PackedSequence, ring: Ring, n: int, documents: tuple[int, ...] | None, device: torch.device
+) -> Sharding:
+    """Return the sharding of a placement that fits the batch."""
+    if len(packed.shards) != ring.world_size or packed.documents != documents:
+        raise ValueError(
+            f"packed must place the {n} tokens and the documents of the batch on {ring.world_size} ranks, got {packed.seq_len} "
+            f"tokens in {len(packed.documents) - 1} documents on {len(packed.shards)} ranks; place the documents of this batch, "
+            "in its order"
+        )
+    return packed.sharding(ring, device)
 
 
 def _check_entries(batch: Mapping[str, Any]) -> None:

@@ -509,14 +509,15 @@ def test_every_mesh_has_the_same_loss_curve(whole_run, pool, tmp_path):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_packed_documents_train_equally_on_one_and_two_ranks(pool, tmp_path):
+@pytest.mark.parametrize("pack", [True, "balanced"])
+def test_packed_documents_train_equally_on_one_and_two_ranks(pool, tmp_path, pack):
     (tmp_path / "text").mkdir()
     for index in range(200):
         (tmp_path / "text" / f"{index}").write_bytes(b"document %d: " % index + bytes([97 + index % 26]) * (index % 40))
-    flags = {"data": str(tmp_path / "text"), "pack": True, "steps": 6, "batch_size": 4, "compare_steps": 2}
+    flags = {"data": str(tmp_path / "text"), "pack": pack, "steps": 6, "batch_size": 4, "compare_steps": 2}
     (code, said), _ = pool(2, timeout=120).run(run_quietly, tmp_path / "two", **flags, accumulate=2)
     assert code == 0
-    assert "packed to 128 (balanced: 64 per rank)" in said
+    assert "packed to 128 (balanced: " in said
     assert "equal within rounding" in said
     assert run_quietly(tmp_path / "one", **flags)[0] == 0
     assert_same_curve(tmp_path / "one", tmp_path / "two")
