@@ -24,6 +24,8 @@ Row = dict[str, Any]
 WAYS = ("forward", "backward")
 LAUNCH_US = 4.0
 """A kernel launch in a CUDA graph, with its neighbours' prologue."""
+LONG_TOKENS = 8192
+"""Tokens per rank from which on a call of a ring is bound by the device."""
 LONG_MS = 20.0
 """Kernels that run longer are slowed by the clock, which falls."""
 FITTED = (
@@ -101,7 +103,7 @@ def ring_costs(rows: Sequence[Row], profile: Profile) -> Profile:
         profile = _with_nccl(profile, min(errors, key=lambda rate: errors[rate]))
     found = dict(slowdown)
     for schedule in ("fused", "stepwise", "process_group"):
-        chosen = [row for row in rows if SCHEDULES[row["who"]] == schedule and row["tokens_per_rank"] >= 8192]
+        chosen = [row for row in rows if SCHEDULES[row["who"]] == schedule and row["tokens_per_rank"] >= LONG_TOKENS]
         if not chosen:
             continue
         for way in WAYS:
