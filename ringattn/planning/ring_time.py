@@ -152,14 +152,15 @@ def _rank_time(call: RingCall, profile: Profile, direction: str, rank: int) -> R
         steps, tail_ms = _fused(planned, profile, direction, rank)
     else:
         steps, tail_ms = _stepwise(planned, profile, direction, rank)
-    repeats = 1.0
+    more, inner = 0.0, [Step(0.0, 0.0, 0.0)]
     if planned is not call and _grows(call.mask):
-        count = call.nodes if call.nodes > 1 else call.world_size
-        repeats = (count - 1) / (len(steps) - 1)
-    first, later = steps[0], steps[1:]
-    device_ms = first.ms + repeats * sum(step.ms for step in later) + tail_ms
-    kernel_ms = first.kernel_ms + repeats * sum(step.kernel_ms for step in later)
-    received = first.received + repeats * sum(step.received for step in later)
+        # neither the first step nor the last one, which has no next to wait for
+        more, inner = float((call.nodes if call.nodes > 1 else call.world_size) - len(steps)), steps[1:-1]
+    device_ms, kernel_ms, received = (
+        sum(getattr(step, name) for step in steps) + more * sum(getattr(step, name) for step in inner) / len(inner)
+        for name in ("ms", "kernel_ms", "received")
+    )
+    device_ms += tail_ms
     one, peer = (profile.host_us[f"{call.schedule}_{direction}{what}"] for what in ("", "_peer"))
     host_ms = (one + peer * (call.world_size - 1)) / 1e3
     return RingTime(device_ms, kernel_ms, host_ms, int(received))
