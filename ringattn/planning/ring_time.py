@@ -238,28 +238,33 @@ def _return_ms(own: int, sent: int, received: int, heads: Heads, profile: Profil
 def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Tensor | None:
     """Return `groups steps`, microseconds from the launch at which pushed rows are there; None: nothing is fetched."""
     members = next(node for node in (call.node_ranks or (tuple(range(call.world_size)),)) if rank in node)
-    gathers = {r: make_gather_plan(call.plan, r, PAD_ROWS, node_step, call.node_ranks) for r in members}
-    if not gathers[rank].recvs:
+    mine = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
+    if not mine.recvs:
         return None
     heads, link = call.heads, profile.copy_engine
-    groups = count_groups(
-        heads.batch, heads.kv_heads, heads.width, 2, gathers[rank].slot_rows, profile.copy_engine.gbps * 1e9
-    )
+    groups = count_groups(heads.batch, heads.kv_heads, heads.width, 2, mine.slot_rows, link.gbps * 1e9)
     found = torch.zeros(groups, len(members), dtype=torch.float64, device="cpu")
-    owner_free = dict.fromkeys(members, 0.0)
-    reader_free = dict.fromkeys(members, 0.0)
+    row = heads.kv_bytes() / groups
+    if len(members) > MOST_RANKS:
+        # rings of this size move equally many rows everywhere, so owners push in step
+        now = 0.0
+        for group in range(groups):
+            for recv in mine.recvs:
+                now += link.ms(recv_rows(recv.rows) * row) * 1e3
+                found[group, recv.step] = now
+        return found
+    sends = [
+        (send.step, owner, send.peer, send.num_rows)
+        for owner in members
+        for send in make_gather_plan(call.plan, owner, PAD_ROWS, node_step, call.node_ranks).sends
+    ]
+    owner_free, reader_free = dict.fromkeys(members, 0.0), dict.fromkeys(members, 0.0)
     for group in range(groups):
-        for step in range(1, len(members)):
-            for owner in members:
-                for send in gathers[owner].sends:
-                    if send.step != step:
-                        continue
-                    size = send.num_rows * heads.kv_bytes() / groups
-                    begin = max(owner_free[owner], reader_free[send.peer])
-                    end = begin + link.ms(size) * 1e3
-                    owner_free[owner] = reader_free[send.peer] = end
-                    if send.peer == rank:
-                        found[group, step] = end
+        for step, owner, peer, rows in sorted(sends):
+            end = max(owner_free[owner], reader_free[peer]) + link.ms(rows * row) * 1e3
+            owner_free[owner] = reader_free[peer] = end
+            if peer == rank:
+                found[group, step] = end
     return found
 
 

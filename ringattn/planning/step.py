@@ -137,19 +137,38 @@ def training_step(
     )
 
 
-def prefill_s(shape: ModelShape, tokens: int, call: RingCall, profile: Profile, *, compiled: bool = True) -> Seconds:
-    """Return the seconds from a prompt to its first token, where all ranks hold all weights."""
+def prefill_s(
+    shape: ModelShape,
+    tokens: int,
+    call: RingCall,
+    profile: Profile,
+    *,
+    compiled: bool = True,
+    tp: int = 1,
+    gpus_per_node: int = 8,
+) -> Seconds:
+    """Return the seconds from a prompt to its first token.
+
+    Args:
+        call: Attention of a layer.
+        compiled: Elementwise kernels are joined.
+        tp: Ranks that share heads and weights; `call` has the heads of one of them. Ours hold all weights: 1.
+        gpus_per_node: GPUs that NVLink connects.
+    """
     rows = -(-tokens // call.world_size)
-    flops = 2.0 * rows * shape.layers * shape.active_layer_parameters
+    flops = 2.0 * rows * shape.layers * shape.active_layer_parameters / tp
     time = attention_time(call, profile, "forward")
     qk = shape.head_dim * (shape.heads + shape.kv_heads)
     width = shape.mlp_dim * (shape.active_experts + shape.shared_experts)
     traffic = FORWARD_BYTES["dim"] * shape.dim + FORWARD_BYTES["qk"] * qk + FORWARD_BYTES["mlp"] * width
+    # two all-reduces, as a reduce-scatter and an all-gather each
+    exchange = collective_s(rows * shape.dim * 2 * (tp - 1) / tp, tp, profile, gpus_per_node) if tp > 1 else 0.0
     return Seconds(
         matmul=flops / profile.matmul_tflops / 1e12,
         attention=shape.layers * time.kernel_ms / 1e3,
-        elementwise=rows * shape.layers * traffic * (COMPILED if compiled else 1) / profile.memory_gbps / 1e9,
+        elementwise=rows * shape.layers * traffic * (COMPILED if compiled else 1) / tp / profile.memory_gbps / 1e9,
         ring_exposed=shape.layers * max(0.0, time.device_ms - time.kernel_ms) / 1e3,
+        tp_exposed=4 * shape.layers * exchange,
     )
 
 
