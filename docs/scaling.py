@@ -108,7 +108,7 @@ def published() -> str:
         longest = estimate("llama3-8b", 128 * K, gpus=n, gpu="h100").longest
         rows.append(
             [
-                f"longest sequence in training, Llama 3 8B, {n} H100: ALST, which keeps activations and the optimizer in host memory",
+                f"longest sequence in training, Llama 3 8B, {n} H100: ALST, with activations and optimizer in host memory",
                 f"{tokens} tokens",
                 f"{longest / 1e6:.1f}M tokens, all in GPU memory",
             ]
