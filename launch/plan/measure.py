@@ -44,7 +44,9 @@ class Sizes:
         *(("full", n, 128) for n in (2048, 4096, 16384)),
         ("window", 16384, 128),
         ("documents", 16384, 128),
-        *((mask, n, d) for d in (64, 256) for mask, n in (("causal", 4096), ("full", 8192), ("window", 16384))),
+        *(("causal", 4096, d) for d in (64, 256)),
+        *(("full", 8192, d) for d in (64, 256)),
+        *(("window", 16384, d) for d in (64, 256)),
     )
     ring_tokens: tuple[int, ...] = (1024, 2048, 8192, 16384)
     heads: int = 16

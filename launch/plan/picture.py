@@ -12,7 +12,7 @@ from ringattn.planning.estimate import estimate_job
 INK = "#7d8590"
 """Gray that stands out from white and from near black alike."""
 COLORS = ("#388bfd", "#a371f7", "#db61a2", "#f0883e", "#2da44e", "#bf8700", "#8b949e", "#e5484d")
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "ringattn",
     "font.size": 9,

@@ -54,6 +54,7 @@ def test_the_last_step_delays_less_than_the_first():
 def test_blocks_cover_every_visible_pair():
     rows, keys = gathered(causal(4096, 2), 0)
     launch = make_launch(rows, keys, HEADS, H200, "forward")
+    assert launch is not None
     pairs = sum(step.pairs for step in causal(4096, 2).plan.ranks[0].ring_steps if step is not None)
     covered = launch.work.blocks * launch.shape.tile * launch.shape.block
     assert pairs * HEADS.heads <= covered * launch.times <= 1.3 * pairs * HEADS.heads

@@ -45,7 +45,7 @@ from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, read_rows
 from ringattn.launch.train.model import ModelConfig, Transformer
 from ringattn.launch.train.parallel import make_parallel, single_process_group
 from ringattn.launch.train.pretrained import read_config_json
-from ringattn.launch.train.run import check_continues, choose_checkpoint
+from ringattn.launch.train.run import check_continues, choose_checkpoint, planned_memory
 from ringattn.launch.train.trainer import Recipe, Trainer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -521,6 +521,14 @@ def test_packed_documents_train_equally_on_one_and_two_ranks(pool, tmp_path, pac
     assert "equal within rounding" in said
     assert run_quietly(tmp_path / "one", **flags)[0] == 0
     assert_same_curve(tmp_path / "one", tmp_path / "two")
+
+
+def test_the_memory_of_a_run_is_planned() -> None:
+    one, four = (planned_memory(PRESETS["gpu-128k"], 1, cp) for cp in (1, 4))
+    # measured with replicated parameters: 18.0 and 6.5 GiB
+    assert 9 < one.total / 2**30 < 19
+    assert 2 < four.total / 2**30 < 7
+    assert planned_memory(PRESETS["gpu-1m"], 1, 1).total > 5 * one.total
 
 
 # a validation and a picture after every other step: time to disturb a run before it ends
