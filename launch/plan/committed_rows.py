@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.launch.bench.workloads import Problem, mask_of
+from ringattn.launch.train.config import PRESETS
 from ringattn.plan.mask import AttentionMask
 from ringattn.planning.attention_launch import Heads
 from ringattn.planning.memory import attention_peak, training_memory
@@ -39,8 +40,6 @@ ONE_SLOT_SINCE = "2026-11-22T08:01"
 """Rings of before 5567b57 had two send buffers."""
 WHOLE_MLP_BEFORE = "2026-11-22T01"
 """The bench of models of before ran SwiGLU over all rows at once."""
-TRAIN_SHAPE = ModelShape("gpu-128k", 1024, 12, 8, 2, 128, 2816, 256, tied=True)
-"""Model of the training job's preset."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,9 @@ def ring_call(row: Row, world_size: int, schedule: str = "fused") -> RingCall:
     """Return the call that a row measured."""
     problem = problem_of(row)
     heads = Heads(problem.batch, problem.heads, problem.kv_heads, problem.head_dim)
-    return RingCall(mask_of(problem), world_size, heads, layout=row.get("layout", "zigzag"), schedule=schedule)
+    saved = row["who"] in ("fused_saved_kv", "kept")
+    layout = row.get("layout", "zigzag")
+    return RingCall(mask_of(problem), world_size, heads, layout=layout, schedule=schedule, saved=saved)
 
 
 def _causal(tokens: int, world_size: int, shape: ModelShape) -> RingCall:
@@ -160,21 +161,56 @@ def _model(file: str, machine: Row, row: Row, profile: Profile) -> Iterator[Pred
 
 
 def _training(file: str, row: Row, profile: Profile) -> Iterator[Prediction]:
-    """Yield the training job's rows: of the trainer by autocast, whose residual stream is fp32 and which replicates parameters."""
-    tokens, world_size = row["seq_len"], row["world_size"]
-    shape = TRAIN_SHAPE
-    call, rows = _causal(tokens, world_size, shape), tokens // world_size
-    # these were measured before 0010419 gave training the Hopper kernels
-    call = replace(call, heads=replace(call.heads, kernels="portable"))
-    time = training_step(shape, rows, call, profile, shards=1, gpus_per_node=8, stream_bytes=4)
-    name = f"{world_size} GPUs, {tokens} tokens"
-    yield Prediction(file, f"{name}, step", "training", "s", time.total, tokens / row["tokens_per_s"])
-    memory = training_memory(shape, rows, call, shards=1, replicated=True, stream_bytes=4, mlp_rows=rows, slots=2)
-    # torch's allocator only: not the memory that ranks map into each other
-    ring = replace(memory, ring=3 * rows * call.heads.kv_bytes() if world_size > 1 else 0.0)
-    yield Prediction(
-        file, f"{name}, peak", "training memory", "GiB", ring.total / 2**30, max(row["peak_memory_mib"]) / 1024
+    """Yield the training job's rows, of a preset with one sequence per ring and micro-batch.
+
+    Those with `replicated` are of the first trainer: autocast, whose residual stream is fp32, replicated parameters, and the
+    portable kernels, because 0010419 gave training the Hopper kernels later.
+    """
+    tokens, world_size, cp = row["seq_len"], row["world_size"], row["cp"]
+    first, preset = bool(row.get("replicated")), PRESETS[row.get("preset") or "gpu-128k"].shape()
+    shape = ModelShape(
+        "preset",
+        preset.dim,
+        preset.num_layers,
+        preset.num_heads,
+        preset.num_kv_heads,
+        preset.head_dim,
+        preset.mlp_dim,
+        preset.vocab_size,
+        tied=preset.tie_embeddings,
     )
+    call, rows = _causal(tokens, cp, shape), tokens // cp
+    if first:
+        call = replace(call, heads=replace(call.heads, kernels="portable"))
+    recompute, accumulate = row.get("recompute") or "selective", row.get("accumulate") or 1
+    shards, stream_bytes = (1, 4) if first else (world_size, 2)
+    time = training_step(
+        shape,
+        rows,
+        call,
+        profile,
+        shards=shards,
+        gpus_per_node=8,
+        recompute=recompute,
+        accumulate=accumulate,
+        stream_bytes=stream_bytes,
+    )
+    name, measured = f"{world_size} GPUs, {tokens} tokens", row["dp"] * accumulate * tokens / row["tokens_per_s"]
+    yield Prediction(file, f"{name}, step", "training", "s", time.total, measured)
+    memory = training_memory(
+        shape,
+        rows,
+        call,
+        shards=shards,
+        recompute=recompute,
+        replicated=first,
+        stream_bytes=stream_bytes,
+        mlp_rows=rows,
+    )
+    # torch's allocator only, not the memory that ranks map into each other: send buffers and the local gradients
+    ring = replace(memory, ring=(4 if first else 3) * rows * call.heads.kv_bytes() if cp > 1 else 0.0)
+    peak = max(row["peak_memory_mib"]) / 1024
+    yield Prediction(file, f"{name}, peak", "training memory", "GiB", ring.total / 2**30, peak)
 
 
 def _prompt(file: str, row: Row, profile: Profile) -> Iterator[Prediction]:

@@ -128,6 +128,8 @@ def attention_peak(call: RingCall, *, slots: int = 1, profile: Profile | None = 
     lse = s * heads.batch * heads.heads * 4
     kv = s * heads.kv_bytes()
     ring = ring_bytes(call, backward=True)
+    if call.saved and call.world_size > 1:
+        ring += make_gather_plan(call.planned.plan, 0, PAD_ROWS).remote_rows * heads.kv_bytes()
     if call.schedule == "fused" or call.world_size == 1:
         # dk and dv are made when the fp32 sums of dq are gone, which are twice as large or more
         parts = 0.0
