@@ -64,26 +64,27 @@ class Prediction:
         return self.predicted / self.measured - 1
 
 
-def read_rows(folder: Path, pattern: str) -> Iterator[tuple[str, Row, Row]]:
-    """Yield file, machine and row of all rows of some files."""
-    for path in sorted(folder.glob(pattern)):
+def read_rows(folder: Path, bench: str) -> Iterator[tuple[str, Row, Row]]:
+    """Yield file, machine and row of all rows of a bench."""
+    for path in sorted(folder.glob(f"{bench}*.json")):
         run = json.loads(path.read_text())
         for row in run["rows"]:
-            yield path.name, run["machine"], row
+            if row["bench"] == bench:
+                yield path.name, run["machine"], row
 
 
 def predict_rows(folder: Path, profile: Profile) -> list[Prediction]:
     """Return the predictions for all rows of rings, memory, models, training and prompts in a folder."""
     found: list[Prediction] = []
-    for file, machine, row in read_rows(folder, "ring*.json"):
+    for file, machine, row in read_rows(folder, "ring"):
         found += _ring(file, machine, row, profile)
-    for file, machine, row in read_rows(folder, "memory*.json"):
+    for file, machine, row in read_rows(folder, "memory"):
         found += _memory(file, machine, row)
-    for file, machine, row in read_rows(folder, "model*.json"):
+    for file, machine, row in read_rows(folder, "model"):
         found += _model(file, machine, row, profile)
-    for file, _, row in read_rows(folder, "train*.json"):
+    for file, _, row in read_rows(folder, "train"):
         found += _training(file, row, profile)
-    for file, _, row in read_rows(folder, "inference*.json"):
+    for file, _, row in read_rows(folder, "inference"):
         found += _prompt(file, row, profile)
     return found
 

@@ -212,7 +212,9 @@ def _place(batch: Mapping[str, Any], ring: Ring) -> PackedSequence | None:
         _check_entries(batch)
         tokens = batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
         positions = batch.get("position_ids")
-        text = positions if positions is None or positions.dim() == 2 else None  # images have several positions per token
+        text = (
+            positions if positions is None or positions.dim() == 2 else None
+        )  # images have several positions per token
         documents = _documents(batch, text, tokens.shape[1])
     if documents is None:
         return None
