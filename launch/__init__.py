@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("bench", "check", "doctor", "serve", "train")
+COMMANDS = ("bench", "check", "doctor", "plan", "serve", "train")
 """Modules that are run with -m."""
 INSIDE = ("serve.http.process",)
 """Modules that are run with -m by other commands only."""

@@ -45,12 +45,15 @@ class DoctorArgs:
     Attributes:
         device: GPUs where there are any, or the CPU.
         json: Where to write the report as JSON.
+        profile: Where to write a profile for `ringattn.launch.plan`: kernels, memory and, under torchrun, links and rings of this
+            machine, measured in one to two minutes. Needs GPUs.
         links: Measure the links between ranks (when started under torchrun).
         nodes: Nodes of the ring whose transport is shown; 0: by host, where each has equally many ranks.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     json: Path | None = None
+    profile: Path | None = None
     links: bool = True
     nodes: int = 0
 
@@ -282,11 +285,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from ringattn.launch.runtime.ring_variants import check_nodes
 
             check_nodes(args.nodes, session.world_size)
+        if args.profile is not None and session.device.type != "cuda":
+            raise SystemExit("error: profile must be measured on GPUs, got the CPU; leave out --profile")
         report = examine(session, args.links, args.nodes)
         if session.rank == 0:
             show(report)
             if args.json is not None:
                 write_json(args.json, report)
+        if args.profile is not None and not report["faults"]:
+            from ringattn.launch.plan.measure import measure_profile
+            from ringattn.planning import write_profile
+
+            profile = measure_profile(session)
+            if session.rank == 0:
+                write_profile(profile, args.profile)
+                print(f"profile of {profile.name}: {args.profile}")
     return int(bool(report["faults"]))
 
 

@@ -29,6 +29,8 @@ INTEGERS = [  # each may import those before it
     "plan.pairs",
     "plan.ring_plan",
 ]
+DECISIONS = ("ringattn.kernels.attention.hopper.tile_scheduler", "ringattn.kernels.attention.hopper.configs")
+"""Integers of the Hopper launches, which the planner reads without Triton."""
 DISTRIBUTED = ("torch.distributed", "torch._C._distributed", "torch._C._functional_collectives")
 
 
@@ -140,6 +142,8 @@ def test_only_transports_the_ring_and_launch_touch_process_groups(module):
 
 def _needs_triton(module: str) -> bool:
     """Whether importing a module may need Triton."""
+    if _within(module, *DECISIONS):
+        return False
     kernels = ("attention.portable", "attention.hopper", "runtime.bound_launch")
     return _within(module, *(f"ringattn.kernels.{name}" for name in kernels)) or (
         _within(module, "ringattn.kernels") and module.endswith("_triton") and not module.endswith("optional_triton")
@@ -153,10 +157,9 @@ def test_triton_is_imported_at_the_top_of_triton_kernels_only(module):
         assert not [name for name in names if _within(name, "triton") or _needs_triton(name)]
 
 
-@pytest.mark.parametrize("module", ["tile_scheduler", "configs"])
+@pytest.mark.parametrize("module", DECISIONS)
 def test_what_is_decided_about_hopper_launches_needs_no_triton(module):
-    name = f"ringattn.kernels.attention.hopper.{module}"
-    assert not [x for x in imports(name, MODULES[name]) if _within(x, "triton")]
+    assert not [x for x in imports(module, MODULES[module]) if _within(x, "triton")]
 
 
 @everywhere
@@ -321,7 +324,18 @@ def test_what_is_thinned_exists():
         assert any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file)), name
 
 
-FOLDERS = ["kernels", "plan", "transport", "schedule", "", "numerics", "inference", "integrations", "launch"]
+FOLDERS = [
+    "kernels",
+    "plan",
+    "planning",
+    "transport",
+    "schedule",
+    "",
+    "numerics",
+    "inference",
+    "integrations",
+    "launch",
+]
 """From the bottom: each may import those before it; "" is the modules directly in ringattn/."""
 SHARED = {"ringattn.tensor_checks", "ringattn.ring_registry", "ringattn.sharding_context"}
 """Modules directly in ringattn/ that stand below all folders but kernels."""

@@ -188,7 +188,7 @@ def draw_split(draw: random.Random, mask: AttentionMask) -> tuple[Shard, tuple[S
     if style < 0.35:
         return (Run(0, 1, mask.seq_len),), (everything,)
     if style < 0.7:
-        world_size, layout = draw.choice([2, 3, 4]), draw.choice(LAYOUTS)
+        world_size, layout = draw.choice([2, 3, 4]), draw.choice(LAYOUTS[:-1])
         queries = make_shards(layout, mask.seq_len, world_size, mask)
         keys = queries if mask.seq_len == mask.kv_len else make_shards(layout, mask.kv_len, world_size, mask)
         rank = draw.randrange(world_size)

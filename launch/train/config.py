@@ -16,6 +16,7 @@ from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.train.model import ModelConfig
 from ringattn.launch.train.parallel import mesh_sizes
 from ringattn.launch.train.trainer import Recipe
+from ringattn.planning.packing import PAIRS_PER_TOKEN
 
 SHAPE = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("vocab_size", "rope_theta")]
 """Flags that are the shape of the model."""
@@ -46,8 +47,9 @@ class Config:
         seq_len: Context in tokens; the part that is split over ranks.
         batch_size: Sequences per step, over all ranks and micro-batches.
         accumulate: Micro-batches that a step is made of; gradients are exchanged once.
-        pack: Whether attention stays inside documents (files), whose positions begin at 0; the sequences that a ring has at
-            a time become one.
+        pack: fixed: attention stays inside documents (files), whose positions begin at 0; the sequences that a ring has at
+            a time become one. balanced: documents are also placed over all ranks such that they finish together, short ones whole
+            on one rank. --pack alone is fixed.
         model: A configuration (config.json) or a folder of transformers: that causal language model, with its weights
             where there are any, instead of the shape below; its tokenizer where there is one, else bytes.
         dim: Width of the residual stream.
@@ -90,7 +92,7 @@ class Config:
     seq_len: int = 1024
     batch_size: int = 4
     accumulate: int = 1
-    pack: bool = False
+    pack: Literal["off", "fixed", "balanced"] = "off"
     model: str | None = None
     dim: int = 128
     num_layers: int = 4
@@ -137,6 +139,10 @@ class Config:
             if not fits:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{name} must be {words}, got {getattr(self, name)}; pass another {flag}")
+        if isinstance(self.pack, bool):
+            object.__setattr__(self, "pack", "fixed" if self.pack else "off")
+        if self.pack == "balanced" and self.layout != "auto":
+            raise ValueError(f"layout must be auto with --pack balanced, got {self.layout}; leave it out")
         if self.nproc is not None and self.nproc < 1:
             raise ValueError(f"nproc must be at least 1, got {self.nproc}; leave it out for one rank per GPU, or two")
         mesh_sizes(self.mesh, None)
@@ -161,9 +167,20 @@ class Config:
         same = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(Recipe) if hasattr(self, field.name)
         }
-        layout = ("balanced" if self.pack else "zigzag") if self.layout == "auto" else self.layout
-        own = {"layout": layout, "separator": separator if self.pack else None, "dtype": getattr(torch, name)}
+        layout = ("balanced" if self.packs else "zigzag") if self.layout == "auto" else self.layout
+        own = {"layout": layout, "separator": separator if self.packs else None, "dtype": getattr(torch, name)}
+        if self.pack == "balanced":
+            shape = self.shape()
+            weights = shape.dim * (2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.mlp_dim)
+            # with a model of transformers the default of planning.place
+            ratio = PAIRS_PER_TOKEN if self.model else weights / (2 * shape.num_heads * shape.head_dim)
+            own["pairs_per_token"] = ratio
         return Recipe(**same | own)
+
+    @property
+    def packs(self) -> bool:
+        """Whether attention stays inside documents."""
+        return self.pack != "off"
 
     def lr_at(self, step: int) -> float:
         """The learning rate of the step after `step` steps: a linear warm-up, then a cosine to a tenth."""
@@ -245,6 +262,21 @@ def _check_installed(packages: Sequence[str], extra: str) -> None:
         raise Refusal(f"train needs {' and '.join(missing)}; install it with: pip install 'ringattn[{extra}]'")
 
 
+def _with_pack(arguments: Sequence[str]) -> list[str]:
+    """Return arguments in which --pack has a value: fixed where it stands alone.
+
+    Example:
+        >>> _with_pack(["--pack", "--steps", "3"]), _with_pack(["--pack", "balanced"])
+        (['--pack', 'fixed', '--steps', '3'], ['--pack', 'balanced'])
+    """
+    found: list[str] = []
+    for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        found += ["--pack", "off"] if word == "--no-pack" else [word]
+        if word == "--pack" and following.startswith("-"):
+            found.append("fixed")
+    return found
+
+
 def parse(arguments: Sequence[str], prog: str, description: str | None) -> Config:
     """Return the flags, with the defaults of the preset that they choose; raise Refusal for contradictions or a missing package."""
     _check_installed(PACKAGES, "launch")
@@ -259,7 +291,7 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Confi
         preset = "gpu" if early.device != "cpu" and torch.cuda.is_available() else "cpu"
     # the defaults are of the preset, and tyro refuses an unknown one
     default = replace(PRESETS.get(preset, _CPU), preset="auto")
-    parsed = tyro.cli(Config, args=list(arguments), default=default, prog=prog, description=description)
+    parsed = tyro.cli(Config, args=_with_pack(arguments), default=default, prog=prog, description=description)
     if parsed.model is not None:
         _check_installed(("transformers",), "transformers")
         for name in SHAPE:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ringattn.launch.train.loss import IGNORED
+from ringattn.plan.layouts import Shard
 
 VALIDATION_SHARE = 20  # one token in this many is held out
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
@@ -113,11 +114,15 @@ def load_corpus(data: str | None = None, out: str | None = None) -> Corpus:
 
 @dataclass(frozen=True)
 class Rows:
-    """Inputs of a model `b n`, their targets `b n`: the token after each, or `IGNORED`; and bounds (0, ..., n) of documents."""
+    """Inputs of a model `b n`, their targets `b n`: the token after each, or `IGNORED`; and bounds (0, ..., n) of documents.
+
+    shards are those of every rank where documents were placed; None: a layout makes them.
+    """
 
     tokens: Tensor
     targets: Tensor
     documents: tuple[int, ...] | None = None
+    shards: tuple[Shard, ...] | None = None
 
 
 def count_targets(windows: Tensor, separator: int | None) -> int:

@@ -33,6 +33,10 @@ from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.parallel import make_parallel, single_rank
 from ringattn.launch.train.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer, read_config_json
 from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance, steps_on_one_rank
+from ringattn.plan.mask import AttentionMask
+from ringattn.planning import Memory, ModelShape
+from ringattn.planning.memory import heads_of, training_memory
+from ringattn.planning.ring_time import RingCall
 
 TIMER_INTERVAL = 10
 """Steps between measurements of exposed communication."""
@@ -141,6 +145,28 @@ def compare_results(
             "run python -m ringattn.launch.check to see which part is wrong"
         )
     return f"{text}\nequal within rounding"
+
+
+def planned_memory(config: Config, dp: int, cp: int) -> Memory:
+    """Return the memory of a rank that the planner expects of a run of our own model on GPUs."""
+    model = config.shape()
+    shape = ModelShape(
+        "the model",
+        model.dim,
+        model.num_layers,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        model.mlp_dim,
+        model.vocab_size,
+        tied=model.tie_embeddings,
+    )
+    sequences = config.batch_size // (config.accumulate * dp)
+    window = None if model.window is None else (model.window - 1, 0)
+    mask = AttentionMask(config.seq_len, config.seq_len, causal=True, window=window)
+    call = RingCall(mask, cp, heads_of(shape, batch=sequences))
+    rows = sequences * -(-config.seq_len // cp)
+    return training_memory(shape, rows, call, shards=dp * cp, recompute=config.recompute, mlp_rows=rows)
 
 
 class Run:
@@ -259,7 +285,18 @@ class Run:
         held = lengths[0] if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
         where = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "CPU"
         micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
-        packed = f", packed to {first.tokens.shape[1]:,}" if config.pack else ""
+        packed = f", packed to {first.tokens.shape[1]:,}" if config.packs else ""
+        if rank.device.type == "cuda" and config.model is None:
+            planned, whole = (
+                planned_memory(config, parallel.dp, parallel.cp).total,
+                torch.cuda.mem_get_info(rank.device)[1],
+            )
+            beyond = (
+                ""
+                if planned < whole
+                else ": it does not fit; take more ranks, --recompute selective or a shorter --seq-len"
+            )
+            self.print(f"planned memory {planned / 2**30:.1f} of {whole / 2**30:.0f} GiB per GPU{beyond}")
         self.print(
             f"{self.trainer.num_parameters / 1e6:.2f}M parameters, {str(self.recipe.dtype).removeprefix('torch.')}, "
             f"{rank.world_size} rank(s) (dp {parallel.dp} x cp {parallel.cp}) on {where}, backend {rank.backend}\n"

@@ -15,6 +15,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from ringattn.launch.train.data import Rows, count_targets, make_rows
 from ringattn.launch.train.model import recompute_
 from ringattn.launch.train.parallel import Parallel, shard_model_
 from ringattn.plan.mask import AttentionMask
+from ringattn.plan.sharding import Sharding
+from ringattn.planning.packing import place
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Recipe:
         separator: The last token of each document, when attention stays inside documents; None: it does not.
         recompute: Activations that the backward recomputes, as in `recompute_`.
         window: Tokens that each token sees, for balancing work and counting it; None: all before it.
+        pairs_per_token: Documents of a micro-batch are placed over all ranks (`planning.place`), where so many visible pairs cost
+            as much as all else of a token; None: each ring has the documents of its sequences.
     """
 
     seed: int = 0
@@ -51,6 +56,7 @@ class Recipe:
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
     window: int | None = None
+    pairs_per_token: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,8 @@ class Trainer:
     def sharding(self, rows: Rows) -> Any:
         """Return the sharding of some rows over this ring."""
         n, layout = rows.tokens.shape[1], self.recipe.layout
+        if rows.shards is not None:
+            return Sharding(n, "balanced", rows.shards, self.ring.rank, rows.documents, ring=self.ring)
         balance = _mask(self.recipe.window) if layout == "balanced" else None
         return self.ring.sharding(n, layout, rows.documents, balance=balance)
 
@@ -95,7 +103,29 @@ class Trainer:
         """Yield the rows of this rank's ring, one micro-batch at a time: windows are split by micro-batch, then by dp rank."""
         split = windows.unflatten(0, (self.recipe.accumulate, self.parallel.dp, -1))
         for micro in range(self.recipe.accumulate):
-            yield make_rows(split[micro, self.parallel.dp_rank], self.recipe.separator)
+            placed = None if self.recipe.pairs_per_token is None else self._place(split[micro].flatten(0, 1))
+            yield placed or make_rows(split[micro, self.parallel.dp_rank], self.recipe.separator)
+
+    def _place(self, windows: Tensor) -> Rows | None:
+        """Return the documents of all rings that are placed on this one; None: there are fewer of them than rings."""
+        rows, pairs_per_token = make_rows(windows, self.recipe.separator), self.recipe.pairs_per_token
+        assert rows.documents is not None, "documents are placed where there are any"
+        assert pairs_per_token is not None, "the cost of a token is known where documents are placed"
+        bounds = list(pairwise(rows.documents))
+        if len(bounds) < self.parallel.dp:
+            return None
+        batch = place(
+            [end - start for start, end in bounds],
+            cp=self.parallel.cp,
+            dp=self.parallel.dp,
+            pairs_per_token=pairs_per_token,
+            window=self.recipe.window,
+            keep_order=True,
+        )
+        mine = batch.sequences[self.parallel.dp_rank]
+        chosen = [slice(*bounds[index]) for index in mine.indices]
+        tokens, targets = (torch.cat([x[:, part] for part in chosen], 1) for x in (rows.tokens, rows.targets))
+        return Rows(tokens, targets, mine.documents, mine.shards)
 
     def loss_sum(self, rows: Rows) -> Tensor:
         """The loss of this rank's rows: a sum, fp32; 0 if the rank has none."""

@@ -19,18 +19,13 @@ from torch import Tensor
 
 from ringattn.kernels.interface import FusedKernelSet, KernelSet, Score, accumulation_dtype
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
+from ringattn.plan.buffers import count_groups, gather_bytes
 from ringattn.plan.device_tables import FusedTables, StepTables, fused_tables, step_tables
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, moved_rows
 from ringattn.transport.base import RingContext
 from ringattn.transport.call_order import CallMark
 
-PUSH_SECONDS = 50e-6
-"""Least duration of one push, over all heads of a group: shorter ones cost more to begin than they hide."""
-PUSH_RATE = 335e9
-"""Bytes per second of a push where the ring has not measured it."""
-GROUP_HEADS = 8
-"""Key heads of the smallest head group."""
 SHORT_SECONDS = 1e-3
 """Duration of a kernel below which the host's time may show, so that a call is worth a CUDA graph."""
 KERNEL_RATE = 5e14
@@ -147,9 +142,7 @@ def choose_groups(k: Tensor, v: Tensor, gather_plan: GatherPlan, push_rate: floa
     ranks; 0.0: not measured.
     """
     b, _, hk, d = k.shape
-    shard = b * gather_plan.slot_rows * hk * (d + v.shape[-1]) * k.element_size()
-    most = min(hk // GROUP_HEADS, int(shard / (PUSH_SECONDS * (push_rate or PUSH_RATE))))
-    return max((groups for groups in (1, 2, 4, 8) if groups <= most and hk % groups == 0), default=1)
+    return count_groups(b, hk, d + v.shape[-1], k.element_size(), gather_plan.slot_rows, push_rate)
 
 
 def fused_bytes(
@@ -162,18 +155,19 @@ def fused_bytes(
     bias_bytes: int = 0,
     hierarchical: bool = False,
 ) -> int:
-    """Return the bytes that the fused schedule takes on the rank that needs most, of members that fetch from each other.
-
-    These are the buffer of remote rows, the send slot and, in a backward, two sets of gradient regions. A hierarchical ring adds
-    two buffers for remote shards and one for sends, and in the backward two sums in flight and one that arrives.
-    """
+    """Return `gather_bytes` of these tensors."""
     b, _, hk, d = k.shape
-    row = b * hk * (d + v.shape[-1])
-    slots = gather_plan.most_remote_rows + (1 + 3 * hierarchical) * gather_plan.slot_rows
-    keys = slots * (row * k.element_size() + b * bias_bytes)
-    keys += gather_plan.slot_rows * b * bias_bytes  # the table of biases holds local keys too
-    regions = (2 * (members - 1) + 1 + 3 * hierarchical) * gather_plan.slot_rows
-    return keys + regions * (row + b * hk * bool(bias_bytes)) * 4 * backward
+    return gather_bytes(
+        b,
+        hk,
+        d + v.shape[-1],
+        k.element_size(),
+        gather_plan,
+        members,
+        backward=backward,
+        bias_bytes=bias_bytes,
+        hierarchical=hierarchical,
+    )
 
 
 def _fuse(

@@ -225,7 +225,7 @@ OF_ANOTHER_KIND: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "a whole float of nodes": (Ring, {"nodes": 1.0}, "nodes must be an integer, got 1.0"),
     "a word as budget": (Ring, {"memory_budget": "1G"}, "memory_budget must be an integer, got '1G'"),
     "no number as budget": (Ring, {"memory_budget": float("nan")}, "memory_budget must be an integer, got nan"),
-    "an unknown impl": (Ring, {"impl": "foo"}, 'impl must be "auto" or one of hopper, portable, eager, got \'foo\''),
+    "an unknown impl": (Ring, {"impl": "foo"}, 'impl must be "auto" or one of hopper, torch, portable, eager, got \'foo\''),
     "a word as permission": (Ring, {"save_gathered_kv": "no"}, "save_gathered_kv must be True or False, got 'no'"),
     "a word as limit": (Ring, {"nccl_max_ctas": "4"}, "nccl_max_ctas must be an integer, got '4'"),
     "no partial": (Partial, {"m": None, "l": x(2), "o": x(2, 3)}, "m must be a tensor, got NoneType"),

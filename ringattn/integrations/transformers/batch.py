@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ringattn.integrations.transformers.support import IMAGE_KEYWORDS, check_sup
 from ringattn.integrations.transformers.trees import check_tree_batch
 from ringattn.plan.expressions import Mask, Tree
 from ringattn.plan.sharding import Sharding
+from ringattn.planning.packing import PackedSequence, place
 from ringattn.ring import Ring
 
 IGNORE_INDEX = -100
@@ -36,16 +38,8 @@ _ROWS = ("input_ids", "inputs_embeds", "token_type_ids")
 _KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "return_loss")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _HANDLED = (
-    *(
-        "labels",
-        "shift_labels",
-        "position_ids",
-        "attention_mask",
-        "max_length_q",
-        "max_length_k",
-        "use_cache",
-        "seq_idx",
-    ),
+    *("labels", "shift_labels", "position_ids", "attention_mask", "max_length_q", "max_length_k"),
+    *("use_cache", "seq_idx", "packed"),
 )
 
 _compared: weakref.WeakKeyDictionary[Ring, int] = weakref.WeakKeyDictionary()
@@ -60,6 +54,7 @@ def shard_batch(
     pooling: bool = False,
     balance: dict[str, Any] | Mask | None = None,
     tree: Tree | None = None,
+    pack: bool = False,
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch, to call a model with: `model(**shard_batch(batch, ring))`.
 
@@ -80,6 +75,8 @@ def shard_batch(
             are then one per sequence, and the loss is the same on every rank.
         balance: As in `ring.sharding`: the mask to balance for; with a tree and the layout "balanced" by default the tree.
         tree: The tokens are nodes of this tree (Note [Trees of tokens] of trees.py), as `pack_answers` makes them.
+        pack: Place packed documents over the ranks such that all finish together, in place of a layout (`ringattn.planning.pack`).
+            A collator may return its own placement as the entry `packed`.
 
     Returns:
         This rank's rows of the tokens, their global `position_ids`, `labels` and `shift_labels` as `labels` shifted before
@@ -128,7 +125,13 @@ def shard_batch(
             check_tree_batch(batch, tree, n)
             positions = torch.tensor(tree.positions, device=tokens.device)[None]
             balance = tree if balance is None and layout == "balanced" else balance
-        sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
+        packed = batch.get("packed")
+        if packed is None and pack and documents is not None:
+            packed = _place(documents, ring.world_size)
+        if packed is None:
+            sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
+        else:
+            sharding = _packed_sharding(packed, ring, n, documents, tokens.device)
         empty = [rank for rank, rows in enumerate(sharding.shard_lens) if rows == 0]
         if empty:
             raise ValueError(
@@ -184,6 +187,7 @@ class RingCollator:
         shift_labels: See `shard_batch`.
         pooling: See `shard_batch`.
         balance: See `shard_batch`.
+        pack: See `shard_batch`.
     """
 
     def __init__(
@@ -195,6 +199,7 @@ class RingCollator:
         shift_labels: bool = True,
         pooling: bool = False,
         balance: dict[str, Any] | None = None,
+        pack: bool = False,
     ) -> None:
         self.ring = ring
         self.collator = collator
@@ -203,12 +208,32 @@ class RingCollator:
             "shift_labels": shift_labels,
             "pooling": pooling,
             "balance": balance,
+            "pack": pack,
         }
         watch_models()  # workers of a DataLoader call shard_batch where the model is not
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
         """Return this rank's shard of the batch of these samples."""
         return shard_batch(self.collator(features), self.ring, **self.options)
+
+
+def _place(documents: tuple[int, ...], world_size: int) -> PackedSequence:
+    """Return a placement of documents over ranks, in their order."""
+    lengths = [end - start for start, end in pairwise(documents) if start < end]
+    return place(lengths, cp=world_size, keep_order=True).sequences[0]
+
+
+def _packed_sharding(
+    packed: PackedSequence, ring: Ring, n: int, documents: tuple[int, ...] | None, device: torch.device
+) -> Sharding:
+    """Return the sharding of a placement that fits the batch."""
+    if len(packed.shards) != ring.world_size or packed.documents != documents:
+        raise ValueError(
+            f"packed must place the {n} tokens and the documents of the batch on {ring.world_size} ranks, got {packed.seq_len} "
+            f"tokens in {len(packed.documents) - 1} documents on {len(packed.shards)} ranks; place the documents of this batch, "
+            "in its order"
+        )
+    return packed.sharding(ring, device)
 
 
 def _check_entries(batch: Mapping[str, Any]) -> None:

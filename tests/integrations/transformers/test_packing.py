@@ -17,6 +17,7 @@ from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_documents
 from ringattn.plan.layouts import contiguous
 from ringattn.plan.sharding import Sharding
+from ringattn.planning import place
 from tests.integrations.transformers.models import make, tokens
 from tests.integrations.transformers.test_models import alone, assert_equal, on_ranks
 from tests.support.pool import Pools
@@ -41,6 +42,36 @@ def test_gradients_of_packed_documents_equal_one_process(pool: Pools, kind: str,
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=told)(samples())
     plain = DataCollatorWithFlattening()(samples())
     assert_equal(pool(2).run(on_ranks, kind, batch, layout, {})[0], alone(kind, plain))
+
+
+def placed_on_ranks() -> tuple[int, int, list[int], torch.Tensor]:
+    """The rows and document ends of this rank, and its logits, of a batch whose documents are placed."""
+    ring = Ring()
+    part = RingCollator(DataCollatorWithFlattening(), ring, pack=True)(samples())
+    sharding = part["sharding"]
+    with torch.no_grad():
+        logits = make("llama", "ringattn")(**part).logits[0]
+    return sharding.shard_len, ring.rank, sharding.positions.tolist(), logits
+
+
+@pytest.mark.dist
+def test_a_collator_places_documents_over_ranks(pool: Pools) -> None:
+    found = pool(2).run(placed_on_ranks)
+    model = make("llama", "ringattn")
+    with torch.no_grad():
+        expected = torch.cat([model(input_ids=torch.tensor([x["input_ids"]])).logits[0] for x in samples()])
+    assert sorted(p for _, _, positions, _ in found for p in positions) == list(range(sum(LENGTHS)))
+    for _, _, positions, logits in found:
+        torch.testing.assert_close(logits, expected[positions], rtol=1e-5, atol=1e-5)
+
+
+def test_a_placement_of_other_documents_is_refused() -> None:
+    batch = DataCollatorWithFlattening()(samples())
+    other = place([5, 11, 9], cp=1).sequences[0]
+    with pytest.raises(ValueError, match="packed must place the 25 tokens and the documents of the batch on 1 ranks"):
+        shard_batch({**batch, "packed": other}, Ring())
+    mine = place(LENGTHS, cp=1, keep_order=True).sequences[0]
+    assert shard_batch({**batch, "packed": mine}, Ring())["sharding"].documents == (0, 5, 16, 17, 25)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])

@@ -304,6 +304,17 @@ def test_micro_batches_documents_and_reshards_change_no_step(pool):
         assert_alike(rank, one)
 
 
+@pytest.mark.dist
+def test_documents_that_are_placed_over_ranks_change_no_step(pool):
+    packed = {"separator": 7, "layout": "balanced"}
+    one = take_steps(50, **packed)
+    assert_alike(take_steps(50, pairs_per_token=100.0, **packed), one)
+    for rank in pool(2).run(take_steps, 50, None, accumulate=2, pairs_per_token=100.0, **packed):
+        assert_alike(rank, one)
+    for rank in pool(4).run(take_steps, 50, "dp=2", pairs_per_token=100.0, **packed):
+        assert_alike(rank, one)
+
+
 def test_attention_stays_inside_documents_and_positions_begin_anew(alone):
     trainer = Trainer(make_model, Recipe(separator=0, layout="balanced"), alone)
     text = some_tokens(2, 31) % 200 + 1

@@ -1,0 +1,1 @@
+"""The planner as a command: `python -m ringattn.launch.plan`."""

@@ -1,0 +1,267 @@
+"""Plans a job before it runs: memory and time by what takes them, and the best meshes. Needs no GPU.
+
+python -m ringattn.launch.plan --model llama3-8b --tokens 1M --gpus 64
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+from ringattn.launch.runtime.session import parse, table, write_json
+from ringattn.plan.mask import AttentionMask
+from ringattn.plan.options import resolve_window
+from ringattn.planning import Candidate, Estimate, estimate, load_profile
+from ringattn.planning.attention_launch import Heads
+from ringattn.planning.ring_time import RingCall, attention_time
+
+UNITS = {"K": 2**10, "M": 2**20}
+MASKS = ("causal", "full")
+MEMORY_NAMES = {"kv_cache": "KV cache", "ring": "ring buffers"}
+TIME_NAMES = {
+    "ring_exposed": "ring, exposed",
+    "fsdp_exposed": "FSDP, exposed",
+    "tp_exposed": "TP, exposed",
+    "matmul": "matrix products",
+}
+FEW = 10
+"""Meshes in the table without --all."""
+
+
+@dataclass(frozen=True)
+class PlanArgs:
+    """Plans a job before it runs: memory and time by what takes them, and the best meshes. Needs no GPU.
+
+    Attributes:
+        model: A preset (llama3-8b, llama3-70b, llama3-405b, qwen3-32b, qwen3-235b-a22b, deepseek-v3-dense), or a config.json of
+            transformers; left out, --heads, --kv-heads and --head-dim give one attention.
+        tokens: Tokens of a sequence; 128K and 1M are powers of two.
+        documents: File of document lengths, one number after the other, which are packed into the sequence.
+        mask: causal or full.
+        window: Tokens that each token sees, itself the last of them.
+        gpus: GPUs of the job.
+        gpus_per_node: GPUs that NVLink connects.
+        gpu: h100, h200, a100, b200, or a file that doctor --profile wrote.
+        link: 10^9 bytes per second of a GPU to another node; by default that of the profile.
+        mode: train or serve.
+        batch: Sequences of a step, or requests; by default one per data-parallel rank, or one request.
+        recompute: Recomputation of activations; auto tries all.
+        layout: Layout of shards; auto is the best for the mask.
+        heads: Query heads of one attention.
+        kv_heads: Key/value heads of one attention.
+        head_dim: Of q, k and v of one attention.
+        all: Print every mesh.
+        longest: Find the longest sequence that fits.
+        json: Where to write the estimate as JSON.
+        picture: Where to draw memory and time of the best meshes, and a heat map over tokens and GPUs (SVG or PNG).
+    """
+
+    model: str | None = None
+    tokens: str = "128K"
+    documents: Path | None = None
+    mask: Literal["causal", "full"] = "causal"
+    window: int | None = None
+    gpus: int = 8
+    gpus_per_node: int = 8
+    gpu: str = "h200"
+    link: float | None = None
+    mode: Literal["train", "serve"] = "train"
+    batch: int | None = None
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    all: bool = False
+    longest: bool = True
+    json: Path | None = None
+    picture: Path | None = None
+
+
+def read_count(text: str) -> int:
+    """Return a number of tokens.
+
+    Raises:
+        ValueError: It is none.
+
+    Example:
+        >>> read_count("128K"), read_count("1.5M"), read_count("1_000")
+        (131072, 1572864, 1000)
+    """
+    unit = UNITS.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    try:
+        number = float(digits.replace("_", "").replace(",", "")) * unit
+    except ValueError:
+        number = 0.5
+    if number < 1 or number != int(number):
+        raise ValueError(
+            f"tokens must be a whole number such as 131072, 128K or 1M, got {text!r}; pass another --tokens"
+        )
+    return int(number)
+
+
+def read_documents(path: Path, tokens: int) -> tuple[int, ...]:
+    """Return the boundaries of documents that fill a sequence: lengths of a file, again from its beginning where they end.
+
+    Raises:
+        ValueError: The file holds no lengths.
+    """
+    words = path.read_text().split() if path.is_file() else []
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"documents must be a file of lengths above 0, got {path}; write one number after the other")
+    lengths = [int(word) for word in words]
+    bounds = [0]
+    while bounds[-1] < tokens:
+        bounds += [min(tokens, bounds[-1] + x) for x in accumulate(lengths)]
+    return tuple(dict.fromkeys(bounds))
+
+
+def options_of(args: PlanArgs) -> dict[str, Any]:
+    """Return the arguments of `estimate`."""
+    tokens = read_count(args.tokens)
+    return {
+        "model": args.model,
+        "tokens": tokens,
+        "gpus": args.gpus,
+        "gpus_per_node": args.gpus_per_node,
+        "gpu": args.gpu,
+        "link_gbps": args.link,
+        "mode": args.mode,
+        "batch": args.batch,
+        "documents": None if args.documents is None else read_documents(args.documents, tokens),
+        "causal": args.mask == "causal",
+        "window": args.window,
+        "recompute": None if args.recompute == "auto" else args.recompute,
+        "layout": None if args.layout == "auto" else args.layout,
+    }
+
+
+def describe(one: Candidate) -> dict[str, Any]:
+    """Return a candidate as JSON."""
+    return {
+        "mesh": {"dp": one.mesh.dp, "cp": one.mesh.cp, "tp": one.mesh.tp, "nodes": one.mesh.nodes},
+        "layout": one.layout,
+        "schedule": one.schedule,
+        "recompute": one.recompute,
+        "save_gathered_kv": one.keep,
+        "sequences": one.sequences,
+        "memory_gib": one.memory.gib() | {"total": one.memory.total / 2**30},
+        "seconds": None if one.seconds is None else vars(one.seconds) | {"total": one.seconds.total},
+        "token_ms": one.token_ms,
+        "mfu": one.mfu,
+        "tokens_per_s": one.tokens_per_s,
+        "reason": one.reason,
+    }
+
+
+def show(found: Estimate, *, longest: bool, every: bool) -> None:
+    """Print an estimate as text."""
+    job, best = found.job, found.best
+    step = "a step" if job.mode == "train" else "a prompt"
+    print(
+        f"{job.shape.name}: {job.shape.parameters / 1e9:.1f} billion parameters, {job.tokens:,} tokens, {job.gpus} x "
+        f"{job.profile.name} ({job.profile.memory_gib:.0f} GiB), {job.gpus_per_node} per node"
+    )
+    if best is None:
+        print("nothing fits\n")
+    else:
+        _show_best(best, step)
+    rows = []
+    for one in found.candidates if every else found.candidates[:FEW]:
+        memory = f"{one.memory.total / 2**30:.0f}"
+        time = None if one.seconds is None else f"{one.seconds.total:.3g}"
+        mfu = None if one.mfu is None else f"{one.mfu:.1%}"
+        rate = None if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}"
+        keep = "keep" if one.keep else "refetch"
+        how = f"{one.layout}, {one.schedule}, {one.recompute}, {keep}"
+        rows.append([one.mesh, one.mesh.nodes, how, one.sequences, memory, time, mfu, rate, one.reason or "best"])
+    columns = ["mesh", "nodes of a ring", "how", "sequences", "GiB", "s", "MFU", "tokens/s", "why"]
+    table("meshes", columns, rows)
+    hidden = len(found.candidates) - len(rows)
+    if hidden > 0:
+        print(f"{hidden} more with --all")
+    if longest:
+        print(f"the longest sequence that fits: {found.longest:,} tokens")
+    for text in job.profile.assumed:
+        print(f"assumed: {text}")
+
+
+def _show_best(best: Candidate, step: str) -> None:
+    assert best.seconds is not None, "the best was simulated"
+    memory = [[MEMORY_NAMES.get(name, name), f"{value:.2f}"] for name, value in best.memory.gib().items() if value]
+    table("memory per GPU at its peak", ["what", "GiB"], [*memory, ["total", f"{best.memory.total / 2**30:.2f}"]])
+    times = [
+        [TIME_NAMES.get(name, name), f"{value:.3f}", f"{value / best.seconds.total:.1%}"]
+        for name, value in vars(best.seconds).items()
+        if value
+    ]
+    table(f"time of {step}", ["what", "s", "share"], [*times, ["total", f"{best.seconds.total:.3f}", "100%"]])
+    if best.token_ms is not None:
+        print(f"first token {best.seconds.total:.2f} s, then {best.token_ms:.2f} ms per token\n")
+
+
+def show_attention(args: PlanArgs) -> dict[str, Any]:
+    """Print and return one attention on a ring of all GPUs, by schedule."""
+    tokens, profile = read_count(args.tokens), load_profile(args.gpu)
+    nodes = max(1, -(-args.gpus // args.gpus_per_node))
+    documents = None if args.documents is None else read_documents(args.documents, tokens)
+    window = resolve_window(args.window)
+    mask = AttentionMask(tokens, tokens, causal=args.mask == "causal", window=window, documents=documents)
+    layout = args.layout
+    if layout == "auto":
+        layout = "balanced" if documents is not None else "zigzag" if mask.window is None else "contiguous"
+    rows, content = list[list[Any]](), dict[str, Any]()
+    for schedule in ("fused", "stepwise", "process_group"):
+        if nodes > 1 and schedule == "stepwise":
+            continue
+        call = RingCall(mask, args.gpus, Heads(1, args.heads, args.kv_heads, args.head_dim), layout, nodes, schedule)
+        forward, backward = (attention_time(call, profile, way) for way in ("forward", "backward"))
+        content[schedule] = {"forward": vars(forward), "backward": vars(backward)}
+        rows.append(
+            [
+                schedule,
+                f"{forward.ms:.3f}",
+                f"{forward.exposed_ms:.3f}",
+                f"{backward.ms:.3f}",
+                f"{backward.exposed_ms:.3f}",
+                f"{(forward.bytes_received + backward.bytes_received) / 2**20:.0f}",
+            ]
+        )
+    columns = ["schedule", "forward ms", "exposed", "backward ms", "exposed", "MiB received"]
+    table(f"attention of {tokens:,} tokens on {args.gpus} x {profile.name}, {layout}", columns, rows)
+    return content
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code: 0 unless nothing fits."""
+    args: PlanArgs = parse(PlanArgs, arguments, "plan", (PlanArgs.__doc__ or "").split("\n")[0])
+    try:
+        if args.model is None:
+            if args.picture is not None:
+                raise ValueError("picture must come with --model, got one attention; leave it out")
+            content = show_attention(args)
+            found = None
+        else:
+            options = options_of(args)
+            found = estimate(options.pop("model"), **options)
+            show(found, longest=args.longest, every=args.all)
+            content = {"candidates": [describe(one) for one in found.candidates]}
+            content |= {"longest": found.longest} if args.longest else {}
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    if args.json is not None:
+        write_json(args.json, content)
+    if args.picture is not None and found is not None:
+        from ringattn.launch.plan.picture import draw
+
+        draw(found, args.picture)
+    return int(found is not None and found.best is None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

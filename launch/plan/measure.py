@@ -1,0 +1,193 @@
+"""Measures a profile of this machine: kernels, matrix products, memory, and between ranks the ring's own calls.
+
+On one GPU kernels and memory; under torchrun links, host times and slowdowns of rings too. Takes one to two minutes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ringattn.kernels.registry import select_kernels
+from ringattn.launch.bench.ring_baselines import make_sharding, prepare_ours
+from ringattn.launch.bench.workloads import MaskName, Problem, free_memory, own_stream
+from ringattn.launch.plan.fit import Row, kernel_costs, ring_costs, sustained
+from ringattn.launch.runtime.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
+from ringattn.launch.runtime.session import Session
+from ringattn.launch.runtime.timing import Time, time_together
+from ringattn.launch.train.metrics import peak_flops
+from ringattn.planning.profile import Profile, load_profile
+from ringattn.ring import Ring
+
+NEAREST = "h200"
+"""Profile whose numbers stand for what is not measured."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Problems that are measured.
+
+    Attributes:
+        kernels: Masks, tokens and head_dims of kernels.
+        ring_tokens: Tokens per rank of ring calls.
+        matmul: Rows, columns and inner size of matrix products.
+        memory_bytes: Bytes that are copied.
+        rounds: Rounds; the median counts. seconds: limit of one group of calls.
+    """
+
+    kernels: tuple[tuple[MaskName, int, int], ...] = (
+        *(("causal", n, 128) for n in (2048, 8192, 32768, 65536)),
+        *(("full", n, 128) for n in (2048, 4096, 16384)),
+        ("window", 16384, 128),
+        ("documents", 16384, 128),
+        *(("causal", 4096, d) for d in (64, 256)),
+        *(("full", 8192, d) for d in (64, 256)),
+        *(("window", 16384, d) for d in (64, 256)),
+    )
+    ring_tokens: tuple[int, ...] = (1024, 2048, 8192, 16384)
+    heads: int = 16
+    matmul: tuple[int, int, int] = (16384, 14336, 4096)
+    memory_bytes: int = 2**31
+    rounds: int = 5
+    seconds: float = 4.0
+
+
+def measure_profile(session: Session, sizes: Sizes | None = None) -> Profile:
+    """Return the profile of this machine; collective over the ranks, the same on all of them."""
+    sizes = sizes or Sizes()
+    profile = dataclasses.replace(_device(session), **_device_rates(session, sizes))
+    kernels = _kernel_rows(session, sizes)
+    profile = sustained(kernels, kernel_costs(kernels, profile))
+    if session.world_size > 1:
+        profile = _rings(session, sizes, profile)
+    else:
+        rest = "links, slowdowns and host times: those of an H200; start with torchrun to measure them"
+        profile = dataclasses.replace(profile, assumed=(*profile.assumed, rest))
+    # sums of equal times may round differently
+    return session.gather(profile)[0]
+
+
+def _device(session: Session) -> Profile:
+    """Return the profile of the nearest known GPU with the datasheet of this one."""
+    nearest = load_profile(NEAREST)
+    network = "network: 48 GB/s between hosts, which was not measured; pass --link"
+    if session.device.type != "cuda":
+        return dataclasses.replace(nearest, name="CPU", assumed=(network,), fitted_from=("this machine",))
+    gpu = torch.cuda.get_device_properties(session.device)
+    peak = peak_flops(gpu.name, torch.bfloat16)
+    choice = select_kernels(session.device, torch.bfloat16, 128, 128, impl="auto")
+    return dataclasses.replace(
+        nearest,
+        name=gpu.name,
+        peak_tflops=nearest.peak_tflops if peak is None else peak / 1e12,
+        memory_gib=round(gpu.total_memory / 2**30, 1),
+        multiprocessors=gpu.multi_processor_count,
+        # costs are measured with the kernels that run here
+        kernels=choice.name,
+        portable={"forward": 1.0, "backward": 1.0} if choice.name != "hopper" else nearest.portable,
+        assumed=(network, *(() if peak else (f"peak of {nearest.name}: the datasheet of {gpu.name} is not known",))),
+        fitted_from=(f"doctor --profile on {session.world_size} x {gpu.name}, torch {torch.__version__}",),
+    )
+
+
+def _device_rates(session: Session, sizes: Sizes) -> dict[str, float]:
+    """Return rates of matrix products and of memory: the slowest rank's."""
+    rows, columns, inner = sizes.matmul
+    dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
+    x = torch.randn(rows, inner, device=session.device, dtype=torch.float32).to(dtype)
+    w = torch.randn(inner, columns, device=session.device, dtype=torch.float32).to(dtype)
+    source = torch.zeros(sizes.memory_bytes // 2, dtype=torch.uint8, device=session.device)
+    target = torch.empty_like(source)
+
+    def products() -> None:
+        for _ in range(8):
+            torch.mm(x, w)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "one": lambda: torch.mm(x, w),
+        "many": products,
+        "copy": lambda: target.copy_(source),
+    }
+    times = {
+        name: _ms(time, "calls") for name, time in time_together(calls, session, sizes.rounds, sizes.seconds).items()
+    }
+    flops = 2.0 * rows * columns * inner
+    free_memory()
+    return {
+        "matmul_tflops": round(flops / times["one"] / 1e9, 3),
+        "matmul_sustained_tflops": round(8 * flops / times["many"] / 1e9, 3),
+        "memory_gbps": round(2 * source.numel() / times["copy"] / 1e6, 3),
+    }
+
+
+def _kernel_rows(session: Session, sizes: Sizes) -> list[Row]:
+    """Return rows as `bench kernels` writes them, of a ring of this rank alone."""
+    ring, found = single_rank_ring(session), list[Row]()
+    dtype = "bf16" if session.device.type == "cuda" else "fp32"
+    with own_stream(session.device):
+        for mask, tokens, d in sizes.kernels:
+            window = max(1, tokens // 4 - 1)
+            problem = Problem(mask, tokens, 1, sizes.heads, sizes.heads, d, dtype, window, tokens // 4)
+            one = prepare_ours(problem, ring, "contiguous", session.device, "auto", 0)
+            calls = {"forward": one.forward, "both": one.both}
+            times = time_together(
+                calls, session, sizes.rounds, sizes.seconds, list(calls) if _captures(session) else []
+            )
+            ms = {name: _ms(time) for name, time in times.items()}
+            row = {**dataclasses.asdict(problem), "who": "hopper", "level": "op"}
+            found.append(row | {"direction": "forward", "ms": ms["forward"]})
+            found.append(row | {"direction": "backward", "ms": max(1e-3, ms["both"] - ms["forward"])})
+            del one, calls
+            free_memory()
+    ring.close()
+    return found
+
+
+def _rings(session: Session, sizes: Sizes, profile: Profile) -> Profile:
+    """Return the profile with links, slowdowns and host times of rings over all ranks."""
+    on_gpus = session.device.type == "cuda"
+    wanted: Sequence[ScheduleName] = ("fused", "stepwise", "process_group") if on_gpus else ("process_group",)
+    rings, names = open_rings(wanted, session), {display_name(name, session): name for name in wanted}
+    found: list[Row] = []
+    with own_stream(session.device):
+        for tokens in sizes.ring_tokens:
+            for who, ring in rings.items():
+                found.append(_ring_row(session, sizes, ring, tokens) | {"who": names[who]})
+                session.barrier()
+                ring.close()
+                free_memory()
+    rate = max((ring.context.push_rate for ring in rings.values()), default=0.0) / 1e9
+    if rate:
+        engine = dataclasses.replace(profile.copy_engine, gbps=round(rate, 1), collective_gbps=round(rate, 1))
+        profile = dataclasses.replace(profile, copy_engine=engine)
+    return ring_costs(found, profile)
+
+
+def _ring_row(session: Session, sizes: Sizes, ring: Ring, tokens: int) -> Row:
+    """Return a row as `bench ring` writes it."""
+    dtype = "bf16" if session.device.type == "cuda" else "fp32"
+    problem = Problem("causal", tokens * session.world_size, 1, 2 * sizes.heads, 2 * sizes.heads, 128, dtype, 1)
+    one = prepare_ours(problem, ring, "zigzag", session.device, "auto", session.rank)
+    calls = {"forward": one.forward, "both": one.both}
+    captured = list(calls) if _captures(session) else []
+    times = time_together(calls, session, sizes.rounds, sizes.seconds, captured)
+    row = {**dataclasses.asdict(problem), "layout": make_sharding(problem, ring, "zigzag").layout}
+    row |= {"world_size": session.world_size, "tokens_per_rank": tokens, "ours": True}
+    for name, time in times.items():
+        row |= {f"{name}_ms": _ms(time, "calls"), f"{name}_graph_ms": time.graph_ms}
+    return row
+
+
+def _captures(session: Session) -> bool:
+    return session.device.type == "cuda"
+
+
+def _ms(time: Time, kind: str = "graph") -> float:
+    """Return the milliseconds of a call, in a graph where there is one."""
+    found = time.graph_ms if kind == "graph" and time.graph_ms is not None else time.calls_ms
+    assert found is not None, "plain calls are always timed"
+    return found

@@ -1,0 +1,28 @@
+"""Memory, time and the best mesh of a job before it runs: a cost model of measured parts over the plans of the library."""
+
+from ringattn.planning.estimate import Candidate, Estimate, Mesh, attention_estimate, estimate
+from ringattn.planning.memory import Memory
+from ringattn.planning.packing import PackedBatch, PackedSequence, pack, place
+from ringattn.planning.profile import Profile, load_profile, write_profile
+from ringattn.planning.shapes import PRESETS, ModelShape, load_shape
+from ringattn.planning.step import Seconds
+
+__all__ = [
+    "PRESETS",
+    "Candidate",
+    "Estimate",
+    "Memory",
+    "Mesh",
+    "ModelShape",
+    "PackedBatch",
+    "PackedSequence",
+    "Profile",
+    "Seconds",
+    "attention_estimate",
+    "estimate",
+    "load_profile",
+    "load_shape",
+    "pack",
+    "place",
+    "write_profile",
+]

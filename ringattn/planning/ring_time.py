@@ -1,0 +1,331 @@
+"""Duration of one attention call of a ring, forward and backward, by schedule.
+
+The plan of a call is the library's own: shards, ring steps, gather plans and tables of rows. Transfers and launches are simulated
+as events, on the ranks with the most and the least to receive:
+
+    fused         Owners push to readers in ring order, one at a time and group by group; the tiles of the one launch wait for them.
+                  A hierarchical ring has one launch per node step, beside which the remote shards of the next one cross.
+    stepwise      A step ends when its kernel and the transfer of the next step have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, RowMetadata
+from ringattn.kernels.runtime.table_cache import find
+from ringattn.plan.buffers import count_groups
+from ringattn.plan.device_tables import gathered_key, side_key, stationary_side
+from ringattn.plan.layouts import Shard, make_shards, shard_len
+from ringattn.plan.mask import AttentionMask
+from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, RingStep, make_gather_plan, make_nodes, make_plan
+from ringattn.planning.attention_launch import Heads, launch_ms
+from ringattn.planning.profile import Link, Profile
+
+SCHEDULES = ("fused", "stepwise", "process_group")
+MOST_RANKS = 16
+"""Steps of larger rings of one level are those of a ring of this many ranks with shards as long, repeated."""
+MOST_NODES = 3
+"""The same of nodes of hierarchical rings."""
+COMM_SMS = 4
+"""Multiprocessors that a launch leaves to transfers between nodes, as in transport/base.py."""
+
+
+@dataclass(frozen=True)
+class RingTime:
+    """Milliseconds of one call on the slowest rank, and bytes that it receives.
+
+    Attributes:
+        device_ms: Time on the device, transfers included.
+        kernel_ms: Kernels alone, with all rows there.
+        host_ms: Time of the host for the call.
+        bytes_received: Rows and gradients that the rank receives.
+    """
+
+    device_ms: float
+    kernel_ms: float
+    host_ms: float
+    bytes_received: int
+
+    @property
+    def ms(self) -> float:
+        """Time of a call by itself: the device's, or the host's where that is longer."""
+        return max(self.device_ms, self.host_ms)
+
+    @property
+    def exposed_ms(self) -> float:
+        """Time in which no kernel computes because rows or launches are late."""
+        return max(0.0, self.ms - self.kernel_ms)
+
+
+@dataclass(frozen=True)
+class RingCall:
+    """One attention call over a ring.
+
+    Attributes:
+        nodes: Nodes of the ring; ranks of a node are linked by the copy engine.
+        schedule: "fused", "stepwise" over the copy engine, or "process_group".
+        saved: The backward uses the keys that the forward gathered.
+    """
+
+    mask: AttentionMask
+    world_size: int
+    heads: Heads
+    layout: str = "zigzag"
+    nodes: int = 1
+    schedule: str = "fused"
+    saved: bool = False
+
+    @cached_property
+    def planned(self) -> RingCall:
+        """The ring whose plan is made: this one, or a smaller one with shards as long whose steps are repeated."""
+        nodes, world_size = self.nodes, self.world_size
+        if nodes > MOST_NODES:
+            nodes, world_size = MOST_NODES, world_size // nodes * MOST_NODES
+        elif self.nodes == 1 and self.schedule != "fused" and world_size > MOST_RANKS:
+            world_size = MOST_RANKS
+        if world_size == self.world_size:
+            return self
+        mask = shortened(self.mask, max(world_size, self.mask.seq_len * world_size // self.world_size))
+        return replace(self, mask=mask, world_size=world_size, nodes=nodes)
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """Every rank's shard."""
+        return make_shards(self.layout, self.mask.seq_len, self.world_size, self.mask)
+
+    @cached_property
+    def node_ranks(self) -> Nodes | None:
+        """Ranks by node; None: one node."""
+        return None if self.nodes == 1 else make_nodes(self.world_size, self.nodes)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The ring plan in which keys move."""
+        return make_plan(self.shards, self.shards, self.mask, "keys", self.node_ranks)
+
+
+def shortened(mask: AttentionMask, seq_len: int) -> AttentionMask:
+    """Return the mask over fewer tokens; documents are cut off at the end."""
+    documents = mask.documents
+    if documents is not None:
+        documents = (*(x for x in documents if x < seq_len), seq_len)
+    return replace(mask, seq_len=seq_len, kv_len=seq_len, documents=documents)
+
+
+@lru_cache(maxsize=512)
+def attention_time(call: RingCall, profile: Profile, direction: str) -> RingTime:
+    """Return the time of a call's "forward" or "backward" on its slowest rank."""
+    times = [_rank_time(call, profile, direction, rank) for rank in _ranks(call.planned)]
+    return max(times, key=lambda time: time.device_ms)
+
+
+def _grows(mask: AttentionMask) -> bool:
+    """Return whether the work of a rank grows with the ranks at equal shards."""
+    bounded = mask.window is not None and mask.window[0] is not None
+    return not bounded and mask.documents is None and mask.chunk_len is None
+
+
+def _ranks(call: RingCall) -> Iterator[int]:
+    """Yield the ranks with most work, and with most and least rows to receive; one where all are about equal."""
+    plan, order = call.plan, range(call.world_size)
+    pairs = [sum(step.pairs for step in part.ring_steps if step is not None) for part in plan.ranks]
+    rows = [part.received_rows for part in plan.ranks]
+    yield (most := max(order, key=lambda r: (pairs[r], rows[r])))
+    if max(pairs) > 1.02 * min(pairs):
+        yield from {max(order, key=lambda r: rows[r]), min(order, key=lambda r: rows[r])} - {most}
+
+
+def _rank_time(call: RingCall, profile: Profile, direction: str, rank: int) -> RingTime:
+    """Return the time of one rank: the steps of its plan, the later ones repeated where the ring is larger."""
+    planned = call.planned
+    if call.world_size == 1:
+        rows, keys = _sides(call, rank, 0, None)
+        ms = launch_ms(rows, keys, call.heads, profile, direction)
+        steps, tail_ms = [Step(ms, ms, 0)], 0.0
+    elif call.schedule == "fused":
+        steps, tail_ms = _fused(planned, profile, direction, rank)
+    else:
+        steps, tail_ms = _stepwise(planned, profile, direction, rank)
+    more, inner = 0.0, [Step(0.0, 0.0, 0.0)]
+    if planned is not call and _grows(call.mask):
+        # neither the first step nor the last one, which has no next to wait for
+        more, inner = float((call.nodes if call.nodes > 1 else call.world_size) - len(steps)), steps[1:-1]
+    device_ms, kernel_ms, received = (
+        sum(getattr(step, name) for step in steps) + more * sum(getattr(step, name) for step in inner) / len(inner)
+        for name in ("ms", "kernel_ms", "received")
+    )
+    device_ms += tail_ms
+    one, peer = (profile.host_us[f"{call.schedule}_{direction}{what}"] for what in ("", "_peer"))
+    host_ms = (one + peer * (call.world_size - 1)) / 1e3
+    return RingTime(device_ms, kernel_ms, host_ms, int(received))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A ring step or a node step of one rank: its duration, that of its kernels alone, and bytes that it receives."""
+
+    ms: float
+    kernel_ms: float
+    received: float
+
+
+def _sides(call: RingCall, rank: int, node_step: int, gather: GatherPlan | None) -> tuple[RowMetadata, GatheredKeys]:
+    """Return the tables of a launch: the rank's rows, and the keys of a node step."""
+    part = call.plan.ranks[rank]
+    gather = gather or make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
+    size = part.local_size
+    steps: tuple[RingStep | None, ...] = (
+        part.held(node_step),
+        *part.ring_steps[node_step * size + 1 : (node_step + 1) * size],
+    )
+    return (
+        stationary_side(call.shards[rank], call.mask, "cpu"),
+        find(gathered_key(steps, gather, call.mask, "cpu")),
+    )
+
+
+def _fused(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple[list[Step], float]:
+    """Return the node steps of a fused call, with pushes, gradient returns and crossings, and the milliseconds behind the last."""
+    heads, part = call.heads, call.plan.ranks[rank]
+    steps: list[Step] = []
+    crossing_ms = _crossings(call, profile, direction, rank)
+    node_steps = len(part.remote_shards)
+    for node_step in range(node_steps):
+        gather = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
+        rows, keys = _sides(call, rank, node_step, gather)
+        crosses = crossing_ms[node_step + 1] if node_step + 1 < node_steps else 0.0
+        margin = COMM_SMS if crosses else 0
+        arrivals = None if call.saved and direction == "backward" else _arrivals(call, profile, rank, node_step)
+        alone = launch_ms(rows, keys, heads, profile, direction)
+        ms = launch_ms(rows, keys, heads, profile, direction, arrivals, margin) * profile.slowdown[f"fused_{direction}"]
+        pack_ms = (
+            2 * part.held(node_step).num_rows * heads.kv_bytes() / profile.memory_gbps / 1e6 + profile.launch_us / 1e3
+        )
+        ms += pack_ms
+        moved = sum(recv_rows(recv.rows) for recv in gather.recvs)
+        received = moved * heads.kv_bytes()
+        if direction == "backward":
+            sent = sum(send.num_rows for send in gather.sends)
+            received += sent * heads.kv_bytes(4)
+            ms += _return_ms(part.held(node_step).num_rows, sent, moved, heads, profile)
+        if node_steps > 1:
+            # fp32 results of launches are written and merged
+            ms += rows.positions.shape[0] * heads.batch * heads.heads * heads.v_width * 8 / profile.memory_gbps / 1e6
+        steps.append(Step(max(ms, crosses), alone, received))
+    # the last sums return alone: two thirds of the bytes
+    return steps, crossing_ms[-1] * 2 / 3 if direction == "backward" and node_steps > 1 else 0.0
+
+
+def recv_rows(rows: tuple[tuple[int, int], ...]) -> int:
+    """Return the number of rows in row ranges."""
+    return sum(length for _, length in rows)
+
+
+def _return_ms(own: int, sent: int, received: int, heads: Heads, profile: Profile) -> float:
+    """Return the time by which gradients of keys delay a fused backward: the last stores, and the owner's sum."""
+    row = heads.kv_bytes(4)
+    read = (own + sent) * row + own * heads.kv_bytes()
+    last = profile.copy_engine.latency_us / 1e3 if received else 0.0
+    return read / profile.memory_gbps / 1e6 + last + profile.launch_us / 1e3
+
+
+def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Tensor | None:
+    """Return `groups steps`, microseconds from the launch at which pushed rows are there; None: nothing is fetched."""
+    members = next(node for node in (call.node_ranks or (tuple(range(call.world_size)),)) if rank in node)
+    mine = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
+    if not mine.recvs:
+        return None
+    heads, link = call.heads, profile.copy_engine
+    groups = count_groups(heads.batch, heads.kv_heads, heads.width, 2, mine.slot_rows, link.gbps * 1e9)
+    found = torch.zeros(groups, len(members), dtype=torch.float64, device="cpu")
+    row = heads.kv_bytes() / groups
+    if len(members) > MOST_RANKS:
+        # rings of this size move equally many rows everywhere, so owners push in step
+        now = 0.0
+        for group in range(groups):
+            for recv in mine.recvs:
+                now += link.ms(recv_rows(recv.rows) * row) * 1e3
+                found[group, recv.step] = now
+        return found
+    sends = [
+        (send.step, owner, send.peer, send.num_rows)
+        for owner in members
+        for send in make_gather_plan(call.plan, owner, PAD_ROWS, node_step, call.node_ranks).sends
+    ]
+    owner_free, reader_free = dict.fromkeys(members, 0.0), dict.fromkeys(members, 0.0)
+    for group in range(groups):
+        for step, owner, peer, rows in sorted(sends):
+            end = max(owner_free[owner], reader_free[peer]) + link.ms(rows * row) * 1e3
+            owner_free[owner] = reader_free[peer] = end
+            if peer == rank:
+                found[group, step] = end
+    return found
+
+
+def _crossings(call: RingCall, profile: Profile, direction: str, rank: int) -> list[float]:
+    """Return the milliseconds of the transfers between nodes for each node step; gradients return as fp32 sums."""
+    part, found = call.plan.ranks[rank], [0.0]
+    for node_step in range(1, len(part.remote_shards)):
+        rows = part.held(node_step).num_rows
+        size = rows * call.heads.kv_bytes() + (rows * call.heads.kv_bytes(4) if direction == "backward" else 0)
+        found.append(profile.network.ms(size))
+    return found
+
+
+def _stepwise(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple[list[Step], float]:
+    """Return the ring steps of a stepwise call, each as long as its kernel or the next transfer, and the time behind them."""
+    heads = call.heads
+    part = call.plan.ranks[rank]
+    moving = "keys"
+    row = heads.kv_bytes()
+    back = heads.kv_bytes(4)
+    if direction == "backward":
+        queries = (
+            heads.batch * heads.heads * (2 * (heads.head_dim + heads.v_width) + 8),
+            heads.batch * heads.heads * heads.head_dim * 4,
+        )
+        if sum(queries) < row + back:
+            moving, (row, back) = "queries", queries
+    plan = call.plan if moving == "keys" else make_plan(call.shards, call.shards, call.mask, "queries", call.node_ranks)
+    part = plan.ranks[rank]
+    stationary = stationary_side(call.shards[rank], call.mask, "cpu", "keys" if moving == "keys" else "queries")
+    steps: list[Step] = []
+    carried = heads.batch * heads.heads * (heads.v_width + 2) * 8 * shard_len(call.shards[rank])
+    for step, ring_step in enumerate(part.ring_steps):
+        following = part.ring_steps[step + 1] if step + 1 < len(part.ring_steps) else None
+        crosses = (step + 1) % part.local_size == 0
+        link = _link(call, profile, crosses=crosses and call.nodes > 1)
+        size = following.num_rows * row if following is not None else 0
+        if direction == "backward" and ring_step is not None and step:
+            size += ring_step.num_rows * back
+        transfer = link.ms(size)
+        ms = kernel_ms = 0.0
+        if ring_step is not None and ring_step.pairs:
+            side = find(side_key(ring_step.runs, call.mask, "cpu", "queries" if moving == "keys" else "keys"))
+            rows, keys = (stationary, side) if moving == "keys" else (side, stationary)
+            kernel_ms = launch_ms(rows, keys, heads, profile, direction)
+            traffic = carried if direction == "forward" else ring_step.num_rows * back * 2
+            launches = 0 if direction == "forward" else 2
+            ms = kernel_ms + traffic / profile.memory_gbps / 1e6 + launches * profile.launch_us / 1e3
+            ms *= profile.slowdown[f"{call.schedule}_{direction}"]
+        steps.append(Step(max(ms, transfer), kernel_ms, size))
+    if direction == "forward" or part.ring_steps[0] is None:
+        return steps, 0.0
+    return steps, _link(call, profile, crosses=False).ms(part.ring_steps[0].num_rows * back)
+
+
+def _link(call: RingCall, profile: Profile, *, crosses: bool) -> Link:
+    if crosses:
+        return profile.network
+    return profile.nccl if call.schedule == "process_group" else profile.copy_engine
+
+
+def gathered(call: RingCall, rank: int) -> tuple[RowMetadata, GatheredKeys]:
+    """Return the rows and the gathered keys of a rank's fused launch."""
+    return _sides(call, rank, 0, None)

@@ -1,0 +1,192 @@
+"""Shapes of decoder-only transformers: presets, and configurations of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Numbers of a model from which parameters, operations and bytes follow.
+
+    Attributes:
+        mlp_dim: Hidden width of SwiGLU; of one expert where there are experts.
+        tied: The output projection is the embedding.
+        experts: Experts of a layer; 1: a dense model.
+        active_experts: Experts that a token uses.
+        shared_experts: Experts that every token uses besides.
+        window: Tokens that a token sees in layers with a sliding window.
+        window_layers: Layers with that window.
+    """
+
+    name: str
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    vocab_size: int
+    tied: bool = False
+    experts: int = 1
+    active_experts: int = 1
+    shared_experts: int = 0
+    window: int | None = None
+    window_layers: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no model has."""
+        for name in ("dim", "layers", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab_size", "experts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; give the numbers of a model")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}; give a divisor")
+        if not 1 <= self.active_experts <= self.experts:
+            raise ValueError(
+                f"active_experts must be from 1 to experts {self.experts}, got {self.active_experts}; give 1 for a dense model"
+            )
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of the projections of a layer."""
+        return self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    def mlp_parameters(self, experts: int) -> int:
+        """Parameters of so many experts."""
+        return 3 * self.dim * self.mlp_dim * experts
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of a layer."""
+        router = self.dim * self.experts if self.experts > 1 else 0
+        return (
+            self.attention_parameters + self.mlp_parameters(self.experts + self.shared_experts) + router + 2 * self.dim
+        )
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Parameters of a layer that multiply a token."""
+        return self.attention_parameters + self.mlp_parameters(self.active_experts + self.shared_experts)
+
+    @property
+    def root_parameters(self) -> int:
+        """Parameters outside of layers: embedding, head and last norm."""
+        return self.vocab_size * self.dim * (1 if self.tied else 2) + self.dim
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.layers * self.layer_parameters + self.root_parameters
+
+    def step_flops(self, tokens: int, pairs: float) -> float:
+        """Model FLOPs of a training step.
+
+        6 per active parameter (the embedding's rows are looked up) and token, 12 heads head_dim per layer and visible pair
+        (Chowdhery et al. 2022, "PaLM", appendix B, with pairs in place of all keys). `pairs` are the mean over layers.
+        """
+        multiplied = self.layers * self.active_layer_parameters + self.vocab_size * self.dim
+        return 6.0 * multiplied * tokens + 12.0 * self.heads * self.head_dim * pairs * self.layers
+
+
+PRESETS: dict[str, ModelShape] = {
+    shape.name: shape
+    for shape in (
+        # numbers of the published configurations of these models
+        ModelShape("llama3-8b", 4096, 32, 32, 8, 128, 14336, 128256),
+        ModelShape("llama3-70b", 8192, 80, 64, 8, 128, 28672, 128256),
+        ModelShape("llama3-405b", 16384, 126, 128, 8, 128, 53248, 128256),
+        ModelShape("qwen3-32b", 5120, 64, 64, 8, 128, 25600, 151936),
+        ModelShape("qwen3-235b-a22b", 4096, 94, 64, 4, 128, 1536, 151936, experts=128, active_experts=8),
+        # 7168 wide, 61 layers; MLA after its up-projection: 128 heads of 128 (+64 rotary, here 192 as 256 columns); a dense MLP
+        # as wide as its 8 routed experts and the shared one
+        ModelShape("deepseek-v3-dense", 7168, 61, 128, 128, 192, 18432, 129280),
+    )
+}
+
+
+def load_shape(model: str | Path | Mapping[str, Any] | ModelShape) -> ModelShape:
+    """Return the shape of a preset, of a configuration file of transformers, or of its content.
+
+    Args:
+        model: A preset's name, the path of a `config.json` or its folder, or the content as a mapping.
+
+    Raises:
+        ValueError: There is no such preset or file, or a number is missing.
+
+    Example:
+        >>> load_shape("llama3-8b").parameters
+        8030261248
+    """
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, Mapping):
+        return _from_config(model, "model")
+    if str(model) in PRESETS:
+        return PRESETS[str(model)]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(
+            f"model must be one of {', '.join(PRESETS)} or a config.json, got {str(model)!r}; pass the path of a configuration"
+        )
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"model must be a JSON configuration, got {error} in {path}; pass its config.json") from None
+    return _from_config(content, path.parent.name or str(path))
+
+
+def _from_config(content: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of a configuration of a causal language model of transformers."""
+    config = content.get("text_config") or content
+    found: dict[str, int] = {}
+    for field, keys in {
+        "dim": ("hidden_size", "n_embd", "d_model"),
+        "layers": ("num_hidden_layers", "n_layer"),
+        "heads": ("num_attention_heads", "n_head"),
+        "vocab_size": ("vocab_size",),
+    }.items():
+        value = next((config[key] for key in keys if config.get(key)), None)
+        if value is None:
+            raise ValueError(
+                f"a configuration must have {keys[0]}, got {sorted(config)[:8]}; pass that of a causal model"
+            )
+        found[field] = int(value)
+    experts = next(
+        (config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(key)), 1
+    )
+    wide = config.get("intermediate_size") or 4 * found["dim"]
+    kv_lora = config.get("kv_lora_rank")
+    head_dim = config.get("head_dim") or found["dim"] // found["heads"]
+    if kv_lora:  # multi-head latent attention, after its up-projection
+        head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    window, types = config.get("sliding_window"), config.get("layer_types") or ()
+    return ModelShape(
+        name,
+        **found,
+        kv_heads=found["heads"] if kv_lora else int(config.get("num_key_value_heads") or found["heads"]),
+        head_dim=int(head_dim),
+        mlp_dim=int(config.get("moe_intermediate_size") or wide) if experts > 1 else int(wide),
+        tied=bool(content.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        experts=int(experts),
+        active_experts=int(config.get("num_experts_per_tok") or 1) if experts > 1 else 1,
+        shared_experts=int(config.get("n_shared_experts") or 0) if experts > 1 else 0,
+        window=window if window and _windowed(config, types) else None,
+        window_layers=_windowed(config, types) if window else 0,
+    )
+
+
+def _windowed(config: Mapping[str, Any], types: Any) -> int:
+    """Return the number of layers with a sliding window."""
+    if types:
+        return sum(kind == "sliding_attention" for kind in types)
+    return 0 if config.get("use_sliding_window") is False else int(config["num_hidden_layers"])
+
+
+def with_layers(shape: ModelShape, layers: int) -> ModelShape:
+    """Return the shape with another number of layers."""
+    return replace(shape, layers=layers)

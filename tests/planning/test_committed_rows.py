@@ -1,0 +1,94 @@
+"""The planner against every committed row: it is fitted to some, which are named and not counted."""
+
+from __future__ import annotations
+
+import statistics
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ringattn.launch.plan.committed_rows import Prediction, predict_rows
+from ringattn.launch.plan.fit import fit_h200
+from ringattn.planning.profile import load_profile
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+FITTED_TIMES = {"ring2.json", "ring4.json"}
+"""Files of which the rows of 32 KV heads and those of 1,024 tokens are fitted."""
+FITTED_FILES = {"model2-128k.json"}
+FITTED_PEAKS = {"model2-long.json", "model4-1m.json"}
+"""Files whose peaks gave the number of tensors that a layer's backward holds."""
+MISSED = {
+    # host time of short calls differs by a factor of 1.6 between equal calls of this file
+    "ring2.json: 2 GPUs, auto, causal, 2048 tokens, 8 KV heads, forward",
+    # one round of a launch of 4.6 s: the clock falls further than in the launches of up to 0.3 s that the slowdown is fitted to
+    "inference4.json: 4 GPUs, 1048576 tokens, ring",
+    "inference4.json: 4 GPUs, 1048576 tokens, attend",
+}
+"""Rows of times that are more than 15% off, each with the part of the model that is wrong."""
+MISSED_PEAKS = {
+    # tables and workspaces of a few MiB, which a peak of 110 MiB shows
+    "ring2.json: 2 GPUs, auto, causal, 1024 tokens, 8 KV heads, peak",
+    # a trainer that replicated parameters and cast them by autocast: copies in bf16 that are counted as states of FSDP
+    "train4.json: 4 GPUs, 131072 tokens, peak",
+}
+"""Peaks that are more than 5% off."""
+
+
+def is_fitted(one: Prediction) -> bool:
+    short = " 1024 tokens" in one.name or "32 KV heads" in one.name
+    peak = one.kind.endswith("memory") and one.file in FITTED_PEAKS
+    return (
+        one.file in FITTED_FILES or peak or (one.file in FITTED_TIMES and short and "8 KV heads, peak" not in one.name)
+    )
+
+
+@cache
+def predictions() -> list[Prediction]:
+    return predict_rows(RESULTS, load_profile("h200"))
+
+
+def held_out(*, memory: bool) -> list[Prediction]:
+    return [x for x in predictions() if not is_fitted(x) and x.kind.endswith("memory") == memory]
+
+
+def name_of(one: Prediction) -> str:
+    return f"{one.file}: {one.name}"
+
+
+def test_rows_of_all_kinds_are_predicted():
+    kinds = {x.kind for x in held_out(memory=False)} | {x.kind for x in held_out(memory=True)}
+    assert kinds == {"ring", "model", "training", "prefill", "ring memory", "model memory", "training memory"}
+    assert len(held_out(memory=False)) >= 90
+    assert len(held_out(memory=True)) >= 40
+
+
+def test_the_median_error_of_times_is_at_most_seven_percent():
+    assert statistics.median(abs(x.error) for x in held_out(memory=False)) <= 0.07
+
+
+def test_nine_of_ten_times_are_within_fifteen_percent():
+    found = held_out(memory=False)
+    missed = {name_of(x) for x in found if abs(x.error) > 0.15}
+    assert len(missed) <= 0.1 * len(found)
+    assert missed == MISSED, "rows that are missed are named with the part of the model that is wrong"
+
+
+def test_peaks_of_memory_are_within_five_percent():
+    missed = {name_of(x) for x in held_out(memory=True) if abs(x.error) > 0.05}
+    assert missed == MISSED_PEAKS
+
+
+@pytest.mark.parametrize("kind", ["ring", "model", "training", "prefill"])
+def test_no_kind_is_off_on_average(kind):
+    errors = [x.error for x in held_out(memory=False) if x.kind == kind]
+    assert abs(statistics.median(errors)) <= 0.07
+
+
+def test_the_committed_profile_is_what_the_rows_give():
+    fitted, committed = fit_h200(RESULTS), load_profile("h200")
+    for way in ("forward", "backward"):
+        for d, cost in getattr(fitted, way).items():
+            assert vars(cost) == pytest.approx(vars(getattr(committed, way)[d]), rel=1e-3)
+    assert dict(fitted.slowdown) == pytest.approx(dict(committed.slowdown), rel=1e-3)
+    assert dict(fitted.host_us) == pytest.approx(dict(committed.host_us), rel=1e-3)

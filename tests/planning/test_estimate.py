@@ -1,0 +1,167 @@
+"""Estimates: what fits is ranked, what does not says by how much, and numbers follow from the shape."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from ringattn.launch.bench.model import model_flops
+from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.plan.mask import AttentionMask
+from ringattn.planning import PRESETS, Candidate, attention_estimate, estimate, load_profile, load_shape
+from ringattn.planning.attention_launch import Heads
+from ringattn.planning.estimate import longest_context, make_job
+from ringattn.planning.ring_time import RingCall
+from ringattn.planning.shapes import ModelShape
+
+LLAMA = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+
+
+def best_of(model: str, tokens: int, **options: Any) -> Candidate:
+    best = estimate(model, tokens, **options).best
+    assert best is not None
+    return best
+
+
+def seconds_of(model: str, tokens: int, **options: Any) -> float:
+    seconds = best_of(model, tokens, **options).seconds
+    assert seconds is not None
+    return seconds.total
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_the_training_job(tied):
+    shape = ModelShape("x", 32, 3, 4, 2, 8, 48, 100, tied=tied)
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(32, 3, 4, 2, 8, 48, vocab_size=100, tie_embeddings=tied))
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_flops_are_those_of_the_bench():
+    shape = ModelShape("x", 32, 3, 4, 2, 8, 48, 100)
+    config = ModelConfig(32, 3, 4, 2, 8, 48, vocab_size=100, tie_embeddings=False)
+    counted = model_flops(config, shape.parameters, 64, 2080)
+    # the bench counts the weights of norms, too
+    assert shape.step_flops(64, 2080) == pytest.approx(counted, rel=0.01)
+
+
+def test_a_configuration_of_transformers_is_a_shape(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    shape = load_shape(tmp_path)
+    assert shape.parameters == PRESETS["llama3-8b"].parameters
+    assert load_shape(LLAMA).layers == 32
+    experts = LLAMA | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536, "head_dim": 128}
+    assert load_shape(experts).active_experts == 8
+    layers = ["sliding_attention", "full_attention"] * 16
+    assert load_shape(LLAMA | {"sliding_window": 4096, "layer_types": layers}).window_layers == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama3-8b", 8.03),
+        ("llama3-70b", 70.6),
+        ("llama3-405b", 405.9),
+        ("qwen3-32b", 32.8),
+        ("qwen3-235b-a22b", 235.1),
+    ],
+)
+def test_presets_have_the_parameters_of_their_models(name, billions):
+    assert PRESETS[name].parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_the_best_is_first_and_the_others_say_why_not():
+    found = estimate("llama3-8b", 2**20, gpus=8)
+    times = [x.seconds.total / x.sequences for x in found.candidates if x.seconds is not None]
+    assert times == sorted(times)
+    assert found.best is found.candidates[0]
+    assert found.candidates[0].reason == ""
+    assert all(x.reason for x in found.candidates[1:])
+    capacity = load_profile("h200").memory_gib * 2**30
+    beyond = [x for x in found.candidates if x.memory.total > capacity]
+    assert beyond
+    assert all(x.reason.startswith("out of memory by ") for x in beyond)
+
+
+def test_nothing_is_best_where_nothing_fits():
+    found = estimate("llama3-405b", 2**20, gpus=8, gpu="h100")
+    assert found.best is None
+    assert found.longest == 0
+
+
+def test_the_longest_context_fits_and_little_more_does_not():
+    options = {"gpus": 8, "gpus_per_node": 8, "gpu": "h200"}
+    longest = longest_context(make_job("llama3-8b", 131072, **options))
+    assert estimate("llama3-8b", longest, **options).best is not None
+    assert estimate("llama3-8b", int(1.05 * longest), **options).best is None
+
+
+def test_a_slower_network_never_makes_a_job_faster():
+    rates = [best_of("llama3-8b", 2**19, gpus=32, link_gbps=x).tokens_per_s or 0.0 for x in (100.0, 25.0, 5.0)]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] > 0
+
+
+def test_twice_the_gpus_take_about_half_the_time_of_a_long_sequence():
+    times = [seconds_of("llama3-8b", 2**21, gpus=n, batch=1) for n in (16, 32)]
+    assert times[1] == pytest.approx(times[0] / 2, rel=0.15)
+
+
+def test_a_mask_with_less_work_takes_less_time():
+    whole, window = (seconds_of("llama3-8b", 2**18, gpus=8, window=x) for x in (None, 4096))
+    assert window < whole / 2
+
+
+def test_serving_gives_first_token_and_token():
+    best = best_of("llama3-8b", 131072, gpus=2, gpus_per_node=2, mode="serve", batch=4)
+    assert (best.token_ms or 0.0) > 0
+    assert best.memory.kv_cache == 4 * 131072 * 2 * 32 * 8 * 128 * 2 / 2
+    assert best.mesh.cp == 2
+
+
+def test_a_thousand_gpus_are_planned_within_seconds():
+    began = time.process_time()
+    assert estimate("llama3-70b", 2**20, gpus=1024).best is not None
+    assert time.process_time() - began < 5
+
+
+def test_one_attention_is_estimated():
+    call = RingCall(load_mask(65536), 4, Heads(1, 32, 8, 128))
+    found = attention_estimate(call)
+    assert found["backward_ms"] > found["forward_ms"] > 0
+    assert found["forward_exposed_ms"] < found["forward_ms"]
+
+
+def load_mask(tokens: int) -> AttentionMask:
+    return make_job("llama3-8b", tokens, gpus=4, gpus_per_node=4, gpu="h200").masks[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("gpus must be a multiple of gpus_per_node 8, got 12", {"gpus": 12}),
+        ("tokens must be at least 1, got 0", {"tokens": 0}),
+        ("mode must be one of train, serve, got 'x'", {"mode": "x"}),
+        ("recompute must be one of none, selective, full", {"recompute": "some"}),
+        ("link_gbps must be above 0", {"link_gbps": 0.0}),
+        ("model must be one of llama3-8b, ", {"model": "nothing"}),
+        ("gpu must be one of a100, ", {"gpu": "nothing"}),
+        ("a configuration must have hidden_size", {"model": {"x": 1}}),
+        ("documents must be boundaries", {"documents": (0, 5)}),
+    ],
+)
+def test_impossible_jobs_are_refused(words, options):
+    with pytest.raises(ValueError, match=words):
+        estimate(**{"model": "llama3-8b", "tokens": 1024} | options)

@@ -1,0 +1,66 @@
+"""Profiles are read, written and measured; a wrong one is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ringattn.launch import doctor
+from ringattn.launch.plan.measure import Sizes, measure_profile
+from ringattn.launch.runtime.session import open_session
+from ringattn.planning import Profile, estimate, load_profile, write_profile
+
+TINY = Sizes(
+    kernels=(("causal", 64, 64), ("full", 64, 128), ("window", 64, 128)),
+    ring_tokens=(32, 64),
+    heads=2,
+    matmul=(64, 64, 64),
+    memory_bytes=2**16,
+    rounds=3,
+    seconds=0.1,
+)
+
+
+@pytest.mark.parametrize("name", ["h100", "h200", "a100", "b200"])
+def test_committed_profiles_say_what_they_come_from(name):
+    profile = load_profile(name)
+    assert profile.fitted_from or profile.assumed
+    assert set(profile.forward) == set(profile.backward) == {64, 128, 256}
+    assert all(cost.block > 0 for cost in profile.forward.values())
+
+
+def test_a_profile_that_is_written_is_read_again(tmp_path):
+    profile = load_profile("h200")
+    write_profile(profile, tmp_path / "mine.json")
+    assert vars(load_profile(tmp_path / "mine.json")) == vars(profile)
+
+
+def test_a_file_that_is_no_profile_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps({"name": "x"}))
+    with pytest.raises(ValueError, match="a profile must hold the fields of"):
+        load_profile(tmp_path / "x.json")
+    with pytest.raises(ValueError, match="gpu must be one of a100, b200, h100, h200 or a file"):
+        load_profile("h300")
+
+
+def measured() -> Profile:
+    with open_session("cpu") as session:
+        return measure_profile(session, TINY)
+
+
+@pytest.mark.dist
+def test_a_measured_profile_plans_a_job(pool, tmp_path):
+    profiles = pool(2).run(measured)
+    assert vars(profiles[0]) == vars(profiles[1])
+    profile = profiles[0]
+    assert profile.memory_gbps > 0
+    assert profile.host_us["process_group_forward_peer"] > 0
+    write_profile(profile, tmp_path / "cpu.json")
+    found = estimate("llama3-8b", 4096, gpus=2, gpus_per_node=2, gpu=tmp_path / "cpu.json")
+    assert found.best is not None
+
+
+def test_a_profile_of_the_cpu_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="profile must be measured on GPUs, got the CPU"):
+        doctor.main(["--device", "cpu", "--profile", str(tmp_path / "x.json")])
