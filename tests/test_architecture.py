@@ -22,7 +22,7 @@ INTEGERS = [  # each may import those before it
     "plan.layouts",
     "plan.block_pattern",
     "plan.bounds",
-    "plan.terms",
+    "plan.intervals",
     "plan.mask",
     "plan.expressions",
     "plan.mask_union",

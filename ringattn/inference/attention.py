@@ -34,10 +34,10 @@ from ringattn.kernels.registry import select_kernels
 from ringattn.plan import expressions
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.expressions import Frame, Mask
+from ringattn.plan.intervals import MOST_TERMS, Term, empty, merged
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.options import resolve_flag, resolve_real, resolve_window
-from ringattn.plan.terms import MOST_TERMS, Term, empty, merged
 from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.validation import check_softcap
 from ringattn.tensor_checks import check_tensor
@@ -376,7 +376,7 @@ def _check_mask(step: ForwardBatch, mask: Mask, kv_access: str) -> None:
 def _intervals_of(step: ForwardBatch, mask: Mask, i: int) -> list[Term]:
     """Return the intervals that the tokens of one request see, at least one."""
     length = step.lengths[i]
-    terms = merged(mask.terms(Frame(length, length, i))) or [empty(length, None)]
+    terms = merged(mask.intervals(Frame(length, length, i))) or [empty(length, None)]
     if len(terms) > MOST_TERMS:
         raise NotImplementedError(
             f"mask must have at most {MOST_TERMS} intervals per query, got {len(terms)} of {mask!r}; pass a flatter tree"

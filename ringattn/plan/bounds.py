@@ -164,7 +164,7 @@ def subtract(a: Bounds, b: Bounds) -> tuple[Bounds, Bounds]:
     return (a[0], larger(a[0], smaller(a[1], b[0]))), (after, larger(after, a[1]))
 
 
-def join(a: Bounds, b: Bounds) -> Bounds | None:
+def merge_touching(a: Bounds, b: Bounds) -> Bounds | None:
     """The union of two intervals where they overlap or touch on each row that sees both; None where they do not."""
     lower, upper = PiecewiseBound(), PiecewiseBound()
     lo_last = hi_last = 0

@@ -167,7 +167,7 @@ def bounds_of(positions: Tensor, mask: AttentionMask | MaskUnion, axis: MaskAxis
         nothing = positions.new_empty(1, 0)
         return nothing, nothing
     if isinstance(mask, MaskUnion):
-        elements = [mask.terms(axis, mask.variant(b)) for b in range(mask.batch_size)]
+        elements = [mask.intervals(axis, mask.variant(b)) for b in range(mask.batch_size)]
         lines = [of_element[k].bounds for k in range(len(elements[0])) for of_element in elements]
         lo, hi = (torch.stack([_evaluate(bounds[side], positions) for bounds in lines]) for side in (0, 1))
         return lo, hi
@@ -195,7 +195,7 @@ def _cuts(
     """Return the number of terms and the tables that cut them; without bounds (Note [Forward only]) there is one."""
     if axis is None or not mask.is_union:
         return 1, None
-    patterns = [term.pattern for term in mask.terms(axis, mask.variant(0))]
+    patterns = [term.pattern for term in mask.intervals(axis, mask.variant(0))]
     cut = any(pattern is not None for pattern in patterns)
     return len(patterns), find(_patterns_key(tuple(patterns), device)) if cut else None
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ringattn.plan.block_pattern import BlockPattern
 from ringattn.plan.bounds import Bounds, constant, from_pieces
-from ringattn.plan.terms import Term, both, count_term, united
+from ringattn.plan.intervals import Term, both, count_term, united
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Mask(ABC):
             31
         """
         frame = Frame(seq_len, seq_len if kv_len is None else kv_len, b)
-        return sum(count_term(term, 0, seq_len) for term in self.terms(frame))
+        return sum(count_term(term, 0, seq_len) for term in self.intervals(frame))
 
     def draw(self, seq_len: int, kv_len: int | None = None, *, b: int = 0) -> str:
         """Draw a small mask: a line per query, `x` for each key that it sees.
@@ -94,7 +94,7 @@ class Mask(ABC):
         return "\n".join("".join("x" if self.visible(i, j, b=b) else "." for j in columns) for i in range(seq_len))
 
     @abstractmethod
-    def terms(self, frame: Frame) -> list[Term]:
+    def intervals(self, frame: Frame) -> list[Term]:
         """Return disjoint terms."""
 
     @property
@@ -125,7 +125,7 @@ class Causal(Mask):
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
         return j <= i
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n, m = frame.seq_len, frame.kv_len
         return [Term((constant(n, 0), from_pieces([(min(n, m), 1, 1), (n - m, m, 0)])))]
 
@@ -142,7 +142,7 @@ class Window(Mask):
         before = j == j if self.left is None else i - j <= self.left
         return before if self.right is None else before & (j - i <= self.right)
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n, m = frame.seq_len, frame.kv_len
         left, right = (max(n, m) if side is None else min(side, max(n, m)) for side in (self.left, self.right))
         lower = from_pieces([(min(n, left), 0, 0), (min(n - left, m), 0, 1), (n - left - m, m, 0)])
@@ -161,7 +161,7 @@ class Documents(Mask):
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
         return _together(self.boundaries, i, j)
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n = self.boundaries[-1]
         if (frame.seq_len, frame.kv_len) != (n, n):
             raise ValueError(
@@ -183,7 +183,7 @@ class Prefix(Mask):
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
         return (j < self.length) & (i == i)
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n = frame.seq_len
         return [Term((constant(n, 0), constant(n, min(self.length, frame.kv_len))))]
 
@@ -198,7 +198,7 @@ class Chunks(Mask):
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
         return i // self.length == j // self.length
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n, m, length = frame.seq_len, frame.kv_len, self.length
         starts = range(0, n, length)
         lower = from_pieces([(min(length, n - a), min(a, m), 0) for a in starts])
@@ -216,7 +216,7 @@ class Lengths(Mask):
         start, stop = self.extents[b]
         return (start <= i) & (i < stop) & (start <= j) & (j < stop)
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         start, stop = self.extents[frame.b]
         if frame.seq_len != frame.kv_len or stop > frame.seq_len:
             raise ValueError(
@@ -243,7 +243,7 @@ class Spans(Mask):
         inside = [(a <= i) & (i < e) & (a <= j) & (j < e) for a, e in self.stretches]
         return reduce(or_, inside, (i != i) & (j != j))
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n = frame.seq_len
         if frame.kv_len != n or (self.stretches and self.stretches[-1][1] > n):
             raise ValueError(
@@ -268,7 +268,7 @@ class Sinks(Mask):
         inside = [(a <= i) & (i < e) & (a <= j) & (j < min(a + self.length, e)) for a, e in pairwise(documents)]
         return reduce(or_, inside)
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         stretches = frame.stretches
         lower = from_pieces([(e - a, first, 0) for a, e, first, _ in stretches])
         upper = [(e - a, min(first + self.length, stop), 0) for a, e, first, stop in stretches]
@@ -293,11 +293,11 @@ class GlobalTokens(Mask):
         ]
         return reduce(or_, together)
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         rows = [
             (a, min(a + self.length, e), min(first + self.length, stop), stop) for a, e, first, stop in frame.stretches
         ]
-        return [*Sinks(self.length).terms(frame), Term(_of_stretches(rows, frame.seq_len))]
+        return [*Sinks(self.length).intervals(frame), Term(_of_stretches(rows, frame.seq_len))]
 
 
 @dataclass(frozen=True, repr=False)
@@ -356,7 +356,7 @@ class Tree(Mask):
         ]
         return reduce(or_, above) & (j <= i)
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         starts, ends, depths = self.starts, self.ends, self.depths
         n = starts[-1]
         if (frame.seq_len, frame.kv_len) != (n, n):
@@ -390,7 +390,7 @@ class Blocks(Mask):
         tensor: Any = j if isinstance(i, int) else i
         return tensor.new_tensor(self.pattern.rows()).bool()[i // size, j // size]
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n, m, size = frame.seq_len, frame.kv_len, self.pattern.block_size
         wanted = (-(-n // size), -(-m // size))
         if (len(self.pattern.lines), self.pattern.columns) != wanted:
@@ -422,13 +422,13 @@ class Intersection(Mask):
                 documents = tuple(sorted({*(documents or ()), *part.boundaries}))
         return reduce(and_, (part.visible(i, j, b=b, documents=documents) for part in self.parts))
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         for part in self.parts:
             if isinstance(part, Documents):
                 frame = frame.inside(part.boundaries)
-        found = self.parts[0].terms(frame)
+        found = self.parts[0].intervals(frame)
         for part in self.parts[1:]:
-            more = part.terms(frame)
+            more = part.intervals(frame)
             found = [term for a in found for b in more if not (term := both(a, b)).is_empty]
         return found
 
@@ -454,10 +454,10 @@ class Union(Mask):
     def visible(self, i: Any, j: Any, **context: Any) -> Any:  # noqa: D102
         return reduce(or_, (part.visible(i, j, **context) for part in self.parts))
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         found: list[Term] = []
         for part in self.parts:
-            for term in part.terms(frame):
+            for term in part.intervals(frame):
                 found = united(found, term)
         return found
 
@@ -483,8 +483,8 @@ class PerBatch(Mask):
     def visible(self, i: Any, j: Any, *, b: int = 0, **context: Any) -> Any:  # noqa: D102
         return self.parts[b].visible(i, j, b=b, **context)
 
-    def terms(self, frame: Frame) -> list[Term]:  # noqa: D102
-        return self.parts[frame.b].terms(frame)
+    def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
+        return self.parts[frame.b].intervals(frame)
 
     @property
     def batch_size(self) -> int | None:  # noqa: D102

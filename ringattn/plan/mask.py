@@ -26,7 +26,7 @@ from operator import gt
 from typing import Any, Literal, Protocol
 
 from ringattn.plan.bounds import Bounds, PiecewiseBound, count
-from ringattn.plan.terms import Term
+from ringattn.plan.intervals import Term
 
 MaskAxis = Literal["keys", "queries"]
 """The side that the rows of one side see: "keys" (the rows are queries) or "queries" (the rows are keys)."""
@@ -176,7 +176,7 @@ class AttentionMask:
         """Batch elements by the key of their terms."""
         return Counter(self.lengths or (None,))
 
-    def terms(self, axis: MaskAxis, variant: Any) -> list[Term]:
+    def intervals(self, axis: MaskAxis, variant: Any) -> list[Term]:
         """Return the one term of some batch elements, seen from the rows of one side."""
         return [Term(self.bounds(axis, variant))]
 

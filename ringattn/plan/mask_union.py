@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from ringattn.plan.expressions import Documents, Frame, Mask
+from ringattn.plan.intervals import MOST_TERMS, Term, count_term, empty, merged, transpose
 from ringattn.plan.mask import MaskAxis
-from ringattn.plan.terms import MOST_TERMS, Term, count_term, empty, merged, transpose
 
 
 class MaskUnion:
@@ -52,7 +52,7 @@ class MaskUnion:
         return self.expression.batch_size is not None
 
     @cached_property
-    def _terms(self) -> list[list[Term]]:
+    def _intervals(self) -> list[list[Term]]:
         """Disjoint terms of each batch element: equally many, with the same tables."""
         found = [merged(self._compile(b)) for b in range(self.batch_size)]
         most: dict[Any, int] = {}
@@ -72,18 +72,18 @@ class MaskUnion:
         ]
 
     def _compile(self, b: int) -> list[Term]:
-        return self.expression.terms(Frame(self.seq_len, self.kv_len, b))
+        return self.expression.intervals(Frame(self.seq_len, self.kv_len, b))
 
     @cached_property
     def is_union(self) -> bool:
         """Whether there is more than one interval, or a table of blocks."""
-        terms = self._terms[0]
+        terms = self._intervals[0]
         return len(terms) > 1 or terms[0].pattern is not None
 
     @property
     def has_pattern(self) -> bool:
         """Whether a table of blocks cuts the mask."""
-        return any(term.pattern is not None for term in self._terms[0])
+        return any(term.pattern is not None for term in self._intervals[0])
 
     def variant(self, b: int) -> Hashable:
         """Return the key of the terms of batch element b."""
@@ -94,25 +94,25 @@ class MaskUnion:
         """Batch elements by the key of their terms."""
         return Counter(range(self.batch_size))
 
-    def terms(self, axis: MaskAxis, variant: Any) -> list[Term]:
+    def intervals(self, axis: MaskAxis, variant: Any) -> list[Term]:
         """Return the disjoint terms of some batch elements, seen from the rows of one side."""
         if axis == "keys":
-            return self._terms[variant]
+            return self._intervals[variant]
         return self._transposed[variant]
 
     @cached_property
     def _transposed(self) -> list[list[Term]]:
-        return [[transpose(term, self.kv_len) for term in terms] for terms in self._terms]
+        return [[transpose(term, self.kv_len) for term in terms] for terms in self._intervals]
 
     def pairs(self, a: int, b: int, b_index: int = 0) -> int:
         """Visible pairs of the queries [a, b) of one batch element, exactly."""
-        return sum(count_term(term, a, b) for term in self._terms[b_index])
+        return sum(count_term(term, a, b) for term in self._intervals[b_index])
 
     def work(self, a: int, b: int) -> int:
         """Visible pairs of the queries [a, b), summed over batch elements."""
         return sum(self.pairs(a, b, index) for index in range(self.batch_size))
 
 
-def _padded(terms: list[Term], pattern: Any, number: int, rows: int) -> list[Term]:
-    found = [term for term in terms if term.pattern == pattern]
+def _padded(given: list[Term], pattern: Any, number: int, rows: int) -> list[Term]:
+    found = [term for term in given if term.pattern == pattern]
     return found + [empty(rows, pattern)] * (number - len(found))

@@ -6,8 +6,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 from ringattn.plan.bounds import Bounds, PiecewiseBound, ceil_div, ramp
+from ringattn.plan.intervals import Term
 from ringattn.plan.layouts import Run, Shard
-from ringattn.plan.terms import Term
 
 
 class Tally:
@@ -170,8 +170,8 @@ class VisibleSpan:
 class SeenRows:
     """The positions that one shard sees through the terms of a mask, as disjoint intervals."""
 
-    def __init__(self, terms: Sequence[Term], shard: Shard) -> None:
-        found = sorted(span for term in terms for span in _seen(term, shard))
+    def __init__(self, of_mask: Sequence[Term], shard: Shard) -> None:
+        found = sorted(span for term in of_mask for span in _seen(term, shard))
         self._firsts: list[int] = []
         self._ends: list[int] = []
         for first, end in found:

@@ -256,7 +256,7 @@ def make_plan(
     counts = [[0] * world_size for _ in stationary]
     seen_by: list[list[VisibleSpan | SeenRows]] = [[] for _ in stationary]
     for variant, times in mask.variants.items():
-        terms = mask.terms(axis, variant)
+        terms = mask.intervals(axis, variant)
         for term in terms:
             for rank, row in enumerate(count_term_pairs(term, stationary, moving_shards)):
                 counts[rank] = [count + times * more for count, more in zip(counts[rank], row, strict=True)]

@@ -41,7 +41,7 @@ def shown(terms, rows):
 def compiled(n, m, expression, documents=None):
     mask = MaskUnion(n, m, expression, documents)
     try:
-        mask.terms("keys", 0)
+        mask.intervals("keys", 0)
     except NotImplementedError:
         return None
     return mask
@@ -54,8 +54,8 @@ def test_terms_show_each_visible_pair_once_from_both_sides(problem):
     mask = compiled(n, m, expression)
     if mask is not None:
         wanted = sorted(dense(expression, n, m))
-        assert sorted(shown(mask.terms("keys", 0), n)) == wanted
-        assert sorted((i, j) for j, i in shown(mask.terms("queries", 0), m)) == wanted
+        assert sorted(shown(mask.intervals("keys", 0), n)) == wanted
+        assert sorted((i, j) for j, i in shown(mask.intervals("queries", 0), m)) == wanted
         assert mask.pairs(0, n) == len(wanted)
         assert mask.pairs(n // 3, n) == sum(i >= n // 3 for i, _ in wanted)
         assert masks.from_spec(expression.spec) == expression
@@ -104,7 +104,7 @@ def test_documents_of_the_sharding_are_part_of_the_mask(problem):
     mask = compiled(n, n, expression, documents)
     if mask is not None:
         together = {(i, j) for a, e in itertools.pairwise(documents) for i in range(a, e) for j in range(a, e)}
-        assert set(shown(mask.terms("keys", 0), n)) == dense(expression, n, n, documents) & together
+        assert set(shown(mask.intervals("keys", 0), n)) == dense(expression, n, n, documents) & together
 
 
 def test_batch_elements_may_differ():
@@ -112,8 +112,8 @@ def test_batch_elements_may_differ():
     mask = MaskUnion(6, 6, masks.per_batch(parts))
     assert mask.batch_size == 2
     for b, expression in enumerate(parts):
-        assert set(shown(mask.terms("keys", b), 6)) == dense(expression, 6, 6)
-    assert len(mask.terms("keys", 0)) == len(mask.terms("keys", 1)) == 2
+        assert set(shown(mask.intervals("keys", b), 6)) == dense(expression, 6, 6)
+    assert len(mask.intervals("keys", 0)) == len(mask.intervals("keys", 1)) == 2
     padded = MaskUnion(6, 6, masks.lengths([(0, 4), (2, 6)]) & (masks.sinks(3) | masks.window(1)))
     assert padded.pairs(0, 6, 1) == sum(padded.expression.visible(i, j, b=1) for i in range(6) for j in range(6))
 
@@ -130,7 +130,7 @@ def test_batch_elements_may_differ():
     ],
 )
 def test_common_masks_have_the_fewest_terms(expression, number):
-    assert len(MaskUnion(12, 12, expression).terms("keys", 0)) == number
+    assert len(MaskUnion(12, 12, expression).intervals("keys", 0)) == number
 
 
 def test_a_tree_of_a_million_tokens_is_planned_in_a_second():
@@ -151,10 +151,10 @@ def test_a_tree_of_a_million_tokens_is_planned_in_a_second():
 
 def test_masks_of_too_many_intervals_are_refused_with_their_number():
     comb = MaskUnion(80, 80, masks.per_batch([masks.tree([None, *range(17)], [2] * 17 + [46])]))
-    assert len(comb.terms("keys", 0)) == 1  # a chain of nodes is causal
+    assert len(comb.intervals("keys", 0)) == 1  # a chain of nodes is causal
     branches = masks.tree([node - 1 if node % 2 else max(-1, node - 2) for node in range(40)], [2] * 40)
     with pytest.raises(NotImplementedError, match=r"at most 16 intervals per query, got \d+ of tree"):
-        MaskUnion(80, 80, branches).terms("keys", 0)
+        MaskUnion(80, 80, branches).intervals("keys", 0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ringattn.plan.block_pattern import BlockPattern
-from ringattn.plan.bounds import Bounds, constant, count, intersect, join, subtract
+from ringattn.plan.bounds import Bounds, constant, count, intersect, merge_touching, subtract
 
 MOST_TERMS = 16
 """Terms of the largest mask: each is met by every tile of a kernel."""
@@ -34,13 +34,13 @@ class Term(NamedTuple):
         )
 
 
-def merged(terms: list[Term]) -> list[Term]:
+def merged(given: list[Term]) -> list[Term]:
     """Return terms without those that show nothing, joined where the union is one interval."""
     found: list[Term] = []
-    for term in terms:
+    for term in given:
         while True:
             for k, other in enumerate(found):
-                joined = join(other.bounds, term.bounds) if other.pattern == term.pattern else None
+                joined = merge_touching(other.bounds, term.bounds) if other.pattern == term.pattern else None
                 if joined is not None:
                     term = Term(joined, found.pop(k).pattern)
                     break
@@ -73,11 +73,11 @@ def both(a: Term, b: Term) -> Term:
     return Term(intersect(a.bounds, b.bounds), pattern)
 
 
-def united(terms: list[Term], new: Term) -> list[Term]:
+def united(disjoint: list[Term], new: Term) -> list[Term]:
     """Add to disjoint terms what they do not show of another."""
     kept = []
-    for term in terms:
-        joined = join(term.bounds, new.bounds) if term.pattern == new.pattern else None
+    for term in disjoint:
+        joined = merge_touching(term.bounds, new.bounds) if term.pattern == new.pattern else None
         if joined is None:
             kept.append(term)
         else:
