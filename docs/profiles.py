@@ -60,7 +60,7 @@ def profiles() -> dict[str, Profile]:
         memory=2.04 / 4.8,
         assumed=(
             "not measured: an H200 scaled by 312 TFLOP/s, 108 multiprocessors, 2.04 TB/s and 600 GB/s of NVLink (datasheet)",
-            "attention by the portable kernels at the share of the peak that they reach on an H200",
+            "attention by the portable kernels at their share of the peak of an H200; auto takes those of torch first",
         ),
     )
     a100 = replace(
@@ -82,7 +82,7 @@ def profiles() -> dict[str, Profile]:
         memory=8 / 4.8,
         assumed=(
             "not measured: an H200 scaled by 2,250 TFLOP/s, 148 multiprocessors, 8 TB/s and 1.8 TB/s of NVLink (datasheet)",
-            "attention by the portable kernels at the share of the peak that they reach on an H200: an upper bound of speed",
+            "attention by the portable kernels at their share of the peak of an H200; auto takes those of torch first",
         ),
     )
     b200 = replace(

@@ -23,6 +23,7 @@ from ringattn.plan.buffers import count_groups
 from ringattn.plan.device_tables import gathered_key, side_key, stationary_side
 from ringattn.plan.layouts import Shard, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, RingStep, make_gather_plan, make_nodes, make_plan
 from ringattn.planning.attention_launch import Heads, launch_ms
 from ringattn.planning.profile import Link, Profile
@@ -73,7 +74,7 @@ class RingCall:
         saved: The backward uses the keys that the forward gathered.
     """
 
-    mask: AttentionMask
+    mask: AttentionMask | MaskUnion
     world_size: int
     heads: Heads
     layout: str = "zigzag"
@@ -91,6 +92,11 @@ class RingCall:
             world_size = MOST_RANKS
         if world_size == self.world_size:
             return self
+        if not isinstance(self.mask, AttentionMask):
+            raise NotImplementedError(
+                f"a mask of several intervals must be on a ring of one node or of up to {MOST_NODES} nodes to be planned, got "
+                f"{self.world_size} ranks on {self.nodes} nodes; plan a smaller ring"
+            )
         mask = shortened(self.mask, max(world_size, self.mask.seq_len * world_size // self.world_size))
         return replace(self, mask=mask, world_size=world_size, nodes=nodes)
 
@@ -125,8 +131,10 @@ def attention_time(call: RingCall, profile: Profile, direction: str) -> RingTime
     return max(times, key=lambda time: time.device_ms)
 
 
-def _grows(mask: AttentionMask) -> bool:
+def _grows(mask: AttentionMask | MaskUnion) -> bool:
     """Return whether the work of a rank grows with the ranks at equal shards."""
+    if not isinstance(mask, AttentionMask):
+        return False
     bounded = mask.window is not None and mask.window[0] is not None
     return not bounded and mask.documents is None and mask.chunk_len is None
 
