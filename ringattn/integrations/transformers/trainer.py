@@ -30,7 +30,7 @@ from ringattn.ring import Ring
 _Base = Trainer if TYPE_CHECKING else object
 
 
-_OPTIONS = ("layout", "shift_labels", "pooling", "balance")
+_OPTIONS = ("layout", "shift_labels", "pooling", "balance", "pack")
 
 
 class RingTrainerMixin(_Base):
@@ -43,7 +43,7 @@ class RingTrainerMixin(_Base):
         args: Arguments of the Trainer. A `RingCollator` as data_collator stands for the ring and the options in it.
         ring: The ranks that share a sequence.
         context_parallel_size: Number of consecutive ranks that share a sequence, instead of a ring: the rings are then made here.
-        kwargs: `layout`, `shift_labels`, `pooling` and `balance` of `shard_batch`, and arguments of the Trainer.
+        kwargs: `layout`, `shift_labels`, `pooling`, `balance` and `pack` of `shard_batch`, and arguments of the Trainer.
 
     Raises:
         ValueError: No ring is given, or two; its ranks are not consecutive, or an option would weight the ranks wrongly; or
