@@ -121,6 +121,34 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
     return _draw({key: found[key] for key in order}, path, note, title, "tokens", "TFLOP/s", NAMES, COLORS)
 
 
+def draw_unions(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
+    """Draw TFLOP/s over visible pairs by mask, a panel per direction and a bar per contender; see `draw_lengths`."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    speeds = {(row["direction"], row["who"], row["mask"]): row["tflops"] for row in rows if "tflops" in row}
+    if not speeds:
+        return False
+    ways, order = ("forward", "backward"), [who for who in NAMES if any(key[1] == who for key in speeds)]
+    masks = list(dict.fromkeys(row["mask"] for row in rows))
+    with mpl.rc_context(STYLE):
+        figure, axes = plt.subplots(1, 2, figsize=(7.4, 2.9), sharey=True)
+        shown = {}
+        for axis, way in zip(axes, ways, strict=True):
+            for i, who in enumerate(order):
+                places = [m + (i - (len(order) - 1) / 2) * 0.38 for m in range(len(masks))]
+                heights = [speeds.get((way, who, mask), 0.0) for mask in masks]
+                shown[NAMES[who]] = axis.bar(places, heights, 0.36, color=COLORS[who])
+            axis.set_xticks(range(len(masks)), masks, rotation=20)
+            axis.set_title(way, fontsize=9)
+            axis.grid(color=INK, alpha=0.25, linewidth=0.6, axis="y")
+        axes[0].set_ylabel("TFLOP/s, visible pairs")
+        _finish(figure, shown, path, note)
+    return True
+
+
 def thousands(n: int) -> str:
     """Return a length with a unit.
 

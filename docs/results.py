@@ -24,7 +24,7 @@ BEGIN, END = "<!-- results: written by docs/results.py -->", "<!-- end of result
 
 Row = dict[str, Any]
 FIGURE, RING_FIGURE, SCALING_FIGURE, MODEL_FIGURE = "kernels.svg", "ring-speed.svg", "ring-scaling.svg", "model.svg"
-INFERENCE_FIGURE, REPLAYS_FIGURE = "inference-speed.svg", "replays.svg"
+INFERENCE_FIGURE, REPLAYS_FIGURE, UNIONS_FIGURE = "inference-speed.svg", "replays.svg", "kernels-unions.svg"
 PROBLEM = ("mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window", "document")
 NAMES = {
     "hopper": "ringattn hopper",
@@ -291,6 +291,8 @@ def kernels() -> str:
             "[The masks](commands.md#bench-kernels).",
             table_of_unions(unions),
         ]
+        if (HERE / UNIONS_FIGURE).exists():
+            parts.append(f"![TFLOP/s by mask, beside FlexAttention]({UNIONS_FIGURE})")
     if (HERE / FIGURE).exists():
         parts.append(f"![TFLOP/s over tokens, one line per implementation]({FIGURE})")
     return "\n\n".join(parts)
@@ -325,6 +327,8 @@ def figures() -> Iterator[tuple[str, Callable[..., bool], list[Row], bool]]:
     module = drawing()
     rows = figure_rows()
     yield FIGURE, module.draw_lengths, rows, bool(module.lines_over_length(rows))
+    rows = [row for row in kernel_rows(runs_of("kernels")) if row["group"] == "unions"]
+    yield UNIONS_FIGURE, module.draw_unions, rows, bool(rows)
     rows = ring_rows(runs_of("ring"))
     largest = [row for row in rows if row["world_size"] == max(row["world_size"] for row in rows)]
     yield RING_FIGURE, module.draw_ring, largest, bool(module.ring_lines(largest))
