@@ -128,7 +128,7 @@ def make_whole(scene: Scene, device: torch.device | str = "cpu") -> Whole:
         key_bias = torch.randn(b, n, generator=generator)
         key_bias[-1, n // 5 : n // 4] = -math.inf
         key_bias = key_bias.to(device)
-    mask = TermMask(visible_pairs(n, **scene.mask)[None]) if scene.terms is None else scene.intervals(n)
+    mask = TermMask(visible_pairs(n, **scene.mask)[None]) if scene.terms is None else scene.terms(n)
     visible = mask.visible.to(device).expand(b, -1, -1)
 
     def gradients(dtype: torch.dtype) -> dict[str, Tensor]:

@@ -92,7 +92,7 @@ class Case:
     def make_mask(self) -> TermMask:
         """The mask of the whole sequence."""
         if self.terms is not None:
-            return self.intervals(self.seq_len)
+            return self.terms(self.seq_len)
         return TermMask(visible_pairs(self.seq_len, self.kv_len or self.seq_len, **self.mask)[None])
 
 
