@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,13 @@ from torch import Tensor
 from ringattn.inference import PagedKVCache
 from ringattn.launch.runtime.checkpoint_files import has_weights, read_config, read_model
 from ringattn.launch.runtime.distributed import Rank, Refusal
-from ringattn.launch.serve.config import TINY, check_model
+from ringattn.launch.runtime.planned_memory import RESERVE, check_fits
+from ringattn.launch.serve.config import TINY, ServeArgs, check_model
 from ringattn.launch.serve.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
+from ringattn.plan.mask import AttentionMask
+from ringattn.planning.memory import heads_of, serving_memory
+from ringattn.planning.ring_time import RingCall
+from ringattn.planning.shapes import load_shape
 from ringattn.ring import Ring
 
 CPU_CACHE_GIB = 0.25
@@ -63,8 +68,6 @@ def load_model(
 
     Nothing is downloaded, and no code in the folder is run. Raises Refusal if the model cannot be served.
     """
-    from transformers import AutoConfig
-
     from ringattn.integrations.transformers import register
     from ringattn.integrations.transformers.positions import max_learned_positions, rope_scaling_limits
 
@@ -72,7 +75,7 @@ def load_model(
     check_model(path)
     place = Path(path).expanduser()
     folder = place if place.is_dir() else place.parent
-    config: Any = AutoConfig.for_model("llama", **_TINY) if path == TINY else read_config(path)
+    config = _read(path)
     text = config.get_text_config(decoder=True)
     length = getattr(text, "max_position_embeddings", None)
     for rope_type, most in rope_scaling_limits(text):
@@ -82,8 +85,7 @@ def load_model(
                 f"max_len must be at most {most} where rope_type is {rope_type!r}, whose frequencies depend on the longest request "
                 f"of a step, got {max_len or length}; pass --max-len {most}"
             )
-    kind: Any = (getattr(text, "dtype", None) if device.type == "cuda" else None) or torch.float32
-    chosen: torch.dtype = kind if dtype == "auto" else getattr(torch, dtype)
+    chosen = _choose_dtype(config, dtype, device)
     has_files = path != TINY and has_weights(place)
     model = _build_model(config, place if has_files else None, chosen, device, seed, tiny=path == TINY)
     table = max_learned_positions(model)
@@ -109,6 +111,57 @@ def load_model(
     facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
     random_weights = device.type == "cuda" and path != TINY and not has_files
     return ServedModel(model, tokenizer, served_name, length, facts, random_weights)
+
+
+def _read(path: str) -> Any:
+    """Return the configuration of a model."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model("llama", **_TINY) if path == TINY else read_config(path)
+
+
+def _choose_dtype(config: Any, dtype: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of a model by a flag: auto is that of its config on GPUs, float32 on CPUs."""
+    kind: Any = getattr(config.get_text_config(decoder=True), "dtype", None) if device.type == "cuda" else None
+    return (kind or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+
+
+def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: int) -> str:
+    """Return the planned memory of a rank in words, or "" for a model whose numbers the planner does not know.
+
+    Counts all weights, a chunk of a prompt, and the cache: that of --cache-gib, else one for --max-len and --max-tokens.
+
+    Raises:
+        Refusal: GPUs of `whole` bytes cannot hold it; raised before anything is allocated.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _read(args.model)
+    dtype = _choose_dtype(config, args.dtype, device)
+    try:
+        shape = load_shape(config.to_dict())
+    except ValueError:
+        return ""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
+    weights = sum(x.numel() * x.element_size() for x in model.parameters())
+    if files := list(Path(args.model).expanduser().glob("*.safetensors")):
+        weights = min(weights, sum(file.stat().st_size for file in files))  # quantised ones are smaller
+    call = RingCall(AttentionMask(args.chunk, args.chunk, causal=True), world_size, heads_of(shape))
+    fixed = serving_memory(shape, args.chunk, 0, world_size, args.chunk, call, reserve=RESERVE)
+    fixed = replace(fixed, weights=weights)
+    sizes, row = _cache_sizes(model), 1 if args.kv_dtype == "fp8" else dtype.itemsize
+    token = sizes["layers"] * sizes["kv_heads"] * (sizes["head_dim"] + sizes["v_head_dim"]) * row / world_size
+    length = max(args.max_len or 0, args.max_tokens or 0, args.page_size)
+    room = whole - fixed.total
+    if room < args.page_size * token:
+        remedy = "no cache fits beside the weights, which every rank holds: take larger GPUs, a smaller --dtype or another model"
+    elif args.cache_gib is not None:
+        remedy = f"pass --cache-gib {int(room / 2**30 * 100) / 100:g} or less"
+    else:
+        remedy = f"pass --max-len and --max-tokens of at most {int(room / token)}, take more ranks, or --kv-dtype fp8"
+    cache = length * token if args.cache_gib is None else args.cache_gib * 2**30
+    return check_fits(replace(fixed, kv_cache=cache), whole, remedy)
 
 
 def _build_model(
@@ -180,12 +233,7 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
     Raises:
         Refusal: Not even one page fits, or the model keeps more than keys; raised on every rank.
     """
-    from ringattn.integrations.transformers.support import cache_sizes
-
-    try:
-        shape = cache_sizes(model)
-    except NotImplementedError as error:
-        raise Refusal(str(error)) from None
+    shape = _cache_sizes(model)
     if gib is None and model.device.type == "cuda":
         torch.cuda.empty_cache()
         memory = None
@@ -203,6 +251,16 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
         )
     except ValueError as error:
         raise Refusal(f"{error} (--cache-gib, --page-size)") from None
+
+
+def _cache_sizes(model: Any) -> dict[str, Any]:
+    """Return the sizes of a model's cache; raise Refusal if one cache cannot serve it."""
+    from ringattn.integrations.transformers.support import cache_sizes
+
+    try:
+        return cache_sizes(model)
+    except NotImplementedError as error:
+        raise Refusal(str(error)) from None
 
 
 def describe_cache(cache: PagedKVCache) -> str:

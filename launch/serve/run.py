@@ -28,13 +28,21 @@ from typing import Any, TypeVar
 
 from ringattn.launch.runtime.distributed import Rank, Refusal, init_ranks
 from ringattn.launch.runtime.model_optimization import optimize_model
+from ringattn.launch.runtime.planned_memory import least_gpu_bytes
 from ringattn.launch.runtime.session import Session, machine
 from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, freeze_gc, raise_file_limit
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
 from ringattn.launch.serve.messages import PortResult, Settings, Stop
 from ringattn.launch.serve.model_runner import ModelRunner
-from ringattn.launch.serve.models import ServedModel, broadcast_weights, describe_cache, load_model, make_cache
+from ringattn.launch.serve.models import (
+    ServedModel,
+    broadcast_weights,
+    check_memory,
+    describe_cache,
+    load_model,
+    make_cache,
+)
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.rank_liveness import RankLiveness
 from ringattn.launch.serve.scheduler import Scheduler
@@ -126,8 +134,11 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner]:
             f"nproc must be the number of ranks that torchrun started, got {args.nproc} and {rank.world_size}; leave it out"
         )
     ring = Ring(timeout=datetime.timedelta(seconds=args.timeout))
-    problem, served = "", None
+    problem, served, whole = "", None, least_gpu_bytes(rank)
     try:
+        planned = "" if whole is None else check_memory(args, rank.device, rank.world_size, whole)
+        if planned and rank.first:
+            print(planned, flush=True)
         served = load_model(
             args.model, name=args.name, dtype=args.dtype, device=rank.device, seed=args.seed, max_len=args.max_len
         )

@@ -70,6 +70,7 @@ class Config:
         recompute: What the backward recomputes to save memory: selective is everything but attention.
         reshard: Whether parameters gathered for a block's forward are dropped until its backward: less memory, more traffic.
         compile: Whether blocks are compiled.
+        check_memory: Whether a run on GPUs whose planned memory they cannot hold is refused before it begins, not only warned of.
         eval_interval: Steps between validations.
         eval_batches: Batches of a validation.
         checkpoint_interval: Steps between checkpoints; the last two are kept.
@@ -112,6 +113,7 @@ class Config:
     recompute: Literal["none", "selective", "full"] = "none"
     reshard: bool = True
     compile: bool = False
+    check_memory: bool = True
     eval_interval: int = 50
     eval_batches: int = 4
     checkpoint_interval: int = 50

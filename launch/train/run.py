@@ -7,6 +7,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ringattn.launch.runtime.distributed import Rank, Refusal, was_restarted
+from ringattn.launch.runtime.planned_memory import RESERVE, check_fits, least_gpu_bytes
 from ringattn.launch.runtime.session import machine, session_of, write_json
 from ringattn.launch.train.checkpoint import (
     Checkpoints,
@@ -30,7 +32,7 @@ from ringattn.launch.train.data import Batches, Corpus
 from ringattn.launch.train.metrics import AttentionTimer, ForwardFlops, mfu, peak_flops, peak_memory_mib
 from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, summarise
 from ringattn.launch.train.model import Transformer
-from ringattn.launch.train.parallel import make_parallel, single_rank
+from ringattn.launch.train.parallel import make_parallel, mesh_sizes, single_rank
 from ringattn.launch.train.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer, read_config_json
 from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance, steps_on_one_rank
 from ringattn.plan.mask import AttentionMask
@@ -147,7 +149,7 @@ def compare_results(
     return f"{text}\nequal within rounding"
 
 
-def planned_memory(config: Config, dp: int, cp: int) -> Memory:
+def planned_memory(config: Config, dp: int, cp: int, schedule: str = "fused") -> Memory:
     """Return the memory of a rank that the planner expects of a run of our own model on GPUs."""
     model = config.shape()
     shape = ModelShape(
@@ -164,9 +166,42 @@ def planned_memory(config: Config, dp: int, cp: int) -> Memory:
     sequences = config.batch_size // (config.accumulate * dp)
     window = None if model.window is None else (model.window - 1, 0)
     mask = AttentionMask(config.seq_len, config.seq_len, causal=True, window=window)
-    call = RingCall(mask, cp, heads_of(shape, batch=sequences))
+    call = RingCall(mask, cp, heads_of(shape, batch=sequences), schedule=schedule)
     rows = sequences * -(-config.seq_len // cp)
-    return training_memory(shape, rows, call, shards=dp * cp, recompute=config.recompute, mlp_rows=rows)
+    return training_memory(
+        shape, rows, call, shards=dp * cp, recompute=config.recompute, mlp_rows=rows, reserve=RESERVE
+    )
+
+
+def check_memory(config: Config, world_size: int, whole: int) -> str:
+    """Return the planned memory of a run of our own model in words; raise Refusal if GPUs of `whole` bytes cannot hold it."""
+    dp, cp = mesh_sizes(config.mesh, world_size)
+
+    def plan(ranks: int = cp, **changes: Any) -> Memory:
+        # where the buffers of a fused ring do not fit, the ring takes the stepwise schedule
+        one = replace(config, **changes)
+        plans = [planned_memory(one, dp, ranks, schedule) for schedule in ("fused", "stepwise")]
+        return plans[0] if plans[0].total <= whole else min(plans, key=lambda memory: memory.total)
+
+    flags = {
+        "recompute": "--recompute {}",
+        "accumulate": "--accumulate {}",
+        "ranks": "rings of {} ranks",
+        "seq_len": "--seq-len {}",
+    }
+    tries: list[tuple[str, Any]] = [
+        ("recompute", "selective"),
+        ("recompute", "full"),
+        ("accumulate", config.batch_size // dp),
+    ]
+    tries += [("ranks", cp << x) for x in range(1, 8)]
+    tries += [("seq_len", config.seq_len >> x) for x in range(1, 12) if config.seq_len >> x >= cp]
+    planned, fitting = plan(), dict[str, str]()
+    for name, value in tries if planned.total > whole else ():
+        if name not in fitting and (total := plan(**{name: value}).total) <= whole:
+            fitting[name] = f"{flags[name].format(value)} ({total / 2**30:.1f} GiB)"
+    remedy = f"take {' or '.join([*fitting.values(), '--no-check-memory to go on anyway'])}"
+    return check_fits(planned, whole, remedy, refuse=config.check_memory)
 
 
 class Run:
@@ -184,6 +219,10 @@ class Run:
         except ValueError as error:
             raise Refusal(str(error)) from None
         self.recipe = config.recipe(rank.device, self.corpus.separator)
+        self.bar: Any = None
+        whole = least_gpu_bytes(rank)
+        if whole is not None and config.model is None:
+            self.print(check_memory(config, rank.world_size, whole))
         self.checkpoints = Checkpoints(self.out, rank)
         # a group per rank, for steps without the others
         self._single: Any = dist.new_group([rank.index], use_local_synchronization=True)
@@ -201,7 +240,6 @@ class Run:
         self.metrics_log = MetricsLog(self.out, self.start, writes=rank.first)
         clocked = rank.device.type == "cuda" and not config.compile
         self._timer = AttentionTimer(self._single) if clocked else None
-        self.bar: Any = None
         self._unit = "byte" if self.tokenizer is None else "token"
 
     def build(self) -> nn.Module:
@@ -286,17 +324,6 @@ class Run:
         where = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "CPU"
         micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
         packed = f", packed to {first.tokens.shape[1]:,}" if config.packs else ""
-        if rank.device.type == "cuda" and config.model is None:
-            planned, whole = (
-                planned_memory(config, parallel.dp, parallel.cp).total,
-                torch.cuda.mem_get_info(rank.device)[1],
-            )
-            beyond = (
-                ""
-                if planned < whole
-                else ": it does not fit; take more ranks, --recompute selective or a shorter --seq-len"
-            )
-            self.print(f"planned memory {planned / 2**30:.1f} of {whole / 2**30:.0f} GiB per GPU{beyond}")
         self.print(
             f"{self.trainer.num_parameters / 1e6:.2f}M parameters, {str(self.recipe.dtype).removeprefix('torch.')}, "
             f"{rank.world_size} rank(s) (dp {parallel.dp} x cp {parallel.cp}) on {where}, backend {rank.backend}\n"

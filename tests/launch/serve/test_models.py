@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 from collections import Counter
 from functools import cache
@@ -20,11 +21,12 @@ from hypothesis import strategies as st
 
 from ringattn.launch.runtime.distributed import Rank, Refusal
 from ringattn.launch.runtime.model_optimization import optimize_model
+from ringattn.launch.serve import run as serve_run
 from ringattn.launch.serve import scheduler as scheduler_module
-from ringattn.launch.serve.config import check_model
+from ringattn.launch.serve.config import ServeArgs, check_model
 from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings
 from ringattn.launch.serve.model_runner import ModelRunner
-from ringattn.launch.serve.models import broadcast_weights, describe_cache, load_model, make_cache
+from ringattn.launch.serve.models import broadcast_weights, check_memory, describe_cache, load_model, make_cache
 from ringattn.launch.serve.sampling import Logprob, Sampling, sample_tokens
 from ringattn.launch.serve.scheduler import Request, Scheduler
 from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer, ChatTemplateError, PretrainedTokenizer
@@ -506,3 +508,36 @@ def test_a_model_that_can_not_be_changed_is_served_as_it_is(monkeypatch, flags, 
     assert (found.fused, found.split) == (7 * ("compile" in done), 3 * ("parallel" in done))
     assert len(found.messages) == len(said)
     assert all(words in line for words, line in zip(said, found.messages, strict=True))
+
+
+def test_what_a_gpu_cannot_hold_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    def check(gib: float, **flags: Any) -> str:
+        args = ServeArgs(str(tmp_path / "config.json"), dtype="bfloat16", **flags)
+        return check_memory(args, CPU, 2, int(gib * 2**30))
+
+    # 1 GiB of embedding, and keys and values of 1 KiB a token
+    sizes = {"vocab_size": 2**17, "hidden_size": 4096, "tie_word_embeddings": True, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    planned = check(4)
+    assert planned.startswith("planned memory 2.")
+    with pytest.raises(Refusal, match="no cache fits beside the weights, which every rank holds"):
+        check(2)
+    with pytest.raises(
+        Refusal, match=r"got a plan of .*weights 1.0.*kv_cache 3.0.*pass --cache-gib 1.\d+ or less"
+    ) as caught:
+        check(4, cache_gib=3.0)
+    most = re.search(r"--cache-gib ([\d.]+)", str(caught.value))
+    assert most is not None
+    assert check(4, cache_gib=float(most[1])).startswith("planned memory 4.0 of 4.0")
+    with pytest.raises(Refusal, match="pass --max-len and --max-tokens of at most") as caught:
+        check(4, max_tokens=10**8)
+    tokens = re.search(r"at most (\d+)", str(caught.value))
+    assert tokens is not None
+    assert check(4, max_tokens=int(tokens[1])).startswith("planned memory 4.0 of 4.0")
+    assert check(4, max_tokens=int(tokens[1]) * 2, kv_dtype="fp8").startswith("planned memory")
+    assert check(4, cache_gib=float(most[1]) + 0.1).startswith("warning: planned memory 4.1 of 4.0")
+    monkeypatch.setattr(serve_run, "least_gpu_bytes", lambda _: 2**30)
+    monkeypatch.setattr(serve_run, "load_model", lambda *_, **__: pytest.fail("nothing is loaded before"))
+    with pytest.raises(Refusal, match=r"a rank must fit into 1\.0 GiB of a GPU"):
+        serve_run._prepare(ServeArgs(str(tmp_path / "config.json")), Rank(0, 1, CPU, "none", 0))

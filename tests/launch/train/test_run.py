@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ringattn.launch.runtime import distributed
 from ringattn.launch.runtime.distributed import REFUSED, Rank, Refusal, describe_failures, launch_ranks
+from ringattn.launch.train import run
 from ringattn.launch.train.checkpoint import (
     Checkpoints,
     check_checkpoint,
@@ -45,7 +47,7 @@ from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, read_rows
 from ringattn.launch.train.model import ModelConfig, Transformer
 from ringattn.launch.train.parallel import make_parallel, single_process_group
 from ringattn.launch.train.pretrained import read_config_json
-from ringattn.launch.train.run import check_continues, choose_checkpoint, planned_memory
+from ringattn.launch.train.run import check_continues, check_memory, choose_checkpoint, planned_memory
 from ringattn.launch.train.trainer import Recipe, Trainer
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -529,6 +531,37 @@ def test_the_memory_of_a_run_is_planned() -> None:
     assert 9 < one.total / 2**30 < 19
     assert 2 < four.total / 2**30 < 7
     assert planned_memory(PRESETS["gpu-1m"], 1, 1).total > 5 * one.total
+
+
+def check_memory_of(**flags: Any) -> str:
+    config = dataclasses.replace(PRESETS["gpu-128k"], **flags)
+    return check_memory(config, 1, 16 * 2**30)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_what_would_fit(tmp_path, monkeypatch):
+    assert check_memory_of().startswith("planned memory 1")
+    monkeypatch.setattr(run, "least_gpu_bytes", lambda _: 2**30)
+    monkeypatch.setattr(run.Run, "build", lambda _: pytest.fail("nothing is built before"))
+    said = why_refused(tmp_path, seq_len=2**20, recompute="none")
+    assert re.match(r"a rank must fit into 1.0 GiB of a GPU, got a plan of \d+.\d GiB \(.*activations \d+.\d", said)
+    assert "--no-check-memory" in said
+    # each choice is a run that fits
+    said = check_memory_of(recompute="none", check_memory=False)
+    for name, value in (("recompute", r"--recompute (\w+)"), ("seq_len", r"--seq-len (\d+)")):
+        found = re.search(value, said)
+        assert found is not None, said
+        kind = int if name == "seq_len" else str
+        assert not check_memory_of(**{"recompute": "none", name: kind(found[1])}).startswith("warning")
+
+
+def test_a_plan_within_its_error_warns_and_a_flag_goes_on():
+    planned = planned_memory(PRESETS["gpu-128k"], 1, 1).total
+    assert check_memory(PRESETS["gpu-128k"], 1, int(planned) + 1).startswith("planned memory")
+    assert check_memory(PRESETS["gpu-128k"], 1, int(planned / 1.04)).startswith("warning: planned memory")
+    with pytest.raises(Refusal, match=r"take .*--seq-len 65536"):
+        check_memory(PRESETS["gpu-128k"], 1, int(planned / 1.06))
+    going_on = dataclasses.replace(PRESETS["gpu-128k"], check_memory=False)
+    assert check_memory(going_on, 1, int(planned / 2)).startswith("warning: planned memory")
 
 
 # a validation and a picture after every other step: time to disturb a run before it ends
