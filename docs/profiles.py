@@ -1,4 +1,4 @@
-"""Writes the committed profiles of the planner: H200 from the rows in docs/results, others scaled from it by datasheets.
+"""Writes the committed profiles of the planner: H200, and kernels of H100, from docs/results; the rest scaled by datasheets.
 
 python docs/profiles.py
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from ringattn.launch.plan.fit import fit_h200
+from ringattn.launch.plan.fit import H100_FILE, H100_GROUPS, fit_h100, fit_h200
 from ringattn.planning.profile import PROFILES, KernelCost, Link, Profile, write_profile
 
 RESULTS = Path(__file__).parent / "results"
@@ -47,11 +47,12 @@ def profiles() -> dict[str, Profile]:
         compute=1.0,
         memory=3.35 / 4.8,
         assumed=(
-            "kernels, links and host: those of an H200, which has the same multiprocessors, clocks and NVLink",
+            "links, host, matrix products and slowdowns: those of an H200, which has the same multiprocessors and NVLink",
             "memory: 3.35 TB/s and 80 GB by the datasheet of the SXM module",
         ),
     )
-    h100 = replace(h100, memory_gib=79.1)
+    h100 = fit_h100(RESULTS, h100)
+    h100 = replace(h100, memory_gib=79.1, fitted_from=(f"{H100_FILE}: {', '.join(H100_GROUPS)}",))
     # A100 SXM: 312 TFLOP/s, 108 multiprocessors, 2.04 TB/s, NVLink of 600 GB/s in both directions, 80 GB
     a100 = scaled(
         h200,

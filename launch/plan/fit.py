@@ -36,6 +36,8 @@ FITTED = (
     "model2-128k.json",
 )
 """Rows that the committed profile of H200 is fitted to."""
+H100_FILE, H100_GROUPS = "fa4-h100.json", ("target", "batch")
+"""Rows that the kernels of the committed profile of H100 are fitted to: whole and causal masks."""
 
 
 def kernel_costs(rows: Sequence[Row], profile: Profile) -> Profile:
@@ -199,6 +201,16 @@ def fit_h200(folder: Path) -> Profile:
     profile = sustained(kernels, profile)
     profile = replace(profile, portable=portable_factors(all_kernels))
     return ring_costs(rings, profile)
+
+
+def fit_h100(folder: Path, profile: Profile) -> Profile:
+    """Return a profile with the memory of an H100 whose kernels are fitted to the committed rows of one."""
+    return kernel_costs([row for row in h100_rows(folder) if row["group"] in H100_GROUPS], profile)
+
+
+def h100_rows(folder: Path) -> list[Row]:
+    """Return the rows of the Hopper kernels on one H100."""
+    return [row for row in read(folder, H100_FILE) if row["who"] == "hopper" and "ms" in row]
 
 
 def is_fitted(row: Row) -> bool:
