@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from ringattn.launch import doctor
+from ringattn.launch.plan.fit import kernel_costs
 from ringattn.launch.plan.measure import Sizes, measure_profile
 from ringattn.launch.runtime.session import open_session
 from ringattn.planning import Profile, estimate, load_profile, write_profile
@@ -64,3 +66,11 @@ def test_a_measured_profile_plans_a_job(pool, tmp_path):
 def test_a_profile_of_the_cpu_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="profile must be measured on GPUs, got the CPU"):
         doctor.main(["--device", "cpu", "--profile", str(tmp_path / "x.json")])
+
+
+def test_kernels_are_fitted_where_memory_was_measured_far_too_slow():
+    """A copy on a busy host may take longer than the kernels beside it."""
+    slow = dataclasses.replace(load_profile("h200"), memory_gbps=0.01)
+    row = {"mask": "causal", "seq_len": 64, "batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 64, "dtype": "bf16"}
+    rows = [{**row, "window": 64, "document": 64, "direction": way, "ms": 0.1} for way in ("forward", "backward")]
+    assert kernel_costs(rows, slow).forward[64].block > 0
