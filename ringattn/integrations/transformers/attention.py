@@ -125,6 +125,10 @@ def attend(
     # an error raised here on one rank is raised on the others too
     with nullcontext() if ring is None else ring.propagate_errors():
         check_supported(others, "attention")
+        if tree is not None and (sharding is None or step is not None):
+            raise ValueError(
+                "tree must come with a sharding and without a step, got another call; pass the batch through shard_batch(tree=...)"
+            )
         if sharding is not None:
             check_supported(others, "sharded attention")
         mask = _check_mask(attention_mask)

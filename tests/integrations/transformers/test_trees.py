@@ -90,6 +90,12 @@ def test_windows_shorter_than_a_path_are_refused() -> None:
         make("mistral", "ringattn", sliding_window=5)(**shard_batch(batch, Ring(), tree=tree))
 
 
+def test_a_tree_without_a_sharding_is_refused() -> None:
+    batch, tree = pack_answers(samples())
+    with pytest.raises(ValueError, match="tree must come with a sharding"):
+        make("llama", "ringattn")(input_ids=batch["input_ids"], tree=tree, use_cache=False)
+
+
 def test_positions_of_another_tree_are_refused() -> None:
     batch, tree = pack_answers(samples())
     part = shard_batch(batch, Ring(), tree=tree)
