@@ -47,7 +47,7 @@ def compiled(n, m, expression, documents=None):
     return mask
 
 
-@settings(max_examples=500)
+@settings(max_examples=6000, deadline=None)
 @given(problems())
 def test_terms_show_each_visible_pair_once_from_both_sides(problem):
     n, m, expression = problem
@@ -63,7 +63,7 @@ def test_terms_show_each_visible_pair_once_from_both_sides(problem):
             assert eval(repr(expression), dict(vars(masks))) == expression
 
 
-@settings(max_examples=300)
+@settings(max_examples=4000, deadline=None)
 @given(
     problems(),
     st.integers(1, 5),
@@ -96,7 +96,7 @@ def test_every_visible_pair_is_computed_once_and_only_seen_rows_move(problem, wo
     assert sorted(computed) == sorted(wanted)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(2, 14).flatmap(lambda n: st.tuples(st.just(n), expressions(n, n), st.sets(st.integers(1, n - 1)))))
 def test_documents_of_the_sharding_are_part_of_the_mask(problem):
     n, expression, inner = problem

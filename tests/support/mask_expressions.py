@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 
 from ringattn import masks
+from ringattn.plan.mask_union import MaskUnion
 
 
 def stretches(draw, n, least=0):
@@ -53,3 +54,12 @@ def expressions(n, m):
         lambda inner: st.tuples(inner, inner, st.booleans()).map(lambda x: x[0] & x[1] if x[2] else x[0] | x[1]),
         max_leaves=4,
     )
+
+
+def is_flat(mask, n, documents):
+    """Whether a mask over n tokens has as few intervals as calls take."""
+    try:
+        MaskUnion(n, n, mask, documents).intervals("keys", 0)
+    except NotImplementedError:
+        return False
+    return True

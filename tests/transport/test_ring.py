@@ -28,7 +28,7 @@ from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_plan
 from ringattn.transport.simulated import SimulatedTransport
 from tests.support.budget import assert_within_budget
-from tests.support.mask_expressions import expressions
+from tests.support.mask_expressions import expressions, is_flat
 from tests.support.pool import Pool, Pools
 from tests.support.random_calls import Attention
 
@@ -296,8 +296,9 @@ def attentions(draw: st.DrawFn) -> Attention:
     if draw(st.booleans()):
         mask["lengths"] = tuple(tuple(sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))) for _ in range(batch))
     cuts = draw(st.lists(st.integers(0, n), max_size=4))
+    documents = (0, *sorted(cuts), n) if cuts else None
     if draw(st.booleans()):
-        mask = {"mask": draw(expressions(n, n))}
+        mask = {"mask": draw(expressions(n, n).filter(lambda found: is_flat(found, n, documents)))}
     names = ("sinks", "alibi_slopes", "key_bias", "bias")
     options: dict[str, Any] = {"softcap": draw(st.sampled_from([0.0, 2.0]))}
     if draw(st.booleans()):
@@ -309,14 +310,14 @@ def attentions(draw: st.DrawFn) -> Attention:
         num_kv_heads=hk,
         features=tuple(name for name in names if draw(st.booleans())),
         mask=mask,
-        documents=(0, *sorted(cuts), n) if cuts else None,
+        documents=documents,
         options=options,
         seed=draw(st.integers(0, 1000)),
     )
 
 
 @settings(max_examples=40, deadline=None)
-@given(case=attentions(), layout=st.sampled_from(LAYOUTS), world_size=st.integers(1, 8))
+@given(case=attentions(), layout=st.sampled_from(LAYOUTS), world_size=st.integers(1, 16))
 def test_any_call_on_any_ring_is_attention(case: Attention, layout: str, world_size: int) -> None:
     Standard(case).check(simulate(case, layout, world_size))
 
