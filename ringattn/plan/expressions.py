@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property, reduce
+from dataclasses import dataclass, field, fields
+from functools import reduce
 from itertools import pairwise
 from operator import and_, index, or_
 from typing import Any, ClassVar
@@ -51,6 +51,11 @@ class Mask(ABC):
     """
 
     word: ClassVar[str]
+    _text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # now: torch.compile, which calls with a mask, does not trace the lock of a cached property
+        object.__setattr__(self, "_text", repr(self.spec))
 
     def __and__(self, other: Mask) -> Mask:
         return Intersection((*_flat(self, Intersection), *_flat(_checked(other), Intersection)))
@@ -102,15 +107,15 @@ class Mask(ABC):
         """Batch elements with visible pairs of their own; None: all have the same."""
         return None
 
-    @cached_property
+    @property
     def text(self) -> str:
         """The literal of `spec`, which is part of the text of a call."""
-        return repr(self.spec)
+        return self._text
 
     @property
     def spec(self) -> tuple[Any, ...]:
         """The mask as nested tuples of primitives, which `from_spec` reads."""
-        return (self.word, *(getattr(self, field.name) for field in fields(self)))
+        return (self.word, *(getattr(self, one.name) for one in fields(self) if one.init))
 
     def __repr__(self) -> str:
         return f"{self.word}({', '.join(map(repr, self.spec[1:]))})"
