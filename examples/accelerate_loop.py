@@ -52,9 +52,9 @@ def main() -> None:
         quarters = [sum(losses[start : start + 10]) / 10 for start in range(0, 40, 10)]
         print(f"{accelerator.num_processes} process(es)")
         print("loss of steps 1-5, 6-10, 11-15, 16-20:", " ".join(f"{loss:.4f}" for loss in quarters))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    if dist.is_initialized():  # when the model is gone: its replicas must not outlive the group
+        dist.destroy_process_group()
