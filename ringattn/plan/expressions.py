@@ -415,11 +415,25 @@ class Blocks(Mask):
 
 
 @dataclass(frozen=True, repr=False)
-class Intersection(Mask):
+class _Combined(Mask):
+    """A mask of parts."""
+
+    parts: tuple[Mask, ...]
+
+    @property
+    def batch_size(self) -> int | None:
+        return _common_batch(self.parts)
+
+    @property
+    def spec(self) -> tuple[Any, ...]:
+        return (self.word, *(part.spec for part in self.parts))
+
+
+@dataclass(frozen=True, repr=False)
+class Intersection(_Combined):
     """Pairs that all parts show."""
 
     word: ClassVar[str] = "all"
-    parts: tuple[Mask, ...]
 
     def visible(self, i: Any, j: Any, *, b: int = 0, documents: tuple[int, ...] | None = None) -> Any:  # noqa: D102
         for part in self.parts:
@@ -437,24 +451,15 @@ class Intersection(Mask):
             found = [term for a in found for b in more if not (term := both(a, b)).is_empty]
         return found
 
-    @property
-    def batch_size(self) -> int | None:  # noqa: D102
-        return _common_batch(self.parts)
-
-    @property
-    def spec(self) -> tuple[Any, ...]:  # noqa: D102
-        return (self.word, *(part.spec for part in self.parts))
-
     def __repr__(self) -> str:
         return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
 
 
 @dataclass(frozen=True, repr=False)
-class Union(Mask):
+class Union(_Combined):
     """Pairs that one part shows at least."""
 
     word: ClassVar[str] = "any"
-    parts: tuple[Mask, ...]
 
     def visible(self, i: Any, j: Any, **context: Any) -> Any:  # noqa: D102
         return reduce(or_, (part.visible(i, j, **context) for part in self.parts))
@@ -466,24 +471,15 @@ class Union(Mask):
                 found = united(found, term)
         return found
 
-    @property
-    def batch_size(self) -> int | None:  # noqa: D102
-        return _common_batch(self.parts)
-
-    @property
-    def spec(self) -> tuple[Any, ...]:  # noqa: D102
-        return (self.word, *(part.spec for part in self.parts))
-
     def __repr__(self) -> str:
         return " | ".join(f"({part!r})" if isinstance(part, Intersection) else repr(part) for part in self.parts)
 
 
 @dataclass(frozen=True, repr=False)
-class PerBatch(Mask):
+class PerBatch(_Combined):
     """A mask of its own for each batch element."""
 
     word: ClassVar[str] = "per_batch"
-    parts: tuple[Mask, ...]
 
     def visible(self, i: Any, j: Any, *, b: int = 0, **context: Any) -> Any:  # noqa: D102
         return self.parts[b].visible(i, j, b=b, **context)
@@ -494,10 +490,6 @@ class PerBatch(Mask):
     @property
     def batch_size(self) -> int | None:  # noqa: D102
         return len(self.parts)
-
-    @property
-    def spec(self) -> tuple[Any, ...]:  # noqa: D102
-        return (self.word, *(part.spec for part in self.parts))
 
     def __repr__(self) -> str:
         return f"per_batch({list(self.parts)!r})"

@@ -22,14 +22,11 @@ from torch.utils.data import get_worker_info
 from ringattn.integrations.transformers.model_hooks import watch_models
 from ringattn.integrations.transformers.positions import document_positions, read_cumulative, read_documents
 from ringattn.integrations.transformers.support import IMAGE_KEYWORDS, check_supported
-from ringattn.integrations.transformers.trees import check_tree_batch
+from ringattn.integrations.transformers.trees import IGNORE_INDEX, check_tree_batch
 from ringattn.plan.expressions import Mask, Tree
 from ringattn.plan.sharding import Sharding
 from ringattn.planning.packing import PackedSequence, place
 from ringattn.ring import Ring
-
-IGNORE_INDEX = -100
-"""Label of a token that is not predicted, as in transformers."""
 
 COMPARED = 2
 """First batches of a ring whose tokens are compared between ranks, to find mistakes in reading data."""

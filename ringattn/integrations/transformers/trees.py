@@ -19,6 +19,7 @@ from ringattn.plan.expressions import Tree, tree
 from ringattn.plan.sharding import Sharding
 
 IGNORE_INDEX = -100
+"""Label of a token that is not predicted, as in transformers."""
 
 
 def pack_answers(samples: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> tuple[dict[str, Tensor], Tree]:
