@@ -72,6 +72,12 @@ def table(heads: list[str], rows: Iterable[list[object]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+TRAINER_NAMES = {
+    "sdpa": "Trainer, sdpa",
+    "flash": "Trainer, torch's flash kernel",
+    "ringattn": "Trainer, ringattn",
+    "ring_trainer": "RingTrainer, ringattn",
+}
 Column = tuple[str, str] | Callable[[Row], object]
 
 
@@ -690,6 +696,35 @@ def _millions(rows: list[Row]) -> str:
     return " and ".join(sorted({f"{row['parameters'] / 1e6:.1f}M" for row in rows}))
 
 
+def trainers() -> str:
+    """Training steps of transformers' Trainer on one GPU by attention."""
+    runs = runs_of("hf-trainer")
+    rows = latest(runs, lambda row: values_of(row, ("seq_len", "who")))
+    if not rows:
+        return ""
+    first = rows[0]
+    body = table_of(
+        rows,
+        {
+            "context": ("seq_len", "{:,}"),
+            "trainer, attention": lambda row: TRAINER_NAMES[row["who"]],
+            "seconds per step": ("step_s", "{:.3f}"),
+            "tokens/s": ("tokens_per_s", "{:,.0f}"),
+            "over sdpa": ("ratio", "{:.2f}"),
+            "overhead of the mixin": ("overhead", "{:.1%}"),
+            "MFU": ("mfu_percent", "{:.1f}%"),
+            "GiB": ("peak_gib", "{:.1f}"),
+            "steps": ("steps", "{}"),
+        },
+    )
+    return (
+        f"### Trainer of transformers\n\nOne GPU, one sequence per step, a model of {first['layers']} layers with the widths of "
+        f"Llama 3 8B and a vocabulary of {first['vocab_size']:,}, random weights in bf16, AdamW, blocks checkpointed. Median of "
+        f"the steps; loss and gradient norm of the first step equal those with sdpa. "
+        f"{' '.join(source(run['machine']) for run in runs)}\n\n{body}"
+    )
+
+
 def model_rows(runs: list[Any]) -> list[Row]:
     """Return the rows of all runs of `bench model`, shortest context first."""
     names = ("world_size", "seq_len", "layers")
@@ -1075,6 +1110,7 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     memory,
     softmax,
     training,
+    trainers,
     models,
     inference,
     serving,
