@@ -13,6 +13,7 @@ import importlib.util
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -762,7 +763,7 @@ def models() -> str:
         f"### Whole models\n\nTraining steps of a model with the shape of Llama 3 8B (dim {first['dim']:,}, "
         f"{first['heads']}/{first['kv_heads']} heads of {first['head_dim']}, SwiGLU {first['mlp_dim']:,}, vocabulary "
         f"{first['vocab_size']:,}) cut to the given number of layers, random weights, FSDP2, AdamW, blocks checkpointed; "
-        "`ringattn` keeps what attention returned, the others compute it again. MFU counts nothing that is computed again, beside "
+        "`ringattn` saves the output of attention, the others recompute it. MFU does not count recomputation; the peak is "
         f"989 TFLOP/s. `launch/bench/model.py` has the definitions. {said}\n\n{body}"
     )
     if drawing().model_lines(rows):
@@ -916,7 +917,7 @@ def inference() -> str:
     bandwidths = [next(row for row in run["rows"] if row["part"] == "bandwidth") for run in runs]
     parts = [
         "### Inference\n\nA model with the shape of Llama 3 8B, cut to the given number of layers, random weights, in "
-        "transformers; its K/V in a cache that is sharded over the GPUs. Everything is checked before it is timed. "
+        "transformers, with a KV cache that is sharded over the GPUs. Results are checked before they are timed. "
         "`launch/bench/inference.py` has the definitions.",
         *(
             f"Run {index + 1}, {band['read_gbps']:,.0f} GB/s read ({band['who']}): {source(run['machine'])}"
@@ -933,15 +934,14 @@ def inference() -> str:
         ),
         (
             "Attention of a prompt",
-            "One layer: bringing a prompt to the cache, beside the forward of training over as many tokens, in turns; TFLOP/s per "
-            "GPU.",
+            "One layer: prefill of a prompt, beside the forward of training over as many tokens, in turns; TFLOP/s per GPU.",
             table_of_prompt_attention(rows),
         ),
         (
             "Time per token",
             "Every token is on the host before the next one begins. The bound is the bytes of weights, keys and values on a GPU "
-            "over the bandwidth; ratio and tokens/s are the graph's where there is one. From 0.11 on the model is fused and split, "
-            "and the bytes are those that a GPU reads then; beside it the model as transformers writes it, in the same run.",
+            "over the bandwidth; ratio and tokens/s are the graph's where there is one. Where the JSON has `split`, the model is "
+            'fused and tensor parallel; "as written" is the model as transformers writes it, in the same run.',
             table_of_tokens(rows),
         ),
         (
@@ -952,7 +952,7 @@ def inference() -> str:
         (
             "Attention over the cache",
             "One new token, all that `attend` does for a layer, replayed from a CUDA graph (with `*`: plain calls), beside the "
-            "bytes of K and V on a GPU over the bandwidth. The goal is 1.25 times that and 15 us, from batch 8 on 1.15 times.",
+            "bytes of K and V on a GPU over the bandwidth. The goal is that times 1.25, from batch 8 on times 1.15, plus 15 us.",
             table_of_cached_attention(rows),
         ),
         (
@@ -1080,12 +1080,12 @@ def serving() -> str:
         ("One request at a time", "", table_of_lone_requests(rows)),
         (
             "Many clients",
-            "Each asks again as soon as it has its answer; times are of all answers, queue included.",
+            "Each client sends its next request as soon as it has its answer; times are of all answers, queue included.",
             table_of_loads(rows),
         ),
         (
             "Clients within a latency",
-            "The most clients, doubled from one, whose 95th percentile of the time per token holds it are bold.",
+            "Bold: most clients, doubled from one, whose 95th percentile of the time per token is within the latency.",
             table_of_held_latencies(rows),
         ),
     ):
@@ -1122,11 +1122,18 @@ def everything() -> list[str]:
     return [body for section in SECTIONS if (body := section())]
 
 
+def wrapped(line: str) -> str:
+    """Line of prose in lines of at most 140 characters; rows of tables and images stay whole."""
+    whole = line.startswith(("|", "!"))
+    return line if whole else textwrap.fill(line, 140, break_long_words=False, break_on_hyphens=False)
+
+
 def page() -> str:
     """Return docs/results.md with all sections between its marks."""
     before, rest = PAGE.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n" + "\n\n".join(everything()) + f"\n\n{END}{after}"
+    sections = "\n".join(map(wrapped, "\n\n".join(everything()).splitlines()))
+    return f"{before}{BEGIN}\n\n{sections}\n\n{END}{after}"
 
 
 def main() -> int:
