@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ringattn.integrations.linear.fla_scan import fla_kernels, scan_rows_fla
+from ringattn.integrations.linear.fla_scan import fla_refusal, scan_rows_fla
 from ringattn.integrations.linear.local_scan import scan_rows
 from ringattn.integrations.linear.rank_scan import keep_in_graph, rows_before, scan_ranks
 from ringattn.integrations.linear.segments import Chain, chain_of
@@ -70,7 +70,7 @@ def gated_delta_rule(
     """
     with _propagate_errors(sharding):
         chain = _check(q, k, v, sharding, {"g": g, "beta": beta})
-        uses_fla = _resolve_kernels(kernels, v)
+        uses_fla = _resolve_kernels(kernels, k, v)
     _compare("gated_delta_rule", sharding, q, k, v, g, beta)
     full = _scan_dtype(v)
     q, k, g = q.to(full), k.to(full), g.to(full)
@@ -129,7 +129,7 @@ def mamba2_scan(
                 raise ValueError(
                     f"{name} must have shape {(x.shape[2],)}, got {tuple(per_head.shape)}; one number per head"
                 )
-        uses_fla = _resolve_kernels(kernels, x)
+        uses_fla = _resolve_kernels(kernels, b, x)
     _compare("mamba2_scan", sharding, c, b, x, dt)
     full = _scan_dtype(x)
     dt = dt.to(full)
@@ -272,17 +272,14 @@ def _check(
     return chain
 
 
-def _resolve_kernels(kernels: str, v: Tensor) -> bool:
+def _resolve_kernels(kernels: str, k: Tensor, v: Tensor) -> bool:
     """Return whether fla computes the scan of this rank's rows."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, got {kernels!r}; leave it out for 'auto'")
-    suits = v.device.type == "cuda" and v.dtype in (torch.float16, torch.bfloat16)
-    if kernels == "fla" and not (suits and fla_kernels()):
-        raise NotImplementedError(
-            f"kernels='fla' must get fp16 or bf16 on a GPU, and the package flash-linear-attention, got {v.dtype} on "
-            f"{v.device.type}; install it, or use kernels='torch'"
-        )
-    return kernels != "torch" and suits and fla_kernels() is not None
+    refusal = None if kernels == "torch" else fla_refusal(k.shape[3], v.shape[3], v.dtype, v.device)
+    if kernels == "fla" and refusal is not None:
+        raise NotImplementedError(f"kernels='fla' must {refusal}")
+    return kernels != "torch" and refusal is None
 
 
 def _scan_dtype(v: Tensor) -> torch.dtype:
