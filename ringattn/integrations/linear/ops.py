@@ -188,7 +188,7 @@ def causal_conv1d(
     _compare("causal_conv1d", sharding, x)
     dtype, count = x.dtype, weight.shape[1] - 1
     before, gathered = rows_before(x, count, chain, sharding)
-    # each segment behind the rows before it: zeros, or for a run that continues those of the run before
+    # each segment behind the rows before it: zeros where its document begins
     pieces, kept, place = list[Tensor](), list[Tensor](), 0
     for number, run in enumerate(chain.runs):
         for segment in chain.segments[slice(*run.segments)]:

@@ -135,6 +135,9 @@ def on_ranks(
         (9, "zigzag", None),
         (3, "contiguous", None),
         (140, "contiguous", (0, 70, 140)),
+        # documents that begin in the last rows of a run: fewer rows than a convolution reaches back to
+        (40, "contiguous", (0, 19, 40)),
+        (17, "zigzag", (0, 5, 17)),
     ],
 )
 def test_ranks_equal_the_definition(
