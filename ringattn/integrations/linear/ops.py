@@ -125,7 +125,10 @@ def mamba2_scan(
     with _propagate_errors(sharding):
         chain = _check(c, b, x, sharding, {"dt": dt}, names=("c", "b", "x"))
         for name, per_head in (("a", a), ("d", d)):
-            if per_head is not None and tuple(per_head.shape) != (x.shape[2],):
+            if per_head is None:
+                continue
+            check_tensor(name, per_head)
+            if tuple(per_head.shape) != (x.shape[2],):
                 raise ValueError(
                     f"{name} must have shape {(x.shape[2],)}, got {tuple(per_head.shape)}; one number per head"
                 )
@@ -171,8 +174,9 @@ def causal_conv1d(
     """
     with _propagate_errors(sharding):
         check_sharding(sharding)
-        check_tensor("x", x)
         chain = chain_of(sharding)
+        for name, tensor in (("x", x), ("weight", weight), *(() if bias is None else (("bias", bias),))):
+            check_tensor(name, tensor)
         if x.dim() != 3 or x.shape[1] != sharding.shard_len:
             raise ValueError(
                 f"x must be `batch rows channels` with this rank's {sharding.shard_len} rows, got shape {tuple(x.shape)}; "
@@ -183,6 +187,8 @@ def causal_conv1d(
                 f"weight must be `channels taps` with {x.shape[2]} channels, got shape {tuple(weight.shape)}; "
                 "pass conv1d.weight.squeeze(1)"
             )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must have shape {(x.shape[2],)}, got {tuple(bias.shape)}; one number per channel")
         if activation not in (None, "silu"):
             raise ValueError(f"activation must be 'silu' or None, got {activation!r}; apply another one to the result")
     _compare("causal_conv1d", sharding, x)

@@ -205,6 +205,19 @@ def test_inconsistent_calls_are_refused(change: dict[str, Any], match: str) -> N
         gated_delta_rule(**{**call, **change})
 
 
+def test_weights_that_do_not_fit_are_refused() -> None:
+    sharding = Ring().sharding(5, "contiguous")
+    x, one = torch.ones(1, 5, 2, 3), torch.ones(1, 5, 2)
+    with pytest.raises(ValueError, match=r"weight must be `channels taps` with 2 channels, got shape \(3, 4\)"):
+        causal_conv1d(one, torch.ones(3, 4), None, sharding)
+    with pytest.raises(ValueError, match=r"bias must have shape \(2,\), got \(3,\)"):
+        causal_conv1d(one, torch.ones(2, 4), torch.ones(3), sharding)
+    with pytest.raises(ValueError, match="activation must be 'silu' or None, got 'gelu'"):
+        causal_conv1d(one, torch.ones(2, 4), None, sharding, activation="gelu")
+    with pytest.raises(ValueError, match=r"d must have shape \(2,\), got \(3,\)"):
+        mamba2_scan(x, one, -torch.ones(2), x, x, sharding, d=torch.ones(3))
+
+
 def test_shards_with_strides_are_refused() -> None:
     from ringattn.plan.layouts import striped
 
