@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringattn import Ring
 
@@ -54,10 +55,13 @@ def test_a_ring_in_bf16_errs_no_more_than_torch(name: str) -> None:
     )
     arguments = case.arguments()
     exact = results(case.make(), arguments, torch.float64)
-    torchs = results(case.make(), arguments, torch.bfloat16)
+    # by torch 2.11 on an H200, gradients under masks of keys are NaN with the backend that it chooses
+    with sdpa_kernel(SDPBackend.MATH):
+        torchs = results(case.make(), arguments, torch.bfloat16)
     model = case.make()
     enable_ring(model, Ring())
     ours = results(model, arguments, torch.bfloat16)
+    assert all(x.isfinite().all() for x in ours)
 
     def errors(found: list[Tensor]) -> tuple[float, float]:
         """Relative error of the output in the 2-norm, and the median over gradients, some of which are all noise."""

@@ -26,7 +26,12 @@ Scan = Callable[..., LocalScan]
 
 
 def scan_errors(
-    scan: Scan, case: tuple[int, str, int, int, tuple[int, ...] | None], gated: bool, device: str, dtype: torch.dtype
+    scan: Scan,
+    case: tuple[int, str, int, int, tuple[int, ...] | None],
+    gated: bool,
+    device: str,
+    dtype: torch.dtype,
+    gradients: bool = True,
 ) -> dict[str, float]:
     """Relative root mean square errors of a scan against the plain torch one in fp64, by name."""
     n, layout, world_size, rank, documents = case
@@ -52,15 +57,18 @@ def scan_errors(
     do = torch.randn(b, s, heads, e, generator=random)
 
     def run(scan: Scan, whole: bool) -> dict[str, Tensor]:
-        kept = {name: x.to(device, torch.float64 if whole else x.dtype).requires_grad_() for name, x in inputs.items()}
+        kept = {name: x.to(device, torch.float64 if whole else x.dtype) for name, x in inputs.items()}
+        kept = {name: x.requires_grad_(gradients) for name, x in kept.items()}
         full = torch.float64 if whole else torch.float32
         local = scan(**{"beta": None, **kept}, chain=chain)
         o = local.finish([x.to(device, full) for x in before])
+        found = {"o": o, "states": torch.stack(local.states), "decays": torch.stack(local.decays)}
+        if not gradients:
+            return {name: x.double().cpu() for name, x in found.items()}
         total = (o.to(full) * do.to(device, full)).sum()
         for state, decay, x in zip(local.states, local.decays, cotangents, strict=True):
             total = total + (state * x.to(device, full)).sum() + decay.sum()
         total.backward()
-        found = {"o": o, "states": torch.stack(local.states), "decays": torch.stack(local.decays)}
         for name, x in kept.items():
             assert x.grad is not None, "every input has a gradient"
             found[f"d{name}"] = x.grad

@@ -66,11 +66,11 @@ def scan_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, c
     q, k = (rows.split(x).permute(0, 1, 3, 2, 4) for x in (q, k))  # b c k i d
     v = rows.split(v).unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2, 5)  # b c k r i e
     g = rows.split(g).unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2)  # b c k r i
-    total = g.cumsum(-1)
     later = torch.ones(CHUNK_LEN, CHUNK_LEN, dtype=torch.bool, device=v.device).triu(1)
-    # masked before the exponential: above the diagonal it may overflow
-    decay = (total[..., None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
-    since, until = total.exp()[..., None], (total[..., -1:] - total).exp()[..., None]
+    # each sum of its own terms: the difference of two running sums would lose the decays that follow a strong one
+    sums = g[..., None].masked_fill(later.mT.logical_not(), 0).cumsum(-2)
+    decay = sums.masked_fill(later, -torch.inf).exp()
+    since, until = g.cumsum(-1).exp()[..., None], decay[..., -1, :, None]
     whole = since[..., -1:, :]  # b c k r 1 1
     scores = torch.einsum("bckid,bckjd->bckij", q, k)[:, :, :, None] * decay
     w = None

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ringattn.integrations.linear.fla_scan import fla_kernels, scan_rows_fla
+from ringattn.integrations.linear.fla_scan import fla_refusal, scan_rows_fla
 from ringattn.integrations.linear.local_scan import scan_rows
 from ringattn.integrations.linear.rank_scan import keep_in_graph, rows_before, scan_ranks
 from ringattn.integrations.linear.segments import Chain, chain_of
@@ -70,7 +70,7 @@ def gated_delta_rule(
     """
     with _propagate_errors(sharding):
         chain = _check(q, k, v, sharding, {"g": g, "beta": beta})
-        uses_fla = _resolve_kernels(kernels, v)
+        uses_fla = _resolve_kernels(kernels, k, v)
     _compare("gated_delta_rule", sharding, q, k, v, g, beta)
     full = _scan_dtype(v)
     q, k, g = q.to(full), k.to(full), g.to(full)
@@ -125,11 +125,14 @@ def mamba2_scan(
     with _propagate_errors(sharding):
         chain = _check(c, b, x, sharding, {"dt": dt}, names=("c", "b", "x"))
         for name, per_head in (("a", a), ("d", d)):
-            if per_head is not None and tuple(per_head.shape) != (x.shape[2],):
+            if per_head is None:
+                continue
+            check_tensor(name, per_head)
+            if tuple(per_head.shape) != (x.shape[2],):
                 raise ValueError(
                     f"{name} must have shape {(x.shape[2],)}, got {tuple(per_head.shape)}; one number per head"
                 )
-        uses_fla = _resolve_kernels(kernels, x)
+        uses_fla = _resolve_kernels(kernels, b, x)
     _compare("mamba2_scan", sharding, c, b, x, dt)
     full = _scan_dtype(x)
     dt = dt.to(full)
@@ -171,8 +174,9 @@ def causal_conv1d(
     """
     with _propagate_errors(sharding):
         check_sharding(sharding)
-        check_tensor("x", x)
         chain = chain_of(sharding)
+        for name, tensor in (("x", x), ("weight", weight), *(() if bias is None else (("bias", bias),))):
+            check_tensor(name, tensor)
         if x.dim() != 3 or x.shape[1] != sharding.shard_len:
             raise ValueError(
                 f"x must be `batch rows channels` with this rank's {sharding.shard_len} rows, got shape {tuple(x.shape)}; "
@@ -183,12 +187,14 @@ def causal_conv1d(
                 f"weight must be `channels taps` with {x.shape[2]} channels, got shape {tuple(weight.shape)}; "
                 "pass conv1d.weight.squeeze(1)"
             )
+        if bias is not None and bias.shape != weight.shape[:1]:
+            raise ValueError(f"bias must have shape {(x.shape[2],)}, got {tuple(bias.shape)}; one number per channel")
         if activation not in (None, "silu"):
             raise ValueError(f"activation must be 'silu' or None, got {activation!r}; apply another one to the result")
     _compare("causal_conv1d", sharding, x)
     dtype, count = x.dtype, weight.shape[1] - 1
     before, gathered = rows_before(x, count, chain, sharding)
-    # each segment behind the rows before it: zeros, or for a run that continues those of the run before
+    # each segment behind the rows before it: zeros where its document begins
     pieces, kept, place = list[Tensor](), list[Tensor](), 0
     for number, run in enumerate(chain.runs):
         for segment in chain.segments[slice(*run.segments)]:
@@ -272,17 +278,14 @@ def _check(
     return chain
 
 
-def _resolve_kernels(kernels: str, v: Tensor) -> bool:
+def _resolve_kernels(kernels: str, k: Tensor, v: Tensor) -> bool:
     """Return whether fla computes the scan of this rank's rows."""
     if kernels not in KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, got {kernels!r}; leave it out for 'auto'")
-    suits = v.device.type == "cuda" and v.dtype in (torch.float16, torch.bfloat16)
-    if kernels == "fla" and not (suits and fla_kernels()):
-        raise NotImplementedError(
-            f"kernels='fla' must get fp16 or bf16 on a GPU, and the package flash-linear-attention, got {v.dtype} on "
-            f"{v.device.type}; install it, or use kernels='torch'"
-        )
-    return kernels != "torch" and suits and fla_kernels() is not None
+    refusal = None if kernels == "torch" else fla_refusal(k.shape[3], v.shape[3], v.dtype, v.device)
+    if kernels == "fla" and refusal is not None:
+        raise NotImplementedError(f"kernels='fla' must {refusal}")
+    return kernels != "torch" and refusal is None
 
 
 def _scan_dtype(v: Tensor) -> torch.dtype:

@@ -85,7 +85,7 @@ def rows_before(x: Tensor, count: int, chain: Chain, sharding: Sharding) -> tupl
 
     Args:
         x: Rows of this rank, `b s c`.
-        count: Rows wanted before each run; there are zeros before the sequence.
+        count: Rows wanted before each run; there are zeros before its document.
         chain: The runs of all ranks.
         sharding: The sharding of the rows.
 
@@ -106,15 +106,16 @@ def rows_before(x: Tensor, count: int, chain: Chain, sharding: Sharding) -> tupl
     gathered = _gather(mine, chain, sharding)
     lengths = [run.length for shard in sharding.shards for run in shard]
     before = list[Tensor]()
-    for place in chain.mine:
-        rows, missing = list[Tensor](), count
+    for run, place in zip(chain.runs, chain.mine, strict=True):
+        rows, missing = list[Tensor](), min(count, run.preceding)
+        before.append(x.new_zeros(b, count - missing, width))
         for index in reversed(chain.order[:place]):
             taken = min(missing, lengths[index])
             rows.insert(0, gathered[index][:, count - taken :])
             missing -= taken
             if not missing:
                 break
-        before.append(torch.cat([x.new_zeros(b, missing, width), *rows], 1))
+        before += rows
     return torch.cat(before, 1) if before else x.new_zeros(b, 0, width), gathered
 
 

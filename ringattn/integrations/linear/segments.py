@@ -38,10 +38,12 @@ class Run:
 
     Attributes:
         segments: Indices of the rank's segments in it, first and one past the last.
+        preceding: Rows of the document of its first segment that are in earlier runs.
         passes: Whether the state from before reaches its end: it is one segment, which continues.
     """
 
     segments: tuple[int, int]
+    preceding: int
     passes: bool
 
 
@@ -87,16 +89,17 @@ def chain_of(sharding: Sharding) -> Chain:
 
 @lru_cache(maxsize=64)
 def _chain(shards: tuple[Shard, ...], documents: tuple[int, ...], rank: int) -> Chain:
-    begins = sorted(set(documents))
+    begins = set(documents)
     segments, runs, row = list[Segment](), list[Run](), 0
     for run in shards[rank]:
         end = run.start + run.length
-        edges = [run.start, *(x for x in begins if run.start < x < end), end]
+        edges = [run.start, *sorted(x for x in begins if run.start < x < end), end]
         first = len(segments)
         for a, b in itertools.pairwise(edges):
-            segments.append(Segment(row, b - a, a not in documents))
+            segments.append(Segment(row, b - a, a not in begins))
             row += b - a
-        runs.append(Run((first, len(segments)), len(edges) == 2 and segments[first].continues))
+        preceding = run.start - max(x for x in begins if x <= run.start)
+        runs.append(Run((first, len(segments)), preceding, len(edges) == 2 and preceding > 0))
     everywhere = [(run.start, r) for r, shard in enumerate(shards) for run in shard]
     order = sorted(range(len(everywhere)), key=lambda i: everywhere[i])
     return Chain(
@@ -105,7 +108,7 @@ def _chain(shards: tuple[Shard, ...], documents: tuple[int, ...], rank: int) -> 
         tuple(map(len, shards)),
         tuple(order),
         tuple(place for place, i in enumerate(order) if everywhere[i][1] == rank),
-        any(start not in documents for start, _ in everywhere),
+        any(start not in begins for start, _ in everywhere),
     )
 
 

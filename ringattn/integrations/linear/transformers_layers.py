@@ -301,7 +301,7 @@ def _check_unshared() -> None:
         raise RuntimeError(
             f"a model with recurrent layers must be called with a sharding among {ranks} ranks, got none; call it with "
             "shard_batch(batch, ring), or pass sharding=Ring(group_of_this_rank_alone).sharding(seq_len) when every rank has whole "
-            "sequences"
+            "sequences. If it was, this version of transformers does not pass keywords on to its layers: use transformers 5"
         )
 
 

@@ -428,6 +428,12 @@ def test_models_of_4_that_pass_no_keywords_on_are_refused() -> None:
     for kind in ("zamba2", "mamba2"):
         with pytest.raises(NotImplementedError, match="a model must pass keywords on to its layers"):
             replace_recurrent_layers(make(kind, "eager"))
+    ids = tokens(9)
+    for kind in ("bamba", "falcon_h1", "granitemoehybrid"):
+        model = make(kind, "ringattn")
+        replace_recurrent_layers(model)
+        with pytest.raises(NotImplementedError, match="the mask of attention must come from ringattn's mask function"):
+            model(**shard_batch({"input_ids": ids, "labels": ids}, Ring()))
 
 
 def call_wrongly(how: str) -> str:
