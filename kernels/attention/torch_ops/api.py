@@ -172,11 +172,12 @@ def backward(
     *,
     o: Tensor | None = None,
     dlse: Tensor | None = None,
+    delta_made: bool = False,
 ) -> None:
     """Gradients of one ring step (`KernelSet.backward`)."""
     _check(score, rows)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        if o is not None:
+        if o is not None and not delta_made:
             _make_delta(o, do, dlse, delta)
         q, k, v, scale, sign = _scaled(q, k, v, score)
         backend, found = _choose(q, k, v, rows, keys, deterministic=grads.deterministic)
