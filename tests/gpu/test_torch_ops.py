@@ -17,7 +17,15 @@ from ringattn.kernels.attention.torch_ops import api
 from ringattn.kernels.attention.torch_ops.delta_output import output_for
 from ringattn.kernels.registry import select_kernels
 from tests.support.budget import assert_within_budget
-from tests.support.kernel_conformance import CASES, LONG_CASES, Case, run_case, torch_serves
+from tests.support.kernel_conformance import (
+    CASES,
+    LONG_CASES,
+    LONG_TERM_CASES,
+    TERM_CASES,
+    Case,
+    run_case,
+    torch_serves,
+)
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 pytestmark = [
@@ -26,7 +34,7 @@ pytestmark = [
 ]
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-SERVED = [case for case in (*CASES, *LONG_CASES) if torch_serves(case)]
+SERVED = [case for case in (*CASES, *LONG_CASES, *TERM_CASES, *LONG_TERM_CASES) if torch_serves(case)]
 ACTIVATED = ("long_causal_128", "gqa_4", "window_left", "documents", "zigzag_window", "two_visits", "sinks_over_visits")
 STREAMING = masks.causal() & (masks.sinks(8) | masks.window(40))
 TREE = masks.tree([None, 0, 1, 0], [64, 40, 32, 56])
