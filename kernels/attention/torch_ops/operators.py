@@ -190,15 +190,22 @@ def active_flash() -> str | None:
 def why_not_active(q: Tensor, v: Tensor) -> str | None:
     """Return why the activated flash kernel does not serve q `b s h d` and v `b t hk dv`; None: it does, or none was activated."""
     active = active_flash()
-    return None if active is None else _try_active(active, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    if active is None:
+        return None
+    return _try_active(
+        active, q.device, q.dtype, q.shape[-1], v.shape[-1], torch.are_deterministic_algorithms_enabled()
+    )
 
 
 @cache
-def _try_active(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str | None:
+def _try_active(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, deterministic: bool
+) -> str | None:
     """Make a small call of an activated flash kernel, and return how it failed; None: it gave the right lse.
 
     torch calls functions of the kernel's package that change between releases, and finds out when it calls them.
     """
+    del deterministic  # a switch of torch that the call reads, here a part of the key
     n = 128
     q, k, v, do = (torch.zeros(1, n, 1, d, dtype=dtype, device=device) for d in (*[head_dim] * 2, *[v_head_dim] * 2))
     launch = Launch((0, 1), (0, n), (0, n), causal=True)
