@@ -293,6 +293,7 @@ class KernelSet(Protocol):
         *,
         o: Tensor | None = None,
         dlse: Tensor | None = None,
+        delta_made: bool = False,
     ) -> None:
         """Gradients of one ring step. With ds = p * (dp - delta): dq = scale * ds k, dk = scale * ds^T q, dv = p^T do.
 
@@ -300,10 +301,11 @@ class KernelSet(Protocol):
             do: `b s h dv`, contiguous last dim.
             q: See `forward`; also k, v, rows, keys and score.
             lse: `b h s`, natural log: of the finished rows, over all ring steps.
-            delta: `b h s`, from `delta`; where o is given it is made here, and written.
+            delta: `b h s`, from `delta`; where o is given it is made here, and written, unless delta_made.
             grads: Outputs.
-            o: `b s h dv`, contiguous last dim; None: delta is given.
+            o: `b s h dv`, contiguous last dim, of the finished rows; None: delta is given.
             dlse: `b h s`, contiguous last dim, the gradient of lse, with o; None: zero.
+            delta_made: delta was made from this o and dlse, which are for kernels that take them in its place.
         """
         ...
 

@@ -176,14 +176,17 @@ def _torch(request: _Request) -> tuple[bool, str]:
     from ringattn.kernels.attention.torch_ops.operators import available
 
     deterministic = "deterministic" in request.features
-    backends, why_not = available(
+    backends, words = available(
         device, request.dtype, request.head_dim, request.v_head_dim, deterministic=deterministic
     )
-    if not why_not and request.steps is not None:
+    if not backends:
+        return False, words
+    if request.steps is not None:
         from ringattn.kernels.attention.torch_ops.api import refuse_steps
 
-        why_not = refuse_steps(backends, request.steps())
-    return not why_not, why_not or f"torch {torch.__version__} with {' and '.join(backends)}"
+        if (why_not := refuse_steps(backends, request.steps())) is not None:
+            return False, why_not
+    return True, f"torch {torch.__version__} with {words}"
 
 
 def _portable(request: _Request) -> tuple[bool, str]:

@@ -271,9 +271,10 @@ def backward(
     *,
     o: Tensor | None = None,
     dlse: Tensor | None = None,
+    delta_made: bool = False,
 ) -> None:
     """Gradients of one ring step (`KernelSet.backward`); bitwise the same from run to run."""
-    if o is not None:
+    if o is not None and not delta_made:
         delta.copy_(_make_delta(o, do, dlse))
     with _without_tf32(q.device):
         step = _Step.of(q, k, v, rows, keys, score)

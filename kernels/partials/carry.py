@@ -20,58 +20,68 @@ from ringattn.kernels.runtime.optional_triton import import_optional
 LOG2E = math.log2(math.e)
 
 
-def start(carry: SoftmaxState, sinks: Tensor | None) -> None:
-    """Write the carry that nothing was merged into: empty, or the sinks `h` in natural log units."""
-    carry.acc.zero_()
-    if sinks is None:
-        carry.m.fill_(-math.inf)
-        carry.l.zero_()
-    else:
-        carry.m.copy_((sinks.to(carry.m.dtype) * LOG2E)[:, None])
-        torch.gt(carry.m, -math.inf, out=carry.l)
+def of_sinks(sinks: Tensor, o: Tensor, lse: Tensor) -> SoftmaxState:
+    """Return the carry of sinks `h`, in natural log units, for o `b s h dv` and lse `b h s`; acc is one row, expanded."""
+    m = (sinks.to(lse.dtype) * LOG2E)[:, None].expand(lse.shape).contiguous()
+    return SoftmaxState(m, (m > -math.inf).to(m.dtype), m.new_zeros(o.shape[-1]).expand(o.shape))
 
 
-def add_partial(carry: SoftmaxState | None, o: Tensor, lse: Tensor, out: SoftmaxState | tuple[Tensor, Tensor]) -> None:
+def merge(
+    carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out: SoftmaxState | tuple[Tensor, Tensor]
+) -> None:
     """Merge a partial into a carry.
 
     Args:
         carry: m and l `b h s`, acc `b s h dv`; None: empty.
-        o: `b s h dv`, normalised, any floating dtype.
-        lse: `b h s`, natural log, the dtype of m.
-        out: Where the merged carry goes, which may be `carry`; or o and lse, where the finished rows go.
+        partial: o `b s h dv`, normalised, any floating dtype, and lse `b h s`, natural log, the dtype of m; None: empty.
+        out: Where the merged carry goes, which may be `carry`; or o and lse, where the finished rows go. A finished row that
+            has seen nothing is 0 and -inf.
     """
-    if carry is None and isinstance(out, tuple):
-        out[0].copy_(o)
-        out[1].copy_(lse)
+    if carry is None and (partial is None or isinstance(out, tuple)):
+        _copy(partial, out)
         return
+    wide = carry.m if carry is not None else out.m if isinstance(out, SoftmaxState) else out[1]
     fast = (
-        import_optional("ringattn.kernels.partials.carry_triton") if o.is_cuda and lse.dtype == torch.float32 else None
+        import_optional("ringattn.kernels.partials.carry_triton")
+        if wide.is_cuda and wide.dtype == torch.float32
+        else None
     )
     if fast is not None:
-        fast.add_partial(carry, o, lse, out)
+        fast.merge(carry, partial, out)
         return
-    m = lse * LOG2E
-    l, acc = torch.gt(m, -math.inf).to(m.dtype), o.to(m.dtype)  # noqa: E741
-    if carry is not None:
-        top = torch.maximum(carry.m, m)
-        shift = top.masked_fill(top == -math.inf, 0.0)
-        kept, added = torch.exp2(carry.m - shift), torch.exp2(m - shift)
-        l = carry.l * kept + added  # noqa: E741
-        acc = carry.acc * _per_row(kept) + acc * _per_row(added)
-        m = top
-    merged = SoftmaxState(m, l, acc)
-    if isinstance(out, tuple):
-        finish(merged, *out)
-    else:
-        for target, x in zip((out.m, out.l, out.acc), (m, l, acc), strict=True):
+    merged = carry
+    if partial is not None:
+        o, lse = partial
+        m = lse * LOG2E
+        merged = SoftmaxState(m, (m > -math.inf).to(m.dtype), o.to(m.dtype))
+        if carry is not None:
+            top = torch.maximum(carry.m, m)
+            shift = top.masked_fill(top == -math.inf, 0.0)
+            kept, added = torch.exp2(carry.m - shift), torch.exp2(m - shift)
+            acc = carry.acc * _per_row(kept) + merged.acc * _per_row(added)
+            merged = SoftmaxState(top, carry.l * kept + added, acc)
+    assert merged is not None, "two empty sides were copied"
+    if isinstance(out, SoftmaxState):
+        for target, x in zip((out.m, out.l, out.acc), (merged.m, merged.l, merged.acc), strict=True):
             target.copy_(x)
+        return
+    o, lse = out
+    lse.copy_(merged.m.masked_fill(merged.m == -math.inf, 0.0) / LOG2E + merged.l.log())
+    o.copy_(merged.acc / _per_row(merged.l.masked_fill(merged.l == 0, 1.0)))
 
 
-def finish(carry: SoftmaxState, o: Tensor, lse: Tensor) -> None:
-    """Normalise a carry into o `b s h dv` and lse `b h s`; a row that has seen nothing is 0 and -inf."""
-    m = carry.m.masked_fill(carry.m == -math.inf, 0.0)
-    lse.copy_(m / LOG2E + carry.l.log())
-    o.copy_(carry.acc / _per_row(carry.l.masked_fill(carry.l == 0, 1.0)))
+def _copy(partial: tuple[Tensor, Tensor] | None, out: SoftmaxState | tuple[Tensor, Tensor]) -> None:
+    """Write a partial, or nothing, where no carry was."""
+    if isinstance(out, SoftmaxState):
+        out.acc.zero_()
+        out.l.zero_()
+        out.m.fill_(-math.inf)
+    elif partial is None:
+        out[0].zero_()
+        out[1].fill_(-math.inf)
+    else:
+        out[0].copy_(partial[0])
+        out[1].copy_(partial[1])
 
 
 def _per_row(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.attention.arguments import padded, strides
+from ringattn.kernels.attention.arguments import padded, pair, strides
 from ringattn.kernels.interface import SoftmaxState
 from ringattn.kernels.partials.merge_triton import normalise
 from ringattn.kernels.runtime import bound_launch
@@ -19,37 +19,41 @@ NUMBERS = 2048
 
 
 @triton.jit
-def _add_partial_kernel(
+def _merge_kernel(
     o_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, top_ptr, total_ptr, out_ptr, o_sb, o_ss, o_sh, lse_sb, lse_sh, lse_ss,
     m_sb, m_sh, acc_sb, acc_ss, acc_sh, top_sb, top_sh, out_sb, out_ss, out_sh, s, h, rows, dv,
-    ROWS: tl.constexpr, DV: tl.constexpr, EMPTY: tl.constexpr, FINISH: tl.constexpr,
+    ROWS: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Merge ROWS rows of (b, s, h), in this order; m and l, and top and total, have equal strides, 1 along s."""
+    """Merge ROWS rows of (b, s, h), in this order; None: no partial (o, lse), no carry (m, l, acc), or no total as at the end.
+
+    m and l, and top and total, have equal strides, 1 along s.
+    """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = r < rows
     # divided in 32 bits, which hold the number of rows, and multiplied by strides in 64
     b, x, head = (r // (s * h)).to(tl.int64), (r // h % s).to(tl.int64), r % h
     c = tl.arange(0, DV)
     inside = ok[:, None] & (c < dv)[None, :]
-    lse = tl.load(lse_ptr + b * lse_sb + head * lse_sh + x * lse_ss, mask=ok, other=0.0)
-    top = lse * 1.4426950408889634
-    total = tl.where(top == float("-inf"), 0.0, 1.0)
-    acc = tl.load(o_ptr + (b * o_sb + x * o_ss + head * o_sh)[:, None] + c[None, :], mask=inside, other=0.0).to(
-        tl.float32
-    )
-    if not EMPTY:
+    if o_ptr is not None:
+        lse = tl.load(lse_ptr + b * lse_sb + head * lse_sh + x * lse_ss, mask=ok, other=0.0)
+        top = lse * 1.4426950408889634
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        o_at = (b * o_sb + x * o_ss + head * o_sh)[:, None] + c[None, :]
+        acc = tl.load(o_ptr + o_at, mask=inside, other=0.0).to(tl.float32)
+    if m_ptr is not None:
         at = b * m_sb + head * m_sh + x
         m, l = tl.load(m_ptr + at, mask=ok, other=0.0), tl.load(l_ptr + at, mask=ok, other=0.0)  # noqa: E741
-        before = tl.load(
-            acc_ptr + (b * acc_sb + x * acc_ss + head * acc_sh)[:, None] + c[None, :], mask=inside, other=0.0
-        )
-        highest = tl.maximum(m, top)
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        kept, added = tl.exp2(m - shift), tl.exp2(top - shift)
-        total = l * kept + added
-        acc = before * kept[:, None] + acc * added[:, None]
-        top = highest
-    if FINISH:
+        acc_at = (b * acc_sb + x * acc_ss + head * acc_sh)[:, None] + c[None, :]
+        before = tl.load(acc_ptr + acc_at, mask=inside, other=0.0)
+        if o_ptr is not None:
+            highest = tl.maximum(m, top)
+            shift = tl.where(highest == float("-inf"), 0.0, highest)
+            kept, added = tl.exp2(m - shift), tl.exp2(top - shift)
+            top, total = highest, l * kept + added
+            acc = before * kept[:, None] + acc * added[:, None]
+        else:
+            top, total, acc = m, l, before
+    if total_ptr is None:
         acc, top = normalise(tl.where(total == 0, 0.0, top), total, acc, True)
     else:
         tl.store(total_ptr + b * top_sb + head * top_sh + x, total, mask=ok)
@@ -58,22 +62,24 @@ def _add_partial_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def add_partial(carry: SoftmaxState | None, o: Tensor, lse: Tensor, out: SoftmaxState | tuple[Tensor, Tensor]) -> None:
-    """`kernels.partials.carry.add_partial` for fp32 carries, whose last dims are contiguous."""
-    b, s, h, dv = o.shape
-    finishes = isinstance(out, tuple)
-    acc, top, total = (*out, out[1]) if isinstance(out, tuple) else (out.acc, out.m, out.l)
-    m, l, before = (top, total, acc) if carry is None else (carry.m, carry.l, carry.acc)  # noqa: E741
-    if not o.numel():
-        return
-    assert (m.stride(), top.stride()) == (l.stride(), total.stride()), "both statistics of a carry have one layout"
+def merge(
+    carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out: SoftmaxState | tuple[Tensor, Tensor]
+) -> None:
+    """`kernels.partials.carry.merge` for fp32 carries, whose last dims are contiguous, of which not both sides are empty."""
+    acc, top, total = (out.acc, out.m, out.l) if isinstance(out, SoftmaxState) else (*out, None)
+    m, l, before = (None, None, None) if carry is None else (carry.m, carry.l, carry.acc)  # noqa: E741
+    o, lse = (None, None) if partial is None else partial
+    b, s, h, dv = acc.shape
+    for x, y in ((m, l), (top, total)):
+        assert x is None or y is None or x.stride() == y.stride(), "both statistics of a carry have one layout"
     width = padded(dv)
     held = max(1, NUMBERS // width)
-    bound_launch.launch(
-        _add_partial_kernel,
-        (-(-b * s * h // held),),
-        (o, lse, m, l, before, top, total, acc, *strides(o), *lse.stride(), *m.stride()[:2], *strides(before),
-         *top.stride()[:2], *strides(acc), s, h, b * s * h, dv),
-        {"ROWS": held, "DV": width, "EMPTY": carry is None, "FINISH": finishes},
-        num_warps=4,
-    )  # fmt: skip
+    if acc.numel():
+        bound_launch.launch(
+            _merge_kernel,
+            (-(-b * s * h // held),),
+            (o, lse, m, l, before, top, total, acc, *strides(o), *strides(lse), *pair(m), *strides(before), *pair(top),
+             *strides(acc), s, h, b * s * h, dv),
+            {"ROWS": held, "DV": width},
+            num_warps=4,
+        )  # fmt: skip

@@ -167,7 +167,9 @@ def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
             delta = one.kernels.delta(one.o, one.do, None)
             for step, ((rows, keys), (ks, vs), (dk, dv)) in enumerate(zip(one.sides, one.held, one.sums, strict=True)):
                 grads = Grads(one.dq, dk, dv, accumulate_rows=step > 0)
-                one.kernels.backward(one.do, one.q, ks, vs, one.lse, delta, rows, keys, score, grads)
+                one.kernels.backward(
+                    one.do, one.q, ks, vs, one.lse, delta, rows, keys, score, grads, o=one.o, delta_made=True
+                )
 
     def answers() -> Iterator[tuple[str, Tensor]]:
         def whole(index: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from itertools import pairwise
@@ -30,7 +30,13 @@ class Frame:
     documents: tuple[int, ...] | None = None
 
     def inside(self, documents: tuple[int, ...]) -> Frame:
-        """The frame of an expression that is intersected with documents as well."""
+        """The frame of an expression that is intersected with documents as well; raises where they do not divide the sequence."""
+        n = documents[-1]
+        if (self.seq_len, self.kv_len) != (n, n):
+            raise ValueError(
+                f"documents must divide the sequence of {self.seq_len} queries and {self.kv_len} keys, got boundaries "
+                f"that end at {n}; pass cumulative lengths of all tokens"
+            )
         merged = tuple(sorted({*(self.documents or ()), *documents}))
         return Frame(self.seq_len, self.kv_len, self.b, merged)
 
@@ -164,18 +170,10 @@ class Documents(Mask):
     boundaries: tuple[int, ...]
 
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
-        return _together(self.boundaries, i, j)
+        return _inside_one(pairwise(self.boundaries), i, j)
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
-        n = self.boundaries[-1]
-        if (frame.seq_len, frame.kv_len) != (n, n):
-            raise ValueError(
-                f"documents must divide the sequence of {frame.seq_len} queries and {frame.kv_len} keys, got boundaries "
-                f"that end at {n}; pass cumulative lengths of all tokens"
-            )
-        edges = [(b - a, a, b) for a, b in pairwise(self.boundaries)]
-        lower, upper = ([(rows, bound[k], 0) for rows, *bound in edges] for k in (0, 1))
-        return [Term((from_pieces(lower), from_pieces(upper)))]
+        return [Term(_of_stretches(frame.inside(self.boundaries).stretches, frame.seq_len))]
 
 
 @dataclass(frozen=True, repr=False)
@@ -245,8 +243,7 @@ class Spans(Mask):
     stretches: tuple[tuple[int, int], ...]
 
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
-        inside = [(a <= i) & (i < e) & (a <= j) & (j < e) for a, e in self.stretches]
-        return reduce(or_, inside, (i != i) & (j != j))
+        return _inside_one(self.stretches, i, j)
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n = frame.seq_len
@@ -623,7 +620,10 @@ def per_batch(masks: Sequence[Mask]) -> PerBatch:
     """Return the mask that is masks[b] for batch element b."""
     parts = tuple(map(_checked, masks))
     if not parts or any(part.batch_size is not None for part in parts):
-        raise ValueError("masks must be one per batch element, none of them with bounds per element of its own")
+        raise ValueError(
+            f"masks must be one per batch element, each the same for all elements, got {list(parts)!r}; "
+            "combine lengths with per_batch by & instead"
+        )
     return PerBatch(parts)
 
 
@@ -656,9 +656,10 @@ def _of_stretches(stretches: list[tuple[int, int, int, int]], rows: int) -> Boun
     return from_pieces([*lower, rest]), from_pieces([*upper, rest])
 
 
-def _together(boundaries: tuple[int, ...], i: Any, j: Any) -> Any:
-    inside = [(a <= i) & (i < e) & (a <= j) & (j < e) for a, e in pairwise(boundaries) if a < e]
-    return reduce(or_, inside)
+def _inside_one(stretches: Iterable[tuple[int, int]], i: Any, j: Any) -> Any:
+    """Return whether one [a, e) holds both i and j."""
+    inside = [(a <= i) & (i < e) & (a <= j) & (j < e) for a, e in stretches]
+    return reduce(or_, inside, (i != i) & (j != j))
 
 
 def _flat(mask: Mask, kind: type[Intersection] | type[Union]) -> tuple[Mask, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,10 +98,12 @@ def stepwise_backward(
         if moving == "keys":
             keys_out, rows_out = contribution, stay
             args = (do, q, held[0], held[1], lse, delta, stationary, moved_rows)
+            given: dict[str, Any] = {"o": o, "dlse": dlse, "delta_made": True}
             here = score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2])
         else:
             keys_out, rows_out = stay, contribution
             args = (held[1], held[0], k, v, held[2], held[3], moved_rows, stationary)
+            given = {}
             here = score
         stay_started = step > 0
         kernels.backward(
@@ -118,6 +120,7 @@ def stepwise_backward(
                 accumulate_keys=stay_started and moving == "queries",
                 deterministic=plan.spec.deterministic,
             ),
+            **given,
         )
 
     returned = list(zip(moving_grads, row_dims, strict=False))

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
 
+from ringattn import attention_reference, masks, simulate_ring
 from ringattn.kernels.attention.torch_ops import api
 from ringattn.kernels.attention.torch_ops.delta_output import output_for
 from ringattn.kernels.registry import select_kernels
-from tests.support.kernel_conformance import CASES, LONG_CASES, Case, run_case, torch_serves
+from tests.support.budget import assert_within_budget
+from tests.support.kernel_conformance import (
+    CASES,
+    LONG_CASES,
+    LONG_TERM_CASES,
+    TERM_CASES,
+    Case,
+    run_case,
+    torch_serves,
+)
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 pytestmark = [
@@ -18,7 +34,10 @@ pytestmark = [
 ]
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-SERVED = [case for case in (*CASES, *LONG_CASES) if torch_serves(case)]
+SERVED = [case for case in (*CASES, *LONG_CASES, *TERM_CASES, *LONG_TERM_CASES) if torch_serves(case)]
+ACTIVATED = ("long_causal_128", "gqa_4", "window_left", "documents", "zigzag_window", "two_visits", "sinks_over_visits")
+STREAMING = masks.causal() & (masks.sinks(8) | masks.window(40))
+TREE = masks.tree([None, 0, 1, 0], [64, 40, 32, 56])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -32,6 +51,54 @@ def test_forward_and_backward_stay_within_budget(case: Case, backend: str, dtype
             if backend == "flash" and case.name != "long_runs":  # its strides differ on both sides
                 raise
             pytest.skip(str(refusal))
+
+
+@pytest.mark.parametrize("name", ["FA3", "FA4"])
+def test_an_activated_kernel_serves_within_budget_or_is_left_out_in_words(name: str) -> None:
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError, ValueError) as missing:
+        pytest.skip(str(missing))
+    try:
+        said = select_kernels(torch.device("cuda", 0), torch.bfloat16, 128, 128, impl="torch").reason
+        if f"flash ({name})" not in said:
+            assert f"not flash: the activated {name} must run and return lse" in said
+            pytest.skip(said)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            for case in SERVED:
+                if case.name in ACTIVATED:
+                    run_case(api, case, torch.bfloat16, "cuda")
+    finally:
+        restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("mask", [STREAMING, TREE], ids=["streaming", "tree"])
+def test_masks_of_several_intervals_are_attention_within_budget(mask: masks.Mask, layout: str, backend: str) -> None:
+    n, generator = 192, torch.Generator().manual_seed(0)
+    q, do = (torch.randn(2, n, 4, 64, generator=generator).to("cuda", torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(2, n, 2, 64, generator=generator).to("cuda", torch.bfloat16) for _ in range(2))
+    with sdpa_kernel(BACKENDS[backend]):
+        try:
+            ring = simulate_ring(q, k, v, 3, layout=layout, mask=mask, do=do, impl="torch")
+        except NotImplementedError as refusal:
+            assert backend == "cudnn" or layout == "striped", "steps of a zigzag ring are few bands"
+            pytest.skip(str(refusal))
+    assert ring.grads is not None
+    found = [ring.o, *(ring.grads[name] for name in "qkv")]
+    wide, plain = ([x.double() for x in (q, k, v, do)], [q, k, v, do])
+    for name, x, exact, low in zip(
+        ("o", "dq", "dk", "dv"), found, _reference(wide, mask), _reference(plain, mask), strict=True
+    ):
+        assert_within_budget(x, exact, low, name, torch.bfloat16)
+
+
+def _reference(given: list[Tensor], mask: masks.Mask) -> list[Tensor]:
+    q, k, v, do = given
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    o = attention_reference(*leaves, mask=mask)
+    return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS))

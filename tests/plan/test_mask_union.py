@@ -171,6 +171,8 @@ def test_masks_of_too_many_intervals_are_refused_with_their_number():
         (lambda: masks.per_batch([masks.lengths([(0, 1)])]), "one per batch element"),
         (lambda: masks.blocks([[True, False]], 4).pairs(16), "4 x 4 blocks"),
         (lambda: masks.documents([0, 4]).pairs(8), "cumulative lengths"),
+        (lambda: (masks.causal() & masks.sinks(2) & masks.documents([0, 4])).pairs(8), "cumulative lengths"),
+        (lambda: (masks.causal() & masks.sinks(2) & masks.documents([0, 12])).pairs(8), "cumulative lengths"),
     ],
 )
 def test_what_is_no_mask_is_refused_by_name(make, says):

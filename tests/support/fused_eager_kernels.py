@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels.attention import eager
-from ringattn.kernels.comm import grad_reduce
+from ringattn.kernels.comm.grad_reduce import reduce_key_bias_grads as reduce_key_bias_grads
+from ringattn.kernels.comm.grad_reduce import reduce_kv_grads as reduce_kv_grads
 from ringattn.kernels.interface import GatheredKeys, Grads, ReadyFlags, RowMetadata, Score, SoftmaxState
 
 
@@ -90,15 +90,11 @@ def backward_fused(
         eager.backward(do, q, k, v, lse, delta, rows, _at_zero(side), here, grads)
         home.copy_(torch.cat((grads.dk, grads.dv), -1))
         if bias_grad_buffers is not None and grads.dkey_bias is not None:
-            # what all heads say stands with the first, and the others say nothing more
+            # the sum over heads stands with the first head
             region = _region(int(bias_grad_buffers[number]), (b, hk, grad_buffer_rows))[..., :t]
             region.zero_()
             region[:, 0] = grads.dkey_bias
     dq.copy_(total)
-
-
-def reduce_key_bias_grads(dkey_bias: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
-    grad_reduce.reduce_key_bias_grads(dkey_bias, own, parts, rows)
 
 
 def _score(score: Score, keys: GatheredKeys, side: RowMetadata, number: int) -> Score:
@@ -108,15 +104,6 @@ def _score(score: Score, keys: GatheredKeys, side: RowMetadata, number: int) -> 
     assert score.key_bias.shape[1] == keys.local_rows + keys.remote_rows
     first = side.run_list[0][0] + (keys.local_rows if number else 0)
     return dataclasses.replace(score, key_bias=score.key_bias[:, first : first + side.positions.shape[0]])
-
-
-def reduce_kv_grads(dk: Tensor, dv: Tensor, own: Tensor, parts: Sequence[Tensor], rows: Tensor) -> None:
-    total = own[:, : dk.shape[1]].clone()
-    for part, line in zip(parts, rows, strict=True):
-        present = line >= 0
-        total[:, present] += part[:, line[present].long()]
-    dk.copy_(total[..., : dk.shape[-1]])
-    dv.copy_(total[..., dk.shape[-1] :])
 
 
 def _source(

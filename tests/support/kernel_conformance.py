@@ -458,7 +458,9 @@ LONG_TERM_CASES: tuple[Case, ...] = (
 
 
 def torch_serves(case: Case) -> bool:
-    """Whether torch's own operators compute the score and the head dims of a case."""
+    """Whether torch's own operators compute the score, the mask and the head dims of a case."""
+    if case.terms is not None and case.make_mask().tables is not None:
+        return False
     absent = case.bias is None and not (case.softcap or case.alibi or case.key_bias or case.dropout_p)
     return absent and case.v_head_dim in (None, case.head_dim)
 

@@ -38,9 +38,10 @@ def backward(
     *,
     o: Tensor | None = None,
     dlse: Tensor | None = None,
+    delta_made: bool = False,
 ) -> None:
     """`KernelSet.backward`."""
-    x = BackwardInputs(do, q, k, v, lse, delta, rows, keys, score, o=o, dlse=dlse)
+    x = BackwardInputs(do, q, k, v, lse, delta, rows, keys, score, o=None if delta_made else o, dlse=dlse)
     launch_backward(x, GradOutputs.of(grads), deterministic=grads.deterministic)
 
 

@@ -127,11 +127,12 @@ def backward(
     *,
     o: Tensor | None = None,
     dlse: Tensor | None = None,
+    delta_made: bool = False,
     keys_config: Config | None = None,
     rows_config: Config | None = None,
 ) -> None:
     """`KernelSet.backward`, with configurations of the caller's choice in place of the table's."""
-    if o is not None:
+    if o is not None and not delta_made:
         _fill_delta(o, _compact(do), dlse, delta)
     _check(q, q.shape[3], v.shape[3])
     do, q, k, v = _compact(do), _compact(q), _compact(k), _compact(v)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,21 +33,61 @@ ALIGNMENT = 16
 """Bytes: the flash kernels copy rows in units of this."""
 
 
+Part = tuple[tuple[int, int], tuple[int, int]]
+"""Batch elements, and rows or keys: [first, end) of each."""
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """Launches of one backend.
+
+    Attributes:
+        row_gaps: Rows without a launch, where no two launches share a row; None: some do.
+        key_gaps: Keys without a launch, in the same way.
+    """
+
+    launches: tuple[Launch, ...]
+    row_gaps: tuple[Part, ...] | None
+    key_gaps: tuple[Part, ...] | None
+
+    @classmethod
+    def of(cls, launches: Sequence[Launch], batch: int, rows: int, keys: int) -> _Calls:
+        """Find the gaps of launches."""
+        row_gaps = _gaps([(x.batch, x.rows) for x in launches], batch, rows)
+        return cls(tuple(launches), row_gaps, _gaps([(x.batch, x.keys) for x in launches], batch, keys))
+
+
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """The launches of a ring step, with windows (flash) and without; None: more than MOST_LAUNCHES."""
+    """The calls of a ring step, with windows (flash) and without; None: more than MOST_LAUNCHES."""
 
-    windowed: tuple[Launch, ...] | None
-    plain: tuple[Launch, ...] | None
+    windowed: _Calls | None
+    plain: _Calls | None
 
-    def launches_of(self, backend: str) -> tuple[Launch, ...] | None:
-        """The launches for a backend; None: it does not serve this step."""
+    def calls_of(self, backend: str) -> _Calls | None:
+        """The calls of a backend; None: it does not serve this step."""
         if backend == "flash":
             return self.windowed
         # cuDNN has no attention to one key
-        if backend == "cudnn" and any(keys[1] - keys[0] == 1 for _, _, keys, *_ in self.plain or ()):
+        if backend == "cudnn" and self.plain and any(x.keys[1] - x.keys[0] == 1 for x in self.plain.launches):
             return None
         return self.plain
+
+
+def _gaps(parts: Sequence[Part], batch: int, num: int) -> tuple[Part, ...] | None:
+    """Return the rows or keys of `batch` elements and `num` rows that no part holds; None: two parts share one."""
+    gaps: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
+    for b, found in enumerate(gaps):
+        at = 0
+        for first, end in [*sorted(one for (b0, b1), one in parts if b0 <= b < b1), (num, num)]:
+            if first < at:
+                return None
+            if first > at:
+                found.append((at, first))
+            at = end
+    if all(found == gaps[0] for found in gaps):
+        return tuple(((0, batch), gap) for found in gaps[:1] for gap in found)
+    return tuple(((b, b + 1), gap) for b, found in enumerate(gaps) for gap in found)
 
 
 _steps: WeakKeyDictionary[RowMetadata, WeakKeyDictionary[RowMetadata, dict[int, _Step]]] = WeakKeyDictionary()
@@ -57,7 +98,7 @@ def refuse_steps(backends: Sequence[str], steps: Iterable[tuple[RowMetadata, Row
     """Return the reason against ring steps of (rows, keys); None: one of the backends serves each of them."""
     for rows, keys in steps:
         step = _find_step(rows, keys, rows.lo_host.shape[0] // rows.terms)
-        if all(step.launches_of(backend) is None for backend in backends):
+        if all(step.calls_of(backend) is None for backend in backends):
             return (
                 f"the visible pairs of a ring step must be at most {MOST_LAUNCHES} rectangles, triangles and bands for torch's "
                 "operators, got a mask and a layout of more"
@@ -80,30 +121,31 @@ def forward(
     lse: Tensor,
 ) -> None:
     """Attend to one buffer of keys (`KernelSet.forward`)."""
+    assert carry is not None or (first and last), "only a ring step that is first and last has no carry"
     _check(score, rows)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         q, k, v, scale, _ = _scaled(q, k, v, score)
-        backend, launches = _choose(q, k, v, rows, keys)
-        if len(launches) == 1 and _is_whole(launches[0].rows, launches[0].batch, q):
-            part, before = _forward(backend, q, k, v, scale, launches[0]), None if first else carry
-            if first and score.sinks is not None:
-                before = _fresh(q, o, lse)
-                partials.start(before, score.sinks)
-            assert last or carry is not None, "only a ring step that is first and last has no carry"
-            partials.add_partial(before, *part, (o, lse) if last or carry is None else carry)
+        backend, found = _choose(q, k, v, rows, keys)
+        begun = (
+            partials.of_sinks(score.sinks, o, lse) if first and score.sinks is not None else None if first else carry
+        )
+        done = (o, lse) if last or carry is None else carry
+        if found.row_gaps is not None:
+            for launch in found.launches:
+                part, computed = (launch.batch, launch.rows), _forward(backend, q, k, v, scale, launch)
+                partials.merge(_part(begun, part), computed, _part(done, part))
+            for part in found.row_gaps:
+                partials.merge(_part(begun, part), None, _part(done, part))
             return
         # the last step leaves the carry alone
-        state = _fresh(q, o, lse) if last or carry is None else carry
-        if first:
-            partials.start(state, score.sinks)
-        elif last and carry is not None:
-            for target, x in zip((state.m, state.l, state.acc), (carry.m, carry.l, carry.acc), strict=True):
-                target.copy_(x)
-        for launch in launches:
-            part, view = _forward(backend, q, k, v, scale, launch), _rows_of(state, launch)
-            partials.add_partial(view, *part, view)
+        state = _fresh(o, lse) if last or carry is None else carry
+        if state is not begun:
+            partials.merge(begun, None, state)
+        for launch in found.launches:
+            view = _part(state, (launch.batch, launch.rows))
+            partials.merge(view, _forward(backend, q, k, v, scale, launch), view)
         if last:
-            partials.finish(state, o, lse)
+            partials.merge(state, None, done)
 
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -130,65 +172,57 @@ def backward(
     *,
     o: Tensor | None = None,
     dlse: Tensor | None = None,
+    delta_made: bool = False,
 ) -> None:
     """Gradients of one ring step (`KernelSet.backward`)."""
     _check(score, rows)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        if o is not None:
+        if o is not None and not delta_made:
             _make_delta(o, do, dlse, delta)
         q, k, v, scale, sign = _scaled(q, k, v, score)
-        backend, launches = _choose(q, k, v, rows, keys, deterministic=grads.deterministic)
-        do, start = _aligned(do), 0
+        backend, found = _choose(q, k, v, rows, keys, deterministic=grads.deterministic)
+        launches, do, start = found.launches, _aligned(do), 0
         if launches and (o is None or dlse is not None):
             # only for the rows that a launch reads
             start, end = min(launch.rows[0] for launch in launches), max(launch.rows[1] for launch in launches)
             o, do = output_for(do[:, start:end], delta[:, :, start:end])
-        dq, dk, dv = (
-            _Sum(target, accumulate, launches, side)
-            for target, accumulate, side in (
-                (grads.dq, grads.accumulate_rows, "rows"),
-                (grads.dk, grads.accumulate_keys, "keys"),
-                (grads.dv, grads.accumulate_keys, "keys"),
-            )
-        )
+        dq = _Sum(grads.dq, grads.accumulate_rows, found.row_gaps)
+        dk, dv = (_Sum(x, grads.accumulate_keys, found.key_gaps) for x in (grads.dk, grads.dv))
         for launch in launches:
             (b0, b1), (x0, x1), (y0, y1) = launch.batch, launch.rows, launch.keys
             assert o is not None, "an output was given or made"
-            found = operators.backward(
+            found_q, found_k, found_v = operators.backward(
                 backend, do[b0:b1, x0 - start : x1 - start], q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1],
                 o[b0:b1, x0 - start : x1 - start], lse[b0:b1, :, x0:x1], scale, launch,
             )  # fmt: skip
-            dq.add(launch, found[0] if sign == 1 else found[0] * sign)
-            dk.add(launch, found[1])
-            dv.add(launch, found[2])
+            dq.add((launch.batch, launch.rows), found_q if sign == 1 else found_q * sign)
+            dk.add((launch.batch, launch.keys), found_k)
+            dv.add((launch.batch, launch.keys), found_v)
         for total in (dq, dk, dv):
             total.store()
 
 
 class _Sum:
-    """Sum of the gradients of launches in a buffer of `Grads`, in its dtype or, where several are rounded, in fp32."""
+    """Sum of the gradients of launches in a buffer of `Grads`; where launches share rows, in fp32 until `store`."""
 
-    def __init__(self, target: Tensor, accumulate: bool, launches: Sequence[Launch], side: str) -> None:
-        self._target, self._side, self._started = target, side, accumulate
+    def __init__(self, target: Tensor, accumulate: bool, gaps: tuple[Part, ...] | None) -> None:
         wide = accumulation_dtype(target.dtype)
-        self._sum = target if len(launches) < 2 or target.dtype == wide else torch.zeros_like(target, dtype=wide)
-        whole = bool(launches) and _is_whole(getattr(launches[0], side), launches[0].batch, target)
-        if not accumulate and not whole:
-            self._started = True
-            self._sum.zero_()
+        self._target, self._adds = target, accumulate or gaps is None
+        self._sum = target if gaps is not None or target.dtype == wide else torch.empty_like(target, dtype=wide)
+        if not accumulate:
+            for x in [self._sum] if gaps is None else [_rows(target, gap) for gap in gaps]:
+                x.zero_()
 
-    def add(self, launch: Launch, found: Tensor) -> None:
-        """Add the gradient of the rows or keys of a launch."""
-        (b0, b1), (x0, x1) = launch.batch, getattr(launch, self._side)
-        part = self._sum[b0:b1, x0:x1]
+    def add(self, part: Part, found: Tensor) -> None:
+        """Add the gradient of some rows or keys."""
+        target = _rows(self._sum, part)
         fast = import_optional("ringattn.kernels.attention.torch_ops.gradients_triton") if found.is_cuda else None
         if fast is not None:
-            fast.add_rows(found, part, accumulate=self._started)
-        elif self._started:
-            part += found
+            fast.add_rows(found, target, accumulate=self._adds)
+        elif self._adds:
+            target += found
         else:
-            part.copy_(found)
-        self._started = True
+            target.copy_(found)
 
     def store(self) -> None:
         """Write the sum where it was kept elsewhere."""
@@ -220,19 +254,28 @@ def _forward(backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, launch
     return operators.forward(backend, q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1], scale, launch)
 
 
-def _rows_of(state: SoftmaxState, launch: Launch) -> SoftmaxState:
-    (b0, b1), (x0, x1) = launch.batch, launch.rows
-    return SoftmaxState(state.m[b0:b1, :, x0:x1], state.l[b0:b1, :, x0:x1], state.acc[b0:b1, x0:x1])
+T = TypeVar("T", SoftmaxState, tuple[Tensor, Tensor], None)
 
 
-def _fresh(q: Tensor, o: Tensor, lse: Tensor) -> SoftmaxState:
+def _part(x: T, part: Part) -> T:
+    """Return the rows of a carry, or of o and lse; None stays None."""
+    if x is None:
+        return None
+    (b0, b1), (x0, x1) = part
+    if isinstance(x, SoftmaxState):
+        return SoftmaxState(x.m[b0:b1, :, x0:x1], x.l[b0:b1, :, x0:x1], x.acc[b0:b1, x0:x1])
+    return x[0][b0:b1, x0:x1], x[1][b0:b1, :, x0:x1]
+
+
+def _rows(x: Tensor, part: Part) -> Tensor:
+    (b0, b1), (x0, x1) = part
+    return x[b0:b1, x0:x1]
+
+
+def _fresh(o: Tensor, lse: Tensor) -> SoftmaxState:
     """An uninitialised carry."""
-    m, l = torch.empty((2, *lse.shape), dtype=lse.dtype, device=q.device)  # noqa: E741
-    return SoftmaxState(m, l, torch.empty(o.shape, dtype=lse.dtype, device=q.device))
-
-
-def _is_whole(part: tuple[int, int], batch: tuple[int, int], x: Tensor) -> bool:
-    return part == (0, x.shape[1]) and batch == (0, x.shape[0])
+    m, l = torch.empty((2, *lse.shape), dtype=lse.dtype, device=o.device)  # noqa: E741
+    return SoftmaxState(m, l, torch.empty(o.shape, dtype=lse.dtype, device=o.device))
 
 
 def _check(score: Score, rows: RowMetadata) -> None:
@@ -247,21 +290,21 @@ def _check(score: Score, rows: RowMetadata) -> None:
 
 def _choose(
     q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, *, deterministic: bool = False
-) -> tuple[str, tuple[Launch, ...]]:
-    """Return the backend of a step and its launches.
+) -> tuple[str, _Calls]:
+    """Return the backend of a step and its calls.
 
     cuDNN plans every new shape for tens of milliseconds, so it comes first only where a step is one rectangle; several, as of
     packed documents, seldom come again.
     """
     step, names = _find_step(rows, keys, q.shape[0]), operators.preferred(q.device)
-    if names[0] == "cudnn" and len(step.plain or (0, 0)) > 1:
+    if names[0] == "cudnn" and (step.plain is None or len(step.plain.launches) > 1):
         names = ("flash", "cudnn")
     for name in names:
-        launches = step.launches_of(name)
-        if launches is None or (deterministic and name == "cudnn"):
+        found = step.calls_of(name)
+        if found is None or (deterministic and name == "cudnn"):
             continue
-        if not launches or operators.can_run(name, q, k, v):
-            return name, launches
+        if not found.launches or operators.can_run(name, q, k, v):
+            return name, found
     raise NotImplementedError(
         f"torch's attention operators must serve this ring step, got none among {', '.join(names)} that does; use other kernels"
     )
@@ -296,10 +339,8 @@ def _make_step(rows: RowMetadata, keys: RowMetadata, batch: int) -> _Step:
         if len(plain) <= most:
             tiled = itertools.islice(tiles(found), most + 1)
             plain += [launch_of_tile(tile, part) for tile in tiled for part in together]
-    return _Step(
-        None if len(windowed) > most else tuple(windowed),
-        None if len(plain) > most else tuple(plain),
-    )
+    sizes = batch, rows.positions.shape[0], keys.positions.shape[0]
+    return _Step(*(None if len(x) > most else _Calls.of(x, *sizes) for x in (windowed, plain)))
 
 
 def _lines_of(rows: RowMetadata, keys: RowMetadata) -> list[list[Line] | None]:

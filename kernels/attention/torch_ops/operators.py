@@ -123,7 +123,7 @@ def check_signatures(backend: str) -> str | None:
 def available(
     device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, *, deterministic: bool
 ) -> tuple[tuple[str, ...], str]:
-    """Return the backends that serve a call on a device, the preferred one first, and the reason if there is none.
+    """Return the backends that serve a call on a device, the preferred one first, and their names in words or why there is none.
 
     torch's switches hold: `torch.nn.attention.sdpa_kernel` and `torch.backends.cuda.enable_cudnn_sdp` choose the backend.
     """
@@ -131,7 +131,7 @@ def available(
         why = check_signatures("flash_cpu")
         if why is None and head_dim != v_head_dim:
             why = f"v_head_dim must be head_dim, got {v_head_dim} and {head_dim}"
-        return ((), why) if why else (("flash_cpu",), "")
+        return ((), why) if why else (("flash_cpu",), "flash_cpu")
     if deterministic and not _repeats():
         return (), (
             "deterministic=True needs torch.use_deterministic_algorithms(True), by which torch's flash attention repeats "
@@ -146,7 +146,12 @@ def available(
     found = tuple(
         name for name in preferred(device) if not (deterministic and name == "cudnn") and can_run(name, q, k, v)
     )
-    return found, "" if found else _why_none(dtype, head_dim, v_head_dim)
+    why = why_not_active(q, v) if "flash" not in found and _torch_runs("flash", q, k, v) else None
+    if not found:
+        return (), why or _why_none(dtype, head_dim, v_head_dim)
+    active = active_flash()
+    words = " and ".join(f"flash ({active})" if name == "flash" and active else name for name in found)
+    return found, words if why is None else f"{words}, not flash: {why}"
 
 
 def _why_none(dtype: torch.dtype, head_dim: int, v_head_dim: int) -> str:
@@ -174,12 +179,57 @@ def preferred(device: torch.device) -> Sequence[str]:
     """
     if device.type == "cpu":
         return ("flash_cpu",)
-    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
-    return ("cudnn", "flash") if active is None and _major(device) in (9, 10) else ("flash", "cudnn")
+    return ("cudnn", "flash") if active_flash() is None and _major(device) in (9, 10) else ("flash", "cudnn")
+
+
+def active_flash() -> str | None:
+    """Return the name of the activated flash kernel ("FA3", "FA4"); None: torch's own."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+
+
+def why_not_active(q: Tensor, v: Tensor) -> str | None:
+    """Return why the activated flash kernel does not serve q `b s h d` and v `b t hk dv`; None: it does, or none was activated."""
+    active = active_flash()
+    if active is None:
+        return None
+    return _try_active(
+        active, q.device, q.dtype, q.shape[-1], v.shape[-1], torch.are_deterministic_algorithms_enabled()
+    )
+
+
+@cache
+def _try_active(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, deterministic: bool
+) -> str | None:
+    """Make a small call of an activated flash kernel, and return how it failed; None: it gave the right lse.
+
+    torch calls functions of the kernel's package that change between releases, and finds out when it calls them.
+    """
+    del deterministic  # a switch of torch that the call reads, here a part of the key
+    n = 128
+    q, k, v, do = (torch.zeros(1, n, 1, d, dtype=dtype, device=device) for d in (*[head_dim] * 2, *[v_head_dim] * 2))
+    launch = Launch((0, 1), (0, n), (0, n), causal=True)
+    try:
+        o, lse = forward("flash", q, k, v, 1.0, launch)
+        backward("flash", do, q, k, v, o, lse, 1.0, launch)
+        wanted = torch.arange(1, n + 1, dtype=torch.float32, device=device).log()
+        torch.testing.assert_close(lse, wanted.expand(1, 1, n), rtol=1e-4, atol=1e-4)
+    except Exception as refusal:
+        said = next(iter(str(refusal).splitlines()), "")
+        return (
+            f"the activated {name} must run and return lse `b h s` in natural log, got {type(refusal).__name__}: {said}; "
+            "install its release of the time of this torch, or call torch.nn.attention.restore_flash_attention_impl()"
+        )
+    return None
 
 
 def can_run(backend: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether torch runs a backend on q `b s h d`, k `b t hk d` and v `b t hk dv`."""
+    return _torch_runs(backend, q, k, v) and (backend != "flash" or why_not_active(q, v) is None)
+
+
+def _torch_runs(backend: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether torch, without regard to an activated kernel, runs a backend."""
     if check_signatures(backend) is not None:
         return False
     if backend == "flash_cpu":

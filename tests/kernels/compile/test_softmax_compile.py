@@ -110,13 +110,13 @@ def test_the_merge_compiles_without_spills(capability, tmp_path) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_between_calls_of_torch_compile_without_spills(capability, tmp_path) -> None:
-    carry, output = carry_triton._add_partial_kernel, delta_output_triton._output_for_kernel
+    carry, output = carry_triton._merge_kernel, delta_output_triton._output_for_kernel
     wide = {name: "*fp32" for name in (*carry.arg_names, *output.arg_names) if name.endswith("_ptr")}
     narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr", "found_ptr")} | {"target_ptr": "*fp32"}
     floats = dict.fromkeys(("most", "least", "root"), "fp32")
     launches: list[tuple[Any, dict[str, object]]] = [
-        (carry, {"ROWS": carry_triton.NUMBERS // 128, "DV": 128, "EMPTY": empty, "FINISH": finish})
-        for empty, finish in ((False, False), (False, True), (True, False))
+        (carry, {"ROWS": carry_triton.NUMBERS // 128, "DV": 128, **dict.fromkeys(absent)})
+        for absent in ((), ("total_ptr",), ("m_ptr", "l_ptr", "acc_ptr"), ("o_ptr", "lse_ptr", "total_ptr"))
     ]
     launches.append((output, {"ROWS": delta_output_triton.NUMBERS // 128, "D": 128}))
     sums = gradients_triton._add_rows_kernel

@@ -26,7 +26,7 @@ def _gpu(
 ) -> types.ModuleType:
     from ringattn.kernels.attention.torch_ops import operators
 
-    monkeypatch.setattr(operators, "available", lambda *args, **options: (backends, "" if backends else NO_TORCH))
+    monkeypatch.setattr(operators, "available", lambda *args, **options: (backends, " and ".join(backends) or NO_TORCH))
     portable = types.ModuleType("ringattn.kernels.attention.portable.api")
     monkeypatch.setitem(sys.modules, "ringattn.kernels.attention.portable.api", portable)
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.6.0"))
@@ -143,7 +143,7 @@ def test_other_gpus_are_served_by_torch_where_it_can(
 def test_a_hopper_gpu_is_served_by_torch_only_when_asked(monkeypatch: pytest.MonkeyPatch, hopper: types.ModuleType):
     from ringattn.kernels.attention.torch_ops import operators
 
-    monkeypatch.setattr(operators, "available", lambda *args, **options: (("cudnn", "flash"), ""))
+    monkeypatch.setattr(operators, "available", lambda *args, **options: (("cudnn", "flash"), "cudnn and flash"))
     assert select_kernels(GPU, torch.bfloat16, 64, 64).kernels is hopper
     assert select_kernels(GPU, torch.bfloat16, 64, 64, impl="torch").name == "torch"
 

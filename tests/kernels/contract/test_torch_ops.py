@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,14 +18,14 @@ from ringattn.kernels.registry import select_kernels
 from ringattn.numerics.reference import visible_pairs
 from tests.support.budget import assert_within_budget
 from tests.support.flash_operator import flash_operator
-from tests.support.kernel_conformance import CASES, LONG_CASES, Case, make_side, run_case, torch_serves
+from tests.support.kernel_conformance import CASES, LONG_CASES, TERM_CASES, Case, make_side, run_case, torch_serves
 from tests.support.pool import Pools
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 CPU = torch.device("cpu")
 STREAMING = masks.causal() & (masks.sinks(2) | masks.window(4))
 TREE = masks.tree([None, 0, 1, 0], [8, 5, 4, 7])
-SERVED = [case for case in CASES if torch_serves(case)]
+SERVED = [case for case in (*CASES, *TERM_CASES) if torch_serves(case)]
 FEW_TILES = [
     case for case in LONG_CASES if torch_serves(case) and "window" not in case.name and "runs" not in case.name
 ]
@@ -117,6 +118,15 @@ def test_a_simulated_ring_is_attention_within_budget(layout: str, backward: str)
     found = [ring.o, *(ring.grads[name] for name in ("q", "k", "v"))]
     for name, x, exact, low in zip(("o", "dq", "dk", "dv"), found, wide, plain, strict=True):
         assert_within_budget(x, exact, low, name, torch.float32)
+
+
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+def test_an_output_is_made_for_delta_only_where_queries_move(backward: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Tensor]()
+    monkeypatch.setattr(api, "output_for", lambda *given: (made.extend(given), output_for(*given))[1])
+    q, k, v, do = (torch.randn(1, 24, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
+    simulate_ring(q, k, v, world_size=3, layout="zigzag", do=do, impl="torch", causal=True, backward=backward)
+    assert bool(made) == (backward == "queries")
 
 
 def _reference(given: list[Tensor], mask: dict[str, Any]) -> list[Tensor]:
@@ -238,6 +248,43 @@ def test_an_operator_with_other_arguments_is_refused_in_words(monkeypatch: pytes
     with pytest.raises(NotImplementedError, match=r"must have the operator aten::_no_such_operator, got "):
         select_kernels(CPU, torch.float32, 64, 64, impl="torch")
     operators.check_signatures.cache_clear()
+
+
+@pytest.fixture
+def activated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Activated FlashAttention-4 on a GPU, which is a CPU here; torch and cuDNN would run everything."""
+    monkeypatch.setattr(operators, "active_flash", lambda: "FA4")
+    monkeypatch.setattr(operators, "_torch_runs", lambda *args: True)
+    monkeypatch.setattr(operators, "_major", lambda device: 9)
+    monkeypatch.setattr(operators, "operator", flash_operator)
+    operators._try_active.cache_clear()
+    yield
+    operators._try_active.cache_clear()
+
+
+@pytest.mark.usefixtures("activated")
+@pytest.mark.parametrize("broken", ["call", "lse"])
+def test_an_activated_kernel_that_fails_is_left_out_in_words(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    assert operators.can_run("flash", x, x, x)
+
+    def fails(name: str) -> Any:
+        def call(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+            if broken == "call":
+                raise ValueError("too many values to unpack (expected 2)")
+            o, lse, *rest = flash_operator(name)(*args, **options)
+            return o, lse * 1.4427, *rest
+
+        return call
+
+    operators._try_active.cache_clear()
+    monkeypatch.setattr(operators, "operator", fails)
+    assert not operators.can_run("flash", x, x, x)
+    assert operators.can_run("cudnn", x, x, x)
+    why = operators.why_not_active(x, x)
+    said = "ValueError: too many values" if broken == "call" else "AssertionError: Tensor-likes are not close"
+    assert why is not None
+    assert f"FA4 must run and return lse `b h s` in natural log, got {said}" in why
 
 
 def test_head_dims_that_differ_are_refused_on_a_cpu() -> None:

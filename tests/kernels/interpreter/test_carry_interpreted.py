@@ -23,18 +23,19 @@ def test_the_kernel_equals_the_eager_merge(dv: int, dtype: torch.dtype) -> None:
         (o.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.float().mT.contiguous().mT) for o, lse in parts
     ]
     outputs = []
-    for add in (carry_triton.add_partial, eager.add_partial):
-        carry = empty_state(2, 13, 3, dv, torch.float32)
-        eager.start(carry, None)
-        add(None, *parts[0], carry)
+    for merge in (carry_triton.merge, eager.merge):
+        begun, carry = (empty_state(2, 13, 3, dv, torch.float32) for _ in range(2))
+        merge(eager.of_sinks(torch.tensor([0.5, -math.inf, 1.0]), begun.acc, begun.m), parts[0], begun)
+        merge(None, parts[0], carry)
         carry.m[:, :, 4], carry.l[:, :, 4] = -math.inf, 0.0  # a row that has seen nothing so far
         carry.acc[:, 4] = 0.0
         held = [x.clone() for x in (carry.m, carry.l, carry.acc)]
-        o, lse = torch.full((2, 13, 3, dv), math.nan, dtype=dtype), torch.full((2, 3, 13), math.nan)
-        add(carry, *parts[1], (o, lse))
+        ends = [(torch.full((2, 13, 3, dv), math.nan, dtype=dtype), torch.full((2, 3, 13), math.nan)) for _ in range(2)]
+        for partial, end in zip((parts[1], None), ends, strict=True):
+            merge(carry, partial, end)
         assert all(torch.equal(x, y) for x, y in zip(held, (carry.m, carry.l, carry.acc), strict=True)), "carry is read"
-        add(carry, *parts[1], carry)
-        outputs.append((o, lse, carry.m, carry.l, carry.acc))
+        merge(carry, parts[1], carry)
+        outputs.append((*ends[0], *ends[1], carry.m, carry.l, carry.acc, begun.m, begun.l, begun.acc))
     for x, y in zip(*outputs, strict=True):
         eps = torch.finfo(x.dtype).eps
         torch.testing.assert_close(x, y, rtol=4 * eps, atol=8 * eps)
