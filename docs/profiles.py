@@ -72,8 +72,10 @@ def profiles() -> dict[str, Profile]:
         matmul_tflops=round(h200.matmul_tflops * 312 / 989, 1),
         matmul_sustained_tflops=round(h200.matmul_sustained_tflops * 312 / 989, 1),
         kernels="portable",
-        copy_engine=Link(212.0, 6.0, 220.0),
-        network=Link(24.0, 12.0, 22.0),
+        schedule="stepwise",
+        copy_engine=Link(212.0, 6.0),
+        collective_gbps=220.0,
+        network=Link(24.0, 12.0),
     )
     # B200: 2,250 TFLOP/s, 148 multiprocessors, 8 TB/s, NVLink of 1.8 TB/s in both directions, 180 GB usable
     b200 = scaled(
@@ -94,7 +96,9 @@ def profiles() -> dict[str, Profile]:
         matmul_tflops=round(h200.matmul_tflops * 2250 / 989, 1),
         matmul_sustained_tflops=round(h200.matmul_sustained_tflops * 2250 / 989, 1),
         kernels="portable",
-        copy_engine=Link(636.0, 6.0, 660.0),
+        schedule="stepwise",
+        copy_engine=Link(636.0, 6.0),
+        collective_gbps=660.0,
     )
     return {"h200": h200, "h100": h100, "a100": a100, "b200": b200}
 

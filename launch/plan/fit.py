@@ -26,6 +26,8 @@ LAUNCH_US = 4.0
 """A kernel launch in a CUDA graph, with its neighbours' prologue."""
 LONG_TOKENS = 8192
 """Tokens per rank from which on a call of a ring is bound by the device."""
+NCCL_GBPS = (2, 3, 4, 6, 8, 10, 12, 16, 20, 25, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 140, 170, 200, 250, 300, 400)
+"""Rates among which that of NCCL's messages is the one that explains times of rings best, 10^9 bytes per second."""
 LONG_MS = 20.0
 """Kernels that run longer are slowed by the clock, which falls."""
 FITTED = (
@@ -97,11 +99,11 @@ def ring_costs(rows: Sequence[Row], profile: Profile) -> Profile:
     """Return a profile whose links, slowdowns and host times are fitted to rows of `bench ring`."""
     slowdown = {f"{schedule}_{way}": 1.0 for schedule in ("fused", "stepwise", "process_group") for way in WAYS}
     profile = replace(profile, slowdown=slowdown, host_us={**profile.host_us, **_host(rows)})
-    rates = (60, 70, 80, 90, 100, 110, 120, 140)
     groups = [row for row in rows if SCHEDULES[row["who"]] == "process_group" and row["tokens_per_rank"] >= 2048]
     if groups:
         errors = {
-            rate: statistics.median(abs(x - 1) for x in _ratios(groups, _with_nccl(profile, rate))) for rate in rates
+            rate: statistics.median(abs(x - 1) for x in _ratios(groups, _with_nccl(profile, rate)))
+            for rate in NCCL_GBPS
         }
         profile = _with_nccl(profile, min(errors, key=lambda rate: errors[rate]))
     found = dict(slowdown)
@@ -176,9 +178,10 @@ def _start() -> Profile:
         matmul_tflops=650.0,
         matmul_sustained_tflops=600.0,
         memory_gbps=4300.0,
-        copy_engine=Link(318.0, 6.0, 330.0),
-        nccl=Link(100.0, 25.0, 330.0),
-        network=Link(48.0, 12.0, 45.0),
+        copy_engine=Link(318.0, 6.0),
+        nccl=Link(100.0, 25.0),
+        collective_gbps=330.0,
+        network=Link(48.0, 12.0),
         host_us={"decode_layer": 40.0, "decode_reduce": 13.0},
         fitted_from=FITTED,
         assumed=(

@@ -232,7 +232,7 @@ def make_job(
     if link_gbps is not None:
         if link_gbps <= 0:
             raise ValueError(f"link_gbps must be above 0, got {link_gbps}; 50 is a link of 400 Gb/s")
-        profile = replace(profile, network=Link(link_gbps, profile.network.latency_us, 0.94 * link_gbps))
+        profile = replace(profile, network=Link(link_gbps, profile.network.latency_us))
     options = {"causal": causal, "window": resolve_window(window), "prefix_len": prefix_len, "chunk_len": chunk_len}
     job = Job(
         load_shape(model),
@@ -338,14 +338,16 @@ def _layout(job: Job, mask: AttentionMask) -> str:
     return "contiguous" if mask.window is not None or not mask.causal else "zigzag"
 
 
-def _schedule(mesh: Mesh) -> str:
-    """Return the schedule of a mesh: fused where a node has several ranks of the ring that the copy engine links."""
-    return "fused" if mesh.cp // mesh.nodes > 1 or mesh.cp == 1 else "process_group"
+def _schedule(job: Job, mesh: Mesh) -> str:
+    """Return the schedule of a mesh: that of the GPU where a node has several ranks of the ring, fused alone between nodes."""
+    schedule = job.profile.schedule
+    within = mesh.nodes == 1 or (schedule == "fused" and mesh.cp > mesh.nodes)
+    return schedule if within else "process_group"
 
 
 def _candidates(job: Job, mesh: Mesh) -> Iterator[Candidate]:
     """Yield the candidates of a mesh with their memory, fastest first."""
-    schedule = _schedule(mesh)
+    schedule = _schedule(job, mesh)
     rows, reserve = -(-job.tokens // mesh.cp), job.profile.reserve_gib * 2**30
     call, _ = _calls(job, mesh, schedule)
     sequences = (job.batch or mesh.dp) if job.mode == "train" else (job.batch or 1)

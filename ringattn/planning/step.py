@@ -57,9 +57,9 @@ def collective_s(num_bytes: float, ranks: int, profile: Profile, gpus_per_node: 
     if ranks == 1 or not num_bytes:
         return 0.0
     local, steps = min(ranks, gpus_per_node), 1
-    rate = profile.copy_engine.collective_gbps
+    rate = profile.collective_gbps
     if ranks > gpus_per_node:
-        rate = min(rate, profile.network.collective_gbps * local)
+        rate = min(rate, profile.network.gbps * local)
         steps = -(-ranks // gpus_per_node)
     latency = profile.nccl.latency_us + (steps - 1) * profile.network.latency_us
     return num_bytes / rate / 1e9 + latency / 1e6
