@@ -15,9 +15,9 @@ from typing import Any, Literal
 from ringattn.launch.runtime.session import parse, table, write_json
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.options import resolve_window
-from ringattn.planning import Candidate, Estimate, estimate, load_profile
+from ringattn.planning import Candidate, Estimate, attention_estimate, estimate, load_profile
 from ringattn.planning.attention_launch import Heads
-from ringattn.planning.ring_time import RingCall, attention_time
+from ringattn.planning.ring_time import RingCall
 
 UNITS = {"K": 2**10, "M": 2**20}
 MASKS = ("causal", "full")
@@ -216,23 +216,16 @@ def show_attention(args: PlanArgs) -> dict[str, Any]:
     if layout == "auto":
         layout = "balanced" if documents is not None else "zigzag" if mask.window is None else "contiguous"
     rows, content = list[list[Any]](), dict[str, Any]()
+    heads = Heads(args.batch or 1, args.heads, args.kv_heads, args.head_dim)
     for schedule in ("fused", "stepwise", "process_group"):
         if nodes > 1 and schedule == "stepwise":
             continue
-        call = RingCall(mask, args.gpus, Heads(1, args.heads, args.kv_heads, args.head_dim), layout, nodes, schedule)
-        forward, backward = (attention_time(call, profile, way) for way in ("forward", "backward"))
-        content[schedule] = {"forward": vars(forward), "backward": vars(backward)}
-        rows.append(
-            [
-                schedule,
-                f"{forward.ms:.3f}",
-                f"{forward.exposed_ms:.3f}",
-                f"{backward.ms:.3f}",
-                f"{backward.exposed_ms:.3f}",
-                f"{(forward.bytes_received + backward.bytes_received) / 2**20:.0f}",
-            ]
-        )
-    columns = ["schedule", "forward ms", "exposed", "backward ms", "exposed", "MiB received"]
+        found = attention_estimate(RingCall(mask, args.gpus, heads, layout, nodes, schedule), profile)
+        content[schedule] = found
+        times = [f"{found[f'{way}_{what}']:.3f}" for way in ("forward", "backward") for what in ("ms", "exposed_ms")]
+        received = found["forward_bytes"] + found["backward_bytes"]
+        rows.append([schedule, *times, f"{received / 2**20:.0f}", f"{found['peak_bytes'] / 2**30:.2f}"])
+    columns = ["schedule", "forward ms", "exposed", "backward ms", "exposed", "MiB received", "peak GiB"]
     table(f"attention of {tokens:,} tokens on {args.gpus} x {profile.name}, {layout}", columns, rows)
     return content
 

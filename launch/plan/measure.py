@@ -81,17 +81,13 @@ def _device(session: Session) -> Profile:
     gpu = torch.cuda.get_device_properties(session.device)
     peak = peak_flops(gpu.name, torch.bfloat16)
     choice = select_kernels(session.device, torch.bfloat16, 128, 128, impl="auto")
-    fuses = choice.name == "hopper"
     return dataclasses.replace(
         nearest,
         name=gpu.name,
         peak_tflops=nearest.peak_tflops if peak is None else peak / 1e12,
         memory_gib=round(gpu.total_memory / 2**30, 1),
         multiprocessors=gpu.multi_processor_count,
-        # costs are measured with the kernels that run here
-        kernels=choice.name,
-        portable=nearest.portable if fuses else {"forward": 1.0, "backward": 1.0},
-        schedule="fused" if fuses else "stepwise",
+        schedule="fused" if choice.name == "hopper" else "stepwise",
         assumed=(network, *(() if peak else (f"peak of {nearest.name}: the datasheet of {gpu.name} is not known",))),
         fitted_from=(f"doctor --profile on {session.world_size} x {gpu.name}, torch {torch.__version__}",),
     )

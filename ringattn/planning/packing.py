@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
@@ -264,12 +264,7 @@ def compare(
 ) -> Iterator[tuple[PackedBatch, PackedBatch]]:
     """Yield each batch as `pack` places it on one ring of all ranks, and with every document over all ranks (fixed cp = world)."""
     for batch in pack(lengths, tokens=tokens, cp=world_size, pairs_per_token=pairs_per_token):
-        sequence = batch.sequences[0]
-        bounds = sequence.documents
-        runs: list[list[Run]] = [[] for _ in range(world_size)]
-        for start, end in pairwise(bounds):
-            for rank, shard in enumerate(zigzag(end - start, world_size)):
-                for run in shard:
-                    _append(runs[rank], Run(start + run.start, 1, run.length))
-        fixed = PackedSequence(sequence.indices, bounds, tuple(tuple(shard) for shard in runs))
-        yield batch, PackedBatch((fixed,), pairs_per_token)
+        names, ranks = batch.sequences[0].indices, tuple(range(world_size))
+        fixed = [(index, ranks) for index in range(len(names))]
+        chosen = [lengths[name] for name in names]
+        yield batch, PackedBatch((_sequence(fixed, chosen, names, world_size, keep_order=True),), pairs_per_token)

@@ -67,10 +67,8 @@ class Profile:
         nccl: Messages between GPUs of a host over NCCL.
         collective_gbps: 10^9 bytes per second that a GPU receives in an all-gather or a reduce-scatter within a host.
         network: Messages of a GPU to another host.
-        portable: Time of the portable kernels over that of the Hopper kernels, by direction.
         slowdown: Factor of kernels beside transfers, by schedule and direction: `fused_forward`, ...
         host_us: Host time by name: of a call, of each peer of a call, of a layer.
-        kernels: Kernel set that the GPU runs by default: "hopper" or "portable".
         schedule: Schedule of a ring within a host by default; "fused" needs the Hopper kernels and the copy engine.
         reserve_gib: Memory that libraries take outside of tensors.
     """
@@ -93,8 +91,6 @@ class Profile:
     network: Link
     host_us: Mapping[str, float]
     slowdown: Mapping[str, float] = field(default_factory=dict)
-    portable: Mapping[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
-    kernels: str = "hopper"
     schedule: str = "fused"
     reserve_gib: float = 1.5
     fitted_from: tuple[str, ...] = ()

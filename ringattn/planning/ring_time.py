@@ -24,7 +24,7 @@ from ringattn.plan.device_tables import gathered_key, side_key, stationary_side
 from ringattn.plan.layouts import Shard, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.mask_union import MaskUnion
-from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, RingStep, make_gather_plan, make_nodes, make_plan
+from ringattn.plan.ring_plan import Nodes, Plan, RingStep, make_gather_plan, make_nodes, make_plan
 from ringattn.planning.attention_launch import Heads, launch_ms
 from ringattn.planning.profile import Link, Profile
 
@@ -115,6 +115,18 @@ class RingCall:
         """The ring plan in which keys move."""
         return make_plan(self.shards, self.shards, self.mask, "keys", self.node_ranks)
 
+    def moved(self, *, backward: bool) -> tuple[Plan, str, int, int]:
+        """Return the plan of a stepwise call, the side that moves, and the bytes of its rows and of their gradients.
+
+        A backward moves the side with fewer bytes: keys and values, or q, o, do and two statistics of each query.
+        """
+        heads = self.heads
+        keys = heads.kv_bytes(), heads.kv_bytes(4)
+        queries = heads.batch * heads.heads * (4 * heads.head_dim + 8), heads.batch * heads.heads * heads.head_dim * 4
+        if backward and sum(queries) < sum(keys):
+            return make_plan(self.shards, self.shards, self.mask, "queries", self.node_ranks), "queries", *queries
+        return self.plan, "keys", *keys
+
 
 def shortened(mask: AttentionMask, seq_len: int) -> AttentionMask:
     """Return the mask over fewer tokens; documents are cut off at the end."""
@@ -153,19 +165,21 @@ def _rank_time(call: RingCall, profile: Profile, direction: str, rank: int) -> R
     """Return the time of one rank: the steps of its plan, the later ones repeated where the ring is larger."""
     planned = call.planned
     if call.world_size == 1:
-        rows, keys = _sides(call, rank, 0, None)
-        ms = launch_ms(rows, keys, call.heads, profile, direction)
+        ms = launch_ms(*gathered(call, rank), call.heads, profile, direction)
         steps, tail_ms = [Step(ms, ms, 0)], 0.0
     elif call.schedule == "fused":
         steps, tail_ms = _fused(planned, profile, direction, rank)
     else:
         steps, tail_ms = _stepwise(planned, profile, direction, rank)
-    more, inner = 0.0, [Step(0.0, 0.0, 0.0)]
+    repeated = 1.0
+    inner: list[Step] = []
     if planned is not call and _grows(call.mask):
-        # neither the first step nor the last one, which has no next to wait for
-        more, inner = float((call.nodes if call.nodes > 1 else call.world_size) - len(steps)), steps[1:-1]
+        # neither the steps of the first node nor those of the last one, which have no next to wait for
+        edge = call.world_size // call.nodes if call.nodes > 1 and call.schedule != "fused" else 1
+        inner = steps[edge:-edge]
+        repeated = ((call.nodes if call.schedule == "fused" else call.world_size) - 2 * edge) / len(inner)
     device_ms, kernel_ms, received = (
-        sum(getattr(step, name) for step in steps) + more * sum(getattr(step, name) for step in inner) / len(inner)
+        sum(getattr(step, name) for step in steps) + (repeated - 1) * sum(getattr(step, name) for step in inner)
         for name in ("ms", "kernel_ms", "received")
     )
     device_ms += tail_ms
@@ -183,10 +197,10 @@ class Step:
     received: float
 
 
-def _sides(call: RingCall, rank: int, node_step: int, gather: GatherPlan | None) -> tuple[RowMetadata, GatheredKeys]:
-    """Return the tables of a launch: the rank's rows, and the keys of a node step."""
+def gathered(call: RingCall, rank: int, node_step: int = 0) -> tuple[RowMetadata, GatheredKeys]:
+    """Return the tables of a fused launch: the rank's rows, and the keys of a node step."""
     part = call.plan.ranks[rank]
-    gather = gather or make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
+    gather = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
     size = part.local_size
     steps: tuple[RingStep | None, ...] = (
         part.held(node_step),
@@ -206,7 +220,7 @@ def _fused(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple
     node_steps = len(part.remote_shards)
     for node_step in range(node_steps):
         gather = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
-        rows, keys = _sides(call, rank, node_step, gather)
+        rows, keys = gathered(call, rank, node_step)
         crosses = crossing_ms[node_step + 1] if node_step + 1 < node_steps else 0.0
         margin = COMM_SMS if crosses else 0
         arrivals = None if call.saved and direction == "backward" else _arrivals(call, profile, rank, node_step)
@@ -224,7 +238,7 @@ def _fused(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple
             ms += _return_ms(part.held(node_step).num_rows, sent, moved, heads, profile)
         if node_steps > 1:
             # fp32 results of launches are written and merged
-            ms += rows.positions.shape[0] * heads.batch * heads.heads * heads.v_width * 8 / profile.memory_gbps / 1e6
+            ms += rows.positions.shape[0] * heads.batch * heads.heads * heads.head_dim * 8 / profile.memory_gbps / 1e6
         steps.append(Step(max(ms, crosses), alone, received))
     # the last sums return alone: two thirds of the bytes
     return steps, crossing_ms[-1] * 2 / 3 if direction == "backward" and node_steps > 1 else 0.0
@@ -289,22 +303,11 @@ def _crossings(call: RingCall, profile: Profile, direction: str, rank: int) -> l
 def _stepwise(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple[list[Step], float]:
     """Return the ring steps of a stepwise call, each as long as its kernel or the next transfer, and the time behind them."""
     heads = call.heads
-    part = call.plan.ranks[rank]
-    moving = "keys"
-    row = heads.kv_bytes()
-    back = heads.kv_bytes(4)
-    if direction == "backward":
-        queries = (
-            heads.batch * heads.heads * (2 * (heads.head_dim + heads.v_width) + 8),
-            heads.batch * heads.heads * heads.head_dim * 4,
-        )
-        if sum(queries) < row + back:
-            moving, (row, back) = "queries", queries
-    plan = call.plan if moving == "keys" else make_plan(call.shards, call.shards, call.mask, "queries", call.node_ranks)
+    plan, moving, row, back = call.moved(backward=direction == "backward")
     part = plan.ranks[rank]
-    stationary = stationary_side(call.shards[rank], call.mask, "cpu", "keys" if moving == "keys" else "queries")
+    stationary = stationary_side(call.shards[rank], call.mask, "cpu", moving)
     steps: list[Step] = []
-    carried = heads.batch * heads.heads * (heads.v_width + 2) * 8 * shard_len(call.shards[rank])
+    carried = heads.batch * heads.heads * (heads.head_dim + 2) * 8 * shard_len(call.shards[rank])
     for step, ring_step in enumerate(part.ring_steps):
         following = part.ring_steps[step + 1] if step + 1 < len(part.ring_steps) else None
         crosses = (step + 1) % part.local_size == 0
@@ -332,8 +335,3 @@ def _link(call: RingCall, profile: Profile, *, crosses: bool) -> Link:
     if crosses:
         return profile.network
     return profile.nccl if call.schedule == "process_group" else profile.copy_engine
-
-
-def gathered(call: RingCall, rank: int) -> tuple[RowMetadata, GatheredKeys]:
-    """Return the rows and the gathered keys of a rank's fused launch."""
-    return _sides(call, rank, 0, None)
