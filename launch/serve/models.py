@@ -132,7 +132,7 @@ def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
     Counts all weights, a chunk of a prompt, and the cache: that of --cache-gib, else one for --max-len and --max-tokens.
 
     Raises:
-        Refusal: GPUs of `whole` bytes cannot hold it; raised before anything is allocated.
+        Refusal: GPUs of `whole` bytes cannot hold it, and --check-memory is on; raised before anything is allocated.
     """
     from transformers import AutoModelForCausalLM
 
@@ -161,7 +161,8 @@ def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
     else:
         remedy = f"pass --max-len and --max-tokens of at most {int(room / token)}, take more ranks, or --kv-dtype fp8"
     cache = length * token if args.cache_gib is None else args.cache_gib * 2**30
-    return check_fits(replace(fixed, kv_cache=cache), whole, remedy)
+    remedy += "; --no-check-memory goes on anyway"
+    return check_fits(replace(fixed, kv_cache=cache), whole, remedy, refuse=args.check_memory)
 
 
 def _build_model(
