@@ -17,6 +17,7 @@ from ringattn.plan.mask import AttentionMask
 from ringattn.plan.options import resolve_window
 from ringattn.planning import Candidate, Estimate, attention_estimate, estimate, load_profile
 from ringattn.planning.attention_launch import Heads
+from ringattn.planning.estimate import best_layout
 from ringattn.planning.ring_time import RingCall
 
 UNITS = {"K": 2**10, "M": 2**20}
@@ -212,9 +213,7 @@ def show_attention(args: PlanArgs) -> dict[str, Any]:
     documents = None if args.documents is None else read_documents(args.documents, tokens)
     window = resolve_window(args.window)
     mask = AttentionMask(tokens, tokens, causal=args.mask == "causal", window=window, documents=documents)
-    layout = args.layout
-    if layout == "auto":
-        layout = "balanced" if documents is not None else "zigzag" if mask.window is None else "contiguous"
+    layout = best_layout(mask) if args.layout == "auto" else args.layout
     rows, content = list[list[Any]](), dict[str, Any]()
     heads = Heads(args.batch or 1, args.heads, args.kv_heads, args.head_dim)
     for schedule in ("fused", "stepwise", "process_group"):

@@ -1,6 +1,6 @@
 """Estimates of a job, and the meshes on which it runs best.
 
-Every mesh of data, context and tensor parallel ranks is a candidate. Memory is exact integers and comes first; what fits is ordered
+Every mesh of data, context and tensor parallel ranks is a candidate. Memory comes first; what fits is ordered
 by a bound of its time, and the best are simulated.
 """
 
@@ -24,6 +24,8 @@ SIMULATED = 6
 """Meshes that are simulated, best bounds first."""
 RECOMPUTE = ("none", "selective", "full")
 MODES = ("train", "serve")
+CHUNK = 131072
+"""Rows of a prompt that go through the model at once, of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -89,25 +91,21 @@ class Job:
     mask: Mapping[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = RECOMPUTE
     layout: str | None = None
-    chunk: int = 131072
 
     @cached_property
-    def masks(self) -> tuple[AttentionMask, AttentionMask | None]:
-        """Mask of the layers, and that of layers with a sliding window."""
-        whole = AttentionMask(self.tokens, self.tokens, documents=self.documents, **self.mask)
-        if not self.shape.window_layers or self.shape.window is None or whole.window is not None:
-            return whole, None
-        return whole, replace(whole, window=(self.shape.window - 1, 0))
+    def masks(self) -> tuple[tuple[AttentionMask, int], ...]:
+        """Masks with the number of their layers: those that see all, and those with the model's sliding window."""
+        whole, shape = AttentionMask(self.tokens, self.tokens, documents=self.documents, **self.mask), self.shape
+        if shape.window is None or whole.window is not None:
+            return ((whole, shape.layers),)
+        windowed = replace(whole, window=(shape.window - 1, 0))
+        counts = (shape.layers - shape.window_layers, shape.window_layers)
+        return tuple((mask, layers) for mask, layers in zip((whole, windowed), counts, strict=True) if layers)
 
     @cached_property
     def pairs(self) -> float:
         """Visible pairs of a sequence, the mean over layers."""
-        whole, windowed = self.masks
-        found = whole.pairs(0, self.tokens)
-        if windowed is None:
-            return float(found)
-        share = self.shape.window_layers / self.shape.layers
-        return (1 - share) * found + share * windowed.pairs(0, self.tokens)
+        return sum(layers * mask.pairs(0, self.tokens) for mask, layers in self.masks) / self.shape.layers
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,7 @@ class Estimate:
     @property
     def best(self) -> Candidate | None:
         """The fastest candidate; None: nothing fits."""
-        found = [one for one in self.candidates if one.seconds is not None]
-        return found[0] if found else None
+        return next((one for one in self.candidates if one.seconds is not None), None)
 
     @cached_property
     def longest(self) -> int:
@@ -277,18 +274,16 @@ def _divisors(n: int) -> list[int]:
 
 
 def _calls(job: Job, mesh: Mesh, schedule: str, *, keep: bool) -> list[tuple[RingCall, int]]:
-    """Return the attention calls of the layers, and of how many."""
-    heads, windowed = heads_of(job.shape, mesh.tp), job.shape.window_layers if job.masks[1] is not None else 0
+    """Return the attention calls of the layers, and of how many; all have the layout of the first."""
+    heads, first = heads_of(job.shape, mesh.tp), job.masks[0][0]
+    layout = job.layout or best_layout(first)
     return [
-        (RingCall(mask, mesh.cp, heads, _layout(job, mask), mesh.nodes, schedule, saved=keep), layers)
-        for mask, layers in zip(job.masks, (job.shape.layers - windowed, windowed), strict=True)
-        if mask is not None and layers
+        (RingCall(mask, mesh.cp, heads, layout, mesh.nodes, schedule, saved=keep), layers) for mask, layers in job.masks
     ]
 
 
-def _layout(job: Job, mask: AttentionMask) -> str:
-    if job.layout is not None:
-        return job.layout
+def best_layout(mask: AttentionMask) -> str:
+    """Return the layout in which ranks have equal work under a mask and move few rows."""
     if mask.documents is not None:
         return "balanced"
     return "contiguous" if mask.window is not None or not mask.causal else "zigzag"
@@ -321,7 +316,7 @@ def _candidates(job: Job, mesh: Mesh) -> Iterator[Candidate]:
                     reserve=reserve,
                 )
             else:
-                memory = serving_memory(job.shape, job.tokens, sequences, job.chunk, call, reserve=reserve)
+                memory = serving_memory(job.shape, job.tokens, sequences, CHUNK, call, reserve=reserve)
             bound = _bound(job, mesh, recompute, sequences)
             yield Candidate(mesh, call.layout, schedule, recompute, keep, sequences, memory, bound)
 

@@ -133,6 +133,7 @@ def load_profile(name: str | Path | Profile) -> Profile:
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile as JSON that `load_profile` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
 
 
