@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -87,24 +88,25 @@ def _least_squares(counts: torch.Tensor, us: torch.Tensor) -> KernelCost:
 def ring_costs(rows: Sequence[Row], profile: Profile) -> Profile:
     """Return a profile whose links, slowdowns and host times are fitted to rows of `bench ring`."""
     slowdown = {f"{schedule}_{way}": 1.0 for schedule in SCHEDULES for way in WAYS}
-    profile = replace(profile, slowdown=slowdown, host_us={**profile.host_us, **_host(rows)})
-    groups = [row for row in rows if ROW_SCHEDULES[row["who"]] == "process_group" and row["tokens_per_rank"] >= 2048]
+    least = min(row["tokens_per_rank"] for row in rows)
+    groups = {name: [row for row in rows if ROW_SCHEDULES[row["who"]] == name] for name in SCHEDULES}
+    host_us = dict(profile.host_us)
+    for schedule, way in itertools.product(SCHEDULES, WAYS):
+        short = [row for row in groups[schedule] if row["tokens_per_rank"] == least]
+        if short:
+            host_us |= _host(f"{schedule}_{way}", [(row["world_size"], 1e3 * _measured_ms(row, way)) for row in short])
+    profile = replace(profile, slowdown=dict(slowdown), host_us=host_us)
     # times of CUDA graphs, in which the host takes no part
-    graphs = [row for row in groups if row.get("forward_graph_ms")]
+    graphs = [x for x in groups["process_group"] if x["tokens_per_rank"] >= 2048 and x.get("forward_graph_ms")]
     if graphs:
         rated = [replace(profile, nccl=replace(profile.nccl, gbps=rate)) for rate in NCCL_GBPS]
         profile = min(rated, key=lambda one: _forward_error(graphs, one))
-    found = dict(slowdown)
-    for schedule in SCHEDULES:
-        chosen = [
-            row for row in rows if ROW_SCHEDULES[row["who"]] == schedule and row["tokens_per_rank"] >= LONG_TOKENS
-        ]
-        if not chosen:
-            continue
-        for way in WAYS:
-            ratio = statistics.median(_measured_ms(row, way) / _way_ms(row, profile, way) for row in chosen)
-            found[f"{schedule}_{way}"] = round(max(1.0, ratio), 4)
-    return replace(profile, slowdown=found)
+    for schedule, way in itertools.product(SCHEDULES, WAYS):
+        long = [row for row in groups[schedule] if row["tokens_per_rank"] >= LONG_TOKENS]
+        if long:
+            ratio = statistics.median(_measured_ms(row, way) / _way_ms(row, profile, way) for row in long)
+            slowdown[f"{schedule}_{way}"] = round(max(1.0, ratio), 4)
+    return replace(profile, slowdown=slowdown)
 
 
 def _way_ms(row: Row, profile: Profile, way: str) -> float:
@@ -120,23 +122,10 @@ def _measured_ms(row: Row, way: str) -> float:
     return row["forward_ms"] if way == "forward" else row["both_ms"] - row["forward_ms"]
 
 
-def _host(rows: Sequence[Row]) -> dict[str, float]:
-    """Return host times of calls by schedule: a fixed part, and one per peer, from the shortest calls of rings of both sizes."""
-    found: dict[str, float] = {}
-    least = min(row["tokens_per_rank"] for row in rows)
-    for schedule in SCHEDULES:
-        for way in WAYS:
-            by_size: dict[int, list[float]] = {}
-            for row in rows:
-                if ROW_SCHEDULES[row["who"]] == schedule and row["tokens_per_rank"] == least:
-                    by_size.setdefault(row["world_size"], []).append(1e3 * _measured_ms(row, way))
-            medians = {size: statistics.median(values) for size, values in by_size.items()}
-            name = f"{schedule}_{way}"
-            if len(medians) > 1:
-                small, large = min(medians), max(medians)
-                peer = max(0.0, (medians[large] - medians[small]) / (large - small))
-                found[name], found[f"{name}_peer"] = medians[large] - peer * (large - 1), peer
-            elif medians:
-                ((size, value),) = medians.items()
-                found[name], found[f"{name}_peer"] = 0.0, value / (size - 1)
-    return {name: round(value, 1) for name, value in found.items()}
+def _host(name: str, times: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Return the host's microseconds per call and per peer, from times of rings of one size or of two."""
+    sizes = sorted({size for size, _ in times})
+    small, large = (statistics.median(us for size, us in times if size == one) for one in (sizes[0], sizes[-1]))
+    peers = sizes[-1] - 1
+    peer = max(0.0, large - small) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else large / peers
+    return {name: max(0.0, round(large - peer * peers, 1)), f"{name}_peer": round(peer, 1)}

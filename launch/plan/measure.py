@@ -115,7 +115,6 @@ def _device_rates(session: Session, sizes: Sizes) -> dict[str, float]:
         name: _ms(time, "calls") for name, time in time_together(calls, session, sizes.rounds, sizes.seconds).items()
     }
     flops = 2.0 * rows * columns * inner
-    free_memory()
     return {
         "matmul_tflops": round(flops / times["one"] / 1e9, 3),
         "matmul_sustained_tflops": round(sizes.products * flops / times["many"] / 1e9, 3),
@@ -176,7 +175,6 @@ def _collective_gbps(session: Session, sizes: Sizes) -> float:
     whole = torch.empty(part.numel() * session.world_size, dtype=torch.uint8, device=session.device)
     calls = {"gather": lambda: dist.all_gather_into_tensor(whole, part)}
     times = time_together(calls, session, sizes.rounds, sizes.seconds)
-    free_memory()
     return round((whole.numel() - part.numel()) / _ms(times["gather"], "calls") / 1e6, 3)
 
 

@@ -7,7 +7,7 @@ Documents that stay on one rank move no keys; a document over k ranks is cut int
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -32,11 +32,13 @@ class PackedSequence:
         indices: Indices of the documents in the lengths, in the order in which they are packed.
         documents: Boundaries (0, ..., seq_len).
         shards: Every rank's shard.
+        window: Tokens that each token sees; None: all before it.
     """
 
     indices: tuple[int, ...]
     documents: tuple[int, ...]
     shards: tuple[Shard, ...]
+    window: int | None = None
 
     @property
     def seq_len(self) -> int:
@@ -59,7 +61,8 @@ class PackedSequence:
 
     @cached_property
     def _plan(self) -> Plan:
-        mask = AttentionMask(self.seq_len, self.seq_len, causal=True, documents=self.documents)
+        window = None if self.window is None else (self.window - 1, 0)
+        mask = AttentionMask(self.seq_len, self.seq_len, causal=True, documents=self.documents, window=window)
         return make_plan(self.shards, self.shards, mask, "keys")
 
 
@@ -196,8 +199,8 @@ def place(
             break
         share /= 2
     names = list(range(len(lengths))) if indices is None else list(indices)
-    sequences = tuple(_sequence(group, lengths, names, cp, keep_order=keep_order) for group in best)
-    return PackedBatch(sequences, pairs_per_token)
+    sequences = (_sequence(group, lengths, names, cp, keep_order=keep_order) for group in best)
+    return PackedBatch(tuple(replace(one, window=window) for one in sequences), pairs_per_token)
 
 
 def _pairs(length: int, window: int | None) -> int:

@@ -70,6 +70,8 @@ def test_work_is_what_the_plan_counts():
     assert sum(one.pairs) == whole
     batch = place([30, 20, 10, 5], cp=2, pairs_per_token=3)
     assert sum(batch.work) == whole + 3 * 65
+    (one,) = place([30, 20, 10, 5], cp=2, window=8).sequences
+    assert sum(one.pairs) == sum(8 * n - 28 for n in (30, 20, 10)) + 15
 
 
 @pytest.mark.parametrize(
