@@ -17,11 +17,10 @@ from ringattn.plan.mask import AttentionMask
 from ringattn.plan.options import resolve_window
 from ringattn.planning import Candidate, Estimate, attention_estimate, estimate, load_profile
 from ringattn.planning.attention_launch import Heads
-from ringattn.planning.estimate import best_layout
-from ringattn.planning.ring_time import RingCall
+from ringattn.planning.estimate import best_layout, check_nodes, with_link
+from ringattn.planning.ring_time import SCHEDULES, RingCall
 
 UNITS = {"K": 2**10, "M": 2**20}
-MASKS = ("causal", "full")
 MEMORY_NAMES = {"kv_cache": "KV cache", "ring": "ring buffers"}
 TIME_NAMES = {
     "ring_exposed": "ring, exposed",
@@ -208,15 +207,19 @@ def _show_best(best: Candidate, step: str) -> None:
 
 def show_attention(args: PlanArgs) -> dict[str, Any]:
     """Print and return one attention on a ring of all GPUs, by schedule."""
-    tokens, profile = read_count(args.tokens), load_profile(args.gpu)
-    nodes = max(1, -(-args.gpus // args.gpus_per_node))
+    for name in ("mode", "recompute", "picture"):
+        if (given := getattr(args, name)) != getattr(PlanArgs, name):
+            raise ValueError(f"{name} must come with --model, got {given} for one attention; leave it out")
+    check_nodes(args.gpus, args.gpus_per_node)
+    tokens, profile = read_count(args.tokens), with_link(load_profile(args.gpu), args.link)
+    nodes = max(1, args.gpus // args.gpus_per_node)
     documents = None if args.documents is None else read_documents(args.documents, tokens)
     window = resolve_window(args.window)
     mask = AttentionMask(tokens, tokens, causal=args.mask == "causal", window=window, documents=documents)
     layout = best_layout(mask) if args.layout == "auto" else args.layout
     rows, content = list[list[Any]](), dict[str, Any]()
     heads = Heads(args.batch or 1, args.heads, args.kv_heads, args.head_dim)
-    for schedule in ("fused", "stepwise", "process_group"):
+    for schedule in SCHEDULES[SCHEDULES.index(profile.schedule) :]:
         if nodes > 1 and schedule == "stepwise":
             continue
         found = attention_estimate(RingCall(mask, args.gpus, heads, layout, nodes, schedule), profile)
@@ -234,24 +237,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args: PlanArgs = parse(PlanArgs, arguments, "plan", (PlanArgs.__doc__ or "").split("\n")[0])
     try:
         if args.model is None:
-            if args.picture is not None:
-                raise ValueError("picture must come with --model, got one attention; leave it out")
-            content = show_attention(args)
-            found = None
+            found, content = None, show_attention(args)
         else:
             options = options_of(args)
             found = estimate(options.pop("model"), **options)
             show(found, longest=args.longest, every=args.all)
             content = {"candidates": [describe(one) for one in found.candidates]}
             content |= {"longest": found.longest} if args.longest else {}
+            if args.picture is not None:
+                from ringattn.launch.plan.picture import draw
+
+                draw(found, args.picture)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     if args.json is not None:
         write_json(args.json, content)
-    if args.picture is not None and found is not None:
-        from ringattn.launch.plan.picture import draw
-
-        draw(found, args.picture)
     return int(found is not None and found.best is None)
 
 

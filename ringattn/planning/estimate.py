@@ -193,28 +193,20 @@ def estimate(
     ):
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}; give a positive number")
-    if gpus > gpus_per_node and gpus % gpus_per_node:
-        raise ValueError(
-            f"gpus must be a multiple of gpus_per_node {gpus_per_node}, got {gpus}; give nodes of equal size"
-        )
+    check_nodes(gpus, gpus_per_node)
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}; use one of these")
     if recompute is not None and recompute not in RECOMPUTE:
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}; None tries all")
     if recompute is not None and mode == "serve":
         raise ValueError(f"recompute must be None when serving, got {recompute!r}; nothing is kept for a backward")
-    profile = load_profile(gpu)
-    if link_gbps is not None:
-        if link_gbps <= 0:
-            raise ValueError(f"link_gbps must be above 0, got {link_gbps}; 50 is a link of 400 Gb/s")
-        profile = replace(profile, network=Link(link_gbps, profile.network.latency_us))
     options = {"causal": causal, "window": resolve_window(window), "prefix_len": prefix_len, "chunk_len": chunk_len}
     job = Job(
         load_shape(model),
         tokens,
         gpus,
         gpus_per_node,
-        profile,
+        with_link(load_profile(gpu), link_gbps),
         mode,
         batch,
         None if documents is None else tuple(documents),
@@ -224,6 +216,23 @@ def estimate(
     )
     _ = job.masks  # a wrong one is refused here
     return estimate_job(job)
+
+
+def check_nodes(gpus: int, gpus_per_node: int) -> None:
+    """Raise ValueError if GPUs do not fill nodes of that size."""
+    if gpus > gpus_per_node and gpus % gpus_per_node:
+        raise ValueError(
+            f"gpus must be a multiple of gpus_per_node {gpus_per_node}, got {gpus}; give nodes of equal size"
+        )
+
+
+def with_link(profile: Profile, gbps: float | None) -> Profile:
+    """Return the profile with a network of another rate; None: its own."""
+    if gbps is None:
+        return profile
+    if gbps <= 0:
+        raise ValueError(f"link_gbps must be above 0, got {gbps}; 50 is a link of 400 Gb/s")
+    return replace(profile, network=Link(gbps, profile.network.latency_us))
 
 
 def estimate_job(job: Job) -> Estimate:
