@@ -280,16 +280,6 @@ def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Te
     return found
 
 
-def _crossings(call: RingCall, profile: Profile, direction: str, rank: int) -> list[float]:
-    """Return the milliseconds of the transfers between nodes for each node step; gradients return as fp32 sums."""
-    part, found = call.plan.ranks[rank], [0.0]
-    for node_step in range(1, len(part.remote_shards)):
-        rows = part.held(node_step).num_rows
-        size = rows * call.heads.kv_bytes() + (rows * call.heads.kv_bytes(4) if direction == "backward" else 0)
-        found.append(profile.network.ms(size))
-    return found
-
-
 def _stepwise(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple[list[Step], float]:
     """Return the ring steps of a stepwise call, each as long as its kernel or the next transfer, and the time behind them."""
     heads = call.heads
