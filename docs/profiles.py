@@ -5,35 +5,140 @@ python docs/profiles.py
 
 from __future__ import annotations
 
+import json
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ringattn.launch.plan.fit import H100_FILE, H100_GROUPS, fit_h100, fit_h200
+from ringattn.launch.plan.fit import LONG_MS, WAYS, Row, kernel_costs, programs, ring_costs
 from ringattn.planning.profile import PROFILES, KernelCost, Link, Profile, write_profile
 
 RESULTS = Path(__file__).parent / "results"
+KERNELS = ("kernels.json", "kernels-lengths.json")
+H100_FILE, H100_GROUPS = "fa4-h100.json", ("target", "batch")
+"""Rows that the kernels of the profile of H100 are fitted to: whole and causal masks."""
 
 
-def scaled(base: Profile, name: str, *, compute: float, memory: float, assumed: tuple[str, ...]) -> Profile:
-    """Return a profile whose kernels take `compute` times as long, and whose memory has `memory` times the bandwidth."""
+def sustained(rows: Sequence[Row], profile: Profile) -> Profile:
+    """Return a profile whose factor of long kernels is fitted."""
+    factors = []
+    for row in rows:
+        if row["ms"] < 4 * LONG_MS:
+            continue
+        counts, other = programs(row, profile)
+        cost = getattr(profile, row["direction"])[row["head_dim"]]
+        us = counts[0] * cost.block + counts[1] * cost.tile + counts[2] * cost.masked + other
+        factors.append(row["ms"] * 1e3 / us)
+    return replace(profile, sustained=round(max(1.0, statistics.median(factors) * 1.02), 4))
+
+
+def datasheet_h200() -> Profile:
+    """Return the numbers of an H200 that are not fitted: the datasheet, and rates measured for docs/transport.md."""
+    ones = {d: KernelCost(1.0, 1.0) for d in (64, 128, 256)}
+    return Profile(
+        name="H200",
+        peak_tflops=989.0,
+        memory_gib=139.8,
+        multiprocessors=132,
+        forward=ones,
+        backward=ones,
+        launch_us=4.0,
+        sustained=1.0,
+        sustained_ms=50.0,
+        matmul_tflops=650.0,
+        matmul_sustained_tflops=600.0,
+        memory_gbps=4300.0,
+        copy_engine=Link(318.0, 6.0),
+        nccl=Link(100.0, 25.0),
+        collective_gbps=330.0,
+        network=Link(48.0, 12.0),
+        host_us={"decode_layer": 40.0, "decode_reduce": 13.0},
+        fitted_from=(
+            "kernels.json",
+            "kernels-lengths.json",
+            "ring2.json: 1024 tokens or 32 KV heads",
+            "ring4.json: 1024 tokens or 32 KV heads",
+            "model2-128k.json",
+        ),
+        assumed=(
+            "copy_engine: 318 GB/s per push between four GPUs (docs/transport.md)",
+            "network: 400 Gb/s per GPU by its datasheet, 48 GB/s of it for messages",
+        ),
+    )
+
+
+def read(folder: Path, *names: str) -> list[Row]:
+    """Return the rows of some files."""
+    return [row for name in names for row in json.loads((folder / name).read_text())["rows"]]
+
+
+def fit_h200(folder: Path) -> Profile:
+    """Return the profile of an H200 from the committed rows."""
+    kernels = read(folder, *KERNELS)
+    kernels = [row for row in kernels if row["who"] == "hopper" and row["level"] == "op"]
+    rings = [row for row in read(folder, "ring2.json", "ring4.json") if row.get("ours") and is_fitted(row)]
+    return ring_costs(rings, sustained(kernels, kernel_costs(kernels, datasheet_h200())))
+
+
+def fit_h100(folder: Path, profile: Profile) -> Profile:
+    """Return a profile with the memory of an H100 whose kernels are fitted to the committed rows of one."""
+    return kernel_costs([row for row in h100_rows(folder) if row["group"] in H100_GROUPS], profile)
+
+
+def h100_rows(folder: Path) -> list[Row]:
+    """Return the rows of the Hopper kernels on one H100."""
+    return [row for row in read(folder, H100_FILE) if row["who"] == "hopper" and "ms" in row]
+
+
+def is_fitted(row: Row) -> bool:
+    """Return whether the committed profile is fitted to a row of a ring: shortest calls for the host, 32 KV heads for the rest."""
+    return row["tokens_per_rank"] == 1024 or row["kv_heads"] == 32
+
+
+def portable_factors(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the time of the portable kernels over that of the Hopper kernels by direction: the median of long kernels."""
+    names = ("direction", "mask", "seq_len", "batch", "heads", "kv_heads", "head_dim")
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    times = {
+        (row["who"], *(row[name] for name in names)): row["ms"]
+        for row in rows
+        if row.get("level") == "op" and "ms" in row
+    }
+    for (who, way, *problem), ms in times.items():
+        other = times.get(("hopper", way, *problem))
+        if who == "portable" and other is not None and other > LONG_MS:
+            found[way].append(ms / other)
+    return {way: round(statistics.median(ratios), 4) for way, ratios in found.items()}
+
+
+def scaled(
+    base: Profile, name: str, peak: float, multiprocessors: int, memory: float, assumed: tuple[str, ...]
+) -> Profile:
+    """Return a profile of a GPU of another peak (TFLOP/s) and `memory` times the bandwidth, that runs the portable kernels."""
+    faster, factors = peak / base.peak_tflops, portable_factors(read(RESULTS, *KERNELS))
 
     def costs(way: str) -> dict[int, KernelCost]:
+        longer = factors[way] / faster * multiprocessors / base.multiprocessors
         found: dict[int, KernelCost] = getattr(base, way)
-        return {
-            d: KernelCost(round(x.block * compute, 4), round(x.tile * compute, 4), round(x.masked * compute, 4))
-            for d, x in found.items()
-        }
+        return {d: KernelCost(*(round(x * longer, 4) for x in vars(cost).values())) for d, cost in found.items()}
 
     return replace(
         base,
         name=name,
+        peak_tflops=peak,
+        multiprocessors=multiprocessors,
         forward=costs("forward"),
         backward=costs("backward"),
-        matmul_tflops=round(base.matmul_tflops / compute, 1),
-        matmul_sustained_tflops=round(base.matmul_sustained_tflops / compute, 1),
+        matmul_tflops=round(base.matmul_tflops * faster, 1),
+        matmul_sustained_tflops=round(base.matmul_sustained_tflops * faster, 1),
         memory_gbps=round(base.memory_gbps * memory, 1),
+        schedule="stepwise",
         fitted_from=(),
-        assumed=assumed,
+        assumed=(
+            *assumed,
+            "attention by the portable kernels at their share of the peak of an H200; auto takes those of torch first",
+        ),
     )
 
 
@@ -41,62 +146,51 @@ def profiles() -> dict[str, Profile]:
     """Return the committed profiles by name."""
     h200 = fit_h200(RESULTS)
     # datasheets of NVIDIA: H100 SXM 3.35 TB/s and 80 GB beside 4.8 TB/s and 141 GB, with the same multiprocessors and clocks
-    h100 = scaled(
+    h100 = replace(
         h200,
-        "H100",
-        compute=1.0,
-        memory=3.35 / 4.8,
+        name="H100",
+        memory_gib=79.1,
+        memory_gbps=round(h200.memory_gbps * 3.35 / 4.8, 1),
+        fitted_from=(f"{H100_FILE}: {', '.join(H100_GROUPS)}",),
         assumed=(
             "links, host, matrix products and slowdowns: those of an H200, which has the same multiprocessors and NVLink",
             "memory: 3.35 TB/s and 80 GB by the datasheet of the SXM module",
         ),
     )
-    h100 = fit_h100(RESULTS, h100)
-    h100 = replace(h100, memory_gib=79.1, fitted_from=(f"{H100_FILE}: {', '.join(H100_GROUPS)}",))
     # A100 SXM: 312 TFLOP/s, 108 multiprocessors, 2.04 TB/s, NVLink of 600 GB/s in both directions, 80 GB
-    a100 = scaled(
-        h200,
-        "A100",
-        compute=989 / 312 * 108 / 132,
-        memory=2.04 / 4.8,
-        assumed=(
-            "not measured: an H200 scaled by 312 TFLOP/s, 108 multiprocessors, 2.04 TB/s and 600 GB/s of NVLink (datasheet)",
-            "attention by the portable kernels at their share of the peak of an H200; auto takes those of torch first",
-        ),
-    )
     a100 = replace(
-        a100,
-        peak_tflops=312.0,
+        scaled(
+            h200,
+            "A100",
+            312.0,
+            108,
+            2.04 / 4.8,
+            (
+                "not measured: an H200 scaled by 312 TFLOP/s, 108 multiprocessors, 2.04 TB/s and 600 GB/s of NVLink (datasheet)",
+            ),
+        ),
         memory_gib=79.1,
-        multiprocessors=108,
-        matmul_tflops=round(h200.matmul_tflops * 312 / 989, 1),
-        matmul_sustained_tflops=round(h200.matmul_sustained_tflops * 312 / 989, 1),
-        kernels="portable",
-        copy_engine=Link(212.0, 6.0, 220.0),
-        network=Link(24.0, 12.0, 22.0),
+        copy_engine=Link(212.0, 6.0),
+        collective_gbps=220.0,
+        network=Link(24.0, 12.0),
     )
     # B200: 2,250 TFLOP/s, 148 multiprocessors, 8 TB/s, NVLink of 1.8 TB/s in both directions, 180 GB usable
-    b200 = scaled(
-        h200,
-        "B200",
-        compute=989 / 2250 * 148 / 132,
-        memory=8 / 4.8,
-        assumed=(
-            "not measured: an H200 scaled by 2,250 TFLOP/s, 148 multiprocessors, 8 TB/s and 1.8 TB/s of NVLink (datasheet)",
-            "attention by the portable kernels at their share of the peak of an H200; auto takes those of torch first",
-        ),
-    )
     b200 = replace(
-        b200,
-        peak_tflops=2250.0,
+        scaled(
+            h200,
+            "B200",
+            2250.0,
+            148,
+            8 / 4.8,
+            (
+                "not measured: an H200 scaled by 2,250 TFLOP/s, 148 multiprocessors, 8 TB/s and 1.8 TB/s of NVLink (datasheet)",
+            ),
+        ),
         memory_gib=178.0,
-        multiprocessors=148,
-        matmul_tflops=round(h200.matmul_tflops * 2250 / 989, 1),
-        matmul_sustained_tflops=round(h200.matmul_sustained_tflops * 2250 / 989, 1),
-        kernels="portable",
-        copy_engine=Link(636.0, 6.0, 660.0),
+        copy_engine=Link(636.0, 6.0),
+        collective_gbps=660.0,
     )
-    return {"h200": h200, "h100": h100, "a100": a100, "b200": b200}
+    return {"h200": h200, "h100": fit_h100(RESULTS, h100), "a100": a100, "b200": b200}
 
 
 def main() -> None:

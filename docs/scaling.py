@@ -6,13 +6,14 @@ python docs/scaling.py --check    fails when the page is not what the planner sa
 
 from __future__ import annotations
 
+import math
+import random
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ringattn.launch.plan.mixes import MIXES, draw
-from ringattn.launch.plan.picture import draw as draw_picture
+from ringattn.launch.plan.picture import draw
 from ringattn.plan.mask import AttentionMask
 from ringattn.planning import Candidate, Profile, estimate, load_profile, load_shape
 from ringattn.planning.attention_launch import Heads
@@ -25,6 +26,48 @@ PAGE = HERE / "scaling.md"
 PICTURE = HERE / "plan.svg"
 K, M = 2**10, 2**20
 H100, H200 = load_profile("h100"), load_profile("h200")
+MIXES: dict[str, tuple[tuple[int, int, float], ...]] = {
+    # "real-world varlen seqlen distribution" of the benchmarks of MagiAttention (exps/attn/run_benchmark.py): a long tail
+    "long-tail": (
+        (1, 2 * K, 0.16),
+        (2 * K, 4 * K, 0.05),
+        (4 * K, 8 * K, 0.04),
+        (8 * K, 16 * K, 0.06),
+        (16 * K, 32 * K, 0.08),
+        (32 * K, 64 * K, 0.21),
+        (64 * K, 128 * K, 0.4),
+        (128 * K, 256 * K, 0.2),
+        (256 * K, 512 * K, 0.05),
+        (512 * K, 1024 * K, 0.04),
+        (1024 * K, 2048 * K, 0.01),
+        (2048 * K, 4096 * K, 0.01),
+    ),
+    # the simple distribution of its benchmark of kernels (exps/attn): many short documents
+    "short": ((1, K, 0.4), (K, 2 * K, 0.3), (2 * K, 4 * K, 0.2), (4 * K, 8 * K, 0.1)),
+    # lognormal with a mean of 1,850 tokens, as `bench ring --masks documents` packs them
+    "lognormal": (),
+}
+"""Buckets of lengths, with weights, by the name of the mix."""
+
+
+def draw_lengths(mix: str, count: int, *, longest: int, seed: int = 0) -> list[int]:
+    """Return the lengths of documents of a mix, none longer than `longest`: longer ones are drawn again.
+
+    Example:
+        >>> draw_lengths("short", 3, longest=4096)
+        [3770, 989, 1853]
+    """
+    source, found = random.Random(seed), list[int]()
+    buckets = MIXES[mix]
+    while len(found) < count:
+        if buckets:
+            low, high, _ = source.choices(buckets, weights=[weight for *_, weight in buckets])[0]
+            length = source.randrange(low, high)
+        else:
+            length = 1 + int(source.lognormvariate(math.log(900), 1.2))
+        if length <= longest:
+            found.append(length)
+    return found
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -96,7 +139,7 @@ def published() -> str:
     for tokens, seconds in ((M, 77.0), (128 * K, 3.8)):
         mask = AttentionMask(tokens, tokens, causal=True)
         call = RingCall(mask, 16, Heads(1, shape.heads // 8, 1, shape.head_dim), nodes=16, schedule="process_group")
-        found = prefill_s(shape, tokens, call, H100, tp=8)
+        found = prefill_s(shape, tokens, [(call, shape.layers)], H100, tp=8)
         rows.append(
             [
                 f"prefill of {short(tokens)}, Llama 3 405B, 128 H100: ring of 16 nodes beside TP of 8",
@@ -167,7 +210,7 @@ def packing() -> str:
     """Return balance and bytes of placements beside every document over all ranks."""
     rows = []
     for mix in MIXES:
-        lengths = draw(mix, 400 if mix != "long-tail" else 60, longest=128 * K)
+        lengths = draw_lengths(mix, 400 if mix != "long-tail" else 60, longest=128 * K)
         found = list(compare(lengths, tokens=8 * 32 * K, world_size=8))[:4]
         moved = [sum(both[side].rows_moved for both in found) for side in (0, 1)]
         most = [max(both[side].imbalance for both in found) for side in (0, 1)]
@@ -207,7 +250,7 @@ def main() -> int:
     """Rewrite or check the page; return the exit code."""
     if "--check" in sys.argv:
         return int(PAGE.read_text() != page())
-    draw_picture(estimate("llama3-8b", M, gpus=64), PICTURE)
+    draw(estimate("llama3-8b", M, gpus=64), PICTURE)
     PAGE.write_text(page())
     return 0
 

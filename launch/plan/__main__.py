@@ -15,12 +15,12 @@ from typing import Any, Literal
 from ringattn.launch.runtime.session import parse, table, write_json
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.options import resolve_window
-from ringattn.planning import Candidate, Estimate, estimate, load_profile
+from ringattn.planning import Candidate, Estimate, attention_estimate, estimate, load_profile
 from ringattn.planning.attention_launch import Heads
-from ringattn.planning.ring_time import RingCall, attention_time
+from ringattn.planning.estimate import best_layout, check_nodes, with_link
+from ringattn.planning.ring_time import SCHEDULES, RingCall
 
 UNITS = {"K": 2**10, "M": 2**20}
-MASKS = ("causal", "full")
 MEMORY_NAMES = {"kv_cache": "KV cache", "ring": "ring buffers"}
 TIME_NAMES = {
     "ring_exposed": "ring, exposed",
@@ -207,32 +207,27 @@ def _show_best(best: Candidate, step: str) -> None:
 
 def show_attention(args: PlanArgs) -> dict[str, Any]:
     """Print and return one attention on a ring of all GPUs, by schedule."""
-    tokens, profile = read_count(args.tokens), load_profile(args.gpu)
-    nodes = max(1, -(-args.gpus // args.gpus_per_node))
+    for name in ("mode", "recompute", "picture"):
+        if (given := getattr(args, name)) != getattr(PlanArgs, name):
+            raise ValueError(f"{name} must come with --model, got {given} for one attention; leave it out")
+    check_nodes(args.gpus, args.gpus_per_node)
+    tokens, profile = read_count(args.tokens), with_link(load_profile(args.gpu), args.link)
+    nodes = max(1, args.gpus // args.gpus_per_node)
     documents = None if args.documents is None else read_documents(args.documents, tokens)
     window = resolve_window(args.window)
     mask = AttentionMask(tokens, tokens, causal=args.mask == "causal", window=window, documents=documents)
-    layout = args.layout
-    if layout == "auto":
-        layout = "balanced" if documents is not None else "zigzag" if mask.window is None else "contiguous"
+    layout = best_layout(mask) if args.layout == "auto" else args.layout
     rows, content = list[list[Any]](), dict[str, Any]()
-    for schedule in ("fused", "stepwise", "process_group"):
+    heads = Heads(args.batch or 1, args.heads, args.kv_heads, args.head_dim)
+    for schedule in SCHEDULES[SCHEDULES.index(profile.schedule) :]:
         if nodes > 1 and schedule == "stepwise":
             continue
-        call = RingCall(mask, args.gpus, Heads(1, args.heads, args.kv_heads, args.head_dim), layout, nodes, schedule)
-        forward, backward = (attention_time(call, profile, way) for way in ("forward", "backward"))
-        content[schedule] = {"forward": vars(forward), "backward": vars(backward)}
-        rows.append(
-            [
-                schedule,
-                f"{forward.ms:.3f}",
-                f"{forward.exposed_ms:.3f}",
-                f"{backward.ms:.3f}",
-                f"{backward.exposed_ms:.3f}",
-                f"{(forward.bytes_received + backward.bytes_received) / 2**20:.0f}",
-            ]
-        )
-    columns = ["schedule", "forward ms", "exposed", "backward ms", "exposed", "MiB received"]
+        found = attention_estimate(RingCall(mask, args.gpus, heads, layout, nodes, schedule), profile)
+        content[schedule] = found
+        times = [f"{found[f'{way}_{what}']:.3f}" for way in ("forward", "backward") for what in ("ms", "exposed_ms")]
+        received = found["forward_bytes"] + found["backward_bytes"]
+        rows.append([schedule, *times, f"{received / 2**20:.0f}", f"{found['peak_bytes'] / 2**30:.2f}"])
+    columns = ["schedule", "forward ms", "exposed", "backward ms", "exposed", "MiB received", "peak GiB"]
     table(f"attention of {tokens:,} tokens on {args.gpus} x {profile.name}, {layout}", columns, rows)
     return content
 
@@ -242,24 +237,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args: PlanArgs = parse(PlanArgs, arguments, "plan", (PlanArgs.__doc__ or "").split("\n")[0])
     try:
         if args.model is None:
-            if args.picture is not None:
-                raise ValueError("picture must come with --model, got one attention; leave it out")
-            content = show_attention(args)
-            found = None
+            found, content = None, show_attention(args)
         else:
             options = options_of(args)
             found = estimate(options.pop("model"), **options)
             show(found, longest=args.longest, every=args.all)
             content = {"candidates": [describe(one) for one in found.candidates]}
             content |= {"longest": found.longest} if args.longest else {}
+            if args.picture is not None:
+                from ringattn.launch.plan.picture import draw
+
+                draw(found, args.picture)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     if args.json is not None:
         write_json(args.json, content)
-    if args.picture is not None and found is not None:
-        from ringattn.launch.plan.picture import draw
-
-        draw(found, args.picture)
     return int(found is not None and found.best is None)
 
 

@@ -6,16 +6,17 @@ On one GPU kernels and memory; under torchrun links, host times and slowdowns of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ringattn.kernels.registry import select_kernels
 from ringattn.launch.bench.ring_baselines import make_sharding, prepare_ours
 from ringattn.launch.bench.workloads import MaskName, Problem, free_memory, own_stream
-from ringattn.launch.plan.fit import Row, kernel_costs, ring_costs, sustained
+from ringattn.launch.plan.fit import Row, kernel_costs, ring_costs
 from ringattn.launch.runtime.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
 from ringattn.launch.runtime.session import Session
 from ringattn.launch.runtime.timing import Time, time_together
@@ -34,13 +35,13 @@ class Sizes:
     Attributes:
         kernels: Masks, tokens and head_dims of kernels.
         ring_tokens: Tokens per rank of ring calls.
-        matmul: Rows, columns and inner size of matrix products.
-        memory_bytes: Bytes that are copied.
+        matmul: Rows, columns and inner size of matrix products; products: how many are timed as those of a training step.
+        memory_bytes: Bytes of both sides of a copy, and of a collective's result.
         rounds: Rounds; the median counts. seconds: limit of one group of calls.
     """
 
     kernels: tuple[tuple[MaskName, int, int], ...] = (
-        *(("causal", n, 128) for n in (2048, 8192, 32768, 65536)),
+        *(("causal", n, 128) for n in (2048, 8192, 32768)),
         *(("full", n, 128) for n in (2048, 4096, 16384)),
         ("window", 16384, 128),
         ("documents", 16384, 128),
@@ -51,6 +52,7 @@ class Sizes:
     ring_tokens: tuple[int, ...] = (1024, 2048, 8192, 16384)
     heads: int = 16
     matmul: tuple[int, int, int] = (16384, 14336, 4096)
+    products: int = 256
     memory_bytes: int = 2**31
     rounds: int = 5
     seconds: float = 4.0
@@ -60,8 +62,7 @@ def measure_profile(session: Session, sizes: Sizes | None = None) -> Profile:
     """Return the profile of this machine; collective over the ranks, the same on all of them."""
     sizes = sizes or Sizes()
     profile = dataclasses.replace(_device(session), **_device_rates(session, sizes))
-    kernels = _kernel_rows(session, sizes)
-    profile = sustained(kernels, kernel_costs(kernels, profile))
+    profile = kernel_costs(_kernel_rows(session, sizes), profile)
     if session.world_size > 1:
         profile = _rings(session, sizes, profile)
     else:
@@ -86,9 +87,7 @@ def _device(session: Session) -> Profile:
         peak_tflops=nearest.peak_tflops if peak is None else peak / 1e12,
         memory_gib=round(gpu.total_memory / 2**30, 1),
         multiprocessors=gpu.multi_processor_count,
-        # costs are measured with the kernels that run here
-        kernels=choice.name,
-        portable={"forward": 1.0, "backward": 1.0} if choice.name != "hopper" else nearest.portable,
+        schedule="fused" if choice.name == "hopper" else "stepwise",
         assumed=(network, *(() if peak else (f"peak of {nearest.name}: the datasheet of {gpu.name} is not known",))),
         fitted_from=(f"doctor --profile on {session.world_size} x {gpu.name}, torch {torch.__version__}",),
     )
@@ -104,7 +103,7 @@ def _device_rates(session: Session, sizes: Sizes) -> dict[str, float]:
     target = torch.empty_like(source)
 
     def products() -> None:
-        for _ in range(8):
+        for _ in range(sizes.products):
             torch.mm(x, w)
 
     calls: dict[str, Callable[[], Any]] = {
@@ -116,10 +115,9 @@ def _device_rates(session: Session, sizes: Sizes) -> dict[str, float]:
         name: _ms(time, "calls") for name, time in time_together(calls, session, sizes.rounds, sizes.seconds).items()
     }
     flops = 2.0 * rows * columns * inner
-    free_memory()
     return {
         "matmul_tflops": round(flops / times["one"] / 1e9, 3),
-        "matmul_sustained_tflops": round(8 * flops / times["many"] / 1e9, 3),
+        "matmul_sustained_tflops": round(sizes.products * flops / times["many"] / 1e9, 3),
         "memory_gbps": round(2 * source.numel() / times["copy"] / 1e6, 3),
     }
 
@@ -138,7 +136,7 @@ def _kernel_rows(session: Session, sizes: Sizes) -> list[Row]:
                 calls, session, sizes.rounds, sizes.seconds, list(calls) if _captures(session) else []
             )
             ms = {name: _ms(time) for name, time in times.items()}
-            row = {**dataclasses.asdict(problem), "who": "hopper", "level": "op"}
+            row = dataclasses.asdict(problem)
             found.append(row | {"direction": "forward", "ms": ms["forward"]})
             found.append(row | {"direction": "backward", "ms": max(1e-3, ms["both"] - ms["forward"])})
             del one, calls
@@ -150,7 +148,9 @@ def _kernel_rows(session: Session, sizes: Sizes) -> list[Row]:
 def _rings(session: Session, sizes: Sizes, profile: Profile) -> Profile:
     """Return the profile with links, slowdowns and host times of rings over all ranks."""
     on_gpus = session.device.type == "cuda"
-    wanted: Sequence[ScheduleName] = ("fused", "stepwise", "process_group") if on_gpus else ("process_group",)
+    wanted: list[ScheduleName] = ["process_group"]
+    if on_gpus:
+        wanted += ["stepwise", "fused"] if profile.schedule == "fused" else ["stepwise"]
     rings, names = open_rings(wanted, session), {display_name(name, session): name for name in wanted}
     found: list[Row] = []
     with own_stream(session.device):
@@ -160,11 +160,22 @@ def _rings(session: Session, sizes: Sizes, profile: Profile) -> Profile:
                 session.barrier()
                 ring.close()
                 free_memory()
-    rate = max((ring.context.push_rate for ring in rings.values()), default=0.0) / 1e9
-    if rate:
-        engine = dataclasses.replace(profile.copy_engine, gbps=round(rate, 1), collective_gbps=round(rate, 1))
-        profile = dataclasses.replace(profile, copy_engine=engine)
-    return ring_costs(found, profile)
+    profile = dataclasses.replace(profile, collective_gbps=_collective_gbps(session, sizes))
+    if rate := max(ring.context.push_rate for ring in rings.values()) / 1e9:
+        engine = dataclasses.replace(profile.copy_engine, gbps=round(rate, 1))
+        return ring_costs(found, dataclasses.replace(profile, copy_engine=engine))
+    # no GPU pushes to another one here
+    profile = ring_costs(found, profile)
+    return dataclasses.replace(profile, schedule="process_group", copy_engine=profile.nccl)
+
+
+def _collective_gbps(session: Session, sizes: Sizes) -> float:
+    """Return the rate at which a rank receives the parts of others in an all-gather."""
+    part = torch.zeros(sizes.memory_bytes // 2 // session.world_size, dtype=torch.uint8, device=session.device)
+    whole = torch.empty(part.numel() * session.world_size, dtype=torch.uint8, device=session.device)
+    calls = {"gather": lambda: dist.all_gather_into_tensor(whole, part)}
+    times = time_together(calls, session, sizes.rounds, sizes.seconds)
+    return round((whole.numel() - part.numel()) / _ms(times["gather"], "calls") / 1e6, 3)
 
 
 def _ring_row(session: Session, sizes: Sizes, ring: Ring, tokens: int) -> Row:

@@ -29,6 +29,8 @@ Keep = Callable[[list[dict[str, Any]]], None]
 
 FROM_ZERO = ("nccl_max_ctas", "outer_ctas", "simulate", "warmup", "window")
 """Counts that may be 0 though their defaults are not."""
+OUTPUTS = ("json", "picture", "profile")
+"""Files that commands write at their end."""
 ANY = ("fuzz_seed", "seed", "soak")
 """Integers that are no counts, or are checked elsewhere."""
 
@@ -136,26 +138,27 @@ def check_kernels(name: str) -> None:
 
 
 def check_output(args: Any) -> None:
-    """Raise ValueError if the `json` file, or the file `name` in the folder `out`, cannot be written; leaves nothing behind."""
-    out, json_path, file = (getattr(args, name, None) for name in ("out", "json", "name"))
-    name, folder = ("json", json_path.parent) if json_path else ("out", out)
-    if folder is None:
-        return
-    if file is not None:
+    """Raise ValueError if a file of OUTPUTS, or the file `name` in the folder `out`, cannot be written; leaves nothing behind."""
+    out, file = getattr(args, "out", None), getattr(args, "name", None)
+    if out is not None and file is not None:
         if not Path(file).name:
             raise ValueError(f"name must be that of a file, got {file!r}; pass another --name")
-        if (taken := folder / f"{file}.json").is_dir():
+        if (taken := out / f"{file}.json").is_dir():
             raise ValueError(f"name must be that of a file, got {file}: {taken} is a folder; pass another --name")
-    try:
-        if json_path and json_path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        there = next(one for one in (folder, *folder.parents) if one.exists())
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"{name} must be a place that can be written, got {json_path or out}: {error}; pass another --{name}"
-        ) from None
+    for name in ("out", *OUTPUTS):
+        if (path := getattr(args, name, None)) is None:
+            continue
+        try:
+            if name != "out" and path.is_dir():
+                raise IsADirectoryError("it is a folder")
+            folder = path if name == "out" else path.parent
+            there = next(one for one in (folder, *folder.parents) if one.exists())
+            with tempfile.TemporaryFile(dir=there):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"{name} must be a place that can be written, got {path}: {error}; pass another --{name}"
+            ) from None
 
 
 def check_numbers(args: Any) -> None:

@@ -48,6 +48,8 @@ class ServeArgs:
         dtype: auto is the config's on GPUs, float32 on CPUs.
         seed: Seed of random weights.
         cache_gib: GiB per rank for keys and values; by default most of what a GPU has left, or 0.25 on CPUs.
+        check_memory: Whether a model and cache whose planned memory GPUs cannot hold are refused before they are loaded, not only
+            warned of.
         page_size: Tokens of a page.
         kv_dtype: auto is the dtype; fp8 keeps keys and values in half of bfloat16's bytes, which changes answers a little.
         chunk: Tokens of prompts per step.
@@ -78,6 +80,7 @@ class ServeArgs:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     seed: int = 0
     cache_gib: float | None = None
+    check_memory: bool = True
     page_size: int = 64
     kv_dtype: Literal["auto", "fp8"] = "auto"
     chunk: int = 4096

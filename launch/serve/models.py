@@ -132,7 +132,7 @@ def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
     Counts all weights, a chunk of a prompt, and the cache: that of --cache-gib, else one for --max-len and --max-tokens.
 
     Raises:
-        Refusal: GPUs of `whole` bytes cannot hold it; raised before anything is allocated.
+        Refusal: GPUs of `whole` bytes cannot hold it, and --check-memory is on; raised before anything is allocated.
     """
     from transformers import AutoModelForCausalLM
 
@@ -148,7 +148,7 @@ def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
     if files := list(Path(args.model).expanduser().glob("*.safetensors")):
         weights = min(weights, sum(file.stat().st_size for file in files))  # quantised ones are smaller
     call = RingCall(AttentionMask(args.chunk, args.chunk, causal=True), world_size, heads_of(shape))
-    fixed = serving_memory(shape, args.chunk, 0, world_size, args.chunk, call, reserve=RESERVE)
+    fixed = serving_memory(shape, args.chunk, 0, args.chunk, call, reserve=RESERVE)
     fixed = replace(fixed, weights=weights)
     sizes, row = _cache_sizes(model), 1 if args.kv_dtype == "fp8" else dtype.itemsize
     token = sizes["layers"] * sizes["kv_heads"] * (sizes["head_dim"] + sizes["v_head_dim"]) * row / world_size
@@ -161,7 +161,8 @@ def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
     else:
         remedy = f"pass --max-len and --max-tokens of at most {int(room / token)}, take more ranks, or --kv-dtype fp8"
     cache = length * token if args.cache_gib is None else args.cache_gib * 2**30
-    return check_fits(replace(fixed, kv_cache=cache), whole, remedy)
+    remedy += "; --no-check-memory goes on anyway"
+    return check_fits(replace(fixed, kv_cache=cache), whole, remedy, refuse=args.check_memory)
 
 
 def _build_model(

@@ -6,7 +6,6 @@ waits for the time at which they arrive.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,24 +22,17 @@ MOST_ROWS = 2**20
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of one attention on one rank, batch elements, and the kernel set that computes it; None: the default of the GPU."""
+    """Heads of one attention on one rank, and batch elements; values are as wide as keys."""
 
     batch: int
     heads: int
     kv_heads: int
     head_dim: int
-    v_head_dim: int | None = None
-    kernels: str | None = None
 
     @property
     def width(self) -> int:
         """Columns of a key and a value together."""
-        return self.head_dim + (self.v_head_dim or self.head_dim)
-
-    @property
-    def v_width(self) -> int:
-        """Columns of a value."""
-        return self.v_head_dim or self.head_dim
+        return 2 * self.head_dim
 
     def kv_bytes(self, element: int = 2) -> int:
         """Bytes of the keys and values of one row."""
@@ -73,7 +65,7 @@ def make_launch(
     programs = max(1, profile.multiprocessors - sm_margin)
     group = heads.heads // heads.kv_heads
     if direction == "forward":
-        config = choose_forward(heads.head_dim, heads.v_width, True)
+        config = choose_forward(heads.head_dim, heads.head_dim, True)
         shape = Shape(
             batch=heads.batch,
             heads=heads.heads,
@@ -83,7 +75,7 @@ def make_launch(
             streamed_bytes=rows_of(keys) * heads.width * 2 // group,
         )
         return Launch(make_plan(rows, keys, shape), shape, False, profile.launch_us, times)
-    tiles = choose_dkv(heads.head_dim, heads.v_width, True)
+    tiles = choose_dkv(heads.head_dim, heads.head_dim, True)
     accumulates = heads.head_dim <= FUSED_MAX_HEAD_DIM
     shape = Shape(
         batch=heads.batch,
@@ -98,7 +90,7 @@ def make_launch(
         groups=groups,
     )
     # the kernels before and after it stream o, do, dq and its fp32 sums once
-    row_bytes = heads.batch * rows_of(rows) * heads.heads * times * (4 * heads.v_width + 10 * heads.head_dim)
+    row_bytes = heads.batch * rows_of(rows) * heads.heads * times * 14 * heads.head_dim
     other_us = row_bytes / profile.memory_gbps / 1e3 + 3 * profile.launch_us
     return Launch(make_plan(keys, rows, shape), shape, True, other_us, times)
 
@@ -126,10 +118,8 @@ def launch_ms(
     launch = make_launch(rows, keys, heads, profile, direction, 1 if arrivals is None else arrivals.shape[0], sm_margin)
     if launch is None:
         return 0.0
-    cost = cost_of(profile.forward if direction == "forward" else profile.backward, heads)
-    us = programs_us(launch, cost, heads, keys, arrivals)
-    if (heads.kernels or profile.kernels) == "portable":
-        us *= profile.portable[direction]
+    costs = profile.forward if direction == "forward" else profile.backward
+    us = programs_us(launch, costs[columns_of(heads.head_dim)], heads, keys, arrivals)
     ms = (us + launch.other_us) / 1e3
     return ms * profile.sustained_factor(ms)
 
@@ -147,15 +137,10 @@ def measure_programs(
     return (most[0] * launch.times, most[1] * launch.times, most[2] * launch.times), launch.other_us
 
 
-def split_bytes(call_rows: AnyRows, keys: AnyRows, heads: Heads, profile: Profile) -> float:
+def split_bytes(rows: AnyRows, keys: AnyRows, heads: Heads, profile: Profile) -> float:
     """Return the bytes of partial gradients of tiles that a backward splits among programs."""
-    launch = make_launch(call_rows, keys, heads, profile, "backward")
+    launch = make_launch(rows, keys, heads, profile, "backward")
     return 0.0 if launch is None else launch.work.slots * launch.shape.tile * heads.width * 4.0
-
-
-def cost_of(costs: Mapping[int, KernelCost], heads: Heads) -> KernelCost:
-    """Return the cost of a kernel for these head dims."""
-    return costs[columns_of(max(heads.head_dim, heads.v_width))]
 
 
 def _entries(launch: Launch) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from ringattn.kernels.interface import PAD_ROWS
 from ringattn.plan.buffers import gather_bytes
 from ringattn.plan.layouts import shard_len
-from ringattn.plan.ring_plan import make_gather_plan, make_plan
+from ringattn.plan.ring_plan import make_gather_plan
 from ringattn.planning.attention_launch import Heads, split_bytes
 from ringattn.planning.profile import Profile
 from ringattn.planning.ring_time import RingCall, gathered
@@ -30,11 +30,10 @@ OUTBOX_ROWS = 3.5
 """Largest messages that a stepwise ring over the copy engine holds beside its buffers; two are its outboxes. Fitted."""
 FIXED_BYTES = 6 * 2**20
 """Flags, semaphores and tables of a ring; fitted."""
-RECOMPUTATIONS = ("none", "selective", "full")
 SAVED_STREAMS = {"none": 8.0, "selective": 1.0, "full": 1.0}
 """Tensors of the model's width that a layer saves for the backward, beside the MLP's."""
-SAVED_MLP = {"none": 4.0, "selective": 0.0, "full": 0.0}
-"""Tensors of the MLP's width that a layer saves for the backward."""
+SAVED_MLP = 4.0
+"""Tensors of the MLP's width that a layer saves without recomputation."""
 
 
 @dataclass(frozen=True)
@@ -86,18 +85,11 @@ def ring_bytes(call: RingCall, *, backward: bool) -> float:
 
 def stepwise_bytes(call: RingCall, *, backward: bool) -> float:
     """Return the bytes of a stepwise ring: carried partials, packed and received rows, contributions, and outboxes."""
-    heads, plan = call.heads, call.plan
+    heads = call.heads
+    plan, _, row, back = call.moved(backward=backward)
+    forward_row = heads.kv_bytes()
     s = max(shard_len(shard) for shard in call.shards)
-    key, key_grad = heads.kv_bytes(), heads.kv_bytes(4)
-    forward_row = key
-    carried = s * heads.batch * heads.heads * 4 * (heads.v_width + 2)
-    row, back = key, key_grad
-    if backward:
-        query = heads.batch * heads.heads * (2 * (heads.head_dim + heads.v_width) + 8)
-        query_grad = heads.batch * heads.heads * heads.head_dim * 4
-        if query + query_grad < key + key_grad:
-            row, back = query, query_grad
-            plan = make_plan(call.shards, call.shards, call.mask, "queries", call.node_ranks)
+    carried = s * heads.batch * heads.heads * 4 * (heads.head_dim + 2)
     sent = max(plan.largest_send, plan.largest_remote_send)
     cuts = any(
         send is not None and send.num_rows < shard_len(call.shards[part.rank])
@@ -114,17 +106,11 @@ def stepwise_bytes(call: RingCall, *, backward: bool) -> float:
     return float(FIXED_BYTES + carried + buffers)
 
 
-def attention_peak(call: RingCall, *, slots: int = 1, profile: Profile | None = None) -> float:
-    """Return the peak bytes of one forward and backward of a call by itself: inputs, outputs, gradients, buffers.
-
-    Args:
-        slots: Send buffers of a fused ring; rings of before 0.9 had two.
-        profile: Counts partial results of tiles that are split among its programs; None: none are.
-    """
+def attention_peak(call: RingCall, profile: Profile) -> float:
+    """Return the peak bytes of one forward and backward of a call by itself: inputs, outputs, gradients, buffers."""
     heads = call.heads
     s = max(shard_len(shard) for shard in call.planned.shards)
     q = s * heads.batch * heads.heads * heads.head_dim * 2
-    o = s * heads.batch * heads.heads * heads.v_width * 2
     lse = s * heads.batch * heads.heads * 4
     kv = s * heads.kv_bytes()
     ring = ring_bytes(call, backward=True)
@@ -132,11 +118,9 @@ def attention_peak(call: RingCall, *, slots: int = 1, profile: Profile | None = 
         ring += make_gather_plan(call.planned.plan, 0, PAD_ROWS).remote_rows * heads.kv_bytes()
     if call.schedule == "fused" or call.world_size == 1:
         # dk and dv are made when the fp32 sums of dq are gone, which are twice as large or more
-        parts = 0.0
-        if profile is not None:
-            parts = split_bytes(*gathered(call.planned, 0), heads, profile)
-        return q + 2 * o + kv + lse + ring + (slots - 1) * kv + 3 * lse + q + max(2 * q, kv) + parts
-    return q + 2 * o + kv + lse + ring + lse + 2 * q + 2 * kv + q + kv
+        parts = split_bytes(*gathered(call.planned, 0), heads, profile)
+        return 4 * q + kv + 4 * lse + ring + max(2 * q, kv) + parts
+    return 6 * q + 4 * kv + 2 * lse + ring
 
 
 def training_memory(
@@ -148,12 +132,7 @@ def training_memory(
     tp: int = 1,
     recompute: str = "selective",
     mlp_rows: int = 131072,
-    has_moments: bool = True,
     reserve: float = 0.0,
-    replicated: bool = False,
-    stream_bytes: int = 2,
-    slots: int = 1,
-    save_gathered: bool = False,
 ) -> Memory:
     """Return the memory of a rank at the peak of a training step (Note [Peak of a training step]).
 
@@ -163,42 +142,38 @@ def training_memory(
         shards: Ranks over which FSDP shards states.
         tp: Ranks that share heads, the MLP and, between them, rows of the residual stream.
         mlp_rows: Rows that go through the MLP at a time.
-        has_moments: The optimizer has made its two moments: from the second step on.
-        replicated: Every rank holds all parameters in fp32, and computes in bf16 by autocast.
-        stream_bytes: Bytes of an element of the residual stream.
+        reserve: Bytes that libraries take outside of tensors.
     """
-    per_rank = shape.parameters / tp / (1 if replicated else shards)
-    stream = tokens * shape.dim * stream_bytes / tp
-    heads = tokens * shape.heads * shape.head_dim * 2 / tp
+    per_rank = shape.parameters / tp / shards
+    stream = tokens * shape.dim * 2 / tp
     saved = SAVED_STREAMS[recompute] * stream
     if recompute != "full":
-        saved += heads + tokens * shape.heads * 4 / tp
+        saved += tokens * shape.heads * (shape.head_dim * 2 + 4) / tp
     if recompute == "none":
         qkv = tokens * shape.head_dim * (shape.heads + 2 * shape.kv_heads) * 2 / tp
-        saved += qkv + SAVED_MLP["none"] * tokens * shape.mlp_dim * shape.active_experts * 2 / tp
-    gathered_rows = 0.0
-    if save_gathered and call.world_size > 1:
-        gathered_rows = shape.layers * call.mask.kv_len * call.heads.kv_bytes()
-    layer = shape.layer_parameters / tp
-    gathers = 0.0 if replicated or shards == 1 else 1.0
-    units = (2 * shape.root_parameters / tp + shape.vocab_size * shape.dim * 2 / tp + layer * (2 * 2 + 2 + 4)) * gathers
-    width = shape.mlp_dim * (shape.active_experts + shape.shared_experts)
-    working = MLP_TENSORS * min(tokens, mlp_rows) * width * 2 / tp + STREAMS * stream
+        saved += qkv + SAVED_MLP * tokens * shape.mlp_width * 2 / tp
+    activations = shape.layers * saved
+    if call.saved and call.world_size > 1:
+        # full recomputation gathers again, and keeps only the keys of the layer at work
+        rows = make_gather_plan(call.plan, 0, PAD_ROWS).most_remote_rows
+        activations += rows * call.heads.kv_bytes() * (1 if recompute == "full" else shape.layers)
+    units = 2 * shape.root_parameters + 2 * shape.vocab_size * shape.dim + (2 * 2 + 2 + 4) * shape.layer_parameters
+    working = MLP_TENSORS * min(tokens, mlp_rows) * shape.mlp_width * 2 / tp + STREAMS * stream
     begins = Memory(
         weights=4 * per_rank,
-        gradients=4 * per_rank if replicated else 4 * per_rank / shape.layers,
-        optimizer=8 * per_rank * has_moments,
-        activations=shape.layers * saved + gathered_rows,
-        working=working + units,
-        ring=ring_bytes(call, backward=True) + (slots - 1) * tokens * call.heads.kv_bytes(),
+        gradients=4 * per_rank / shape.layers,
+        optimizer=8 * per_rank,
+        activations=activations,
+        working=working + units / tp,
+        ring=ring_bytes(call, backward=True),
         reserve=reserve,
     )
-    ends = replace(begins, gradients=4 * per_rank, activations=begins.activations / shape.layers)
+    ends = replace(begins, gradients=4 * per_rank, activations=activations / shape.layers)
     return max(begins, ends, key=lambda memory: memory.total)
 
 
 def serving_memory(
-    shape: ModelShape, tokens: int, batch: int, world_size: int, chunk: int, call: RingCall, *, reserve: float = 0.0
+    shape: ModelShape, tokens: int, batch: int, chunk: int, call: RingCall, *, reserve: float = 0.0
 ) -> Memory:
     """Return the memory of a serving rank: all weights in bf16, its part of the KV cache, and a chunk of prompt rows.
 
@@ -206,16 +181,17 @@ def serving_memory(
         tokens: Context of a request.
         batch: Requests.
         chunk: Rows of the prompt that go through the model at once, of all ranks.
+        call: The attention call of one layer.
+        reserve: Bytes that libraries take outside of tensors.
     """
-    rows = min(chunk, tokens) / world_size
-    kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
+    rows = min(chunk, tokens) / call.world_size
     # a chunk's residual stream, q, and two tensors of the MLP's width
-    working = rows * 2 * (3 * shape.dim + 2 * shape.heads * shape.head_dim + 3 * shape.mlp_dim * shape.active_experts)
+    working = rows * 2 * (3 * shape.dim + 2 * shape.heads * shape.head_dim + 3 * shape.mlp_width)
     return Memory(
         weights=2 * shape.parameters,
         working=working,
         ring=ring_bytes(call, backward=False),
-        kv_cache=batch * tokens * kv / world_size,
+        kv_cache=batch * tokens * shape.kv_token_bytes / call.world_size,
         reserve=reserve,
     )
 

@@ -7,9 +7,9 @@ Documents that stay on one rank move no keys; a document over k ranks is cut int
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
@@ -32,11 +32,13 @@ class PackedSequence:
         indices: Indices of the documents in the lengths, in the order in which they are packed.
         documents: Boundaries (0, ..., seq_len).
         shards: Every rank's shard.
+        window: Tokens that each token sees; None: all before it.
     """
 
     indices: tuple[int, ...]
     documents: tuple[int, ...]
     shards: tuple[Shard, ...]
+    window: int | None = None
 
     @property
     def seq_len(self) -> int:
@@ -59,7 +61,8 @@ class PackedSequence:
 
     @cached_property
     def _plan(self) -> Plan:
-        mask = AttentionMask(self.seq_len, self.seq_len, causal=True, documents=self.documents)
+        window = None if self.window is None else (self.window - 1, 0)
+        mask = AttentionMask(self.seq_len, self.seq_len, causal=True, documents=self.documents, window=window)
         return make_plan(self.shards, self.shards, mask, "keys")
 
 
@@ -196,8 +199,8 @@ def place(
             break
         share /= 2
     names = list(range(len(lengths))) if indices is None else list(indices)
-    sequences = tuple(_sequence(group, lengths, names, cp, keep_order=keep_order) for group in best)
-    return PackedBatch(sequences, pairs_per_token)
+    sequences = (_sequence(group, lengths, names, cp, keep_order=keep_order) for group in best)
+    return PackedBatch(tuple(replace(one, window=window) for one in sequences), pairs_per_token)
 
 
 def _pairs(length: int, window: int | None) -> int:
@@ -264,12 +267,7 @@ def compare(
 ) -> Iterator[tuple[PackedBatch, PackedBatch]]:
     """Yield each batch as `pack` places it on one ring of all ranks, and with every document over all ranks (fixed cp = world)."""
     for batch in pack(lengths, tokens=tokens, cp=world_size, pairs_per_token=pairs_per_token):
-        sequence = batch.sequences[0]
-        bounds = sequence.documents
-        runs: list[list[Run]] = [[] for _ in range(world_size)]
-        for start, end in pairwise(bounds):
-            for rank, shard in enumerate(zigzag(end - start, world_size)):
-                for run in shard:
-                    _append(runs[rank], Run(start + run.start, 1, run.length))
-        fixed = PackedSequence(sequence.indices, bounds, tuple(tuple(shard) for shard in runs))
-        yield batch, PackedBatch((fixed,), pairs_per_token)
+        names, ranks = batch.sequences[0].indices, tuple(range(world_size))
+        fixed = [(index, ranks) for index in range(len(names))]
+        chosen = [lengths[name] for name in names]
+        yield batch, PackedBatch((_sequence(fixed, chosen, names, world_size, keep_order=True),), pairs_per_token)

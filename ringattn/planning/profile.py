@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,10 @@ class Link:
     Attributes:
         gbps: 10^9 bytes per second that a rank receives while it sends as many.
         latency_us: Fixed time of a message.
-        collective_gbps: 10^9 bytes per second of a rank's part of an all-gather or a reduce-scatter.
     """
 
     gbps: float
     latency_us: float
-    collective_gbps: float
 
     def ms(self, num_bytes: float) -> float:
         """Return the milliseconds of a message; 0.0 without bytes."""
@@ -67,11 +65,11 @@ class Profile:
         memory_gbps: Memory traffic of plain kernels, 10^9 bytes per second.
         copy_engine: Pushes between GPUs of a host.
         nccl: Messages between GPUs of a host over NCCL.
+        collective_gbps: 10^9 bytes per second that a GPU receives in an all-gather or a reduce-scatter within a host.
         network: Messages of a GPU to another host.
-        portable: Time of the portable kernels over that of the Hopper kernels, by direction.
         slowdown: Factor of kernels beside transfers, by schedule and direction: `fused_forward`, ...
         host_us: Host time by name: of a call, of each peer of a call, of a layer.
-        kernels: Kernel set that the GPU runs by default: "hopper" or "portable".
+        schedule: Schedule of a ring within a host by default; "fused" needs the Hopper kernels and the copy engine.
         reserve_gib: Memory that libraries take outside of tensors.
     """
 
@@ -89,14 +87,14 @@ class Profile:
     memory_gbps: float
     copy_engine: Link
     nccl: Link
+    collective_gbps: float
     network: Link
     host_us: Mapping[str, float]
     slowdown: Mapping[str, float] = field(default_factory=dict)
-    portable: Mapping[str, float] = field(default_factory=lambda: {"forward": 1.0, "backward": 1.0})
-    kernels: str = "hopper"
+    schedule: str = "fused"
     reserve_gib: float = 1.5
     fitted_from: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = field(default=())
+    assumed: tuple[str, ...] = ()
 
     def sustained_factor(self, ms: float) -> float:
         """Return the factor of a kernel by its duration: 1 for short ones, `sustained` for long ones."""
@@ -135,12 +133,8 @@ def load_profile(name: str | Path | Profile) -> Profile:
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile as JSON that `load_profile` reads."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
-
-
-def scaled(profile: Profile, **changes: Any) -> Profile:
-    """Return a profile with other numbers."""
-    return replace(profile, **changes)
 
 
 def _read(fields: dict[str, Any]) -> Profile:

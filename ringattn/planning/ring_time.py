@@ -24,9 +24,9 @@ from ringattn.plan.device_tables import gathered_key, side_key, stationary_side
 from ringattn.plan.layouts import Shard, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.mask_union import MaskUnion
-from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, RingStep, make_gather_plan, make_nodes, make_plan
+from ringattn.plan.ring_plan import Nodes, Plan, RecvSpec, RingStep, make_gather_plan, make_nodes, make_plan
 from ringattn.planning.attention_launch import Heads, launch_ms
-from ringattn.planning.profile import Link, Profile
+from ringattn.planning.profile import Profile
 
 SCHEDULES = ("fused", "stepwise", "process_group")
 MOST_RANKS = 16
@@ -115,6 +115,18 @@ class RingCall:
         """The ring plan in which keys move."""
         return make_plan(self.shards, self.shards, self.mask, "keys", self.node_ranks)
 
+    def moved(self, *, backward: bool) -> tuple[Plan, str, int, int]:
+        """Return the plan of a stepwise call, the side that moves, and the bytes of its rows and of their gradients.
+
+        A backward moves the side with fewer bytes: keys and values, or q, o, do and two statistics of each query.
+        """
+        heads = self.heads
+        keys = heads.kv_bytes(), heads.kv_bytes(4)
+        queries = heads.batch * heads.heads * (4 * heads.head_dim + 8), heads.batch * heads.heads * heads.head_dim * 4
+        if backward and sum(queries) < sum(keys):
+            return make_plan(self.shards, self.shards, self.mask, "queries", self.node_ranks), "queries", *queries
+        return self.plan, "keys", *keys
+
 
 def shortened(mask: AttentionMask, seq_len: int) -> AttentionMask:
     """Return the mask over fewer tokens; documents are cut off at the end."""
@@ -153,19 +165,21 @@ def _rank_time(call: RingCall, profile: Profile, direction: str, rank: int) -> R
     """Return the time of one rank: the steps of its plan, the later ones repeated where the ring is larger."""
     planned = call.planned
     if call.world_size == 1:
-        rows, keys = _sides(call, rank, 0, None)
-        ms = launch_ms(rows, keys, call.heads, profile, direction)
+        ms = launch_ms(*gathered(call, rank), call.heads, profile, direction)
         steps, tail_ms = [Step(ms, ms, 0)], 0.0
     elif call.schedule == "fused":
         steps, tail_ms = _fused(planned, profile, direction, rank)
     else:
         steps, tail_ms = _stepwise(planned, profile, direction, rank)
-    more, inner = 0.0, [Step(0.0, 0.0, 0.0)]
+    repeated = 1.0
+    inner: list[Step] = []
     if planned is not call and _grows(call.mask):
-        # neither the first step nor the last one, which has no next to wait for
-        more, inner = float((call.nodes if call.nodes > 1 else call.world_size) - len(steps)), steps[1:-1]
+        # neither the steps of the first node nor those of the last one, which have no next to wait for
+        edge = call.world_size // call.nodes if call.nodes > 1 and call.schedule != "fused" else 1
+        inner = steps[edge:-edge]
+        repeated = ((call.nodes if call.schedule == "fused" else call.world_size) - 2 * edge) / len(inner)
     device_ms, kernel_ms, received = (
-        sum(getattr(step, name) for step in steps) + more * sum(getattr(step, name) for step in inner) / len(inner)
+        sum(getattr(step, name) for step in steps) + (repeated - 1) * sum(getattr(step, name) for step in inner)
         for name in ("ms", "kernel_ms", "received")
     )
     device_ms += tail_ms
@@ -183,10 +197,10 @@ class Step:
     received: float
 
 
-def _sides(call: RingCall, rank: int, node_step: int, gather: GatherPlan | None) -> tuple[RowMetadata, GatheredKeys]:
-    """Return the tables of a launch: the rank's rows, and the keys of a node step."""
+def gathered(call: RingCall, rank: int, node_step: int = 0) -> tuple[RowMetadata, GatheredKeys]:
+    """Return the tables of a fused launch: the rank's rows, and the keys of a node step."""
     part = call.plan.ranks[rank]
-    gather = gather or make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
+    gather = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
     size = part.local_size
     steps: tuple[RingStep | None, ...] = (
         part.held(node_step),
@@ -201,46 +215,36 @@ def _sides(call: RingCall, rank: int, node_step: int, gather: GatherPlan | None)
 def _fused(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple[list[Step], float]:
     """Return the node steps of a fused call, with pushes, gradient returns and crossings, and the milliseconds behind the last."""
     heads, part = call.heads, call.plan.ranks[rank]
+    # keys move to the launch, and fp32 gradients of a backward from it
+    key, grad = heads.kv_bytes(), heads.kv_bytes(4) if direction == "backward" else 0
+    held = [part.held(node_step).num_rows for node_step in range(len(part.remote_shards))]
+    crossing_ms = [profile.network.ms(own * (key + grad)) for own in held[1:]]
     steps: list[Step] = []
-    crossing_ms = _crossings(call, profile, direction, rank)
-    node_steps = len(part.remote_shards)
-    for node_step in range(node_steps):
+    for node_step, (own, crosses) in enumerate(zip(held, [*crossing_ms, 0.0], strict=True)):
         gather = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
-        rows, keys = _sides(call, rank, node_step, gather)
-        crosses = crossing_ms[node_step + 1] if node_step + 1 < node_steps else 0.0
+        rows, keys = gathered(call, rank, node_step)
         margin = COMM_SMS if crosses else 0
-        arrivals = None if call.saved and direction == "backward" else _arrivals(call, profile, rank, node_step)
+        arrivals = None if call.saved and grad else _arrivals(call, profile, rank, node_step)
         alone = launch_ms(rows, keys, heads, profile, direction)
         ms = launch_ms(rows, keys, heads, profile, direction, arrivals, margin) * profile.slowdown[f"fused_{direction}"]
-        pack_ms = (
-            2 * part.held(node_step).num_rows * heads.kv_bytes() / profile.memory_gbps / 1e6 + profile.launch_us / 1e3
-        )
-        ms += pack_ms
-        moved = sum(recv_rows(recv.rows) for recv in gather.recvs)
-        received = moved * heads.kv_bytes()
-        if direction == "backward":
-            sent = sum(send.num_rows for send in gather.sends)
-            received += sent * heads.kv_bytes(4)
-            ms += _return_ms(part.held(node_step).num_rows, sent, moved, heads, profile)
-        if node_steps > 1:
+        moved = sum(_num_rows(recv) for recv in gather.recvs)
+        sent = sum(send.num_rows for send in gather.sends) * grad
+        # own rows are packed; the owner adds the gradients of all readers, the last of which arrive late
+        traffic, launches = 2 * own * key, 1
+        if grad:
+            traffic, launches = traffic + own * (grad + key) + sent, 2
+            ms += profile.copy_engine.latency_us / 1e3 if moved else 0.0
+        if len(held) > 1:
             # fp32 results of launches are written and merged
-            ms += rows.positions.shape[0] * heads.batch * heads.heads * heads.v_width * 8 / profile.memory_gbps / 1e6
-        steps.append(Step(max(ms, crosses), alone, received))
+            traffic += rows.positions.shape[0] * heads.batch * heads.heads * heads.head_dim * 8
+        ms += traffic / profile.memory_gbps / 1e6 + launches * profile.launch_us / 1e3
+        steps.append(Step(max(ms, crosses), alone, moved * key + sent))
     # the last sums return alone: two thirds of the bytes
-    return steps, crossing_ms[-1] * 2 / 3 if direction == "backward" and node_steps > 1 else 0.0
+    return steps, crossing_ms[-1] * 2 / 3 if grad and crossing_ms else 0.0
 
 
-def recv_rows(rows: tuple[tuple[int, int], ...]) -> int:
-    """Return the number of rows in row ranges."""
-    return sum(length for _, length in rows)
-
-
-def _return_ms(own: int, sent: int, received: int, heads: Heads, profile: Profile) -> float:
-    """Return the time by which gradients of keys delay a fused backward: the last stores, and the owner's sum."""
-    row = heads.kv_bytes(4)
-    read = (own + sent) * row + own * heads.kv_bytes()
-    last = profile.copy_engine.latency_us / 1e3 if received else 0.0
-    return read / profile.memory_gbps / 1e6 + last + profile.launch_us / 1e3
+def _num_rows(recv: RecvSpec) -> int:
+    return sum(length for _, length in recv.rows)
 
 
 def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Tensor | None:
@@ -258,7 +262,7 @@ def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Te
         now = 0.0
         for group in range(groups):
             for recv in mine.recvs:
-                now += link.ms(recv_rows(recv.rows) * row) * 1e3
+                now += link.ms(_num_rows(recv) * row) * 1e3
                 found[group, recv.step] = now
         return found
     sends = [
@@ -276,39 +280,18 @@ def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Te
     return found
 
 
-def _crossings(call: RingCall, profile: Profile, direction: str, rank: int) -> list[float]:
-    """Return the milliseconds of the transfers between nodes for each node step; gradients return as fp32 sums."""
-    part, found = call.plan.ranks[rank], [0.0]
-    for node_step in range(1, len(part.remote_shards)):
-        rows = part.held(node_step).num_rows
-        size = rows * call.heads.kv_bytes() + (rows * call.heads.kv_bytes(4) if direction == "backward" else 0)
-        found.append(profile.network.ms(size))
-    return found
-
-
 def _stepwise(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple[list[Step], float]:
     """Return the ring steps of a stepwise call, each as long as its kernel or the next transfer, and the time behind them."""
     heads = call.heads
-    part = call.plan.ranks[rank]
-    moving = "keys"
-    row = heads.kv_bytes()
-    back = heads.kv_bytes(4)
-    if direction == "backward":
-        queries = (
-            heads.batch * heads.heads * (2 * (heads.head_dim + heads.v_width) + 8),
-            heads.batch * heads.heads * heads.head_dim * 4,
-        )
-        if sum(queries) < row + back:
-            moving, (row, back) = "queries", queries
-    plan = call.plan if moving == "keys" else make_plan(call.shards, call.shards, call.mask, "queries", call.node_ranks)
+    plan, moving, row, back = call.moved(backward=direction == "backward")
     part = plan.ranks[rank]
-    stationary = stationary_side(call.shards[rank], call.mask, "cpu", "keys" if moving == "keys" else "queries")
+    stationary = stationary_side(call.shards[rank], call.mask, "cpu", moving)
     steps: list[Step] = []
-    carried = heads.batch * heads.heads * (heads.v_width + 2) * 8 * shard_len(call.shards[rank])
+    carried = heads.batch * heads.heads * (heads.head_dim + 2) * 8 * shard_len(call.shards[rank])
+    inner = profile.nccl if call.schedule == "process_group" else profile.copy_engine
     for step, ring_step in enumerate(part.ring_steps):
         following = part.ring_steps[step + 1] if step + 1 < len(part.ring_steps) else None
-        crosses = (step + 1) % part.local_size == 0
-        link = _link(call, profile, crosses=crosses and call.nodes > 1)
+        link = profile.network if call.nodes > 1 and (step + 1) % part.local_size == 0 else inner
         size = following.num_rows * row if following is not None else 0
         if direction == "backward" and ring_step is not None and step:
             size += ring_step.num_rows * back
@@ -325,15 +308,4 @@ def _stepwise(call: RingCall, profile: Profile, direction: str, rank: int) -> tu
         steps.append(Step(max(ms, transfer), kernel_ms, size))
     if direction == "forward" or part.ring_steps[0] is None:
         return steps, 0.0
-    return steps, _link(call, profile, crosses=False).ms(part.ring_steps[0].num_rows * back)
-
-
-def _link(call: RingCall, profile: Profile, *, crosses: bool) -> Link:
-    if crosses:
-        return profile.network
-    return profile.nccl if call.schedule == "process_group" else profile.copy_engine
-
-
-def gathered(call: RingCall, rank: int) -> tuple[RowMetadata, GatheredKeys]:
-    """Return the rows and the gathered keys of a rank's fused launch."""
-    return _sides(call, rank, 0, None)
+    return steps, inner.ms(part.ring_steps[0].num_rows * back)

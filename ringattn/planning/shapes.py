@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+LAYER_TYPES = {"attention", "chunked_attention", "full_attention", "sliding_attention"}
+"""Kinds of layers in configurations of transformers that are planned; those with chunks count as if they saw all keys."""
 
 
 @dataclass(frozen=True)
@@ -55,22 +58,30 @@ class ModelShape:
         """Parameters of the projections of a layer."""
         return self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
+    @property
+    def mlp_width(self) -> int:
+        """Columns of the MLPs that a token goes through."""
+        return self.mlp_dim * (self.active_experts + self.shared_experts)
+
     def mlp_parameters(self, experts: int) -> int:
-        """Parameters of so many experts."""
-        return 3 * self.dim * self.mlp_dim * experts
+        """Parameters of so many experts, and of the shared ones."""
+        return 3 * self.dim * self.mlp_dim * (experts + self.shared_experts)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of the bf16 keys and values of a token, of all layers."""
+        return 4 * self.layers * self.kv_heads * self.head_dim
 
     @property
     def layer_parameters(self) -> int:
         """Parameters of a layer."""
         router = self.dim * self.experts if self.experts > 1 else 0
-        return (
-            self.attention_parameters + self.mlp_parameters(self.experts + self.shared_experts) + router + 2 * self.dim
-        )
+        return self.attention_parameters + self.mlp_parameters(self.experts) + router + 2 * self.dim
 
     @property
     def active_layer_parameters(self) -> int:
         """Parameters of a layer that multiply a token."""
-        return self.attention_parameters + self.mlp_parameters(self.active_experts + self.shared_experts)
+        return self.attention_parameters + self.mlp_parameters(self.active_experts)
 
     @property
     def root_parameters(self) -> int:
@@ -88,8 +99,16 @@ class ModelShape:
         6 per active parameter (the embedding's rows are looked up) and token, 12 heads head_dim per layer and visible pair
         (Chowdhery et al. 2022, "PaLM", appendix B, with pairs in place of all keys). `pairs` are the mean over layers.
         """
-        multiplied = self.layers * self.active_layer_parameters + self.vocab_size * self.dim
-        return 6.0 * multiplied * tokens + 12.0 * self.heads * self.head_dim * pairs * self.layers
+        head = 2.0 * self.vocab_size * self.dim * tokens
+        return 3 * (self.layer_flops(tokens) + head + self.attention_flops(pairs))
+
+    def layer_flops(self, tokens: int) -> float:
+        """FLOPs of one pass of the matrix products of all layers."""
+        return 2.0 * self.layers * self.active_layer_parameters * tokens
+
+    def attention_flops(self, pairs: float) -> float:
+        """FLOPs of the attention of one forward of all layers."""
+        return 4.0 * self.layers * self.heads * self.head_dim * pairs
 
 
 PRESETS: dict[str, ModelShape] = {
@@ -164,7 +183,14 @@ def _from_config(content: Mapping[str, Any], name: str) -> ModelShape:
     head_dim = config.get("head_dim") or found["dim"] // found["heads"]
     if kv_lora:  # multi-head latent attention, after its up-projection
         head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    window, types = config.get("sliding_window"), config.get("layer_types") or ()
+    types = config.get("layer_types") or ()
+    if unknown := sorted(set(types) - LAYER_TYPES):
+        raise ValueError(
+            f"layer_types must be among {', '.join(sorted(LAYER_TYPES))}, got {', '.join(unknown)}; "
+            "plan a model all of whose layers attend"
+        )
+    window = config.get("sliding_window")
+    windowed = _windowed(config, types) if window else 0
     return ModelShape(
         name,
         **found,
@@ -175,8 +201,8 @@ def _from_config(content: Mapping[str, Any], name: str) -> ModelShape:
         experts=int(experts),
         active_experts=int(config.get("num_experts_per_tok") or 1) if experts > 1 else 1,
         shared_experts=int(config.get("n_shared_experts") or 0) if experts > 1 else 0,
-        window=window if window and _windowed(config, types) else None,
-        window_layers=_windowed(config, types) if window else 0,
+        window=window if windowed else None,
+        window_layers=windowed,
     )
 
 
@@ -185,8 +211,3 @@ def _windowed(config: Mapping[str, Any], types: Any) -> int:
     if types:
         return sum(kind == "sliding_attention" for kind in types)
     return 0 if config.get("use_sliding_window") is False else int(config["num_hidden_layers"])
-
-
-def with_layers(shape: ModelShape, layers: int) -> ModelShape:
-    """Return the shape with another number of layers."""
-    return replace(shape, layers=layers)

@@ -8,15 +8,16 @@ Note [Elementwise traffic]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ringattn.planning.profile import Profile
 from ringattn.planning.ring_time import RingCall, attention_time
 from ringattn.planning.shapes import ModelShape
 
-FORWARD_BYTES = {"dim": 20, "qk": 48, "mlp": 10}
+FORWARD_BYTES = (20, 48, 10)
 """Bytes of elementwise kernels of a layer's forward, per row and column of the stream, of q and k, and of the MLP."""
-BACKWARD_BYTES = {"dim": 44, "qk": 60, "mlp": 18}
+BACKWARD_BYTES = (44, 60, 18)
 """The same of its backward."""
 LOSS_BYTES = 52
 """Bytes per row and logit: two passes over the logits in fp32, one of which makes their gradient."""
@@ -49,26 +50,41 @@ class Seconds:
         return (self.ring_exposed + self.fsdp_exposed + self.tp_exposed) / self.total if self.total else 0.0
 
 
-def collective_s(num_bytes: float, ranks: int, profile: Profile, gpus_per_node: int) -> float:
+LayerCalls = Sequence[tuple[RingCall, int]]
+"""Attention calls of a model with the number of layers of each: those with a sliding window have another mask."""
+
+
+def collective_s(num_bytes: float, ranks: int, profile: Profile, ranks_per_node: int) -> float:
     """Return the seconds of an all-gather or a reduce-scatter in which a rank receives `num_bytes` from others.
 
     Between nodes every GPU has its own network link, and the GPUs of a node pass on what they receive.
     """
     if ranks == 1 or not num_bytes:
         return 0.0
-    local, steps = min(ranks, gpus_per_node), 1
-    rate = profile.copy_engine.collective_gbps
-    if ranks > gpus_per_node:
-        rate = min(rate, profile.network.collective_gbps * local)
-        steps = -(-ranks // gpus_per_node)
-    latency = profile.nccl.latency_us + (steps - 1) * profile.network.latency_us
+    nodes = -(-ranks // ranks_per_node)
+    rate = profile.collective_gbps
+    if nodes > 1:
+        network = profile.network.gbps * ranks_per_node
+        rate = min(rate, network) if ranks_per_node > 1 else network
+    latency = profile.nccl.latency_us + (nodes - 1) * profile.network.latency_us
     return num_bytes / rate / 1e9 + latency / 1e6
+
+
+def _traffic(shape: ModelShape, per_column: tuple[int, int, int]) -> int:
+    """Return the bytes of elementwise kernels per row of a layer."""
+    stream, qk, mlp = per_column
+    return stream * shape.dim + qk * shape.head_dim * (shape.heads + shape.kv_heads) + mlp * shape.mlp_width
+
+
+def _exchange_s(shape: ModelShape, rows: int, tp: int, profile: Profile, gpus_per_node: int) -> float:
+    """Return the seconds of the two all-reduces of a layer, each a reduce-scatter and an all-gather."""
+    return 4 * collective_s(rows * shape.dim * 2 * (tp - 1) / tp, tp, profile, gpus_per_node)
 
 
 def training_step(
     shape: ModelShape,
     rows: int,
-    call: RingCall,
+    calls: LayerCalls,
     profile: Profile,
     *,
     shards: int,
@@ -76,16 +92,13 @@ def training_step(
     tp: int = 1,
     recompute: str = "selective",
     accumulate: int = 1,
-    stream_bytes: int = 2,
-    window_call: RingCall | None = None,
 ) -> Seconds:
     """Return the seconds of a training step of a rank with `rows` tokens of each of `accumulate` sequences.
 
     Args:
-        call: Attention of a layer; window_call: of layers with a sliding window.
         shards: Ranks over which FSDP shards parameters.
         gpus_per_node: GPUs that the copy engine and NVLink connect.
-        stream_bytes: Bytes of an element of the residual stream.
+        tp: Ranks that share heads, the MLP and rows; they are neighbors within a node.
     """
     layers, again = shape.layers, 1 if recompute == "none" else 2
     # matrix products of a layer: forward, perhaps again, and twice in the backward
@@ -93,54 +106,41 @@ def training_step(
     flops += 2.0 * rows * shape.vocab_size * shape.dim / tp * 4
     matmul = flops / profile.matmul_sustained_tflops / 1e12
     attention = exposed = 0.0
-    windowed = shape.window_layers if window_call is not None else 0
-    for one, count in ((call, layers - windowed), (window_call, windowed)):
-        if one is None or not count:
-            continue
-        forward, backward = (attention_time(one, profile, direction) for direction in ("forward", "backward"))
-        forwards = 2 if recompute == "full" else 1
+    for call, count in calls:
         # the host runs ahead of a step's device work
-        for time, times in ((forward, forwards), (backward, 1)):
+        for direction, times in (("forward", 2 if recompute == "full" else 1), ("backward", 1)):
+            time = attention_time(call, profile, direction)
             kernel = time.kernel_ms * profile.sustained / profile.sustained_factor(time.kernel_ms)
             attention += count * times * kernel / 1e3
             exposed += count * times * max(0.0, time.device_ms - time.kernel_ms) / 1e3
-    qk = shape.head_dim * (shape.heads + shape.kv_heads)
-    width = shape.mlp_dim * (shape.active_experts + shape.shared_experts)
-    traffic = 0.0
-    for share, of in ((again, FORWARD_BYTES), (1, BACKWARD_BYTES)):
-        traffic += share * (of["dim"] * shape.dim * stream_bytes / 2 + of["qk"] * qk + of["mlp"] * width)
-    elementwise = rows * (layers * traffic + LOSS_BYTES * shape.vocab_size) / tp / profile.memory_gbps / 1e9
-    states = shape.parameters / tp / shards
-    fsdp = tensor = 0.0
-    if shards > 1:
-        part = shape.layer_parameters / tp * (shards - 1) / shards
-        gather = collective_s(2 * part, shards, profile, gpus_per_node)
-        reduce = collective_s(4 * part, shards, profile, gpus_per_node)
-        forward_s = (matmul / (again + 2) + attention / 3) / layers
-        backward_s = (matmul * (again + 1) / (again + 2) + attention * 2 / 3) / layers
-        fsdp = layers * (max(0.0, gather - forward_s) + max(0.0, gather + reduce - backward_s))
-        # the first gather and the last reduction have nothing to hide behind
-        root = shape.root_parameters / tp * (shards - 1) / shards
-        fsdp += collective_s(6 * root, shards, profile, gpus_per_node) / accumulate
-    if tp > 1:
-        # two all-reduces, as a reduce-scatter and an all-gather each, in the forward, its repetition and the backward
-        part = rows * shape.dim * 2 * (tp - 1) / tp
-        tensor = layers * (again + 1) * 4 * collective_s(part, tp, profile, gpus_per_node)
+    traffic = layers * (again * _traffic(shape, FORWARD_BYTES) + _traffic(shape, BACKWARD_BYTES))
+    elementwise = rows * (traffic + LOSS_BYTES * shape.vocab_size) / tp / profile.memory_gbps / 1e9
+    # ranks of a node that hold the same part of tensor-parallel weights
+    per_node, others = max(1, gpus_per_node // tp), (shards - 1) / shards / tp
+    gather, reduce, root = (
+        collective_s(size * others, shards, profile, per_node)
+        for size in (2 * shape.layer_parameters, 4 * shape.layer_parameters, 6 * shape.root_parameters)
+    )
+    forward_s = (matmul / (again + 2) + attention / 3) / layers
+    backward_s = (matmul * (again + 1) / (again + 2) + attention * 2 / 3) / layers
+    fsdp = layers * (max(0.0, gather - forward_s) + max(0.0, gather + reduce - backward_s))
     return Seconds(
         matmul=accumulate * matmul,
         attention=accumulate * attention,
         elementwise=accumulate * elementwise,
-        optimizer=states * OPTIMIZER_BYTES / profile.memory_gbps / 1e9,
+        optimizer=shape.parameters / tp / shards * OPTIMIZER_BYTES / profile.memory_gbps / 1e9,
         ring_exposed=accumulate * exposed,
-        fsdp_exposed=accumulate * fsdp,
-        tp_exposed=accumulate * tensor,
+        # the gather and the reduction of what is outside of layers have nothing to hide behind
+        fsdp_exposed=accumulate * fsdp + root,
+        # in the forward, its repetition and the backward
+        tp_exposed=accumulate * layers * (again + 1) * _exchange_s(shape, rows, tp, profile, gpus_per_node),
     )
 
 
 def prefill_s(
     shape: ModelShape,
     tokens: int,
-    call: RingCall,
+    calls: LayerCalls,
     profile: Profile,
     *,
     compiled: bool = True,
@@ -150,41 +150,28 @@ def prefill_s(
     """Return the seconds from a prompt to its first token.
 
     Args:
-        call: Attention of a layer.
         compiled: Elementwise kernels are joined.
-        tp: Ranks that share heads and weights; `call` has the heads of one of them. Ours hold all weights: 1.
+        tp: Ranks that share heads and weights; `calls` have the heads of one of them. Ours hold all weights: 1.
         gpus_per_node: GPUs that NVLink connects.
     """
-    rows = -(-tokens // call.world_size)
-    flops = 2.0 * rows * shape.layers * shape.active_layer_parameters / tp
-    time = attention_time(call, profile, "forward")
-    qk = shape.head_dim * (shape.heads + shape.kv_heads)
-    width = shape.mlp_dim * (shape.active_experts + shape.shared_experts)
-    traffic = FORWARD_BYTES["dim"] * shape.dim + FORWARD_BYTES["qk"] * qk + FORWARD_BYTES["mlp"] * width
-    # two all-reduces, as a reduce-scatter and an all-gather each
-    exchange = collective_s(rows * shape.dim * 2 * (tp - 1) / tp, tp, profile, gpus_per_node) if tp > 1 else 0.0
+    rows, layers = -(-tokens // calls[0][0].world_size), shape.layers
+    flops = 2.0 * rows * layers * shape.active_layer_parameters / tp
+    times = [(attention_time(call, profile, "forward"), count) for call, count in calls]
+    traffic = rows * layers * _traffic(shape, FORWARD_BYTES) * (COMPILED if compiled else 1) / tp
     return Seconds(
         matmul=flops / profile.matmul_tflops / 1e12,
-        attention=shape.layers * time.kernel_ms / 1e3,
-        elementwise=rows * shape.layers * traffic * (COMPILED if compiled else 1) / tp / profile.memory_gbps / 1e9,
-        ring_exposed=shape.layers * max(0.0, time.device_ms - time.kernel_ms) / 1e3,
-        tp_exposed=4 * shape.layers * exchange,
+        attention=sum(count * time.kernel_ms for time, count in times) / 1e3,
+        elementwise=traffic / profile.memory_gbps / 1e9,
+        ring_exposed=sum(count * max(0.0, time.device_ms - time.kernel_ms) for time, count in times) / 1e3,
+        tp_exposed=layers * _exchange_s(shape, rows, tp, profile, gpus_per_node),
     )
 
 
-def token_ms(
-    shape: ModelShape, context: int, batch: int, world_size: int, profile: Profile, *, split: bool = True
-) -> float:
-    """Return the milliseconds of a decode step over a cache that is sharded over all ranks.
-
-    Args:
-        split: The MLPs and the head are tensor parallel over the ranks.
-    """
-    shared = (
-        shape.layers * shape.mlp_parameters(shape.active_experts + shape.shared_experts) + shape.vocab_size * shape.dim
-    )
-    read = shape.layers * shape.attention_parameters + shared / (world_size if split else 1)
-    kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * context * batch / world_size
-    bound = 2 * (read + kv) / profile.memory_gbps / 1e6
-    hops = world_size > 1
-    return bound + shape.layers * (profile.host_us["decode_layer"] + hops * profile.host_us["decode_reduce"]) / 1e3
+def token_ms(shape: ModelShape, context: int, batch: int, world_size: int, profile: Profile) -> float:
+    """Return the milliseconds of a decode step; ranks share the cache, the MLPs and the head."""
+    experts = min(shape.experts, shape.active_experts * batch)
+    shared = shape.layers * shape.mlp_parameters(experts) + shape.vocab_size * shape.dim
+    weights = 2 * (shape.layers * shape.attention_parameters + shared / world_size)
+    bound = (weights + shape.kv_token_bytes * context * batch / world_size) / profile.memory_gbps / 1e6
+    host_us = profile.host_us["decode_layer"] + (world_size > 1) * profile.host_us["decode_reduce"]
+    return bound + shape.layers * host_us / 1e3

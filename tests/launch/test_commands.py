@@ -23,6 +23,7 @@ from ringattn.launch.bench import workloads
 from ringattn.launch.check import __main__ as check_command
 from ringattn.launch.check import attention as check
 from ringattn.launch.check import fault_injection as faults
+from ringattn.launch.plan import __main__ as plan
 from ringattn.launch.runtime import ring_variants, session
 from ringattn.launch.runtime.distributed import REFUSED, choose_backend, resolve_device
 from ringattn.launch.runtime.session import check_numbers, check_output
@@ -113,12 +114,14 @@ def test_every_count_of_a_command_has_a_least() -> None:
         (bench, ["server", "--out"]),
         (check_command, ["--json"]),
         (doctor, ["--json"]),
+        (doctor, ["--profile"]),
+        (plan, ["--model", "llama3-8b", "--picture"]),
         (check_command, ["faults", "--out"]),
     ],
 )
 def test_results_that_could_not_be_kept_are_not_measured(command: Any, words: list[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    wrong = [tmp_path / "file" / "x" / "y", tmp_path if words[-1] == "--json" else tmp_path / "file"]
+    wrong = [tmp_path / "file" / "x" / "y", tmp_path / "file" if words[-1] == "--out" else tmp_path]
     for path in wrong:
         with pytest.raises(
             SystemExit, match=f"{words[-1][2:]} must be a place that can be written, got {path}: .*; pass another"

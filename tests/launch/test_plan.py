@@ -35,6 +35,10 @@ def test_a_plan_says_memory_time_and_meshes(tmp_path: Path, capsys: pytest.Captu
 def test_attention_alone_and_serving_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tokens", "64K", "--gpus", "4", "--heads", "32", "--kv-heads", "8"]) == 0
     assert "attention of 65,536 tokens on 4 x H200, zigzag" in capsys.readouterr().out
+    assert main(["--gpus", "16", "--gpu", "a100", "--link", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "process_group" in said
+    assert "fused" not in said
     assert main(["--model", "llama3-8b", "--mode", "serve", "--gpus", "2", "--no-longest"]) == 0
     assert "ms per token" in capsys.readouterr().out
 
@@ -71,6 +75,8 @@ def test_words_that_are_no_number_of_tokens_are_refused(text: str) -> None:
         (["--model", "nothing"], "model must be one of llama3-8b"),
         (["--model", "llama3-8b", "--documents", "missing"], "documents must be a file of lengths above 0"),
         (["--picture", "x.svg"], "picture must come with --model"),
+        (["--mode", "serve"], "mode must come with --model, got serve for one attention"),
+        (["--gpus", "12"], "gpus must be a multiple of gpus_per_node 8, got 12"),
         (["--model", "llama3-8b", "--tokens", "many"], "tokens must be a whole number"),
     ],
 )

@@ -14,9 +14,9 @@ from ringattn.launch.train.model import ModelConfig, Transformer
 from ringattn.plan.mask import AttentionMask
 from ringattn.planning import PRESETS, Candidate, attention_estimate, estimate, load_profile, load_shape
 from ringattn.planning.attention_launch import Heads
-from ringattn.planning.estimate import longest_context, make_job
 from ringattn.planning.ring_time import RingCall
 from ringattn.planning.shapes import ModelShape
+from ringattn.planning.step import token_ms
 
 LLAMA = {
     "hidden_size": 4096,
@@ -102,10 +102,9 @@ def test_nothing_is_best_where_nothing_fits():
 
 
 def test_the_longest_context_fits_and_little_more_does_not():
-    options = {"gpus": 8, "gpus_per_node": 8, "gpu": "h200"}
-    longest = longest_context(make_job("llama3-8b", 131072, **options))
-    assert estimate("llama3-8b", longest, **options).best is not None
-    assert estimate("llama3-8b", int(1.05 * longest), **options).best is None
+    longest = estimate("llama3-8b", 131072).longest
+    assert estimate("llama3-8b", longest).best is not None
+    assert estimate("llama3-8b", int(1.05 * longest)).best is None
 
 
 def test_a_slower_network_never_makes_a_job_faster():
@@ -138,14 +137,57 @@ def test_a_thousand_gpus_are_planned_within_seconds():
 
 
 def test_one_attention_is_estimated():
-    call = RingCall(load_mask(65536), 4, Heads(1, 32, 8, 128))
+    call = RingCall(AttentionMask(65536, 65536, causal=True), 4, Heads(1, 32, 8, 128))
     found = attention_estimate(call)
     assert found["backward_ms"] > found["forward_ms"] > 0
     assert found["forward_exposed_ms"] < found["forward_ms"]
 
 
-def load_mask(tokens: int) -> AttentionMask:
-    return make_job("llama3-8b", tokens, gpus=4, gpus_per_node=4, gpu="h200").masks[0]
+def test_weights_beside_tensor_parallel_ranks_cross_nodes():
+    """With 8 of them per node the ranks that shard the same part of the weights are on different nodes."""
+    rates = [estimate("llama3-70b", 8192, gpus=64, batch=1, link_gbps=x).candidates for x in (400.0, 5.0)]
+    exposed = [
+        one.seconds.fsdp_exposed for found in rates for one in found if one.mesh.tp == 8 and one.seconds is not None
+    ]
+    assert exposed[-1] > 2 * exposed[0]
+
+
+def test_rings_have_equally_many_ranks_on_each_of_their_nodes():
+    found = estimate("llama3-8b", 2**17, gpus=24, gpus_per_node=8).candidates
+    assert {(x.mesh.cp * x.mesh.tp, x.mesh.nodes) for x in found} == {(1, 1), (2, 1), (4, 1), (8, 1), (24, 3)}
+
+
+@pytest.mark.parametrize(("gpu", "schedules"), [("h200", {"fused"}), ("a100", {"stepwise"})])
+def test_a_ring_takes_the_schedule_of_its_kernels(gpu, schedules):
+    found = estimate("llama3-8b", 2**16, gpus=4, gpus_per_node=4, gpu=gpu)
+    assert {x.schedule for x in found.candidates} == schedules
+
+
+def test_keys_that_are_saved_take_the_memory_of_the_rows_that_move():
+    whole, window = (
+        next(x for x in estimate("llama3-8b", 2**17, window=w, recompute="selective").candidates if x.mesh.cp == 8)
+        for w in (None, 4096)
+    )
+    assert window.keep
+    assert window.memory.activations < whole.memory.activations - 10 * 2**30 * whole.keep
+
+
+def test_a_prompt_takes_less_time_where_layers_have_windows():
+    mixed = LLAMA | {"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"] * 16}
+    whole, windowed = (estimate(x, 2**18, gpus=2, gpus_per_node=2, mode="serve").best for x in (LLAMA, mixed))
+    assert whole is not None
+    assert windowed is not None
+    assert whole.seconds is not None
+    assert windowed.seconds is not None
+    assert windowed.seconds.attention < 0.6 * whole.seconds.attention
+
+
+def test_experts_that_every_token_uses_are_counted():
+    shape = ModelShape("x", 64, 2, 4, 4, 16, 32, 100, experts=8, active_experts=2, shared_experts=1)
+    assert shape.mlp_width == 3 * 32
+    assert shape.active_layer_parameters == shape.attention_parameters + 3 * 64 * 3 * 32
+    # requests choose different experts
+    assert token_ms(shape, 1024, 4, 1, load_profile("h200")) > token_ms(shape, 1024, 1, 1, load_profile("h200"))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +202,12 @@ def load_mask(tokens: int) -> AttentionMask:
         ("gpu must be one of a100, ", {"gpu": "nothing"}),
         ("a configuration must have hidden_size", {"model": {"x": 1}}),
         ("documents must be boundaries", {"documents": (0, 5)}),
+        ("batch must be at least 1, got 0", {"batch": 0}),
+        ("recompute must be None when serving, got 'full'", {"mode": "serve", "recompute": "full"}),
+        (
+            "layer_types must be among .*, got linear_attention",
+            {"model": LLAMA | {"layer_types": ["linear_attention"]}},
+        ),
     ],
 )
 def test_impossible_jobs_are_refused(words, options):

@@ -8,16 +8,16 @@ from itertools import pairwise
 import pytest
 
 from ringattn.launch.bench.workloads import pack_documents
-from ringattn.launch.plan.mixes import MIXES, draw
 from ringattn.plan.layouts import Run, shard_len
 from ringattn.planning.packing import compare, pack, place
+from tests.planning.pages import load
 
 
 def lengths_of(mix: str, count: int) -> list[int]:
-    return draw(mix, count, longest=65536, seed=0)
+    return load("scaling").draw_lengths(mix, count, longest=65536, seed=0)
 
 
-@pytest.mark.parametrize("mix", sorted(MIXES))
+@pytest.mark.parametrize("mix", ["lognormal", "long-tail", "short"])
 def test_ranks_finish_together_on_every_mix(mix):
     for batch in pack(lengths_of(mix, 200), tokens=8 * 32768, cp=8)[:-1]:
         assert batch.imbalance <= 1.05
@@ -70,6 +70,8 @@ def test_work_is_what_the_plan_counts():
     assert sum(one.pairs) == whole
     batch = place([30, 20, 10, 5], cp=2, pairs_per_token=3)
     assert sum(batch.work) == whole + 3 * 65
+    (one,) = place([30, 20, 10, 5], cp=2, window=8).sequences
+    assert sum(one.pairs) == sum(8 * n - 28 for n in (30, 20, 10)) + 15
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ TINY = Sizes(
     memory_bytes=2**16,
     rounds=3,
     seconds=0.1,
+    products=2,
 )
 
 

@@ -65,7 +65,7 @@ def test_blocks_cover_every_visible_pair():
 def test_a_slower_link_never_makes_a_call_faster(schedule, direction):
     call, before = causal(16384, 4, schedule=schedule), 0.0
     for rate in (400.0, 40.0, 4.0):
-        link = Link(rate, 6.0, rate)
+        link = Link(rate, 6.0)
         time = attention_time(call, replace(H200, copy_engine=link, nccl=link), direction)
         assert time.device_ms >= before * 0.999
         before = time.device_ms
@@ -73,14 +73,15 @@ def test_a_slower_link_never_makes_a_call_faster(schedule, direction):
 
 
 def test_keys_that_are_saved_arrive_no_more():
-    slow = replace(H200, copy_engine=Link(2.0, 6.0, 2.0))
+    slow = replace(H200, copy_engine=Link(2.0, 6.0))
     saved, fetched = (attention_time(causal(8192, 4, saved=x), slow, "backward") for x in (True, False))
     assert saved.device_ms < fetched.device_ms
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("schedule", "world_size", "nodes"), [("stepwise", 48, 1), ("fused", 24, 6), ("process_group", 12, 12)]
+    ("schedule", "world_size", "nodes"),
+    [("stepwise", 48, 1), ("fused", 24, 6), ("process_group", 12, 12), ("process_group", 24, 6)],
 )
 def test_large_rings_repeat_the_steps_of_small_ones(schedule, world_size, nodes, direction, monkeypatch):
     call = causal(world_size * 2048, world_size, nodes=nodes, schedule=schedule)

@@ -537,6 +537,9 @@ def test_what_a_gpu_cannot_hold_is_refused_before_it_is_loaded(tmp_path, monkeyp
     assert check(4, max_tokens=int(tokens[1])).startswith("planned memory 4.0 of 4.0")
     assert check(4, max_tokens=int(tokens[1]) * 2, kv_dtype="fp8").startswith("planned memory")
     assert check(4, cache_gib=float(most[1]) + 0.1).startswith("warning: planned memory 4.1 of 4.0")
+    said = check(2, check_memory=False)
+    assert said.startswith("warning: planned memory")
+    assert said.endswith("; --no-check-memory goes on anyway")
     monkeypatch.setattr(serve_run, "least_gpu_bytes", lambda _: 2**30)
     monkeypatch.setattr(serve_run, "load_model", lambda *_, **__: pytest.fail("nothing is loaded before"))
     with pytest.raises(Refusal, match=r"a rank must fit into 1\.0 GiB of a GPU"):

@@ -1,0 +1,151 @@
+"""Predictions for rows that the benches wrote: what the planner says of a measurement, beside it.
+
+Rows of other implementations, of the CPU and of calls that were refused are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ringattn.launch.plan.fit import ROW_SCHEDULES, Row, ring_call
+from ringattn.plan.layouts import shard_len
+from ringattn.plan.mask import AttentionMask
+from ringattn.planning.attention_launch import Heads
+from ringattn.planning.memory import attention_peak, training_memory
+from ringattn.planning.profile import Profile
+from ringattn.planning.ring_time import RingCall, attention_time
+from ringattn.planning.shapes import ModelShape
+from ringattn.planning.step import prefill_s, training_step
+
+ONE_SLOT_SINCE = "2026-11-22T08:01"
+"""Rings of before 5567b57 had two send buffers."""
+WHOLE_MLP_BEFORE = "2026-11-22T01"
+"""The bench of models of before ran SwiGLU over all rows at once."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One number of a row.
+
+    Attributes:
+        kind: "ring", "model", "prefill" for times, or the same with " memory".
+        unit: "ms", "s" or "GiB".
+    """
+
+    file: str
+    name: str
+    kind: str
+    unit: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Relative error: 0.1 is 10% too much."""
+        return self.predicted / self.measured - 1
+
+
+def read_rows(folder: Path, bench: str) -> Iterator[tuple[str, Row, Row]]:
+    """Yield file, machine and row of all rows of a bench."""
+    for path in sorted(folder.glob(f"{bench}*.json")):
+        run = json.loads(path.read_text())
+        for row in run["rows"]:
+            if row["bench"] == bench:
+                yield path.name, run["machine"], row
+
+
+def predict_rows(folder: Path, profile: Profile) -> list[Prediction]:
+    """Return the predictions for all rows of rings, memory, models and prompts in a folder."""
+    found: list[Prediction] = []
+    for file, machine, row in read_rows(folder, "ring"):
+        found += _ring(file, machine, row, profile)
+    for file, machine, row in read_rows(folder, "memory"):
+        found += _memory(file, machine, row, profile)
+    for file, machine, row in read_rows(folder, "model"):
+        found += _model(file, machine, row, profile)
+    for file, _, row in read_rows(folder, "inference"):
+        found += _prompt(file, row, profile)
+    return found
+
+
+def _shape(row: Row) -> ModelShape:
+    names = ("dim", "layers", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab_size")
+    return ModelShape("bench", *(row[name] for name in names))
+
+
+def _causal(tokens: int, world_size: int, shape: ModelShape) -> RingCall:
+    mask = AttentionMask(tokens, tokens, causal=True)
+    return RingCall(mask, world_size, Heads(1, shape.heads, shape.kv_heads, shape.head_dim))
+
+
+def _more_slots(machine: Row) -> int:
+    """Return the send buffers beyond one of a fused ring of that time."""
+    return int(machine["date"] <= ONE_SLOT_SINCE)
+
+
+def _slot_bytes(call: RingCall) -> int:
+    return max(shard_len(shard) for shard in call.shards) * call.heads.kv_bytes()
+
+
+def _ring(file: str, machine: Row, row: Row, profile: Profile) -> Iterator[Prediction]:
+    if not row.get("ours") or "forward_ms" not in row:
+        return
+    call = ring_call(row, row["world_size"], ROW_SCHEDULES[row["who"]])
+    name = f"{row['world_size']} GPUs, {row['who']}, {row['mask']}, {row['tokens_per_rank']} tokens, {row['kv_heads']} KV heads"
+    forward, backward = (attention_time(call, profile, direction) for direction in ("forward", "backward"))
+    yield Prediction(file, f"{name}, forward", "ring", "ms", forward.ms, row["forward_ms"])
+    both = max(forward.device_ms + backward.device_ms, forward.host_ms + backward.host_ms)
+    yield Prediction(file, f"{name}, both", "ring", "ms", both, row["both_ms"])
+    more = _more_slots(machine) - (row["who"] in ("in_place", "fused_kv_buffer"))
+    peak = attention_peak(call, profile) + more * _slot_bytes(call)
+    yield Prediction(file, f"{name}, peak", "ring memory", "GiB", peak / 2**30, row["peak_gib"])
+
+
+def _memory(file: str, machine: Row, row: Row, profile: Profile) -> Iterator[Prediction]:
+    call = ring_call(row, row["world_size"], ROW_SCHEDULES[row["who"]])
+    name = f"{row['world_size']} GPUs, {row['mask']}, {row['seq_len']} tokens, peak"
+    peak = attention_peak(call, profile) + _more_slots(machine) * _slot_bytes(call)
+    yield Prediction(file, name, "ring memory", "GiB", peak / 2**30, row["peak_gib"])
+
+
+def _model(file: str, machine: Row, row: Row, profile: Profile) -> Iterator[Prediction]:
+    if row["who"] != "ring" or "step_s" not in row:
+        return
+    shape = _shape(row)
+    world_size, tokens = row["world_size"], row["seq_len"]
+    call, rows = _causal(tokens, world_size, shape), tokens // world_size
+    name = f"{world_size} GPUs, {row['layers']} layers, {tokens} tokens"
+    time = training_step(shape, rows, [(call, shape.layers)], profile, shards=world_size, gpus_per_node=8)
+    yield Prediction(file, f"{name}, step", "model", "s", time.total, row["step_s"])
+    memory = training_memory(
+        shape,
+        rows,
+        call,
+        shards=world_size,
+        mlp_rows=rows if machine["date"] < WHOLE_MLP_BEFORE else 131072,
+    )
+    if len(row["steps_s"]) == 1:
+        memory = replace(memory, optimizer=0.0)  # AdamW makes its moments in the first step
+    peak = memory.total + _more_slots(machine) * _slot_bytes(call)
+    yield Prediction(file, f"{name}, peak", "model memory", "GiB", peak / 2**30, row["peak_gib"])
+
+
+def _prompt(file: str, row: Row, profile: Profile) -> Iterator[Prediction]:
+    world_size, tokens = row["world_size"], row.get("seq_len", 0)
+    name = f"{world_size} GPUs, {tokens} tokens"
+    if row["part"] == "prefill" and "ms" in row:
+        mask = AttentionMask(tokens, tokens, causal=True)
+        call = RingCall(mask, world_size, Heads(1, row["heads"], row["kv_heads"], row["head_dim"]))
+        time = attention_time(call, profile, "forward")
+        yield Prediction(file, f"{name}, {row['who']}", "prefill", "ms", time.ms, row["ms"])
+    if row["part"] == "first" and row["who"] == "ringattn" and "ttft_s" in row:
+        shape = _shape(row)
+        time = prefill_s(
+            shape, tokens, [(_causal(tokens, world_size, shape), shape.layers)], profile, compiled="fused" in row
+        )
+        yield Prediction(
+            file, f"{name}, {row['layers']} layers, first token", "prefill", "s", time.total, row["ttft_s"]
+        )
