@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
 import gc
 import json
 import math
@@ -21,7 +20,6 @@ import pytest
 import torch
 
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import http_client
 from ringattn.launch.bench import server as server_bench
 from ringattn.launch.bench.http_client import Answer, Events, ServerClient
 from ringattn.launch.bench.rows import Rows
@@ -243,11 +241,6 @@ def test_a_latency_is_held_by_complete_loads_within_it():
     assert not holds({"failed": 0, "tpot_p95_ms": None}, 20.0)
     assert holds({"failed": 0, "tpot_p95_ms": 20.0}, 20.0)
     assert not holds({"failed": 0, "tpot_p95_ms": 20.1}, 20.0)
-
-
-def test_examples():
-    for module in (http_client, server_bench):
-        assert doctest.testmod(module).failed == 0
 
 
 # loads

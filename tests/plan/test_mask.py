@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import itertools
 import pickle
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringattn.plan.mask
 from ringattn.plan.layouts import Run, striped
 from ringattn.plan.mask import AttentionMask, MaskAxis
 from ringattn.plan.pairs import Tally, VisibleSpan, count_pairs, floor_sum
@@ -274,9 +272,3 @@ def test_a_run_of_one_position_counts_like_the_pair() -> None:
         for j in range(6):
             row, key = (Run(i, 1, 1),), (Run(j, 1, 1),)
             assert count_pairs(mask.bounds("keys"), [row], [key]) == [[is_visible(mask, i, j)]]
-
-
-def test_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(ringattn.plan.mask)
-    assert result.attempted
-    assert not result.failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -152,10 +151,6 @@ def test_tokenizers_with_their_own_decode_are_used_as_they_are(tmp_path: Path):
         patch.setattr(AutoTokenizer, "from_pretrained", lambda folder, **_: Own.from_pretrained(folder))
         own = PretrainedTokenizer(tmp_path, frozenset(), 400)
     assert own.decode(tokens) == wanted.upper()
-
-
-def test_examples():
-    assert not doctest.testmod(detokenizer).failed
 
 
 def may_begin(string: str, said: str) -> int:
