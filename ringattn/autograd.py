@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ringattn.dispatch import resolve, ring_of, run_backward, run_forward
 from ringattn.kernels.interface import accumulation_dtype
 from ringattn.plan.attention_spec import ScoreTensors
-from ringattn.schedule.stepwise_backward import WantedGrads
+from ringattn.schedule.stepwise_backward import BackwardCall, WantedGrads
 from ringattn.tensor_checks import has_tangent
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -122,20 +122,9 @@ def _backward(
             return _backward(do, dlse, q, k, v, o, lse, *tensors, dropout_seed, ring, call, wanted)
     here, plan, score, _ = resolve(q, k, v, tensors, dropout_seed, ring, call, _side.forward)
     do = torch.zeros_like(o) if do is None else _rows(_cast(do, o))
-    grads = run_backward(
-        do,
-        dlse,
-        _rows(q),
-        _rows(k),
-        _rows(v),
-        o,
-        lse,
-        score,
-        plan,
-        here.context,
-        WantedGrads(*wanted),
-        saved=_side.saved,
-    )
+    rows = _rows(q), _rows(k), _rows(v)
+    backward = BackwardCall(do, dlse, *rows, o, lse, score, plan, here.context, WantedGrads(*wanted))
+    grads = run_backward(backward, saved=_side.saved)
     found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
     result = [_cast(grads.dq, q), _cast(grads.dk, k), _cast(grads.dv, v)]
     for grad, option in zip(found, tensors, strict=True):

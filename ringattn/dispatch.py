@@ -27,7 +27,7 @@ from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan,
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarchical_forward
 from ringattn.schedule.local import local_backward, local_forward
-from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, stepwise_backward
+from ringattn.schedule.stepwise_backward import BackwardCall, Gradients, stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.schedule.validation import check_call
 from ringattn.transport.base import RingContext
@@ -129,30 +129,17 @@ def run_forward(
     return fused_forward(q, k, v, score, plan, context, keep=keep)
 
 
-def run_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    score: Score,
-    plan: ExecutionPlan,
-    context: RingContext,
-    wanted: WantedGrads,
-    *,
-    saved: Tensor | None = None,
-) -> Gradients:
-    """Return the gradients of `run_forward` by the schedule of the plan; takes arguments of `stepwise_backward`."""
-    args = (do, dlse, q, k, v, o, lse, score, plan, context, wanted)
-    if context.world_size == 1:
-        return local_backward(*args)
-    if plan.fused_backward is None:
-        return stepwise_backward(*args)
-    if context.nodes is not None:
-        return hierarchical_backward(*args)
-    return fused_backward(*args, saved=saved)
+def run_backward(call: BackwardCall, *, saved: Tensor | None = None) -> Gradients:
+    """Return the gradients of `run_forward` by the schedule of the plan; dlse may be anything on rows that saw nothing."""
+    if call.dlse is not None:
+        call = call._replace(dlse=call.dlse.masked_fill(call.lse == float("-inf"), 0.0))
+    if call.context.world_size == 1:
+        return local_backward(call)
+    if call.plan.fused_backward is None:
+        return stepwise_backward(call)
+    if call.context.nodes is not None:
+        return hierarchical_backward(call)
+    return fused_backward(call, saved=saved)
 
 
 def ring_of(name: str) -> Ring:

@@ -19,7 +19,7 @@ from ringattn.plan.expressions import Mask
 from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
-from ringattn.schedule.stepwise_backward import Gradients, WantedGrads
+from ringattn.schedule.stepwise_backward import BackwardCall, Gradients, WantedGrads
 from ringattn.schedule.validation import check_call, check_tensors, expand_bias
 from ringattn.transport.base import RingContext
 from ringattn.transport.gpu_sharing import ranks_per_gpu, sm_margin_of
@@ -141,7 +141,8 @@ def simulate_ring(
         d_o = torch.zeros_like(o) if do is None else mine.cut(do, 1)
         d_lse = None if dlse is None else mine.cut(dlse, 2)
         wanted = WantedGrads(*(x is not None for x in score_tensors))
-        return o, lse, run_backward(d_o, d_lse, *local, o, lse, score, plan, context, wanted, saved=saved)
+        backward_call = BackwardCall(d_o, d_lse, *local, o, lse, score, plan, context, wanted)
+        return o, lse, run_backward(backward_call, saved=saved)
 
     with torch.no_grad():
         levels = None if nodes == 1 else make_nodes(world_size, nodes)

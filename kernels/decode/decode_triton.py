@@ -47,8 +47,7 @@ from ringattn.kernels.attention.portable.configs import kind_of
 from ringattn.kernels.attention.portable.scores import score as score_of
 from ringattn.kernels.decode import configs as decode_configs
 from ringattn.kernels.decode.configs import Config
-from ringattn.kernels.decode.dispatch import FP8, PageTable, check_decode
-from ringattn.kernels.interface import Score
+from ringattn.kernels.decode.dispatch import FP8, DecodeCall, check_decode
 from ringattn.kernels.runtime import bound_launch
 
 FAN = 128
@@ -398,11 +397,9 @@ def _sharing(q: Tensor, v: Tensor, splits: int, config: Config | None) -> _Shari
     return _Sharing(config, slots, decode_configs.least_blocks(s, h // hk, page_size), finer)
 
 
-def plan_splits(
-    q: Tensor, k: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, splits: int
-) -> Tensor | None:
+def plan_splits(call: DecodeCall, splits: int) -> Tensor | None:
     """`kernels.decode.dispatch.plan_splits`."""
-    del k
+    q, _, v, table, lo, hi, *_ = call
     b, s, _, _ = q.shape
     if not b:
         return None
@@ -419,24 +416,10 @@ def plan_splits(
     return split_plan
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: PageTable,
-    lo: Tensor,
-    hi: Tensor,
-    positions: Tensor,
-    score: Score,
-    parts: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    split_plan: Tensor | None = None,
-    config: Config | None = None,
-) -> None:
+def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None, config: Config | None = None) -> None:
     """`kernels.decode.dispatch.decode`, with a configuration of the caller's choice in place of the table's."""
-    check_decode(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale)
+    check_decode(call, parts)
+    q, k, v, table, lo, hi, positions, score, k_scale, v_scale = call
     b, s, h, d = q.shape
     _, hk, page_size, dv = v.shape
     if b == 0:

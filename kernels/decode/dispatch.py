@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -49,6 +49,34 @@ class PageTable:
     starts: Tensor
     lengths: Tensor
     counts: Tensor
+
+
+class DecodeCall(NamedTuple):
+    """What a decode call reads.
+
+    Attributes:
+        q: `b s h d`, fp16, bf16, fp32 (fp64 eager); last dim contiguous.
+        k: `pages hk page_size d`, q's dtype, or float8_e4m3fn with k_scale; last dim contiguous.
+        v: `pages hk page_size dv`, like k.
+        table: The blocks of every request.
+        lo: `b s` int32: the new token x of b sees the keys at global positions lo[b, x] <= p < hi[b, x].
+        hi: `b s` int32.
+        positions: `b s` int32: where the new tokens sit; matters to ALiBi only.
+        score: Without sinks and biases.
+        k_scale: `pages hk page_size` fp32, with fp8 only.
+        v_scale: Like k_scale.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    table: PageTable
+    lo: Tensor
+    hi: Tensor
+    positions: Tensor
+    score: Score
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class DecodeKernel(Protocol):
@@ -104,57 +132,23 @@ def tile_tokens(
     return max(1, min(MAX_TOKENS, config.block_m * hk // h))
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: PageTable,
-    lo: Tensor,
-    hi: Tensor,
-    positions: Tensor,
-    score: Score,
-    parts: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    split_plan: Tensor | None = None,
-    impl: str = "auto",
-) -> None:
+def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None, impl: str = "auto") -> None:
     """Attention of the new tokens over the blocks of a table, as a stack of partials that are not normalised.
 
     On a GPU nothing waits for the device, and what is launched depends on shapes alone: captured in a CUDA graph, a call
     serves whatever is written into the tables and bounds later.
 
     Args:
-        q: `b s h d`, fp16, bf16, fp32 (fp64 eager); last dim contiguous.
-        k: `pages hk page_size d`, q's dtype, or float8_e4m3fn with k_scale; last dim contiguous.
-        v: `pages hk page_size dv`, like k.
-        lo: `b s` int32: the new token x of b sees the keys at global positions lo[b, x] <= p < hi[b, x].
-        hi: `b s` int32.
-        positions: `b s` int32: where the new tokens sit; matters to ALiBi only.
+        call: What is read.
         parts: `splits parts_len(b * s * h, dv)`, fp32 (fp64 for fp64 inputs), last dim contiguous: overwritten. Any number of
             splits is right; `num_splits` returns a fast one.
-        k_scale: `pages hk page_size` fp32, with fp8 only.
         split_plan: What `plan_splits` found for tensors of these shapes with the same table and bounds; None: it is found again.
         impl: "auto", or the name of a kernel, which then serves or is refused.
     """
-    choice = select_decode_kernel(q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], k.shape[-2], impl=impl)
-    choice.kernels.decode(
-        q, k, v, table, lo, hi, positions, score, parts, k_scale=k_scale, v_scale=v_scale, split_plan=split_plan
-    )
+    _kernel_of(call, impl).decode(call, parts, split_plan=split_plan)
 
 
-def plan_splits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: PageTable,
-    lo: Tensor,
-    hi: Tensor,
-    splits: int,
-    *,
-    impl: str = "auto",
-) -> Tensor | None:
+def plan_splits(call: DecodeCall, splits: int, *, impl: str = "auto") -> Tensor | None:
     """Division of the blocks of a table among programs, which is the same for all layers: for calls of `decode` to be told.
 
     In stream order on a GPU, and capturable.
@@ -162,24 +156,17 @@ def plan_splits(
     Returns:
         Integers for the kernel that serves the call; None where it needs none.
     """
-    choice = select_decode_kernel(q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], k.shape[-2], impl=impl)
-    return choice.kernels.plan_splits(q, k, v, table, lo, hi, splits)
+    return _kernel_of(call, impl).plan_splits(call, splits)
 
 
-def check_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: PageTable,
-    lo: Tensor,
-    hi: Tensor,
-    positions: Tensor,
-    score: Score,
-    parts: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def _kernel_of(call: DecodeCall, impl: str) -> DecodeKernel:
+    q, k, v = call[:3]
+    return select_decode_kernel(q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], k.shape[-2], impl=impl).kernels
+
+
+def check_decode(call: DecodeCall, parts: Tensor) -> None:
     """Raise the errors of `decode`."""
+    q, k, v, table, lo, hi, positions, score, k_scale, v_scale = call
     _expect(q.ndim == 4 and k.ndim == 4 and v.ndim == 4, "q, k and v must have 4 dims", f"{q.ndim}, {k.ndim}, {v.ndim}")
     b, s, h, d = q.shape
     pages, hk, page_size, dv = v.shape
@@ -211,15 +198,8 @@ def check_decode(
     _expect_shape("parts", parts, (parts.shape[0], parts_len(b * s * h, dv)), accumulation_dtype(q.dtype))
     if score.alibi_slopes is not None:
         _expect_shape("alibi_slopes", score.alibi_slopes, (h,))
-    for name, x in (
-        ("q", q),
-        ("k", k),
-        ("v", v),
-        ("parts", parts),
-        ("table.pages", table.pages),
-        ("lo", lo),
-        ("hi", hi),
-    ):
+    rows = {"q": q, "k": k, "v": v, "parts": parts, "table.pages": table.pages, "lo": lo, "hi": hi}
+    for name, x in rows.items():
         _expect(x.stride(-1) == 1 or x.shape[-1] <= 1, f"{name} must have a contiguous last dim", f"{x.stride()}")
     given = (k, v, *vars(table).values(), lo, hi, positions, parts, k_scale, v_scale, score.alibi_slopes)
     devices = {x.device for x in given if x is not None} | {q.device}

@@ -7,31 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from ringattn.kernels.decode.dispatch import PageTable, check_decode
+from ringattn.kernels.decode.dispatch import DecodeCall, check_decode
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.packed import views
 
 LOG2E = math.log2(math.e)
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: PageTable,
-    lo: Tensor,
-    hi: Tensor,
-    positions: Tensor,
-    score: Score,
-    parts: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    split_plan: Tensor | None = None,
-) -> None:
+def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None) -> None:
     """`kernels.decode.dispatch.decode`; each request's blocks are divided evenly among the splits."""
     del split_plan
-    check_decode(q, k, v, table, lo, hi, positions, score, parts, k_scale, v_scale)
+    check_decode(call, parts)
+    q, k, v, table, lo, hi, positions, score, k_scale, v_scale = call
     b, s, h, _ = q.shape
     splits, page_size, dv = parts.shape[0], *v.shape[2:]
     m, l, acc = (x.unflatten(1, (b, s, h)) for x in views(parts, b * s * h, dv))  # noqa: E741
@@ -54,12 +41,9 @@ def decode(
             m[split, i], l[split, i], acc[split, i] = _partial(scores[..., mine], values[:, mine])
 
 
-def plan_splits(
-    q: Tensor, k: Tensor, v: Tensor, table: PageTable, lo: Tensor, hi: Tensor, splits: int
-) -> Tensor | None:
+def plan_splits(call: DecodeCall, splits: int) -> None:
     """`kernels.decode.dispatch.plan_splits`: there is nothing to find."""
-    del q, k, v, table, lo, hi, splits
-    return
+    del call, splits
 
 
 def _gathered(pool: Tensor, scale: Tensor | None, pages: Tensor, dtype: torch.dtype) -> Tensor:

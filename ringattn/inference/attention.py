@@ -26,7 +26,14 @@ from ringattn.inference.prefill import (
     resolve_comm_mode,
 )
 from ringattn.inference.static_batch import StaticBatch
-from ringattn.kernels.decode.dispatch import decode, num_splits, parts_len, plan_splits, select_decode_kernel
+from ringattn.kernels.decode.dispatch import (
+    DecodeCall,
+    decode,
+    num_splits,
+    parts_len,
+    plan_splits,
+    select_decode_kernel,
+)
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.partials.packed import finish_parts, views
@@ -274,27 +281,12 @@ class _Decode:
             if sink_len:
                 terms.append((*step.bounds(causal, None, most=sink_len), splits))
         stack = torch.empty(sum(splits for _, _, splits in terms), parts_len(rows, dv), dtype=wide, device=q.device)
-        k_scale, v_scale = cache.scales(layer)
-        pools = cache.k[layer], cache.v[layer]
+        pools, scales = (cache.k[layer], cache.v[layer]), cache.scales(layer)
         parts = stack.split([splits for _, _, splits in terms])
         for i, (lo, hi, splits) in enumerate(terms):
-            split_plan = step.once(
-                (self.options, i, tuple(q.shape), q.dtype, splits),
-                functools.partial(plan_splits, q, *pools, table, lo, hi, splits),
-            )
-            decode(
-                q,
-                *pools,
-                table,
-                lo,
-                hi,
-                positions,
-                score,
-                parts[i],
-                k_scale=k_scale,
-                v_scale=v_scale,
-                split_plan=split_plan,
-            )
+            call = DecodeCall(q, *pools, table, lo, hi, positions, score, *scales)
+            key = self.options, i, tuple(q.shape), q.dtype, splits
+            decode(call, parts[i], split_plan=step.once(key, functools.partial(plan_splits, call, splits)))
         o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, h, s, dtype=wide, device=q.device)
         if wide == torch.float32:

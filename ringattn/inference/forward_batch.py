@@ -33,7 +33,6 @@ MAX_DECODE_TOKENS = 16
 """Maximum number of new tokens per request in a decode batch."""
 Mask = tuple[bool, tuple[int | None, int | None] | None, int | None, int, int | None]
 """causal, window, chunk_len; the first tokens of a request that are not seen, and the number of those that are at most."""
-"""causal, window and chunk_len."""
 
 
 @dataclass(eq=False)

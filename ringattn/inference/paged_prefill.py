@@ -32,7 +32,15 @@ from torch import Tensor
 
 from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.kv_pool import KVPool
-from ringattn.kernels.decode.dispatch import PageTable, decode, num_splits, parts_len, select_decode_kernel, tile_tokens
+from ringattn.kernels.decode.dispatch import (
+    DecodeCall,
+    PageTable,
+    decode,
+    num_splits,
+    parts_len,
+    select_decode_kernel,
+    tile_tokens,
+)
 from ringattn.kernels.interface import Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.partials.packed import finish_parts, merge_parts, views
 
@@ -130,12 +138,10 @@ class PagedRows:
         )
         size, wide = parts_len(n * s * h, dv), accumulation_dtype(q.dtype)
         parts = torch.empty(height * len(self.terms), size, dtype=wide, device=q.device)
-        k_scale, v_scale = cache.scales(layer)
-        pools, score = (cache.k[layer], cache.v[layer]), replace(score, sinks=None)
+        pools, scales, score = (cache.k[layer], cache.v[layer]), cache.scales(layer), replace(score, sinks=None)
         for i, bounds in enumerate(self.terms):
-            mine = parts[i * height : (i + 1) * height]
-            where = self.table, *bounds, self.positions
-            decode(found, *pools, *where, score, mine, k_scale=k_scale, v_scale=v_scale)
+            call = DecodeCall(found, *pools, self.table, *bounds, self.positions, score, *scales)
+            decode(call, parts[i * height : (i + 1) * height])
         return parts
 
     def attend(self, cache: KVPool, layer: int, q: Tensor, score: Score) -> Tensor:

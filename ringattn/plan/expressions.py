@@ -84,8 +84,8 @@ class Mask(ABC):
         """Count the visible pairs in closed form: the cost grows with the pieces of the mask, not with tokens.
 
         Example:
-            >>> (causal() & (sinks(2) | window(3))).pairs(8)
-            31
+            >>> (causal() & (sinks(2) | window(2))).pairs(8)
+            30
         """
         frame = Frame(seq_len, seq_len if kv_len is None else kv_len, b)
         return sum(count_term(term, 0, seq_len) for term in self.intervals(frame))
@@ -94,7 +94,7 @@ class Mask(ABC):
         """Draw a small mask: a line per query, `x` for each key that it sees.
 
         Example:
-            >>> print((causal() & (sinks(1) | window(2))).draw(5))
+            >>> print((causal() & (sinks(1) | window(1))).draw(5))
             x....
             xx...
             xxx..

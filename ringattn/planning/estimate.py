@@ -181,7 +181,7 @@ def estimate(
         ValueError: A number is out of range, or there is no such model or profile.
 
     Example:
-        >>> found = estimate("llama3-8b", 131072, gpus=4, gpus_per_node=4, recompute="selective")
+        >>> found = estimate("llama3-8b", 131072, gpus=4, gpus_per_node=4, batch=1, recompute="selective")
         >>> str(found.best.mesh), found.best.memory.total > 0
         ('dp=1,cp=4', True)
     """

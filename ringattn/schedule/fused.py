@@ -20,7 +20,7 @@ from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan, FusedPlan
 from ringattn.schedule.short_calls import enqueue_or_replay, present
-from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
+from ringattn.schedule.stepwise_backward import BackwardCall, Gradients
 from ringattn.transport.base import KVGather, KVGatherHandle, RingContext, span
 
 
@@ -56,28 +56,13 @@ def fused_forward(
     return o, lse, saved
 
 
-def fused_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    score: Score,
-    plan: ExecutionPlan,
-    context: RingContext,
-    wanted: WantedGrads,
-    *,
-    saved: Tensor | None = None,
-) -> Gradients:
-    """Return the gradients of `fused_forward`; takes the arguments of `stepwise_backward`.
+def fused_backward(call: BackwardCall, *, saved: Tensor | None = None) -> Gradients:
+    """Return the gradients of `fused_forward`.
 
     The gradient of bias is no part of this schedule. saved: the K/V that the forward saved; None: they are gathered again.
     """
+    do, dlse, q, k, v, o, lse, score, plan, context, wanted = call
     fused, kv_gather = gather_of(plan.fused_backward, context)
-    if dlse is not None:
-        dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     b, _, hk, d = k.shape
     is_short = saved is None and plan.is_short_backward
     delta = torch.empty_like(lse, memory_format=torch.contiguous_format)
@@ -137,15 +122,7 @@ def fused_backward(
         key = "backward", dlse is None, dalibi is None
         given, made = (do, q, k, v, o, lse, *present(dlse)), (delta, dq, dk, dv, *present(dalibi))
         enqueue_or_replay(context.transport, plan, is_short, key, score, given, made, enqueue)
-    return Gradients(
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        dsinks=sinks_gradient(score, lse, delta) if wanted.sinks else None,
-        dalibi=None if dalibi is None else dalibi.sum((0, 2)),
-        dkey_bias=dkey_bias,
-        dbias=None,
-    )
+    return call.gradients(dq, dk, dv, delta, dalibi, dkey_bias)
 
 
 def gather_of(fused: FusedPlan | None, context: RingContext) -> tuple[FusedPlan, KVGather]:

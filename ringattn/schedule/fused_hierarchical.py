@@ -29,7 +29,7 @@ from ringattn.plan.ring_plan import RankPlan, Rows
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.fused import gather_of
 from ringattn.schedule.kv_rotation import Moving, PackedMessage, add_rows_, make_message, slices
-from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
+from ringattn.schedule.stepwise_backward import BackwardCall, Gradients
 from ringattn.transport.base import COMM_SMS, Buffers, GradMessage, KVGather, Message, RingContext, Work, span
 
 
@@ -76,26 +76,13 @@ def hierarchical_forward(
     return o, lse
 
 
-def hierarchical_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    score: Score,
-    plan: ExecutionPlan,
-    context: RingContext,
-    wanted: WantedGrads,
-) -> Gradients:
-    """Return the gradients of `hierarchical_forward`, of sinks and alibi_slopes at most; see `stepwise_backward`."""
+def hierarchical_backward(call: BackwardCall) -> Gradients:
+    """Return the gradients of `hierarchical_forward`, of sinks and alibi_slopes at most."""
+    do, dlse, q, k, v, o, lse, score, plan, context, wanted = call
     fused, kv_gather = gather_of(plan.fused_backward, context)
     nodes, device = context.nodes, q.device
     kernels, mine = fused.kernels, plan.ring_plan.ranks[context.rank]
     b, _, hk, d = k.shape
-    if dlse is not None:
-        dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     delta = kernels.delta(o, do, dlse)
     rows = find(fused.tables.rows)
     dq = torch.empty(q.shape, dtype=torch.float32, device=device)
@@ -155,15 +142,7 @@ def hierarchical_backward(
         grad_return.close()
         node_sums.post(node_step)
     node_sums.finish()
-    return Gradients(
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        dsinks=sinks_gradient(score, lse, delta) if wanted.sinks else None,
-        dalibi=None if dalibi is None else dalibi.sum((0, 2)),
-        dkey_bias=None,
-        dbias=None,
-    )
+    return call.gradients(dq, dk, dv, delta, dalibi)
 
 
 def _sees(plan: RankPlan, node_step: int) -> bool:

@@ -12,7 +12,7 @@ from ringattn.kernels.interface import Grads, Score, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.short_calls import enqueue_or_replay, present
-from ringattn.schedule.stepwise_backward import Gradients, WantedGrads, sinks_gradient
+from ringattn.schedule.stepwise_backward import BackwardCall, Gradients
 from ringattn.transport.base import RingContext, span
 
 
@@ -42,22 +42,9 @@ def local_forward(
     return o, lse
 
 
-def local_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    score: Score,
-    plan: ExecutionPlan,
-    context: RingContext,
-    wanted: WantedGrads,
-) -> Gradients:
-    """Return the gradients of `local_forward`. See `stepwise_backward`."""
-    if dlse is not None:
-        dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
+def local_backward(call: BackwardCall) -> Gradients:
+    """Return the gradients of `local_forward`."""
+    do, dlse, q, k, v, o, lse, score, plan, context, wanted = call
     wide = accumulation_dtype(q.dtype)
     # one step adds to no other, so gradients are rounded at once
     delta, dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (lse, q, k, v))
@@ -85,12 +72,4 @@ def local_backward(
         given, made = (do, q, k, v, o, lse, *present(dlse)), (delta, dq, dk, dv, *present(dalibi))
         with span("ring step 0 backward: keys of rank 0"):
             enqueue_or_replay(context.transport, plan, plan.is_short_backward, key, score, given, made, enqueue)
-    return Gradients(
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        dsinks=sinks_gradient(score, lse, delta) if wanted.sinks else None,
-        dalibi=None if dalibi is None else dalibi.sum((0, 2)),
-        dkey_bias=dkey_bias,
-        dbias=dbias,
-    )
+    return call.gradients(dq, dk, dv, delta, dalibi, dkey_bias, dbias)

@@ -52,27 +52,44 @@ class WantedGrads(NamedTuple):
     bias: bool = False
 
 
-def stepwise_backward(
-    do: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    score: Score,
-    plan: ExecutionPlan,
-    context: RingContext,
-    wanted: WantedGrads,
-) -> Gradients:
-    """Return the gradients of `stepwise_forward`, whose arguments and results it takes.
+class BackwardCall(NamedTuple):
+    """A backward: do `b s h dv` and dlse `b h s`, 0 on rows that saw nothing, and the arguments and results of its forward.
 
-    do is `b s h dv`, the cotangent of o, and dlse `b h s`, that of lse, ignored on rows that saw nothing. wanted names the
-    gradients of optional tensors to compute.
+    Attributes:
+        wanted: The gradients of optional tensors to compute.
     """
+
+    do: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    score: Score
+    plan: ExecutionPlan
+    context: RingContext
+    wanted: WantedGrads
+
+    def gradients(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        delta: Tensor,
+        dalibi: Tensor | None,
+        dkey_bias: Tensor | None = None,
+        dbias: Tensor | None = None,
+    ) -> Gradients:
+        """Return the gradients; delta and dalibi, the gradient of alibi_slopes by row, are `b h s`."""
+        dsinks = sinks_gradient(self.score, self.lse, delta) if self.wanted.sinks else None
+        return Gradients(dq, dk, dv, dsinks, None if dalibi is None else dalibi.sum((0, 2)), dkey_bias, dbias)
+
+
+def stepwise_backward(call: BackwardCall) -> Gradients:
+    """Return the gradients of `stepwise_forward`."""
+    do, dlse, q, k, v, o, lse, score, plan, context, wanted = call
     wide, kernels, moving = accumulation_dtype(q.dtype), plan.kernels, plan.backward_moving
-    if dlse is not None:
-        dlse = dlse.masked_fill(lse == float("-inf"), 0.0)
     mine = plan.backward_plan.ranks[context.rank]
     delta = kernels.delta(o, do, dlse)
     stationary = find(plan.backward_tables.stationary)
@@ -140,15 +157,8 @@ def stepwise_backward(
         with span("ring step {} backward: {} of rank {}", step, moving, ring_step.owner):
             compute(step, held, grad_returner.contribution(step))
     grad_returner.finish()
-    return Gradients(
-        dq=query_side[0],
-        dk=key_side[0],
-        dv=key_side[1],
-        dsinks=sinks_gradient(score, lse, delta) if wanted.sinks else None,
-        dalibi=query_side[1].sum((0, 2)) if wanted.alibi_slopes else None,
-        dkey_bias=key_side[2] if wanted.key_bias else None,
-        dbias=dbias,
-    )
+    dalibi, dkey_bias = query_side[1] if wanted.alibi_slopes else None, key_side[2] if wanted.key_bias else None
+    return call.gradients(query_side[0], key_side[0], key_side[1], delta, dalibi, dkey_bias, dbias)
 
 
 def sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ LONG = (
 
 def run(scene: Scene, splits: int) -> torch.Tensor:
     parts = empty_parts(scene, splits)
-    decode(*scene.arguments(), parts, k_scale=scene.k_scale, v_scale=scene.v_scale, impl="portable")
+    decode(scene.call(), parts, impl="portable")
     return parts
 
 
@@ -104,7 +104,7 @@ def test_a_graph_serves_what_is_written_into_its_tables_later(fp8: bool) -> None
         return new
 
     def call() -> None:
-        decode(*static.arguments(), parts, k_scale=static.k_scale, v_scale=static.v_scale, impl="portable")
+        decode(static.call(), parts, impl="portable")
 
     write(base)
     stream = torch.cuda.Stream()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from ringattn import Ring
 from ringattn.inference import attend
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import correctness, inference, inference_model, rows
+from ringattn.launch.bench import correctness, inference
 from ringattn.launch.bench.inference import Inference
 from ringattn.launch.bench.inference_model import Shape, full_cache, local_bytes
 from ringattn.launch.runtime.session import open_session
@@ -122,11 +121,6 @@ def test_layers_belong_to_lengths() -> None:
         Inference(lengths=(1, 2, 3), layers=(4, 5))
     with pytest.raises(ValueError, match="chunk must be at least 1"):
         Inference(chunk=0)
-
-
-def test_examples_run() -> None:
-    for module in (inference, inference_model, rows):
-        assert doctest.testmod(module).failed == 0
 
 
 def test_lines_take_graphs_and_chunks_where_there_are_any() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from pathlib import Path
 from typing import Any
@@ -122,10 +121,6 @@ def test_model_flops_are_counted_by_hand() -> None:
     found = model_flops(CONFIG, sum(p.numel() for p in model.parameters()), tokens=10, pairs=55)
     # two products per head and pair, a multiplication and an addition each, forward once and backward twice
     assert found == 6 * matrices * 10 + 2 * (3 * 2 * 2 * 4 * 8 * 55)
-
-
-def test_examples_run() -> None:
-    assert doctest.testmod(model_bench).failed == 0
 
 
 def test_layers_fit_the_lengths() -> None:

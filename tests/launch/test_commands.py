@@ -18,19 +18,16 @@ import torch
 from ringattn import launch
 from ringattn.launch import doctor
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import rows as bench_rows
-from ringattn.launch.bench import workloads
 from ringattn.launch.check import __main__ as check_command
 from ringattn.launch.check import attention as check
 from ringattn.launch.check import fault_injection as faults
 from ringattn.launch.plan import __main__ as plan
-from ringattn.launch.runtime import ring_variants, session
+from ringattn.launch.runtime import session
 from ringattn.launch.runtime.distributed import REFUSED, choose_backend, resolve_device
 from ringattn.launch.runtime.session import check_numbers, check_output
 from ringattn.launch.train import cli as train_command
 from ringattn.transport.gpu_sharing import SHARE
 from tests.launch.common import ROOT, TINY
-from tests.support.drawing import figures
 
 
 def test_running_a_module_that_is_no_command_names_one() -> None:
@@ -319,11 +316,3 @@ def test_commands_refuse_absent_devices_in_one_line(command: Any, monkeypatch: A
         return
     with pytest.raises(SystemExit, match=said):
         command.main(["--device", "cuda"])
-
-
-@pytest.mark.parametrize("module", [workloads, check, ring_variants, bench_rows, figures, session])
-def test_examples_run(module: Any) -> None:
-    import doctest
-
-    found = doctest.testmod(module)
-    assert found.failed == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import itertools
 import pickle
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringattn.plan.mask
 from ringattn.plan.layouts import Run, striped
 from ringattn.plan.mask import AttentionMask, MaskAxis
 from ringattn.plan.pairs import Tally, VisibleSpan, count_pairs, floor_sum
@@ -23,34 +21,15 @@ from tests.support.timing import least_seconds
 
 @settings(max_examples=150, deadline=None)
 @given(masks())
-def test_keys_of_a_query_are_those_the_definitions_allow(mask: AttentionMask) -> None:
+def test_rows_see_what_the_definitions_allow_and_bounds_never_decrease(mask: AttentionMask) -> None:
     for b in range(mask.batch_size):
-        for i in range(mask.seq_len):
-            seen = [j for j in range(mask.kv_len) if is_visible(mask, i, j, b)]
-            assert seen == list(range(*mask.keys_of(i, b))), (i, b)
-
-
-@settings(max_examples=150, deadline=None)
-@given(masks())
-def test_queries_of_a_key_are_those_the_definitions_allow(mask: AttentionMask) -> None:
-    for b in range(mask.batch_size):
-        for j in range(mask.kv_len):
-            seen = [i for i in range(mask.seq_len) if is_visible(mask, i, j, b)]
-            assert seen == list(range(*mask.queries_of(j, b))), (j, b)
-
-
-@settings(max_examples=150, deadline=None)
-@given(masks())
-def test_bounds_never_decrease_and_stay_inside_even_where_rows_are_empty(mask: AttentionMask) -> None:
-    for b in range(mask.batch_size):
-        for rows, limit, read in (
-            (mask.seq_len, mask.kv_len, mask.keys_of),
-            (mask.kv_len, mask.seq_len, mask.queries_of),
-        ):
+        visible = [[is_visible(mask, i, j, b) for j in range(mask.kv_len)] for i in range(mask.seq_len)]
+        for read, table in ((mask.keys_of, visible), (mask.queries_of, list(zip(*visible, strict=True)))):
             before = (0, 0)
-            for x in range(rows):
+            for x, row in enumerate(table):
                 lo, hi = read(x, b)
-                assert 0 <= lo <= hi <= limit
+                assert list(range(lo, hi)) == [y for y, seen in enumerate(row) if seen], (x, b)
+                assert 0 <= lo <= hi <= len(row)  # where the row is empty, too
                 assert before[0] <= lo
                 assert before[1] <= hi
                 before = (lo, hi)
@@ -61,17 +40,20 @@ def test_rows_outside_the_lengths_collapse_to_the_near_end() -> None:
     assert [mask.keys_of(i) for i in range(8)] == [(3, 3)] * 3 + [(3, 6)] * 3 + [(6, 6)] * 2
 
 
+def assert_staircases_trace_the_intervals(mask: AttentionMask, reading: MaskAxis) -> None:
+    rows = mask.seq_len if reading == "keys" else mask.kv_len
+    for b in range(mask.batch_size):
+        steps = mask.bounds(reading, mask.extent(b))
+        intervals = [mask.interval(x, reading, mask.extent(b)) for x in range(rows)]
+        assert [tuple(bound.at(x) for bound in steps) for x in range(rows)] == intervals, mask
+        for bound, values in zip(steps, zip(*intervals, strict=True), strict=True):
+            assert [bound.total(end) for end in range(rows + 1)] == [0, *itertools.accumulate(values)], mask
+
+
 @settings(max_examples=150, deadline=None)
 @given(masks(), st.sampled_from(["keys", "queries"]))
 def test_staircases_equal_the_intervals_they_trace(mask: AttentionMask, reading: MaskAxis) -> None:
-    rows = mask.seq_len if reading == "keys" else mask.kv_len
-    for b in range(mask.batch_size):
-        lower, upper = mask.bounds(reading, mask.extent(b))
-        intervals = [mask.interval(x, reading, mask.extent(b)) for x in range(rows)]
-        assert [(lower.at(x), upper.at(x)) for x in range(rows)] == intervals
-        for end in range(rows + 1):
-            assert lower.total(end) == sum(lo for lo, _ in intervals[:end])
-            assert upper.total(end) == sum(hi for _, hi in intervals[:end])
+    assert_staircases_trace_the_intervals(mask, reading)
 
 
 def small_masks() -> Iterator[AttentionMask]:
@@ -92,13 +74,7 @@ def small_masks() -> Iterator[AttentionMask]:
 @pytest.mark.parametrize("reading", ["keys", "queries"])
 def test_staircases_of_every_combination_of_features_equal_the_intervals(reading: MaskAxis) -> None:
     for mask in small_masks():
-        rows = mask.seq_len if reading == "keys" else mask.kv_len
-        for b in range(mask.batch_size):
-            lower, upper = mask.bounds(reading, mask.extent(b))
-            intervals = [mask.interval(x, reading, mask.extent(b)) for x in range(rows)]
-            assert [(lower.at(x), upper.at(x)) for x in range(rows)] == intervals, mask
-            assert lower.total(rows) == sum(lo for lo, _ in intervals), mask
-            assert upper.total(rows) == sum(hi for _, hi in intervals), mask
+        assert_staircases_trace_the_intervals(mask, reading)
 
 
 def test_straight_bounds_are_one_piece() -> None:
@@ -274,9 +250,3 @@ def test_a_run_of_one_position_counts_like_the_pair() -> None:
         for j in range(6):
             row, key = (Run(i, 1, 1),), (Run(j, 1, 1),)
             assert count_pairs(mask.bounds("keys"), [row], [key]) == [[is_visible(mask, i, j)]]
-
-
-def test_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(ringattn.plan.mask)
-    assert result.attempted
-    assert not result.failed

@@ -12,7 +12,7 @@ from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule.execution_plan import make_execution_plan
-from ringattn.schedule.stepwise_backward import WantedGrads, stepwise_backward
+from ringattn.schedule.stepwise_backward import BackwardCall, WantedGrads, stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.transport.base import Done, RingContext, Transport
 
@@ -54,7 +54,7 @@ def buffer_bytes(world_size: int, rank: int, kv_heads: int, calls: int) -> int:
     plan = make_execution_plan(spec, q, k, v, ScoreTensors(), kernels, context)  # pyright: ignore[reportArgumentType]
     for _ in range(calls):
         o, lse = stepwise_forward(q, k, v, Score(1.0), plan, context)
-        stepwise_backward(do, None, q, k, v, o, lse, Score(1.0), plan, context, WantedGrads())
+        stepwise_backward(BackwardCall(do, None, q, k, v, o, lse, Score(1.0), plan, context, WantedGrads()))
     return context.buffers.num_bytes()
 
 

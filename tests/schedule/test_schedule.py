@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ringattn.plan.ring_plan
 from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import Run, Shard, balanced, contiguous, make_shards, striped, zigzag
 from ringattn.plan.mask import AttentionMask
@@ -22,24 +21,57 @@ from tests.support.timing import least_seconds
 DIRECTIONS = ["keys", "queries"]
 
 
+class Case(NamedTuple):
+    """Mask, shards of both sides and the direction of a plan."""
+
+    mask: AttentionMask
+    queries: tuple[Shard, ...]
+    keys: tuple[Shard, ...]
+    moving: str
+
+    def plan(self, nodes: Nodes | None = None) -> Plan:
+        return make_plan(self.queries, self.keys, self.mask, self.moving, nodes)
+
+    @property
+    def sides(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Positions of every rank's stationary and moving rows."""
+        stay, move = (self.queries, self.keys) if self.moving == "keys" else (self.keys, self.queries)
+        return [positions(shard) for shard in stay], [positions(shard) for shard in move]
+
+    def pair(self, mine: int, other: int) -> tuple[int, int]:
+        """Query and key of a stationary and a moving position."""
+        return (mine, other) if self.moving == "keys" else (other, mine)
+
+    def visible(self, mine: int, other: int) -> int:
+        return visible_times(self.mask, *self.pair(mine, other))
+
+    def assert_computes_every_visible_pair_once(self, plan: Plan) -> None:
+        stay, _ = self.sides
+        computed = Counter(
+            self.pair(mine, other)
+            for rank, ring_step in visits_of(plan)
+            for mine in stay[rank]
+            for other in packed_positions(ring_step)
+        )
+        assert max(computed.values()) == 1
+        everything = itertools.product(range(self.mask.seq_len), range(self.mask.kv_len))
+        assert {pair for pair in everything if visible_times(self.mask, *pair)} <= computed.keys()
+
+
 @st.composite
-def cases(draw_value: st.DrawFn) -> tuple[AttentionMask, tuple[Shard, ...], tuple[Shard, ...], str]:
-    """A mask, shards of both sides and a direction."""
+def cases(draw_value: st.DrawFn) -> Case:
     mask = draw_value(masks(max_len=26))
     world_size = draw_value(st.integers(1, 8))
-    queries = draw_value(layouts(mask.seq_len, world_size))
-    keys = draw_value(layouts(mask.kv_len, world_size))
-    return mask, queries, keys, draw_value(st.sampled_from(DIRECTIONS))
+    queries, keys = (draw_value(layouts(length, world_size)) for length in (mask.seq_len, mask.kv_len))
+    return Case(mask, queries, keys, draw_value(st.sampled_from(DIRECTIONS)))
 
 
 def visits_of(plan: Plan) -> list[tuple[int, RingStep]]:
     return [(part.rank, ring_step) for part in plan.ranks for ring_step in part.ring_steps if ring_step is not None]
 
 
-def sides(plan: Plan, queries: tuple[Shard, ...], keys: tuple[Shard, ...]) -> tuple[list[list[int]], list[list[int]]]:
-    """Positions of every rank's stationary and moving rows."""
-    stay, move = (queries, keys) if plan.moving == "keys" else (keys, queries)
-    return [positions(shard) for shard in stay], [positions(shard) for shard in move]
+def rows_in(rows: Rows) -> list[int]:
+    return [x for offset, length in rows for x in range(offset, offset + length)]
 
 
 def packed_positions(ring_step: RingStep) -> list[int]:
@@ -48,75 +80,45 @@ def packed_positions(ring_step: RingStep) -> list[int]:
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_every_visible_pair_is_computed_exactly_once(case) -> None:
-    mask, queries, keys, moving = case
-    plan = make_plan(queries, keys, mask, moving)
-    stay, _ = sides(plan, queries, keys)
-    computed: Counter[tuple[int, int]] = Counter()
-    for rank, ring_step in visits_of(plan):
-        for mine in stay[rank]:
-            computed.update(
-                (mine, other) if moving == "keys" else (other, mine) for other in packed_positions(ring_step)
-            )
-    assert max(computed.values()) == 1
-    hidden = [pair for pair in computed if not visible_times(mask, *pair)]
-    everything = {(i, j) for i in range(mask.seq_len) for j in range(mask.kv_len) if visible_times(mask, i, j)}
-    assert set(computed) - set(hidden) == everything
+def test_every_visible_pair_is_computed_exactly_once(case: Case) -> None:
+    case.assert_computes_every_visible_pair_once(case.plan())
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_rows_move_from_the_first_to_the_last_that_is_seen_in_each_run(case) -> None:
-    mask, queries, keys, moving = case
-    plan = make_plan(queries, keys, mask, moving)
-    stay, _ = sides(plan, queries, keys)
+def test_rows_move_from_the_first_to_the_last_that_is_seen_in_each_run(case: Case) -> None:
+    plan, (stay, _) = case.plan(), case.sides
     for part in plan.ranks:
         for step in range(1, len(plan.ranks)):
             owner = (part.rank - step) % len(plan.ranks)
             wanted, base = [], 0
-            for run in (keys if moving == "keys" else queries)[owner]:
-                seen = [
-                    x
-                    for x in range(run.length)
-                    for other in [run.position(x)]
-                    if any(
-                        visible_times(mask, *((p, other) if moving == "keys" else (other, p))) for p in stay[part.rank]
-                    )
-                ]
+            for run in (case.keys if case.moving == "keys" else case.queries)[owner]:
+                seen = [x for x in range(run.length) if any(case.visible(p, run.position(x)) for p in stay[part.rank])]
                 if seen:
                     wanted.extend(range(base + seen[0], base + seen[-1] + 1))
                 base += run.length
             ring_step = part.ring_steps[step]
-            moved = (
-                []
-                if ring_step is None
-                else [x for offset, length in ring_step.rows for x in range(offset, offset + length)]
-            )
-            assert moved == wanted
+            assert ([] if ring_step is None else rows_in(ring_step.rows)) == wanted
             assert ring_step is None or (ring_step.step, ring_step.owner) == (step, owner)
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_pairs_of_a_visit_are_exact(case) -> None:
-    mask, queries, keys, moving = case
-    plan = make_plan(queries, keys, mask, moving)
-    stay, move = sides(plan, queries, keys)
+def test_pairs_of_a_visit_are_exact(case: Case) -> None:
+    plan, (stay, move) = case.plan(), case.sides
     for part in plan.ranks:
         for step, ring_step in enumerate(part.ring_steps):
             others = move[(part.rank - step) % len(plan.ranks)]
-            pairs = ((p, other) if moving == "keys" else (other, p) for p in stay[part.rank] for other in others)
-            assert (0 if ring_step is None else ring_step.pairs) == sum(visible_times(mask, *pair) for pair in pairs)
+            pairs = sum(case.visible(p, other) for p in stay[part.rank] for other in others)
+            assert (0 if ring_step is None else ring_step.pairs) == pairs
 
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_runs_are_the_rows_packed(case) -> None:
-    mask, queries, keys, moving = case
-    plan = make_plan(queries, keys, mask, moving)
-    _, move = sides(plan, queries, keys)
+def test_runs_are_the_rows_packed(case: Case) -> None:
+    plan, (_, move) = case.plan(), case.sides
     for _, ring_step in visits_of(plan):
-        rows = [x for offset, length in ring_step.rows for x in range(offset, offset + length)]
+        rows = rows_in(ring_step.rows)
         assert packed_positions(ring_step) == [move[ring_step.owner][x] for x in rows]
         assert ring_step.num_rows == len(rows)
         offset = 0
@@ -130,9 +132,8 @@ def test_runs_are_the_rows_packed(case) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_sends_mirror_visits(case) -> None:
-    mask, queries, keys, moving = case
-    plan = make_plan(queries, keys, mask, moving)
+def test_sends_mirror_visits(case: Case) -> None:
+    plan = case.plan()
     world_size = len(plan.ranks)
     for part in plan.ranks:
         assert part.sends[0] is None
@@ -147,16 +148,15 @@ def test_sends_mirror_visits(case) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(cases())
-def test_step_0_holds_the_whole_shard(case) -> None:
-    mask, queries, keys, moving = case
-    plan = make_plan(queries, keys, mask, moving)
-    for part, shard in zip(plan.ranks, keys if moving == "keys" else queries, strict=True):
+def test_step_0_holds_the_whole_shard(case: Case) -> None:
+    plan, (_, move) = case.plan(), case.sides
+    for part, held in zip(plan.ranks, move, strict=True):
         ring_step = part.ring_steps[0]
         if ring_step is None:
-            assert not shard
+            assert not held
         else:
-            assert ring_step.rows == ((0, len(positions(shard))),)
-            assert packed_positions(ring_step) == positions(shard)
+            assert ring_step.rows == ((0, len(held)),)
+            assert packed_positions(ring_step) == held
 
 
 def nodes_of(data: st.DataObject, world_size: int) -> Nodes:
@@ -170,26 +170,11 @@ def node_of(rank: int, nodes: Nodes) -> tuple[int, ...]:
     return next(node for node in nodes if rank in node)
 
 
-def rows_in(rows: Rows) -> list[int]:
-    return [x for offset, length in rows for x in range(offset, offset + length)]
-
-
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.data())
-def test_a_double_ring_computes_every_visible_pair_exactly_once(case, data: st.DataObject) -> None:
-    mask, queries, keys, moving = case
-    nodes = nodes_of(data, len(queries))
-    plan, flat = make_plan(queries, keys, mask, moving, nodes), make_plan(queries, keys, mask, moving)
-    stay, _ = sides(plan, queries, keys)
-    computed: Counter[tuple[int, int]] = Counter()
-    for rank, ring_step in visits_of(plan):
-        for mine in stay[rank]:
-            computed.update(
-                (mine, other) if moving == "keys" else (other, mine) for other in packed_positions(ring_step)
-            )
-    everything = {(i, j) for i in range(mask.seq_len) for j in range(mask.kv_len) if visible_times(mask, i, j)}
-    assert max(computed.values()) == 1
-    assert everything <= set(computed)
+def test_a_double_ring_computes_every_visible_pair_exactly_once(case: Case, data: st.DataObject) -> None:
+    plan, flat = case.plan(nodes_of(data, len(case.queries))), case.plan()
+    case.assert_computes_every_visible_pair_once(plan)
     for part, alone in zip(plan.ranks, flat.ranks, strict=True):
         work, same = ({v.owner: v.pairs for v in x.ring_steps if v is not None and v.pairs} for x in (part, alone))
         assert work == same
@@ -197,10 +182,9 @@ def test_a_double_ring_computes_every_visible_pair_exactly_once(case, data: st.D
 
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.data())
-def test_rows_cross_between_nodes_at_most_once_per_node(case, data: st.DataObject) -> None:
-    mask, queries, keys, moving = case
-    nodes = nodes_of(data, len(queries))
-    plan, flat = make_plan(queries, keys, mask, moving, nodes), make_plan(queries, keys, mask, moving)
+def test_rows_cross_between_nodes_at_most_once_per_node(case: Case, data: st.DataObject) -> None:
+    nodes = nodes_of(data, len(case.queries))
+    plan, flat = case.plan(nodes), case.plan()
     needed: dict[tuple[int, tuple[int, ...]], set[int]] = {}
     for rank, ring_step in visits_of(flat):
         if ring_step.owner not in node_of(rank, nodes):
@@ -221,11 +205,8 @@ def test_rows_cross_between_nodes_at_most_once_per_node(case, data: st.DataObjec
 
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.data())
-def test_every_ring_step_gets_its_rows_from_their_holder(case, data: st.DataObject) -> None:
-    mask, queries, keys, moving = case
-    nodes = nodes_of(data, len(queries))
-    plan = make_plan(queries, keys, mask, moving, nodes)
-    _, move = sides(plan, queries, keys)
+def test_every_ring_step_gets_its_rows_from_their_holder(case: Case, data: st.DataObject) -> None:
+    plan, (_, move) = case.plan(nodes_of(data, len(case.queries))), case.sides
     given_rows = 0
     for part in plan.ranks:
         for step in range(1, len(plan.ranks)):
@@ -250,10 +231,8 @@ def test_every_ring_step_gets_its_rows_from_their_holder(case, data: st.DataObje
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_a_ring_of_one_node_is_the_ring(case) -> None:
-    mask, queries, keys, moving = case
-    nodes = (tuple(range(len(queries))),)
-    assert make_plan(queries, keys, mask, moving, nodes) == make_plan(queries, keys, mask, moving)
+def test_a_ring_of_one_node_is_the_ring(case: Case) -> None:
+    assert case.plan((tuple(range(len(case.queries))),)) == case.plan()
 
 
 def test_a_full_mask_moves_half_as_many_rows_between_nodes_as_one_ring() -> None:
@@ -409,9 +388,3 @@ def test_wrong_arguments_are_refused() -> None:
         make_nodes(4, 3)
     with pytest.raises(ValueError, match="shards must be at most 36 to be drawn, got 40"):
         draw(AttentionMask(40, 40), make_shards("contiguous", 40, 40))
-
-
-def test_examples_in_the_docstrings_hold() -> None:
-    result = doctest.testmod(ringattn.plan.ring_plan)
-    assert result.attempted
-    assert not result.failed

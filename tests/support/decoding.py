@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ringattn.kernels.decode.dispatch import FP8, PageTable
+from ringattn.kernels.decode.dispatch import FP8, DecodeCall, PageTable
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.partials.packed import size, views
@@ -91,9 +91,8 @@ class Scene:
     v_scale: Tensor | None
     blocks: tuple[Blocks, ...]
 
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor, PageTable, Tensor, Tensor, Tensor, Score]:
-        """The positional ones of `decode` before parts."""
-        return self.q, self.k, self.v, self.table, self.lo, self.hi, self.positions, self.score
+    def call(self) -> DecodeCall:
+        return DecodeCall(*(getattr(self, name) for name in DecodeCall._fields))
 
     def to(self, device: str | torch.device) -> Scene:
         """The same on another device."""

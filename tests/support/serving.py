@@ -257,7 +257,10 @@ class FakeServer:
         except RuntimeError as error:
             self.engine.fail(str(error))
 
-    def close(self) -> None:
+    def __enter__(self) -> FakeServer:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
         self.engine.stop(0.0)
         self.thread.join(10)
         self.engine_server.stop()

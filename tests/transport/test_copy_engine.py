@@ -20,7 +20,7 @@ from torch import Tensor
 from ringattn.kernels.interface import ReadyFlags
 from ringattn.kernels.kv.pack import pack
 from ringattn.launch.check.poison import poison_transport
-from ringattn.plan.layouts import Run, make_shards, shard_len
+from ringattn.plan.layouts import Run, Shard, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RecvSpec, make_gather_plan, make_plan
 from ringattn.transport.base import GradMessage, KVGatherHandle
@@ -52,9 +52,32 @@ class Ranks:
         self.ends = [ends[rank] for rank in range(ranks)]
         self.checked = 0
 
-    def each(self, call: Callable[[int], None]) -> None:
-        """One call of every rank's host."""
-        self.world.hosts(call)
+    def each(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """One call of every rank's host, of the rank and what else is given."""
+        self.world.hosts(lambda rank: call(rank, *args, **kwargs))
+
+    def capture(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> list[Recording]:
+        """Likewise, captured into a graph of every rank."""
+        recordings = [Recording() for _ in self.ends]
+
+        def one(rank: int) -> None:
+            self.streams[rank].recording = recordings[rank]
+            call(rank, *args, **kwargs)
+            self.streams[rank].recording = None
+
+        self.each(one)
+        return recordings
+
+    def replay(self, recordings: list[Recording]) -> None:
+        self.each(lambda rank: self.streams[rank].replay(recordings[rank]))
+
+    def lose_one(self, late: int = 0) -> list[int]:
+        """Lose the last rank after some steps of the devices; return the others."""
+        for _ in range(late):
+            self.world.step()
+        *alive, lost = range(len(self.ends))
+        self.world.dead.add(lost)
+        return alive
 
     def done(self) -> None:
         self.checked += 1
@@ -502,10 +525,10 @@ def kept(
         allocators[rank].let_go(found.saved)
 
     for layer in range(len(layers)):
-        ranks.each(lambda rank, layer=layer: go(rank, layer))
+        ranks.each(go, layer)
     between()
     for layer in reversed(range(len(layers))):
-        ranks.each(lambda rank, layer=layer: come_back(rank, layer))
+        ranks.each(come_back, layer)
 
 
 def rounds(ranks: int) -> st.SearchStrategy[list[tuple[str, Shape]]]:
@@ -551,38 +574,18 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
     inputs = [keys_of(shape, rank, 0) for rank in range(world_size)]
     biases = [bias_of(shape, rank, 0).clone() for rank in range(world_size)]
     now = [0] * world_size
-    recordings: dict[int, Recording] = {}
-    width = sum(shape.dims)
 
-    def capture(rank: int) -> None:
-        streams, end, gather_plan = ranks.streams[rank], ranks.ends[rank], shape.gather_plans[rank]
-        streams.recording = recordings[rank] = Recording()
+    def call(rank: int) -> None:
+        end, gather_plan = ranks.ends[rank], shape.gather_plans[rank]
         bias = biases[rank] if shape.biased else None
-        size = (shape.batch, shape.heads, width)
+        size = (shape.batch, shape.heads, sum(shape.dims))
         coming = end.grad_return(size, gather_plan, "captured", biased=shape.biased)
         found = end.gather(*inputs[rank], gather_plan, shape.groups, "captured", key_bias=bias, grad_return=coming)
         expected = (lambda owner: bias_of(shape, owner, now[rank])) if shape.biased else None
         run_kernel(ranks, rank, shape, found, lambda owner: keys_of(shape, owner, now[rank]), biases=expected)
-        for address, fetch in zip(coming.addresses[1:].tolist(), gather_plan.recvs, strict=True):
-            mark = torch.zeros(1)
+        send_marks_home(ranks, rank, gather_plan, coming, now)
 
-            def send(mark: Tensor = mark, address: int = address, step: int = fetch.step) -> None:
-                mark.fill_(100 * now[rank] + 10 * rank + step)
-                ctypes.memmove(address, mark.data_ptr(), 4)
-
-            streams.call(send)
-        regions, _ = coming.receive()
-
-        def add() -> None:
-            for region, reader in zip(regions, gather_plan.sends, strict=True):
-                assert region.flatten()[0] == 100 * now[rank] + 10 * reader.peer + reader.step
-                region.fill_(NAN)
-
-        streams.call(add)
-        coming.close()
-        streams.recording = None
-
-    ranks.each(capture)
+    recordings = ranks.capture(call)
     # branches of a graph that share a queue stand there in the order of their capture
     ranks.world.drain()
     ranks.world.shared = data.draw(st.booleans())
@@ -590,19 +593,39 @@ def test_a_captured_call_is_replayed_any_number_of_times_between_others(
         if data.draw(st.booleans()):
             gather(ranks, other, salt)
 
-        def replay(rank: int, salt: int = salt) -> None:
-            def refresh() -> None:
-                now[rank] = salt
-                for x, y in zip(inputs[rank], keys_of(shape, rank, salt), strict=True):
-                    x.copy_(y)
-                biases[rank].copy_(bias_of(shape, rank, salt))
+        def refresh(rank: int, salt: int = salt) -> None:
+            now[rank] = salt
+            for x, y in zip(inputs[rank], keys_of(shape, rank, salt), strict=True):
+                x.copy_(y)
+            biases[rank].copy_(bias_of(shape, rank, salt))
 
-            ranks.streams[rank].call(refresh)
-            ranks.streams[rank].replay(recordings[rank])
-
-        ranks.each(replay)
+        ranks.each(lambda rank, refresh=refresh: ranks.streams[rank].call(lambda: refresh(rank)))
+        ranks.replay(recordings)
     gather(ranks, other, 50)
     ranks.world.drain()
+
+
+def send_marks_home(ranks: Ranks, rank: int, gather_plan: GatherPlan, coming: Any, now: list[int]) -> None:
+    """One number that tells its call, sender and step to every owner, in place of all gradients."""
+    streams = ranks.streams[rank]
+    for address, fetch in zip(coming.addresses[1:].tolist(), gather_plan.recvs, strict=True):
+        mark = torch.zeros(1)
+
+        def send(mark: Tensor = mark, address: int = address, step: int = fetch.step) -> None:
+            mark.fill_(100 * now[rank] + 10 * rank + step)
+            ctypes.memmove(address, mark.data_ptr(), 4)
+
+        streams.call(send)
+    regions, _ = coming.receive()
+
+    def add() -> None:
+        for region, reader in zip(regions, gather_plan.sends, strict=True):
+            assert region.flatten()[0] == 100 * now[rank] + 10 * reader.peer + reader.step
+            region.fill_(NAN)
+        ranks.done()
+
+    streams.call(add)
+    coming.close()
 
 
 class Again:
@@ -650,28 +673,11 @@ class Again:
         return found
 
     def come_back(self, rank: int) -> None:
-        shape, streams, gather_plan = self.shape, self.ranks.streams[rank], self.shape.gather_plans[rank]
+        shape, gather_plan = self.shape, self.shape.gather_plans[rank]
         size = (shape.batch, shape.heads, sum(shape.dims))
         coming = self.ranks.ends[rank].grad_return(size, gather_plan, "again")
         self.forward(rank, coming)
-        for address, fetch in zip(coming.addresses[1:].tolist(), gather_plan.recvs, strict=True):
-            mark = torch.zeros(1)
-
-            def send(mark: Tensor = mark, address: int = address, step: int = fetch.step) -> None:
-                mark.fill_(100 * self.now[rank] + 10 * rank + step)
-                ctypes.memmove(address, mark.data_ptr(), 4)
-
-            streams.call(send)
-        regions, _ = coming.receive()
-
-        def add() -> None:
-            for region, reader in zip(regions, gather_plan.sends, strict=True):
-                assert region.flatten()[0] == 100 * self.now[rank] + 10 * reader.peer + reader.step
-                region.fill_(NAN)
-            self.ranks.done()
-
-        streams.call(add)
-        coming.close()
+        send_marks_home(self.ranks, rank, gather_plan, coming, self.now)
 
 
 @settings(max_examples=80, deadline=None)
@@ -688,7 +694,7 @@ def test_calls_that_come_again_are_right_whichever_ranks_repeat_them(
         for _ in range(data.draw(st.integers(1, 6))):
             for again, backward in steps:
                 salt += 1
-                ranks.each(lambda rank, again=again, salt=salt, way=backward: again.call(rank, salt, backward=way))
+                ranks.each(again.call, salt, backward=backward)
             if data.draw(st.booleans()):
                 # one rank begins anew
                 ranks.ends[data.draw(st.integers(0, world_size - 1))]._graphs.clear()
@@ -706,11 +712,11 @@ def test_a_call_is_enqueued_piece_by_piece_twice_and_recorded_once_for_each_turn
     ranks = Ranks(3, 0)
     again = Again(ranks, full(3)).reserve_gather()
     for salt in range(1, 9):
-        ranks.each(lambda rank, salt=salt: again.call(rank, salt, backward=backward))
+        ranks.each(again.call, salt, backward=backward)
     ranks.world.drain()
     assert again.enqueued == [2 + 1 + backward] * 3
     before = [streams.launches for streams in ranks.streams]
-    ranks.each(lambda rank: again.call(rank, 9, backward=backward))
+    ranks.each(again.call, 9, backward=backward)
     ranks.world.drain()
     assert [streams.launches for streams in ranks.streams] == [count + 1 for count in before]
 
@@ -728,7 +734,7 @@ def test_graphs_are_dropped_with_the_memory_they_use(how: str, enqueued: int) ->
     def some(count: int) -> list[int]:
         again.enqueued = [0] * 3
         for number in itertools.islice(salt, count):
-            ranks.each(lambda rank, number=number: again.call(rank, number, backward=True))
+            ranks.each(again.call, number, backward=True)
         ranks.world.drain()
         return again.enqueued
 
@@ -772,7 +778,7 @@ def test_a_call_that_cannot_be_recorded_is_enqueued_piece_by_piece(
     else:
         monkeypatch.setattr(ranks.streams[1], "record", refuse)
     for salt in range(1, 9):
-        ranks.each(lambda rank, salt=salt: again.call(rank, salt, backward=True))
+        ranks.each(again.call, salt, backward=True)
     ranks.world.drain()
     assert again.enqueued == [4, 9]
 
@@ -784,7 +790,7 @@ def test_graphs_are_made_as_long_as_they_are_repaid(monkeypatch: pytest.MonkeyPa
 
     def some(again: Again, count: int) -> int:
         for _ in range(count):
-            ranks.each(lambda rank: again.call(rank, 1, backward=False))
+            ranks.each(again.call, 1, backward=False)
         ranks.world.drain()
         return again.enqueued[0]
 
@@ -806,7 +812,7 @@ def test_an_open_gather_is_closed_outside_of_graphs() -> None:
     for salt in range(1, 9):
         if salt == 3:
             ranks.each(leave_open)
-        ranks.each(lambda rank, salt=salt: again.call(rank, salt, backward=True))
+        ranks.each(again.call, salt, backward=True)
     ranks.world.drain()
     assert again.enqueued == [2 + 1 + 2] * 2
 
@@ -815,19 +821,11 @@ def test_a_callers_own_capture_enqueues_piece_by_piece() -> None:
     ranks = Ranks(2, 0)
     again = Again(ranks, full(2)).reserve_gather()
     for salt in range(1, 6):
-        ranks.each(lambda rank, salt=salt: again.call(rank, salt, backward=False))
-    recordings = [Recording(), Recording()]
-
-    def capture(rank: int) -> None:
-        streams = ranks.streams[rank]
-        streams.recording = recordings[rank]
-        again.call(rank, 6, backward=False)
-        streams.recording = None
-
-    ranks.each(capture)
+        ranks.each(again.call, salt, backward=False)
+    recordings = ranks.capture(again.call, 6, backward=False)
     for salt in range(7, 12):
-        ranks.each(lambda rank, salt=salt: again.call(rank, salt, backward=False))
-        ranks.each(lambda rank: ranks.streams[rank].replay(recordings[rank]))
+        ranks.each(again.call, salt, backward=False)
+        ranks.replay(recordings)
     ranks.world.drain()
     # once more: behind somebody's graph nobody knows which guard rows are zero
     assert again.enqueued == [3 + 1 + 1] * 2
@@ -856,13 +854,9 @@ def test_survivors_of_a_rank_that_is_lost_in_a_call_that_came_again_end_in_nan(
     for tiles in attention.results.values():
         tiles.clear()
     ranks.each(attend)
-    for _ in range(late):
-        ranks.world.step()
-    lost = world_size - 1
-    ranks.world.dead.add(lost)
+    alive = ranks.lose_one(late)
     for _ in range(2):
         ranks.each(attend)
-    alive = [rank for rank in range(world_size) if rank != lost]
     get_out(ranks, alive)
     for rank in alive:
         assert ranks.ends[rank].watchdog.failure is not None
@@ -879,7 +873,7 @@ def test_a_message_is_read_before_its_box_is_used_again(
     data: st.DataObject, world_size: int, seed: int, most: int
 ) -> None:
     ranks = Ranks(world_size, seed)
-    graphs: list[tuple[dict[int, Recording], list[int]]] = []
+    graphs: list[tuple[list[Recording], list[int]]] = []
     reserve(ranks, most)
     kinds = st.lists(
         st.tuples(st.sampled_from(["post", "post", "capture", "replay", "gather"]), st.integers(0, 99)), max_size=12
@@ -892,23 +886,16 @@ def test_a_message_is_read_before_its_box_is_used_again(
             gather(ranks, full(world_size), salt)
         elif kind == "capture":
             now = [0] * world_size
-            recordings: dict[int, Recording] = {}
-            graphs.append((recordings, now))
 
-            def capture(rank: int, recordings=recordings, now=now, rounds=rounds, plan=plan) -> None:
-                ranks.streams[rank].recording = recordings[rank] = Recording()
+            def call(rank: int, now=now, rounds=rounds, plan=plan) -> None:
                 reducer(ranks, rank, rounds, random.Random(plan + rank), lambda: now[rank])
-                ranks.streams[rank].recording = None
 
-            ranks.each(capture)
+            graphs.append((ranks.capture(call), now))
         elif graphs:
             recordings, now = graphs[plan % len(graphs)]
-
-            def replay(rank: int, recordings=recordings, now=now, salt=salt) -> None:
-                ranks.streams[rank].call(lambda: now.__setitem__(rank, salt))
-                ranks.streams[rank].replay(recordings[rank])
-
-            ranks.each(replay)
+            for rank, streams in enumerate(ranks.streams):
+                streams.call(lambda rank=rank, now=now, salt=salt: now.__setitem__(rank, salt))
+            ranks.replay(recordings)
     ranks.world.drain()
 
 
@@ -937,7 +924,7 @@ def test_a_gather_may_begin_between_a_post_and_its_wait(world_size: int, seed: i
         ranks.streams[rank].call(look)
 
     for salt in range(1, 4):
-        ranks.each(lambda rank, salt=salt: one(rank, salt))
+        ranks.each(one, salt)
     ranks.world.drain()
 
 
@@ -970,27 +957,35 @@ def test_a_post_to_two_peers_is_refused_before_anything_moves() -> None:
     assert not ranks.world.busy()
 
 
-def full(ranks: int, groups: int = 1, rows: int = 4) -> Shape:
-    """Everybody reads everybody."""
-    mask = AttentionMask(seq_len=rows * ranks, kv_len=rows * ranks)
-    shards = make_shards("contiguous", rows * ranks, ranks, mask)
+def full(ranks: int, groups: int = 1, rows: int = 4, **fields: Any) -> Shape:
+    """Contiguous shards, of which everybody reads everybody's, but for what a mask of some fields hides."""
+    n = rows * ranks
+    return shape_over(make_shards("contiguous", n, ranks), AttentionMask(n, n, **fields), groups)
+
+
+def shape_over(shards: tuple[Shard, ...], mask: AttentionMask, groups: int = 1) -> Shape:
     plan = make_plan(shards, shards, mask, "keys")
-    gather_plans = tuple(make_gather_plan(plan, rank, 4) for rank in range(ranks))
-    return Shape(1, 2, (2, 2), groups, gather_plans, (rows,) * ranks, torch.float32)
+    gather_plans = tuple(make_gather_plan(plan, rank, 4) for rank in range(len(shards)))
+    lengths = tuple(shard_len(shard) for shard in shards)
+    return Shape(1, 2, (2, 2), groups, gather_plans, lengths, torch.float32)
+
+
+def let_time_pass(ranks: Ranks, awake: list[int], rounds: int = 400) -> bool:
+    """Time goes on until the devices of these ranks have nothing left to do, which may be never while another one sleeps."""
+    now = 0.0
+    for _ in range(rounds):
+        if not any(ranks.world.busy(rank) for rank in awake):
+            return True
+        ranks.world.some_steps(30)
+        # kernels always run while a ring stands still; here they are given the chance
+        now += 1.0 if any(ranks.ends[rank].watchdog.failure is None for rank in awake) else 0.001
+        for rank in awake:
+            ranks.ends[rank].watchdog.poll(now)
+    return False
 
 
 def get_out(ranks: Ranks, alive: list[int]) -> None:
-    """Lets time pass until the devices of the living ranks have nothing left to do."""
-    now = 0.0
-    for _ in range(4000):
-        if not any(ranks.world.busy(rank) for rank in alive):
-            return
-        ranks.world.some_steps(30)
-        # kernels always run while a ring stands still; here they are given the chance
-        now += 1.0 if any(ranks.ends[rank].watchdog.failure is None for rank in alive) else 0.001
-        for rank in alive:
-            ranks.ends[rank].watchdog.poll(now)
-    raise AssertionError("survivors hang: " + str([ranks.ends[rank].watchdog.failure for rank in alive]))
+    assert let_time_pass(ranks, alive, 4000), [ranks.ends[rank].watchdog.failure for rank in alive]
 
 
 @settings(max_examples=40, deadline=None)
@@ -1009,15 +1004,11 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
     shape = full(world_size, groups)
     come_home(ranks, shape, 0)
     ranks.world.drain()
-    lost = world_size - 1
     calls_of = Attention(ranks, shape)
-    alive = [rank for rank in range(world_size) if rank != lost]
-    ranks.each(lambda rank: calls_of.attend(rank, 1, backward=backward))
-    for _ in range(late):
-        ranks.world.step()
-    ranks.world.dead.add(lost)
+    ranks.each(calls_of.attend, 1, backward=backward)
+    alive = ranks.lose_one(late)
     for salt in range(2, 2 + calls):
-        ranks.each(lambda rank, salt=salt: calls_of.attend(rank, salt, backward=backward))
+        ranks.each(calls_of.attend, salt, backward=backward)
     get_out(ranks, alive)
     for rank in alive:
         failure = ranks.ends[rank].watchdog.failure
@@ -1027,18 +1018,6 @@ def test_survivors_of_a_lost_rank_end_in_nan_and_refuse_further_calls(
             ranks.ends[rank].gather(*keys_of(shape, rank, 9), shape.gather_plans[rank], 1, "after")
     results = [total for (rank, salt), total in calls_of.results.items() if rank in alive and salt > 2]
     assert all(total[-1] != total[-1] for total in results), "later calls are NaN"
-
-
-def let_fail(ranks: Ranks, awake: list[int]) -> None:
-    """Time goes on until these ranks have nothing left to do, though another one sleeps."""
-    world, now = ranks.world, 0.0
-    for _ in range(400):
-        if not any(world.busy(rank) for rank in awake):
-            break
-        world.some_steps(30)
-        now += 1.0 if any(ranks.ends[rank].watchdog.failure is None for rank in awake) else 0.001
-        for rank in awake:
-            ranks.ends[rank].watchdog.poll(now)
 
 
 @dataclass
@@ -1128,27 +1107,13 @@ def test_survivors_of_a_rank_that_is_lost_in_a_replay_end_in_nan(
     """As without graphs, whose streams are joined by events that no word lets go."""
     ranks = Ranks(world_size, seed)
     attention = Attention(ranks, full(world_size, groups))
-    ranks.each(lambda rank: attention.attend(rank, 1, backward=backward))
+    ranks.each(attention.attend, 1, backward=backward)
     ranks.world.drain()
-    recordings: dict[int, Recording] = {}
-
-    def capture(rank: int) -> None:
-        ranks.streams[rank].recording = recordings[rank] = Recording()
-        attention.attend(rank, 1, backward=backward)
-        ranks.streams[rank].recording = None
-
-    def replay() -> None:
-        ranks.each(lambda rank: ranks.streams[rank].replay(recordings[rank]))
-
-    ranks.each(capture)
-    replay()
-    for _ in range(late):
-        ranks.world.step()
-    lost = world_size - 1
-    ranks.world.dead.add(lost)
-    replay()
-    replay()
-    alive = [rank for rank in range(world_size) if rank != lost]
+    recordings = ranks.capture(attention.attend, 1, backward=backward)
+    ranks.replay(recordings)
+    alive = ranks.lose_one(late)
+    ranks.replay(recordings)
+    ranks.replay(recordings)
     get_out(ranks, alive)
     for rank in alive:
         assert ranks.ends[rank].watchdog.failure is not None
@@ -1176,14 +1141,14 @@ def test_rows_of_a_later_call_are_never_taken_for_those_of_this_one(
     gather(ranks, shape, 0)
     world.drain()
     for salt in range(1, 1 + calls):
-        ranks.each(lambda rank, salt=salt: attention.attend(rank, salt))
+        ranks.each(attention.attend, salt)
     for _ in range(late):
         world.step()
     world.asleep.add((slow, MAIN))
     if loses and world_size > 2:
         world.dead.add(world_size - 1)
     awake = [rank for rank in range(1, world_size) if rank not in world.dead]
-    let_fail(ranks, awake)
+    let_time_pass(ranks, awake)
     assert ranks.ends[slow].watchdog.failure is None
     world.asleep.clear()
     get_out(ranks, [slow, *awake])
@@ -1278,17 +1243,13 @@ class Keeping:
 def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: int, layers: int, late: int) -> None:
     ranks = Ranks(world_size, seed)
     calls = Keeping(ranks, full(world_size))
-    lost = world_size - 1
-    alive = [rank for rank in range(world_size) if rank != lost]
     for layer in range(layers):
-        ranks.each(lambda rank, layer=layer: calls.forward(rank, layer))
-    ranks.each(lambda rank: calls.backward(rank, layers - 1))
-    for _ in range(late):
-        ranks.world.step()
-    ranks.world.dead.add(lost)
+        ranks.each(calls.forward, layer)
+    ranks.each(calls.backward, layers - 1)
+    alive = ranks.lose_one(late)
     for layer in reversed(range(layers - 1)):
-        ranks.each(lambda rank, layer=layer: calls.backward(rank, layer))
-    ranks.each(lambda rank: calls.forward(rank, 0))
+        ranks.each(calls.backward, layer)
+    ranks.each(calls.forward, 0)
     get_out(ranks, alive)
     assert all(ranks.ends[rank].watchdog.failure for rank in alive)
 
@@ -1307,17 +1268,17 @@ def test_kept_rows_that_were_overwritten_are_never_taken_for_a_layers_own(
     ranks = Ranks(world_size, seed)
     world, calls, slow = ranks.world, Keeping(ranks, full(world_size)), 0
     flag_stream = world.queues[slow, FLAG]
-    ranks.each(lambda rank: calls.forward(rank, 0))
+    ranks.each(calls.forward, 0)
     while flag_stream and flag_stream[0].what != "copy":
         world.step()
     for _ in range(min(copied, len(flag_stream))):
         flag_stream.popleft().run()
     world.asleep.add((slow, FLAG))
-    ranks.each(lambda rank: calls.backward(rank, 0))
+    ranks.each(calls.backward, 0)
     for layer in range(1, 1 + steps):
-        ranks.each(lambda rank, layer=layer: calls.forward(rank, layer))
-        ranks.each(lambda rank, layer=layer: calls.backward(rank, layer))
-    let_fail(ranks, list(range(1, world_size)))
+        ranks.each(calls.forward, layer)
+        ranks.each(calls.backward, layer)
+    let_time_pass(ranks, list(range(1, world_size)))
     world.asleep.clear()
     get_out(ranks, list(range(world_size)))
 
@@ -1326,10 +1287,9 @@ def test_kept_rows_that_were_overwritten_are_never_taken_for_a_layers_own(
 @given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32))
 def test_rows_that_a_lost_rank_never_sent_are_nan(world_size: int, seed: int) -> None:
     ranks = Ranks(world_size, seed)
-    lost = world_size - 1
     post(ranks, 0, 5)
     ranks.world.drain()
-    ranks.world.dead.add(lost)
+    alive, lost = ranks.lose_one(), world_size - 1
     received: dict[int, list[tuple[int, Tensor]]] = {}
     sent: list[Tensor] = []  # alive until it has left
 
@@ -1350,7 +1310,7 @@ def test_rows_that_a_lost_rank_never_sent_are_nan(world_size: int, seed: int) ->
         ranks.streams[rank].call(look)
 
     ranks.each(one)
-    get_out(ranks, [rank for rank in range(world_size) if rank != lost])
+    get_out(ranks, alive)
     for rank, messages in received.items():
         assert all(x.isnan().all() for peer, x in messages if peer == lost)
         failure = ranks.ends[rank].watchdog.failure
@@ -1364,9 +1324,9 @@ def test_the_missing_rank_and_step_are_named(groups: int) -> None:
     ranks, shape = Ranks(3, 0), full(3, groups)
     gather(ranks, shape, 0)
     ranks.world.drain()
-    ranks.world.dead.add(2)
+    alive = ranks.lose_one()
     gather(ranks, shape, 1)
-    get_out(ranks, [0, 1])
+    get_out(ranks, alive)
     failures = [ranks.ends[rank].watchdog.failure or "" for rank in (0, 1)]
     assert "gather 1: ring step 1, waiting for ring rank 2" in failures[0]
     assert "gather 1: ring step 2, waiting for ring rank 2" in failures[1], "rank 0 is there"
@@ -1378,17 +1338,15 @@ def test_a_reader_that_gives_no_turn_is_named_behind_those_that_gave_theirs() ->
     mask = AttentionMask(seq_len=16, kv_len=16, causal=True, documents=(0, 8, 16))
     starts = ((0, 2), (10, 12), (4, 8), (6, 14))
     shards = tuple(tuple(Run(start, 1, 2) for start in pair) for pair in starts)
-    plan = make_plan(shards, shards, mask, "keys")
-    gather_plans = tuple(make_gather_plan(plan, rank, 4) for rank in range(4))
-    assert gather_plans[0].skipped == (1, 2)
-    assert [reader.peer for reader in gather_plans[0].sends] == [2, 3]
-    ranks, shape = Ranks(4, 0), Shape(1, 2, (2, 2), 1, gather_plans, (4,) * 4, torch.float32)
+    ranks, shape = Ranks(4, 0), shape_over(shards, mask)
+    assert shape.gather_plans[0].skipped == (1, 2)
+    assert [reader.peer for reader in shape.gather_plans[0].sends] == [2, 3]
     gather(ranks, shape, 0)
     ranks.world.drain()
-    ranks.world.dead.add(3)
+    alive = ranks.lose_one()
     gather(ranks, shape, 1)  # for which rank 3 had made room
     gather(ranks, shape, 2)
-    get_out(ranks, [0, 1, 2])
+    get_out(ranks, alive)
     assert "gather 2: ring step 3, waiting for its turn at ring rank 3" in (ranks.ends[0].watchdog.failure or "")
 
 
@@ -1440,12 +1398,9 @@ def test_a_call_costs_the_driver_few_batches_of_words(captured: bool, forward: i
 
 def test_a_rank_without_returned_gradients_passes_its_turn_on() -> None:
     """Rank 0 shares no document with others, and is the nearest owner of rank 1."""
-    mask = AttentionMask(seq_len=12, kv_len=12, documents=(0, 4, 12))
-    shards = make_shards("contiguous", 12, 3, mask)
-    plan = make_plan(shards, shards, mask, "keys")
-    gather_plans = tuple(make_gather_plan(plan, rank, 4) for rank in range(3))
-    assert (gather_plans[0].recvs, gather_plans[0].sends, gather_plans[0].skipped) == ((), (), (1, 2))
-    ranks, shape = Ranks(3, 0), Shape(1, 2, (2, 2), 1, gather_plans, (4,) * 3, torch.float32)
+    ranks, shape = Ranks(3, 0), full(3, documents=(0, 4, 12))
+    alone = shape.gather_plans[0]
+    assert (alone.recvs, alone.sends, alone.skipped) == ((), (), (1, 2))
     for salt in range(4):
         come_home(ranks, shape, salt)
         ranks.world.drain()
@@ -1492,11 +1447,7 @@ def test_a_zero_copy_slot_has_the_rows_of_its_sharding() -> None:
 @given(seed=st.integers(0, 2**32))
 def test_contributions_never_come_before_those_of_the_backward_before_last_are_added(seed: int) -> None:
     ranks = Ranks(2, seed)
-    mask = AttentionMask(seq_len=8, kv_len=8, causal=True)
-    shards = make_shards("contiguous", 8, 2, mask)
-    plan = make_plan(shards, shards, mask, "keys")
-    # rank 0 reads nothing of rank 1, and so nothing but words holds rank 1 up
-    shape = dataclasses.replace(full(2), gather_plans=tuple(make_gather_plan(plan, rank, 4) for rank in range(2)))
+    shape = full(2, causal=True)  # rank 0 reads nothing of rank 1, and so nothing but words holds rank 1 up
     kept(ranks, [shape] * 3, 0, between=lambda: come_home(ranks, shape, 100))
     ranks.world.drain()
 

@@ -25,7 +25,7 @@ from ringattn.plan.sharding import Sharding
 from ringattn.schedule import execution_plan
 from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
 from ringattn.schedule.fused import fused_backward, fused_forward
-from ringattn.schedule.stepwise_backward import WantedGrads
+from ringattn.schedule.stepwise_backward import BackwardCall, WantedGrads
 from ringattn.transport.base import RingContext
 from ringattn.transport.copy_engine import graph_cache
 from ringattn.transport.copy_engine import transport as copy_engine
@@ -241,7 +241,7 @@ class Ring:
         o, lse, kept = fused_forward(q, k, v, *here, keep=self.case.keep)
         assert (kept is not None) == self.case.keep
         wanted = WantedGrads(alibi_slopes="alibi_slopes" in extras, key_bias="key_bias" in extras)
-        grads = fused_backward(do, None, q, k, v, o, lse, *here, wanted, saved=kept)
+        grads = fused_backward(BackwardCall(do, None, q, k, v, o, lse, *here, wanted), saved=kept)
         return [o, lse, grads.dq, grads.dk, grads.dv]
 
 

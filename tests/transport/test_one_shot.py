@@ -152,38 +152,17 @@ class Ranks:
         self.ends = [ends[rank] for rank in range(ranks)]
 
     def launch(
-        self,
-        splits: Tensor,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
-        table: Tensor,
-        *,
-        rank: int,
-        ranks: int,
-        slot: int,
-        timeout_us: int,
+        self, splits: Tensor, sinks: Tensor | None, o: Tensor, lse: Tensor, table: Tensor, **launch: int
     ) -> None:
         """In place of the kernel's launcher."""
-        self._launch(table, rank, ranks, slot, timeout_us, lambda: Finishing(splits, sinks, o, lse))
+        self._launch(lambda: Finishing(splits, sinks, o, lse), table, **launch)
 
-    def share(
-        self,
-        x: Tensor,
-        out: Tensor,
-        table: Tensor,
-        *,
-        adds: bool,
-        rank: int,
-        ranks: int,
-        slot: int,
-        timeout_us: int,
-    ) -> None:
+    def share(self, x: Tensor, out: Tensor, table: Tensor, *, adds: bool, **launch: int) -> None:
         """In place of the other kernel's launcher."""
-        self._launch(table, rank, ranks, slot, timeout_us, lambda: Sharing(x, out, adds))
+        self._launch(lambda: Sharing(x, out, adds), table, **launch)
 
     def _launch(
-        self, table: Tensor, rank: int, ranks: int, slot: int, timeout_us: int, begin: Callable[[], Work]
+        self, begin: Callable[[], Work], table: Tensor, *, rank: int, ranks: int, slot: int, timeout_us: int
     ) -> None:
         assert (ranks, timeout_us) == (self.ranks, 10_000_000)
         streams = self.streams[rank]
@@ -342,6 +321,27 @@ def test_with_one_half_parts_of_two_exchanges_would_mix(monkeypatch: pytest.Monk
         run()
 
 
+def capture(together: Ranks, call: Callable[[int], None]) -> list[Recording]:
+    recordings = [Recording() for _ in together.ends]
+
+    def one(rank: int) -> None:
+        together.streams[rank].recording = recordings[rank]
+        call(rank)
+        together.streams[rank].recording = None
+
+    together.world.hosts(one)
+    return recordings
+
+
+def replay(together: Ranks, recordings: list[Recording], inputs: list[Tensor], fresh: list[Tensor]) -> None:
+    def one(rank: int) -> None:
+        together.streams[rank].call(lambda: inputs[rank].copy_(fresh[rank]))
+        together.streams[rank].replay(recordings[rank])
+
+    together.world.hosts(one)
+    together.world.drain()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_graphs_go_on_with_the_mailboxes_they_were_captured_with(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     together = Ranks(2, seed, monkeypatch)
@@ -349,16 +349,8 @@ def test_graphs_go_on_with_the_mailboxes_they_were_captured_with(seed: int, monk
     inputs = [torch.full_like(x, math.nan) for x in draw(0, 2, sizes, sinks=False)[0]]
     outs = [[torch.full((1, 1, 2, 3), math.nan), torch.full((1, 2, 1), math.nan)] for _ in range(2)]
     run_calls(together, range(1))
-    recordings = [Recording() for _ in range(2)]
-
-    def capture(rank: int) -> None:
-        streams = together.streams[rank]
-        streams.recording = recordings[rank]
-        o, lse = outs[rank]
-        together.ends[rank].merge_partials(inputs[rank], *sizes, None, o, lse)
-        streams.recording = None
-
-    together.world.hosts(capture)
+    merge = lambda rank: together.ends[rank].merge_partials(inputs[rank], *sizes, None, *outs[rank])  # noqa: E731
+    recordings = capture(together, merge)
     grown = together.ends[0].num_bytes()
     for turn in range(1, 6):
         # others, of other sizes, which make the mailboxes grow once
@@ -367,13 +359,7 @@ def test_graphs_go_on_with_the_mailboxes_they_were_captured_with(seed: int, monk
         fresh = [x.flip(0) * turn if turn % 2 else x.clone() for x in splits]
         for x in fresh:
             packed.views(x, 2, 3)[1].abs_()
-
-        def replay(rank: int, fresh=fresh) -> None:
-            together.streams[rank].call(lambda: inputs[rank].copy_(fresh[rank]))
-            together.streams[rank].replay(recordings[rank])
-
-        together.world.hosts(replay)
-        together.world.drain()
+        replay(together, recordings, inputs, fresh)
         assert_answers(together, found)
         wanted = simulate(2, fresh, sizes, None, torch.float32)
         for out in outs:
@@ -387,30 +373,18 @@ def test_sums_and_columns_of_graphs_keep_their_mailboxes_too(seed: int, monkeypa
     dtype = DTYPES[seed % 3]
     inputs = [torch.full(shape, math.nan, dtype=dtype) for _ in range(2)]
     outs = [[torch.full(shape, math.nan), torch.full((2, 6), math.nan, dtype=dtype)] for _ in range(2)]
-    recordings = [Recording() for _ in range(2)]
 
     def layer(rank: int) -> None:
         together.ends[rank].all_reduce(inputs[rank], outs[rank][0])
         together.ends[rank].all_gather_columns(inputs[rank], outs[rank][1])
 
-    def capture(rank: int) -> None:
-        together.streams[rank].recording = recordings[rank]
-        layer(rank)
-        together.streams[rank].recording = None
-
     together.world.hosts(layer)
-    together.world.hosts(capture)
+    recordings = capture(together, layer)
     grown = together.ends[0].num_bytes()
     for turn in range(1, 6):
         answers, others = run_calls(together, range(turn, turn + 2)), run_shares(together, range(turn, turn + 1))
         fresh = draw_shares(turn, 2, shape, dtype)
-
-        def replay(rank: int, fresh=fresh) -> None:
-            together.streams[rank].call(lambda: inputs[rank].copy_(fresh[rank]))
-            together.streams[rank].replay(recordings[rank])
-
-        together.world.hosts(replay)
-        together.world.drain()
+        replay(together, recordings, inputs, fresh)
         assert_answers(together, answers)
         assert_shares(together, others)
         for summed, laid in outs:

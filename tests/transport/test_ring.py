@@ -23,9 +23,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringattn import Ring, attention_reference, masks, ring_attention, ring_attention_with_lse, simulate_ring
-from ringattn.plan.layouts import make_shards
-from ringattn.plan.mask import AttentionMask
-from ringattn.plan.ring_plan import make_plan
 from ringattn.transport.simulated import SimulatedTransport
 from tests.support.budget import assert_within_budget
 from tests.support.mask_expressions import expressions, is_flat
@@ -349,14 +346,6 @@ def test_a_sink_of_minus_infinity_has_no_gradient_even_where_rows_see_nothing() 
     found = simulate_ring(**tensors, **inputs.mask, sinks=sinks.detach(), world_size=2, do=do).grads
     assert found is not None
     torch.testing.assert_close(found["sinks"], sinks.grad)
-
-
-def test_a_window_moves_only_its_halo() -> None:
-    mask = AttentionMask(seq_len=400, kv_len=400, causal=True, window=(10, 0))
-    shards = make_shards("contiguous", 400, 4, mask)
-    plan = make_plan(shards, shards, mask, "keys")
-    received = [sum(v.num_rows for v in rank.ring_steps if v is not None and v.step) for rank in plan.ranks]
-    assert received == [0, 10, 10, 10]
 
 
 def refuse(kind: str) -> None:

@@ -13,17 +13,15 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
 from ringattn.kernels.decode import configs as decode_configs  # noqa: E402
 from ringattn.kernels.decode import decode_triton  # noqa: E402
 from ringattn.kernels.decode.configs import Config  # noqa: E402
-from tests.kernels.compile import sass  # noqa: E402
+from tests.kernels.compile import offline, sass  # noqa: E402
+from tests.kernels.compile.offline import SHARED  # noqa: E402
 
 pytestmark = pytest.mark.compile
-SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 SMALL = {"b", "s", "hk", "group", "tiles", "slots", "splits", "least", "rows"}
+UNALIGNED = {"lo_sb", "hi_sb", "positions_sb", "table_sb"}
 
 
 @dataclass(frozen=True)
@@ -75,28 +73,13 @@ def build(
         constants["alibi_slopes"] = None
     if not split_plan:
         constants["split_plan"] = None
-    signature: dict[str, str] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    k_dtype, v_dtype = ("i16", "i16") if fp8 else (dtype, dtype)
-    pointers = {"q": dtype, "k": k_dtype, "v": v_dtype} | dict.fromkeys(
-        ("parts", "k_scale", "v_scale", "alibi_slopes"), "fp32"
-    )
-    for i, name in enumerate(fn.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in ("scale", "cap"):
-            signature[name] = "fp32"
-        elif name in SMALL or re.fullmatch(r"\w+_s[bshp]", name):
-            signature[name] = "i32"
-            if name not in SMALL and name not in ("lo_sb", "hi_sb", "positions_sb", "table_sb"):
-                attributes[i,] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "*" + pointers.get(name, "i32")
-            attributes[i,] = [["tt.divisibility", 16]]
-    known = {(fn.arg_names.index(name),): x for name, x in constants.items()}
-    target = GPUTarget("cuda", arch, 32)
+    kv = "*i16" if fp8 else f"*{dtype}"
+    types = {"q": f"*{dtype}", "k": kv, "v": kv, "scale": "fp32", "cap": "fp32"}
+    types |= dict.fromkeys(("parts", "k_scale", "v_scale", "alibi_slopes"), "*fp32")
+    integers = {name for name in fn.arg_names if name in SMALL or re.fullmatch(r"\w+_s[bshp]", name)}
+    types = dict.fromkeys(set(fn.arg_names) - integers, "*i32") | types
     options = {"num_warps": config.num_warps} | ({} if config.maxnreg is None else {"maxnreg": config.maxnreg})
-    compiled = triton.compile(ASTSource(fn, signature, known, attributes), target=target, options=options)
+    compiled = offline.build(fn, types, constants, arch, unaligned=SMALL | UNALIGNED, **options)
     ptx = compiled.asm["ptx"]
     return Built(compiled.metadata.shared, ptx, sass.assemble(ptx), sass.disassemble(compiled.asm["cubin"]))
 

@@ -15,7 +15,7 @@ from ringattn.kernels.comm import one_shot_triton  # noqa: E402
 from ringattn.kernels.partials import packed_triton  # noqa: E402
 from ringattn.kernels.partials.merge_triton import merging, together  # noqa: E402
 from tests.kernels.compile import sass  # noqa: E402
-from tests.kernels.compile.test_softmax_compile import build, spilled_bytes  # noqa: E402
+from tests.kernels.compile.offline import build  # noqa: E402
 
 pytestmark = pytest.mark.compile
 TYPES = {"stack": "*fp32", "sinks": "*fp32", "o": "*bf16", "lse": "*fp32", "table": "*i64"}
@@ -23,11 +23,11 @@ CAPABILITIES = [80, 90, 100]
 
 
 @pytest.mark.parametrize(("capability", "parts", "rows"), [(90, 33, 32), (80, 4, 4096), (90, 4, 4096), (100, 4, 4096)])
-def test_a_finishing_program_waits_for_memory_twice(capability: int, parts: int, rows: int, tmp_path) -> None:
+def test_a_finishing_program_waits_for_memory_twice(capability: int, parts: int, rows: int) -> None:
     tile = merging(parts, rows, 128, programs=132)
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "TOGETHER": tile.together}
-    compiled = build(packed_triton._finish_parts_kernel, TYPES, constants, tile.warps, capability)
-    assert spilled_bytes(compiled.asm["ptx"], capability, tmp_path) == 0
+    compiled = build(packed_triton._finish_parts_kernel, TYPES, constants, capability, num_warps=tile.warps)
+    assert sass.assemble(compiled.asm["ptx"]).spills == 0
     code = [line for _, line in sass.disassemble(compiled.asm["cubin"])]
     loads = [i for i, line in enumerate(code) if "LDG" in line]
     weights = [i for i, line in enumerate(code) if "MUFU.EX2" in line]
@@ -46,7 +46,9 @@ def build_one_shot(capability: int, ranks: int, rows: int, columns: int, *, sink
     constants = {"RANKS": ranks, "PROGRAMS": one_shot_triton.PROGRAMS, "ROWS": rows, "COLUMNS": columns}
     constants["TOGETHER"] = together(parts, rows * columns, one_shot_triton.WARPS)
     constants |= {} if sinks else {"sinks": None}
-    return build(one_shot_triton._one_shot_kernel, TYPES, constants, one_shot_triton.WARPS, capability, num_stages=1)
+    return build(
+        one_shot_triton._one_shot_kernel, TYPES, constants, capability, num_warps=one_shot_triton.WARPS, num_stages=1
+    )
 
 
 class Order:
@@ -82,11 +84,11 @@ class Order:
     ("ranks", "rows", "columns", "sinks"), [(4, 1, 128, False), (8, 8, 128, True), (2, 4, 256, False)]
 )
 def test_parts_are_stored_then_announced_then_awaited_then_read(
-    capability: int, ranks: int, rows: int, columns: int, sinks: bool, tmp_path
+    capability: int, ranks: int, rows: int, columns: int, sinks: bool
 ) -> None:
     ptx = build_one_shot(capability, ranks, rows, columns, sinks=sinks).asm["ptx"]
     # the assembler puts a few addresses aside to fit more programs on an SM; a thread's share of a tile is 32 bytes
-    assert spilled_bytes(ptx, capability, tmp_path) < 2 * 32
+    assert sass.assemble(ptx).spills < 2 * 32
     order = Order(ptx)
     assert order.mailed(r"st\.global\.(v\d\.)?b32") >= 3 * ranks, "acc, m and l go to every rank"
     assert len(order.read) >= 3, "m, l and acc are read from L2"
@@ -106,16 +108,18 @@ def test_parts_are_stored_then_announced_then_awaited_then_read(
     ],
 )
 def test_shares_travel_in_the_widest_words_and_are_asked_for_at_once(
-    capability: int, x: str, ranks: int, adds: bool, tmp_path
+    capability: int, x: str, ranks: int, adds: bool
 ) -> None:
     unit, units = 16 // (4 if x == "fp32" else 2), one_shot_triton.UNITS
     constants = {
         "RANKS": ranks, "PROGRAMS": one_shot_triton.PROGRAMS, "UNIT": unit, "UNITS": units, "ADDS": adds, "TOGETHER": ranks,
     }  # fmt: skip
     types = {"x": f"*{x}", "out": "*bf16", "table": "*i64"}
-    compiled = build(one_shot_triton._share_kernel, types, constants, one_shot_triton.WARPS, capability, num_stages=1)
+    compiled = build(
+        one_shot_triton._share_kernel, types, constants, capability, num_warps=one_shot_triton.WARPS, num_stages=1
+    )
     ptx = compiled.asm["ptx"]
-    assert spilled_bytes(ptx, capability, tmp_path) == 0
+    assert sass.assemble(ptx).spills == 0
     moved = [line for line in compiled.asm["ttgir"].splitlines() if "convert_layout" in line and "xi1," not in line]
     assert not moved, "what a thread has read is what it writes"
     order = Order(ptx)

@@ -10,14 +10,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
 
 from ringattn.kernels.kv import pages_triton  # noqa: E402
-from tests.kernels.compile.test_softmax_compile import build, spilled_bytes  # noqa: E402
+from tests.kernels.compile import sass  # noqa: E402
+from tests.kernels.compile.offline import build  # noqa: E402
 
 pytestmark = pytest.mark.compile
 
 
 @pytest.mark.parametrize("name", ["_put_kernel", "_put_kernel and contain", "_take_kernel"])
 @pytest.mark.parametrize(("capability", "fp8"), [(80, False), (80, True), (90, False), (90, True), (100, True)])
-def test_rows_move_in_wide_words_without_spills(name: str, capability: int, fp8: bool, tmp_path) -> None:
+def test_rows_move_in_wide_words_without_spills(name: str, capability: int, fp8: bool) -> None:
     name, _, contain = name.partition(" and ")
     fn = getattr(pages_triton, name)
     pool = "*u8" if fp8 else "*bf16"
@@ -32,9 +33,9 @@ def test_rows_move_in_wide_words_without_spills(name: str, capability: int, fp8:
         types |= {"k_contained": "*bf16", "v_contained": "*bf16"}
     elif name == "_put_kernel":
         constants |= {"k_contained": None, "v_contained": None}
-    kernel = build(fn, types | scales, constants, 4, capability)
+    kernel = build(fn, types | scales, constants, capability, num_warps=4)
     ptx = kernel.asm["ptx"]
-    assert spilled_bytes(ptx, capability, tmp_path) == 0
+    assert sass.assemble(ptx).spills == 0
     wide = r"\.global\S*\.v4\.b32|\.global\S*\.v2\.b64"
     loads, stores = (re.findall(rf"{kind}(?:{wide})", ptx) for kind in ("ld", "st"))
     if fp8:

@@ -2,9 +2,6 @@
 
 import os
 import re
-import subprocess
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,41 +10,14 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
 from ringattn.kernels.attention.torch_ops import delta_output_triton, gradients_triton  # noqa: E402
 from ringattn.kernels.partials import carry_triton, merge_triton  # noqa: E402
 from ringattn.kernels.softmax import softmax_triton  # noqa: E402
 from ringattn.kernels.softmax.softmax_triton import choose_launch  # noqa: E402
+from tests.kernels.compile import sass  # noqa: E402
+from tests.kernels.compile.offline import build  # noqa: E402
 
 pytestmark = pytest.mark.compile
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-def build(fn, types: dict[str, str], constexprs: Mapping[str, object], num_warps: int, capability: int, **options: int):
-    """Compiles as the JIT does for 16-byte aligned pointers, sizes divisible by 16 and unit column strides."""
-    names = fn.arg_names
-    constexprs = {**constexprs, **{n: 1 for n in names if n.endswith("_sn")}}
-    signature = {n: "constexpr" if n in constexprs else types.get(n, "i32") for n in names}
-    general = {names[x] if isinstance(x, int) else x for x in fn.do_not_specialize or ()}
-    aligned = [i for i, n in enumerate(names) if n not in constexprs and n not in general]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    source = ASTSource(fn, signature, {(names.index(k),): v for k, v in constexprs.items()}, attrs)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"num_warps": num_warps, **options})
-
-
-def spilled_bytes(ptx: str, capability: int, tmp_path: Path) -> int:
-    tool = TOOLS / ("ptxas-blackwell" if capability >= 100 else "ptxas")
-    source = tmp_path / "kernel.ptx"
-    source.write_text(ptx)
-    arch = re.search(r"\.target (sm_\w+)", ptx)
-    assert arch is not None
-    command = [tool, "-v", f"--gpu-name={arch[1]}", source, "-o", tmp_path / "kernel.cubin"]
-    report = subprocess.run([str(x) for x in command], capture_output=True, text=True, check=True).stderr
-    stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)[0]
-    return int(stores) + int(loads)
 
 
 def kernels(dtype: str, n: int):
@@ -85,14 +55,14 @@ def kernels(dtype: str, n: int):
         ("fp32", 1 << 20, 90),
     ],
 )
-def test_kernels_compile_without_spills_and_keep_tiles_in_registers(dtype, n, capability, tmp_path) -> None:
+def test_kernels_compile_without_spills_and_keep_tiles_in_registers(dtype, n, capability) -> None:
     seen = 0
     for fn, types, constexprs, warps in kernels(dtype, n):
-        kernel = build(fn, types, constexprs, warps, capability)
+        kernel = build(fn, types, constexprs, capability, num_warps=warps)
         ptx = kernel.asm["ptx"]
         # threads exchange one number per row and warp; a tile that passes through shared memory needs more
         assert kernel.metadata.shared <= 4 * warps * constexprs["ROWS"], fn
-        assert spilled_bytes(ptx, capability, tmp_path) == 0, fn
+        assert sass.assemble(ptx).spills == 0, fn
         assert re.search(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", ptx), fn
         assert re.search(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", ptx) or constexprs.get("WRITE") is False, fn
         seen += 1
@@ -100,16 +70,16 @@ def test_kernels_compile_without_spills_and_keep_tiles_in_registers(dtype, n, ca
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_the_merge_compiles_without_spills(capability, tmp_path) -> None:
+def test_the_merge_compiles_without_spills(capability) -> None:
     fn = merge_triton._merge_stack_kernel
     types = {name: "*fp32" for name in fn.arg_names if name.endswith("_ptr")}
     tile = merge_triton.merging(4, 4096, 128, programs=132)
     options = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LOG2": True, "FINISH": True, "TOGETHER": tile.together}
-    assert spilled_bytes(build(fn, types, options, tile.warps, capability).asm["ptx"], capability, tmp_path) == 0
+    assert sass.assemble(build(fn, types, options, capability, num_warps=tile.warps).asm["ptx"]).spills == 0
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_between_calls_of_torch_compile_without_spills(capability, tmp_path) -> None:
+def test_kernels_between_calls_of_torch_compile_without_spills(capability) -> None:
     carry, output = carry_triton._merge_kernel, delta_output_triton._output_for_kernel
     wide = {name: "*fp32" for name in (*carry.arg_names, *output.arg_names) if name.endswith("_ptr")}
     narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr", "found_ptr")} | {"target_ptr": "*fp32"}
@@ -122,6 +92,6 @@ def test_kernels_between_calls_of_torch_compile_without_spills(capability, tmp_p
     sums = gradients_triton._add_rows_kernel
     launches += [(sums, {"ROWS": gradients_triton.NUMBERS // 128, "D": 128, "ADD": add}) for add in (False, True)]
     for fn, options in launches:
-        ptx = build(fn, narrow | floats, options, 4, capability).asm["ptx"]
-        assert spilled_bytes(ptx, capability, tmp_path) == 0, fn
+        ptx = build(fn, narrow | floats, options, capability, num_warps=4).asm["ptx"]
+        assert sass.assemble(ptx).spills == 0, fn
         assert re.search(r"ld\.global\S*\.v4\.b32", ptx), fn

@@ -28,7 +28,7 @@ INF = float("inf")
 def run(case: Case, dtype: torch.dtype) -> None:
     scene = make_scene(case, dtype)
     parts = empty_parts(scene, case.splits)
-    decode(*scene.arguments(), parts, k_scale=scene.k_scale, v_scale=scene.v_scale)
+    decode(scene.call(), parts)
     assert_exact(scene, parts)
 
 
@@ -73,7 +73,7 @@ def test_rows_that_see_nothing_are_the_identity_in_every_split() -> None:
     scene = make_scene(Case(lengths=(50, 50), splits=3))
     scene = replace(scene, lo=scene.lo + 1000, hi=scene.hi + 1000)
     parts = empty_parts(scene, 3)
-    decode(*scene.arguments(), parts)
+    decode(scene.call(), parts)
     rows = scene.q.shape[0] * scene.q.shape[2]
     assert torch.equal(parts[:, : rows * 32], torch.zeros(3, rows * 32))
     assert torch.equal(parts[:, rows * 32 : rows * 33], torch.full((3, rows), -INF))
@@ -87,7 +87,7 @@ def test_the_stack_may_be_a_view_and_nothing_beside_it_is_written() -> None:
     scene = make_scene(Case())
     parts = empty_parts(scene, 2)
     wide = torch.full((2, parts.shape[1] + 5), 7.0)
-    decode(*scene.arguments(), wide[:, : parts.shape[1]])
+    decode(scene.call(), wide[:, : parts.shape[1]])
     assert_exact(scene, wide[:, : parts.shape[1]])
     assert bool((wide[:, parts.shape[1] :] == 7.0).all())
 
@@ -96,19 +96,8 @@ def test_the_stack_may_be_a_view_and_nothing_beside_it_is_written() -> None:
 def test_the_height_of_the_stack_does_not_matter(splits: int) -> None:
     scene = make_scene(Case(lengths=(300, 20)), torch.float64)
     parts = empty_parts(scene, splits)
-    decode(*scene.arguments(), parts)
+    decode(scene.call(), parts)
     assert_exact(scene, parts)
-
-
-def broken(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call, some of them replaced."""
-    scene = make_scene(Case(lengths=(50, 20), tokens=2, fp8=changes.pop("fp8", False)))
-    names = ("q", "k", "v", "table", "lo", "hi", "positions", "score", "parts")
-    given: dict[str, Any] = dict(zip(names, (*scene.arguments(), empty_parts(scene, 2)), strict=True))
-    scales: dict[str, Any] = {"k_scale": scene.k_scale, "v_scale": scene.v_scale}
-    for name, change in changes.items():
-        (scales if name in scales else given)[name] = change(scene) if callable(change) else change
-    return tuple(given.values()), scales
 
 
 @pytest.mark.parametrize(
@@ -120,7 +109,7 @@ def broken(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         ({"k": lambda x: x.k.bfloat16()}, ValueError, "one dtype, got torch.bfloat16 and torch.float32"),
         ({"q": lambda x: x.q.bfloat16()}, ValueError, "k must have q's dtype torch.bfloat16 or"),
         ({"k_scale": lambda x: x.k[..., 0]}, ValueError, "k_scale must be None unless"),
-        ({"fp8": True, "v_scale": None}, ValueError, "v_scale must be given when k and v are"),
+        ({"v_scale": None}, ValueError, "v_scale must be given when k and v are"),
         ({"lo": lambda x: x.lo.long()}, ValueError, "lo must be torch.int32, got torch.int64"),
         ({"hi": lambda x: x.hi[:1]}, ValueError, r"hi must have shape \(2, 2\)"),
         ({"parts": lambda x: empty_parts(x, 2)[:, 1:]}, ValueError, "parts must have shape"),
@@ -135,9 +124,11 @@ def broken(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_served_are_refused(changes: dict[str, Any], error: type[Exception], match: str) -> None:
-    args, scales = broken(**changes)
+    scene = make_scene(Case(lengths=(50, 20), tokens=2, fp8="v_scale" in changes))
+    given: dict[str, Any] = {name: x(scene) if callable(x) else x for name, x in changes.items()}
+    parts = given.pop("parts", empty_parts(scene, 2))
     with pytest.raises(error, match=match):
-        decode_eager.decode(*args, **scales)
+        decode_eager.decode(replace(scene, **given).call(), parts)
 
 
 @pytest.fixture
@@ -207,7 +198,7 @@ def test_a_share_is_neither_too_small_nor_more_than_its_part_of_the_device() -> 
 def test_parts_are_acc_then_m_then_l() -> None:
     scene = make_scene(Case(lengths=(40,), mine=1.0, heads=2, kv_heads=1))
     parts = empty_parts(scene, 1)
-    decode(*scene.arguments(), parts)
+    decode(scene.call(), parts)
     assert parts.shape[1] == parts_len(2, 32) == 2 * 34
     o, _ = finish(scene, parts)
     torch.testing.assert_close(parts[0, :32] / parts[0, 66], o[0, 0, 0])

@@ -12,7 +12,7 @@ from ringattn.kernels.attention.dropout import keep_mask, philox
 from ringattn.plan.attention_spec import ScoreTensors, serialize
 from ringattn.plan.layouts import zigzag
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.stepwise_backward import WantedGrads
+from ringattn.schedule.stepwise_backward import BackwardCall, WantedGrads
 from ringattn.transport.base import RingContext
 from ringattn.transport.simulated import run_ranks
 
@@ -95,7 +95,7 @@ def test_dropout_seeds_that_differ_give_the_gradients_of_what_each_rank_dropped(
         local = mine.shard(q), mine.shard(k), mine.shard(v)
         plan, score = resolve_simulated(*local, ScoreTensors(), 5 + context.rank, context, text)
         o, lse, _ = run_forward(*local, score, plan, context)
-        return o, run_backward(mine.shard(do), None, *local, o, lse, score, plan, context, WantedGrads())
+        return o, run_backward(BackwardCall(mine.shard(do), None, *local, o, lse, score, plan, context, WantedGrads()))
 
     with torch.no_grad():
         parts = run_ranks(world, run)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.kernels.attention.torch_ops import bands
 from ringattn.kernels.attention.torch_ops.bands import Call, Line, Tile, calls, lines, tiles
 from ringattn.plan.mask import AttentionMask
 from tests.support.random_masks import layouts, masks, positions
@@ -139,7 +137,3 @@ def test_the_cost_is_in_lines_not_in_rows() -> None:
     num = 10**9
     assert len(calls(lines(range(num), range(1, num + 1), []))) == 1
     assert len(list(tiles([Line(0, num, 0, 0, 1, 1)]))) == 1
-
-
-def test_examples_of_the_docstrings_are_true() -> None:
-    assert doctest.testmod(bands).failed == 0

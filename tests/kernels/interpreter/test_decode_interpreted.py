@@ -18,7 +18,7 @@ FP8 = [case for case in CASES if case.fp8]
 def run(case: Case, dtype: torch.dtype) -> tuple[Scene, torch.Tensor]:
     scene = make_scene(case, dtype)
     parts = empty_parts(scene, case.splits)
-    decode(*scene.arguments(), parts, k_scale=scene.k_scale, v_scale=scene.v_scale, impl="portable")
+    decode(scene.call(), parts, impl="portable")
     assert_exact(scene, parts)
     return scene, parts
 
@@ -47,7 +47,7 @@ def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float) -> N
                 given[which][page, :, :length] = bad
         other = replace(scene, **given)
         parts = empty_parts(other, 3)
-        decode(*other.arguments(), parts, impl="portable")
+        decode(other.call(), parts, impl="portable")
         found.append(finish(other, parts)[0][[0, 2]])
     assert torch.equal(*found)
 
@@ -64,7 +64,7 @@ def test_a_row_that_sees_nothing_stays_so_beside_rows_that_see_all(fp8: bool) ->
     hi[0, 1] = hi[1, 0] = 0
     scene = replace(scene, hi=hi)
     parts = empty_parts(scene, 2)
-    decode(*scene.arguments(), parts, k_scale=scene.k_scale, v_scale=scene.v_scale, impl="portable")
+    decode(scene.call(), parts, impl="portable")
     assert_exact(scene, parts)
 
 
@@ -80,9 +80,9 @@ def test_values_of_any_size_survive_fp8() -> None:
     sizes[5] = 0.0
     scene = replace(scene, v_scale=scene.v_scale * sizes)
     parts = empty_parts(scene, 2)
-    decode(*scene.arguments(), parts, k_scale=scene.k_scale, v_scale=scene.v_scale, impl="portable")
+    decode(scene.call(), parts, impl="portable")
     expected = empty_parts(scene, 1)
-    decode(*scene.arguments(), expected, k_scale=scene.k_scale, v_scale=scene.v_scale, impl="eager")
+    decode(scene.call(), expected, impl="eager")
     (o, lse), (o_eager, lse_eager) = finish(scene, parts), finish(scene, expected)
     torch.testing.assert_close(o, o_eager, rtol=0, atol=2e-3 * o_eager.abs().max().item())
     torch.testing.assert_close(lse, lse_eager, rtol=0, atol=1e-3)
@@ -100,7 +100,7 @@ def test_a_long_request_gets_the_programs_that_short_ones_do_not_need() -> None:
     scene = make_scene(case)
     parts = empty_parts(scene, 8)
     # four multiprocessors, two programs each: 8 slots; of 13 blocks a share there would be 9 shares, of 15 there are 8
-    decode(*scene.arguments(), parts, impl="portable")
+    decode(scene.call(), parts, impl="portable")
     assert used(scene, parts).sum(0).tolist() == [7, 1]
     assert_exact(scene, parts)
 
@@ -114,7 +114,7 @@ def test_shares_are_finer_where_the_last_round_would_be_long(lengths: tuple[int,
     case = Case(lengths=blocks, mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, splits=8)
     scene = make_scene(case)
     parts = empty_parts(scene, 8)
-    decode(*scene.arguments(), parts, impl="portable")
+    decode(scene.call(), parts, impl="portable")
     assert used(scene, parts).sum(0).tolist() == found
     assert_exact(scene, parts)
 
@@ -123,7 +123,7 @@ def test_a_window_is_shared_among_all_programs_of_its_request() -> None:
     case = Case(lengths=(16 * 200,), mine=1.0, ragged=0.0, heads=2, kv_heads=1, head_dim=16, window=16 * 40 - 1)
     scene = make_scene(case)
     parts = empty_parts(scene, 4)
-    decode(*scene.arguments(), parts, impl="portable")
+    decode(scene.call(), parts, impl="portable")
     assert used(scene, parts).sum(0).tolist() == [4]
     assert_exact(scene, parts)
 
@@ -144,7 +144,7 @@ def test_pages_outside_the_window_are_not_looked_at() -> None:
     results = []
     for one in (scene, poisoned):
         parts = empty_parts(one, 3)
-        decode(*one.arguments(), parts, impl="portable")
+        decode(one.call(), parts, impl="portable")
         results.append(parts)
     assert are_same(*results)
     assert_exact(scene, results[0])
@@ -156,7 +156,7 @@ def test_any_configuration_is_exact(config: Config) -> None:
 
     scene = make_scene(Case(lengths=(300, 90), tokens=7, heads=8, kv_heads=2, head_dim=16, page_size=64))
     parts = empty_parts(scene, 5)
-    decode_triton.decode(*scene.arguments(), parts, config=config)
+    decode_triton.decode(scene.call(), parts, config=config)
     assert_exact(scene, parts)
 
 
@@ -169,7 +169,7 @@ def test_pools_and_stacks_may_be_views() -> None:
     for k, v in ((both[..., :d], both[..., d:]), (scene.k, rows_first)):
         viewed = replace(scene, k=k, v=v)
         parts = wide[:, :-5]
-        decode(*viewed.arguments(), parts, impl="portable")
+        decode(viewed.call(), parts, impl="portable")
         assert_exact(scene, parts)
         assert bool((wide[:, -5:] == 7.0).all())
 
@@ -180,18 +180,17 @@ def test_fp8_pools_may_be_views_with_even_strides() -> None:
         wide = torch.zeros(*scene.v.shape[:3], scene.v.shape[3] + room, dtype=torch.uint8).view(scene.v.dtype)
         wide[..., :-room] = scene.v
         viewed, parts = replace(scene, v=wide[..., :-room]), empty_parts(scene, 3)
-        scales = {"k_scale": scene.k_scale, "v_scale": scene.v_scale}
         if room % 2:
             with pytest.raises(ValueError, match=r"v in .* must have even strides and address, .* make it contiguous"):
-                decode(*viewed.arguments(), parts, **scales, impl="portable")
+                decode(viewed.call(), parts, impl="portable")
         else:
-            decode(*viewed.arguments(), parts, **scales, impl="portable")
+            decode(viewed.call(), parts, impl="portable")
             assert_exact(scene, parts)
 
 
 def test_what_eager_refuses_is_refused_before_a_launch() -> None:
     scene = make_scene(Case())
     with pytest.raises(ValueError, match=r"hi must be torch\.int32"):
-        decode(*scene.arguments()[:5], scene.hi.long(), *scene.arguments()[6:], empty_parts(scene, 1), impl="portable")
+        decode(replace(scene, hi=scene.hi.long()).call(), empty_parts(scene, 1), impl="portable")
     choice = select_decode_kernel(torch.device("cpu"), torch.float32, torch.float32, 64, 64, 16, impl="portable")
     assert str(choice) == "portable: the Triton interpreter was asked for"

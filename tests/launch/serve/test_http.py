@@ -38,9 +38,8 @@ def going_on(stem: str, least: int) -> str:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[FakeServer]:
-    served = FakeServer(FakeRunner(pages=2000), limits=Limits(body=20_000, length=3000, default_tokens=20))
-    yield served
-    served.close()
+    with FakeServer(FakeRunner(pages=2000), limits=Limits(body=20_000, length=3000, default_tokens=20)) as served:
+        yield served
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +98,7 @@ def test_finish_reason_is_stop_or_length(client):
 
 
 def test_default_number_of_tokens_is_at_most_max_tokens():
-    served = FakeServer(FakeRunner(), limits=Limits(max_tokens=5))
-    try:
+    with FakeServer(FakeRunner(), limits=Limits(max_tokens=5)) as served:
         url, prompt = f"{served.url}/v1", going_on("m", 5)
         for path, body in (
             ("completions", {"prompt": prompt}),
@@ -108,8 +106,6 @@ def test_default_number_of_tokens_is_at_most_max_tokens():
         ):
             found = httpx.post(f"{url}/{path}", json={**body, "ignore_eos": True}).json()
             assert found["usage"]["completion_tokens"] == 5, found
-    finally:
-        served.close()
 
 
 def test_a_stop_string_cuts_the_answer_and_is_not_part_of_it(client):
@@ -258,8 +254,7 @@ def test_nan_logprobs_of_a_prompt_fail_only_its_request():
                     scores[0, 0] = math.nan
             return step
 
-    served = FakeServer(Poisoned())
-    try:
+    with FakeServer(Poisoned()) as served:
         body = {"max_tokens": 2, "echo": True, "logprobs": 1, "temperature": 0}
         statuses = [
             httpx.post(f"{served.url}/v1/completions", json={**body, "prompt": prompt}).status_code
@@ -267,8 +262,6 @@ def test_nan_logprobs_of_a_prompt_fail_only_its_request():
         ]
         assert statuses == [200, 500, 200]
         served.assert_idle()
-    finally:
-        served.close()
 
 
 def test_options_of_vllm_have_their_meaning(http):
@@ -382,12 +375,9 @@ def test_metrics_and_state_agree(http):
 
 
 def test_histograms_hold_the_first_token_and_the_mean_of_the_later_ones():
-    served = FakeServer(FakeRunner(step_s=0.03, ahead=False))
-    try:
+    with FakeServer(FakeRunner(step_s=0.03, ahead=False)) as served:
         httpx.post(f"{served.url}/v1/completions", json={"prompt": "abc", "max_tokens": 5, "ignore_eos": True})
         lines = httpx.get(f"{served.url}/metrics").text.splitlines()
-    finally:
-        served.close()
     numbers = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
     # a step is 0.03 s: the prompt's gives the first token, four later ones have one each
     for name, less, more in (("time_to_first_token", "0.025", "1.0"), ("time_per_output_token", "0.025", "1.0")):
@@ -402,13 +392,10 @@ def test_histograms_count_from_the_arrival_and_not_from_the_end_of_the_tokenizer
     """The time of the tokenizer, and of long prompts before, is part of the latency."""
     encode = Letters.encode
     monkeypatch.setattr(Letters, "encode", lambda self, text: (time.sleep(0.2), encode(self, text))[1])
-    served = FakeServer(FakeRunner())
-    try:
+    with FakeServer(FakeRunner()) as served:
         body = {"prompt": "abc", "max_tokens": 3, "ignore_eos": True, "stream": stream}
         httpx.post(f"{served.url}/v1/completions", json=body)
         lines = httpx.get(f"{served.url}/metrics").text.splitlines()
-    finally:
-        served.close()
     numbers = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
     for name in ("time_to_first_token", "request"):
         assert 0.2 <= numbers[f"ringattn_{name}_seconds_sum"] < 2
@@ -660,8 +647,7 @@ def test_an_answer_has_the_request_id_of_its_request_or_a_new_one(served, client
 
 
 def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():
-    served = FakeServer(FakeRunner(pages=8, step_s=0.02), waiting=2)
-    try:
+    with FakeServer(FakeRunner(pages=8, step_s=0.02), waiting=2) as served:
         prompt = going_on("f", 50)
         many = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 1, "n": 67})
         assert (many.status_code, many.json()["error"]["param"]) == (400, "n")
@@ -689,13 +675,10 @@ def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():
             assert done["choices"][0]["text"] == text_of(prompt, 50)
         served.thread.join(5)
         assert not served.thread.is_alive()
-    finally:
-        served.close()
 
 
 def test_a_request_that_takes_too_long_gets_a_503():
-    served = FakeServer(FakeRunner(pages=200, step_s=0.02), time_limit_s=0.3)
-    try:
+    with FakeServer(FakeRunner(pages=200, step_s=0.02), time_limit_s=0.3) as served:
         body = {"prompt": going_on("t", 300), "max_tokens": 300, "temperature": 0}
         answer = httpx.post(f"{served.url}/v1/completions", json=body)
         assert answer.status_code == 503
@@ -705,8 +688,6 @@ def test_a_request_that_takes_too_long_gets_a_503():
             with pytest.raises(openai.APIError, match="its time of"):
                 list(stream)
         served.assert_idle()
-    finally:
-        served.close()
 
 
 def test_a_failed_step_fails_waiting_and_new_requests():
@@ -716,8 +697,7 @@ def test_a_failed_step_fails_waiting_and_new_requests():
                 raise RuntimeError("rank 1 is gone")
             return super().run(plan)
 
-    served = FakeServer(Breaking())
-    try:
+    with FakeServer(Breaking()) as served:
         with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client:
             how: Any = {"model": "fake", "prompt": going_on("b", 40), "max_tokens": 40, "temperature": 0}
             stream, seen = client.completions.create(**how, stream=True), []
@@ -727,8 +707,6 @@ def test_a_failed_step_fails_waiting_and_new_requests():
             assert "".join(seen) == text_of(how["prompt"], 4)
             with pytest.raises(openai.InternalServerError, match="rank 1 is gone"):
                 client.completions.create(**how)
-    finally:
-        served.close()
 
 
 def test_nan_logits_fail_only_their_request():
@@ -740,8 +718,7 @@ def test_nan_logits_fail_only_their_request():
                     logits[row] = float("nan")
             return logits
 
-    served = FakeServer(Poisoned(step_s=0.01))
-    try:
+    with FakeServer(Poisoned(step_s=0.01)) as served:
         good = {"prompt": going_on("n", 30), "max_tokens": 30, "temperature": 0}
         with ThreadPoolExecutor(2) as threads:
             answers = list(
@@ -753,16 +730,13 @@ def test_nan_logits_fail_only_their_request():
         assert "are not numbers" in answers[1].json()["error"]["message"]
         assert answers[0].json()["choices"][0]["text"] == text_of(good["prompt"], 30)
         served.assert_idle()
-    finally:
-        served.close()
 
 
 # clients that go away
 
 
 def test_pages_are_freed_when_a_client_closes_a_stream():
-    served = FakeServer(FakeRunner(pages=400, step_s=0.01))
-    try:
+    with FakeServer(FakeRunner(pages=400, step_s=0.01)) as served:
         body = {"prompt": going_on("g", 600), "max_tokens": 600, "temperature": 0, "stream": True}
         with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as stream:
             lines = stream.iter_lines()  # which closes the stream when it is let go of
@@ -772,14 +746,11 @@ def test_pages_are_freed_when_a_client_closes_a_stream():
         state = served.state_when(lambda state: state["running"] == 0)
         assert time.monotonic() - left < 1.0
         assert state["pages"]["free"] == [400, 400]
-    finally:
-        served.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_pages_are_freed_when_a_client_disconnects_before_its_answer(stream):
-    served = FakeServer(FakeRunner(pages=400, step_s=0.05))
-    try:
+    with FakeServer(FakeRunner(pages=400, step_s=0.05)) as served:
         body = json.dumps(
             {"prompt": going_on("h", 600), "max_tokens": 600, "temperature": 0, "stream": stream}
         ).encode()
@@ -789,8 +760,6 @@ def test_pages_are_freed_when_a_client_disconnects_before_its_answer(stream):
             served.state_when(lambda state: state["running"] == 1)
         state = served.state_when(lambda state: state["running"] == 0)
         assert state["pages"]["free"] == [400, 400]
-    finally:
-        served.close()
 
 
 def test_half_a_request_is_dropped_when_its_client_disconnects(served):
@@ -807,8 +776,7 @@ def test_half_a_request_is_dropped_when_its_client_disconnects(served):
 
 
 def test_all_paths_but_the_page_and_health_need_the_key():
-    served = FakeServer(FakeRunner(), key="sécret")
-    try:
+    with FakeServer(FakeRunner(), key="sécret") as served:
         for path in ("/v1/models", "/state", "/metrics"):
             assert httpx.get(served.url + path).status_code == 401
             assert httpx.get(served.url + path, headers={"Authorization": "Bearer wrong"}).status_code == 401
@@ -820,20 +788,15 @@ def test_all_paths_but_the_page_and_health_need_the_key():
             pytest.raises(openai.AuthenticationError),
         ):
             client.completions.create(model="fake", prompt="a")
-    finally:
-        served.close()
 
 
 def test_requests_with_another_host_name_are_refused():
-    served = FakeServer(FakeRunner(), hosts=("127.0.0.1", "localhost", "::1"))
-    try:
+    with FakeServer(FakeRunner(), hosts=("127.0.0.1", "localhost", "::1")) as served:
         assert httpx.get(f"{served.url}/v1/models").status_code == 200
         assert httpx.get(f"{served.url}/v1/models", headers={"Host": "localhost:80"}).status_code == 200
         assert httpx.get(f"{served.url}/v1/models", headers={"Host": "[::1]:80"}).status_code == 200
         refused = httpx.get(f"{served.url}/v1/models", headers={"Host": "evil.example"})
         assert refused.status_code == 403
-    finally:
-        served.close()
 
 
 # many at once
@@ -884,10 +847,9 @@ def write_slowly(connection: socket.socket) -> None:
 
 def test_one_connection_too_many_gets_503_and_a_closed_one_makes_room(monkeypatch):
     monkeypatch.setattr(connections, "FAREWELL_S", 0.2)
-    served = FakeServer(FakeRunner(step_s=0.01), connections=3)
-    place, get = ("127.0.0.1", served.server.port), b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    body = {"prompt": going_on("many", 60), "max_tokens": 60, "temperature": 0, "stream": True}
-    try:
+    with FakeServer(FakeRunner(step_s=0.01), connections=3) as served:
+        place, get = ("127.0.0.1", served.server.port), b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        body = {"prompt": going_on("many", 60), "max_tokens": 60, "temperature": 0, "stream": True}
         with httpx.Client(base_url=served.url, timeout=30) as client:
             # one that streams, two that say nothing
             with client.stream("POST", "/v1/completions", json=body) as stream:
@@ -909,15 +871,12 @@ def test_one_connection_too_many_gets_503_and_a_closed_one_makes_room(monkeypatc
                 assert sum(line.startswith("data: ") for line in lines) >= 60
             silent.pop().close()
         served.assert_idle()
-    finally:
-        served.close()
 
 
 def test_all_of_many_connections_too_many_get_503():
     """Regression: beyond 64 at the same time, rejected clients got no answer."""
-    served = FakeServer(FakeRunner(), connections=10)
     get = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    try:
+    with FakeServer(FakeRunner(), connections=10) as served:
         with contextlib.ExitStack() as stack:
             place = ("127.0.0.1", served.server.port)
             many = [stack.enter_context(socket.create_connection(place)) for _ in range(10 + 200)]
@@ -928,15 +887,12 @@ def test_all_of_many_connections_too_many_get_503():
                 connection.settimeout(10)
                 statuses[connection.recv(4096)[:12]] += 1
         assert statuses == {b"HTTP/1.1 200": 10, b"HTTP/1.1 503": 200}
-    finally:
-        served.close()
 
 
 def test_too_many_rejected_connections_close_the_oldest_first(monkeypatch):
     monkeypatch.setattr(connections, "MAX_CLOSING", 2)
-    served = FakeServer(FakeRunner(), connections=1)
-    place = ("127.0.0.1", served.server.port)
-    try:
+    with FakeServer(FakeRunner(), connections=1) as served:
+        place = ("127.0.0.1", served.server.port)
         with socket.create_connection(place), contextlib.ExitStack() as stack:
             late = []
             for _ in range(4):
@@ -947,18 +903,13 @@ def test_too_many_rejected_connections_close_the_oldest_first(monkeypatch):
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
                 write_slowly(late[0])
             write_slowly(late[3])
-    finally:
-        served.close()
 
 
 def test_only_idle_connections_are_closed(monkeypatch):
     monkeypatch.setattr(connections, "IDLE_S", 0.3)
-    served = FakeServer(FakeRunner(step_s=0.02))
-    try:
+    with FakeServer(FakeRunner(step_s=0.02)) as served:
         with socket.create_connection(("127.0.0.1", served.server.port)) as silent:
             silent.sendall(b"GET /health HTT")
             body = {"prompt": going_on("long", 40), "max_tokens": 40, "temperature": 0}
             assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).status_code == 200
             assert read_all(silent) == b""
-    finally:
-        served.close()

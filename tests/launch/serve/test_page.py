@@ -77,8 +77,7 @@ def screenshot(page: Any, name: str) -> None:
 def test_a_chat_streams_and_the_state_is_updated(page):
     from playwright.sync_api import expect
 
-    served = FakeServer(FakeRunner(pages=300, page_size=16, step_s=0.02))
-    try:
+    with FakeServer(FakeRunner(pages=300, page_size=16, step_s=0.02)) as served:
         question = next(
             x
             for x in (going_on(f"hello {y}", 3) for y in range(10**4))
@@ -114,8 +113,6 @@ def test_a_chat_streams_and_the_state_is_updated(page):
         screenshot(page, "chat")
         page.click("#clear")
         expect(page.locator(".turn")).to_have_count(0)
-    finally:
-        served.close()
 
 
 def test_answers_are_shown_as_text_and_never_as_markup(page):
@@ -133,16 +130,13 @@ def test_answers_are_shown_as_text_and_never_as_markup(page):
                 logits[row, ord(said[min(chosen, len(said) - 1)])] = 10.0
             return logits
 
-    served = FakeServer(Markup(pages=300, page_size=16))
-    try:
+    with FakeServer(Markup(pages=300, page_size=16)) as served:
         page.goto(served.url)
         expect(page.locator("#status")).to_have_text("ready")
         page.fill("#text", "hi")
         page.click("#send")
         expect(page.locator(".turn.assistant")).to_have_text("<img src=x onerror=alert(1)><b>bold</b>")
         assert page.locator(".turn img, .turn b").count() == 0
-    finally:
-        served.close()
 
 
 class Endless(FakeRunner):
@@ -157,8 +151,7 @@ class Endless(FakeRunner):
 def test_stopping_an_answer_frees_its_pages(page):
     from playwright.sync_api import expect
 
-    served = FakeServer(Endless(pages=300, page_size=16, step_s=0.02))
-    try:
+    with FakeServer(Endless(pages=300, page_size=16, step_s=0.02)) as served:
         page.goto(served.url)
         expect(page.locator("#status")).to_have_text("ready")
         page.fill("#tokens", "3000")
@@ -170,15 +163,12 @@ def test_stopping_an_answer_frees_its_pages(page):
         served.assert_idle()
         expect(page.locator("#stop")).to_be_hidden()
         expect(page.locator(".turn.error")).to_have_count(0)
-    finally:
-        served.close()
 
 
 def test_progress_of_a_long_prompt_and_errors_are_shown(page):
     from playwright.sync_api import expect
 
-    served = FakeServer(FakeRunner(pages=600, page_size=16, step_s=0.05))
-    try:
+    with FakeServer(FakeRunner(pages=600, page_size=16, step_s=0.05)) as served:
         page.goto(served.url)
         expect(page.locator("#status")).to_have_text("ready")
         page.fill("#text", "x" * 5000)
@@ -191,19 +181,14 @@ def test_progress_of_a_long_prompt_and_errors_are_shown(page):
         page.fill("#text", "too much")
         page.click("#send")
         expect(page.locator(".turn.error")).to_contain_text("must fit into")
-    finally:
-        served.close()
 
 
 def test_the_page_asks_for_a_key_and_shows_an_unreachable_server(page):
     from playwright.sync_api import expect
 
-    served = FakeServer(FakeRunner(), key="open sesame")
-    try:
+    with FakeServer(FakeRunner(), key="open sesame") as served:
         page.goto(served.url)
         expect(page.locator("#status")).to_have_text("needs a key")
         page.fill("#key", "open sesame")
         expect(page.locator("#status")).to_have_text("ready")
-    finally:
-        served.close()
     expect(page.locator("#status")).to_have_text("not reachable")

@@ -198,8 +198,7 @@ def test_an_http_process_that_is_gone_silent_or_invalid_is_lost(data, message):
 
 
 def test_open_and_new_requests_get_a_503_when_the_engine_is_gone():
-    served = FakeServer(FakeRunner(pages=400, step_s=0.02))
-    try:
+    with FakeServer(FakeRunner(pages=400, step_s=0.02)) as served:
         body = {"prompt": going_on("e", 300), "max_tokens": 300, "temperature": 0}
         with (
             ThreadPoolExecutor(1) as threads,
@@ -217,8 +216,6 @@ def test_open_and_new_requests_get_a_503_when_the_engine_is_gone():
             assert answer.status_code == 503
             assert "its engine is gone" in answer.text
         assert served.lost == ["the fake is gone"]
-    finally:
-        served.close()
 
 
 def test_a_rejection_by_a_closed_engine_closes_the_client_before_the_next_state():

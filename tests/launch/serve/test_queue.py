@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import doctest
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.serve import engine
-from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.messages import Event, StepOutput
@@ -247,7 +245,3 @@ def test_a_busy_engine_delivers_at_once_that_its_queue_has_room(monkeypatch):
     # whom the client refuses by what it has heard last, the engine would refuse, too
     assert set(seen) >= {(200, 0), (429, 1)}
     assert (429, 0) not in seen
-
-
-def test_examples_of_the_scheduler():
-    assert doctest.testmod(scheduler_module).failed == 0

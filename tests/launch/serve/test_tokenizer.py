@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -107,9 +106,10 @@ def test_pieces_are_the_text_with_and_without_cached_texts(kind, seed, before, c
         assert prompt + "".join(found) == whole
 
 
-def test_characters_of_several_bytes_are_never_split():
-    decode, _ = decoder("byte_fallback")
-    tokens = [3 + byte for byte in "日🙂本é🙂🙂".encode()]
+@pytest.mark.parametrize(("kind", "first"), [("bytes", 0), ("byte_fallback", 3)])
+def test_characters_of_several_bytes_are_never_split(kind: str, first: int):
+    decode, _ = decoder(kind)
+    tokens = [first + byte for byte in "日🙂本é🙂🙂".encode()]
     for cut in range(len(tokens)):
         pieces = pieces_of(decode, tokens[cut:], tokens[:cut])
         begun = tokens[:cut]
@@ -152,10 +152,6 @@ def test_tokenizers_with_their_own_decode_are_used_as_they_are(tmp_path: Path):
         patch.setattr(AutoTokenizer, "from_pretrained", lambda folder, **_: Own.from_pretrained(folder))
         own = PretrainedTokenizer(tmp_path, frozenset(), 400)
     assert own.decode(tokens) == wanted.upper()
-
-
-def test_examples():
-    assert not doctest.testmod(detokenizer).failed
 
 
 def may_begin(string: str, said: str) -> int:
