@@ -96,7 +96,11 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     args, kwargs = taken or (args, kwargs)
     positions = kwargs.get("position_ids")
     if positions is None and taken is None:
-        return None
+        with sharding.ring.propagate_errors():
+            raise ValueError(
+                "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch (the "
+                "model would number the rows of a shard from 0)"
+            )
     counted = _count(sharding).to(next(module.parameters()).device)[None]
     return args, {**kwargs, "position_ids": _with_text(counted if positions is None else positions, counted, module)}
 
