@@ -237,7 +237,7 @@ def _check_loss(module: nn.Module, kwargs: dict[str, Any], output: Any, sharding
     rows, wanted = logits.detach().flatten(0, 1), labels.flatten().to(logits.device)
     pieces = zip(rows.split(LOSS_ROWS), wanted.split(LOSS_ROWS), strict=True)
     total = sum(float(nn.functional.cross_entropy(x.float(), y, reduction="sum")) for x, y in pieces)
-    found, expected = float(loss), total / float(count)
+    found, expected = float(loss.detach()), total / float(count)
     # models that have just been made have much the same loss with any labels
     tolerance = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 1e-2
     equal = abs(found - expected) <= tolerance * (1 + abs(expected))
