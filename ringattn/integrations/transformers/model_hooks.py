@@ -160,18 +160,27 @@ def _check_attention(module: nn.Module) -> None:
     """Raise when a model did not attend with ringattn in this call. Compiled layers do not count their calls."""
     if num_attention_calls() != _calls_before.pop(module, -1):
         return
-    config: Any = getattr(module, "config", None)
-    asked = getattr(config.get_text_config(), "_attn_implementation", None) == NAME
-    if asked and any(_uses_interface(kind) for kind in {type(part) for part in module.modules()}):
-        return
-    raise RuntimeError(
-        f"a model that is called with a sharding must attend with ringattn, got {type(module).__name__}, "
+    if not _asks_for_ring(module) or not any(
+        _uses_interface(kind) for kind in {type(part) for part in module.modules()}
+    ):
+        raise unattended(module)
+
+
+def unattended(model: Any) -> RuntimeError:
+    """Return the error of a model that was called with a sharding and did not attend with ringattn."""
+    return RuntimeError(
+        f"a model that is called with a sharding must attend with ringattn, got {type(model).__name__}, "
         + (
             "which takes the name and attends by itself, or not at all; run this model on one process"
-            if asked
+            if _asks_for_ring(model)
             else "which did not; make it with attn_implementation='ringattn', or call model.set_attn_implementation('ringattn')"
         )
     )
+
+
+def _asks_for_ring(model: Any) -> bool:
+    config: Any = getattr(model, "config", None)
+    return config is not None and getattr(config.get_text_config(), "_attn_implementation", None) == NAME
 
 
 def _uses_interface(kind: type[nn.Module]) -> bool:

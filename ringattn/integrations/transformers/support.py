@@ -438,6 +438,18 @@ TABLE = (
     ),
     Unsupported(
         "shared training",
+        lambda args: None if args.deepspeed_plugin is None else "DeepSpeed",
+        "ranks that share a sequence must be sharded by FSDP or by DDP, got {got}, which is not tested with a ring; pass fsdp in "
+        "the arguments, or a config of accelerate with FSDP",
+    ),
+    Unsupported(
+        "shared training",
+        _option("use_liger_kernel"),
+        "use_liger_kernel must be False where ranks share a sequence, got {got}: it replaces the forward and the loss of the "
+        "model, which is not tested with the rows of a rank; leave it out, or train on one process",
+    ),
+    Unsupported(
+        "shared training",
         _option("neftune_noise_alpha"),
         "neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be scaled by the length "
         "of a shard, not of the sequence; train on one process",

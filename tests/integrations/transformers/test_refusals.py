@@ -646,6 +646,18 @@ def test_wrong_calls_of_one_rank_are_errors_on_all(pool: Pools, kind: str, expec
         assert after == ["", "", ""]
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"deepspeed_plugin": object()}, "must be sharded by FSDP or by DDP, got DeepSpeed"),
+        ({"deepspeed_plugin": None, "use_liger_kernel": True}, "use_liger_kernel must be False where ranks share"),
+    ],
+)
+def test_engines_that_are_not_tested_with_a_ring_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(NotImplementedError, match=match):
+        support.check_supported(SimpleNamespace(**options), "shared training")
+
+
 def test_every_purpose_of_the_table_is_checked() -> None:
     folder = Path(support.__file__).parent
     calls = [node for file in folder.glob("*.py") for node in ast.walk(ast.parse(file.read_text()))]

@@ -195,7 +195,7 @@ def test_context_parallelism_of_accelerate_is_refused_with_the_argument_to_chang
 
 
 def test_a_model_that_does_not_attend_around_the_ring_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="the model must attend with ringattn"):
+    with pytest.raises(RuntimeError, match="must attend with ringattn, got LlamaForCausalLM, which did not"):
         build(str(tmp_path), implementation="sdpa").train()
 
 
@@ -222,7 +222,7 @@ def test_a_module_without_a_config_that_does_not_attend_around_the_ring_is_refus
     register()
     config = transformers.AutoConfig.for_model("gpt2", n_positions=64, n_embd=16, n_layer=1, n_head=2, vocab_size=300)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    with pytest.raises(RuntimeError, match="must attend with ringattn, got one that did not"):
+    with pytest.raises(RuntimeError, match="must attend with ringattn, got Wrapped, which did not"):
         build(str(tmp_path), model=Wrapped(model), max_steps=3).train()
 
 
