@@ -213,8 +213,8 @@ def read_boundaries(starts: Tensor) -> tuple[int, ...] | None:
     """
     if bool((starts != starts[:1]).any()):
         raise NotImplementedError(
-            f"documents must be the same in each of {len(starts)} batch elements, got position_ids that restart at different "
-            "places; pack all documents into one row, as DataCollatorWithFlattening does"
+            f"documents must be the same in each of {len(starts)} batch elements, got some that begin at different places; "
+            "pack all documents into one row, as DataCollatorWithFlattening does"
         )
     inner = (starts[0].nonzero()[:, 0] + 1).tolist()
     return (0, *inner, starts.shape[1] + 1) if inner else None

@@ -14,7 +14,6 @@ fewer rows than this rank has. They are torch's public hooks, on every `PreTrain
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +29,7 @@ from ringattn.inference import ForwardBatch
 from ringattn.integrations.transformers.attention import num_attention_calls
 from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
 from ringattn.integrations.transformers.positions import document_positions, has_sections
-from ringattn.integrations.transformers.support import NAME, check_supported, is_tower
+from ringattn.integrations.transformers.support import NAME, check_supported, file_of, is_tower
 from ringattn.plan.sharding import Sharding
 
 LOSS_ROWS = 1024
@@ -161,7 +160,7 @@ def _check_attention(module: nn.Module) -> None:
     if num_attention_calls() != _calls_before.pop(module, -1):
         return
     if not _asks_for_ring(module) or not any(
-        _uses_interface(kind) for kind in {type(part) for part in module.modules()}
+        "ALL_ATTENTION_FUNCTIONS" in file_of(kind) for kind in {type(part) for part in module.modules()}
     ):
         raise unattended(module)
 
@@ -181,11 +180,6 @@ def unattended(model: Any) -> RuntimeError:
 def _asks_for_ring(model: Any) -> bool:
     config: Any = getattr(model, "config", None)
     return config is not None and getattr(config.get_text_config(), "_attn_implementation", None) == NAME
-
-
-def _uses_interface(kind: type[nn.Module]) -> bool:
-    """Return whether the file of a kind of module uses transformers' attention interface."""
-    return kind.__module__ in sys.modules and hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def _gather(module: nn.Module, output: Any, sharding: Sharding, gather: bool) -> None:

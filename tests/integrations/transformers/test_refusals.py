@@ -459,6 +459,11 @@ def test_asking_a_model_for_attention_weights_is_refused() -> None:
             ValueError,
             r"seq_idx must change where documents begin, \(0, 8\), got \(0, 4, 8\)",
         ),
+        (
+            {"seq_idx": torch.arange(8)[None] // 4, "position_ids": torch.arange(8)[None] % 2},
+            ValueError,
+            r"seq_idx must change where documents begin, \(0, 2, 4, 6, 8\), got \(0, 4, 8\)",
+        ),
         ({"labels": torch.zeros(2)}, ValueError, r"labels must have the shape of the tokens, \(2, 8\), got \(2,\)"),
         ({"attention_mask": torch.ones(2, 1, 8, 8)}, ValueError, "attention_mask must have the shape of the tokens"),
         ({"attention_mask": {"full_attention": None}}, NotImplementedError, "attention_mask must be a tensor"),
