@@ -234,7 +234,10 @@ def _check_loss(module: nn.Module, kwargs: dict[str, Any], output: Any, sharding
     Some models pass only labels to their loss, which shifts them once more and averages over those of a rank.
     """
     labels, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
-    loss, logits = (getattr(output, name, None) for name in ("loss", "logits"))
+    if isinstance(output, tuple) and kwargs.get("labels") is not None and len(output) > 1:
+        loss, logits = output[:2]
+    else:
+        loss, logits = (getattr(output, name, None) for name in ("loss", "logits"))
     if labels is None or count is None or loss is None or logits is None:
         return
     rows, wanted = logits.detach().flatten(0, 1), labels.flatten().to(logits.device)
