@@ -32,14 +32,18 @@ def test_examples_of_docstrings_are_true(name: str) -> None:
     assert result.failed == 0
 
 
-def run_on_ranks(example: str, *flags: str, ranks: int = 2) -> str:
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node")
+ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes")
+
+
+def run_on_ranks(example: str, *flags: str, ranks: int = 2, launcher: tuple[str, ...] = TORCHRUN) -> str:
     """What a program of examples/ prints on CPU ranks."""
-    return run_script(ROOT / f"examples/{example}.py", *flags, ranks=ranks)
+    return run_script(ROOT / f"examples/{example}.py", *flags, ranks=ranks, launcher=launcher)
 
 
-def run_script(script: Path, *flags: str, ranks: int = 2) -> str:
+def run_script(script: Path, *flags: str, ranks: int = 2, launcher: tuple[str, ...] = TORCHRUN) -> str:
     """What a script prints on CPU ranks."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    launch = [sys.executable, "-m", *launcher, str(ranks)]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [*launch, str(script), *flags],
@@ -64,8 +68,8 @@ def test_the_quickstart_runs_on_two_ranks() -> None:
     ("example", "losses"),
     [("trl_sft", [6.3177, 6.2645, 6.2718, 6.2538]), ("accelerate_loop", [5.0143, 3.7898, 3.1223, 2.8435])],
 )
-def test_two_ranks_print_the_losses_of_one_process(example: str, losses: list[float]) -> None:
-    first, second = run_on_ranks(example).splitlines()[-2:]
+def test_two_ranks_of_accelerate_print_the_losses_of_one_process(example: str, losses: list[float]) -> None:
+    first, second = run_on_ranks(example, launcher=ACCELERATE).splitlines()[-2:]
     assert first == "2 process(es)"
     assert [float(x) for x in second.rpartition(": ")[2].split()] == pytest.approx(losses, abs=2e-3)
 

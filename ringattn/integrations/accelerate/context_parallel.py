@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 
 from ringattn.integrations.accelerate.processes import check_parallelism, make_ring, replica_of, share_batches
@@ -78,7 +79,8 @@ def context_parallel(
     Raises:
         ValueError: The size does not divide the number of processes, both a size and a ring are given, or ranks of the ring are
             not consecutive.
-        NotImplementedError: The Accelerator has a ParallelismConfig that splits sequences or layers itself.
+        NotImplementedError: The Accelerator has a ParallelismConfig that splits sequences or layers itself, or runs DeepSpeed or
+            Megatron-LM.
 
     Example:
         >>> plugin = context_parallel(accelerator, size=2)  # doctest: +SKIP
@@ -86,6 +88,11 @@ def context_parallel(
     """
     register()
     check_parallelism(getattr(accelerator, "parallelism_config", None), "size={size} to context_parallel")
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise NotImplementedError(
+            f"an Accelerator must be plain, with DDP or with FSDP2, got {accelerator.distributed_type.value}, which is not tested "
+            "with a ring; launch with a config of FSDP"
+        )
     if size is not None and ring is not None:
         raise ValueError(f"a ring must be given, or a size, got both, {size} and {ring!r}; drop one")
     if ring is None:

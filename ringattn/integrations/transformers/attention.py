@@ -236,6 +236,14 @@ def _resolve_causal(module: nn.Module, is_causal: bool | None, mask: RingMask | 
             f"the mask must be causal, bidirectional, a window or chunks, got {mask.overlay}; "
             "use attn_implementation='sdpa' for this model"
         )
+    if mask is not None and is_causal is False and getattr(module, "is_causal", False):
+        # causal layers of GPT-2 and others pass False to say that the mask, where there is one, has the order
+        if found is None:
+            raise NotImplementedError(
+                f"the mask of {type(module).__name__} must say whether it is causal, as the layer leaves this to it, got one of "
+                "unknown order; use attn_implementation='sdpa' for this model"
+            )
+        return found
     if wanted is not None and found is not None and bool(wanted) != found:
         raise NotImplementedError(
             f"the mask must be {'causal' if wanted else 'bidirectional'} as {type(module).__name__} says, got one that is not; "
@@ -280,6 +288,8 @@ def _unsharded(
     elif isinstance(position_ids, Tensor) and (mask is None or not (mask.given or mask.causal is False)):
         # as in transformers, where an attention mask means that nothing is packed
         documents = read_documents(position_ids, mask, _layer_index(module))
+    elif position_ids is NOT_PASSED and mask is not None:
+        documents = mask.documents
     if not _ring_of_one:
         _ring_of_one.append(Ring())
     return _ring_of_one[0].sharding(rows, "contiguous", documents)

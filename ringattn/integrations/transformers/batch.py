@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from ringattn.integrations.transformers.masks import read_boundaries
 from ringattn.integrations.transformers.model_hooks import watch_models
 from ringattn.integrations.transformers.positions import document_positions, read_cumulative, read_documents
 from ringattn.integrations.transformers.support import IMAGE_KEYWORDS, check_supported
@@ -282,7 +283,7 @@ def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tu
     elif positions is None:
         documents = None
     elif mask is None:
-        return read_documents(positions)
+        documents = read_documents(positions)
     else:
         documents = None
         inside = mask.to(torch.bool)
@@ -293,7 +294,7 @@ def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tu
             )
     seq_idx = batch.get("seq_idx")
     if seq_idx is not None:
-        edges = (0, *(seq_idx[0].diff().nonzero()[:, 0] + 1).tolist(), n)
+        edges = read_boundaries(seq_idx.diff(dim=-1) != 0) or (0, n)
         if edges != (documents or (0, n)):
             raise ValueError(
                 f"seq_idx must change where documents begin, {documents or (0, n)}, got {edges}; leave it out"

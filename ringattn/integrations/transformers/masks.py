@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ class RingMask:
         spans: (start, stop) of the spans of each batch element that see all of themselves besides, as images; None for none.
         span_tokens: Tokens of the sequence in which spans lie.
         cut_spans: Whether the window hides what a span would show further back.
+        packed: `b n`, the number of each row's document, where transformers found packed ones; that of a shard means nothing.
         overlay: Part that the model added to the mask, for a message; empty for none.
     """
 
@@ -47,7 +49,13 @@ class RingMask:
     spans: tuple[tuple[tuple[int, int], ...], ...] | None = None
     span_tokens: int = 0
     cut_spans: bool = False
+    packed: Tensor | None = None
     overlay: str = ""
+
+    @cached_property
+    def documents(self) -> tuple[int, ...] | None:
+        """Cumulative boundaries of packed documents; None for one document."""
+        return None if self.packed is None else read_boundaries(self.packed.diff(dim=-1) != 0)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raise: the model computes attention itself, with a mask tensor."""
@@ -93,17 +101,18 @@ def describe_mask(
     bidirectional = "allow_is_bidirectional_skip" in others
     padding, lengths = _read_padding(attention_mask)
     causal, overlay = (False, "") if bidirectional else (None, "")
-    window = spans = None
+    window = spans = packed = None
     span_tokens, cutting = 0, None
     if not bidirectional and not torch.compiler.is_compiling():
         mask_function, spans, span_tokens, cutting = _read_spans(mask_function)
+        mask_function, packed = _read_packed(mask_function)
         local_size = local_size or cutting
     if bool(others.get("use_vmap")) and bidirectional:
         overlay = "a mask of its own over a bidirectional one"
     elif bidirectional:
         window = _reach(mask_function, local_size)
     else:
-        causal, overlay = _read_order(mask_function, batch_size, attention_mask, others)
+        causal, overlay = _read_order(mask_function, batch_size, others)
     chunk = getattr(config, "attention_chunk_size", None)
     chunked: bool | None = local_size is not None and chunk == local_size
     if chunked and getattr(config, "sliding_window", None) == local_size:
@@ -119,6 +128,7 @@ def describe_mask(
         spans,
         span_tokens,
         cutting is not None,
+        packed,
         overlay,
     )
 
@@ -180,6 +190,36 @@ def _read_spans(
     return parts[0], tuple(found) if any(found) else None, blocks.shape[-1], cutting
 
 
+def _read_packed(mask_function: Callable[..., Any] | None) -> tuple[Callable[..., Any] | None, Tensor | None]:
+    """Return a mask function without the part that hides other packed documents, and the document of each row.
+
+    It is `function & packed` in 4.57, and `packed & function of positions` in 5.x.
+    """
+    parts = _parts(mask_function, "and_masks")
+    hides = [_is_named(part, "packed_sequence_mask_function") for part in parts]
+    if len(parts) != 2 or sum(hides) != 1:
+        return mask_function, None
+    packed, function = (parts[hides.index(side)] for side in (True, False))
+    if _is_named(function, "remap_positions_for_packed_sequence"):
+        function = inspect.getclosurevars(function).nonlocals["mask_function"]
+    return function, inspect.getclosurevars(packed).nonlocals["packed_sequence_mask"]
+
+
+def read_boundaries(starts: Tensor) -> tuple[int, ...] | None:
+    """Return the cumulative boundaries of documents, where `b (n - 1)` says which rows begin one; None for one document.
+
+    Raises:
+        NotImplementedError: Batch elements have different documents.
+    """
+    if bool((starts != starts[:1]).any()):
+        raise NotImplementedError(
+            f"documents must be the same in each of {len(starts)} batch elements, got some that begin at different places; "
+            "pack all documents into one row, as DataCollatorWithFlattening does"
+        )
+    inner = (starts[0].nonzero()[:, 0] + 1).tolist()
+    return (0, *inner, starts.shape[1] + 1) if inner else None
+
+
 def _parts(mask_function: Callable[..., Any] | None, name: str) -> tuple[Callable[..., Any], ...]:
     """Return the functions of which one of transformers' makers composed a mask function; none of another."""
     if mask_function is None or not _is_named(mask_function, name):
@@ -195,15 +235,13 @@ def _is_named(function: Callable[..., Any], name: str) -> bool:
 
 
 def _read_order(
-    mask_function: Callable[..., Any] | None, batch_size: int, attention_mask: Tensor | None, others: dict[str, Any]
+    mask_function: Callable[..., Any] | None, batch_size: int, others: dict[str, Any]
 ) -> tuple[bool | None, str]:
-    """Return whether a mask is causal, and what the model added to it.
+    """Return whether a mask without packing is causal, and what the model added to it.
 
-    Models compose mask functions of causal, window, chunk and packing parts, and some add parts of their own (blocks of image
-    tokens that see each other). Functions that transformers composed of its own parts are recognised by name, which works while a
-    CUDA graph is captured. Others are evaluated at neighbouring rows: a causal mask hides the next row, blocks show it.
-    transformers does not distinguish a shard from packed documents, and may hide any two rows that are not neighbours in the
-    sequence, so a hidden pair proves nothing.
+    Models compose mask functions of causal, window and chunk parts, and some add parts of their own (blocks of image tokens that
+    see each other). Functions that transformers composed of its own parts are recognised by name, which works while a CUDA graph
+    is captured. Others are evaluated at neighbouring rows: a causal mask hides the next row, blocks show it.
     """
     added = bool(others.get("use_vmap"))
     if mask_function is not None and not torch.compiler.is_compiling() and _is_composed_by_transformers(mask_function):
@@ -227,28 +265,18 @@ def _read_order(
     sees_ahead, symmetric = torch.stack([ahead.any(), (ahead == back).all()]).tolist()
     if sees_ahead:
         return False, "" if symmetric else "blocks of tokens that see each other over a causal mask"
-    if added:
-        return None, "a mask of its own over a causal one"
-    # with an attention mask nothing was taken for packing, so neighbours were not hidden
-    return (True if attention_mask is not None or "use_vmap" in others else None), ""
+    return (None, "a mask of its own over a causal one") if added else (True, "")
 
 
 def _is_composed_by_transformers(mask_function: Callable[..., Any]) -> bool:
     """Return whether a function is transformers' causal one, with or without a window or chunks."""
     if getattr(mask_function, "__module__", None) != "transformers.masking_utils":
         return False
-    name = mask_function.__qualname__.partition(".")[0]
-    if name != "and_masks":
-        return name == "causal_mask_function"
-    window, *rest = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", (None,))
-    maker = getattr(window, "__qualname__", "").partition(".")[0]
-    own = getattr(window, "__module__", None) == "transformers.masking_utils"
-    return (
-        own
-        and maker in ("sliding_window_overlay", "chunked_overlay")
-        and len(rest) == 1
-        and _is_composed_by_transformers(rest[0])
-    )
+    if getattr(mask_function, "__qualname__", "") == "causal_mask_function":
+        return True
+    parts = _parts(mask_function, "and_masks")
+    window = any(_is_named(part, name) for part in parts[:1] for name in ("sliding_window_overlay", "chunked_overlay"))
+    return window and len(parts) == 2 and _is_composed_by_transformers(parts[1])
 
 
 def _is_captured(device: torch.device) -> bool:

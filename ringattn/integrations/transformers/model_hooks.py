@@ -14,7 +14,6 @@ fewer rows than this rank has. They are torch's public hooks, on every `PreTrain
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +29,7 @@ from ringattn.inference import ForwardBatch
 from ringattn.integrations.transformers.attention import num_attention_calls
 from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
 from ringattn.integrations.transformers.positions import document_positions, has_sections
-from ringattn.integrations.transformers.support import NAME, check_supported, is_tower
+from ringattn.integrations.transformers.support import NAME, check_supported, file_of, is_tower
 from ringattn.plan.sharding import Sharding
 
 LOSS_ROWS = 1024
@@ -96,7 +95,11 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     args, kwargs = taken or (args, kwargs)
     positions = kwargs.get("position_ids")
     if positions is None and taken is None:
-        return None
+        with sharding.ring.propagate_errors():
+            raise ValueError(
+                "position_ids must be given to a model whose rows are sharded, got none; pass the batch through shard_batch (the "
+                "model would number the rows of a shard from 0)"
+            )
     counted = _count(sharding).to(next(module.parameters()).device)[None]
     return args, {**kwargs, "position_ids": _with_text(counted if positions is None else positions, counted, module)}
 
@@ -156,23 +159,27 @@ def _check_attention(module: nn.Module) -> None:
     """Raise when a model did not attend with ringattn in this call. Compiled layers do not count their calls."""
     if num_attention_calls() != _calls_before.pop(module, -1):
         return
-    config: Any = getattr(module, "config", None)
-    asked = getattr(config.get_text_config(), "_attn_implementation", None) == NAME
-    if asked and any(_uses_interface(kind) for kind in {type(part) for part in module.modules()}):
-        return
-    raise RuntimeError(
-        f"a model that is called with a sharding must attend with ringattn, got {type(module).__name__}, "
+    if not _asks_for_ring(module) or not any(
+        "ALL_ATTENTION_FUNCTIONS" in file_of(kind) for kind in {type(part) for part in module.modules()}
+    ):
+        raise unattended(module)
+
+
+def unattended(model: Any) -> RuntimeError:
+    """Return the error of a model that was called with a sharding and did not attend with ringattn."""
+    return RuntimeError(
+        f"a model that is called with a sharding must attend with ringattn, got {type(model).__name__}, "
         + (
             "which takes the name and attends by itself, or not at all; run this model on one process"
-            if asked
+            if _asks_for_ring(model)
             else "which did not; make it with attn_implementation='ringattn', or call model.set_attn_implementation('ringattn')"
         )
     )
 
 
-def _uses_interface(kind: type[nn.Module]) -> bool:
-    """Return whether the file of a kind of module uses transformers' attention interface."""
-    return kind.__module__ in sys.modules and hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS")
+def _asks_for_ring(model: Any) -> bool:
+    config: Any = getattr(model, "config", None)
+    return config is not None and getattr(config.get_text_config(), "_attn_implementation", None) == NAME
 
 
 def _gather(module: nn.Module, output: Any, sharding: Sharding, gather: bool) -> None:
@@ -227,13 +234,16 @@ def _check_loss(module: nn.Module, kwargs: dict[str, Any], output: Any, sharding
     Some models pass only labels to their loss, which shifts them once more and averages over those of a rank.
     """
     labels, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
-    loss, logits = (getattr(output, name, None) for name in ("loss", "logits"))
+    if isinstance(output, tuple) and kwargs.get("labels") is not None and len(output) > 1:
+        loss, logits = output[:2]
+    else:
+        loss, logits = (getattr(output, name, None) for name in ("loss", "logits"))
     if labels is None or count is None or loss is None or logits is None:
         return
     rows, wanted = logits.detach().flatten(0, 1), labels.flatten().to(logits.device)
     pieces = zip(rows.split(LOSS_ROWS), wanted.split(LOSS_ROWS), strict=True)
     total = sum(float(nn.functional.cross_entropy(x.float(), y, reduction="sum")) for x, y in pieces)
-    found, expected = float(loss), total / float(count)
+    found, expected = float(loss.detach()), total / float(count)
     # models that have just been made have much the same loss with any labels
     tolerance = 1e-4 if loss.dtype in (torch.float32, torch.float64) else 1e-2
     equal = abs(found - expected) <= tolerance * (1 + abs(expected))

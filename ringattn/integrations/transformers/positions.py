@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from ringattn.integrations.transformers.masks import RingMask
+from ringattn.integrations.transformers.masks import RingMask, read_boundaries
 from ringattn.plan.sharding import Sharding, positions_of
 
 _UNPADDED = RingMask()
@@ -112,7 +112,7 @@ def check_positions(
         raise ValueError(
             f"position_ids must be the global positions of this rank's rows, {_shorten(sharding.positions)}, or count from the "
             f"start of their document or first token, got {_shorten(here[0])} on rank {sharding.rank} of {sharding.world_size}; "
-            "pass the whole batch through shard_batch (a model without position_ids numbers the rows of a shard from 0)"
+            "pass the whole batch through shard_batch"
         )
     if rope_limits:
         check_rope_scaling(rope_limits, rank_end_positions(sharding, int(here.max())))
@@ -161,16 +161,8 @@ def read_documents(
     results, key = _packed.of(position_ids, mask, layer)
     if key in results:
         return results[key]
-    starts = position_ids.diff(dim=-1) != 1
-    if bool((starts != starts[:1]).any()):
-        raise NotImplementedError(
-            f"documents must be the same in each of {len(starts)} batch elements, got position_ids that restart at different "
-            "places; pack all documents into one row, as DataCollatorWithFlattening does"
-        )
-    inner = (starts[0].nonzero()[:, 0] + 1).tolist()
-    found = (0, *inner, position_ids.shape[1]) if inner else None
-    results[key] = found
-    return found
+    results[key] = read_boundaries(position_ids.diff(dim=-1) != 1)
+    return results[key]
 
 
 def read_cumulative(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, seq_len: int) -> tuple[int, ...]:

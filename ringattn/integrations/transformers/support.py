@@ -168,22 +168,24 @@ def _without_positions(layer: nn.Module) -> str | None:
     return None if compiling or _takes_positions(type(layer)) else type(layer).__name__
 
 
+def file_of(kind: type[nn.Module]) -> Mapping[str, Any]:
+    """Return the names in the file of a kind of layer; empty when it was made by none."""
+    return vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
+
+
 @functools.cache
 def _takes_positions(kind: type[nn.Module]) -> bool:
     """Return whether a model in the file of a kind of layer takes positions; True when the file has no model."""
-    home = vars(sys.modules[kind.__module__]).values() if kind.__module__ in sys.modules else ()
-    models = [
-        x for x in home if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == kind.__module__
-    ]
+    parts = [x for x in file_of(kind).values() if isinstance(x, type) and x.__module__ == kind.__module__]
+    models = [part for part in parts if issubclass(part, PreTrainedModel)]
     return not models or any("position_ids" in inspect.signature(model.forward).parameters for model in models)
 
 
 @functools.cache
 def _counts_from_padding(kind: type[nn.Module]) -> bool:
     """Return whether the file of a kind of layer numbers tokens from padding_idx + 1 on."""
-    home = vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
-    parts = [x for x in home.values() if isinstance(x, type) and x.__module__ == kind.__module__]
-    return POSITIONS_FROM_PADDING in home or any(POSITIONS_FROM_PADDING in vars(part) for part in parts)
+    parts = (x for x in file_of(kind).values() if isinstance(x, type) and x.__module__ == kind.__module__)
+    return POSITIONS_FROM_PADDING in file_of(kind) or any(POSITIONS_FROM_PADDING in vars(part) for part in parts)
 
 
 def _chooses_rows(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
@@ -435,6 +437,18 @@ TABLE = (
         _option("train_sampling_strategy", lambda value: value == "batch_rebalance"),  # of 5.x
         "train_sampling_strategy must be 'random', 'sequential' or 'group_by_length' where ranks share a sequence, got "
         "{got!r}, which gives each rank samples of its own; use another one",
+    ),
+    Unsupported(
+        "shared training",
+        lambda args: None if args.deepspeed_plugin is None else "DeepSpeed",
+        "ranks that share a sequence must be sharded by FSDP or by DDP, got {got}, which is not tested with a ring; pass fsdp in "
+        "the arguments, or a config of accelerate with FSDP",
+    ),
+    Unsupported(
+        "shared training",
+        _option("use_liger_kernel"),
+        "use_liger_kernel must be False where ranks share a sequence, got {got}: it replaces the forward and the loss of the "
+        "model, which is not tested with the rows of a rank; leave it out, or train on one process",
     ),
     Unsupported(
         "shared training",

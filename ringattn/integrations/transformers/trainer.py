@@ -20,16 +20,15 @@ from ringattn.integrations.accelerate.processes import check_parallelism, make_r
 from ringattn.integrations.transformers import register
 from ringattn.integrations.transformers.attention import num_attention_calls
 from ringattn.integrations.transformers.batch import RingCollator, shard_batch
+from ringattn.integrations.transformers.model_hooks import unattended
 from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
 from ringattn.integrations.transformers.sharded_calls import shard_calls
 from ringattn.integrations.transformers.support import check_supported
-from ringattn.integrations.transformers.trainer_parts import ShiftedLabelSmoother, TokensSeen, unattended
+from ringattn.integrations.transformers.trainer_parts import ShiftedLabelSmoother, TokensSeen
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 
 _Base = Trainer if TYPE_CHECKING else object
-
-
 _OPTIONS = ("layout", "shift_labels", "pooling", "balance", "pack")
 
 
@@ -83,7 +82,6 @@ class RingTrainerMixin(_Base):
             kwargs = {name: collator.collator if x is collator else x for name, x in kwargs.items()}
         self.ring = make_ring(context_parallel_size or 1) if ring is None else ring
         self._loss_checked = self.ring.world_size == 1 or not self.loss_by_model
-        self._sharding: Sharding | None = None
         self._last_samples: int | None = None
         # ranks wait for each other where models are wrapped, also for one whose options were refused
         with self.ring.propagate_errors():
@@ -108,7 +106,6 @@ class RingTrainerMixin(_Base):
     def shard(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's rows of a whole batch, as `shard_batch` does; raise when a model has not learned so many positions."""
         part = shard_batch(batch, self.ring, **self._options)
-        self._sharding = part["sharding"]
         longest = max(rank_end_positions(part["sharding"]), default=0)
         if self._max_positions is not None and longest > self._max_positions:
             raise ValueError(
@@ -144,7 +141,7 @@ class RingTrainerMixin(_Base):
         return super().floating_point_ops(inputs) // self.ring.world_size
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run Trainer's."""
+        """Run Trainer's on what each rank has of a short last batch."""
         self._keep_all_ranks()
         return super().training_step(*args, **kwargs)
 
@@ -186,10 +183,15 @@ class RingTrainerMixin(_Base):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         # here already: Trainer calls a model whose labels it does not know without compute_loss
         part = self.shard(inputs)
+        sharding: Sharding = part["sharding"]
+
+        def unshard(x: Tensor) -> Tensor:
+            return sharding.unshard(x, dim=1) if x.dim() > 2 and x.shape[1] == sharding.shard_len else x
+
         loss, logits, labels = super().prediction_step(model, part, prediction_loss_only, ignore_keys)
         if loss is not None:
             loss = torch.stack(self.ring.gather(loss.reshape(1), 0, [1] * self.ring.world_size)).mean()
-        logits = None if logits is None else recursively_apply(self._unshard, logits)
+        logits = None if logits is None else recursively_apply(unshard, logits)
         return loss, logits, None if labels is None else inputs["labels"]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,10 +208,6 @@ class RingTrainerMixin(_Base):
             return every[:, 0].flatten(0, 1)[: self._last_samples]
 
         return recursively_apply(gather, data)
-
-    def _unshard(self, x: Tensor) -> Tensor:
-        assert self._sharding is not None, "the loss of the batch was computed"
-        return self._sharding.unshard(x, dim=1) if x.dim() > 2 and x.shape[1] == self._sharding.shard_len else x
 
     def _keep_all_ranks(self) -> None:
         """Let `gather_for_metrics` keep what each rank has of a short last batch, which is not padded with other samples."""

@@ -1,4 +1,4 @@
-"""Parts of a trainer whose ranks share sequences: label smoothing, a callback, and the error of a model that does not attend."""
+"""Parts of a trainer whose ranks share sequences: label smoothing, and a callback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from ringattn.integrations.transformers import NAME
 from ringattn.integrations.transformers.batch import IGNORE_INDEX
 
 
@@ -43,16 +42,3 @@ class TokensSeen(TrainerCallback):
         state.num_input_tokens_seen = self._seen
 
     on_substep_end = on_step_end
-
-
-def unattended(model: Any) -> RuntimeError:
-    """Return the error of a model that computed its loss without ringattn."""
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME:
-        return RuntimeError(
-            f"the model must attend with ringattn, got {type(model).__name__}, which takes the name and attends "
-            "by itself, or not at all; train this model on one process, with a Trainer"
-        )
-    return RuntimeError(
-        "the model must attend with ringattn, got one that did not; make it with attn_implementation='ringattn', or call "
-        "model.set_attn_implementation('ringattn')"
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,4 +130,10 @@ def test_context_parallelism_of_accelerate_is_refused_with_the_argument_to_chang
     with pytest.raises(
         NotImplementedError, match=r"must leave cp_size at 1, got 2: .* pass size=2 to context_parallel$"
     ):
+        context_parallel(accelerator, ring=Ring())
+
+
+def test_deepspeed_under_accelerate_is_refused() -> None:
+    accelerator: Any = SimpleNamespace(parallelism_config=None, distributed_type=DistributedType.DEEPSPEED)
+    with pytest.raises(NotImplementedError, match="must be plain, with DDP or with FSDP2, got DEEPSPEED"):
         context_parallel(accelerator, ring=Ring())

@@ -73,6 +73,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
         "moe_layers": [],
     },
+    "gpt2": {
+        "model_type": "gpt2",
+        **{name: _COMMON[name] for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")},
+        **{"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 256},
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    },
     "embedding_gemma": {
         "model_type": "gemma3_text",
         **_COMMON,

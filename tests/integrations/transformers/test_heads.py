@@ -283,6 +283,29 @@ def test_models_that_were_made_before_are_watched_and_copies_are_watched_once() 
         assert (len(part._forward_pre_hooks), len(part._forward_hooks)) == (1, 1)
 
 
+def average(logits: Tensor, labels: Tensor, shift_labels: Tensor, **_: Any) -> Tensor:
+    """A loss that does not look at num_items_in_batch."""
+    del labels
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+
+
+def average_labels(return_dict: bool) -> str:
+    model = make("llama", "ringattn")
+    model.loss_function = average
+    try:
+        model(**shard_batch({"input_ids": tokens(12), "labels": tokens(12)}, Ring()), return_dict=return_dict)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_a_loss_that_is_averaged_over_the_labels_of_a_shard_is_refused(pool: Pools, return_dict: bool) -> None:
+    for told in pool(2).run(average_labels, return_dict):
+        assert "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of Llama" in told
+
+
 def call_wrongly(name: str) -> str:
     """The error of a call whose head would choose among the rows of a rank."""
     kwargs: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from ringattn.integrations.transformers import shard_batch
 from tests.integrations.transformers.models import gradients, learn, make, tokens
 from tests.support.pool import Pools
 
-DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4")
+DECODERS = ("llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4", "gpt2")
 FIVE = transformers.__version__.startswith("5.")
 ENCODERS = ("bert", "modernbert") if FIVE else ()
 """These are on the attention interface in 5.x only; EmbeddingGemma, which has no head, is in both."""
@@ -79,7 +79,9 @@ def assert_equal(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in DECODERS if FIVE or kind != "gpt2"]
+)  # whose layers of 4.57 pass no sharding on
 def test_gradients_of_decoders_on_a_ring_equal_one_process(pool: Pools, kind: str) -> None:
     ids = tokens(37)
     batch = {"input_ids": ids, "labels": ids}

@@ -74,12 +74,18 @@ def test_a_placement_of_other_documents_is_refused() -> None:
     assert shard_batch({**batch, "packed": mine}, Ring())["sharding"].documents == (0, 5, 16, 17, 25)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+# GPT-2 of 4.57 passes no positions to attention
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 @pytest.mark.parametrize("told", [False, True])
 def test_packed_documents_stay_apart_without_a_sharding(kind: str, told: bool) -> None:
     batch = DataCollatorWithFlattening(return_flash_attn_kwargs=told)(samples())
     plain = DataCollatorWithFlattening()(samples())
     assert_equal(alone(kind, batch, "ringattn"), alone(kind, plain))
+
+
+def test_chunks_of_packed_documents_are_refused_where_layers_pass_no_positions() -> None:
+    with pytest.raises(NotImplementedError, match="chunked attention must go without packed documents"):
+        make("llama4", "ringattn")(**DataCollatorWithFlattening()(samples()), use_cache=False)
 
 
 def test_packed_documents_are_each_alone_in_the_model() -> None:

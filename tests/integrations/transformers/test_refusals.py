@@ -58,6 +58,10 @@ def call(module: Any = None, mask: Any = None, rows: int = 6, keys: int | None =
         ({"mask": RingMask(overlay="blocks of images")}, "window or chunks, got blocks of images"),
         ({"mask": RingMask(causal=False), "is_causal": True}, "mask must be causal as Module says"),
         ({"mask": RingMask(causal=True), "is_causal": False}, "mask must be bidirectional as Module says"),
+        (
+            {"module": SimpleNamespace(is_causal=True), "mask": RingMask(), "is_causal": False},
+            "mask of SimpleNamespace must say whether it is causal",
+        ),
         ({"mask": RingMask(), "sliding_window": 3}, "sliding_window=3 must have a mask with a window"),
         ({"mask": RingMask(local_size=4, chunked=None)}, "must differ in the config, got 4 for both"),
         ({"cu_seq_lens_q": torch.tensor([0, 6])}, "cu_seq_lens_q and cu_seq_lens_k must be equal"),
@@ -455,6 +459,11 @@ def test_asking_a_model_for_attention_weights_is_refused() -> None:
             ValueError,
             r"seq_idx must change where documents begin, \(0, 8\), got \(0, 4, 8\)",
         ),
+        (
+            {"seq_idx": torch.arange(8)[None] // 4, "position_ids": torch.arange(8)[None] % 2},
+            ValueError,
+            r"seq_idx must change where documents begin, \(0, 2, 4, 6, 8\), got \(0, 4, 8\)",
+        ),
         ({"labels": torch.zeros(2)}, ValueError, r"labels must have the shape of the tokens, \(2, 8\), got \(2,\)"),
         ({"attention_mask": torch.ones(2, 1, 8, 8)}, ValueError, "attention_mask must have the shape of the tokens"),
         ({"attention_mask": {"full_attention": None}}, NotImplementedError, "attention_mask must be a tensor"),
@@ -503,21 +512,20 @@ def test_shifted_labels_are_refused_where_labels_are_not_shifted() -> None:
 def refused_on_ranks() -> dict[str, str]:
     """Errors of each rank, by mistake."""
     found = {}
-    model = make("llama", "ringattn")
+    models = {kind: make(kind, "ringattn", torch.float32) for kind in ("llama", "llama4")}
     ids = tokens(24)
 
-    def note(name: str, **kwargs: Any) -> None:
+    def note(name: str, kind: str = "llama", **kwargs: Any) -> None:
         ring = Ring()
         part = shard_batch({"input_ids": ids}, ring, name.partition(" ")[0])
         given = {name: value(part) if callable(value) else value for name, value in kwargs.items()}
         try:
-            model(**{**part, **given})
+            models[kind](**{**part, **given})
         except (ValueError, RuntimeError) as error:
             found[name] = f"{type(error).__name__}: {error}"
 
     note("contiguous without", position_ids=None)
-    note("zigzag without", position_ids=None)
-    note("striped without", position_ids=None)
+    note("zigzag without", "llama4", position_ids=None)  # whose layers pass no positions to attention
     note("zigzag of contiguous", position_ids=lambda part: Ring().sharding(24, "contiguous").positions[None])
     note("zigzag packed", position_ids=lambda part: part["sharding"].positions[None] % 10)
     note("zigzag whole", sharding=None)
@@ -541,15 +549,14 @@ def refused_on_ranks() -> dict[str, str]:
 @pytest.mark.dist
 def test_every_rank_refuses_positions_that_are_wrong_on_some(pool: Pools) -> None:
     for rank, found in enumerate(pool(2).run(refused_on_ranks)):
-        for name in (
-            "contiguous without",
-            "zigzag without",
-            "striped without",
-            "zigzag of contiguous",
-            "zigzag packed",
-        ):
+        for name, told in {
+            "contiguous without": "must be given to a model whose rows are sharded",
+            "zigzag without": "must be given to a model whose rows are sharded",
+            "zigzag of contiguous": "must be the global positions of this rank's rows",
+            "zigzag packed": "must be the global positions of this rank's rows",
+        }.items():
             assert found[name].startswith("ValueError"), (rank, name)
-            assert "position_ids must be the global positions of this rank's rows" in found[name], (rank, name)
+            assert f"position_ids {told}" in found[name], (rank, name)
         assert "position_ids must have this rank's 3 rows of 6, got 6" in found["long"]
         assert found["zigzag whole"].startswith(
             "RuntimeError: a model must be called with a sharding among 2 ranks, got none"
@@ -642,6 +649,18 @@ def test_wrong_calls_of_one_rank_are_errors_on_all(pool: Pools, kind: str, expec
     for refused, *after in pool(2).run(_call_wrongly, kind):
         assert expected in refused
         assert after == ["", "", ""]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"deepspeed_plugin": object()}, "must be sharded by FSDP or by DDP, got DeepSpeed"),
+        ({"deepspeed_plugin": None, "use_liger_kernel": True}, "use_liger_kernel must be False where ranks share"),
+    ],
+)
+def test_engines_that_are_not_tested_with_a_ring_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(NotImplementedError, match=match):
+        support.check_supported(SimpleNamespace(**options), "shared training")
 
 
 def test_every_purpose_of_the_table_is_checked() -> None:
