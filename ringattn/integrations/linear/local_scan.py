@@ -109,14 +109,15 @@ def scan_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, c
         decays.append(decay_of_run.flatten(1, 2))
 
     def finish(incoming: Sequence[Tensor]) -> Tensor:
-        before = list(starts)
-        for run, state in zip(chain.runs, incoming, strict=True):
+        state = torch.stack(starts, 1)  # b c k r d e
+        for run, before in zip(chain.runs, incoming, strict=True):
             place = run.segments[0]
-            first = rows.stops[place - 1] if place else 0
-            state = state.unflatten(1, (key_heads, -1))
-            for chunk, power in enumerate(reach.get(place, ())[:-1], first):
-                before[chunk] = before[chunk] + apply(power, state)
-        state = torch.stack(before, 1)  # b c k r d e
+            if place in reach:
+                powers = torch.stack(reach[place][:-1], 1)
+                first = rows.stops[place - 1] if place else 0
+                state[:, first : first + powers.shape[1]] += apply(
+                    powers, before.unflatten(1, (key_heads, -1))[:, None]
+                )
         if w is None:
             seen = since * torch.einsum("bckid,bckrde->bckrie", q, state)
         else:

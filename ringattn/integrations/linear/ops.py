@@ -224,16 +224,16 @@ def _scan(
     uses_fla: bool,
 ) -> Tensor:
     """Scan the rows of this rank, the runs of all ranks, and correct the outputs by the states from before."""
-    full = v.to(_scan_dtype(v))
+    zero = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=_scan_dtype(v))
     width = 1 if beta is None else k.shape[3]
     if not chain.segments:
         # no rows: every input gets a gradient of no rows
         v = v + sum(x.sum() for x in (q, k, g, *(() if beta is None else (beta,))))
-        return keep_in_graph(v, scan_ranks([], [], k, full, width, chain, sharding)[1])
+        return keep_in_graph(v, scan_ranks([], [], zero + v.sum(), width, chain, sharding)[1])
     # states are sums over thousands of rows: autocast would round each product
     with torch.autocast(v.device.type, enabled=False):
         local = (scan_rows_fla if uses_fla else scan_rows)(q, k, v, g, beta, chain)
-        incoming, gathered = scan_ranks(local.decays, local.states, k, full, width, chain, sharding)
+        incoming, gathered = scan_ranks(local.decays, local.states, zero, width, chain, sharding)
         return keep_in_graph(local.finish(incoming), gathered)
 
 

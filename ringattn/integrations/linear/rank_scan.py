@@ -41,8 +41,7 @@ def keep_in_graph(x: Tensor, other: Tensor | None) -> Tensor:
 def scan_ranks(
     decays: Sequence[Tensor],
     states: Sequence[Tensor],
-    k: Tensor,
-    v: Tensor,
+    zero: Tensor,
     width: int,
     chain: Chain,
     sharding: Sharding,
@@ -52,21 +51,18 @@ def scan_ranks(
     Args:
         decays: Of each run of this rank, `b h d d` or `b h 1 1`.
         states: Of each run of this rank, `b h d e`.
-        k: `b s k d`, for shapes, as v.
-        v: `b s h e`.
+        zero: A state of zeros, `b h d e`; of a rank without rows, tied to the graph of its inputs.
         width: d where decays are matrices, 1 where they are numbers.
         chain: The runs of all ranks.
         sharding: The sharding of the rows.
     """
-    b, _, heads, e = v.shape
-    d = k.shape[3]
-    zero = v.new_zeros(b, heads, d, e)
+    b, heads, d, e = zero.shape
     if not chain.communicates:
         return [zero for _ in chain.runs], None
     pairs = [torch.cat([a.flatten(2), s.flatten(2)], 2) for a, s in zip(decays, states, strict=True)]
     size = width * width + d * e
-    # the sum of no rows ties an empty shard to the graph, so that this rank runs the collective of the backward
-    mine = torch.stack(pairs) if pairs else v.new_zeros(0, b, heads, size) + v.sum()
+    # no rows: the tie makes this rank run the collective of the backward
+    mine = torch.stack(pairs) if pairs else zero.new_zeros(0, b, heads, size) + zero.sum()
     gathered = _gather(mine, chain, sharding)
     found, state = dict[int, Tensor](), zero
     last = max(chain.mine, default=-1)
