@@ -164,16 +164,16 @@ def measure_links(session: Session) -> list[dict[str, Any]]:
     rows = []
     after, before = (session.rank + 1) % session.world_size, (session.rank - 1) % session.world_size
     for mib in MESSAGE_MIB:
-        sent = torch.ones(mib * MIB, dtype=torch.uint8, device=session.device)
+        sent = torch.ones(mib * MIB, dtype=torch.uint8, device=session.message_device)
         received = torch.empty_like(sent)
         times = []
-        for _ in range(12 if session.device.type == "cuda" else 4):
+        for _ in range(12 if sent.is_cuda else 4):
             session.barrier()
             started = time.perf_counter()
             operations = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            if session.device.type == "cuda":
+            if sent.is_cuda:
                 torch.cuda.synchronize(session.device)
             times.append(time.perf_counter() - started)
         seconds = statistics.median(session.maximum(times)[1:])

@@ -62,6 +62,11 @@ class Session:
             dist.all_reduce(flag)
             flag.item()
 
+    @property
+    def message_device(self) -> torch.device:
+        """Device of tensors that the process group itself sends: gloo, which ranks that share a GPU have, sends from the host."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
     def maximum(self, values: Sequence[float]) -> list[float]:
         """The element-wise maximum over ranks; NaN counts as infinity, so that no rank can hide it."""
         clean = [float("inf") if value != value else float(value) for value in values]

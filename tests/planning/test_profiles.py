@@ -21,7 +21,6 @@ TINY = Sizes(
     memory_bytes=2**16,
     rounds=3,
     seconds=0.1,
-    products=2,
 )
 
 
