@@ -1,7 +1,7 @@
 """Merge of a normalised partial into a carry in one Triton launch; `kernels.partials.carry` has the formula."""
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels)
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
+# (powers of two may be constants of kernels; a partial or a carry that is absent is known to the compiler)
 
 from __future__ import annotations
 
