@@ -1,7 +1,7 @@
 """Merge of a normalised partial into a carry in one Triton launch; `kernels.partials.carry` has the formula."""
 
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
-# (powers of two may be constants of kernels)
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportPossiblyUnboundVariable=false
+# (powers of two may be constants of kernels; a partial or a carry that is absent is known to the compiler)
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ NUMBERS = 2048
 @triton.jit
 def _merge_kernel(
     o_ptr, lse_ptr, m_ptr, l_ptr, acc_ptr, top_ptr, total_ptr, out_ptr, o_sb, o_ss, o_sh, lse_sb, lse_sh, lse_ss,
-    m_sb, m_sh, acc_sb, acc_ss, acc_sh, top_sb, top_sh, out_sb, out_ss, out_sh, s, h, rows, dv,
+    m_sb, m_sh, acc_sb, acc_ss, acc_sh, top_sb, top_sh, out_sb, out_ss, out_sh, h, rows, dv,
     ROWS: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """Merge ROWS rows of (b, s, h), in this order; None: no partial (o, lse), no carry (m, l, acc), or no total as at the end.
+    """Merge ROWS rows of (s, h), in this order, of a batch element.
 
-    m and l, and top and total, have equal strides, 1 along s.
+    None: no partial (o, lse), no carry (m, l, acc), or no total, as at the end. Statistics of one carry have equal strides, 1
+    along s.
     """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = r < rows
-    # divided in 32 bits, which hold the number of rows, and multiplied by strides in 64
-    b, x, head = (r // (s * h)).to(tl.int64), (r // h % s).to(tl.int64), r % h
-    c = tl.arange(0, DV)
+    b, x, head = tl.program_id(1).to(tl.int64), (r // h).to(tl.int64), r % h
+    # numbers of one store, for loads too: wider loads of a narrower dtype pass through shared memory on their way to it
+    c = tl.max_contiguous(tl.arange(0, DV), 128 // out_ptr.dtype.element_ty.primitive_bitwidth)
     inside = ok[:, None] & (c < dv)[None, :]
     if o_ptr is not None:
         lse = tl.load(lse_ptr + b * lse_sb + head * lse_sh + x * lse_ss, mask=ok, other=0.0)
@@ -77,9 +78,9 @@ def merge(
     if acc.numel():
         bound_launch.launch(
             _merge_kernel,
-            (-(-b * s * h // held),),
+            (-(-s * h // held), b),
             (o, lse, m, l, before, top, total, acc, *strides(o), *strides(lse), *pair(m), *strides(before), *pair(top),
-             *strides(acc), s, h, b * s * h, dv),
+             *strides(acc), h, s * h, dv),
             {"ROWS": held, "DV": width},
             num_warps=4,
         )  # fmt: skip

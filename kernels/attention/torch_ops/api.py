@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -132,18 +131,16 @@ def forward(
         done = (o, lse) if last or carry is None else carry
         if found.row_gaps is not None:
             for launch in found.launches:
-                part, computed = (launch.batch, launch.rows), _forward(backend, q, k, v, scale, launch)
-                partials.merge(_part(begun, part), computed, _part(done, part))
-            for part in found.row_gaps:
-                partials.merge(_part(begun, part), None, _part(done, part))
+                _merge(begun, _forward(backend, q, k, v, scale, launch), done, (launch.batch, launch.rows))
+            for gap in found.row_gaps:
+                _merge(begun, None, done, gap)
             return
         # the last step leaves the carry alone
         state = _fresh(o, lse) if last or carry is None else carry
         if state is not begun:
             partials.merge(begun, None, state)
         for launch in found.launches:
-            view = _part(state, (launch.batch, launch.rows))
-            partials.merge(view, _forward(backend, q, k, v, scale, launch), view)
+            _merge(state, _forward(backend, q, k, v, scale, launch), state, (launch.batch, launch.rows))
         if last:
             partials.merge(state, None, done)
 
@@ -254,17 +251,20 @@ def _forward(backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, launch
     return operators.forward(backend, q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1], scale, launch)
 
 
-T = TypeVar("T", SoftmaxState, tuple[Tensor, Tensor], None)
-
-
-def _part(x: T, part: Part) -> T:
-    """Return the rows of a carry, or of o and lse; None stays None."""
-    if x is None:
-        return None
+def _merge(
+    begun: SoftmaxState | None,
+    partial: tuple[Tensor, Tensor] | None,
+    done: SoftmaxState | tuple[Tensor, Tensor],
+    part: Part,
+) -> None:
+    """Merge the partial of some rows with these rows of a carry."""
     (b0, b1), (x0, x1) = part
-    if isinstance(x, SoftmaxState):
+
+    def rows_of(x: SoftmaxState) -> SoftmaxState:
         return SoftmaxState(x.m[b0:b1, :, x0:x1], x.l[b0:b1, :, x0:x1], x.acc[b0:b1, x0:x1])
-    return x[0][b0:b1, x0:x1], x[1][b0:b1, :, x0:x1]
+
+    out = rows_of(done) if isinstance(done, SoftmaxState) else (done[0][b0:b1, x0:x1], done[1][b0:b1, :, x0:x1])
+    partials.merge(None if begun is None else rows_of(begun), partial, out)
 
 
 def _rows(x: Tensor, part: Part) -> Tensor:

@@ -15,28 +15,34 @@ from torch import Tensor
 from ringattn.kernels.attention.arguments import padded, strides
 from ringattn.kernels.runtime import bound_launch
 
-NUMBERS = 4096
+NUMBERS = 2048
 """Numbers that a program holds."""
 
 
 @triton.jit
 def _add_rows_kernel(
-    found_ptr, target_ptr, found_sb, found_ss, found_sh, target_sb, target_ss, target_sh, s, h, rows, d,
-    ROWS: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr,
+    found_ptr, target_ptr, found_sb, found_ss, found_sh, target_sb, target_ss, target_sh, h, rows, d,
+    ROWS: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Add ROWS rows of (b, s, h), in this order, to those of target, or write them."""
+    """Add ROWS rows of (s, h), in this order, of a batch element to those of target, or write them.
+
+    EVEN: rows of (s, h) lie at equal distances in both, found_sh and target_sh, so no division tells where they are.
+    """
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    ok = r < rows
-    # divided in 32 bits, which hold the number of rows, and multiplied by strides in 64
-    b, x, head = (r // (s * h)).to(tl.int64), (r // h % s).to(tl.int64), r % h
-    c = tl.arange(0, D)
-    inside = ok[:, None] & (c < d)[None, :]
-    at = (b * target_sb + x * target_ss + head * target_sh)[:, None] + c[None, :]
-    found_at = (b * found_sb + x * found_ss + head * found_sh)[:, None] + c[None, :]
-    total = tl.load(found_ptr + found_at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.program_id(1).to(tl.int64)
+    # numbers of one store, for loads too: wider loads of a narrower dtype pass through shared memory on their way to it
+    c = tl.max_contiguous(tl.arange(0, D), 128 // target_ptr.dtype.element_ty.primitive_bitwidth)
+    inside = (r < rows)[:, None] & (c < d)[None, :]
+    if EVEN:
+        found_at, at = r.to(tl.int64) * found_sh, r.to(tl.int64) * target_sh
+    else:
+        x, head = (r // h).to(tl.int64), r % h
+        found_at, at = x * found_ss + head * found_sh, x * target_ss + head * target_sh
+    found_at, at = found_at[:, None] + c[None, :], at[:, None] + c[None, :]
+    total = tl.load(found_ptr + b * found_sb + found_at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        total += tl.load(target_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target_ptr + at, total.to(target_ptr.dtype.element_ty), mask=inside)
+        total += tl.load(target_ptr + b * target_sb + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target_ptr + b * target_sb + at, total.to(target_ptr.dtype.element_ty), mask=inside)
 
 
 def add_rows(found: Tensor, target: Tensor, *, accumulate: bool) -> None:
@@ -44,11 +50,12 @@ def add_rows(found: Tensor, target: Tensor, *, accumulate: bool) -> None:
     b, s, h, d = found.shape
     width = padded(d)
     held = max(1, NUMBERS // width)
+    even = all(s == 1 or x.stride(1) == h * x.stride(2) for x in (found, target))
     if found.numel():
         bound_launch.launch(
             _add_rows_kernel,
-            (-(-b * s * h // held),),
-            (found, target, *strides(found), *strides(target), s, h, b * s * h, d),
-            {"ROWS": held, "D": width, "ADD": accumulate},
+            (-(-s * h // held), b),
+            (found, target, *strides(found), *strides(target), h, s * h, d),
+            {"ROWS": held, "D": width, "ADD": accumulate, "EVEN": even},
             num_warps=4,
         )

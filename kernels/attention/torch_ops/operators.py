@@ -246,7 +246,7 @@ def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, launch:
         return o.flip(1), lse.flip(2)
     if backend == "flash":
         varied = launch.cu_seqlens is not None
-        given = (_packed(x) for x in (q, k, v)) if varied else (q, k, v)
+        given = (x[0] for x in (q, k, v)) if varied else (q, k, v)
         o, lse, *_ = operator("_flash_attention_forward")(
             *given, *_lengths(q, k, launch), 0.0, launch.causal, False, scale=scale, **_window(launch)
         )
@@ -275,7 +275,7 @@ def backward(
         varied = launch.cu_seqlens is not None
         given = (do, q, k, v, o)
         if varied:
-            given = tuple(_packed(x) for x in given)
+            given = tuple(x[0] for x in given)
             lse = lse[0]
         # without dropout the state of the generator is not read
         state, unused = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in ((2,), ()))
@@ -324,8 +324,3 @@ def _window(launch: Launch) -> dict[str, int | None]:
         return {"window_size_left": None, "window_size_right": None}
     left, right = (-1 if side is None else side for side in launch.window)
     return {"window_size_left": left, "window_size_right": right}
-
-
-def _packed(x: Tensor) -> Tensor:
-    """`1 t h d` -> `t h d`."""
-    return x[0]

@@ -1,5 +1,6 @@
 """The softmax and merge kernels compile for every GPU generation without a GPU, and stay in registers."""
 
+import itertools
 import os
 import re
 from typing import Any
@@ -81,17 +82,21 @@ def test_the_merge_compiles_without_spills(capability) -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_between_calls_of_torch_compile_without_spills(capability) -> None:
     carry, output = carry_triton._merge_kernel, delta_output_triton._output_for_kernel
-    wide = {name: "*fp32" for name in (*carry.arg_names, *output.arg_names) if name.endswith("_ptr")}
-    narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr", "found_ptr")} | {"target_ptr": "*fp32"}
+    sums = gradients_triton._add_rows_kernel
+    wide = {name: "*fp32" for fn in (carry, output, sums) for name in fn.arg_names if name.endswith("_ptr")}
+    narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr", "found_ptr")}
     floats = dict.fromkeys(("most", "least", "root"), "fp32")
     launches: list[tuple[Any, dict[str, object]]] = [
         (carry, {"ROWS": carry_triton.NUMBERS // 128, "DV": 128, **dict.fromkeys(absent)})
         for absent in ((), ("total_ptr",), ("m_ptr", "l_ptr", "acc_ptr"), ("o_ptr", "lse_ptr", "total_ptr"))
     ]
     launches.append((output, {"ROWS": delta_output_triton.NUMBERS // 128, "D": 128}))
-    sums = gradients_triton._add_rows_kernel
-    launches += [(sums, {"ROWS": gradients_triton.NUMBERS // 128, "D": 128, "ADD": add}) for add in (False, True)]
+    launches += [
+        (sums, {"ROWS": gradients_triton.NUMBERS // 128, "D": 128, "ADD": add, "EVEN": even})
+        for add, even in itertools.product((False, True), repeat=2)
+    ]
     for fn, options in launches:
         ptx = build(fn, narrow | floats, options, capability, num_warps=4).asm["ptx"]
         assert sass.assemble(ptx).spills == 0, fn
-        assert re.search(r"ld\.global\S*\.v4\.b32", ptx), fn
+        assert re.search(r"(ld|st)\.global\S*\.v4\.b32", ptx), fn
+        assert fn is output or "st.shared" not in ptx, "numbers go from loads to stores in registers"

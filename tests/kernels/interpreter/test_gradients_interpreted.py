@@ -8,10 +8,13 @@ import torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_the_kernel_equals_plain_torch(accumulate: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_the_kernel_equals_plain_torch(heads_first: bool, accumulate: bool, dtype: torch.dtype) -> None:
     from ringattn.kernels.attention.torch_ops.gradients_triton import add_rows
 
-    found = torch.randn(2, 3, 21, 40).to(torch.float16).transpose(1, 2)  # heads before rows in memory
+    found = torch.randn(2, 21, 3, 40).to(torch.float16)
+    if heads_first:
+        found = found.transpose(1, 2).contiguous().transpose(1, 2)
     whole = torch.randn(3, 30, 3, 40).to(dtype)
     expected = whole.clone()
     if accumulate:
