@@ -52,7 +52,7 @@ class PageTable:
 
 
 class DecodeCall(NamedTuple):
-    """What a decode call reads.
+    """The inputs of a decode call.
 
     Attributes:
         q: `b s h d`, fp16, bf16, fp32 (fp64 eager); last dim contiguous.
@@ -139,7 +139,7 @@ def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None,
     serves whatever is written into the tables and bounds later.
 
     Args:
-        call: What is read.
+        call: The inputs.
         parts: `splits parts_len(b * s * h, dv)`, fp32 (fp64 for fp64 inputs), last dim contiguous: overwritten. Any number of
             splits is right; `num_splits` returns a fast one.
         split_plan: What `plan_splits` found for tensors of these shapes with the same table and bounds; None: it is found again.

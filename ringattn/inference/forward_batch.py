@@ -33,6 +33,8 @@ MAX_DECODE_TOKENS = 16
 """Maximum number of new tokens per request in a decode batch."""
 Mask = tuple[bool, tuple[int | None, int | None] | None, int | None, int, int | None]
 """causal, window, chunk_len; the first tokens of a request that are not seen, and the number of those that are at most."""
+_UPLOADED: tuple[Mask, ...] = tuple((True, window, None, 0, None) for window in (None, (None, None), (None, 0)))
+"""Masks whose bounds come with the upload of a batch."""
 
 
 @dataclass(eq=False)
@@ -209,14 +211,7 @@ class ForwardBatch:
 
     def _uploaded_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
         """Return the bounds that came with the upload, those of most models; None for others."""
-        causal, window, chunk_len, skipped, most = mask
-        if (
-            not causal
-            or chunk_len is not None
-            or skipped
-            or most is not None
-            or window not in (None, (None, None), (None, 0))
-        ):
+        if mask not in _UPLOADED:
             return None
         assert self.starts is not None, "only decode has bounds"
         assert self.causal_ends is not None, "only decode has bounds"

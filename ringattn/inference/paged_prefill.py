@@ -210,14 +210,13 @@ def plan_paged_rows(
     left, right = (None, None) if window is None else window
     right = 0 if causal and (right is None or right > 0) else right
     lo = starts.expand_as(positions) if left is None else torch.maximum(starts, positions - left)
-    hi = ends.expand_as(positions) if right is None else torch.minimum(ends, positions + (right + 1))
+    hi = reach = ends.expand_as(positions) if right is None else torch.minimum(ends, positions + (right + 1))
     if chunk_len is not None:
         begin = positions - torch.remainder(positions - starts, chunk_len)
         lo, hi = torch.maximum(lo, begin), torch.minimum(hi, begin + chunk_len)
     # a row of padding sees nothing
     terms = [(torch.maximum(lo, starts + sink_len), hi)]
     if sink_len:
-        reach = ends.expand_as(positions) if right is None else torch.minimum(ends, positions + (right + 1))
         terms.append((starts.expand_as(positions), torch.minimum(reach, starts + sink_len)))
     terms = [(low, torch.where(positions < starts, low, torch.maximum(low, high))) for low, high in terms]
     *bounds, positions = torch.stack((*(x for pair in terms for x in pair), positions)).to(device, torch.int32)

@@ -135,41 +135,6 @@ def resolve_moving(
     return "keys" if per_key * keys <= per_query * queries else "queries"
 
 
-def choose_groups(k: Tensor, v: Tensor, gather_plan: GatherPlan, push_rate: float = 0.0) -> int:
-    """Return the number of head groups in which keys arrive; the same on all ranks.
-
-    With more groups the first tiles wait for fewer bytes, but pushes must stay long. push_rate is bytes per second between two
-    ranks; 0.0: not measured.
-    """
-    b, _, hk, d = k.shape
-    return count_groups(b, hk, d + v.shape[-1], k.element_size(), gather_plan.slot_rows, push_rate)
-
-
-def fused_bytes(
-    k: Tensor,
-    v: Tensor,
-    gather_plan: GatherPlan,
-    members: int,
-    *,
-    backward: bool,
-    bias_bytes: int = 0,
-    hierarchical: bool = False,
-) -> int:
-    """Return `gather_bytes` of these tensors."""
-    b, _, hk, d = k.shape
-    return gather_bytes(
-        b,
-        hk,
-        d + v.shape[-1],
-        k.element_size(),
-        gather_plan,
-        members,
-        backward=backward,
-        bias_bytes=bias_bytes,
-        hierarchical=hierarchical,
-    )
-
-
 def _fuse(
     spec: AttentionSpec,
     q: Tensor,
@@ -196,11 +161,11 @@ def _fuse(
         return None
     gather_plan = spec.gather_plan(nodes)
     bias_bytes = 0 if key_bias is None else accumulation_dtype(q.dtype).itemsize
-    num_bytes = fused_bytes(
-        k, v, gather_plan, members, backward=backward, bias_bytes=bias_bytes, hierarchical=nodes is not None
-    )
+    sizes = k.shape[0], k.shape[2], k.shape[3] + v.shape[3], k.element_size()
+    extra = {"backward": backward, "bias_bytes": bias_bytes, "hierarchical": nodes is not None}
+    num_bytes = gather_bytes(*sizes, gather_plan, members, **extra)
     if num_bytes > context.budget:
         return None
-    groups = choose_groups(k, v, gather_plan, context.push_rate)
+    groups = count_groups(*sizes, gather_plan.slot_rows, context.push_rate)
     tables = fused_tables(spec, q.device, nodes)
     return FusedPlan(cast(FusedKernelSet, kernels), gather_plan, tables, groups, num_bytes)

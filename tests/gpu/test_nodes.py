@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Ring, ring_attention, simulate_ring
+from ringattn import Ring, simulate_ring
 from ringattn.launch.check.poison import poison_buffers
 from ringattn.launch.runtime.slow_link import slow_down
 from ringattn.transport.copy_engine.transport import CopyEngineTransport
 from tests.gpu.test_copy_engine import RANKS, SHARED, run
-from tests.gpu.test_ring import PATIENCE, PLENTY, assert_same, check_replays, draw, step
+from tests.gpu.test_ring import PATIENCE, PLENTY, assert_same, check_keys_in_place, check_replays, draw, step
 
 IS_HOPPER = RANKS >= 4 and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 4, reason="needs four GPUs")]
@@ -110,20 +110,7 @@ def _alternating(rank: int, world_size: int) -> None:
 
 
 def _keys_in_place(rank: int, world_size: int) -> None:
-    ring = make()
-    n = 300 * world_size + 1
-    sharding = ring.sharding(n)
-    for seed in range(4):
-        q, k, v, do = draw(seed, n)
-        held = ring.kv_buffer(sharding, 1, 4, 128, dtype=torch.bfloat16, name=f"layer {seed % 2}")
-        for target, x in zip(held, (k, v), strict=True):
-            target.copy_(sharding.shard(x, dim=1))
-        mine = sharding.shard(q, dim=1).requires_grad_()
-        keys, values = (x.detach().requires_grad_() for x in held)
-        o = ring_attention(mine, keys, values, sharding, causal=True, deterministic=True)
-        grads = torch.autograd.grad(o, (mine, keys, values), sharding.shard(do, dim=1))
-        expected = expect(ring, [q, k, v, do], "zigzag", PLENTY, causal=True)
-        assert_same([o.detach(), *grads], expected, f"rank {rank}, buffer {seed}")
+    check_keys_in_place(make(), expect, rank)
 
 
 BODIES: list[Callable[[int, int], None]] = [_bits, _queries_move, _alternating, _keys_in_place]

@@ -175,9 +175,9 @@ def _beside_collectives(rank: int, world_size: int) -> None:
         assert bool((summed == total).all())
 
 
-def _keys_in_place(rank: int, world_size: int) -> None:
-    ring = Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE)
-    n = 300 * world_size + 1
+def check_keys_in_place(ring: Ring, expect: Callable[..., list[Tensor]], rank: int) -> None:
+    """Keys that a model writes where they leave from, in two buffers by turns."""
+    n = 300 * ring.world_size + 1
     sharding = ring.sharding(n)
     for seed in range(4):
         q, k, v, do = draw(seed, n)
@@ -190,6 +190,10 @@ def _keys_in_place(rank: int, world_size: int) -> None:
         grads = torch.autograd.grad(o, (mine, keys, values), sharding.shard(do, dim=1))
         expected = expect(ring, [q, k, v, do], "zigzag", PLENTY, causal=True)
         assert_same([o.detach(), *grads], expected, f"rank {rank}, buffer {seed}")
+
+
+def _keys_in_place(rank: int, world_size: int) -> None:
+    check_keys_in_place(Ring(transport="copy_engine", memory_budget=PLENTY, timeout=PATIENCE), expect, rank)
 
 
 def _keys_kept(rank: int, world_size: int) -> None:

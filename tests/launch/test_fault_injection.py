@@ -20,8 +20,8 @@ def _outcome(rank: int, code: int | None = 1, seconds: float | None = 2.0, outpu
 
 @pytest.mark.dist
 def test_every_survivor_of_every_fault_raises_in_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--ranks", "2", "--times", "1", "--parallel", "3", "--timeout", "2", "--tokens", "48", "--device", "cpu"]
-    code = faults.main([*words, "--impl", "eager", "--out", str(tmp_path)])
+    words = "--ranks 2 --times 1 --parallel 3 --timeout 2 --tokens 48 --device cpu --impl eager"
+    code = faults.main([*words.split(), "--out", str(tmp_path)])
     said = capsys.readouterr().out
     assert code == 0, said
     assert "green: 3 of 3 trials good" in said
@@ -34,21 +34,10 @@ def test_every_survivor_of_every_fault_raises_in_time(tmp_path: Path, capsys: py
 
 @pytest.mark.dist
 def test_a_rank_that_dies_while_decoding_is_named_by_all_others(tmp_path: Path) -> None:
-    words = [
-        "--what",
-        "decode",
-        "--faults",
-        "kill",
-        "--ranks",
-        "3",
-        "--times",
-        "2",
-        "--parallel",
-        "2",
-        "--timeout",
-        "2",
-    ]
-    assert faults.main([*words, "--tokens", "48", "--device", "cpu", "--impl", "eager", "--out", str(tmp_path)]) == 0
+    words = (
+        "--what decode --faults kill --ranks 3 --times 2 --parallel 2 --timeout 2 --tokens 48 --device cpu --impl eager"
+    )
+    assert faults.main([*words.split(), "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "faults.json").read_text())
     assert found["what"] == "decode"
     for one in found["trials"]:

@@ -295,6 +295,16 @@ def steady(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> Callable[
     return taken.clear
 
 
+def called_often(case: Case, steady: Callable[[], None]) -> tuple[Ring, dict[str, Tensor]]:
+    """A ring whose calls over these inputs are graphs, where they may be."""
+    ring = Ring(case)
+    inputs = ring.inputs()
+    for _ in range(6):
+        steady()
+        ring.both(inputs)
+    return ring, inputs
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_a_graph_launches_the_work_of_its_call(
     launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch, case: Case
@@ -329,11 +339,7 @@ def test_a_graph_launches_the_work_of_its_call(
 
 
 def test_tensors_that_graphs_read_live_as_long_as_they_do(launches: list[Launch], steady: Callable[[], None]) -> None:
-    ring = Ring(Case())
-    inputs = ring.inputs()
-    for _ in range(6):
-        steady()
-        ring.both(inputs)
+    ring, _ = called_often(Case(), steady)
     assert ring.plan is not None
     sides = weakref.ref(find(ring.plan.tables.stationary))
     table_cache.clear()
@@ -367,11 +373,7 @@ def test_only_brief_calls_become_graphs(
     launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch, long: bool
 ) -> None:
     monkeypatch.setattr(execution_plan, "SHORT_SECONDS", 0.0 if long else 1.0)
-    ring = Ring(Case())
-    inputs = ring.inputs()
-    for _ in range(6):
-        steady()
-        ring.both(inputs)
+    ring, _ = called_often(Case(), steady)
     streams: Any = ring.transport.streams
     assert streams.recorded == (0 if long else 3)
 
@@ -415,12 +417,7 @@ def test_another_call_over_the_same_memory_is_another_graph(
 
 def test_graphs_keep_tables_and_programs(launches: list[Launch], steady: Callable[[], None]) -> None:
     """A table that is dropped elsewhere stays alive in a graph."""
-    ring = Ring(Case(heads=8, kv_heads=8, dims=(128, 128)))
-    inputs = ring.inputs()
-    for _ in range(6):
-        launches.clear()
-        steady()
-        ring.both(inputs)
+    ring, _ = called_often(Case(heads=8, kv_heads=8, dims=(128, 128)), steady)
     assert ring.plan is not None
     assert ring.plan.fused_forward is not None
     tables = ring.plan.fused_forward.tables
@@ -450,11 +447,7 @@ def test_calls_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_profiler_sees_a_graph_under_the_name_of_its_call(launches: list[Launch], steady: Callable[[], None]) -> None:
-    ring = Ring(Case())
-    inputs = ring.inputs()
-    for _ in range(6):
-        steady()
-        ring.both(inputs)
+    ring, inputs = called_often(Case(), steady)
     before = ring.transport.graph_launches
     with torch.profiler.profile() as found:
         steady()

@@ -15,12 +15,12 @@ from ringattn.kernels.interface import PAD_ROWS
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.numerics.reference import attention_reference
 from ringattn.plan.attention_spec import AttentionSpec, serialize
+from ringattn.plan.buffers import count_groups, gather_bytes
 from ringattn.plan.device_tables import fused_tables, returning_key, step_tables
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import AttentionMask
-from ringattn.plan.ring_plan import GatherPlan, make_gather_plan, make_plan
+from ringattn.plan.ring_plan import make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.execution_plan import choose_groups, fused_bytes
 from ringattn.simulate import simulate_ring
 from tests.support import fused_eager_kernels
 
@@ -48,14 +48,7 @@ def gathering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     monkeypatch.setattr(dispatch, "_plans", {})
-    for name in (
-        "can_fuse",
-        "can_capture",
-        "forward_fused",
-        "backward_fused",
-        "reduce_kv_grads",
-        "reduce_key_bias_grads",
-    ):
+    for name in "can_fuse can_capture forward_fused backward_fused reduce_kv_grads reduce_key_bias_grads".split():
         monkeypatch.setattr(eager, name, noted(name), raising=False)
     return asked
 
@@ -152,7 +145,7 @@ def test_each_direction_is_gathered_where_it_fits(gathering):
     mask = AttentionMask(61, 61, causal=True)
     shards = make_shards("zigzag", 61, 3)
     gather_plan = make_gather_plan(make_plan(shards, shards, mask, "keys"), 0, PAD_ROWS)
-    forward, backward = (fused_bytes(k, v, gather_plan, 3, backward=either) for either in (False, True))
+    forward, backward = (gather_bytes(2, 2, 24, 4, gather_plan, 3, backward=either) for either in (False, True))
     found = []
     for budget in (forward - 1, forward, backward - 1, backward):
         gathering.clear()
@@ -255,8 +248,7 @@ def test_every_returning_row_finds_its_own():
 
 def test_head_groups_keep_pushes_large_and_divide_the_heads():
     def groups(rows: int, heads: int) -> int:
-        k = torch.empty(1, 0, heads, 128, dtype=torch.bfloat16)
-        return choose_groups(k, k, GatherPlan((), (), 0, rows, 0))
+        return count_groups(1, heads, 2 * 128, 2, rows)
 
     assert [groups(n, 8) for n in (1024, 4096, 65536)] == [1, 1, 1]
     assert [groups(n, 32) for n in (1024, 2048, 4096, 65536)] == [1, 2, 4, 4]

@@ -287,22 +287,9 @@ def test_many_at_once_get_their_answers_alone_and_all_pages_are_freed(server):
 
 
 def test_the_bench_finds_equal_answers_alone_and_beside_others(server, tmp_path, capsys):
-    words = [
-        "--contexts",
-        "300",
-        "--repeats",
-        "2",
-        "--clients",
-        "1",
-        "6",
-        "--prompt-lengths",
-        "20",
-        "60",
-        "--tokens",
-        "8",
-    ]
-    words += ["--requests", "4", "--sample", "3", "--most-clients", "2", "--latency-ms", "1000", "--seed", "1"]
-    assert bench.main(["server", "--url", server.url, *words, "--out", str(tmp_path)]) == 0, capsys.readouterr()
+    words = "--contexts 300 --repeats 2 --clients 1 6 --prompt-lengths 20 60 --tokens 8 --requests 4 --sample 3"
+    words += " --most-clients 2 --latency-ms 1000 --seed 1"
+    assert bench.main(["server", "--url", server.url, *words.split(), "--out", str(tmp_path)]) == 0, capsys.readouterr()
     content = json.loads((tmp_path / "server.json").read_text())
     assert content["machine"]["flags"] == server.state()["server"]["flags"]
     assert (content["machine"]["world_size"], content["machine"]["model"]) == (2, "tiny")
