@@ -55,8 +55,8 @@ def ring_attention(
 
     Args:
         q: Queries of this rank, `b s h d`, fp16, bf16, fp32 or fp64.
-        k: Keys of this rank, `b s hk d`; hk divides h (grouped-query attention).
-        v: Values of this rank, `b s hk dv`.
+        k: Keys of this rank, `b t hk d`, q's dtype; hk divides h (grouped-query attention). t is s without kv_sharding.
+        v: Values of this rank, `b t hk dv`, q's dtype.
         sharding: The positions of each rank, from `ring.sharding`; its documents are part of the mask.
         kv_sharding: For cross attention: the sharding of the keys' own sequence; it may have no other documents than sharding.
         causal: Keys j <= i.
@@ -69,10 +69,10 @@ def ring_attention(
             intersected with the documents of the sharding.
         softmax_scale: Factor on q.k; default d ** -0.5.
         softcap: Bound of the soft cap; 0.0 for none. At most 2**13 in fp16, and 2**16 in bf16.
-        sinks: `h`: one more logit per head, in the denominator only.
-        alibi_slopes: `h`.
-        key_bias: `b s`, added to every score of a key; this rank's keys.
-        bias: Broadcastable to `b h s n`: this rank's query rows x all n keys by global position.
+        sinks: `h`, floating point: one more logit per head, in the denominator only.
+        alibi_slopes: `h`, floating point (Press et al. 2022, "Train Short, Test Long").
+        key_bias: `b t`, floating point, added to every score of a key; this rank's keys.
+        bias: Broadcastable to `b h s n`, floating point: this rank's query rows x all n keys by global position.
         dropout_p: Probability of dropping an attention weight.
         dropout_seed: 64-bit seed of the mask; needed when dropout_p > 0, and equal on all ranks. The mask is a function of
             the seed and global indices, so it is the same at any world size. Seeds are compared between ranks, except with

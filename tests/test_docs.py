@@ -222,7 +222,9 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 220
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/design.md", "docs/contributing.md", "docs/dropins.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/design.md", "docs/contributing.md", "docs/dropins.md", "docs/transport.md"]
+)
 def test_files_named_on_a_page_exist(page: str) -> None:
     named = re.findall(r"`((?:[\w.]+/)*[\w.]+(?:\.py|\.md|/))`", (ROOT / page).read_text())
     named = {path for path in named if "NAME" not in path and path != "x.py"}

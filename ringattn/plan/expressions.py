@@ -498,7 +498,14 @@ def causal() -> Mask:
 
 
 def window(left: int | None, right: int | None = 0) -> Mask:
-    """Return the mask of keys `i - left <= j <= i + right`; None on a side means unbounded.
+    """Return the mask of keys `i - left <= j <= i + right`.
+
+    Args:
+        left: Keys before a query that it sees, at least 0; None: all.
+        right: Keys behind a query that it sees, at least 0; None: all.
+
+    Raises:
+        ValueError: A width is negative or no integer.
 
     Example:
         >>> print(window(1, 0).draw(3))
@@ -511,7 +518,14 @@ def window(left: int | None, right: int | None = 0) -> Mask:
 
 
 def documents(boundaries: Sequence[int]) -> Mask:
-    """Return the mask of pairs in the same document; boundaries `[0, ..., seq_len]` are cumulative lengths."""
+    """Return the mask of pairs in the same document.
+
+    Args:
+        boundaries: Cumulative lengths `[0, ..., seq_len]`, ascending; two equal ones enclose an empty document.
+
+    Raises:
+        ValueError: The boundaries do not ascend from 0, or one is no integer.
+    """
     found = tuple(_natural("boundaries", boundary, 0) for boundary in _listed(boundaries))
     if len(found) < 2 or found[0] != 0 or any(a > b for a, b in pairwise(found)):
         raise ValueError(f"boundaries must ascend from 0 to seq_len, got {boundaries!r}; pass cumulative lengths")
@@ -519,17 +533,24 @@ def documents(boundaries: Sequence[int]) -> Mask:
 
 
 def prefix(length: int) -> Mask:
-    """Return the mask of the first keys of the sequence; with `causal()` united, that of prefix language models."""
+    """Return the mask of the first `length` keys, at least 0, of the sequence; united with `causal()`, that of prefix-LMs."""
     return Prefix(_natural("length", length, 0))
 
 
 def chunks(length: int) -> Mask:
-    """Return the mask of pairs with `i // length == j // length`."""
+    """Return the mask of pairs with `i // length == j // length`; length is at least 1 token."""
     return Chunks(_natural("length", length, 1))
 
 
 def lengths(extents: Sequence[Sequence[int]]) -> Mask:
-    """Return the mask of i and j in [start, stop) of their batch element, one pair per element."""
+    """Return the mask of queries and keys in [start, stop) of their batch element, for padded sequences.
+
+    Args:
+        extents: (start, stop) per batch element, 0 <= start <= stop <= seq_len.
+
+    Raises:
+        ValueError: There are none, one does not ascend, or a bound is no integer of at least 0.
+    """
     found = _pairs("lengths", extents)
     if not found or any(not 0 <= a <= b for a, b in found):
         raise ValueError(
@@ -539,9 +560,15 @@ def lengths(extents: Sequence[Sequence[int]]) -> Mask:
 
 
 def spans(stretches: Sequence[Sequence[int]]) -> Mask:
-    """Return the mask of pairs in the same (start, stop) span, such as an image's; spans ascend and do not overlap.
+    """Return the mask of pairs in the same span; a token outside of all spans sees nothing and is not seen.
 
     `causal() | spans(images)` is causal text in which images see all of themselves.
+
+    Args:
+        stretches: (start, stop) of each span, such as the tokens of an image, ascending and without overlap.
+
+    Raises:
+        ValueError: Spans overlap or do not ascend, or a bound is no integer of at least 0.
     """
     found = _pairs("spans", stretches)
     edges = [edge for stretch in found for edge in stretch]
@@ -553,7 +580,7 @@ def spans(stretches: Sequence[Sequence[int]]) -> Mask:
 
 
 def sinks(length: int) -> Mask:
-    """Return the mask of the first `length` keys of the document of i.
+    """Return the mask of the first `length` keys, at least 0, of the document of each query (attention sinks).
 
     The documents are those that the mask is intersected with and those of the sharding; without, the whole sequence.
     """
@@ -561,7 +588,7 @@ def sinks(length: int) -> Mask:
 
 
 def global_tokens(length: int) -> Mask:
-    """Return the mask of pairs of which one is among the first `length` tokens; documents as for `sinks`."""
+    """Return the mask of pairs of which one is among the first `length` tokens of its document; documents as for `sinks`."""
     return GlobalTokens(_natural("length", length, 0))
 
 
@@ -572,6 +599,12 @@ def tree(parents: Sequence[int | None], lengths: Sequence[int]) -> Tree:
         parents: Per node the index of the node above it, None or -1 for roots. Nodes stand in depth-first order: a node
             follows the one above it or the last of its earlier children's descendants.
         lengths: Tokens of each node, at least 1.
+
+    Returns:
+        The mask, whose `positions` are the place of each token in its own path, for rotary embeddings.
+
+    Raises:
+        ValueError: The nodes are not in depth-first order, parents and lengths differ in number, or one is no integer.
 
     Example:
         >>> print(tree([None, 0, 0], [2, 1, 2]).draw(5))
@@ -605,6 +638,9 @@ def blocks(pattern: Any, block_size: int = 128) -> Mask:
         pattern: Flags, blocks of queries x blocks of keys: a 2-D tensor, array or nested sequence. One for all batch elements
             (`per_batch` takes others) and all heads.
         block_size: Positions of a block, on both sides; the last block of a side may be shorter.
+
+    Raises:
+        ValueError: The pattern is no matrix of flags, or the block size no integer of at least 1.
     """
     shape = tuple(getattr(pattern, "shape", (0, 0)))
     if len(shape) != 2:
@@ -617,7 +653,11 @@ def blocks(pattern: Any, block_size: int = 128) -> Mask:
 
 
 def per_batch(masks: Sequence[Mask]) -> PerBatch:
-    """Return the mask that is masks[b] for batch element b."""
+    """Return the mask that is masks[b] for batch element b.
+
+    Raises:
+        ValueError: There are no masks, or one differs between batch elements already.
+    """
     parts = tuple(map(_checked, masks))
     if not parts or any(part.batch_size is not None for part in parts):
         raise ValueError(

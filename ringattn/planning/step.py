@@ -70,7 +70,7 @@ def collective_s(num_bytes: float, ranks: int, profile: Profile, ranks_per_node:
     return num_bytes / rate / 1e9 + latency / 1e6
 
 
-def _traffic(shape: ModelShape, per_column: tuple[int, int, int]) -> int:
+def _bytes_per_row(shape: ModelShape, per_column: tuple[int, int, int]) -> int:
     """Return the bytes of elementwise kernels per row of a layer."""
     stream, qk, mlp = per_column
     return stream * shape.dim + qk * shape.head_dim * (shape.heads + shape.kv_heads) + mlp * shape.mlp_width
@@ -113,7 +113,7 @@ def training_step(
             kernel = time.kernel_ms * profile.sustained / profile.sustained_factor(time.kernel_ms)
             attention += count * times * kernel / 1e3
             exposed += count * times * max(0.0, time.device_ms - time.kernel_ms) / 1e3
-    traffic = layers * (again * _traffic(shape, FORWARD_BYTES) + _traffic(shape, BACKWARD_BYTES))
+    traffic = layers * (again * _bytes_per_row(shape, FORWARD_BYTES) + _bytes_per_row(shape, BACKWARD_BYTES))
     elementwise = rows * (traffic + LOSS_BYTES * shape.vocab_size) / tp / profile.memory_gbps / 1e9
     # ranks of a node that hold the same part of tensor-parallel weights
     per_node, others = max(1, gpus_per_node // tp), (shards - 1) / shards / tp
@@ -157,7 +157,7 @@ def prefill_s(
     rows, layers = -(-tokens // calls[0][0].world_size), shape.layers
     flops = 2.0 * rows * layers * shape.active_layer_parameters / tp
     times = [(attention_time(call, profile, "forward"), count) for call, count in calls]
-    traffic = rows * layers * _traffic(shape, FORWARD_BYTES) * (COMPILED if compiled else 1) / tp
+    traffic = rows * layers * _bytes_per_row(shape, FORWARD_BYTES) * (COMPILED if compiled else 1) / tp
     return Seconds(
         matmul=flops / profile.matmul_tflops / 1e12,
         attention=sum(count * time.kernel_ms for time, count in times) / 1e3,
