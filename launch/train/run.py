@@ -36,7 +36,7 @@ from ringattn.launch.train.parallel import make_parallel, mesh_sizes, single_ran
 from ringattn.launch.train.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer, read_config_json
 from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance, steps_on_one_rank
 from ringattn.plan.mask import AttentionMask
-from ringattn.planning import Memory, ModelShape
+from ringattn.planning import Memory, ModelShape, load_shape
 from ringattn.planning.memory import heads_of, training_memory
 from ringattn.planning.ring_time import RingCall
 
@@ -150,19 +150,17 @@ def compare_results(
 
 
 def planned_memory(config: Config, dp: int, cp: int, schedule: str = "fused") -> Memory:
-    """Return the memory of a rank that the planner expects of a run of our own model on GPUs."""
+    """Return the memory of a rank that the planner expects of a run on GPUs.
+
+    Raises:
+        ValueError: The planner does not know the shape of the model of transformers.
+    """
     model = config.shape()
-    shape = ModelShape(
-        "the model",
-        model.dim,
-        model.num_layers,
-        model.num_heads,
-        model.num_kv_heads,
-        model.head_dim,
-        model.mlp_dim,
-        model.vocab_size,
-        tied=model.tie_embeddings,
-    )
+    if config.model is None:
+        sizes = model.dim, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim, model.mlp_dim
+        shape = ModelShape("the model", *sizes, model.vocab_size, tied=model.tie_embeddings)
+    else:
+        shape = load_shape(config.model)
     sequences = config.batch_size // (config.accumulate * dp)
     window = None if model.window is None else (model.window - 1, 0)
     mask = AttentionMask(config.seq_len, config.seq_len, causal=True, window=window)
@@ -174,7 +172,10 @@ def planned_memory(config: Config, dp: int, cp: int, schedule: str = "fused") ->
 
 
 def check_memory(config: Config, world_size: int, whole: int) -> str:
-    """Return the planned memory of a run of our own model in words; raise Refusal if GPUs of `whole` bytes cannot hold it."""
+    """Return the planned memory of a run in words; raise Refusal if GPUs of `whole` bytes cannot hold one of our own model.
+
+    Plans of models of transformers are not compared with measurements, so they only warn.
+    """
     dp, cp = mesh_sizes(config.mesh, world_size)
 
     def plan(ranks: int = cp, **changes: Any) -> Memory:
@@ -201,7 +202,7 @@ def check_memory(config: Config, world_size: int, whole: int) -> str:
         if name not in fitting and (total := plan(**{name: value}).total) <= whole:
             fitting[name] = f"{flags[name].format(value)} ({total / 2**30:.1f} GiB)"
     remedy = f"take {' or '.join([*fitting.values(), '--no-check-memory to go on anyway'])}"
-    return check_fits(planned, whole, remedy, refuse=config.check_memory)
+    return check_fits(planned, whole, remedy, refuse=config.check_memory and config.model is None)
 
 
 class Run:
@@ -221,8 +222,11 @@ class Run:
         self.recipe = config.recipe(rank.device, self.corpus.separator)
         self.bar: Any = None
         whole = least_gpu_bytes(rank)
-        if whole is not None and config.model is None:
-            self.print(check_memory(config, rank.world_size, whole))
+        if whole is not None:
+            try:
+                self.print(check_memory(config, rank.world_size, whole))
+            except ValueError as error:
+                self.print(f"memory is not planned: {error}")
         self.checkpoints = Checkpoints(self.out, rank)
         # a group per rank, for steps without the others
         self._single: Any = dist.new_group([rank.index], use_local_synchronization=True)

@@ -564,6 +564,17 @@ def test_a_plan_within_its_error_warns_and_a_flag_goes_on():
     assert check_memory(going_on, 1, int(planned / 2)).startswith("warning: planned memory")
 
 
+def test_a_plan_of_a_model_of_transformers_only_warns(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    sizes |= {"intermediate_size": 14336, "vocab_size": 128256}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    said = check_memory_of(model=str(tmp_path))
+    assert re.match(r"warning: planned memory \d{3}\.\d of 16.0 GiB", said), said
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="a configuration must have hidden_size"):
+        check_memory_of(model=str(tmp_path))
+
+
 # a validation and a picture after every other step: time to disturb a run before it ends
 SLOW = ("--compare-steps", "0", "--eval-interval", "2")
 
