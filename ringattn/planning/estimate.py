@@ -53,11 +53,18 @@ class Candidate:
     """One mesh with its options, its memory and, where it fits and is fast enough to be simulated, its time.
 
     Attributes:
+        mesh: Ranks of each dimension.
+        layout: Layout of the shards.
+        schedule: "fused", "stepwise" or "process_group".
+        recompute: "none", "selective" or "full".
         keep: The backward uses the keys that the forward gathered.
         sequences: Sequences of a step of all data-parallel ranks.
+        memory: Bytes of the fullest rank.
         seconds: Of a step, or of a prompt when serving; None: it was not simulated.
         bound_s: Least seconds per step: matrix products and attention at full speed.
         token_ms: Milliseconds per token when serving.
+        mfu: Model FLOPs over seconds, GPUs and peak FLOP/s, from 0 to 1; nothing is counted twice for recomputation.
+        tokens_per_s: Tokens per second of all GPUs; new ones when serving.
         reason: Why it is not the best; "" for the best.
     """
 
@@ -110,7 +117,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Candidates of a job, best first; those that do not fit come last."""
+    """Candidates of a job, best first; those that do not fit come last.
+
+    Attributes:
+        job: The arguments of `estimate`, resolved.
+        candidates: One per mesh, with the least recomputation that fits.
+    """
 
     job: Job
     candidates: tuple[Candidate, ...]
@@ -164,13 +176,14 @@ def estimate(
     Args:
         model: A preset such as "llama3-8b", the path of a `config.json` of transformers, or its content.
         tokens: Tokens of a sequence.
-        gpus: All GPUs; gpus_per_node: those that NVLink connects.
+        gpus: All GPUs of the job.
+        gpus_per_node: GPUs that NVLink connects.
         gpu: "h100", "h200", "a100", "b200", or a file that `doctor --profile` wrote.
         link_gbps: 10^9 bytes per second of a GPU to another node; None: that of the profile.
         mode: "train": a step with FSDP; "serve": a prompt and tokens, with all weights on every rank.
         batch: Sequences of a step of all ranks, or requests when serving; None: one per data-parallel rank, one request.
         documents: Boundaries (0, ..., tokens) of packed documents.
-        causal: See `ring_attention`, as for window, prefix_len and chunk_len.
+        causal: See `ring_attention`; also window, prefix_len and chunk_len.
         recompute: "none", "selective" or "full"; None: all are tried.
         layout: Layout of the shards; None: the best for the mask.
 

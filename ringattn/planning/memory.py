@@ -38,7 +38,18 @@ SAVED_MLP = 4.0
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank by what they are for."""
+    """Bytes of one rank by what they are for, at its peak.
+
+    Attributes:
+        weights: This rank's share in fp32 in training; all weights in bf16 when serving.
+        gradients: Reduced gradients in fp32 that exist at the peak.
+        optimizer: State of AdamW in fp32.
+        activations: Tensors that layers save for their backward, and keys that a forward gathered.
+        working: Tensors of the layer that is computed, and its gathered parameters.
+        ring: Buffers of the ring.
+        kv_cache: Keys and values of all requests when serving.
+        reserve: Memory that libraries take outside of tensors.
+    """
 
     weights: float = 0.0
     gradients: float = 0.0

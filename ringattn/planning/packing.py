@@ -68,7 +68,12 @@ class PackedSequence:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One batch over all ranks: a sequence per data-parallel ring; see `pack`."""
+    """One batch over all ranks: a sequence per data-parallel ring; see `pack`.
+
+    Attributes:
+        sequences: The documents of each ring.
+        pairs_per_token: Visible pairs of attention that cost as much as all else of a token.
+    """
 
     sequences: tuple[PackedSequence, ...]
     pairs_per_token: float = PAIRS_PER_TOKEN
@@ -109,7 +114,8 @@ def pack(
     Args:
         lengths: Tokens of every document.
         tokens: Tokens of a batch, over all ranks.
-        cp: Ranks of a ring; dp: rings.
+        cp: Ranks of a ring.
+        dp: Rings.
         pairs_per_token: Visible pairs of attention that cost as much as all else of a token.
         tolerance: Largest work of a rank over the mean that is good enough; less moves more rows.
 
@@ -166,6 +172,9 @@ def place(
 
     Args:
         lengths: Tokens of the documents of a batch.
+        cp: Ranks of a ring.
+        dp: Rings.
+        pairs_per_token: See `pack`; also tolerance.
         window: Tokens that each token sees; None: all before it.
         indices: Their indices in a longer list; None: from 0 on.
         keep_order: Documents of a ring are packed in their order, not by rank.

@@ -71,6 +71,8 @@ class Profile:
         host_us: Host time by name: of a call, of each peer of a call, of a layer.
         schedule: Schedule of a ring within a host by default; "fused" needs the Hopper kernels and the copy engine.
         reserve_gib: Memory that libraries take outside of tensors.
+        fitted_from: Files of rows to which numbers were fitted.
+        assumed: Numbers that were not measured on this GPU, with their source.
     """
 
     name: str

@@ -29,7 +29,17 @@ COMPILED = 0.4
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of a step on the slowest rank by what they are for."""
+    """Seconds of a step on the slowest rank by what they are for.
+
+    Attributes:
+        matmul: Matrix products, repeated ones included.
+        attention: Attention kernels as on one GPU with the same work.
+        elementwise: Norms, rotary embeddings, activations and residuals.
+        optimizer: The update.
+        ring_exposed: Time of attention calls beyond their kernels.
+        fsdp_exposed: All-gathers and reduce-scatters of FSDP that no layer hides.
+        tp_exposed: All-reduces of tensor parallelism.
+    """
 
     matmul: float = 0.0
     attention: float = 0.0

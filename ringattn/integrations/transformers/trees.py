@@ -31,6 +31,9 @@ def pack_answers(samples: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> tuple[di
     Returns:
         `input_ids` and `labels` `1 n`, the prompts' labels -100; and the tree.
 
+    Raises:
+        ValueError: A prompt is empty, or a tensor is not 1-D.
+
     Example:
         >>> batch, shared = pack_answers([(torch.tensor([1, 2, 3]), [torch.tensor([7, 8]), torch.tensor([9])])])
         >>> batch["input_ids"].tolist(), batch["labels"].tolist()
