@@ -30,7 +30,7 @@ Note [Bytes in pairs]
     exponent is biased by 15 instead of 7. Scales are of rows, so they are part of scores and of p, never of a tile.
 """
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 # (powers of two may be constants of kernels)
 
 from __future__ import annotations

@@ -86,18 +86,17 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, norm, logits.
+    """Embedding, two blocks, norm, logits.
 
     Args:
-        num_blocks: Blocks.
         recompute: A key of CHECKPOINTS, or None.
         sinks: Whether each head has one.
     """
 
-    def __init__(self, num_blocks: int = 2, recompute: str | None = None, sinks: bool = False) -> None:
+    def __init__(self, recompute: str | None = None, sinks: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(sinks) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(sinks) for _ in range(2))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.recompute = recompute

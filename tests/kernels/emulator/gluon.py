@@ -42,7 +42,6 @@ import torch
 import triton.language as tl
 
 SHARED_BYTES = 227 * 1024
-REGISTER_FILE = 65536
 FREE_BARRIERS = range(8, 16)
 WARP = 32
 
