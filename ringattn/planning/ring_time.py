@@ -22,7 +22,7 @@ from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.buffers import count_groups
 from ringattn.plan.device_tables import gathered_key, side_key, stationary_side
 from ringattn.plan.layouts import Shard, make_shards, shard_len
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import AttentionMask, MaskAxis
 from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.ring_plan import Nodes, Plan, RecvSpec, RingStep, make_gather_plan, make_nodes, make_plan
 from ringattn.planning.attention_launch import Heads, launch_ms
@@ -115,7 +115,7 @@ class RingCall:
         """The ring plan in which keys move."""
         return make_plan(self.shards, self.shards, self.mask, "keys", self.node_ranks)
 
-    def moved(self, *, backward: bool) -> tuple[Plan, str, int, int]:
+    def moved(self, *, backward: bool) -> tuple[Plan, MaskAxis, int, int]:
         """Return the plan of a stepwise call, the side that moves, and the bytes of its rows and of their gradients.
 
         A backward moves the side with fewer bytes: keys and values, or q, o, do and two statistics of each query.
