@@ -140,16 +140,14 @@ def _kernel_rows(session: Session, sizes: Sizes) -> list[Row]:
 
 def _rings(session: Session, sizes: Sizes, profile: Profile) -> Profile:
     """Return the profile with links, slowdowns and host times of rings over all ranks."""
-    on_gpus = session.device.type == "cuda"
-    wanted: list[ScheduleName] = ["process_group"]
-    if on_gpus:
-        wanted += ["stepwise", "fused"] if profile.schedule == "fused" else ["stepwise"]
-    rings, names = open_rings(wanted, session), {display_name(name, session): name for name in wanted}
+    names: tuple[ScheduleName, ...] = ("process_group", "stepwise", "fused")
+    wanted = names[: 1 if session.device.type != "cuda" else 3 if profile.schedule == "fused" else 2]
+    rings, schedules = open_rings(wanted, session), {display_name(name, session): name for name in wanted}
     found: list[Row] = []
     with own_stream(session.device):
         for tokens in sizes.ring_tokens:
             for who, ring in rings.items():
-                found.append(_ring_row(session, sizes, ring, tokens) | {"who": names[who]})
+                found.append(_ring_row(session, sizes, ring, tokens) | {"who": schedules[who]})
                 session.barrier()
                 ring.close()
                 free_memory()
