@@ -633,7 +633,8 @@ def backward_kernel(
     q, do, k and v are described as rows of one head (`descriptors.rows_of`), lse and delta as lists with heads of
     `padded_queries` numbers: start values of the products, or for scores that are not plain lse in log2 units and
     -delta. dq is fp32 and added to, times softmax_scale under SCALE_DQ. dk and dv are written (under ADD: added to) in
-    the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `slots
+    the dtype of their tensors, whose strides are in units of UNIT elements, or, where the tensors of the dtype of q are
+    described by `dk_desc` and `dv_desc`, stored by the copy engine; `parts` takes those of split tiles, `slots
     128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the
     addresses of regions `b hk grad_buffer_rows`), and `dkey_bias_parts` `slots 128`. `scale` is softmax_scale * log2(e), or under
     SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
