@@ -19,7 +19,6 @@ EVERY = {
     "test_hopper.py::test_masks_of_several_terms_stay_within_budget": 2,
     "test_hopper.py::test_no_order_of_events_changes_what_is_computed": 2,
     "test_hopper_backward.py::test_backward_stays_within_budget": 3,
-    "test_hopper_backward.py::test_sums_that_leave_through_shared_memory_stay_within_budget": 2,
     "test_hopper_fused_backward.py::test_contributions_are_the_bits_of_visits_one_by_one": 5,
     "test_hopper_fused_backward.py::test_wide_contributions_are_the_bits_of_visits_one_by_one": 3,
     "test_hopper_fused_backward.py::test_gradients_come_home_and_stay_within_budget": 6,

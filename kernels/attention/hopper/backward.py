@@ -208,7 +208,7 @@ def _producer(
 @gluon.jit
 def _storer(
     work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, near, D: gl.constexpr, DV: gl.constexpr,
-    BM: gl.constexpr, ADD: gl.constexpr, GRAD_BUFFERS: gl.constexpr,
+    BM: gl.constexpr, GRAD_BUFFERS: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
     at = gl.load(starts + gl.program_id(0))
@@ -241,27 +241,28 @@ def _storer(
                 sync(DQ_FREE, 160)
                 sync(DQ_FREE + 1, 160)
         if dk_desc is not None:
+            DTYPE: gl.constexpr = dk_desc.dtype
+            LAYOUT: gl.constexpr = dk_desc.layout
             if slot < 0:
-                for n in gl.static_range((D + DV) // COLUMNS):
+                for n in gl.static_range(2):
                     tma.store_wait(1)
                     arrive(DQ_FREE, 160)
                     tma.store_wait(0)
                     arrive(DQ_FREE + 1, 160)
                     for which in gl.static_range(2):
                         sync(DQ_FULL + which, 160)
-                        if n * COLUMNS < D:
-                            _move(dk_desc, [b, h_kv, row + which * HALF, n * COLUMNS], dq_s.index(which), ADD)
+                        place = [b, h_kv, row + which * HALF, 0]
+                        if n == 0:
+                            tma.async_copy_shared_to_global(dk_desc, place, _sums(dq_s.index(which), DTYPE, LAYOUT, D))
                         else:
-                            _move(dv_desc, [b, h_kv, row + which * HALF, n * COLUMNS - D], dq_s.index(which), ADD)
+                            tma.async_copy_shared_to_global(dv_desc, place, _sums(dq_s.index(which), DTYPE, LAYOUT, DV))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _move(descriptor, coordinates, source, ADD: gl.constexpr):
-    if ADD:
-        reduce_add(descriptor, coordinates, source)
-    else:
-        tma.async_copy_shared_to_global(descriptor, coordinates, source)
+def _sums(half, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, WIDTH: gl.constexpr):
+    """Half of the buffer of dq as 64 x WIDTH sums of 16 bits."""
+    return half._reinterpret(DTYPE, [1, 1, HALF, WIDTH], LAYOUT)
 
 
 @gluon.jit
@@ -320,14 +321,12 @@ def _put_dq(WHICH: gl.constexpr, dq, dq_half, softmax_scale, SCALE_DQ: gl.conste
 
 
 @gluon.jit
-def _hand(WHICH: gl.constexpr, sums, half, WIDTH: gl.constexpr, COLUMNS: gl.constexpr):
-    """Hands 64 x WIDTH sums to the storer, COLUMNS at a time, through the buffer of dq."""
-    if WIDTH == COLUMNS:
-        _put_dq(WHICH, sums, half, 1.0, False)
-    else:
-        left, right = gl.split(gl.permute(gl.reshape(sums, [HALF, 2, COLUMNS]), [0, 2, 1]))
-        _put_dq(WHICH, left, half, 1.0, False)
-        _put_dq(WHICH, right, half, 1.0, False)
+def _put_sums(WHICH: gl.constexpr, sums, half, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, WIDTH: gl.constexpr):
+    """Hands 64 x WIDTH sums to the storer through the buffer of dq."""
+    sync(DQ_FREE + WHICH, 160)
+    _sums(half, DTYPE, LAYOUT, WIDTH).reshape([HALF, WIDTH]).store(sums.to(DTYPE))
+    fence_async_shared()
+    arrive(DQ_FULL + WHICH, 160)
 
 
 @gluon.jit
@@ -335,7 +334,7 @@ def _step(
     WHICH: gl.constexpr, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi, queries,
     q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale,
     MASKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr, DOT_ONLY: gl.constexpr,
-    SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr, WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr,
+    SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr, WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr,
     LATE_ADDRESSES: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     """Adds what one block of queries sends to 64 keys, and makes this warpgroup's half of the block's dq.
@@ -348,8 +347,6 @@ def _step(
     dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
-    # behind the selects of a mask the compiler would wait for S before it issues dP
-    EARLY: gl.constexpr = PIN or MASKED
     st = count & 1
     phase = (count >> 1) & 1
     COLUMNS: gl.constexpr = D * BM // 128
@@ -371,9 +368,8 @@ def _step(
     start_dp = _spread(delta_s.index(st), BM)
     if DOT_ONLY:
         if MASKED:
-            start_s = gl.where(visible, start_s, HIDDEN)
-        if EARLY:
-            start_s = pinned(start_s)
+            # behind the selects of a mask the compiler would wait for S before it issues dP
+            start_s = pinned(gl.where(visible, start_s, HIDDEN))
             start_dp = pinned(start_dp)
         s_token = warpgroup_mma(k_w, q.permute((1, 0)), start_s, is_async=True)
     else:
@@ -462,7 +458,7 @@ def _consumer(
     local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
-    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, LATE_ADDRESSES: gl.constexpr, STAGED: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, LATE_ADDRESSES: gl.constexpr, SUMS_LAYOUT: gl.constexpr,
     UNIT: gl.constexpr, HELD: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
@@ -529,7 +525,7 @@ def _consumer(
                     dk, dv, dkey_bias = _step(
                         WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi,
                         queries, q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap,
-                        softmax_scale, True, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN, LATE_ADDRESSES,
+                        softmax_scale, True, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, LATE_ADDRESSES,
                         HELD,
                     )  # fmt: skip
                     x += BM
@@ -539,7 +535,7 @@ def _consumer(
                 dk, dv, dkey_bias = _step(
                     WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, None, None, None, None, queries, q_s, do_s, k_s,
                     v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale, False,
-                    D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, PIN, LATE_ADDRESSES, HELD,
+                    D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, LATE_ADDRESSES, HELD,
                 )  # fmt: skip
                 count += 1
         else:
@@ -557,7 +553,7 @@ def _consumer(
                         WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, k_pos, slope, key_bias, dalibi,
                         queries, q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full,
                         scale, cap, softmax_scale, False, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ,
-                        PIN, LATE_ADDRESSES, HELD,
+                        LATE_ADDRESSES, HELD,
                     )  # fmt: skip
                     x, h = _next(x, h, h_kv * group + g, span, pace)
                     count += 1
@@ -580,9 +576,9 @@ def _consumer(
             part_out = parts + gl.cast(slot, gl.int64) * (TILE * (D + DV))
             _put(part_out, D, dk, WHICH * HALF, TILE, columns_s, D, D, False)
             _put(part_out + TILE * D, DV, dv, WHICH * HALF, TILE, columns_s, DV, DV, False)
-        elif STAGED:
-            _hand(WHICH, dk, dq_half, D, COLUMNS)
-            _hand(WHICH, dv, dq_half, DV, COLUMNS)
+        elif SUMS_LAYOUT is not None:
+            _put_sums(WHICH, dk, dq_s.index(WHICH), q_s.dtype, SUMS_LAYOUT, D)
+            _put_sums(WHICH, dv, dq_s.index(WHICH), q_s.dtype, SUMS_LAYOUT, DV)
         elif grad_buffers is not None:
             side = tiles + again * 4
             begin = gl.load(side + 2)
@@ -629,7 +625,7 @@ def backward_kernel(
     epochs, lo_st, hi_st, near, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
-    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, PIN: gl.constexpr, LATE_ADDRESSES: gl.constexpr, UNIT: gl.constexpr,
+    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, LATE_ADDRESSES: gl.constexpr, UNIT: gl.constexpr,
     DS_LAYOUT: gl.constexpr, HELD: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of one ring step, or dk and dv alone; `rows` are keys, `heads` key heads.
@@ -637,7 +633,8 @@ def backward_kernel(
     q, do, k and v are described as rows of one head (`descriptors.rows_of`), lse and delta as lists with heads of
     `padded_queries` numbers: start values of the products, or for scores that are not plain lse in log2 units and
     -delta. dq is fp32 and added to, times softmax_scale under SCALE_DQ. dk and dv are written (under ADD: added to) in
-    the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `slots
+    the dtype of their tensors, whose strides are in units of UNIT elements, or, where the tensors of the dtype of q are
+    described by `dk_desc` and `dv_desc`, stored by the copy engine; `parts` takes those of split tiles, `slots
     128 D` and `slots 128 DV` for each slot, fp32. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the
     addresses of regions `b hk grad_buffer_rows`), and `dkey_bias_parts` `slots 128`. `scale` is softmax_scale * log2(e), or under
     SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e).
@@ -649,6 +646,7 @@ def backward_kernel(
 
     `near` chooses between the orders of Note [Order of blocks]. HELD: columns of V that stay in registers.
     """
+    SUMS_LAYOUT: gl.constexpr = None if dk_desc is None else dk_desc.layout
     COLUMNS: gl.constexpr = D * BM // 128
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BM, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BM, DV], do_desc.layout)
@@ -677,19 +675,19 @@ def backward_kernel(
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     LATE_ADDRESSES, dk_desc is not None, UNIT, HELD)),
+                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     LATE_ADDRESSES, dk_desc is not None, UNIT, HELD)),
+                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
                      heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, near, BM)),
-            (_storer, (work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, near, D, DV, BM, ADD,
+            (_storer, (work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, near, D, DV, BM,
                      grad_buffers is not None)),
         ], [4, 1, 1], [240, 24, 24])  # fmt: skip
     else:
@@ -699,15 +697,15 @@ def backward_kernel(
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     LATE_ADDRESSES, dk_desc is not None, UNIT, HELD)),
+                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ, PIN,
-                     LATE_ADDRESSES, dk_desc is not None, UNIT, HELD)),
+                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
                      heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, near, BM)),

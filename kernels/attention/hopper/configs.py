@@ -56,20 +56,16 @@ class DkvConfig:
 
     Attributes:
         block: Query rows of a block: 64 or 128, without dq also 32.
-        pin: Start values get registers of their own before the first product, so that both products are in flight at once.
         persistent: As many programs as multiprocessors, which take several tiles each; else one tile per program.
         late_addresses: Addresses of K and V are made where products use them, in uniform registers; else they are kept through all
             loops. Costs some 40 uniform instructions a block.
-        staged: dk and dv in fp32 leave through the buffer of dq and the bulk copy engine, not from registers.
         held: Columns of V that dP reads from registers instead of shared memory, where the score is plain.
         tile: Keys of a tile.
     """
 
     block: int
-    pin: bool = False
     persistent: bool = True
     late_addresses: bool = True
-    staged: bool = False
     held: int = 0
     tile: ClassVar[int] = 128
 

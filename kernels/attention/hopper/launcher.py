@@ -437,18 +437,19 @@ def launch_dkv(
     of_rows: tuple[int, ...] = ()
     of_order: tuple[int, ...] = ()
     if isinstance(config, DkvConfig):
-        staged = config.staged and want_dq and remote is None
-        staged = staged and all(total_of.dtype == torch.float32 and describable(total_of) for total_of in sums)
+        # rounded sums of a whole tile leave through the buffer of dq and the copy engine
+        staged = want_dq and remote is None and not out.accumulate_keys
+        staged = staged and all(total_of.dtype == q.dtype and describable(total_of) for total_of in sums)
         half = columns[0] * block // 128
         of_tiles = (
             None if total is None else rows_of(total, 64, half),
-            *([rows_of(total_of, 64, half) for total_of in sums] if staged else (None, None)),
+            *([rows_of(*of) for of in zip(sums, (64, 64), columns, strict=True)] if staged else (None, None)),
         )
         of_dalibi, of_rows = (dalibi,), (s,)
         of_order = (int(shape.streamed_bytes > L2_BYTES),)
         kernel = backward_kernel
         switches: dict[str, Any] = {
-            "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct, "PIN": config.pin and dot_only,
+            "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct,
             "LATE_ADDRESSES": config.late_addresses, "DS_LAYOUT": layout_of((tile, block), q.dtype),
             "HELD": config.held if dot_only else 0,
         }  # fmt: skip

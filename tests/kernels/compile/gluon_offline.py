@@ -370,6 +370,7 @@ def main(arguments: list[str]) -> None:
             not options.carry_out,
             options.accumulate,
             options.deterministic,
+            options.rounded,
             options.seq_len,
             options.gathered,
             terms=options.terms,
