@@ -52,6 +52,10 @@ EMPTY_K = gl.constexpr(8)  # the first free named barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 GROWTH = gl.constexpr(8.0)  # weights stay below 2^8, which every dtype holds
+# rows and lanes of a warpgroup: what threads hold of an accumulator once its columns are added up
+LANES = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)
 ALL = gl.constexpr(2**31 - 1)  # beyond every place of a flag
 
 
@@ -296,12 +300,13 @@ def _scaled(acc, alpha):
 
 
 @gluon.jit
-def _softmax(s, m_i, l_i, scale, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
+def _softmax(s, m_i, l_i, scale, ROWS: gl.constexpr, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
     """(p, m, l, alpha): weights of a block and what they make of the state; GUARD: a row may have seen nothing so far.
 
-    LAZY: m follows the maximum only once that has grown by GROWTH, so that alpha is 1 in most blocks.
+    l is that of `_lane_sums`. LAZY: m follows the maximum only once that has grown by GROWTH, so that alpha is 1 in most
+    blocks.
     """
-    top = gl.max(s, 1)
+    top = _row_max(s, ROWS)
     if DOT_ONLY:
         top = top * scale
     m_new = gl.maximum(m_i, top)
@@ -315,7 +320,27 @@ def _softmax(s, m_i, l_i, scale, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LA
         p = gl.exp2(s * scale - gl.expand_dims(m_ref, 1))
     else:
         p = gl.exp2(s - gl.expand_dims(m_ref, 1))
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+    return p, m_new, l_i * _of_lanes(alpha) + _lane_sums(p), alpha
+
+
+@gluon.jit
+def _row_max(s, ROWS: gl.constexpr):
+    """The largest score of each row, through a tree: in one chain of comparisons each waits for the one before."""
+    top = gl.max(gl.max(gl.max(gl.reshape(s, [64, 2, s.shape[1] // 16, 4, 2]), 4), 2), 1)
+    return gl.convert_layout(gl.max(top, 1), ROWS, assert_trivial=True)
+
+
+@gluon.jit
+def _of_lanes(x):
+    """A number per row as one per row and lane: `rows 1` in the layout of `_lane_sums`."""
+    return gl.convert_layout(gl.expand_dims(x, 1), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def _lane_sums(p):
+    """Sums of the columns that each thread has of a row, `rows 4`: what four lanes have is added up once per tile."""
+    sums = gl.sum(gl.sum(gl.reshape(p, [64, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(sums, LANES, assert_trivial=True)
 
 
 @gluon.jit
@@ -461,7 +486,7 @@ def _consumer(
         if not AHEAD:
             low, high = _first_limits(INDEX, at, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
         m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
-        l_i = gl.full([64], 0.0, gl.float32, s_rows)
+        l_i = gl.zeros([64, 4], gl.float32, LANES)
         acc = gl.zeros([64, DV], gl.float32, o_layout)
         slope = None
         distance = None
@@ -486,7 +511,7 @@ def _consumer(
             s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
         if masked > 0:
             s = _hide(s, low, high, key, s_columns)
-        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, DOT_ONLY, True, LAZY)
+        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, s_rows, DOT_ONLY, True, LAZY)
         alpha = gl.convert_layout(alpha, o_rows)
         p = gl.convert_layout(p.to(dtype), p_layout)
 
@@ -513,7 +538,7 @@ def _consumer(
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             s = _hide(s, low, high, key, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, DOT_ONLY, True, LAZY)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, s_rows, DOT_ONLY, True, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
             alpha = gl.convert_layout(alpha, o_rows)
@@ -538,12 +563,13 @@ def _consumer(
             )  # fmt: skip
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, DOT_ONLY, GUARD, LAZY)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, s_rows, DOT_ONLY, GUARD, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
+        l_i = gl.convert_layout(gl.sum(l_i, 1), s_rows, assert_trivial=True)
         # the last p v; what was carried arrives beneath it
         q_place = (at - first) % Q_STAGES * CONSUMERS + INDEX
         if not STORE:
