@@ -300,13 +300,16 @@ def _scaled(acc, alpha):
 
 
 @gluon.jit
-def _softmax(s, m_i, l_i, scale, ROWS: gl.constexpr, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
+def _softmax(s, m_i, l_i, scale, TREE: gl.constexpr, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
     """(p, m, l, alpha): weights of a block and what they make of the state; GUARD: a row may have seen nothing so far.
 
-    l is that of `_lane_sums`. LAZY: m follows the maximum only once that has grown by GROWTH, so that alpha is 1 in most
-    blocks.
+    l is that of `_lane_sums`. TREE: the layout of m where maxima are made by `_row_max`, or None. LAZY: m follows the maximum
+    only once that has grown by GROWTH, so that alpha is 1 in most blocks.
     """
-    top = _row_max(s, ROWS)
+    if TREE is None:
+        top = gl.max(s, 1)
+    else:
+        top = _row_max(s, TREE)
     if DOT_ONLY:
         top = top * scale
     m_new = gl.maximum(m_i, top)
@@ -446,6 +449,7 @@ def _consumer(
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     threads: gl.constexpr = 128 * CONSUMERS + 32
     tile: gl.constexpr = 64 * CONSUMERS
+    tree: gl.constexpr = s_rows if CONSUMERS == 3 else None  # two consumers wait for other things, and lose by it
     # full blocks of other scores need to know where they are
     PLACED: gl.constexpr = alibi_slopes is not None or key_bias is not None
     GUARD: gl.constexpr = key_bias is not None
@@ -511,7 +515,7 @@ def _consumer(
             s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
         if masked > 0:
             s = _hide(s, low, high, key, s_columns)
-        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, s_rows, DOT_ONLY, True, LAZY)
+        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, True, LAZY)
         alpha = gl.convert_layout(alpha, o_rows)
         p = gl.convert_layout(p.to(dtype), p_layout)
 
@@ -538,7 +542,7 @@ def _consumer(
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             s = _hide(s, low, high, key, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, s_rows, DOT_ONLY, True, LAZY)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, True, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
             alpha = gl.convert_layout(alpha, o_rows)
@@ -563,7 +567,7 @@ def _consumer(
             )  # fmt: skip
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, s_rows, DOT_ONLY, GUARD, LAZY)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, GUARD, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
             alpha = gl.convert_layout(alpha, o_rows)
