@@ -52,6 +52,10 @@ EMPTY_K = gl.constexpr(8)  # the first free named barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 GROWTH = gl.constexpr(8.0)  # weights stay below 2^8, which every dtype holds
+# rows and lanes of a warpgroup: what threads hold of an accumulator once its columns are added up
+LANES = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)
 ALL = gl.constexpr(2**31 - 1)  # beyond every place of a flag
 
 
@@ -216,14 +220,37 @@ def _first_limits(
 
 
 @gluon.jit
+def _bits_from(limit):
+    """Words with a bit per column of a thread, 2 i + j for column 8 i + j of 128, set for the columns from `limit` on."""
+    limit = gl.minimum(gl.maximum(limit, 0), 127).to(gl.uint32)  # shifts of 30 and 2, since one by 32 is undefined
+    return (0xFFFFFFFF << ((limit >> 3) * 2)) << gl.minimum(limit & 7, 2)
+
+
+@gluon.jit
 def _hide(s, low, high, key, COLUMNS: gl.constexpr):
-    """Scores of a block whose first key row is `key`, with the pairs outside [low, high) at -inf."""
+    """Scores of a block whose first key row is `key`, with the pairs outside [low, high) at -inf.
+
+    A word per row says which columns are visible; the assembler turns its bits into predicates six at a time.
+    """
     column = gl.arange(0, s.shape[1], COLUMNS)
-    # bits 1 and 2 of a column number are those of a thread, the others constants, which a comparison takes as they are
+    # bits 1 and 2 of a column number are those of a thread, the others constants
     here, lane = gl.expand_dims(column & ~6, 0), gl.expand_dims(column & 6, 0)
-    first = gl.expand_dims(low - key, 1) - lane
-    visible = (here - first).to(gl.uint32) < gl.expand_dims(high - low, 1).to(gl.uint32)
-    return gl.where(visible, s, -float("inf"))
+    bits = _bits_from(gl.expand_dims(low - key, 1) - lane) & ~_bits_from(gl.expand_dims(high - key, 1) - lane)
+    bit, bits = gl.broadcast(1 << ((here >> 2) | (here & 1)).to(gl.uint32), bits)
+    # in assembly, because LLVM makes comparisons of the bits again
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .b32 t;
+        and.b32 t, $2, $3;
+        setp.ne.u32 p, t, 0;
+        selp.f32 $0, $1, 0fFF800000, p;
+        }""",
+        "=f,f,r,r",
+        [s, bits, bit],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -273,12 +300,16 @@ def _scaled(acc, alpha):
 
 
 @gluon.jit
-def _softmax(s, m_i, l_i, scale, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
+def _softmax(s, m_i, l_i, scale, TREE: gl.constexpr, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
     """(p, m, l, alpha): weights of a block and what they make of the state; GUARD: a row may have seen nothing so far.
 
-    LAZY: m follows the maximum only once that has grown by GROWTH, so that alpha is 1 in most blocks.
+    l is that of `_lane_sums`. TREE: the layout of m where maxima are made by `_row_max`, or None. LAZY: m follows the maximum
+    only once that has grown by GROWTH, so that alpha is 1 in most blocks.
     """
-    top = gl.max(s, 1)
+    if TREE is None:
+        top = gl.max(s, 1)
+    else:
+        top = _row_max(s, TREE)
     if DOT_ONLY:
         top = top * scale
     m_new = gl.maximum(m_i, top)
@@ -292,7 +323,27 @@ def _softmax(s, m_i, l_i, scale, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LA
         p = gl.exp2(s * scale - gl.expand_dims(m_ref, 1))
     else:
         p = gl.exp2(s - gl.expand_dims(m_ref, 1))
-    return p, m_new, l_i * alpha + gl.sum(p, 1), alpha
+    return p, m_new, l_i * _of_lanes(alpha) + _lane_sums(p), alpha
+
+
+@gluon.jit
+def _row_max(s, ROWS: gl.constexpr):
+    """The largest score of each row, through a tree: in one chain of comparisons each waits for the one before."""
+    top = gl.max(gl.max(gl.max(gl.reshape(s, [64, 2, s.shape[1] // 16, 4, 2]), 4), 2), 1)
+    return gl.convert_layout(gl.max(top, 1), ROWS, assert_trivial=True)
+
+
+@gluon.jit
+def _of_lanes(x):
+    """A number per row as one per row and lane: `rows 1` in the layout of `_lane_sums`."""
+    return gl.convert_layout(gl.expand_dims(x, 1), LANES, assert_trivial=True)
+
+
+@gluon.jit
+def _lane_sums(p):
+    """Sums of the columns that each thread has of a row, `rows 4`: what four lanes have is added up once per tile."""
+    sums = gl.sum(gl.sum(gl.reshape(p, [64, p.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(sums, LANES, assert_trivial=True)
 
 
 @gluon.jit
@@ -398,6 +449,7 @@ def _consumer(
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     threads: gl.constexpr = 128 * CONSUMERS + 32
     tile: gl.constexpr = 64 * CONSUMERS
+    tree: gl.constexpr = s_rows if CONSUMERS == 3 else None  # two consumers wait for other things, and lose by it
     # full blocks of other scores need to know where they are
     PLACED: gl.constexpr = alibi_slopes is not None or key_bias is not None
     GUARD: gl.constexpr = key_bias is not None
@@ -438,7 +490,7 @@ def _consumer(
         if not AHEAD:
             low, high = _first_limits(INDEX, at, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
         m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
-        l_i = gl.full([64], 0.0, gl.float32, s_rows)
+        l_i = gl.zeros([64, 4], gl.float32, LANES)
         acc = gl.zeros([64, DV], gl.float32, o_layout)
         slope = None
         distance = None
@@ -463,7 +515,7 @@ def _consumer(
             s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
         if masked > 0:
             s = _hide(s, low, high, key, s_columns)
-        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, DOT_ONLY, True, LAZY)
+        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, True, LAZY)
         alpha = gl.convert_layout(alpha, o_rows)
         p = gl.convert_layout(p.to(dtype), p_layout)
 
@@ -490,7 +542,7 @@ def _consumer(
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             s = _hide(s, low, high, key, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, DOT_ONLY, True, LAZY)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, True, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
             alpha = gl.convert_layout(alpha, o_rows)
@@ -515,12 +567,13 @@ def _consumer(
             )  # fmt: skip
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, DOT_ONLY, GUARD, LAZY)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, GUARD, LAZY)
             acc = warpgroup_mma_wait(0, deps=[product])
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
+        l_i = gl.convert_layout(gl.sum(l_i, 1), s_rows, assert_trivial=True)
         # the last p v; what was carried arrives beneath it
         q_place = (at - first) % Q_STAGES * CONSUMERS + INDEX
         if not STORE:

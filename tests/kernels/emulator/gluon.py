@@ -1278,6 +1278,13 @@ def _scale_unless_one(match: re.Match[str], args: Sequence[Any], dtype: Any) -> 
     return args[0] * args[1]
 
 
+@assembly(
+    r"\{ \.reg \.pred p; \.reg \.b32 t; and\.b32 t, \$2, \$3; setp\.ne\.u32 p, t, 0; selp\.f32 \$0, \$1, 0fFF800000, p; \}"
+)
+def _hide_unless_set(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
+    return where((args[1] & args[2]) != 0, args[0], -math.inf)
+
+
 @assembly(r"fence\.proxy\.async(\.shared::cta)?;( mov\.[us]32 \$0, (0|\$1);)?")
 def _fence(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any:
     fence_async_shared()
