@@ -24,6 +24,7 @@ Note [Pipeline]
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
+# pyright: reportOperatorIssue=false
 # (the compiler of kernels fills in builders, folds constants and drops the branches that they close)
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -52,8 +53,8 @@ EMPTY_K = gl.constexpr(8)  # the first free named barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 GROWTH = gl.constexpr(8.0)  # weights stay below 2^8, which every dtype holds
-# rows and lanes of a warpgroup: what threads hold of an accumulator once its columns are added up
-LANES = gl.constexpr(
+# rows x the four threads that share a row: what they hold of an accumulator once its columns are added up
+PER_THREAD = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )
 ALL = gl.constexpr(2**31 - 1)  # beyond every place of a flag
@@ -303,7 +304,7 @@ def _scaled(acc, alpha):
 def _softmax(s, m_i, l_i, scale, TREE: gl.constexpr, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
     """(p, m, l, alpha): weights of a block and what they make of the state; GUARD: a row may have seen nothing so far.
 
-    l is that of `_lane_sums`. TREE: the layout of m where maxima are made by `_row_max`, or None. LAZY: m follows the maximum
+    l is that of `_thread_sums`. TREE: the layout of m where maxima are made by `_row_max`, or None. LAZY: m follows the maximum
     only once that has grown by GROWTH, so that alpha is 1 in most blocks.
     """
     if TREE is None:
@@ -323,7 +324,7 @@ def _softmax(s, m_i, l_i, scale, TREE: gl.constexpr, DOT_ONLY: gl.constexpr, GUA
         p = gl.exp2(s * scale - gl.expand_dims(m_ref, 1))
     else:
         p = gl.exp2(s - gl.expand_dims(m_ref, 1))
-    return p, m_new, l_i * _of_lanes(alpha) + _lane_sums(p), alpha
+    return p, m_new, l_i * _per_thread(alpha) + _thread_sums(p), alpha
 
 
 @gluon.jit
@@ -334,16 +335,16 @@ def _row_max(s, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _of_lanes(x):
-    """A number per row as one per row and lane: `rows 1` in the layout of `_lane_sums`."""
-    return gl.convert_layout(gl.expand_dims(x, 1), LANES, assert_trivial=True)
+def _per_thread(x):
+    """A number per row as one per row and thread: `rows 1` in the layout of `_thread_sums`."""
+    return gl.convert_layout(gl.expand_dims(x, 1), PER_THREAD, assert_trivial=True)
 
 
 @gluon.jit
-def _lane_sums(p):
-    """Sums of the columns that each thread has of a row, `rows 4`: what four lanes have is added up once per tile."""
+def _thread_sums(p):
+    """Sums of the columns that each thread has of a row, `rows 4`; the four threads of a row are added once per tile."""
     sums = gl.sum(gl.sum(gl.reshape(p, [64, p.shape[1] // 8, 4, 2]), 3), 1)
-    return gl.convert_layout(sums, LANES, assert_trivial=True)
+    return gl.convert_layout(sums, PER_THREAD, assert_trivial=True)
 
 
 @gluon.jit
@@ -490,7 +491,7 @@ def _consumer(
         if not AHEAD:
             low, high = _first_limits(INDEX, at, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
         m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
-        l_i = gl.zeros([64, 4], gl.float32, LANES)
+        l_i = gl.zeros([64, 4], gl.float32, PER_THREAD)
         acc = gl.zeros([64, DV], gl.float32, o_layout)
         slope = None
         distance = None
