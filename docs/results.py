@@ -312,7 +312,8 @@ def fa4() -> str:
         return ""
     parts = [
         "### Kernels beside FlashAttention-4\n\nTFLOP/s as above, forward / backward, FlashAttention-4 being 4.0.0b36 on "
-        "nvidia-cutlass-dsl 4.8.1. In these runs our backward at head_dim 64 held V in registers, which spilled; it is off since."
+        "nvidia-cutlass-dsl 4.8.1. The kernels of the H100's run are older: without the changes of 1.2.0, and its backward at "
+        "head_dim 64 held V in registers, which spilled. The H200 was one of two; tests ran on the other."
     ]
     for run in runs:
         parts += [f"{source(run['machine'])}", table_of_masks(run["rows"])]

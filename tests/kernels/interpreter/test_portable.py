@@ -119,14 +119,14 @@ class FarApart:
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, rows: RowMetadata, keys: RowMetadata,
-        score: Score, grads: Grads, *, o: Tensor | None = None, dlse: Tensor | None = None,
+        score: Score, grads: Grads, *, o: Tensor | None = None, dlse: Tensor | None = None, delta_made: bool = False,
     ) -> None:  # fmt: skip
         names = ("dq", "dk", "dv") if grads.dbias is None else ("dq", "dk", "dv", "dbias")
         far = {name: self.place(name, getattr(grads, name)) for name in names}
         do, q, k, v = (self.place(*x) for x in (("do", do), ("q", q), ("k", k), ("v", v)))
         o = None if o is None else self.place("o", o)
         ring_step = (do, q, k, v, lse, delta, rows, keys, self.score(score), replace(grads, **far))
-        portable.backward(*ring_step, o=o, dlse=dlse)
+        portable.backward(*ring_step, o=o, dlse=dlse, delta_made=delta_made)
         for name, x in far.items():
             getattr(grads, name).copy_(x)
 
