@@ -433,7 +433,7 @@ def distinct_kernels(cases: Sequence[AnyCase], args: CheckArgs, session: Session
     found: dict[Hashable, AnyCase] = {}
     for case in cases:
         if unserved(case, args, session.device) is None:
-            terms = isinstance(case, Case) and "mask" in case.mask
+            terms = isinstance(case, Case) and "mask" in case.mask and ("terms", "blocks" in case.name)
             what = case.name if isinstance(case, InferenceCase) else (case.backward, case.batch > 1, terms)
             found[case.dtype, case.head_dim, case.v_head_dim, case.options, what] = case
     return sorted(found.values(), key=lambda case: (-len(case.options), case.name))

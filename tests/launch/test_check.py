@@ -180,8 +180,8 @@ def test_processes_that_compile_end_with_their_parent(how: int) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_few_kernels_are_compiled_by_default(device: str) -> None:
-    # each differs in dozens of kernels, and sixteen processes share them: a first run waits a minute for these
+    # each differs in dozens of kernels, and up to 24 processes share them: a first run waits a minute for these
     args, session = check.CheckArgs(), Session(0, 1, torch.device("cpu"), None)
     cases = list(check.default_cases(4, device))
-    assert len(check.distinct_kernels(cases, args, session)) <= 16
+    assert len(check.distinct_kernels(cases, args, session)) <= 18
     assert len({case.head_dim for case in cases}) == 1
