@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from ringattn.api import ring_attention
 from ringattn.inference import ForwardBatch
 from ringattn.inference import attend as attend_step
+from ringattn.integrations.call_counter import count_sharded_call
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.model_forward import attended_before, untraced
 from ringattn.integrations.transformers.positions import (
@@ -38,18 +39,6 @@ NOT_PASSED = "not passed"
 """Default of position ids: the model does not pass them to attention; None when it passes them and has none."""
 
 _ring_of_one: list[Ring] = []
-_num_calls = [0]
-
-
-def num_attention_calls() -> int:
-    """Return how often `attend`, or another layer that works over sharded rows, was called outside of compiled code."""
-    return _num_calls[0]
-
-
-def count_call() -> None:
-    """Count a call of a layer that works over sharded rows without `attend`, outside of compiled code."""
-    if not torch.compiler.is_compiling():
-        _num_calls[0] += 1
 
 
 def _not_traced_with_step(attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +106,7 @@ def attend(
     """
     if is_tower(module):
         return _attend_whole(module, query, key, value, attention_mask, dropout, scaling, is_causal), None
-    count_call()
+    count_sharded_call()
     ring = (
         step.cache.ring if isinstance(step, ForwardBatch) else sharding.ring if isinstance(sharding, Sharding) else None
     )

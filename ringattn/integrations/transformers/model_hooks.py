@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ringattn.inference import ForwardBatch
-from ringattn.integrations.transformers.attention import num_attention_calls
+from ringattn.integrations.call_counter import num_sharded_calls
 from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
 from ringattn.integrations.transformers.positions import document_positions, has_sections
 from ringattn.integrations.transformers.support import NAME, check_supported, file_of, is_tower
@@ -88,7 +88,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     with sharding.ring.propagate_errors():
         check_supported((module, kwargs), "sharded call")
     if not torch.compiler.is_compiling():
-        _calls_before[module] = num_attention_calls()
+        _calls_before[module] = num_sharded_calls()
     if not _is_innermost(module):
         return None
     taken = _take(args, kwargs, sharding.seq_len, sharding.shard)
@@ -157,7 +157,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def _check_attention(module: nn.Module) -> None:
     """Raise when a model did not attend with ringattn in this call. Compiled layers do not count their calls."""
-    if num_attention_calls() != _calls_before.pop(module, -1):
+    if num_sharded_calls() != _calls_before.pop(module, -1):
         return
     if not _asks_for_ring(module) or not any(
         "ALL_ATTENTION_FUNCTIONS" in file_of(kind) for kind in {type(part) for part in module.modules()}

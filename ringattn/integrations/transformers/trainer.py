@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from ringattn.integrations.accelerate.processes import check_parallelism, make_ring, replica_of, share_batches
+from ringattn.integrations.call_counter import num_sharded_calls
 from ringattn.integrations.transformers import register
-from ringattn.integrations.transformers.attention import num_attention_calls
 from ringattn.integrations.transformers.batch import RingCollator, shard_batch
 from ringattn.integrations.transformers.model_hooks import unattended
 from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
@@ -168,9 +168,9 @@ class RingTrainerMixin(_Base):
                 self.label_smoother.num_items = count if scaled else inputs["num_items_in_batch"]
             elif not self._loss_checked and "num_items_in_batch" in inputs:
                 self._check_count(model, inputs, count)
-        before = num_attention_calls()
+        before = num_sharded_calls()
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if num_attention_calls() == before and self.accelerator.state.dynamo_plugin.backend is DynamoBackend.NO:
+        if num_sharded_calls() == before and self.accelerator.state.dynamo_plugin.backend is DynamoBackend.NO:
             raise unattended(self.model)  # compiled code hides its calls
         return result
 
