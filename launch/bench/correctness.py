@@ -21,7 +21,6 @@ from ringattn.inference import ForwardBatch, attend
 from ringattn.kernels.interface import accumulation_dtype
 from ringattn.launch.bench.inference_model import (
     Decoder,
-    Shape,
     draw_tokens,
     fill_by_prompt,
     make_cache,
@@ -34,6 +33,7 @@ from ringattn.launch.runtime.ring_variants import ScheduleName, display_name
 from ringattn.launch.runtime.session import Session
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import attention_reference, dense_attention
+from ringattn.planning.shapes import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -164,7 +164,7 @@ def _define(inputs: Inputs, tensors: Sequence[Tensor], dtype: torch.dtype, backw
     return {"o": torch.cat(outputs, 1), "dq": torch.cat(dq, 1), "dk": dk, "dv": dv}
 
 
-def check_attention(shape: Shape, dtype: torch.dtype, ring: ringattn.Ring, session: Session) -> dict[str, float]:
+def check_attention(shape: ModelShape, dtype: torch.dtype, ring: ringattn.Ring, session: Session) -> dict[str, float]:
     """Return the part of the error budget that prompts in chunks and single tokens use up, on the worst rank.
 
     A short sequence of the same heads and dtype, against the definition in fp64.
@@ -195,7 +195,9 @@ def check_attention(shape: Shape, dtype: torch.dtype, ring: ringattn.Ring, sessi
     return dict(zip(found, session.maximum(ratios), strict=True))
 
 
-def check_model(shape: Shape, dtype: torch.dtype, model: PreTrainedModel, ring: ringattn.Ring, session: Session) -> str:
+def check_model(
+    shape: ModelShape, dtype: torch.dtype, model: PreTrainedModel, ring: ringattn.Ring, session: Session
+) -> str:
     """Return why the model over the cache is wrong, on any rank; empty when it is right.
 
     Compares logits of a short prompt in chunks, and of tokens after it, with the model in one process with sdpa. Roundings of

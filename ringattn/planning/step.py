@@ -179,9 +179,7 @@ def prefill_s(
 
 def token_ms(shape: ModelShape, context: int, batch: int, world_size: int, profile: Profile) -> float:
     """Return the milliseconds of a decode step; ranks share the cache, the MLPs and the head."""
-    experts = min(shape.experts, shape.active_experts * batch)
-    shared = shape.layers * shape.mlp_parameters(experts) + shape.vocab_size * shape.dim
-    weights = 2 * (shape.layers * shape.attention_parameters + shared / world_size)
+    weights = shape.decode_weight_bytes(batch, world_size)
     bound = (weights + shape.kv_token_bytes * context * batch / world_size) / profile.memory_gbps / 1e6
     host_us = profile.host_us["decode_layer"] + (world_size > 1) * profile.host_us["decode_reduce"]
     return bound + shape.layers * host_us / 1e3

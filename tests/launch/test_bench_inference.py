@@ -15,11 +15,12 @@ from ringattn.inference import attend
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import correctness, inference
 from ringattn.launch.bench.inference import Inference
-from ringattn.launch.bench.inference_model import Shape, full_cache, local_bytes
+from ringattn.launch.bench.inference_model import full_cache, local_bytes
 from ringattn.launch.runtime.session import open_session
+from ringattn.planning.shapes import ModelShape
 from tests.support.drawing import figures
 
-SHAPE = Shape(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
+SHAPE = ModelShape("test", dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
 WORDS = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--mlp-dim", "48", "--vocab-size", "61"]
 WORDS += ["--layers", "2", "--dtype", "fp32", "--chunk", "200", "--tokens", "3", "--rounds", "1", "--device", "cpu"]
 
