@@ -115,7 +115,7 @@ def bench_inference(args: Inference, session: Session, keep: Keep) -> list[Row] 
     bench = _Bench(args, session, keep)
     contexts = args.contexts
     with torch.no_grad(), own_stream(session.device):
-        for what, ratio in check_attention(args.shape(1), bench.dtype, bench.ring, session).items():
+        for what, ratio in check_attention(args.shape(1), args.dtype, bench.ring, session).items():
             session.say(f"check: attention, {what}: {ratio:.2f} of the error budget")
             if ratio > 1:
                 return None

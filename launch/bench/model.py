@@ -24,7 +24,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn.launch.bench.baselines import Unsupported
-from ringattn.launch.bench.correctness import check_rings
+from ringattn.launch.bench.correctness import check_rings, step_difference
 from ringattn.launch.bench.inference_model import ContextArgs
 from ringattn.launch.bench.ring_baselines import torch_context_parallel
 from ringattn.launch.bench.rows import Rows
@@ -179,13 +179,8 @@ def disagreement(args: Model, model: Transformer, ring: ringattn.Ring, session: 
         model.zero_grad(set_to_none=True)
         total, square = session.sum(torch.stack([loss.detach().double(), torch.as_tensor(square)])).tolist()
         found[who] = [total / session.world_size, math.sqrt(square)]
-    # two roundings of bf16 in the loss of one token average out over thousands of them
-    allowed = 1e-3 if args.dtype == "bf16" else 1e-5
-    for who, values in found.items():
-        for name, here, ours in zip(("loss", "gradient norm"), values, found["ring"], strict=True):
-            if not abs(here - ours) <= allowed * (10 if name != "loss" else 1) * abs(ours):
-                wrong[who] = f"wrong {name}: {here:.6g}, ours {ours:.6g}"
-    return wrong
+    differ = {who: step_difference(step, found["ring"], args.dtype) for who, step in found.items()}
+    return wrong | {who: why for who, why in differ.items() if why}
 
 
 def bench_model(args: Model, session: Session, keep: Keep) -> list[dict[str, Any]] | None:

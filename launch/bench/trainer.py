@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 import ringattn
+from ringattn.launch.bench.correctness import step_difference
 from ringattn.launch.bench.inference_model import ModelArgs, draw_tokens, make_model
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, free_memory, mfu_percent
@@ -69,8 +70,11 @@ def bench_trainer(args: Trainer, session: Session, keep: Keep) -> list[dict[str,
         for who in args.who:
             row: dict[str, Any] = {"seq_len": length, "who": who, "ours": who.startswith("ring")}
             found = _measure(args, who, length, session)
-            if "refused" not in found and (wrong := _differs(found, next(iter(known.values()), found), args.dtype)):
-                found = {"refused": wrong}
+            if "refused" not in found:
+                first = next(iter(known.values()), found)
+                here, there = ([one["loss"], one["grad_norm"]] for one in (found, first))
+                if wrong := step_difference(here, there, args.dtype):
+                    found = {"refused": wrong}
             if "refused" not in found:
                 known[who] = found
                 row["ratio"] = known["sdpa"]["step_s"] / found["step_s"] if "sdpa" in known else None
@@ -79,16 +83,6 @@ def bench_trainer(args: Trainer, session: Session, keep: Keep) -> list[dict[str,
             rows.add(row | found)
             free_memory()
     return rows.rows
-
-
-def _differs(found: dict[str, Any], expected: dict[str, Any], dtype: str) -> str:
-    """Return how the first step differs from another implementation's, or nothing."""
-    allowed = 1e-3 if dtype == "bf16" else 1e-5
-    for name, bound in (("loss", allowed), ("grad_norm", 10 * allowed)):
-        here, there = found[name], expected[name]
-        if not abs(here - there) <= bound * abs(there):
-            return f"wrong answer: {name} {here:.6g}, expected {there:.6g}"
-    return ""
 
 
 def _measure(args: Trainer, who: str, length: int, session: Session) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
 from ringattn.kernels.runtime import table_cache
-from ringattn.launch.check.inference import DTYPES
+from ringattn.launch.check.inference import DTYPES, budget_dtypes
 from ringattn.launch.runtime.session import Session
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import dense_attention, visible_pairs
@@ -422,8 +422,7 @@ def examine(case: FuzzCase, kernels: KernelSet, device: torch.device) -> dict[st
     grads = calls.backward(answer)
     if case.deterministic:
         ratios["backward twice"] = same_bits(grads, calls.backward(answer))
-    dtype = DTYPES[case.dtype]
-    low, scaled = (torch.float32, torch.float64) if dtype == torch.float64 else (dtype, None)
+    low, scaled = budget_dtypes(case.dtype)
     exact, rounded = define(case, calls.tensors, torch.float64), define(case, calls.tensors, low)
     draws = [(exact, rounded)]
     for name, x in (answer | grads).items():
