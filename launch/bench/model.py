@@ -57,19 +57,6 @@ class Model(ContextArgs):
     max_step_s: float = 60.0
     name: str = "model"
 
-    def config(self, layers: int) -> ModelConfig:
-        """Return the shape of a model of so many blocks."""
-        return ModelConfig(
-            dim=self.dim,
-            num_layers=layers,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            mlp_dim=self.mlp_dim,
-            vocab_size=self.vocab_size,
-            tie_embeddings=False,
-        )
-
 
 def open_model(args: Model, layers: int, session: Session) -> tuple[Transformer, torch.optim.Optimizer]:
     """Make a model of random weights sharded over all ranks, and its optimizer; no rank ever holds it whole."""
@@ -77,7 +64,8 @@ def open_model(args: Model, layers: int, session: Session) -> tuple[Transformer,
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with torch.device("meta"):
-        model = Transformer(args.config(layers))
+        sizes = layers, args.heads, args.kv_heads, args.head_dim, args.mlp_dim, args.vocab_size
+        model = Transformer(ModelConfig(args.dim, *sizes, tie_embeddings=False))
     for block in model.blocks:
         cast(Block, block).mlp.rows = args.mlp_rows
     mesh = init_device_mesh(session.device.type, (session.world_size,), mesh_dim_names=("cp",))
