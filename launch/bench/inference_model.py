@@ -165,17 +165,8 @@ def make_cache(
     kv_dtype: torch.dtype | None = None,
 ) -> PagedKVCache:
     """Make an empty cache for a model, with `pages` pages on every rank."""
-    return PagedKVCache(
-        ring,
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        pages=pages,
-        page_size=PAGE_SIZE,
-        device=device,
-    )
+    sizes = {name: getattr(shape, name) for name in ("layers", "kv_heads", "head_dim")} | {"page_size": PAGE_SIZE}
+    return PagedKVCache(ring, pages=pages, dtype=dtype, kv_dtype=kv_dtype, device=device, **sizes)
 
 
 def full_cache(
