@@ -145,14 +145,14 @@ def draw_tokens(count: int, vocab_size: int, device: torch.device, seed: int = 0
     return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def pages_for(batch: int, tokens: int, world_size: int, page_size: int = PAGE_SIZE) -> int:
+def pages_for(batch: int, tokens: int, world_size: int) -> int:
     """Return the pages that every rank needs for requests of equal length.
 
     Example:
-        >>> pages_for(2, 1000, 4, page_size=64)  # 16 pages of each, 4 on each rank, and two for uneven shares
+        >>> pages_for(2, 1000, 4)  # 16 pages of each, 4 on each rank, and two for uneven shares
         12
     """
-    pages = math.ceil(tokens / page_size)
+    pages = math.ceil(tokens / PAGE_SIZE)
     return batch * (math.ceil(pages / world_size) + 2)
 
 

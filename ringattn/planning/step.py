@@ -155,14 +155,12 @@ def prefill_s(
     *,
     compiled: bool = True,
     tp: int = 1,
-    gpus_per_node: int = 8,
 ) -> Seconds:
     """Return the seconds from a prompt to its first token.
 
     Args:
         compiled: Elementwise kernels are joined.
-        tp: Ranks that share heads and weights; `calls` have the heads of one of them. Ours hold all weights: 1.
-        gpus_per_node: GPUs that NVLink connects.
+        tp: Ranks of a node that share heads and weights; `calls` have the heads of one of them. Ours hold all weights: 1.
     """
     rows, layers = -(-tokens // calls[0][0].world_size), shape.layers
     flops = 2.0 * rows * layers * shape.active_layer_parameters / tp
@@ -173,7 +171,7 @@ def prefill_s(
         attention=sum(count * time.kernel_ms for time, count in times) / 1e3,
         elementwise=traffic / profile.memory_gbps / 1e9,
         ring_exposed=sum(count * max(0.0, time.device_ms - time.kernel_ms) for time, count in times) / 1e3,
-        tp_exposed=layers * _exchange_s(shape, rows, tp, profile, gpus_per_node),
+        tp_exposed=layers * _exchange_s(shape, rows, tp, profile, tp),
     )
 
 
