@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ringattn.launch.plan.fit import LONG_MS, WAYS, Row, kernel_costs, programs, ring_costs
+from ringattn.launch.plan.fit import LONG_MS, ROW_SCHEDULES, WAYS, Row, kernel_costs, programs, ring_costs
 from ringattn.planning.profile import PROFILES, KernelCost, Link, Profile, write_profile
 
 RESULTS = Path(__file__).parent / "results"
 KERNELS = ("kernels.json", "kernels-lengths.json")
+RINGS = ("ring2-peers.json", "ring2.json", "ring4.json")
+OLD_RINGS, GRAPHS_BELOW = RINGS[1:], 4096
+"""Files of rings from before calls became CUDA graphs, and the tokens per GPU below which that changed their times."""
 H100_FILE, H100_GROUPS = "fa4-h100.json", ("target", "batch")
 """Rows that the kernels of the profile of H100 are fitted to: whole and causal masks."""
 
@@ -53,16 +56,19 @@ def datasheet_h200() -> Profile:
         nccl=Link(100.0, 25.0),
         collective_gbps=330.0,
         network=Link(48.0, 12.0),
+        semaphores_us={"turn": 9.0},
         host_us={"decode_layer": 40.0, "decode_reduce": 13.0},
         fitted_from=(
             "kernels.json",
             "kernels-lengths.json",
-            "ring2.json: 1024 tokens or 32 KV heads",
-            "ring4.json: 1024 tokens or 32 KV heads",
+            "ring2-peers.json: 1024 tokens",
+            "ring2.json: 32 KV heads from 4096 tokens",
+            "ring4.json: 32 KV heads from 4096 tokens, and of the schedules that are not fused 1024 tokens",
             "model2-128k.json",
         ),
         assumed=(
             "copy_engine: 318 GB/s per push between four GPUs (docs/transport.md)",
+            "semaphores_us: a turn costs 15 us beyond its bytes, with the latency of a push (kernels/attention/hopper/NOTES.md)",
             "network: 400 Gb/s per GPU by its datasheet, 48 GB/s of it for messages",
         ),
     )
@@ -77,7 +83,7 @@ def fit_h200(folder: Path) -> Profile:
     """Return the profile of an H200 from the committed rows."""
     kernels = read(folder, *KERNELS)
     kernels = [row for row in kernels if row["who"] == "hopper" and row["level"] == "op"]
-    rings = [row for row in read(folder, "ring2.json", "ring4.json") if row.get("ours") and is_fitted(row)]
+    rings = [row for name in RINGS for row in read(folder, name) if row.get("ours") and is_fitted(name, row)]
     return ring_costs(rings, sustained(kernels, kernel_costs(kernels, datasheet_h200())))
 
 
@@ -91,9 +97,15 @@ def h100_rows(folder: Path) -> list[Row]:
     return [row for row in read(folder, H100_FILE) if row["who"] == "hopper" and "ms" in row]
 
 
-def is_fitted(row: Row) -> bool:
-    """Return whether the committed profile is fitted to a row of a ring: shortest calls for the host, 32 KV heads for the rest."""
-    return row["tokens_per_rank"] == 1024 or row["kv_heads"] == 32
+def is_fitted(name: str, row: Row) -> bool:
+    """Return whether the profile of an H200 is fitted to a row of a ring: shortest calls for the host, 32 KV heads for the rest.
+
+    Fused calls of the older files became CUDA graphs since, which shows below GRAPHS_BELOW tokens.
+    """
+    shortest, old = row["tokens_per_rank"] == 1024, name in OLD_RINGS
+    if ROW_SCHEDULES[row["who"]] == "fused":
+        return row["kv_heads"] == 32 and row["tokens_per_rank"] >= GRAPHS_BELOW if old else shortest
+    return shortest or row["kv_heads"] == 32
 
 
 def portable_factors(rows: Sequence[Row]) -> dict[str, float]:
@@ -153,7 +165,7 @@ def profiles() -> dict[str, Profile]:
         memory_gbps=round(h200.memory_gbps * 3.35 / 4.8, 1),
         fitted_from=(f"{H100_FILE}: {', '.join(H100_GROUPS)}",),
         assumed=(
-            "links, host, matrix products and slowdowns: those of an H200, which has the same multiprocessors and NVLink",
+            "links, semaphores, host, matrix products, slowdowns: those of an H200, which has the same multiprocessors and NVLink",
             "memory: 3.35 TB/s and 80 GB by the datasheet of the SXM module",
         ),
     )

@@ -11,7 +11,7 @@ python -m ringattn.launch.bench server --url http://127.0.0.1:8000
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,18 +24,22 @@ from ringattn.launch.bench.rows import failures, print_tables
 from ringattn.launch.bench.server import Server, bench_server, red_rows
 from ringattn.launch.bench.trainer import Trainer, bench_trainer
 from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.runtime.session import Session, describe, keeper, machine, open_session, parse, write_json
+from ringattn.launch.runtime.session import Keep, Session, describe, keeper, machine, open_session, parse, write_json
+
+BENCHES: dict[type, Callable[[Any, Session, Keep], list[dict[str, Any]] | None]] = {
+    Kernels: bench_kernels,
+    Ring: bench_ring,
+    Model: bench_model,
+    Trainer: bench_trainer,
+    Inference: bench_inference,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 1 when a check is red, and then no speed is shown, or when nothing was timed."""
     argv = sys.argv[1:] if arguments is None else list(arguments)
-    args: Kernels | Ring | Model | Trainer | Inference | Server = parse(
-        Kernels | Ring | Model | Trainer | Inference | Server,
-        argv,
-        "bench",
-        "Measures speed; answers are checked first.",
-    )
+    kinds = Kernels | Ring | Model | Trainer | Inference | Server
+    args: Any = parse(kinds, argv, "bench", "Measures speed; answers are checked first.")
     if isinstance(args, Server):
         return _run_server(args)
     with open_session(args.device) as session:
@@ -49,14 +53,7 @@ def _run_ranks(args: Kernels | Ring | Model | Trainer | Inference, session: Sess
     path = args.out / f"{name}.json"
     keep = keeper(path, session, line)
     try:
-        if isinstance(args, Kernels):
-            rows = bench_kernels(args, session, keep)
-        elif isinstance(args, Ring):
-            rows = bench_ring(args, session, keep)
-        elif isinstance(args, Trainer):
-            rows = bench_trainer(args, session, keep)
-        else:
-            rows = bench_model(args, session, keep) if isinstance(args, Model) else bench_inference(args, session, keep)
+        rows = BENCHES[type(args)](args, session, keep)
     except Refusal as error:
         return _fail([str(error)], session)
     if rows is None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
-from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, SoftmaxState, accumulation_dtype
+from ringattn.kernels.interface import Grads, SoftmaxState, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.launch.bench.workloads import UNIONS, Inputs, document_of, union_rule
@@ -115,68 +115,60 @@ def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     return Contender(forward, backward, answers, choice.name)
 
 
+class _RankSteps:
+    """Rows of one rank of `prepare_steps`, the keys of each of its steps, and the buffers of results."""
+
+    def __init__(self, inputs: Inputs, text: str, rank: int, impl: str) -> None:
+        spec, head_dim = AttentionSpec.deserialize(text, rank), inputs.problem.head_dim
+        q, k, v, do = (x.detach() for x in inputs.take("bshd"))
+        self.sides = sides_of(step_tables(spec, "keys", inputs.device), "keys")
+        self.choice = select_kernels(inputs.device, q.dtype, head_dim, head_dim, impl=impl, steps=lambda: self.sides)
+        self.score = spec.score(q.dtype, 0, ScoreTensors())
+        self.rows, self.keys = self.sides[0][0].positions.long(), [keys.positions.long() for _, keys in self.sides]
+        self.q, self.do = q[:, self.rows], do[:, self.rows]
+        self.held = [(k[:, at], v[:, at]) for at in self.keys]
+        wide, (b, s, h, _) = accumulation_dtype(q.dtype), self.q.shape
+        self.o, self.dq = torch.empty_like(self.q), torch.empty_like(self.q, dtype=wide)
+        self.sums = [tuple(torch.empty_like(x, dtype=wide) for x in pair) for pair in self.held]
+        self.lse, m, l = torch.empty(3, b, h, s, dtype=wide, device=q.device)  # noqa: E741
+        self.carry = SoftmaxState(m, l, torch.empty_like(self.dq))
+
+    def forward(self) -> None:
+        last = len(self.sides) - 1
+        for step, ((rows, keys), (k, v)) in enumerate(zip(self.sides, self.held, strict=True)):
+            state = {"carry": self.carry, "first": step == 0, "last": step == last, "o": self.o, "lse": self.lse}
+            self.choice.kernels.forward(self.q, k, v, rows, keys, self.score, **state)
+
+    def backward(self) -> None:
+        delta = self.choice.kernels.delta(self.o, self.do, None)
+        for step, ((rows, keys), (k, v), sums) in enumerate(zip(self.sides, self.held, self.sums, strict=True)):
+            grads = Grads(self.dq, *sums, accumulate_rows=step > 0)
+            given = (self.do, self.q, k, v, self.lse, delta, rows, keys, self.score, grads)
+            self.choice.kernels.backward(*given, o=self.o, delta_made=True)
+
+
 def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
     """Prepare our kernel set as the RANKS ranks of a zigzag ring call it, one after the other: all ring steps, no transport."""
     del ring
     problem = inputs.problem
-    q, k, v, do = (x.detach() for x in inputs.take("bshd"))
     sharding = Sharding.from_spec((problem.seq_len, "zigzag", RANKS, problem.documents, None), 0)
     text = serialize(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
-    ranks, wide = list[_RankSteps](), accumulation_dtype(q.dtype)
-    score, note = AttentionSpec.deserialize(text, 0).score(q.dtype, 0, ScoreTensors()), ""
-    for rank in range(RANKS):
-        spec = AttentionSpec.deserialize(text, rank)
-        sides = sides_of(step_tables(spec, "keys", inputs.device), "keys")
-        choice = select_kernels(
-            inputs.device, q.dtype, *[problem.head_dim] * 2, impl=impl, steps=lambda sides=sides: sides
-        )
-        rows = sides[0][0].positions.long()
-        b, h, s = problem.batch, problem.heads, len(rows)
-        o, dq = q.new_empty(b, s, h, problem.head_dim), q.new_empty(b, s, h, problem.head_dim, dtype=wide)
-        lse, m, l = torch.empty(3, b, h, s, dtype=wide, device=q.device)  # noqa: E741
-        carry = SoftmaxState(m, l, torch.empty_like(dq))
-        keys = [(side.positions.long(), side) for _, side in sides]
-        held = [(k[:, at], v[:, at]) for at, _ in keys]
-        sums = [tuple(torch.empty_like(x, dtype=wide) for x in pair) for pair in held]
-        ranks.append(
-            _RankSteps(
-                choice.kernels,
-                sides,
-                rows,
-                q[:, rows],
-                do[:, rows],
-                held,
-                o,
-                lse,
-                carry,
-                dq,
-                sums,
-            )
-        )
-        note = choice.name
+    ranks = [_RankSteps(inputs, text, rank, impl) for rank in range(RANKS)]
 
     def forward() -> None:
         for one in ranks:
-            last = len(one.sides) - 1
-            for step, ((rows, keys), (ks, vs)) in enumerate(zip(one.sides, one.held, strict=True)):
-                state = {"carry": one.carry, "first": step == 0, "last": step == last, "o": one.o, "lse": one.lse}
-                one.kernels.forward(one.q, ks, vs, rows, keys, score, **state)
+            one.forward()
 
     def backward() -> None:
         for one in ranks:
-            delta = one.kernels.delta(one.o, one.do, None)
-            for step, ((rows, keys), (ks, vs), (dk, dv)) in enumerate(zip(one.sides, one.held, one.sums, strict=True)):
-                grads = Grads(one.dq, dk, dv, accumulate_rows=step > 0)
-                one.kernels.backward(
-                    one.do, one.q, ks, vs, one.lse, delta, rows, keys, score, grads, o=one.o, delta_made=True
-                )
+            one.backward()
 
     def answers() -> Iterator[tuple[str, Tensor]]:
         def whole(index: int) -> Tensor:
-            total = torch.zeros_like(k, dtype=wide)
+            total = torch.zeros_like(inputs.take("bshd")[1], dtype=ranks[0].dq.dtype)
             for one in ranks:
-                for (_, keys), found in zip(one.sides, one.sums, strict=True):
-                    total[:, keys.positions.long()] += found[index]
+                for at, sums in zip(one.keys, one.sums, strict=True):
+                    total[:, at] += sums[index]
             return total
 
         back = torch.cat([one.rows for one in ranks]).argsort()
@@ -185,24 +177,7 @@ def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
         backward()
         yield from (("dq", torch.cat([one.dq for one in ranks], 1)[:, back]), ("dk", whole(0)), ("dv", whole(1)))
 
-    return Contender(forward, backward, answers, note)
-
-
-@dataclass(frozen=True)
-class _RankSteps:
-    """Rows of one rank of `prepare_steps`, the keys of each of its steps, and the buffers of results."""
-
-    kernels: KernelSet
-    sides: list[tuple[RowMetadata, RowMetadata]]
-    rows: Tensor
-    q: Tensor
-    do: Tensor
-    held: list[tuple[Tensor, Tensor]]
-    o: Tensor
-    lse: Tensor
-    carry: SoftmaxState
-    dq: Tensor
-    sums: list[tuple[Tensor, ...]]
+    return Contender(forward, backward, answers, ranks[-1].choice.name)
 
 
 def prepare_cudnn(inputs: Inputs) -> Contender:

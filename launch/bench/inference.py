@@ -24,7 +24,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -35,8 +34,8 @@ from ringattn.inference import CacheFull, PagedKVCache, attend
 from ringattn.launch.bench.correctness import check_attention, check_decoded, check_model
 from ringattn.launch.bench.inference_model import (
     PAGE_SIZE,
+    ContextArgs,
     Decoder,
-    Shape,
     draw_tokens,
     fill_by_prompt,
     full_cache,
@@ -51,8 +50,9 @@ from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent, own_stream, teraflops
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.model_optimization import optimize_model
-from ringattn.launch.runtime.session import Keep, Session, check_numbers
+from ringattn.launch.runtime.session import Keep, Session
 from ringattn.launch.runtime.timing import Time, reason, time_together
+from ringattn.planning.shapes import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,12 +72,10 @@ PEER_FLOPS = 2.5e14
 
 
 @dataclass(frozen=True)
-class Inference:
+class Inference(ContextArgs):
     """All ranks: prompts and tokens over a sharded cache, by context.
 
     Attributes:
-        lengths: Tokens of context, of all ranks together.
-        layers: Of the Llama-shaped model, at each length; one number for all. 32 is the whole 8B model.
         batches: Requests that decode together.
         parts: "prefill": attention of a prompt beside the forward of training; "attention": attention of one new token over the
             cache, beside the bandwidth of memory; "first": time to first token; "token": time per token; "written": time per token
@@ -86,13 +84,6 @@ class Inference:
         chunk: Tokens of a prompt that go through the model at once, of all ranks together.
         latency_ms: "throughput": limit of the time per token.
         most_batch: "throughput": batches beyond this are not tried.
-        dim: Width of the residual stream.
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        head_dim: Of q, k and v.
-        mlp_dim: Hidden width of SwiGLU.
-        vocab_size: Tokens in the vocabulary.
-        dtype: Of parameters, activations, keys and values.
         kv_dtype: Store keys and values in fp8 ("fp8"), or in dtype ("same").
         fuse: Compile decoder layers for decode, as the server does.
         split: Apply tensor parallelism for decode, as the server does.
@@ -100,25 +91,15 @@ class Inference:
         rounds: Rounds of everything else; fewer where one takes long.
         max_prompt_s: A prompt that takes longer is timed once, and transformers does not run one that is expected to.
         budget_s: Measurements that would begin later than this are left out, with a row that says so.
-        device: GPUs where there are any, or the CPU.
-        out: Folder for the JSON.
         name: Of the JSON.
     """
 
     lengths: tuple[int, ...] = (32768, 131072, 262144, 524288, 1048576)
-    layers: tuple[int, ...] = (32,)
     batches: tuple[int, ...] = (1, 8)
     parts: tuple[Part, ...] = ("prefill", "attention", "first", "token", "throughput", "generate")
     chunk: int = 131072
     latency_ms: float = 50.0
     most_batch: int = 256
-    dim: int = 4096
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    mlp_dim: int = 14336
-    vocab_size: int = 128256
-    dtype: Literal["bf16", "fp32"] = "bf16"
     kv_dtype: Literal["same", "fp8"] = "same"
     fuse: bool = True
     split: bool = True
@@ -126,27 +107,7 @@ class Inference:
     rounds: int = 3
     max_prompt_s: float = 30.0
     budget_s: float = math.inf
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    out: Path = Path("runs/bench")
     name: str = "inference"
-
-    def __post_init__(self) -> None:
-        """Raise for shapes that no model has."""
-        if len(self.layers) not in (1, len(self.lengths)):
-            raise ValueError(f"layers must be one number or one per length, got {self.layers} for {self.lengths}")
-        check_numbers(self)
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {self.head_dim}; rotary embedding turns pairs")
-
-    @property
-    def contexts(self) -> dict[int, int]:
-        """Layers by tokens of context."""
-        depths = self.layers if len(self.layers) > 1 else self.layers * len(self.lengths)
-        return dict(zip(self.lengths, depths, strict=True))
-
-    def shape(self, layers: int) -> Shape:
-        """Return the shape of a model of so many layers."""
-        return Shape(self.dim, layers, self.heads, self.kv_heads, self.head_dim, self.mlp_dim, self.vocab_size)
 
 
 def bench_inference(args: Inference, session: Session, keep: Keep) -> list[Row] | None:
@@ -154,7 +115,7 @@ def bench_inference(args: Inference, session: Session, keep: Keep) -> list[Row] 
     bench = _Bench(args, session, keep)
     contexts = args.contexts
     with torch.no_grad(), own_stream(session.device):
-        for what, ratio in check_attention(args.shape(1), bench.dtype, bench.ring, session).items():
+        for what, ratio in check_attention(args.shape(1), args.dtype, bench.ring, session).items():
             session.say(f"check: attention, {what}: {ratio:.2f} of the error budget")
             if ratio > 1:
                 return None
@@ -231,7 +192,7 @@ class _Bench:
             for row in self.run(case, build, measure):
                 self.rows.add(row)
 
-    def full_cache(self, shape: Shape, batch: int, length: int, new_tokens: int) -> tuple[PagedKVCache, list[int]]:
+    def full_cache(self, shape: ModelShape, batch: int, length: int, new_tokens: int) -> tuple[PagedKVCache, list[int]]:
         """Return a full cache and its requests."""
         return full_cache(self.ring, shape, batch, length, new_tokens, self.dtype, self.session.device, self.kv_dtype)
 
@@ -255,7 +216,7 @@ class _Bench:
 class _Model:
     """A model, and how many of its modules were compiled and split."""
 
-    shape: Shape
+    shape: ModelShape
     model: PreTrainedModel
     changed: dict[str, int] = field(default_factory=dict)
 
@@ -473,7 +434,7 @@ def measure_first_token(bench: _Bench, model: _Model, length: int) -> None:
             "all_s": taken,
             "tokens_per_s": length / seconds,
             "model_flops": flops,
-            "attention_flops": shape.attention_flops(length),
+            "attention_flops": shape.attention_flops(length * (length + 1) // 2),
             "tflops": flops / seconds / session.world_size / 1e12,
             "mfu_percent": mfu_percent(flops, seconds, session, bench.dtype),
             "peak_gib": memory.gib(),
@@ -493,7 +454,8 @@ def _token_row(bench: _Bench, model: _Model, case: Row) -> Row:
         cache, requests = built
         step = cache.extend(requests, [1] * batch, mode="decode")
         kv_bytes = shape.layers * session.maximum([local_bytes(step)])[0]
-        weight_bytes = shape.weight_bytes(bench.dtype.itemsize, session.world_size if model.changed.get("split") else 1)
+        ranks = session.world_size if model.changed.get("split") else 1
+        weight_bytes = shape.decode_weight_bytes(ranks=ranks, itemsize=bench.dtype.itemsize)
         bound = (weight_bytes + kv_bytes) / bench.gbps / 1e6
         how, decoder = "eager", Decoder(model.model, cache, requests)
         if case["how"] != "eager":

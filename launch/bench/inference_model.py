@@ -3,10 +3,8 @@
 transformers is imported where it is used.
 
 Note [Cost of tokens]
-    FLOPs until the first token: 2 per parameter and token (the embedding's rows are looked up, and the head is needed for the
-    last token only), and 4 * heads * head_dim per layer and visible pair. A decode step reads every parameter but the embedding
-    once, and every key and value of its requests: of these a rank reads its own. No step is faster than these bytes at
-    the bandwidth of memory.
+    FLOPs are those of `ringattn.planning.ModelShape`. A decode step reads every parameter but the embedding once, and every key
+    and value of its requests: of these a rank reads its own. No step is faster than these bytes at the bandwidth of memory.
 """
 
 from __future__ import annotations
@@ -15,13 +13,16 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from ringattn import Ring
 from ringattn.inference import ForwardBatch, PagedKVCache
+from ringattn.launch.runtime.session import check_numbers
+from ringattn.planning.shapes import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,64 +33,73 @@ PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Shape of a Llama model; `mlp_dim` is the hidden width of SwiGLU."""
+class ModelArgs:
+    """Llama-shaped model of a bench; that of Llama 3 8B by default.
 
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_dim: int
-    vocab_size: int
+    Attributes:
+        dim: Width of the residual stream.
+        heads: Query heads.
+        kv_heads: Key/value heads.
+        head_dim: Of q, k and v.
+        mlp_dim: Hidden width of SwiGLU.
+        vocab_size: Tokens in the vocabulary.
+        dtype: Of parameters and activations, and of keys and values.
+        device: GPUs where there are any, or the CPU.
+        out: Folder for the JSON.
+    """
+
+    dim: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    mlp_dim: int = 14336
+    vocab_size: int = 128256
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    out: Path = Path("runs/bench")
+
+    def __post_init__(self) -> None:
+        """Raise for shapes that no model has."""
+        check_numbers(self)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}; rotary embedding turns pairs")
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of the matrices of one layer.
+    def sizes(self) -> dict[str, Any]:
+        """Sizes of the model but its layers, as fields of a row."""
+        return {name: getattr(self, name) for name in ("dim", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab_size")}
 
-        Example:
-            >>> Shape(4096, 32, 32, 8, 128, 14336, 128256).layer_parameters
-            218103808
-        """
-        heads = 2 * self.heads + 2 * self.kv_heads
-        return self.dim * (heads * self.head_dim + 3 * self.mlp_dim)
+    def shape(self, layers: int) -> ModelShape:
+        """Return the shape of a model of so many layers."""
+        return ModelShape("bench", layers=layers, **self.sizes)
+
+
+@dataclass(frozen=True)
+class ContextArgs(ModelArgs):
+    """Lengths of context, and layers of the model at each.
+
+    Attributes:
+        lengths: Tokens of context, of all ranks together.
+        layers: Layers at each length; one number for all. 32 is the whole 8B model.
+    """
+
+    lengths: tuple[int, ...] = (131072, 262144, 524288, 1048576)
+    layers: tuple[int, ...] = (32,)
+
+    def __post_init__(self) -> None:
+        """Raise for shapes that no model has."""
+        if len(self.layers) not in (1, len(self.lengths)):
+            raise ValueError(f"layers must be one number or one per length, got {self.layers} for {self.lengths}")
+        super().__post_init__()
 
     @property
-    def head_parameters(self) -> int:
-        """Parameters of the head, which makes logits."""
-        return self.dim * self.vocab_size
-
-    def prompt_flops(self, tokens: int) -> int:
-        """Return the FLOPs until the first token (Note [Cost of tokens]).
-
-        Example:
-            >>> Shape(4, 1, 1, 1, 4, 8, 3).prompt_flops(2)
-            712
-        """
-        return (
-            2 * self.layers * self.layer_parameters * tokens + 2 * self.head_parameters + self.attention_flops(tokens)
-        )
-
-    def attention_flops(self, tokens: int) -> int:
-        """Return the part of them that is attention."""
-        return 4 * self.heads * self.head_dim * self.layers * (tokens * (tokens + 1) // 2)
-
-    def weight_bytes(self, itemsize: int, sharing: int = 1) -> int:
-        """Return the bytes of parameters that a rank reads in a decode step (Note [Cost of tokens]).
-
-        `sharing` ranks read a slice each of MLPs and of the head.
-
-        Example:
-            >>> shape = Shape(4096, 32, 32, 8, 128, 14336, 128256)
-            >>> shape.weight_bytes(2), shape.weight_bytes(2, 4)
-            (15009316864, 5765595136)
-        """
-        mlp = 3 * self.dim * self.mlp_dim
-        split = self.layers * mlp + self.head_parameters
-        return (self.layers * (self.layer_parameters - mlp) + split // sharing) * itemsize
+    def contexts(self) -> dict[int, int]:
+        """Layers by tokens of context."""
+        depths = self.layers if len(self.layers) > 1 else self.layers * len(self.lengths)
+        return dict(zip(self.lengths, depths, strict=True))
 
 
-def make_model(shape: Shape, longest: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def make_model(shape: ModelShape, longest: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Make a model of random weights for up to `longest` positions; the same on every rank with the same kind of device."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -135,42 +145,33 @@ def draw_tokens(count: int, vocab_size: int, device: torch.device, seed: int = 0
     return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-def pages_for(batch: int, tokens: int, world_size: int, page_size: int = PAGE_SIZE) -> int:
+def pages_for(batch: int, tokens: int, world_size: int) -> int:
     """Return the pages that every rank needs for requests of equal length.
 
     Example:
-        >>> pages_for(2, 1000, 4, page_size=64)  # 16 pages of each, 4 on each rank, and two for uneven shares
+        >>> pages_for(2, 1000, 4)  # 16 pages of each, 4 on each rank, and two for uneven shares
         12
     """
-    pages = math.ceil(tokens / page_size)
+    pages = math.ceil(tokens / PAGE_SIZE)
     return batch * (math.ceil(pages / world_size) + 2)
 
 
 def make_cache(
     ring: Ring,
-    shape: Shape,
+    shape: ModelShape,
     pages: int,
     dtype: torch.dtype,
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
 ) -> PagedKVCache:
     """Make an empty cache for a model, with `pages` pages on every rank."""
-    return PagedKVCache(
-        ring,
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        pages=pages,
-        page_size=PAGE_SIZE,
-        device=device,
-    )
+    sizes = {name: getattr(shape, name) for name in ("layers", "kv_heads", "head_dim")} | {"page_size": PAGE_SIZE}
+    return PagedKVCache(ring, pages=pages, dtype=dtype, kv_dtype=kv_dtype, device=device, **sizes)
 
 
 def full_cache(
     ring: Ring,
-    shape: Shape,
+    shape: ModelShape,
     batch: int,
     tokens: int,
     new_tokens: int,

@@ -4,7 +4,7 @@ All implementations train the same parameters on the same tokens of zigzag shard
 bf16, gradients reduced in fp32, AdamW on fp32 shards), blocks checkpointed, the loss and SwiGLU in pieces of rows. Only attention
 differs, and that "ring" saves its output (selective checkpointing of one operator) while the others compute it again in the
 backward. torch's context parallelism has no grouped heads: keys and values are repeated to the query heads inside its step.
-MFU is the part of the datasheet's peak (`train/metrics.py`: 989 TFLOP/s for H100 and H200) that `model_flops` makes.
+MFU is the part of the datasheet's peak (`train/metrics.py`: 989 TFLOP/s for H100 and H200) that `ModelShape.step_flops` makes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -25,13 +24,14 @@ from torch import Tensor
 
 import ringattn
 from ringattn.launch.bench.baselines import Unsupported
-from ringattn.launch.bench.correctness import check_rings
+from ringattn.launch.bench.correctness import check_rings, step_difference
+from ringattn.launch.bench.inference_model import ContextArgs
 from ringattn.launch.bench.ring_baselines import torch_context_parallel
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.runtime.session import Keep, Session, check_numbers
+from ringattn.launch.runtime.session import Keep, Session
 from ringattn.launch.runtime.timing import reason
 from ringattn.launch.train.model import Block, ModelConfig, Transformer, recompute_
 
@@ -39,81 +39,23 @@ Attention = Literal["ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_a
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(ContextArgs):
     """All ranks: training steps of a Llama-shaped model by context, with our attention and with torch's.
 
     Attributes:
-        lengths: Context in tokens: the whole sequence.
-        layers: Blocks at each length; one number for all. 32 is the whole 8B model.
         attentions: "ring"; "ring_recomputed", whose backward computes attention again like everything else in a block; or torch's
             context parallelism by its rotate method, which is also recomputed.
-        dim: Width of the residual stream.
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        head_dim: Of q, k and v.
-        mlp_dim: Hidden width of SwiGLU.
-        vocab_size: Tokens in the vocabulary.
-        dtype: Of gathered parameters and activations.
         steps: Steps that are timed, after one that is not; the median counts.
         mlp_rows: Rows per rank that go through SwiGLU at a time.
         max_step_s: A first step that takes longer is the only one, and counts.
-        device: GPUs where there are any, or the CPU.
-        out: Folder for the JSON.
         name: Of the JSON.
     """
 
-    lengths: tuple[int, ...] = (131072, 262144, 524288, 1048576)
-    layers: tuple[int, ...] = (32,)
     attentions: tuple[Attention, ...] = ("ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall")
-    dim: int = 4096
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    mlp_dim: int = 14336
-    vocab_size: int = 128256
-    dtype: Literal["bf16", "fp32"] = "bf16"
     steps: int = 2
     mlp_rows: int = 131072
     max_step_s: float = 60.0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    out: Path = Path("runs/bench")
     name: str = "model"
-
-    def __post_init__(self) -> None:
-        """Raise for shapes that no model has."""
-        if len(self.layers) not in (1, len(self.lengths)):
-            raise ValueError(f"layers must be one number or one per length, got {self.layers} for {self.lengths}")
-        check_numbers(self)
-        self.config(self.layers[0])
-
-    def config(self, layers: int) -> ModelConfig:
-        """Return the shape of a model of so many blocks."""
-        return ModelConfig(
-            dim=self.dim,
-            num_layers=layers,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            mlp_dim=self.mlp_dim,
-            vocab_size=self.vocab_size,
-            tie_embeddings=False,
-        )
-
-
-def model_flops(config: ModelConfig, num_parameters: int, tokens: int, pairs: int) -> int:
-    """Return the FLOPs of a step over `tokens` tokens; `pairs` are visible (query, key) pairs of a layer.
-
-    6 per parameter (the embedding's rows are looked up, not multiplied) and token, and 12 * heads * head_dim per layer and
-    visible pair: forward once, backward twice, nothing for recomputation (Chowdhery et al. 2022, "PaLM", appendix B, with pairs
-    instead of all keys).
-
-    Example:
-        >>> model_flops(ModelConfig(8, 1, 1, 1, 8, 8, vocab_size=4, tie_embeddings=False), 132, 10, 55)
-        11280
-    """
-    looked_up = config.vocab_size * config.dim
-    attention = 12 * config.num_heads * config.head_dim * pairs * config.num_layers
-    return 6 * (num_parameters - looked_up) * tokens + attention
 
 
 def open_model(args: Model, layers: int, session: Session) -> tuple[Transformer, torch.optim.Optimizer]:
@@ -122,7 +64,8 @@ def open_model(args: Model, layers: int, session: Session) -> tuple[Transformer,
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with torch.device("meta"):
-        model = Transformer(args.config(layers))
+        sizes = layers, args.heads, args.kv_heads, args.head_dim, args.mlp_dim, args.vocab_size
+        model = Transformer(ModelConfig(args.dim, *sizes, tie_embeddings=False))
     for block in model.blocks:
         cast(Block, block).mlp.rows = args.mlp_rows
     mesh = init_device_mesh(session.device.type, (session.world_size,), mesh_dim_names=("cp",))
@@ -224,13 +167,8 @@ def disagreement(args: Model, model: Transformer, ring: ringattn.Ring, session: 
         model.zero_grad(set_to_none=True)
         total, square = session.sum(torch.stack([loss.detach().double(), torch.as_tensor(square)])).tolist()
         found[who] = [total / session.world_size, math.sqrt(square)]
-    # two roundings of bf16 in the loss of one token average out over thousands of them
-    allowed = 1e-3 if args.dtype == "bf16" else 1e-5
-    for who, values in found.items():
-        for name, here, ours in zip(("loss", "gradient norm"), values, found["ring"], strict=True):
-            if not abs(here - ours) <= allowed * (10 if name != "loss" else 1) * abs(ours):
-                wrong[who] = f"wrong {name}: {here:.6g}, ours {ours:.6g}"
-    return wrong
+    differ = {who: step_difference(step, found["ring"], args.dtype) for who, step in found.items()}
+    return wrong | {who: why for who, why in differ.items() if why}
 
 
 def bench_model(args: Model, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
@@ -247,10 +185,8 @@ def bench_model(args: Model, session: Session, keep: Keep) -> list[dict[str, Any
     problem = Problem("causal", 4096, 1, args.heads, args.kv_heads, args.head_dim, args.dtype, 4096)
     if session.device.type == "cuda" and not check_rings([problem], ("zigzag",), session, "auto"):
         return None
-    shape = {name: getattr(args, name) for name in ("dim", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab_size")}
-    rows = Rows(session, keep, {"bench": "model", "world_size": session.world_size, **shape})
-    depths = args.layers if len(args.layers) > 1 else args.layers * len(args.lengths)
-    for length, layers in zip(args.lengths, depths, strict=True):
+    rows = Rows(session, keep, {"bench": "model", "world_size": session.world_size, **args.sizes})
+    for length, layers in args.contexts.items():
         ring = ringattn.Ring()
         model, optimizer = open_model(args, layers, session)
         wrong = disagreement(args, model, ring, session)
@@ -297,7 +233,7 @@ def _measure(
         losses.append(float(session.sum(loss.detach())) / session.world_size)
     seconds = statistics.median(taken[1:] or taken)
     tokens, ranks = batch.sharding.seq_len, session.world_size
-    flops = model_flops(model.config, sum(p.numel() for p in model.parameters()), tokens, tokens * (tokens + 1) // 2)
+    flops = args.shape(len(model.blocks)).step_flops(tokens, tokens * (tokens + 1) // 2)
     return {
         "step_s": seconds,
         "steps_s": taken,

@@ -305,14 +305,8 @@ def measure_host(args: Ring, problem: Problem, layout: str, ring: ringattn.Ring,
         torch.autograd.grad(outputs, [x for inputs in layers for x in inputs], [do] * CHAIN)
 
     found: dict[str, float] = {}
-    for call, count, threads in (
-        (inference, 1, True),
-        (forward, 1, True),
-        (both, 1, True),
-        (both, 1, False),
-        (layer, CHAIN, True),
-        (layer, CHAIN, False),
-    ):
+    timed = ((inference, 1, True), (forward, 1, True), (both, 1, True), (both, 1, False))
+    for call, count, threads in (*timed, (layer, CHAIN, True), (layer, CHAIN, False)):
         with torch.autograd.set_multithreading_enabled(threads):
             host_us(call, session, 10, 1)  # resolves the call
             us = host_us(call, session, max(1, args.calls // count), 1) / count

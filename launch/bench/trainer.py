@@ -12,25 +12,25 @@ import tempfile
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 import ringattn
-from ringattn.launch.bench.inference_model import Shape, draw_tokens, make_model
+from ringattn.launch.bench.correctness import step_difference
+from ringattn.launch.bench.inference_model import ModelArgs, draw_tokens, make_model
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, free_memory, mfu_percent
 from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.runtime.session import Keep, Session, check_numbers
+from ringattn.launch.runtime.session import Keep, Session
 from ringattn.launch.runtime.timing import reason
 
 Who = Literal["sdpa", "flash", "ringattn", "ring_trainer"]
 
 
 @dataclass(frozen=True)
-class Trainer:
+class Trainer(ModelArgs):
     """One GPU: steps of transformers' Trainer by context and attention.
 
     Attributes:
@@ -38,55 +38,19 @@ class Trainer:
         who: "sdpa" (torch's choice of kernel) and "flash" (torch's flash kernel) with `Trainer`; "ringattn" with `Trainer`;
             "ring_trainer": ringattn with `RingTrainer` on a ring of one rank, whose overhead is over "ringattn".
         layers: Blocks.
-        dim: Width of the residual stream.
-        heads: Query heads.
-        kv_heads: Key/value heads.
-        head_dim: Of q, k and v.
-        mlp_dim: Hidden width of SwiGLU.
         vocab_size: Tokens in the vocabulary; few, so that the logits of long sequences fit.
-        dtype: Of parameters and activations.
         steps: Most steps that are timed, after one that is not; the median counts.
         seconds: Time after which no further step begins, once one was timed.
-        device: A GPU where there is one, or the CPU.
-        out: Folder for the JSON.
         name: Of the JSON.
     """
 
     lengths: tuple[int, ...] = (4096, 16384, 65536, 131072)
     who: tuple[Who, ...] = ("sdpa", "flash", "ringattn", "ring_trainer")
     layers: int = 8
-    dim: int = 4096
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    mlp_dim: int = 14336
     vocab_size: int = 8192
-    dtype: Literal["bf16", "fp32"] = "bf16"
     steps: int = 20
     seconds: float = 8.0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    out: Path = Path("runs/bench")
     name: str = "trainer"
-
-    def __post_init__(self) -> None:
-        """Raise for numbers that make no sense."""
-        check_numbers(self)
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of the model."""
-        return Shape(self.dim, self.layers, self.heads, self.kv_heads, self.head_dim, self.mlp_dim, self.vocab_size)
-
-
-def step_flops(shape: Shape, tokens: int) -> int:
-    """Return the FLOPs of a step: 6 per parameter of a matrix and token, 12 per head, head_dim and visible pair; see `model_flops`.
-
-    Example:
-        >>> step_flops(Shape(8, 1, 1, 1, 8, 8, 4), 10)
-        34080
-    """
-    matrices = shape.layers * shape.layer_parameters + shape.head_parameters
-    return 6 * matrices * tokens + 3 * shape.attention_flops(tokens)
 
 
 def bench_trainer(args: Trainer, session: Session, keep: Keep) -> list[dict[str, Any]]:
@@ -100,18 +64,17 @@ def bench_trainer(args: Trainer, session: Session, keep: Keep) -> list[dict[str,
             f"bench trainer must run in one process, got {session.world_size} ranks; start it with "
             "python -m ringattn.launch.bench trainer"
         )
-    shape = {
-        name: getattr(args, name)
-        for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "mlp_dim", "vocab_size")
-    }
-    rows = Rows(session, keep, {"bench": "trainer", **shape, "dtype": args.dtype})
+    rows = Rows(session, keep, {"bench": "trainer", "layers": args.layers, **args.sizes, "dtype": args.dtype})
     for length in args.lengths:
         known: dict[str, dict[str, Any]] = {}
         for who in args.who:
             row: dict[str, Any] = {"seq_len": length, "who": who, "ours": who.startswith("ring")}
             found = _measure(args, who, length, session)
-            if "refused" not in found and (wrong := _differs(found, next(iter(known.values()), found), args.dtype)):
-                found = {"refused": wrong}
+            if "refused" not in found:
+                first = next(iter(known.values()), found)
+                here, there = ([one["loss"], one["grad_norm"]] for one in (found, first))
+                if wrong := step_difference(here, there, args.dtype):
+                    found = {"refused": wrong}
             if "refused" not in found:
                 known[who] = found
                 row["ratio"] = known["sdpa"]["step_s"] / found["step_s"] if "sdpa" in known else None
@@ -120,16 +83,6 @@ def bench_trainer(args: Trainer, session: Session, keep: Keep) -> list[dict[str,
             rows.add(row | found)
             free_memory()
     return rows.rows
-
-
-def _differs(found: dict[str, Any], expected: dict[str, Any], dtype: str) -> str:
-    """Return how the first step differs from another implementation's, or nothing."""
-    allowed = 1e-3 if dtype == "bf16" else 1e-5
-    for name, bound in (("loss", allowed), ("grad_norm", 10 * allowed)):
-        here, there = found[name], expected[name]
-        if not abs(here - there) <= bound * abs(there):
-            return f"wrong answer: {name} {here:.6g}, expected {there:.6g}"
-    return ""
 
 
 def _measure(args: Trainer, who: str, length: int, session: Session) -> dict[str, Any]:
@@ -151,7 +104,8 @@ def _measure(args: Trainer, who: str, length: int, session: Session) -> dict[str
             control.should_training_stop = len(times) > 1 and times[-1] - times[0] > limit_s
             return control
 
-    model: Any = make_model(args.shape, length, DTYPES[args.dtype], session.device).train().requires_grad_(True)
+    shape = args.shape(args.layers)
+    model: Any = make_model(shape, length, DTYPES[args.dtype], session.device).train().requires_grad_(True)
     if not who.startswith("ring"):
         model.set_attn_implementation("sdpa")
     tokens = draw_tokens(length, args.vocab_size, torch.device("cpu"), seed=length)
@@ -188,12 +142,13 @@ def _measure(args: Trainer, who: str, length: int, session: Session) -> dict[str
     first = next(entry for entry in trainer.state.log_history if "loss" in entry)
     steps = [after - before for before, after in pairwise(times)]
     seconds = statistics.median(steps)
+    flops = shape.step_flops(length, length * (length + 1) // 2)
     return {
         "step_s": seconds,
         "steps_s": steps,
         "steps": len(steps),
         "tokens_per_s": length / seconds,
-        "mfu_percent": mfu_percent(step_flops(args.shape, length), seconds, session, DTYPES[args.dtype]),
+        "mfu_percent": mfu_percent(flops, seconds, session, DTYPES[args.dtype]),
         "peak_gib": memory.gib(),
         "loss": float(first["loss"]),
         "grad_norm": float(first["grad_norm"]),

@@ -11,10 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -111,9 +110,7 @@ class Problem:
     @property
     def pairs(self) -> int:
         """Visible (query, key) pairs of one batch element."""
-        if self.mask in UNIONS:
-            return self.union.pairs(self.seq_len)
-        return visible_pairs(self.mask, self.seq_len, self.window, self.documents)
+        return mask_of(self).pairs(0, self.seq_len)
 
     @property
     def flops(self) -> int:
@@ -127,21 +124,6 @@ def pack_documents(seq_len: int) -> tuple[int, ...]:
     while ends[-1] < seq_len:
         ends.append(min(seq_len, ends[-1] + 1 + int(draw.lognormvariate(math.log(900), 1.2))))
     return tuple(ends)
-
-
-def visible_pairs(mask: MaskName, seq_len: int, window: int, documents: Sequence[int] | None = None) -> int:
-    """Count the (query, key) pairs of a mask; `documents` are cumulative boundaries.
-
-    Example:
-        >>> visible_pairs("causal", 4, 0), visible_pairs("window", 4, 1)
-        (10, 7)
-    """
-    if mask == "full":
-        return seq_len * seq_len
-    cuts = documents if mask == "documents" and documents is not None else (0, seq_len)
-    reach = window + 1 if mask == "window" else seq_len
-    lengths = [stop - start for start, stop in itertools.pairwise(cuts)]
-    return sum(min(n, reach) * (min(n, reach) + 1) // 2 + max(0, n - reach) * reach for n in lengths)
 
 
 def visible_rows(problem: Problem, start: int, stop: int, device: torch.device) -> Tensor:

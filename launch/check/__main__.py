@@ -17,14 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringattn.launch.check import fault_injection, fuzz, stress
-from ringattn.launch.check.attention import (
-    CheckArgs,
-    check,
-    compile_ahead,
-    default_cases,
-    full_cases,
-    show,
-)
+from ringattn.launch.check.attention import CheckArgs, check, compile_ahead, default_cases, full_cases, show
 from ringattn.launch.check.inference import inference_cases
 from ringattn.launch.runtime.ring_variants import check_nodes, check_schedule
 from ringattn.launch.runtime.session import Session, describe, machine, open_session, parse, table, write_json
@@ -45,7 +38,8 @@ def run_fuzz(args: CheckArgs, session: Session, line: dict[str, Any]) -> Outcome
     tally = fuzz.fuzz(args.fuzz, args.fuzz_seed + session.rank * 10**6, args.impl, session, keep)
     by_rank = session.gather(tally)
     cases, red = sum(one.cases for one in by_rank), [row for one in by_rank for row in one.red]
-    worst = {name: max(one.worst.get(name, (0.0, 0)) for one in by_rank) for name in tally.worst}
+    names = dict.fromkeys(name for one in by_rank for name in one.worst)
+    worst = {name: max(one.worst.get(name, (0.0, 0)) for one in by_rank) for name in names}
     if session.rank == 0:
         rows = [[name, f"{ratio:.2f}", seed] for name, (ratio, seed) in sorted(worst.items())]
         table("part of the error budget that is used up by the worst case", ["tensor", "ratio", "seed"], rows)

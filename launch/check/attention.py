@@ -27,7 +27,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn.kernels.registry import FEATURES, select_kernels
-from ringattn.launch.check.inference import DTYPES, MOVES, Finding, InferenceCase, examine_history
+from ringattn.launch.check.inference import DTYPES, MOVES, Finding, InferenceCase, budget_dtypes, examine_history
 from ringattn.launch.runtime.ring_variants import ScheduleName, make_ring
 from ringattn.launch.runtime.session import Session, table
 from ringattn.launch.runtime.slow_link import slow_down
@@ -482,8 +482,7 @@ def run_case(case: AnyCase, ring: ringattn.Ring, args: CheckArgs, session: Sessi
 
 def make_standard(case: Case, inputs: dict[str, Tensor], seed: int) -> Standard:
     """The fp64 reference of every tensor of a case, and its error budget."""
-    # fp64 has nothing wider to be compared with: its budget is that of fp32, scaled
-    low, scaled = (torch.float32, torch.float64) if case.dtype == "fp64" else (DTYPES[case.dtype], None)
+    low, scaled = budget_dtypes(case.dtype)
     exact, rounded = define(case, inputs, seed, torch.float64), define(case, inputs, seed, low)
     standard = {name: (x, Budget.of(x, rounded[name], scaled)) for name, x in exact.items()}
     if few := [name for name in PER_HEAD if name in exact]:

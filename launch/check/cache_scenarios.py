@@ -100,17 +100,8 @@ class Answer:
 def play(history: History, ring: Ring, device: torch.device | str) -> list[Answer]:
     """Run one rank's part of a history on a cache that is NaN wherever nothing was written."""
     sizes = history.sizes
-    cache = PagedKVCache(
-        ring,
-        layers=sizes.layers,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        v_head_dim=sizes.v_head_dim,
-        dtype=sizes.dtype,
-        pages=sizes.pages,
-        page_size=sizes.page_size,
-        device=device,
-    )
+    numbers = {name: x for name, x in vars(sizes).items() if name != "heads"}
+    cache = PagedKVCache(ring, device=device, **numbers)
     for pool in (cache.k, cache.v):
         pool.fill_(float("nan"))
     named: dict[str, Any] = {"comm_mode": history.comm_mode, "kv_access": history.kv_access, **history.tensors(device)}

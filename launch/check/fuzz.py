@@ -28,7 +28,7 @@ from torch import Tensor
 from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
 from ringattn.kernels.runtime import table_cache
-from ringattn.launch.check.inference import DTYPES
+from ringattn.launch.check.inference import DTYPES, budget_dtypes
 from ringattn.launch.runtime.session import Session
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import dense_attention, visible_pairs
@@ -81,19 +81,6 @@ class FuzzCase:
         flags = {"softcap": self.softcap, "dropout": self.dropout_p, "deterministic": self.deterministic}
         flags["per_batch_bounds"] = self.mask.batch_size > 1
         return {*self.extras, *(name for name, on in flags.items() if on)}
-
-    def __str__(self) -> str:
-        kinds = {key: value for key, value in dataclasses.asdict(self.mask).items() if value not in (None, False, 0)}
-        parts = [f"{self.dtype} b{self.batch} h{self.heads}/{self.kv_heads} d{self.head_dim}/{self.v_head_dim}"]
-        parts += [f"{key}={value}" for key, value in kinds.items()]
-        parts += [f"rows={_brief(self.rows)}", f"ring_steps={'; '.join(_brief(keys) for keys in self.ring_steps)}"]
-        parts += [f"scale={self.softmax_scale:.3g} softcap={self.softcap:.3g} dropout={self.dropout_p:.3g}"]
-        flags = [name for name in ("accumulate", "narrow", "deterministic") if getattr(self, name)]
-        return ", ".join([*parts, *self.extras, f"strides={'/'.join(self.strides)}", *flags])
-
-
-def _brief(shard: Shard) -> str:
-    return " ".join(f"{run.start}+{run.stride}x{run.length}" for run in shard) or "none"
 
 
 def draw_case(seed: int, kind: str, impl: str = "auto") -> FuzzCase:
@@ -285,22 +272,11 @@ def define(case: FuzzCase, tensors: dict[str, Tensor], dtype: torch.dtype) -> di
         dtypes["bias"] = x["bias"].dtype if dtype == DTYPES[case.dtype] else dtype
     leaves = {name: x[name].to(to, copy=True).requires_grad_() for name, to in dtypes.items() if name in x}
     q, k, v = (leaves[name] for name in "qkv")
-    o, lse = dense_attention(
-        q,
-        k,
-        v,
-        visible,
-        q_positions=i,
-        k_positions=j,
-        softmax_scale=case.softmax_scale,
-        softcap=case.softcap,
-        sinks=x["sinks"].to(wide) if "sinks" in x else None,
-        alibi_slopes=leaves.get("alibi"),
-        key_bias=leaves.get("key_bias"),
-        bias=leaves.get("bias"),
-        dropout_p=case.dropout_p,
-        dropout_seed=case.seed,
-    )
+    numbers: dict[str, Any] = {"softmax_scale": case.softmax_scale, "softcap": case.softcap}
+    numbers |= {"dropout_p": case.dropout_p, "dropout_seed": case.seed}
+    biases = {"alibi_slopes": leaves.get("alibi"), "key_bias": leaves.get("key_bias"), "bias": leaves.get("bias")}
+    sinks = x["sinks"].to(wide) if "sinks" in x else None
+    o, lse = dense_attention(q, k, v, visible, q_positions=i, k_positions=j, sinks=sinks, **biases, **numbers)
     found = {"o": o.detach(), "lse": lse.detach()}
     cotangents = [x["do"].to(o.dtype), x["dlse"].to(lse.dtype)]
     grads = torch.autograd.grad([o, lse], list(leaves.values()), cotangents, allow_unused=True)
@@ -350,19 +326,8 @@ class KernelCalls:
         state = SoftmaxState(self._empty(b, h, s), self._empty(b, h, s), self._empty(b, s, h, dv))
         last = len(self._keys) - 1
         for step, side, k, v, score in self._steps():
-            self._kernels.forward(
-                self._q,
-                k,
-                v,
-                self._rows,
-                side,
-                score,
-                carry=state if last else None,
-                first=step == 0,
-                last=step == last,
-                o=o,
-                lse=lse,
-            )
+            ends: dict[str, Any] = {"first": step == 0, "last": step == last, "carry": state if last else None}
+            self._kernels.forward(self._q, k, v, self._rows, side, score, o=o, lse=lse, **ends)
         return {"o": o, "lse": lse}
 
     def backward(self, answer: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -422,8 +387,7 @@ def examine(case: FuzzCase, kernels: KernelSet, device: torch.device) -> dict[st
     grads = calls.backward(answer)
     if case.deterministic:
         ratios["backward twice"] = same_bits(grads, calls.backward(answer))
-    dtype = DTYPES[case.dtype]
-    low, scaled = (torch.float32, torch.float64) if dtype == torch.float64 else (dtype, None)
+    low, scaled = budget_dtypes(case.dtype)
     exact, rounded = define(case, calls.tensors, torch.float64), define(case, calls.tensors, low)
     draws = [(exact, rounded)]
     for name, x in (answer | grads).items():

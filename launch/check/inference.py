@@ -35,8 +35,17 @@ from ringattn.launch.runtime.session import Session
 from ringattn.numerics.error_budget import Budget, error
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
 MOVES = ("auto", "keys", "queries", "pages")
 """How prefill gets keys: by byte counts; keys or queries move, over copies of pages; queries move, over pages in place."""
+
+
+def budget_dtypes(dtype: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """Return the dtype of the rounded reference of a budget, and that to which it is scaled.
+
+    fp64 has nothing wider to be compared with: its budget is that of fp32, scaled.
+    """
+    return (torch.float32, torch.float64) if dtype == "fp64" else (DTYPES[dtype], None)
 
 
 @dataclass(frozen=True)
@@ -132,8 +141,7 @@ def examine_history(
         history = dataclasses.replace(history, comm_mode=mode, kv_access=access)
     mine = play(history, ring, session.device)
     by_rank: Sequence[Sequence[Answer]] = session.gather(mine)
-    # fp64 has nothing wider to be compared with: its budget is that of fp32, scaled
-    low, scaled = (torch.float32, torch.float64) if case.dtype == "fp64" else (DTYPES[case.dtype], None)
+    low, scaled = budget_dtypes(case.dtype)
     exact, rounded = (reference_answers(history, dtype, session.device) for dtype in (torch.float64, low))
     found = Finding(layout or moves)
     for index, answers in enumerate(zip(*by_rank, strict=True)):

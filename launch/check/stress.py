@@ -88,18 +88,9 @@ def soak_cases(world_size: int, device: str) -> Iterator[Case]:
         n, (heads, kv_heads) = next(lengths), next(groups)
         # the windows of the masks need a few tokens
         n = max(n, 8) if name != "causal" else n
-        yield attention.masked(
-            name,
-            n,
-            dtype=dtype,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=d,
-            v_head_dim=d,
-            backward=next(moving),
-            options=("deterministic",) if index % 4 < 2 else (),
-            layouts=(layout,),
-        )
+        sizes = {"dtype": dtype, "heads": heads, "kv_heads": kv_heads, "head_dim": d, "v_head_dim": d}
+        options = ("deterministic",) if index % 4 < 2 else ()
+        yield attention.masked(name, n, backward=next(moving), options=options, layouts=(layout,), **sizes)
 
 
 def attend(one: Prepared, impl: str) -> dict[str, Tensor]:

@@ -86,17 +86,16 @@ def _least_squares(counts: torch.Tensor, us: torch.Tensor) -> KernelCost:
 
 
 def ring_costs(rows: Sequence[Row], profile: Profile) -> Profile:
-    """Return a profile whose links, slowdowns and host times are fitted to rows of `bench ring`."""
-    slowdown = {f"{schedule}_{way}": 1.0 for schedule in SCHEDULES for way in WAYS}
+    """Return a profile whose links, slowdowns, semaphores and host times are fitted to rows of `bench ring`."""
     least = min(row["tokens_per_rank"] for row in rows)
     groups = {name: [row for row in rows if ROW_SCHEDULES[row["who"]] == name] for name in SCHEDULES}
+    short = {name: [row for row in groups[name] if row["tokens_per_rank"] == least] for name in SCHEDULES}
     host_us = dict(profile.host_us)
     for schedule, way in itertools.product(SCHEDULES, WAYS):
-        short = [row for row in groups[schedule] if row["tokens_per_rank"] == least]
-        if short:
-            host_us |= _host(f"{schedule}_{way}", [(row["world_size"], 1e3 * _measured_ms(row, way)) for row in short])
+        if short[schedule]:
+            host_us |= _host_us(short[schedule], schedule, way)
+    slowdown = {f"{schedule}_{way}": 1.0 for schedule in SCHEDULES for way in WAYS}
     profile = replace(profile, slowdown=dict(slowdown), host_us=host_us)
-    # times of CUDA graphs, in which the host takes no part
     graphs = [x for x in groups["process_group"] if x["tokens_per_rank"] >= 2048 and x.get("forward_graph_ms")]
     if graphs:
         rated = [replace(profile, nccl=replace(profile.nccl, gbps=rate)) for rate in NCCL_GBPS]
@@ -106,7 +105,33 @@ def ring_costs(rows: Sequence[Row], profile: Profile) -> Profile:
         if long:
             ratio = statistics.median(_measured_ms(row, way) / _way_ms(row, profile, way) for row in long)
             slowdown[f"{schedule}_{way}"] = round(max(1.0, ratio), 4)
-    return replace(profile, slowdown=slowdown)
+    profile = replace(profile, slowdown=slowdown)
+    return replace(profile, semaphores_us=_semaphores_us(short["fused"], profile))
+
+
+def _host_us(rows: Sequence[Row], schedule: str, way: str) -> dict[str, float]:
+    """Return the host's microseconds of a call and of each peer, from calls that it bounds.
+
+    A fused call is launched as one CUDA graph, for any number of peers. The other schedules enqueue each ring step.
+    """
+    name, fused = f"{schedule}_{way}", schedule == "fused"
+    us = statistics.median(1e3 * _measured_ms(row, way) / (1 if fused else row["world_size"] - 1) for row in rows)
+    return {name: round(us, 1) if fused else 0.0, f"{name}_peer": 0.0 if fused else round(us, 1)}
+
+
+def _semaphores_us(rows: Sequence[Row], profile: Profile) -> dict[str, float]:
+    """Return the microseconds of a fused call's semaphores: CUDA graphs of rows, in which the host takes no part, less the rest."""
+    graphs = [row for row in rows if row.get("forward_graph_ms") and row.get("both_graph_ms")]
+    found, without = (
+        dict(profile.semaphores_us),
+        replace(profile, semaphores_us={"turn": profile.semaphores_us["turn"]}),
+    )
+    for way in WAYS if graphs else ():
+        us = statistics.median(
+            1e3 * (_measured_ms(row, way, "graph_ms") - _way_ms(row, without, way)) for row in graphs
+        )
+        found[f"fused_{way}"] = max(0.0, round(us, 1))
+    return found
 
 
 def _way_ms(row: Row, profile: Profile, way: str) -> float:
@@ -118,14 +143,7 @@ def _forward_error(rows: Sequence[Row], profile: Profile) -> float:
     return statistics.median(abs(row["forward_graph_ms"] / _way_ms(row, profile, "forward") - 1) for row in rows)
 
 
-def _measured_ms(row: Row, way: str) -> float:
-    return row["forward_ms"] if way == "forward" else row["both_ms"] - row["forward_ms"]
-
-
-def _host(name: str, times: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """Return the host's microseconds per call and per peer, from times of rings of one size or of two."""
-    sizes = sorted({size for size, _ in times})
-    small, large = (statistics.median(us for size, us in times if size == one) for one in (sizes[0], sizes[-1]))
-    peers = sizes[-1] - 1
-    peer = max(0.0, large - small) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else large / peers
-    return {name: max(0.0, round(large - peer * peers, 1)), f"{name}_peer": round(peer, 1)}
+def _measured_ms(row: Row, way: str, kind: str = "ms") -> float:
+    """Return the milliseconds of a direction of a row, of plain calls or of CUDA graphs ("graph_ms")."""
+    forward: float = row[f"forward_{kind}"]
+    return forward if way == "forward" else row[f"both_{kind}"] - forward

@@ -1,6 +1,6 @@
 """Measures a profile of this machine: kernels, matrix products, memory, and between ranks the ring's own calls.
 
-On one GPU kernels and memory; under torchrun links, host times and slowdowns of rings too. Takes one to two minutes.
+On one GPU kernels and memory; under torchrun links, semaphores, host times and slowdowns of rings too. Takes one to two minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sizes:
 
     Attributes:
         kernels: Masks, tokens and head_dims of kernels.
-        ring_tokens: Tokens per rank of ring calls.
+        ring_tokens: Tokens per rank of ring calls; the first ones are so short that plain calls show the host.
         matmul: Rows, columns and inner size of matrix products.
         memory_bytes: Bytes of both sides of a copy; a collective's result has a fourth of a side.
         rounds: Rounds; the median counts. seconds: limit of one group of calls.
@@ -49,7 +49,7 @@ class Sizes:
         *(("full", 8192, d) for d in (64, 256)),
         *(("window", 16384, d) for d in (64, 256)),
     )
-    ring_tokens: tuple[int, ...] = (1024, 2048, 8192, 16384)
+    ring_tokens: tuple[int, ...] = (128, 2048, 8192, 16384)
     heads: int = 16
     matmul: tuple[int, int, int] = (16384, 14336, 4096)
     memory_bytes: int = 2**31
@@ -67,7 +67,7 @@ def measure_profile(session: Session, sizes: Sizes | None = None) -> Profile:
     if session.world_size > 1:
         profile = _rings(session, sizes, profile)
     else:
-        rest = "links, slowdowns and host times: those of an H200; start with torchrun to measure them"
+        rest = "links, semaphores, slowdowns and host times: those of an H200; start with torchrun to measure them"
         profile = dataclasses.replace(profile, assumed=(*profile.assumed, rest))
     # sums of equal times may round differently
     return session.gather(profile)[0]
@@ -139,7 +139,7 @@ def _kernel_rows(session: Session, sizes: Sizes) -> list[Row]:
 
 
 def _rings(session: Session, sizes: Sizes, profile: Profile) -> Profile:
-    """Return the profile with links, slowdowns and host times of rings over all ranks."""
+    """Return the profile with links, semaphores, slowdowns and host times of rings over all ranks."""
     names: tuple[ScheduleName, ...] = ("process_group", "stepwise", "fused")
     wanted = names[: 1 if session.device.type != "cuda" else 3 if profile.schedule == "fused" else 2]
     rings, schedules = open_rings(wanted, session), {display_name(name, session): name for name in wanted}

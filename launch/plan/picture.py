@@ -26,22 +26,21 @@ STYLE: Any = {
 MOST_BARS = 6
 
 
-def draw(found: Estimate, path: Path, *, heat: bool = True) -> None:
+def draw(found: Estimate, path: Path) -> None:
     """Draw an estimate to an SVG or PNG file."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     bars = [one for one in found.candidates if one.seconds is not None][:MOST_BARS]
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9.5 if heat else 7.5, 0.45 * max(4, len(bars)) + 1.4), layout="constrained")
-        axes = figure.subplots(1, 3 if heat else 2)
+        figure = Figure(figsize=(9.5, 0.45 * max(4, len(bars)) + 1.4), layout="constrained")
+        axes = figure.subplots(1, 3)
         names = [str(one.mesh) for one in bars]
         _stack(axes[0], names, [one.memory.gib() for one in bars], "GiB per GPU")
         axes[0].axvline(found.job.profile.memory_gib, color="#e5484d", linewidth=1)
         _stack(axes[1], names, [_seconds(one) for one in bars], "s per sequence")
         axes[1].set_yticks([])
-        if heat:
-            _heat(figure, axes[2], found)
+        _heat(figure, axes[2], found)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 

@@ -1,11 +1,13 @@
 """Duration of one attention kernel launch, from the work that the tile scheduler assigns to its programs.
 
 The plan of a launch is the library's own (`tile_scheduler.make_plan`). A program runs its tiles in order; a block of remote rows
-waits for the time at which they arrive.
+waits for the time at which they arrive, and gradients of remote rows for the link.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,6 +55,21 @@ class Launch:
     stationary: bool
     other_us: float
     times: int = 1
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Transfers beside a fused launch.
+
+    Attributes:
+        arrivals: `groups steps`, microseconds from the launch at which remote rows are there.
+        slowdown: Factor of the programs' work, but not of their waits.
+        returning_us: Microseconds in which the link carries all gradients that the launch writes to other ranks.
+    """
+
+    arrivals: Tensor
+    slowdown: float = 1.0
+    returning_us: float = 0.0
 
 
 def make_launch(
@@ -111,17 +128,21 @@ def launch_ms(
     heads: Heads,
     profile: Profile,
     direction: str,
-    arrivals: Tensor | None = None,
+    exchange: Exchange | None = None,
     sm_margin: int = 0,
 ) -> float:
-    """Return the milliseconds of a launch; arrivals: `groups steps`, microseconds at which rows are there."""
-    launch = make_launch(rows, keys, heads, profile, direction, 1 if arrivals is None else arrivals.shape[0], sm_margin)
+    """Return the milliseconds of a launch; exchange: of a fused call that fetches rows."""
+    groups = 1 if exchange is None else exchange.arrivals.shape[0]
+    launch = make_launch(rows, keys, heads, profile, direction, groups, sm_margin)
     if launch is None:
         return 0.0
-    costs = profile.forward if direction == "forward" else profile.backward
-    us = programs_us(launch, costs[columns_of(heads.head_dim)], heads, keys, arrivals)
-    ms = (us + launch.other_us) / 1e3
-    return ms * profile.sustained_factor(ms)
+    cost = getattr(profile, direction)[columns_of(heads.head_dim)]
+    ms = (programs_us(launch, cost, heads, keys) + launch.other_us) / 1e3
+    if exchange is None:
+        return ms * profile.sustained_factor(ms)
+    factor = exchange.slowdown * profile.sustained_factor(ms * exchange.slowdown)
+    slower = KernelCost(*(us * factor for us in vars(cost).values()))
+    return (programs_us(launch, slower, heads, keys, exchange) + launch.other_us * factor) / 1e3
 
 
 def measure_programs(
@@ -152,48 +173,85 @@ def _entries(launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
     return owner, (table[:, 5] + table[:, 6]) * repeats, table[:, 5] * repeats
 
 
-def programs_us(launch: Launch, cost: KernelCost, heads: Heads, keys: AnyRows, arrivals: Tensor | None) -> float:
-    """Return the microseconds of the program that ends last; see `launch_ms` for arrivals."""
-    work, shape, stationary = launch.work, launch.shape, launch.stationary
+def programs_us(
+    launch: Launch, cost: KernelCost, heads: Heads, keys: AnyRows, exchange: Exchange | None = None
+) -> float:
+    """Return the microseconds of the program that ends last."""
+    work = launch.work
     if work.work.shape[0] == 0:
         return 0.0
     owner, blocks, masked = _entries(launch)
-    counts = (work.starts[1:] - work.starts[:-1]).to(torch.int64)
     entry_us = cost.tile + blocks * cost.block + masked * cost.masked
     total = torch.zeros(work.programs, dtype=torch.float64, device="cpu").index_add_(0, owner, entry_us)
-    repeated = (launch.times - 1) * float(total.max())
-    if arrivals is None or arrivals.numel() == 0 or not isinstance(keys, GatheredKeys):
-        return float(total.max()) + repeated
-    last = float(arrivals.max())
-    kv_heads = heads.kv_heads // launch.times
-    group_size = max(1, kv_heads // arrivals.shape[0])
-    head = work.work[:, 0].to(torch.int64) % shape.heads
-    kv_head = head if stationary else head * kv_heads // shape.heads
-    group = (kv_head // group_size).clamp(max=arrivals.shape[0] - 1)
+    longest = float(total.max())
+    if exchange is None or not isinstance(keys, GatheredKeys):
+        return longest * launch.times
+    kv_heads, groups = heads.kv_heads // launch.times, exchange.arrivals.shape[0]
+    head = work.work[:, 0].to(torch.int64) % launch.shape.heads
+    kv_head = head if launch.stationary else head * kv_heads // launch.shape.heads
+    group = (kv_head // max(1, kv_heads // groups)).clamp(max=groups - 1)
+    if launch.stationary:
+        returning_us = exchange.returning_us / launch.times
+        end = _stationary_us(
+            work, cost, entry_us, exchange.arrivals[group, work.tiles[:, 1].to(torch.int64)], returning_us
+        )
+        return end + (launch.times - 1) * max(longest, returning_us)
+    return _streamed_us(work, cost, entry_us, exchange.arrivals, group, total) + (launch.times - 1) * longest
+
+
+def _streamed_us(
+    work: WorkPlan, cost: KernelCost, entry_us: Tensor, arrivals: Tensor, group: Tensor, total: Tensor
+) -> float:
+    """Return the end of the last program, where each block of remote rows waits for their arrival; total: without waits."""
+    counts = (work.starts[1:] - work.starts[:-1]).to(torch.int64)
+    last, segments = float(arrivals.max()), work.segments.to(torch.int64)
     now = torch.zeros(work.programs, dtype=torch.float64, device="cpu")
     done = torch.zeros_like(now)
-    segments = work.segments.to(torch.int64)
     for turn in range(int(counts.max())):
         waiting = (turn < counts) & (now < last)
         if not bool(waiting.any()):
             break
         index = (work.starts[:-1].to(torch.int64) + turn).clamp(max=work.work.shape[0] - 1)
         now = torch.where(waiting, now + cost.tile, now)
-        if stationary:
-            step = work.tiles[index, 1].to(torch.int64)
-            now = torch.where(waiting, torch.maximum(now, arrivals[group[index], step]), now)
-            now = torch.where(waiting, now + entry_us[index] - cost.tile, now)
-        else:
-            first, number = work.work[index, 2].to(torch.int64), work.work[index, 3:5].sum(1)
-            masked_of = work.work[index, 3]
-            for k in range(int(number.max())):
-                there = waiting & (k < number)
-                line = segments[(first + k).clamp(max=segments.shape[0] - 1)]
-                block_us = cost.block + (k < masked_of) * cost.masked
-                begin = torch.maximum(now, arrivals[group[index], line[:, 6]])
-                now = torch.where(there, begin + line[:, 1] * block_us, now)
+        first, number = work.work[index, 2].to(torch.int64), work.work[index, 3:5].sum(1)
+        masked_of = work.work[index, 3]
+        for k in range(int(number.max())):
+            there = waiting & (k < number)
+            line = segments[(first + k).clamp(max=segments.shape[0] - 1)]
+            block_us = cost.block + (k < masked_of) * cost.masked
+            begin = torch.maximum(now, arrivals[group[index], line[:, 6]])
+            now = torch.where(there, begin + line[:, 1] * block_us, now)
         done = torch.where(waiting, done + entry_us[index], done)
-    return float((now + total - done).max()) + repeated
+    return float((now + total - done).max())
+
+
+def _stationary_us(work: WorkPlan, cost: KernelCost, entry_us: Tensor, arrived: Tensor, returning_us: float) -> float:
+    """Return the end of the last program, where each tile waits for its rows, and its gradients for the link.
+
+    Gradients of remote tiles leave in the order in which tiles end, and hold up their programs.
+    """
+    remote = work.tiles[:, 1] > 0
+    store_us = returning_us / max(1, int(remote.sum()))
+    begins, busy_us = arrived.tolist(), (entry_us - cost.tile).tolist()
+    stores, starts = remote.tolist(), work.starts.tolist()
+
+    def end_of(entry: int, now: float) -> float:
+        return max(now + cost.tile, begins[entry]) + busy_us[entry]
+
+    # the end of each program's tile, its index, and the program's first index behind it
+    ends = [(end_of(first, 0.0), first, stop) for first, stop in itertools.pairwise(starts) if first < stop]
+    heapq.heapify(ends)
+    last = link_free = 0.0
+    while ends:
+        now, entry, stop = ends[0]
+        if stores[entry]:
+            now = link_free = max(now, link_free) + store_us
+        last = max(last, now)
+        if entry + 1 < stop:
+            heapq.heapreplace(ends, (end_of(entry + 1, now), entry + 1, stop))
+        else:
+            heapq.heappop(ends)
+    return last
 
 
 def rows_of(side: AnyRows) -> int:

@@ -271,12 +271,10 @@ def _append(runs: list[Run], run: Run) -> None:
     runs.append(run)
 
 
-def compare(
-    lengths: Sequence[int], *, tokens: int, world_size: int, pairs_per_token: float = PAIRS_PER_TOKEN
-) -> Iterator[tuple[PackedBatch, PackedBatch]]:
+def compare(lengths: Sequence[int], *, tokens: int, world_size: int) -> Iterator[tuple[PackedBatch, PackedBatch]]:
     """Yield each batch as `pack` places it on one ring of all ranks, and with every document over all ranks (fixed cp = world)."""
-    for batch in pack(lengths, tokens=tokens, cp=world_size, pairs_per_token=pairs_per_token):
+    for batch in pack(lengths, tokens=tokens, cp=world_size):
         names, ranks = batch.sequences[0].indices, tuple(range(world_size))
         fixed = [(index, ranks) for index in range(len(names))]
         chosen = [lengths[name] for name in names]
-        yield batch, PackedBatch((_sequence(fixed, chosen, names, world_size, keep_order=True),), pairs_per_token)
+        yield batch, PackedBatch((_sequence(fixed, chosen, names, world_size, keep_order=True),))

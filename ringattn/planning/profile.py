@@ -68,7 +68,9 @@ class Profile:
         collective_gbps: 10^9 bytes per second that a GPU receives in an all-gather or a reduce-scatter within a host.
         network: Messages of a GPU to another host.
         slowdown: Factor of kernels beside transfers, by schedule and direction: `fused_forward`, ...
-        host_us: Host time by name: of a call, of each peer of a call, of a layer.
+        semaphores_us: Device time of semaphores and joins of streams by name: of a launch of the fused schedule by direction, and
+            `turn`, from the push of one owner to that of the next.
+        host_us: Host time by name: of a call, of each peer of a call, of a layer. A fused call is one CUDA graph for any peers.
         schedule: Schedule of a ring within a host by default; "fused" needs the Hopper kernels and the copy engine.
         reserve_gib: Memory that libraries take outside of tensors.
         fitted_from: Files of rows to which numbers were fitted.
@@ -93,6 +95,7 @@ class Profile:
     network: Link
     host_us: Mapping[str, float]
     slowdown: Mapping[str, float] = field(default_factory=dict)
+    semaphores_us: Mapping[str, float] = field(default_factory=dict)
     schedule: str = "fused"
     reserve_gib: float = 1.5
     fitted_from: tuple[str, ...] = ()

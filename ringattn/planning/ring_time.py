@@ -3,7 +3,8 @@
 The plan of a call is the library's own: shards, ring steps, gather plans and tables of rows. Transfers and launches are simulated
 as events, on the ranks with the most and the least to receive:
 
-    fused         Owners push to readers in ring order, one at a time and group by group; the tiles of the one launch wait for them.
+    fused         Owners push to readers in ring order, one at a time and group by group; the tiles of the one launch wait for them,
+                  and for the link that takes their gradients.
                   A hierarchical ring has one launch per node step, beside which the remote shards of the next one cross.
     stepwise      A step ends when its kernel and the transfer of the next step have ended.
 """
@@ -25,7 +26,7 @@ from ringattn.plan.layouts import Shard, make_shards, shard_len
 from ringattn.plan.mask import AttentionMask, MaskAxis
 from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.ring_plan import Nodes, Plan, RecvSpec, RingStep, make_gather_plan, make_nodes, make_plan
-from ringattn.planning.attention_launch import Heads, launch_ms
+from ringattn.planning.attention_launch import Exchange, Heads, launch_ms
 from ringattn.planning.profile import Profile
 
 SCHEDULES = ("fused", "stepwise", "process_group")
@@ -44,7 +45,7 @@ class RingTime:
     Attributes:
         device_ms: Time on the device, transfers included.
         kernel_ms: Kernels alone, with all rows there.
-        host_ms: Time of the host for the call.
+        host_ms: Time of the host for the call; of a fused one, where it is launched as a CUDA graph (copy_engine/graph_cache.py).
         bytes_received: Rows and gradients that the rank receives.
     """
 
@@ -224,20 +225,24 @@ def _fused(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple
         gather = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
         rows, keys = gathered(call, rank, node_step)
         margin = COMM_SMS if crosses else 0
-        arrivals = None if call.saved and grad else _arrivals(call, profile, rank, node_step)
-        alone = launch_ms(rows, keys, heads, profile, direction)
-        ms = launch_ms(rows, keys, heads, profile, direction, arrivals, margin) * profile.slowdown[f"fused_{direction}"]
         moved = sum(_num_rows(recv) for recv in gather.recvs)
+        arrivals = torch.zeros(1, part.local_size, dtype=torch.float64, device="cpu")
+        if moved and not (call.saved and grad):
+            arrivals = _arrivals(call, profile, rank, node_step)
+        returning_us = moved * grad / profile.copy_engine.gbps / 1e3
+        exchange = Exchange(arrivals, profile.slowdown[f"fused_{direction}"], returning_us)
+        alone = launch_ms(rows, keys, heads, profile, direction)
+        ms = launch_ms(rows, keys, heads, profile, direction, exchange, margin)
         sent = sum(send.num_rows for send in gather.sends) * grad
         # own rows are packed; the owner adds the gradients of all readers, the last of which arrive late
         traffic, launches = 2 * own * key, 1
         if grad:
             traffic, launches = traffic + own * (grad + key) + sent, 2
-            ms += profile.copy_engine.latency_us / 1e3 if moved else 0.0
         if len(held) > 1:
             # fp32 results of launches are written and merged
             traffic += rows.positions.shape[0] * heads.batch * heads.heads * heads.head_dim * 8
         ms += traffic / profile.memory_gbps / 1e6 + launches * profile.launch_us / 1e3
+        ms += profile.semaphores_us.get(f"fused_{direction}", 0.0) / 1e3
         steps.append(Step(max(ms, crosses), alone, moved * key + sent))
     # the last sums return alone: two thirds of the bytes
     return steps, crossing_ms[-1] * 2 / 3 if grad and crossing_ms else 0.0
@@ -247,22 +252,20 @@ def _num_rows(recv: RecvSpec) -> int:
     return sum(length for _, length in recv.rows)
 
 
-def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Tensor | None:
-    """Return `groups steps`, microseconds from the launch at which pushed rows are there; None: nothing is fetched."""
+def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Tensor:
+    """Return `groups steps`, microseconds from the launch at which pushed rows are there."""
     members = next(node for node in (call.node_ranks or (tuple(range(call.world_size)),)) if rank in node)
     mine = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
-    if not mine.recvs:
-        return None
     heads, link = call.heads, profile.copy_engine
     groups = count_groups(heads.batch, heads.kv_heads, heads.width, 2, mine.slot_rows, link.gbps * 1e9)
     found = torch.zeros(groups, len(members), dtype=torch.float64, device="cpu")
-    row = heads.kv_bytes() / groups
+    row, turn_us = heads.kv_bytes() / groups, profile.semaphores_us.get("turn", 0.0)
     if len(members) > MOST_RANKS:
         # rings of this size move equally many rows everywhere, so owners push in step
         now = 0.0
         for group in range(groups):
             for recv in mine.recvs:
-                now += link.ms(_num_rows(recv) * row) * 1e3
+                now += link.ms(_num_rows(recv) * row) * 1e3 + turn_us
                 found[group, recv.step] = now
         return found
     sends = [
@@ -271,10 +274,13 @@ def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Te
         for send in make_gather_plan(call.plan, owner, PAD_ROWS, node_step, call.node_ranks).sends
     ]
     owner_free, reader_free = dict.fromkeys(members, 0.0), dict.fromkeys(members, 0.0)
+    previous = dict[int, int]()
     for group in range(groups):
         for step, owner, peer, rows in sorted(sends):
-            end = max(owner_free[owner], reader_free[peer]) + link.ms(rows * row) * 1e3
+            taken = turn_us if previous.get(peer, owner) != owner else 0.0
+            end = max(owner_free[owner], reader_free[peer] + taken) + link.ms(rows * row) * 1e3
             owner_free[owner] = reader_free[peer] = end
+            previous[peer] = owner
             if peer == rank:
                 found[group, step] = end
     return found

@@ -155,14 +155,12 @@ def prefill_s(
     *,
     compiled: bool = True,
     tp: int = 1,
-    gpus_per_node: int = 8,
 ) -> Seconds:
     """Return the seconds from a prompt to its first token.
 
     Args:
         compiled: Elementwise kernels are joined.
-        tp: Ranks that share heads and weights; `calls` have the heads of one of them. Ours hold all weights: 1.
-        gpus_per_node: GPUs that NVLink connects.
+        tp: Ranks of a node that share heads and weights; `calls` have the heads of one of them. Ours hold all weights: 1.
     """
     rows, layers = -(-tokens // calls[0][0].world_size), shape.layers
     flops = 2.0 * rows * layers * shape.active_layer_parameters / tp
@@ -173,15 +171,13 @@ def prefill_s(
         attention=sum(count * time.kernel_ms for time, count in times) / 1e3,
         elementwise=traffic / profile.memory_gbps / 1e9,
         ring_exposed=sum(count * max(0.0, time.device_ms - time.kernel_ms) for time, count in times) / 1e3,
-        tp_exposed=layers * _exchange_s(shape, rows, tp, profile, gpus_per_node),
+        tp_exposed=layers * _exchange_s(shape, rows, tp, profile, tp),
     )
 
 
 def token_ms(shape: ModelShape, context: int, batch: int, world_size: int, profile: Profile) -> float:
     """Return the milliseconds of a decode step; ranks share the cache, the MLPs and the head."""
-    experts = min(shape.experts, shape.active_experts * batch)
-    shared = shape.layers * shape.mlp_parameters(experts) + shape.vocab_size * shape.dim
-    weights = 2 * (shape.layers * shape.attention_parameters + shared / world_size)
+    weights = shape.decode_weight_bytes(batch, world_size)
     bound = (weights + shape.kv_token_bytes * context * batch / world_size) / profile.memory_gbps / 1e6
     host_us = profile.host_us["decode_layer"] + (world_size > 1) * profile.host_us["decode_reduce"]
     return bound + shape.layers * host_us / 1e3

@@ -30,14 +30,15 @@ from ringattn.integrations.transformers.cuda_graph_runner import (
     capture_obstacle,
     select_capturer,
 )
-from ringattn.launch.bench.inference_model import Shape, make_cache, make_model
+from ringattn.launch.bench.inference_model import make_cache, make_model
+from ringattn.planning.shapes import ModelShape
 from tests.gpu.test_copy_engine import RANKS, SHARED, run
 from tests.integrations.transformers.models import make, tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16, SHORT = torch.bfloat16, timedelta(seconds=3)
-SHAPE = Shape(dim=512, layers=4, heads=8, kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=1000)
-WIDE = Shape(dim=1024, layers=4, heads=16, kv_heads=4, head_dim=64, mlp_dim=8192, vocab_size=1000)
+SHAPE = ModelShape("narrow", dim=512, layers=4, heads=8, kv_heads=2, head_dim=64, mlp_dim=1024, vocab_size=1000)
+WIDE = ModelShape("wide", dim=1024, layers=4, heads=16, kv_heads=4, head_dim=64, mlp_dim=8192, vocab_size=1000)
 """With wide MLPs, whose shards differ most."""
 
 

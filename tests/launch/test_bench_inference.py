@@ -13,13 +13,15 @@ import torch
 from ringattn import Ring
 from ringattn.inference import attend
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import correctness, inference
+from ringattn.launch.bench import inference
 from ringattn.launch.bench.inference import Inference
-from ringattn.launch.bench.inference_model import Shape, full_cache, local_bytes
+from ringattn.launch.bench.inference_model import full_cache, local_bytes
+from ringattn.launch.check import cache_scenarios
 from ringattn.launch.runtime.session import open_session
+from ringattn.planning.shapes import ModelShape
 from tests.support.drawing import figures
 
-SHAPE = Shape(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
+SHAPE = ModelShape("test", dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
 WORDS = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--mlp-dim", "48", "--vocab-size", "61"]
 WORDS += ["--layers", "2", "--dtype", "fp32", "--chunk", "200", "--tokens", "3", "--rounds", "1", "--device", "cpu"]
 
@@ -80,13 +82,13 @@ def test_measurements_beyond_the_budget_have_a_row_with_the_reason(tmp_path: Pat
     assert all("left out" in row["refused"] for row in others)
 
 
-def _forgetful(step, layer, q, k, v):
+def _forgetful(step, layer, q, k, v, **options):
     """Attention over the new tokens alone."""
-    return attend(step, layer, q, torch.zeros_like(k), v)
+    return attend(step, layer, q, torch.zeros_like(k), v, **options)
 
 
 def test_wrong_attention_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "attend", _forgetful)
+    monkeypatch.setattr(cache_scenarios, "attend", _forgetful)
     assert _bench(str(tmp_path), "--lengths", "64", "--parts", "attention") == 1
     assert not (tmp_path / "inference.json").exists()
 

@@ -42,6 +42,17 @@ def test_results_are_written_as_json(tmp_path: Path) -> None:
     assert kept["ranks"][0]["next_seed"] == 7 + kept["cases"]
 
 
+def _fuzz(path: str) -> int:
+    return check.main([*CPU, "--fuzz", "0", "--fuzz-seed", "1", "--json", path])
+
+
+@pytest.mark.dist
+def test_tensors_that_one_rank_alone_has_are_in_the_table(pool, tmp_path: Path) -> None:
+    """The case of rank 1 has a bias of keys, that of rank 0 none."""
+    assert pool(2).run(_fuzz, str(tmp_path / "fuzz.json")) == [0, 0]
+    assert "dkey_bias" in json.loads((tmp_path / "fuzz.json").read_text())["worst"]
+
+
 def _wrong(name: str, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     right = getattr(eager, name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from functools import cache
 from pathlib import Path
@@ -15,21 +16,12 @@ from tests.planning.committed_rows import Prediction, predict_rows, read_rows
 from tests.planning.pages import load
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-FITTED_TIMES = {"ring2.json", "ring4.json"}
-"""Files of which the rows of 32 KV heads and those of 1,024 tokens are fitted."""
+FITTED_TIMES = {"ring2.json": "32 KV heads", "ring4.json": "32 KV heads", "ring2-peers.json": " 1024 tokens"}
+"""Files of which the rows of some calls are fitted."""
 FITTED_FILES = {"model2-128k.json"}
 FITTED_PEAKS = {"model2-long.json", "model4-1m.json"}
 """Files whose peaks gave the number of tensors that a layer's backward holds."""
 MISSED = {
-    # host time of short calls differs by a factor of 1.6 between equal calls of this file
-    "ring2.json: 2 GPUs, auto, causal, 2048 tokens, 8 KV heads, forward",
-    # host time of short calls: it is fitted to rows of 2 and 4 GPUs from before calls became CUDA graphs, which halved it
-    *(
-        f"ring2-peers.json: 2 GPUs, fused, causal, {tokens} tokens, {heads} KV heads, {way}"
-        for tokens in (1024, 2048)
-        for heads in (8, 32)
-        for way in ("forward", "both")
-    ),
     # one round of a launch of 4.6 s: the clock falls further than in the launches of up to 0.3 s that the slowdown is fitted to
     "inference4.json: 4 GPUs, 1048576 tokens, ring",
     "inference4.json: 4 GPUs, 1048576 tokens, attend",
@@ -46,11 +38,9 @@ MISSED_PEAKS = {
 
 
 def is_fitted(one: Prediction) -> bool:
-    short = " 1024 tokens" in one.name or "32 KV heads" in one.name
-    peak = one.kind.endswith("memory") and one.file in FITTED_PEAKS
-    return (
-        one.file in FITTED_FILES or peak or (one.file in FITTED_TIMES and short and "8 KV heads, peak" not in one.name)
-    )
+    if one.file in FITTED_FILES or (one.kind.endswith("memory") and one.file in FITTED_PEAKS):
+        return True
+    return one.kind == "ring" and one.file in FITTED_TIMES and FITTED_TIMES[one.file] in one.name
 
 
 @cache
@@ -69,8 +59,8 @@ def name_of(one: Prediction) -> str:
 def test_rows_of_all_kinds_are_predicted():
     kinds = {x.kind for x in held_out(memory=False)} | {x.kind for x in held_out(memory=True)}
     assert kinds == {"ring", "model", "prefill", "ring memory", "model memory"}
-    assert len(held_out(memory=False)) >= 88
-    assert len(held_out(memory=True)) >= 36
+    assert len(held_out(memory=False)) >= 98
+    assert len(held_out(memory=True)) >= 74
 
 
 def test_the_median_error_of_times_is_at_most_seven_percent():
@@ -87,6 +77,18 @@ def test_nine_of_ten_times_are_within_fifteen_percent():
 def test_peaks_of_memory_are_within_five_percent():
     missed = {name_of(x) for x in held_out(memory=True) if abs(x.error) > 0.05}
     assert missed == MISSED_PEAKS
+
+
+def test_short_calls_without_the_host_are_predicted():
+    """Graphs of 2,048 tokens per GPU were not fitted; without semaphores and the link of gradients some are 20% off."""
+    profile, errors = load_profile("h200"), dict[tuple[int, int, str], float]()
+    for file, _, row in read_rows(RESULTS, "ring"):
+        if file == "ring2-peers.json" and row.get("ours") and row["tokens_per_rank"] <= 2048:
+            ways = (attention_time(ring_call(row, 2), profile, way).device_ms for way in ("forward", "backward"))
+            for name, ms in zip(("forward", "both"), itertools.accumulate(ways), strict=True):
+                errors[row["tokens_per_rank"], row["kv_heads"], name] = ms / row[f"{name}_graph_ms"] - 1
+    assert len(errors) == 8
+    assert max(map(abs, errors.values())) <= 0.09
 
 
 def test_kernels_under_masks_of_several_intervals_are_predicted():

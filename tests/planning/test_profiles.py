@@ -8,10 +8,11 @@ import json
 import pytest
 
 from ringattn.launch import doctor
-from ringattn.launch.plan.fit import kernel_costs
+from ringattn.launch.plan.fit import kernel_costs, ring_call, ring_costs
 from ringattn.launch.plan.measure import Sizes, measure_profile
 from ringattn.launch.runtime.session import open_session
 from ringattn.planning import Profile, estimate, load_profile, write_profile
+from ringattn.planning.ring_time import attention_time
 
 TINY = Sizes(
     kernels=(("causal", 64, 64), ("full", 64, 128), ("window", 64, 128)),
@@ -66,6 +67,38 @@ def test_a_measured_profile_plans_a_job(pool, tmp_path):
 def test_a_profile_of_the_cpu_is_refused(tmp_path):
     with pytest.raises(SystemExit, match="profile must be measured on GPUs, got the CPU"):
         doctor.main(["--device", "cpu", "--profile", str(tmp_path / "x.json")])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_times_of_short_rings_give_host_and_semaphores(world_size):
+    """Rows of rings that a profile predicts are fitted to that profile."""
+    semaphores_us = {"turn": 9.0, "fused_forward": 20.0, "fused_backward": 30.0}
+    names = ("fused_forward", "fused_backward", "fused_forward_peer", "fused_backward_peer")
+    host_us = dict(zip(names, (200.0, 700.0, 0.0, 0.0), strict=True))
+    profile = dataclasses.replace(load_profile("h200"), semaphores_us=semaphores_us, host_us=host_us)
+    rows = []
+    for tokens in (128, 16384):
+        row = {
+            "mask": "causal",
+            "seq_len": tokens * world_size,
+            "batch": 1,
+            "heads": 32,
+            "kv_heads": 8,
+            "head_dim": 128,
+        }
+        row |= {"dtype": "bf16", "window": 1, "document": 0, "who": "fused", "world_size": world_size}
+        row |= {"tokens_per_rank": tokens}
+        forward, backward = (
+            attention_time(ring_call(row, world_size), profile, way) for way in ("forward", "backward")
+        )
+        row |= {"forward_ms": forward.ms, "both_ms": forward.ms + backward.ms}
+        rows.append(
+            row | {"forward_graph_ms": forward.device_ms, "both_graph_ms": forward.device_ms + backward.device_ms}
+        )
+    found = ring_costs(rows, load_profile("h200"))
+    assert {name: found.host_us[name] for name in names} == host_us
+    assert found.semaphores_us == pytest.approx(semaphores_us, abs=1.0)
+    assert found.slowdown["fused_backward"] == pytest.approx(profile.slowdown["fused_backward"], rel=0.01)
 
 
 def test_kernels_are_fitted_where_memory_was_measured_far_too_slow():

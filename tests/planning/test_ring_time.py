@@ -12,7 +12,7 @@ from ringattn.plan.buffers import count_groups
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_gather_plan
 from ringattn.planning import load_profile, ring_time
-from ringattn.planning.attention_launch import Heads, launch_ms, make_launch
+from ringattn.planning.attention_launch import Exchange, Heads, launch_ms, make_launch
 from ringattn.planning.profile import Link
 from ringattn.planning.ring_time import RingCall, attention_time, gathered
 
@@ -28,7 +28,7 @@ def causal(tokens: int, world_size: int, **options) -> RingCall:
 def test_a_launch_whose_rows_are_there_takes_as_long_as_one_without_flags(direction):
     rows, keys = gathered(causal(8192, 4), 1)
     there = torch.zeros(2, 4, dtype=torch.float64)
-    assert launch_ms(rows, keys, HEADS, H200, direction, there) == pytest.approx(
+    assert launch_ms(rows, keys, HEADS, H200, direction, Exchange(there)) == pytest.approx(
         launch_ms(rows, keys, HEADS, H200, direction), rel=1e-6 if direction == "forward" else 0.1
     )
 
@@ -37,8 +37,25 @@ def test_a_launch_whose_rows_are_there_takes_as_long_as_one_without_flags(direct
 def test_a_launch_ends_after_its_last_rows_arrive(direction):
     rows, keys = gathered(causal(8192, 4), 1)
     late = torch.full((1, 4), 5000.0, dtype=torch.float64)
-    alone, waited = (launch_ms(rows, keys, HEADS, H200, direction, x) for x in (None, late))
+    alone, waited = (launch_ms(rows, keys, HEADS, H200, direction, x) for x in (None, Exchange(late)))
     assert waited > 5.0 > alone
+
+
+def test_gradients_of_remote_rows_wait_for_the_link():
+    rows, keys = gathered(causal(8192, 4), 0)
+    there = torch.zeros(1, 4, dtype=torch.float64)
+    free, slow = (launch_ms(rows, keys, HEADS, H200, "backward", Exchange(there, 1.0, us)) for us in (0.0, 5000.0))
+    assert 5.0 < slow < 5.0 + free
+    assert launch_ms(rows, keys, HEADS, H200, "backward", Exchange(there, 1.0, 1.0)) == pytest.approx(free, rel=0.01)
+
+
+@pytest.mark.parametrize(("world_size", "turns"), [(2, 0), (4, 2)])
+def test_owners_take_turns_at_a_reader(world_size, turns):
+    times = []
+    for turn in (0.0, 10e3):
+        profile = replace(H200, semaphores_us={**H200.semaphores_us, "turn": turn})
+        times.append(attention_time(causal(1024 * world_size, world_size), profile, "forward").device_ms)
+    assert times[1] - times[0] == pytest.approx(10.0 * turns, rel=0.01, abs=1e-9)
 
 
 def test_the_last_step_delays_less_than_the_first():
@@ -47,7 +64,7 @@ def test_the_last_step_delays_less_than_the_first():
     for step in (1, 3):
         arrivals = torch.zeros(1, 4, dtype=torch.float64)
         arrivals[0, step] = 300.0
-        times.append(launch_ms(rows, keys, HEADS, H200, "forward", arrivals))
+        times.append(launch_ms(rows, keys, HEADS, H200, "forward", Exchange(arrivals)))
     assert times[0] >= times[1]
 
 

@@ -13,11 +13,11 @@ import torch
 from ringattn.integrations.transformers import cuda_graph_runner
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import correctness, inference_model
-from ringattn.launch.bench.inference_model import Shape
+from ringattn.planning.shapes import ModelShape
 from tests.support.drawing import figures
 from tests.support.graph_recorder import Reruns
 
-SHAPE = Shape(dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
+SHAPE = ModelShape("test", dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
 WORDS = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--mlp-dim", "48", "--vocab-size", "61"]
 WORDS += ["--layers", "2", "--dtype", "fp32", "--chunk", "200", "--tokens", "3", "--rounds", "1", "--device", "cpu"]
 
@@ -105,6 +105,6 @@ def test_a_wrong_model_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_model_flops_and_bytes_are_those_of_the_parameters() -> None:
     model = inference_model.make_model(SHAPE, 64, torch.float32, torch.device("cpu"))
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in name)
-    assert SHAPE.weight_bytes(4) == 4 * matrices
-    tokens, head = 10, SHAPE.head_parameters
+    assert SHAPE.decode_weight_bytes(itemsize=4) == 4 * matrices
+    tokens, head = 10, 32 * 61
     assert SHAPE.prompt_flops(tokens) == 2 * (matrices - head) * tokens + 2 * head + 2 * (2 * 2 * 4 * 16) * 55
