@@ -133,6 +133,11 @@ _FORWARD: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
 }
 
 
+def chunks_of(head_dim: int) -> tuple[int, ...]:
+    """Return the powers of two that make up the columns of a head: 96 is (64, 32) and 192 is (128, 64)."""
+    return next(chunks for chunks in ((64,), (64, 32), (128,), (128, 64), (256,)) if head_dim <= sum(chunks))
+
+
 def columns_of(head_dim: int) -> int:
     """The columns that a head_dim takes in shared memory; the copy engine fills the rest with zeros."""
     return next(bucket for bucket in BUCKETS if head_dim <= bucket)
