@@ -82,7 +82,7 @@ def make_launch(
     programs = max(1, profile.multiprocessors - sm_margin)
     group = heads.heads // heads.kv_heads
     if direction == "forward":
-        config = choose_forward(heads.head_dim, heads.head_dim, True)
+        _, config = choose_forward(heads.head_dim, heads.head_dim, True)
         shape = Shape(
             batch=heads.batch,
             heads=heads.heads,
