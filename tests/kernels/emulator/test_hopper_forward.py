@@ -50,7 +50,7 @@ FEW_ROWS = Case(
     sinks=True,
 )
 SCORES = replace(CARRIES, name="scores", softcap=2.0, alibi=True, key_bias=True)
-WIDTHS = {"192_128": (192, 128), "192": (192, 192), "96": (96, 96), "96_v_16": (96, 16)}
+WIDTHS = {"192_128": (192, 128), "192": (192, 192), "96": (96, 96), "192_v_40": (192, 40)}
 """Head dims whose tiles are several panels, of q and k alone or also of v."""
 OF_PANELS = [
     replace(case, name=f"{case.name}_{name}", head_dim=d, v_head_dim=dv)
