@@ -17,7 +17,6 @@ class ForwardConfig:
         stages: Blocks of k, and of v, in shared memory.
         named: "Stage is empty" goes through named barriers; needs at most four stages.
         early: The first q . k of the next tile runs beneath the end of this one; q then takes two stages.
-        turns: Consumers issue their products in turn, so that one multiplies while another exponentiates.
         store: o leaves through the shared memory of its q tile and the copy engine, where it fits and the engine can address it.
         ahead: The limits of the next tile are computed at the end of this one, beneath its products.
         lazy: The accumulator is scaled only in warps in which a maximum has grown by more than 2^8.
@@ -28,19 +27,13 @@ class ForwardConfig:
     stages: int
     named: bool = True
     early: bool = False
-    turns: bool = False
     store: bool = False
     ahead: bool = False
     lazy: bool = False
 
-    @property
-    def turn(self) -> int:
-        """The first named barrier of the turns; 0: none."""
-        if not self.turns or self.consumers == 1:
-            return 0
-        first = FIRST_BARRIER + 2 * self.stages * self.named
-        assert first + self.consumers <= 16, "named barriers must be at most eight; take fewer stages"
-        return first
+    def __post_init__(self) -> None:
+        """Refuse more stages than there are names."""
+        assert not self.named or self.stages <= 4, "named barriers must be at most eight; take fewer stages"
 
     @property
     def maxnreg(self) -> int:
@@ -111,7 +104,6 @@ class DqConfig:
     split: bool = True
 
 
-FIRST_BARRIER = 8  # lower ones are Triton's
 BUCKETS = (64, 128, 256)  # columns of a head in shared memory
 MAX_HEAD_DIM = BUCKETS[-1]
 FUSED_MAX_HEAD_DIM = 128

@@ -382,19 +382,6 @@ def _packed(p):
 
 
 @gluon.jit
-def _take_turn(INDEX: gl.constexpr, TURN: gl.constexpr):
-    """Waits until the consumer before this one has issued its products; TURN: the first of the named barriers, 0: none."""
-    if TURN > 0:
-        sync(TURN + INDEX, 256)
-
-
-@gluon.jit
-def _pass_turn(INDEX: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr):
-    if TURN > 0:
-        arrive(TURN + (INDEX + 1) % CONSUMERS, 256)
-
-
-@gluon.jit
 def _panels(buffer, tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PANELS: gl.constexpr):
     """Return the panels of a tile in shared memory, `rows columns` each."""
     panels = ()
@@ -446,25 +433,22 @@ def _plus(acc, other, factor):
 @gluon.jit
 def _first_product(
     INDEX: gl.constexpr, q_s, k_s, q_full, k_full, tile, stage, parity, there, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    PANELS: gl.constexpr, S_LAYOUT: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, TURN: gl.constexpr,
+    PANELS: gl.constexpr, S_LAYOUT: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Issues q . k of the first block of this program's tile number `tile`; of what lies there if it has no such tile."""
     place = tile % Q_STAGES * CONSUMERS + INDEX
     if there:
         mbarrier.wait(q_full.index(place), tile // Q_STAGES & 1)
         mbarrier.wait(k_full.index(stage), parity)
-    _take_turn(INDEX, TURN)
     qk = _scores(_panels(q_s, place, 64, D, PANELS), _panels(k_s, stage, BLOCK_N, D, PANELS), S_LAYOUT)
-    _pass_turn(INDEX, CONSUMERS, TURN)
     return qk
 
 
 @gluon.jit
 def _products(
-    INDEX: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+    q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PANELS: gl.constexpr,
-    V_PANELS: gl.constexpr, S_LAYOUT: gl.constexpr, THREADS: gl.constexpr, NAMED: gl.constexpr, CONSUMERS: gl.constexpr,
-    TURN: gl.constexpr, LAZY: gl.constexpr,
+    V_PANELS: gl.constexpr, S_LAYOUT: gl.constexpr, THREADS: gl.constexpr, NAMED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Issues q . k of the next block and p v of the block in `stage`; (s, p v in flight, next stage, its parity)."""
     v_stage = stage
@@ -478,13 +462,11 @@ def _products(
     if LAZY:
         acc = [_scaled(x, alpha) for x in acc]
     mbarrier.wait(k_full.index(stage), parity)
-    _take_turn(INDEX, TURN)
     qk = _scores(q, k, S_LAYOUT)
     mbarrier.wait(v_full.index(v_stage), v_parity)
     if not LAZY:
         acc = _times(acc, alpha)  # here, so that q . k does not wait for it
     products = _weighted(p, v, acc)
-    _pass_turn(INDEX, CONSUMERS, TURN)
     s = warpgroup_mma_wait(V_PANELS, deps=[qk])
     _release(k_empty, stage, EMPTY_K, THREADS, NAMED)
     return s, products, stage, parity
@@ -496,7 +478,7 @@ def _consumer(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     PANELS: gl.constexpr, V_PANELS: gl.constexpr, DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr,
     ACC_UNIT: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr,
-    NAMED: gl.constexpr, Q_STAGES: gl.constexpr, TURN: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
+    NAMED: gl.constexpr, Q_STAGES: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
     AHEAD: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
@@ -527,12 +509,10 @@ def _consumer(
     stop = gl.load(starts + gl.program_id(0) + 1)
     stage = 0
     parity = 0
-    if TURN > 0 and INDEX == CONSUMERS - 1:
-        _pass_turn(INDEX, CONSUMERS, TURN)
     if EARLY:
         qk = _first_product(
             INDEX, q_s, k_s, q_full, k_full, 0, stage, parity, first < stop, BLOCK_N, D, PANELS, s_layout, CONSUMERS,
-            Q_STAGES, TURN,
+            Q_STAGES,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[qk])
         if first < stop:
@@ -548,7 +528,7 @@ def _consumer(
         if not EARLY:
             qk = _first_product(
                 INDEX, q_s, k_s, q_full, k_full, at - first, stage, parity, True, BLOCK_N, D, PANELS, s_layout,
-                CONSUMERS, Q_STAGES, TURN,
+                CONSUMERS, Q_STAGES,
             )  # fmt: skip
         r = INDEX * 64 + gl.arange(0, 64, s_rows)
         x = row + r // PACK
@@ -602,8 +582,8 @@ def _consumer(
                     ahead = rows_ahead(segments, segment, local_rows)
             v_stage = stage
             s, products, stage, parity = _products(
-                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
-                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
+                q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, NAMED, LAZY,
             )  # fmt: skip
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
@@ -628,8 +608,8 @@ def _consumer(
                         ahead = rows_ahead(segments, segment, local_rows)
             v_stage = stage
             s, products, stage, parity = _products(
-                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
-                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
+                q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, NAMED, LAZY,
             )  # fmt: skip
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
@@ -655,7 +635,7 @@ def _consumer(
         if EARLY:
             qk = _first_product(
                 INDEX, q_s, k_s, q_full, k_full, at + 1 - first, stage, parity, at + 1 < stop, BLOCK_N, D, PANELS, s_layout,
-                CONSUMERS, Q_STAGES, TURN,
+                CONSUMERS, Q_STAGES,
             )  # fmt: skip
         if AHEAD:
             low, high = _first_limits(
@@ -813,7 +793,7 @@ def forward_kernel(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     PANELS: gl.constexpr, V_PANELS: gl.constexpr, DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr,
     ACC_UNIT: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr,
-    NAMED: gl.constexpr, Q_STAGES: gl.constexpr, TURN: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
+    NAMED: gl.constexpr, Q_STAGES: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
     AHEAD: gl.constexpr, LAZY: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """Works through starts[p] .. starts[p + 1] of `work`; absent tensors are None.
@@ -871,7 +851,7 @@ def forward_kernel(
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, TURN, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
                 D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
         ], [1], [24])  # fmt: skip
@@ -879,10 +859,10 @@ def forward_kernel(
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, TURN, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, TURN, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
                 D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
@@ -890,13 +870,13 @@ def forward_kernel(
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, TURN, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, TURN, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(2), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
                 error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, TURN, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
                 D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

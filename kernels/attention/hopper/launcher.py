@@ -315,7 +315,7 @@ def _launch_forward(
             "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
             "DV": v_columns, "PANELS": columns // panel, "V_PANELS": v_columns // v_panel, "DV_WIDTH": dv, "PACK": pack,
             "O_UNIT": o_unit, "ACC_UNIT": acc_unit, "FIRST": first, "LAST": last, "DOT_ONLY": dot_only,
-            "SOFTCAP": score.softcap > 0, "NAMED": config.named, "Q_STAGES": 2 if config.early else 1, "TURN": config.turn,
+            "SOFTCAP": score.softcap > 0, "NAMED": config.named, "Q_STAGES": 2 if config.early else 1,
             "EARLY": config.early, "STORE": store, "AHEAD": config.ahead, "LAZY": config.lazy,
         },
         num_warps=4,

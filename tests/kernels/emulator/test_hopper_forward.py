@@ -88,7 +88,7 @@ def test_any_number_of_stages_computes_the_same_attention(stages: int, named: bo
     run_case(hopper_forward(config=config), TILES, torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("switch", ["early", "turns", "store", "ahead", "lazy"])
+@pytest.mark.parametrize("switch", ["early", "store", "ahead", "lazy"])
 @pytest.mark.parametrize(("case", "seed"), [(TILES, None), (TILES, 1), (SCORES, 2)], ids=str)
 def test_no_switch_changes_what_is_computed(case: Case, switch: str, seed: int | None):
     config = configs.ForwardConfig(2, 32, 2, **{switch: True})
