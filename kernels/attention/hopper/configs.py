@@ -104,7 +104,7 @@ class DqConfig:
     split: bool = True
 
 
-BUCKETS = (64, 128, 256)  # columns of a head in shared memory
+BUCKETS = (64, 128, 256)  # columns of a head in one piece
 MAX_HEAD_DIM = BUCKETS[-1]
 FUSED_MAX_HEAD_DIM = 128
 """Largest head_dim of the kernel that makes dq, dk and dv."""
@@ -140,7 +140,7 @@ def panel_of(columns: int) -> int:
 
 
 def columns_of(head_dim: int) -> int:
-    """The columns that a head_dim takes in shared memory; the copy engine fills the rest with zeros."""
+    """The columns that a head_dim takes in one piece of shared memory; the copy engine fills the rest with zeros."""
     return next(bucket for bucket in BUCKETS if head_dim <= bucket)
 
 
