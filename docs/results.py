@@ -26,7 +26,7 @@ BEGIN, END = "<!-- results: written by docs/results.py -->", "<!-- end of result
 Row = dict[str, Any]
 FIGURE, RING_FIGURE, SCALING_FIGURE, MODEL_FIGURE = "kernels.svg", "ring-speed.svg", "ring-scaling.svg", "model.svg"
 INFERENCE_FIGURE, REPLAYS_FIGURE, UNIONS_FIGURE = "inference-speed.svg", "replays.svg", "kernels-unions.svg"
-PROBLEM = ("mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window", "document")
+PROBLEM = ("mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "window", "document")
 NAMES = {
     "hopper": "ringattn hopper",
     "portable": "ringattn portable",
@@ -222,17 +222,17 @@ def table_of_masks(rows: list[Row]) -> str:
     """A line per problem, a column per contender: forward / backward."""
     rows = [row for row in rows if row["level"] == "op"]
     names = shown_names(rows)
-    keys = ("head_dim", "mask", "window", "document", "batch", "seq_len", "heads", "kv_heads")
-    problems = list(dict.fromkeys(tuple(row[key] for key in keys) for row in rows))
-    cells = {(tuple(row[key] for key in keys), row["direction"], row["who"]): row for row in rows}
+    keys = ("head_dim", "v_head_dim", "mask", "window", "document", "batch", "seq_len", "heads", "kv_heads")
+    problems = list(dict.fromkeys(values_of(row, keys) for row in rows))
+    cells = {(values_of(row, keys), row["direction"], row["who"]): row for row in rows}
     lines = []
     for problem in problems:
-        d, mask, window, document, b, n, h, hk = problem
+        d, dv, mask, window, document, b, n, h, hk = problem
         kind = f"{mask} {window + 1}" if mask == "window" else f"{mask} of {document}" if document else mask
         cut = kind if mask in ("window", "documents") else mask
         pair = ([speed(cells.get((problem, way, who))) for way in ("forward", "backward")] for who in names)
         speeds = (" / ".join(one) if set(one) != {"-"} else "-" for one in pair)
-        lines.append([d, cut, f"{b} x {n}", f"{h}" if h == hk else f"{h}/{hk}", *speeds])
+        lines.append([f"{d}/{dv}" if dv else d, cut, f"{b} x {n}", f"{h}" if h == hk else f"{h}/{hk}", *speeds])
     return table(["head_dim", "mask", "tokens", "heads", *(NAMES.get(who, who) for who in names)], lines)
 
 

@@ -76,7 +76,7 @@ def prepare_op(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
     problem = inputs.problem
     q, k, v, do = inputs.take("bshd")
     sharding = ring.sharding(problem.seq_len, layout="contiguous", documents=problem.documents)
-    choice = select_kernels(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
+    choice = select_kernels(inputs.device, q.dtype, *problem.head_dims, impl=impl)
 
     def forward() -> Tensor:
         return ringattn.ring_attention(q, k, v, sharding, impl=impl, **problem.options)
@@ -88,7 +88,7 @@ def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     """Prepare our kernel set as the ring calls it, on one step: no autograd, no allocation; the backward makes delta."""
     problem = inputs.problem
     q, k, v, do = (x.detach() for x in inputs.take("bshd"))
-    choice = select_kernels(inputs.device, q.dtype, problem.head_dim, problem.head_dim, impl=impl)
+    choice = select_kernels(inputs.device, q.dtype, *problem.head_dims, impl=impl)
     sharding = ring.sharding(problem.seq_len, layout="contiguous", documents=problem.documents)
     text = serialize(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
     spec = AttentionSpec.deserialize(text, 0)
@@ -96,7 +96,7 @@ def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     assert tables.moving[0] is not None, "a ring of one computes its only step"
     rows, keys = find(tables.stationary), find(tables.moving[0])
     score = spec.score(q.dtype, 0, ScoreTensors())
-    o, grads = torch.empty_like(q), Grads(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    o, grads = torch.empty_like(do), Grads(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     b, s, h, _ = q.shape
     lse, delta = torch.empty(2, b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
 
@@ -119,19 +119,19 @@ class _RankSteps:
     """Rows of one rank of `prepare_steps`, the keys of each of its steps, and the buffers of results."""
 
     def __init__(self, inputs: Inputs, text: str, rank: int, impl: str) -> None:
-        spec, head_dim = AttentionSpec.deserialize(text, rank), inputs.problem.head_dim
+        spec, head_dims = AttentionSpec.deserialize(text, rank), inputs.problem.head_dims
         q, k, v, do = (x.detach() for x in inputs.take("bshd"))
         self.sides = sides_of(step_tables(spec, "keys", inputs.device), "keys")
-        self.choice = select_kernels(inputs.device, q.dtype, head_dim, head_dim, impl=impl, steps=lambda: self.sides)
+        self.choice = select_kernels(inputs.device, q.dtype, *head_dims, impl=impl, steps=lambda: self.sides)
         self.score = spec.score(q.dtype, 0, ScoreTensors())
         self.rows, self.keys = self.sides[0][0].positions.long(), [keys.positions.long() for _, keys in self.sides]
         self.q, self.do = q[:, self.rows], do[:, self.rows]
         self.held = [(k[:, at], v[:, at]) for at in self.keys]
         wide, (b, s, h, _) = accumulation_dtype(q.dtype), self.q.shape
-        self.o, self.dq = torch.empty_like(self.q), torch.empty_like(self.q, dtype=wide)
+        self.o, self.dq = torch.empty_like(self.do), torch.empty_like(self.q, dtype=wide)
         self.sums = [tuple(torch.empty_like(x, dtype=wide) for x in pair) for pair in self.held]
         self.lse, m, l = torch.empty(3, b, h, s, dtype=wide, device=q.device)  # noqa: E741
-        self.carry = SoftmaxState(m, l, torch.empty_like(self.dq))
+        self.carry = SoftmaxState(m, l, torch.empty_like(self.o, dtype=wide))
 
     def forward(self) -> None:
         last = len(self.sides) - 1
@@ -165,7 +165,7 @@ def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
 
     def answers() -> Iterator[tuple[str, Tensor]]:
         def whole(index: int) -> Tensor:
-            total = torch.zeros_like(inputs.take("bshd")[1], dtype=ranks[0].dq.dtype)
+            total = torch.zeros_like(inputs.take("bshd")[1 + index], dtype=ranks[0].dq.dtype)
             for one in ranks:
                 for at, sums in zip(one.keys, one.sums, strict=True):
                     total[:, at] += sums[index]

@@ -67,7 +67,7 @@ def check_rings(
             heads=problem.heads,
             kv_heads=problem.kv_heads,
             head_dim=problem.head_dim,
-            v_head_dim=problem.head_dim,
+            v_head_dim=problem.head_dims[1],
             mask=dataclasses.replace(problem, seq_len=n, window=n // 4).options,
             documents=(0, n // 7, n // 3, n) if problem.mask == "documents" else None,
             layouts=tuple(chosen),

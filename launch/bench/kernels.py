@@ -25,7 +25,6 @@ from ringattn.launch.bench.correctness import Expected, make_expected
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.softmax import softmax_rows
 from ringattn.launch.bench.workloads import (
-    FACTORS,
     UNIONS,
     DTypeName,
     Inputs,
@@ -53,7 +52,8 @@ class Kernels:
     Attributes:
         groups: Problems: the target table, many short sequences, masks, grouped heads, lengths; and by name only "unions", masks
             of several intervals and of blocks beside a causal one, and "softmax", the online softmax.
-        head_dims: Of q, k and v, most important first.
+        head_dims: Of q and k, most important first.
+        v_head_dim: Of v; None: as q and k.
         masks: Masks.
         directions: Forward, backward.
         who: Implementations: kernel sets of ours by name, or "auto"; cudnn, fa2, flex, fa4.
@@ -79,6 +79,7 @@ class Kernels:
 
     groups: tuple[Group, ...] = GROUPS
     head_dims: tuple[int, ...] = (128, 64, 256)
+    v_head_dim: int | None = None
     masks: tuple[MaskName, ...] = ("full", "causal", "window", "documents", *UNIONS)
     directions: tuple[Direction, ...] = ("forward", "backward")
     who: tuple[str, ...] = ("hopper", "portable", *PEERS)
@@ -133,7 +134,7 @@ def schedule(args: Kernels) -> list[tuple[Group, Problem]]:
     for group, masks, lengths, batch, (h, hk) in cases:
         for d, n, mask in itertools.product(args.head_dims, lengths, masks):
             if group in args.groups and mask in args.masks and (group != "lengths" or n > cut.get(mask, 0)):
-                problem = Problem(mask, n, batch, h, hk, d, args.dtype, args.window, args.document)
+                problem = Problem(mask, n, batch, h, hk, d, args.dtype, args.window, args.document, args.v_head_dim)
                 wanted.setdefault(problem, group)
     return [(group, problem) for problem, group in wanted.items()]
 
@@ -222,7 +223,7 @@ def make_row(problem: Problem, direction: str, entry: _Entry, time_: Time) -> di
         "timing": "calls" if time_.graph_ms is None else "graph",
         "rounds": time_.rounds,
         "ms": ms,
-        "tflops": teraflops(FACTORS[direction] * problem.flops, ms),
+        "tflops": teraflops(problem.flops if direction == "forward" else problem.backward_flops, ms),
     }
 
 

@@ -23,7 +23,7 @@ _COLUMNS: dict[str, str] = {
     "layer_us layer_in_one_thread_us",
     "model": "world_size seq_len layers who recompute step_s tokens_per_s_per_gpu model_tflops_per_gpu mfu_percent peak_gib",
     "trainer": "seq_len who steps step_s tokens_per_s ratio overhead mfu_percent peak_gib",
-    "kernels": "group direction mask batch seq_len heads kv_heads head_dim dtype who level timing ms tflops ratio",
+    "kernels": "group direction mask batch seq_len heads kv_heads head_dim v_head_dim dtype who level timing ms tflops ratio",
     "kernels: softmax": "dtype n copy_gbps ours_gbps torch_gbps lse_gbps ours_backward_gbps torch_backward_gbps share_of_copy",
     "inference: bandwidth": "who read_gbps",
     "inference: prefill": "world_size seq_len who chunk ms tflops percent_of_training",

@@ -2,7 +2,8 @@
 
 Note [FLOPs]
     Forward: 4 * b * h * d * pairs (two matrix products, a multiplication and an addition each), backward 2.5 times that
-    (five products), forward and backward 3.5 times. `pairs` counts the visible (query, key) pairs only. A rank's share is
+    (five products), forward and backward 3.5 times. Where v has dv columns, three of the seven products have dv in place of d,
+    one of them in the forward. `pairs` counts the visible (query, key) pairs only. A rank's share is
     the total over the number of ranks, whatever the layout gives it.
 """
 
@@ -51,6 +52,7 @@ class Problem:
             blocks_12: a random part of the causal blocks of BLOCK tokens, the diagonal among them.
         window: Tokens to the left under the window mask.
         document: Tokens of each document; 0 for documents as `pack_documents` draws them.
+        v_head_dim: None: head_dim.
     """
 
     mask: MaskName
@@ -62,6 +64,12 @@ class Problem:
     dtype: DTypeName
     window: int
     document: int = 0
+    v_head_dim: int | None = None
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Head dims of q and k, and of v."""
+        return self.head_dim, self.v_head_dim or self.head_dim
 
     @property
     def documents(self) -> tuple[int, ...] | None:
@@ -115,7 +123,13 @@ class Problem:
     @property
     def flops(self) -> int:
         """Forward FLOPs (Note [FLOPs])."""
-        return 4 * self.batch * self.heads * self.head_dim * self.pairs
+        return 2 * self.batch * self.heads * sum(self.head_dims) * self.pairs
+
+    @property
+    def backward_flops(self) -> int:
+        """Backward FLOPs (Note [FLOPs])."""
+        d, dv = self.head_dims
+        return 2 * self.batch * self.heads * (3 * d + 2 * dv) * self.pairs
 
 
 def pack_documents(seq_len: int) -> tuple[int, ...]:
@@ -210,8 +224,9 @@ def draw_inputs(problem: Problem, rows: int, device: torch.device, seed: int = 0
     """Draw q, k, v and do of `rows` tokens, `b s h d`; the first three require gradients."""
     generator = torch.Generator(device).manual_seed(seed)
     drawn = []
-    for heads in (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads):
-        shape = (problem.batch, rows, heads, problem.head_dim)
+    d, dv = problem.head_dims
+    for heads, width in ((problem.heads, d), (problem.kv_heads, d), (problem.kv_heads, dv), (problem.heads, dv)):
+        shape = (problem.batch, rows, heads, width)
         x = torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(DTYPES[problem.dtype])
         drawn.append(x.requires_grad_(len(drawn) < 3))
     return drawn

@@ -82,7 +82,7 @@ def make_launch(
     programs = max(1, profile.multiprocessors - sm_margin)
     group = heads.heads // heads.kv_heads
     if direction == "forward":
-        config = choose_forward(heads.head_dim, heads.head_dim, True)
+        _, config = choose_forward(heads.head_dim, heads.head_dim, True)
         shape = Shape(
             batch=heads.batch,
             heads=heads.heads,
@@ -136,13 +136,23 @@ def launch_ms(
     launch = make_launch(rows, keys, heads, profile, direction, groups, sm_margin)
     if launch is None:
         return 0.0
-    cost = getattr(profile, direction)[columns_of(heads.head_dim)]
+    cost = cost_of(profile, direction, heads.head_dim)
     ms = (programs_us(launch, cost, heads, keys) + launch.other_us) / 1e3
     if exchange is None:
         return ms * profile.sustained_factor(ms)
     factor = exchange.slowdown * profile.sustained_factor(ms * exchange.slowdown)
     slower = KernelCost(*(us * factor for us in vars(cost).values()))
     return (programs_us(launch, slower, heads, keys, exchange) + launch.other_us * factor) / 1e3
+
+
+def cost_of(profile: Profile, direction: str, head_dim: int) -> KernelCost:
+    """Return the cost of the measured head_dim that holds this one; a block of the forward costs what its own columns do."""
+    measured = columns_of(head_dim)
+    cost = getattr(profile, direction)[measured]
+    if direction != "forward":
+        return cost
+    columns, _ = choose_forward(head_dim, head_dim, True)
+    return replace(cost, block=cost.block * sum(columns) / (2 * measured))
 
 
 def measure_programs(

@@ -55,6 +55,16 @@ def test_unsupported_contenders_have_a_row_with_the_reason(tmp_path: Path) -> No
             assert row["kernels"] == "eager"
 
 
+def test_a_narrower_v_is_checked_and_counts_its_own_products(tmp_path: Path) -> None:
+    who = ["--who", "eager", "--levels", "op", "kernel", "steps", "--groups", "grouped", "--masks", "causal"]
+    rows = _rows(tmp_path, *who, "--v-head-dim", "8")["rows"]
+    assert len(rows) == 6
+    for row in rows:
+        assert 0 < row["ratio"] <= 1
+        work = row["heads"] * row["pairs"] * {"forward": 2 * 16 + 2 * 8, "backward": 6 * 16 + 4 * 8}[row["direction"]]
+        assert row["tflops"] * row["ms"] * 1e9 == pytest.approx(work)
+
+
 def test_ring_steps_of_four_ranks_are_checked_and_timed(tmp_path: Path) -> None:
     rows = _rows(tmp_path, "--who", "torch", "eager", "--levels", "steps", "--groups", "masks")["rows"]
     assert {(row["who"], row["mask"], row["direction"]) for row in rows if "tflops" in row} == {

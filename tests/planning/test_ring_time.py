@@ -58,6 +58,14 @@ def test_owners_take_turns_at_a_reader(world_size, turns):
     assert times[1] - times[0] == pytest.approx(10.0 * turns, rel=0.01, abs=1e-9)
 
 
+@pytest.mark.parametrize(("head_dim", "padded"), [(96, 128), (192, 256)])
+def test_a_forward_takes_the_time_of_the_columns_that_it_multiplies(head_dim, padded):
+    rows, keys = gathered(causal(32768, 1), 0)
+    own, wide = (launch_ms(rows, keys, replace(HEADS, head_dim=d), H200, "forward") for d in (head_dim, padded))
+    assert own * padded / head_dim == pytest.approx(wide, rel=0.2)
+    assert own < 0.9 * wide
+
+
 def test_the_last_step_delays_less_than_the_first():
     rows, keys = gathered(causal(32768, 4), 1)
     times = []

@@ -17,9 +17,7 @@ class ForwardConfig:
         stages: Blocks of k, and of v, in shared memory.
         named: "Stage is empty" goes through named barriers; needs at most four stages.
         early: The first q . k of the next tile runs beneath the end of this one; q then takes two stages.
-        turns: Consumers issue their products in turn, so that one multiplies while another exponentiates.
-        held: q stays in registers, which spares shared memory a third of the reads of q . k.
-        store: o leaves through the shared memory of its q tile and the copy engine, where the engine can address it.
+        store: o leaves through the shared memory of its q tile and the copy engine, where it fits and the engine can address it.
         ahead: The limits of the next tile are computed at the end of this one, beneath its products.
         lazy: The accumulator is scaled only in warps in which a maximum has grown by more than 2^8.
     """
@@ -29,20 +27,13 @@ class ForwardConfig:
     stages: int
     named: bool = True
     early: bool = False
-    turns: bool = False
-    held: bool = False
     store: bool = False
     ahead: bool = False
     lazy: bool = False
 
-    @property
-    def turn(self) -> int:
-        """The first named barrier of the turns; 0: none."""
-        if not self.turns or self.consumers == 1:
-            return 0
-        first = FIRST_BARRIER + 2 * self.stages * self.named
-        assert first + self.consumers <= 16, "named barriers must be at most eight; take fewer stages"
-        return first
+    def __post_init__(self) -> None:
+        """Refuse more stages than there are names."""
+        assert not self.named or self.stages <= 4, "named barriers must be at most eight; take fewer stages"
 
     @property
     def maxnreg(self) -> int:
@@ -113,8 +104,7 @@ class DqConfig:
     split: bool = True
 
 
-FIRST_BARRIER = 8  # lower ones are Triton's
-BUCKETS = (64, 128, 256)  # columns of a head in shared memory
+BUCKETS = (64, 128, 256)  # columns of a head in one piece
 MAX_HEAD_DIM = BUCKETS[-1]
 FUSED_MAX_HEAD_DIM = 128
 """Largest head_dim of the kernel that makes dq, dk and dv."""
@@ -124,33 +114,53 @@ _FORWARD: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
     (64, 64): (ForwardConfig(3, 128, 4, early=True, store=True, ahead=True), ForwardConfig(2, 128, 4)),
     (64, 128): (ForwardConfig(2, 128, 4), ForwardConfig(2, 64, 4)),
     (64, 256): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
+    (96, 128): (
+        ForwardConfig(2, 128, 3, early=True, store=True, ahead=True, lazy=True),
+        ForwardConfig(2, 64, 4),
+    ),
     (128, 64): (ForwardConfig(2, 128, 3), ForwardConfig(2, 64, 4)),
     (128, 128): (ForwardConfig(2, 128, 2, early=True, store=True, ahead=True, lazy=True), ForwardConfig(2, 64, 4)),
     (128, 256): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
+    (192, 128): (ForwardConfig(2, 128, 2, store=True, ahead=True, lazy=True), ForwardConfig(2, 64, 4)),
+    (192, 192): (ForwardConfig(2, 64, 3, store=True, ahead=True, lazy=True), ForwardConfig(2, 64, 3)),
     (256, 64): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
     (256, 128): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
     (256, 256): (ForwardConfig(2, 64, 2, store=True, ahead=True, lazy=True), ForwardConfig(2, 64, 2)),
 }
 
 
+def chunks_of(head_dim: int) -> tuple[int, ...]:
+    """Return the powers of two that make up the columns of a head: 96 is (64, 32) and 192 is (128, 64)."""
+    return next(chunks for chunks in ((64,), (64, 32), (128,), (128, 64), (256,)) if head_dim <= sum(chunks))
+
+
+def panel_of(columns: int) -> int:
+    """Return the width of the equal panels that a tile of the forward is made of: the narrowest of its chunks."""
+    return chunks_of(columns)[-1]
+
+
 def columns_of(head_dim: int) -> int:
-    """The columns that a head_dim takes in shared memory; the copy engine fills the rest with zeros."""
+    """The columns that a head_dim takes in one piece of shared memory; the copy engine fills the rest with zeros."""
     return next(bucket for bucket in BUCKETS if head_dim <= bucket)
 
 
 @functools.lru_cache
-def choose_forward(head_dim: int, v_head_dim: int, dot_only: bool, *, patterned: bool = False) -> ForwardConfig:
-    """The configuration of a forward launch.
+def choose_forward(
+    head_dim: int, v_head_dim: int, dot_only: bool, *, patterned: bool = False
+) -> tuple[tuple[int, int], ForwardConfig]:
+    """The columns of q and k and of v of a forward launch, and its configuration.
+
+    The table's narrowest pair of columns that holds both head dims.
 
     Args:
         dot_only: The score is q . k times a positive scale.
         patterned: Tables of blocks cut the mask.
     """
-    columns = columns_of(head_dim), columns_of(v_head_dim)
+    columns = min((pair for pair in _FORWARD if head_dim <= pair[0] and v_head_dim <= pair[1]), key=sum)
     config = _FORWARD[columns][0 if dot_only else 1]
-    return (
-        replace(config, consumers=2) if patterned and config.consumers == 3 else config
-    )  # 192 rows straddle blocks of 128
+    if patterned and config.consumers == 3:
+        config = replace(config, consumers=2)  # 192 rows straddle blocks of 128
+    return columns, config
 
 
 # (padded head_dim, padded v_head_dim) -> plain scores, other scores (their terms need registers, so smaller blocks)

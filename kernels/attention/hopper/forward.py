@@ -15,6 +15,8 @@ Note [Pipeline]
     Masked blocks come first, in a loop of their own, so that their registers are free during the full ones.
     Consumers release stages by named barriers, which count single warps without stopping them. A stage is never released
     twice before it is filled again. Eight names are enough for four stages of k and of v.
+    A tile lies in shared memory as panels of equal width, PANELS of q and of k, V_PANELS of v: 192 columns are three panels of
+    64, since the compiler wants powers of two. q . k is a sum over panels; each panel of v has an accumulator of its own.
     With PACK > 1, row r of a tile is query row r // PACK of head r % PACK among PACK neighbouring heads that share keys.
     Keys of other ranks are in k_remote and v_remote, which may fill while the kernel runs. Only the producer waits: by the
     ring step of a segment it chooses the buffer, and waits for the flag of its rows unless a later one was seen. After a
@@ -71,7 +73,8 @@ def _release(empty, stage, name, THREADS: gl.constexpr, NAMED: gl.constexpr):
 
 @gluon.jit
 def _fill(
-    desc, remote, step, b, h, row, smem, full, empty, stage, parity, used, name, THREADS: gl.constexpr, NAMED: gl.constexpr
+    desc, remote, step, b, h, row, smem, full, empty, stage, parity, used, name, COLUMNS: gl.constexpr, PANELS: gl.constexpr,
+    THREADS: gl.constexpr, NAMED: gl.constexpr,
 ):  # fmt: skip
     """Copies a block of k or v into a stage once every consumer has left it; `used`: it has been filled before.
 
@@ -83,30 +86,44 @@ def _fill(
             sync(name + stage, THREADS)
     else:
         mbarrier.wait(empty.index(stage), parity ^ 1)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    if remote is None:
-        tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage))
-    else:
-        tma.async_copy_global_to_shared(remote, [b, h, row, 0], full.index(stage), smem.index(stage), pred=step > 0)
-        tma.async_copy_global_to_shared(desc, [b, h, row, 0], full.index(stage), smem.index(stage), pred=step == 0)
+    mbarrier.expect(full.index(stage), PANELS * desc.block_type.nbytes)
+    for i in gl.static_range(PANELS):
+        at = [b, h, row, i * (COLUMNS // PANELS)]
+        panel = smem.index(stage * PANELS + i)
+        if remote is None:
+            tma.async_copy_global_to_shared(desc, at, full.index(stage), panel)
+        else:
+            tma.async_copy_global_to_shared(remote, at, full.index(stage), panel, pred=step > 0)
+            tma.async_copy_global_to_shared(desc, at, full.index(stage), panel, pred=step == 0)
 
 
 @gluon.jit
-def _fill_queries(INDEX: gl.constexpr, desc, b, h, row, smem, full, empty, place, parity, PACK: gl.constexpr):
+def _fill_queries(
+    INDEX: gl.constexpr, desc, b, h, row, smem, full, empty, place, parity, COLUMNS: gl.constexpr, PANELS: gl.constexpr,
+    PACK: gl.constexpr,
+):  # fmt: skip
     mbarrier.wait(empty.index(place + INDEX), parity ^ 1)
-    mbarrier.expect(full.index(place + INDEX), desc.block_type.nbytes)
+    mbarrier.expect(full.index(place + INDEX), PANELS * desc.block_type.nbytes)
     bar = full.index(place + INDEX)
+    for i in gl.static_range(PANELS):
+        corner = _corner(INDEX, b, h, row, i * (COLUMNS // PANELS), PACK)
+        tma.async_copy_global_to_shared(desc, corner, bar, smem.index((place + INDEX) * PANELS + i))
+
+
+@gluon.jit
+def _corner(INDEX: gl.constexpr, b, h, row, column, PACK: gl.constexpr):
+    """Return where a panel of this warpgroup's rows begins in q or o."""
     if PACK == 1:
-        tma.async_copy_global_to_shared(desc, [b, h, row + INDEX * 64, 0], bar, smem.index(place + INDEX))
+        return (b, h, row + INDEX * 64, column)
     else:
-        tma.async_copy_global_to_shared(desc, [b, row + INDEX * (64 // PACK), h, 0, 0], bar, smem.index(place + INDEX))
+        return (b, row + INDEX * (64 // PACK), h, 0, column)
 
 
 @gluon.jit
 def _producer(
     q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PACK: gl.constexpr, NAMED: gl.constexpr,
-    Q_STAGES: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    PANELS: gl.constexpr, V_PANELS: gl.constexpr, PACK: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp that copies, in the order in which the consumers wait: q of the first, k, the other q, v, k, v, ..."""
     threads: gl.constexpr = 128 * CONSUMERS + 32
@@ -129,7 +146,7 @@ def _producer(
         h = head % heads
         place = (at - first) % Q_STAGES * CONSUMERS
         q_parity = (at - first) // Q_STAGES & 1
-        _fill_queries(0, q, b, h, row, q_s, q_full, q_empty, place, q_parity, PACK)
+        _fill_queries(0, q, b, h, row, q_s, q_full, q_empty, place, q_parity, D, PANELS, PACK)
         for i in range(segment, segment + masked + full):
             key = gl.load(segments + i * 8)
             blocks = gl.load(segments + i * 8 + 1)
@@ -147,15 +164,16 @@ def _producer(
                         met = 0
                         epoch = wait_for_progress(board, epoch, epochs)
                 _fill(
-                    k, k_remote, step, b, h // group, key, k_s, k_full, k_empty, stage, parity, used, EMPTY_K, threads, NAMED
+                    k, k_remote, step, b, h // group, key, k_s, k_full, k_empty, stage, parity, used, EMPTY_K, D, PANELS,
+                    threads, NAMED,
                 )  # fmt: skip
                 if i == segment:
                     if j == 0:
                         for other in gl.static_range(1, CONSUMERS):
-                            _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, place, q_parity, PACK)
+                            _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, place, q_parity, D, PANELS, PACK)
                 _fill(
                     v, v_remote, step, b, h // group, key, v_s, v_full, v_empty, stage, parity, used, EMPTY_K + STAGES,
-                    threads, NAMED,
+                    DV, V_PANELS, threads, NAMED,
                 )  # fmt: skip
                 key += BLOCK_N
                 stage += 1
@@ -364,41 +382,73 @@ def _packed(p):
 
 
 @gluon.jit
-def _take_turn(INDEX: gl.constexpr, TURN: gl.constexpr):
-    """Waits until the consumer before this one has issued its products; TURN: the first of the named barriers, 0: none."""
-    if TURN > 0:
-        sync(TURN + INDEX, 256)
+def _panels(buffer, tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PANELS: gl.constexpr):
+    """Return the panels of a tile in shared memory, `rows columns` each."""
+    panels = ()
+    for i in gl.static_range(PANELS):
+        panels += (buffer.index(tile * PANELS + i).reshape([ROWS, COLUMNS // PANELS]),)
+    return panels
 
 
 @gluon.jit
-def _pass_turn(INDEX: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr):
-    if TURN > 0:
-        arrive(TURN + (INDEX + 1) % CONSUMERS, 256)
+def _scores(q, k, S_LAYOUT: gl.constexpr):
+    """Issues q . k of a block, a product per panel."""
+    block: gl.constexpr = k[0].shape[0]
+    qk = gl.zeros([64, block], gl.float32, S_LAYOUT)
+    for i in gl.static_range(len(q)):
+        qk = warpgroup_mma(q[i], k[i].permute((1, 0)), qk, use_acc=i > 0, is_async=True)
+    return qk
+
+
+@gluon.jit
+def _weighted(p, v, acc):
+    """Issues p v of a block, a product per panel."""
+    products = ()
+    for i in gl.static_range(len(v)):
+        products += (warpgroup_mma(p, v[i], acc[i], is_async=True),)
+    return products
+
+
+@gluon.jit
+def _waited(products, IN_FLIGHT: gl.constexpr):
+    """Return what products made, once at most IN_FLIGHT later ones are in flight."""
+    return [warpgroup_mma_wait(IN_FLIGHT, deps=[product]) for product in products]
+
+
+@gluon.jit
+def _times(acc, factor):
+    """Return the panels of an accumulator times a number per row."""
+    return [x * gl.expand_dims(factor, 1) for x in acc]
+
+
+@gluon.jit
+def _plus(acc, other, factor):
+    """Return the panels of an accumulator plus others times a number per row."""
+    sums = ()
+    for i in gl.static_range(len(acc)):
+        sums += (acc[i] + other[i] * gl.expand_dims(factor, 1),)
+    return sums
 
 
 @gluon.jit
 def _first_product(
     INDEX: gl.constexpr, q_s, k_s, q_full, k_full, tile, stage, parity, there, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    S_LAYOUT: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr, TURN: gl.constexpr,
+    PANELS: gl.constexpr, S_LAYOUT: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Issues q . k of the first block of this program's tile number `tile`; of what lies there if it has no such tile."""
     place = tile % Q_STAGES * CONSUMERS + INDEX
     if there:
         mbarrier.wait(q_full.index(place), tile // Q_STAGES & 1)
         mbarrier.wait(k_full.index(stage), parity)
-    _take_turn(INDEX, TURN)
-    q = q_s.index(place).reshape([64, D])
-    k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
-    qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
-    _pass_turn(INDEX, CONSUMERS, TURN)
+    qk = _scores(_panels(q_s, place, 64, D, PANELS), _panels(k_s, stage, BLOCK_N, D, PANELS), S_LAYOUT)
     return qk
 
 
 @gluon.jit
 def _products(
-    INDEX: gl.constexpr, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, S_LAYOUT: gl.constexpr,
-    THREADS: gl.constexpr, NAMED: gl.constexpr, CONSUMERS: gl.constexpr, TURN: gl.constexpr, LAZY: gl.constexpr,
+    q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PANELS: gl.constexpr,
+    V_PANELS: gl.constexpr, S_LAYOUT: gl.constexpr, THREADS: gl.constexpr, NAMED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Issues q . k of the next block and p v of the block in `stage`; (s, p v in flight, next stage, its parity)."""
     v_stage = stage
@@ -407,31 +457,29 @@ def _products(
     if stage == STAGES:
         stage = 0
         parity ^= 1
-    k_tile = k_s.index(stage).reshape([BLOCK_N, D]).permute((1, 0))
-    v_tile = v_s.index(v_stage).reshape([BLOCK_N, DV])
+    k = _panels(k_s, stage, BLOCK_N, D, PANELS)
+    v = _panels(v_s, v_stage, BLOCK_N, DV, V_PANELS)
     if LAZY:
-        acc = _scaled(acc, alpha)
+        acc = [_scaled(x, alpha) for x in acc]
     mbarrier.wait(k_full.index(stage), parity)
-    _take_turn(INDEX, TURN)
-    qk = warpgroup_mma(q, k_tile, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True)
+    qk = _scores(q, k, S_LAYOUT)
     mbarrier.wait(v_full.index(v_stage), v_parity)
     if not LAZY:
-        acc = acc * gl.expand_dims(alpha, 1)  # here, so that q . k does not wait for it
-    acc = warpgroup_mma(p, v_tile, acc, is_async=True)
-    _pass_turn(INDEX, CONSUMERS, TURN)
-    s = warpgroup_mma_wait(1, deps=[qk])
+        acc = _times(acc, alpha)  # here, so that q . k does not wait for it
+    products = _weighted(p, v, acc)
+    s = warpgroup_mma_wait(V_PANELS, deps=[qk])
     _release(k_empty, stage, EMPTY_K, THREADS, NAMED)
-    return s, acc, stage, parity
+    return s, products, stage, parity
 
 
 @gluon.jit
 def _consumer(
     INDEX: gl.constexpr, o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias, error,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
-    LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
-    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr, STORE: gl.constexpr, AHEAD: gl.constexpr,
-    LAZY: gl.constexpr,
+    PANELS: gl.constexpr, V_PANELS: gl.constexpr, DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr,
+    ACC_UNIT: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr,
+    NAMED: gl.constexpr, Q_STAGES: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
+    AHEAD: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
     work, segments, starts = plan
@@ -443,7 +491,7 @@ def _consumer(
     )
     heads, rows, keys, local_rows, scale, cap = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV // V_PANELS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
@@ -461,11 +509,10 @@ def _consumer(
     stop = gl.load(starts + gl.program_id(0) + 1)
     stage = 0
     parity = 0
-    if TURN > 0 and INDEX == CONSUMERS - 1:
-        _pass_turn(INDEX, CONSUMERS, TURN)
     if EARLY:
         qk = _first_product(
-            INDEX, q_s, k_s, q_full, k_full, 0, stage, parity, first < stop, BLOCK_N, D, s_layout, CONSUMERS, Q_STAGES, TURN
+            INDEX, q_s, k_s, q_full, k_full, 0, stage, parity, first < stop, BLOCK_N, D, PANELS, s_layout, CONSUMERS,
+            Q_STAGES,
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[qk])
         if first < stop:
@@ -480,8 +527,8 @@ def _consumer(
         # the first block; the limits arrive beneath its product
         if not EARLY:
             qk = _first_product(
-                INDEX, q_s, k_s, q_full, k_full, at - first, stage, parity, True, BLOCK_N, D, s_layout, CONSUMERS,
-                Q_STAGES, TURN,
+                INDEX, q_s, k_s, q_full, k_full, at - first, stage, parity, True, BLOCK_N, D, PANELS, s_layout,
+                CONSUMERS, Q_STAGES,
             )  # fmt: skip
         r = INDEX * 64 + gl.arange(0, 64, s_rows)
         x = row + r // PACK
@@ -492,7 +539,7 @@ def _consumer(
             low, high = _first_limits(INDEX, at, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
         m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
         l_i = gl.zeros([64, 4], gl.float32, PER_THREAD)
-        acc = gl.zeros([64, DV], gl.float32, o_layout)
+        acc = (gl.zeros([64, DV // V_PANELS], gl.float32, o_layout),) * V_PANELS
         slope = None
         distance = None
         position = None
@@ -509,9 +556,7 @@ def _consumer(
         if not EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
             _release(k_empty, stage, EMPTY_K, threads, NAMED)
-        q = q_s.index((at - first) % Q_STAGES * CONSUMERS + INDEX).reshape([64, D])
-        if HELD:
-            q = q.load(gl.DotOperandLayout(0, s_layout, 2))
+        q = _panels(q_s, (at - first) % Q_STAGES * CONSUMERS + INDEX, 64, D, PANELS)
         if not DOT_ONLY:
             s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
         if masked > 0:
@@ -536,15 +581,15 @@ def _consumer(
                 if local_rows is not None:
                     ahead = rows_ahead(segments, segment, local_rows)
             v_stage = stage
-            s, product, stage, parity = _products(
-                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
-                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
+            s, products, stage, parity = _products(
+                q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, NAMED, LAZY,
             )  # fmt: skip
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             s = _hide(s, low, high, key, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, True, LAZY)
-            acc = warpgroup_mma_wait(0, deps=[product])
+            acc = _waited(products, 0)
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
@@ -562,14 +607,14 @@ def _consumer(
                     if local_rows is not None:
                         ahead = rows_ahead(segments, segment, local_rows)
             v_stage = stage
-            s, product, stage, parity = _products(
-                INDEX, q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
-                STAGES, BLOCK_N, D, DV, s_layout, threads, NAMED, CONSUMERS, TURN, LAZY,
+            s, products, stage, parity = _products(
+                q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, NAMED, LAZY,
             )  # fmt: skip
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, GUARD, LAZY)
-            acc = warpgroup_mma_wait(0, deps=[product])
+            acc = _waited(products, 0)
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
@@ -580,8 +625,8 @@ def _consumer(
         if not STORE:
             mbarrier.arrive(q_empty.index(q_place), count=1)
         mbarrier.wait(v_full.index(stage), parity)
-        acc = acc * gl.expand_dims(alpha, 1)
-        product = warpgroup_mma(p, v_s.index(stage).reshape([BLOCK_N, DV]), acc, is_async=True)
+        acc = _times(acc, alpha)
+        products = _weighted(p, _panels(v_s, stage, BLOCK_N, DV, V_PANELS), acc)
         v_stage = stage
         stage += 1
         if stage == STAGES:
@@ -589,8 +634,8 @@ def _consumer(
             parity ^= 1
         if EARLY:
             qk = _first_product(
-                INDEX, q_s, k_s, q_full, k_full, at + 1 - first, stage, parity, at + 1 < stop, BLOCK_N, D, s_layout,
-                CONSUMERS, Q_STAGES, TURN,
+                INDEX, q_s, k_s, q_full, k_full, at + 1 - first, stage, parity, at + 1 < stop, BLOCK_N, D, PANELS, s_layout,
+                CONSUMERS, Q_STAGES,
             )  # fmt: skip
         if AHEAD:
             low, high = _first_limits(
@@ -606,17 +651,17 @@ def _consumer(
         exists = x < rows
         whole = this_slot < 0  # the parts of a split tile start from nothing; forward_combine.py lets the carry join
         if not FIRST or not LAST:
-            place, inside = _place(
-                INDEX, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, DV_WIDTH, ACC_UNIT
+            places = _places(
+                INDEX, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, V_PANELS, DV_WIDTH, ACC_UNIT
             )
         if not FIRST:
             m_0 = gl.load(carry_m + b64 * m_sb + head_of_row * m_sh + x, mask=exists & whole, other=-float("inf"))
             l_0 = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=exists & whole, other=0.0)
             if HAS_REGISTERS:
-                acc_0 = gl.load(carry_acc + place, mask=inside & whole, other=0.0)
+                acc_0 = _load_panels(carry_acc, places, whole)
         if error is not None:
             in_vain = gl.load(error, volatile=True) != 0
-        acc = warpgroup_mma_wait(1 if EARLY else 0, deps=[product])
+        acc = _waited(products, PANELS if EARLY else 0)
         _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
 
         if whole:
@@ -624,45 +669,39 @@ def _consumer(
                 if sinks is not None:
                     m_0 = gl.load(sinks + head_of_row) * LOG2E
                     m_i, l_i, mine, _sink = _merge_sums(m_i, l_i, m_0, 1.0)
-                    acc = acc * gl.expand_dims(gl.convert_layout(mine, o_rows), 1)
+                    acc = _times(acc, gl.convert_layout(mine, o_rows))
             else:
                 if not HAS_REGISTERS:
-                    acc_0 = gl.load(carry_acc + place, mask=inside, other=0.0)
+                    acc_0 = _load_panels(carry_acc, places, True)
                 m_i, l_i, mine, carried = _merge_sums(m_i, l_i, m_0, l_0)
-                acc = acc * gl.expand_dims(gl.convert_layout(mine, o_rows), 1)
-                acc += acc_0 * gl.expand_dims(gl.convert_layout(carried, o_rows), 1)
+                acc = _times(acc, gl.convert_layout(mine, o_rows))
+                acc = _plus(acc, acc_0, gl.convert_layout(carried, o_rows))
             if LAST:
                 divisor = gl.where(l_i > 0.0, l_i, 1.0)
                 found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * LN2, -float("inf"))
                 if error is not None:
                     divisor = gl.where(in_vain, float("nan"), divisor)
                     found = gl.where(in_vain, float("nan"), found)
-                acc = acc * gl.expand_dims(gl.convert_layout(1.0 / divisor, o_rows), 1)
+                acc = _times(acc, gl.convert_layout(1.0 / divisor, o_rows))
                 if STORE:
-                    o_tile = q_s.index(q_place)
-                    o_tile.reshape([64, D]).store(acc.to(dtype))
-                    fence_async_shared()
-                    if PACK == 1:
-                        corner = [this_head // heads, h, this_row + INDEX * 64, 0]
-                    else:
-                        corner = [this_head // heads, this_row + INDEX * (64 // PACK), h, 0, 0]
-                    tma.async_copy_shared_to_global(o_desc, corner, o_tile)
+                    _store_tile(
+                        INDEX, acc, q_s, q_place * PANELS, o_desc, this_head // heads, h, this_row, D // PANELS, DV_WIDTH, PACK
+                    )  # fmt: skip
                 else:
-                    place, inside = _place(
-                        INDEX, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, DV_WIDTH, O_UNIT
+                    places = _places(
+                        INDEX, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, V_PANELS, DV_WIDTH, O_UNIT
                     )
-                    gl.store(o + place, acc.to(o.dtype.element_ty), mask=inside)
+                    _store_panels(o, places, acc)
                 gl.store(lse + b64 * lse_sb + head_of_row * lse_sh + x, found, mask=exists)
             else:
                 gl.store(carry_m + b64 * m_sb + head_of_row * m_sh + x, m_i, mask=exists)
                 gl.store(carry_l + b64 * l_sb + head_of_row * l_sh + x, l_i, mask=exists)
-                gl.store(carry_acc + place, acc, mask=inside)
+                _store_panels(carry_acc, places, acc)
         else:
             at_row = gl.cast(this_slot, gl.int64) * tile + r
             gl.store(part_m + at_row, m_i)
             gl.store(part_l + at_row, l_i)
-            y = gl.expand_dims(gl.convert_layout(at_row, o_rows), 1) * DV
-            gl.store(part_acc + y + gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, o_layout)), 0), acc)
+            _store_part(part_acc, gl.convert_layout(at_row, o_rows), acc, DV)
         if EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
             if at + 1 < stop:
@@ -673,17 +712,69 @@ def _consumer(
 
 
 @gluon.jit
-def _place(INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexpr, PACK: gl.constexpr, DV: gl.constexpr,
-           DV_WIDTH: gl.constexpr, UNIT: gl.constexpr):  # fmt: skip
-    """(offsets, which exist) of this warpgroup's rows in a `b s h dv` tensor; strides in units of UNIT elements."""
+def _places(
+    INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexpr, PACK: gl.constexpr, DV: gl.constexpr,
+    V_PANELS: gl.constexpr, DV_WIDTH: gl.constexpr, UNIT: gl.constexpr,
+):  # fmt: skip
+    """(offsets, which exist) per panel of this warpgroup's rows in a `b s h dv` tensor; strides in units of UNIT elements."""
     r = INDEX * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    column = gl.expand_dims(gl.arange(0, DV, gl.SliceLayout(0, LAYOUT)), 0)
+    columns: gl.constexpr = DV // V_PANELS
     x = row + r // PACK
     offsets = (b * sb + gl.cast(x, gl.int64) * ss + gl.cast(h * PACK + r % PACK, gl.int64) * sh) * UNIT
-    inside = gl.expand_dims(x < rows, 1)
-    if DV_WIDTH < DV:
-        inside = inside & (column < DV_WIDTH)
-    return gl.expand_dims(offsets, 1) + column, inside
+    places = ()
+    for i in gl.static_range(V_PANELS):
+        column = gl.expand_dims(i * columns + gl.arange(0, columns, gl.SliceLayout(0, LAYOUT)), 0)
+        inside = gl.expand_dims(x < rows, 1)
+        if DV_WIDTH < (i + 1) * columns:
+            inside = inside & (column < DV_WIDTH)
+        places += ((gl.expand_dims(offsets, 1) + column, inside),)
+    return places
+
+
+@gluon.jit
+def _load_panels(pointer, places, there):
+    return [gl.load(pointer + place[0], mask=place[1] & there, other=0.0) for place in places]
+
+
+@gluon.jit
+def _store_panels(pointer, places, acc):
+    for i in gl.static_range(len(acc)):
+        gl.store(pointer + places[i][0], acc[i].to(pointer.dtype.element_ty), mask=places[i][1])
+
+
+@gluon.jit
+def _store_part(part_acc, at_row, acc, DV: gl.constexpr):
+    """Stores the accumulator of a split tile; `at_row`: rows of the workspace."""
+    columns: gl.constexpr = acc[0].shape[1]
+    y = gl.expand_dims(at_row, 1) * DV
+    for i in gl.static_range(len(acc)):
+        column = i * columns + gl.arange(0, columns, gl.SliceLayout(0, acc[i].type.layout))
+        gl.store(part_acc + y + gl.expand_dims(column, 0), acc[i])
+
+
+@gluon.jit
+def _store_tile(
+    INDEX: gl.constexpr, acc, q_s, first, o_desc, b, h, row, COLUMNS: gl.constexpr, DV_WIDTH: gl.constexpr, PACK: gl.constexpr
+):  # fmt: skip
+    """Stores o through the panels of q from number `first` on, COLUMNS columns each, and the copy engine."""
+    for i in gl.static_range(len(acc)):
+        pieces = _pieces(acc[i], COLUMNS)
+        for j in gl.static_range(len(pieces)):
+            if (i * len(pieces) + j) * COLUMNS < DV_WIDTH:
+                q_s.index(first + i * len(pieces) + j).reshape([64, COLUMNS]).store(pieces[j].to(q_s.dtype))
+    fence_async_shared()
+    for i in gl.static_range((DV_WIDTH + COLUMNS - 1) // COLUMNS):
+        tma.async_copy_shared_to_global(o_desc, _corner(INDEX, b, h, row, i * COLUMNS, PACK), q_s.index(first + i))
+
+
+@gluon.jit
+def _pieces(x, COLUMNS: gl.constexpr):
+    """Return a tile of 64 rows as tiles of COLUMNS columns."""
+    if x.shape[1] > COLUMNS:
+        left, right = gl.split(gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), [0, 2, 1]))
+        return _pieces(left, COLUMNS) + _pieces(right, COLUMNS)
+    else:
+        return (x,)
 
 
 RUNTIME = [
@@ -700,10 +791,10 @@ def forward_kernel(
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb,
     heads, group, rows, keys, flag_heads, flag_steps, timeout_us, local_rows, epochs, lo_st, hi_st, scale, cap,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr, ACC_UNIT: gl.constexpr, FIRST: gl.constexpr,
-    LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
-    TURN: gl.constexpr, EARLY: gl.constexpr, HELD: gl.constexpr, STORE: gl.constexpr, AHEAD: gl.constexpr,
-    LAZY: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
+    PANELS: gl.constexpr, V_PANELS: gl.constexpr, DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr,
+    ACC_UNIT: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr,
+    NAMED: gl.constexpr, Q_STAGES: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
+    AHEAD: gl.constexpr, LAZY: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """Works through starts[p] .. starts[p + 1] of `work`; absent tensors are None.
 
@@ -713,9 +804,9 @@ def forward_kernel(
     one batch element; where keys are gathered, those of the remote buffer begin at local_rows. Key heads come in groups of
     flag_heads; flags has flag_steps columns. Note [Pipeline].
     """
-    q_s = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS] + q.block_type.shape, q.layout)  # noqa: RUF005
-    k_s = gl.allocate_shared_memory(k.dtype, [STAGES] + k.block_type.shape, k.layout)  # noqa: RUF005
-    v_s = gl.allocate_shared_memory(v.dtype, [STAGES] + v.block_type.shape, v.layout)  # noqa: RUF005
+    q_s = gl.allocate_shared_memory(q.dtype, [Q_STAGES * CONSUMERS * PANELS] + q.block_type.shape, q.layout)  # noqa: RUF005
+    k_s = gl.allocate_shared_memory(k.dtype, [STAGES * PANELS] + k.block_type.shape, k.layout)  # noqa: RUF005
+    v_s = gl.allocate_shared_memory(v.dtype, [STAGES * V_PANELS] + v.block_type.shape, v.layout)  # noqa: RUF005
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -759,33 +850,33 @@ def forward_kernel(
     if CONSUMERS == 1:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
-                PACK, NAMED, Q_STAGES)),
+                D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
-                PACK, NAMED, Q_STAGES)),
+                D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(2), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP, NAMED,
-                Q_STAGES, TURN, EARLY, HELD, STORE, AHEAD, LAZY)),
+                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
-                PACK, NAMED, Q_STAGES)),
+                D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

@@ -39,10 +39,12 @@ def _merge(m_i, l_i, acc, m, l, part):  # noqa: E741
 def combine_kernel(
     splits, part_m, part_l, part_acc, o, lse, carry_m, carry_l, carry_acc, sinks, error,
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, heads, rows,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr, PACK: tl.constexpr,
-    FIRST: tl.constexpr, LAST: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, DV: tl.constexpr, COLUMNS: tl.constexpr, DV_WIDTH: tl.constexpr,
+    PACK: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Program (i, j) owns rows j * CHUNK .. of split tile i; `splits` is that of the work plan.
+
+    Rows of part_acc have DV columns; COLUMNS is the power of two that holds them.
 
     What was waited for in vain (`error`; None: nothing was) makes all of it not a number.
     """
@@ -55,14 +57,14 @@ def combine_kernel(
     r = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     x = (row + r // PACK).to(tl.int64)
     h = ((head % heads) * PACK + r % PACK).to(tl.int64)
-    c = tl.arange(0, DV)[None, :]
+    c = tl.arange(0, COLUMNS)[None, :]
     exists = x < rows
     inside = exists[:, None] & (c < DV_WIDTH)
     acc_ptrs = carry_acc + (b * acc_sb + x * acc_ss + h * acc_sh)[:, None] + c
     m_ptrs = carry_m + b * m_sb + h * m_sh + x
     l_ptrs = carry_l + b * l_sb + h * l_sh + x
     if FIRST:
-        acc = tl.zeros([CHUNK, DV], tl.float32)
+        acc = tl.zeros([CHUNK, COLUMNS], tl.float32)
         m_i = tl.full([CHUNK], float("-inf"), tl.float32)
         l_i = tl.zeros([CHUNK], tl.float32)
         if sinks is not None:
@@ -74,7 +76,7 @@ def combine_kernel(
         acc = tl.load(acc_ptrs, mask=inside, other=0.0)
     at = slot.to(tl.int64) * TILE + r
     for _ in range(0, parts):
-        part = tl.load(part_acc + (at * DV)[:, None] + c)
+        part = tl.load(part_acc + (at * DV)[:, None] + c, mask=None if COLUMNS == DV else c < DV)
         m_i, l_i, acc = _merge(m_i, l_i, acc, tl.load(part_m + at), tl.load(part_l + at), part)
         at += TILE
     if LAST:

@@ -42,6 +42,7 @@ from ringattn.kernels.attention.hopper.configs import (
     columns_of,
     is_for_pair,
     padded_dims,
+    panel_of,
 )
 from ringattn.kernels.attention.hopper.descriptors import (
     addressable,
@@ -262,7 +263,9 @@ def _launch_forward(
     remote_kv, (flags, error, *flag_numbers, local_rows) = fused[:2], fused[2:]
     keys_in_all = t if score.key_bias is None else score.key_bias.shape[1]
     dot_only = is_dot_only(score)
-    config = config or choose_forward(d, dv, dot_only, patterned=rows.patterns is not None)
+    (columns, v_columns), chosen = choose_forward(d, dv, dot_only, patterned=rows.patterns is not None)
+    config = config or chosen
+    panel, v_panel = panel_of(columns), panel_of(v_columns)
     assert config.block_n <= PAD_ROWS, "a block that begins in a source ends before the next one"
     tile = 64 * config.consumers
     pack = pack or choose_pack(s, h // hk, tile)
@@ -279,14 +282,12 @@ def _launch_forward(
     if plan.work.shape[0] == 0:
         return
     board, epochs = progress_board(plan, shape, (d + dv) * k.element_size(), q)
-    columns, v_columns = columns_of(d), columns_of(dv)
     q, k, v = (
         addressable(x) if x.shape[-1] % 8 == 0 else torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v)
     )
-    store = config.store and last and o.dtype == q.dtype and columns == v_columns and describable(o)
+    store = config.store and last and o.dtype == q.dtype and dv <= columns and v_panel % panel == 0 and describable(o)
     queries, outputs = (
-        rows_of(x, 64, columns) if pack == 1 else groups_of(x, 64 // pack, pack, columns)
-        for x in (q, o if store else q)
+        rows_of(x, 64, panel) if pack == 1 else groups_of(x, 64 // pack, pack, panel) for x in (q, o if store else q)
     )
     # absent tensors of the carry and of the workspace are never touched; lse is a pointer of their kind
     state = (carry.m, carry.l, carry.acc) if carry is not None else (lse, lse, lse)
@@ -302,20 +303,20 @@ def _launch_forward(
         forward_kernel,
         (plan.programs,),
         (
-            queries, *kv_rows_of((k, v), config.block_n, (columns, v_columns)),
+            queries, *kv_rows_of((k, v), config.block_n, (panel, v_panel)),
             outputs if store else None, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
             rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
-            *kv_rows_of(None if remote_kv[0] is None else remote_kv, config.block_n, (columns, v_columns)), flags, error, board,
+            *kv_rows_of(None if remote_kv[0] is None else remote_kv, config.block_n, (panel, v_panel)), flags, error, board,
             *strides(o, o_unit), *strides(acc, acc_unit), *pairs, lo_sb, hi_sb,
             per_batch(score.key_bias),
             h // pack, h // hk // pack, s, keys_in_all, *flag_numbers, local_rows, epochs, lo_st, hi_st, *scale_and_cap(score),
         ),
         {
             "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
-            "DV": v_columns, "DV_WIDTH": dv, "PACK": pack, "O_UNIT": o_unit, "ACC_UNIT": acc_unit, "FIRST": first,
-            "LAST": last, "DOT_ONLY": dot_only, "SOFTCAP": score.softcap > 0, "NAMED": config.named,
-            "Q_STAGES": 2 if config.early else 1, "TURN": config.turn, "EARLY": config.early, "HELD": config.held,
-            "STORE": store, "AHEAD": config.ahead, "LAZY": config.lazy,
+            "DV": v_columns, "PANELS": columns // panel, "V_PANELS": v_columns // v_panel, "DV_WIDTH": dv, "PACK": pack,
+            "O_UNIT": o_unit, "ACC_UNIT": acc_unit, "FIRST": first, "LAST": last, "DOT_ONLY": dot_only,
+            "SOFTCAP": score.softcap > 0, "NAMED": config.named, "Q_STAGES": 2 if config.early else 1,
+            "EARLY": config.early, "STORE": store, "AHEAD": config.ahead, "LAZY": config.lazy,
         },
         num_warps=4,
         maxnreg=config.maxnreg,
@@ -328,7 +329,8 @@ def _launch_forward(
                 plan.splits, *parts, o, lse, *state, score.sinks, error, *strides(o), *strides(acc), *pairs, h // pack, s,
             ),
             {
-                "TILE": tile, "CHUNK": CHUNK, "DV": v_columns, "DV_WIDTH": dv, "PACK": pack, "FIRST": first, "LAST": last,
+                "TILE": tile, "CHUNK": CHUNK, "DV": v_columns, "COLUMNS": 1 << (v_columns - 1).bit_length(), "DV_WIDTH": dv,
+                "PACK": pack, "FIRST": first, "LAST": last,
             },
             num_warps=4,
         )  # fmt: skip

@@ -22,6 +22,8 @@ SHARED = 227 * 1024
 
 PAIRS = tuple(itertools.product(BUCKETS, BUCKETS))
 """Columns of q and k, and of v: each pair has a configuration of its own."""
+OF_PANELS = {"192_128": (192, 128), "192": (192, 192), "96": (96, 96)}
+"""Head dims of the forward that are no power of two; of these pairs, too, each has a configuration of its own."""
 BACKWARD_PAIRS = tuple(pair for pair in PAIRS if pair != (64, 128))
 """The backward takes a narrow q beside a wide v for a wide one."""
 
@@ -33,7 +35,11 @@ CALLS = {
     "forward_128_ends": Call("forward", 128, first=False),
     "forward_128_carried_every_feature": Call("forward", 128, first=False, last=False, features=FEATURES),
     "forward_128_packed_group": Call("forward", 128, group=8, seq_len=40),
-    "forward_96": Call("forward", 96),
+    **{f"forward_{name}": Call("forward", *dims) for name, dims in OF_PANELS.items()},
+    **{f"forward_{name}_every_feature": Call("forward", *dims, features=FEATURES) for name, dims in OF_PANELS.items()},
+    **{f"forward_{name}_carried": Call("forward", *dims, first=False, last=False) for name, dims in OF_PANELS.items()},
+    "forward_192_128_gathered_packed_group": Call("forward", 192, 128, group=8, seq_len=40, gathered=True),
+    "forward_192_128_terms_every_feature": Call("forward", 192, 128, terms=True, features=FEATURES),
     "forward_128_gathered_packed_group": Call("forward", 128, group=8, seq_len=40, gathered=True),
     "forward_128_gathered_wide": Call("forward", 128, gathered=True, wide=True),
     "forward_128_gathered_every_feature": Call("forward", 128, features=FEATURES, gathered=True),
@@ -74,7 +80,7 @@ CALLS = {
 
 # HGMMA of one warpgroup in one round of each loop, from tile shapes: an instruction does 64 x n x 16, n up to 256
 PRODUCTS: dict[str, Callable[[dict[str, int]], set[int]]] = {
-    "forward_kernel": lambda c: {(c["D"] + c["BLOCK_N"]) // 16},
+    "forward_kernel": lambda c: {(c["D"] + c["V_PANELS"] * c["BLOCK_N"]) // 16},
     "backward_dq_kernel": lambda c: {(c["D"] + c["DV"] + c["BLOCK"]) // 16},
     "backward_kernel": lambda c: {(c["D"] + c["DV"] + 2 * c["BM"] + 128 * c["WANT_DQ"]) // 16},
     "backward_dkv_wide_kernel": lambda c: {(c["D"] + 64) // 16, (c["DV"] + 64) // 16},

@@ -54,6 +54,8 @@ CASES = [
     Gathering("sinks_fp16", options={"sinks": True}, dtype=torch.float16),
     Gathering("widths", head_dim=24, v_head_dim=8),
     Gathering("wide", head_dim=200, v_head_dim=256, seq_len=97),
+    Gathering("panels_of_keys", head_dim=192, v_head_dim=128, heads=4, kv_heads=2, groups=2, seq_len=97),
+    Gathering("panels", head_dim=160, v_head_dim=192, seq_len=97),
     Gathering("sinks_and_window", mask={"mask": masks.causal() & (masks.sinks(4) | masks.window(30))}),
     Gathering("tree", mask={"mask": masks.tree([None, 0, 1, 1, 0], [70, 20, 15, 25, 20])}, world_size=2, batch=2),
     Gathering("blocks", mask={"mask": masks.causal() & masks.blocks(TABLE, 16)}, layout="striped", heads=4, groups=2),
