@@ -17,6 +17,8 @@ Note [Pipeline]
     twice before it is filled again. Eight names are enough for four stages of k and of v.
     A tile lies in shared memory as panels of equal width, PANELS of q and of k, V_PANELS of v: 192 columns are three panels of
     64, since the compiler wants powers of two. q . k is a sum over panels; each panel of v has an accumulator of its own.
+    A carry passes through shared memory where there is a descriptor of it (TILED): it has carry_s, whose copy begins with the tile,
+    and columns that carry_s lacks take the place of q once the last q . k has read it (HALVED).
     With PACK > 1, row r of a tile is query row r // PACK of head r % PACK among PACK neighbouring heads that share keys.
     Keys of other ranks are in k_remote and v_remote, which may fill while the kernel runs. Only the producer waits: by the
     ring step of a segment it chooses the buffer, and waits for the flag of its rows unless a later one was seen. After a
@@ -129,7 +131,7 @@ def _producer(
     threads: gl.constexpr = 128 * CONSUMERS + 32
     work, segments, starts = plan
     flags, error, flag_heads, flag_steps, timeout_us = ready_flags
-    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, _carry_s, _carry_full = shared
     first = gl.load(starts + gl.program_id(0))
     stop = gl.load(starts + gl.program_id(0) + 1)
     stage = 0
@@ -474,7 +476,7 @@ def _products(
 
 @gluon.jit
 def _consumer(
-    INDEX: gl.constexpr, o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias, error,
+    INDEX: gl.constexpr, o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias, error,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     PANELS: gl.constexpr, V_PANELS: gl.constexpr, DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr,
     ACC_UNIT: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -483,7 +485,7 @@ def _consumer(
 ):  # fmt: skip
     """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
     work, segments, starts = plan
-    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty = shared
+    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, carry_s, carry_full = shared
     o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc = state
     positions = sides[0]
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = (
@@ -502,6 +504,8 @@ def _consumer(
     # full blocks of other scores need to know where they are
     PLACED: gl.constexpr = alibi_slopes is not None or key_bias is not None
     GUARD: gl.constexpr = key_bias is not None
+    TILED: gl.constexpr = acc_desc is not None
+    HALVED: gl.constexpr = TILED and DV > carry_s.shape[-1]
     HAS_REGISTERS: gl.constexpr = DV <= 128 and not EARLY  # in registers, for what was carried beside the last p v
     dtype: gl.constexpr = q_s.dtype
 
@@ -524,6 +528,10 @@ def _consumer(
         b64 = gl.cast(head // heads, gl.int64)
         h = head % heads
 
+        if TILED and not FIRST:
+            mbarrier.expect(carry_full.index(INDEX), (2 if HALVED else 1) * acc_desc.block_type.nbytes)
+            corner = _corner(INDEX, head // heads, h, row, 0, PACK)
+            tma.async_copy_global_to_shared(acc_desc, corner, carry_full.index(INDEX), carry_s.index(INDEX))
         # the first block; the limits arrive beneath its product
         if not EARLY:
             qk = _first_product(
@@ -622,7 +630,7 @@ def _consumer(
         l_i = gl.convert_layout(gl.sum(l_i, 1), s_rows, assert_trivial=True)
         # the last p v; what was carried arrives beneath it
         q_place = (at - first) % Q_STAGES * CONSUMERS + INDEX
-        if not STORE:
+        if not (STORE or HALVED):
             mbarrier.arrive(q_empty.index(q_place), count=1)
         mbarrier.wait(v_full.index(stage), parity)
         acc = _times(acc, alpha)
@@ -650,19 +658,25 @@ def _consumer(
         head_of_row = h * PACK + r % PACK
         exists = x < rows
         whole = this_slot < 0  # the parts of a split tile start from nothing; forward_combine.py lets the carry join
-        if not FIRST or not LAST:
+        if HALVED and not FIRST:
+            carry_tile = _carry_tile(INDEX, carry_s, q_s, q_place, HALVED)
+            corner = _corner(INDEX, this_head // heads, h, this_row, DV // 2, PACK)
+            tma.async_copy_global_to_shared(acc_desc, corner, carry_full.index(INDEX), carry_tile[1])
+        if not TILED and (not FIRST or not LAST):
             places = _places(
                 INDEX, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, V_PANELS, DV_WIDTH, ACC_UNIT
             )
         if not FIRST:
             m_0 = gl.load(carry_m + b64 * m_sb + head_of_row * m_sh + x, mask=exists & whole, other=-float("inf"))
             l_0 = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=exists & whole, other=0.0)
-            if HAS_REGISTERS:
+            if HAS_REGISTERS and not TILED:
                 acc_0 = _load_panels(carry_acc, places, whole)
         if error is not None:
             in_vain = gl.load(error, volatile=True) != 0
         acc = _waited(products, PANELS if EARLY else 0)
         _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
+        if TILED and not FIRST:
+            mbarrier.wait(carry_full.index(INDEX), (at - first) & 1)
 
         if whole:
             if FIRST:
@@ -671,7 +685,9 @@ def _consumer(
                     m_i, l_i, mine, _sink = _merge_sums(m_i, l_i, m_0, 1.0)
                     acc = _times(acc, gl.convert_layout(mine, o_rows))
             else:
-                if not HAS_REGISTERS:
+                if TILED:
+                    acc_0 = (_carried(_carry_tile(INDEX, carry_s, q_s, q_place, HALVED), o_layout),)
+                elif not HAS_REGISTERS:
                     acc_0 = _load_panels(carry_acc, places, True)
                 m_i, l_i, mine, carried = _merge_sums(m_i, l_i, m_0, l_0)
                 acc = _times(acc, gl.convert_layout(mine, o_rows))
@@ -696,7 +712,11 @@ def _consumer(
             else:
                 gl.store(carry_m + b64 * m_sb + head_of_row * m_sh + x, m_i, mask=exists)
                 gl.store(carry_l + b64 * l_sb + head_of_row * l_sh + x, l_i, mask=exists)
-                _store_panels(carry_acc, places, acc)
+                if TILED:
+                    carry_tile = _carry_tile(INDEX, carry_s, q_s, q_place, HALVED)
+                    _store_carry(INDEX, acc[0], carry_tile, acc_desc, this_head // heads, h, this_row, PACK)
+                else:
+                    _store_panels(carry_acc, places, acc)
         else:
             at_row = gl.cast(this_slot, gl.int64) * tile + r
             gl.store(part_m + at_row, m_i)
@@ -706,8 +726,9 @@ def _consumer(
             s = warpgroup_mma_wait(0, deps=[qk])
             if at + 1 < stop:
                 _release(k_empty, stage, EMPTY_K, threads, NAMED)
-        if STORE:
+        if STORE or (TILED and not LAST):
             tma.store_wait(0)
+        if STORE or HALVED:
             mbarrier.arrive(q_empty.index(q_place), count=1)
 
 
@@ -768,6 +789,42 @@ def _store_tile(
 
 
 @gluon.jit
+def _carry_tile(INDEX: gl.constexpr, carry_s, q_s, place, HALVED: gl.constexpr):
+    """Return shared memory for the carry of this warpgroup's tile: for all columns, or for the left and the right half."""
+    own = carry_s.index(INDEX)
+    if HALVED:
+        return (own, q_s.index(place)._reinterpret(gl.float32, own.shape, own.layout))
+    else:
+        return (own,)
+
+
+@gluon.jit
+def _carried(tile, LAYOUT: gl.constexpr):
+    """Return a carried accumulator from shared memory."""
+    columns: gl.constexpr = tile[0].shape[-1]
+    if len(tile) == 1:
+        return tile[0].reshape([64, columns]).load(LAYOUT)
+    else:
+        half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+        acc = gl.join(tile[0].reshape([64, columns]).load(half), tile[1].reshape([64, columns]).load(half))
+        acc = gl.reshape(gl.permute(acc, [0, 2, 1]), [64, 2 * columns])
+        return gl.convert_layout(acc, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _store_carry(INDEX: gl.constexpr, acc, tile, acc_desc, b, h, row, PACK: gl.constexpr):
+    """Stores an accumulator through shared memory and the copy engine."""
+    columns: gl.constexpr = tile[0].shape[-1]
+    pieces = _pieces(acc, columns)
+    for i in gl.static_range(len(tile)):
+        tile[i].reshape([64, columns]).store(pieces[i])
+    fence_async_shared()
+    # in the opposite order, so that the compiler's barrier for the piece stored last stands in front of all copies
+    for i in gl.static_range(len(tile) - 1, -1, -1):
+        tma.async_copy_shared_to_global(acc_desc, _corner(INDEX, b, h, row, i * columns, PACK), tile[i])
+
+
+@gluon.jit
 def _pieces(x, COLUMNS: gl.constexpr):
     """Return a tile of 64 rows as tiles of COLUMNS columns."""
     if x.shape[1] > COLUMNS:
@@ -786,7 +843,7 @@ RUNTIME = [
 
 @gluon.jit(do_not_specialize=RUNTIME)
 def forward_kernel(
-    q, k, v, o_desc, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions,
+    q, k, v, o_desc, acc_desc, work, segments, starts, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, positions,
     lo_ptr, hi_ptr, sinks, alibi_slopes, key_bias, k_remote, v_remote, flags, error, board,
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb,
     heads, group, rows, keys, flag_heads, flag_steps, timeout_us, local_rows, epochs, lo_st, hi_st, scale, cap,
@@ -813,6 +870,13 @@ def forward_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    carry_s = q_s
+    carry_full = q_full
+    if acc_desc is not None:
+        carry_s = gl.allocate_shared_memory(gl.float32, [CONSUMERS] + acc_desc.block_type.shape, acc_desc.layout)  # noqa: RUF005
+        carry_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(CONSUMERS):
+            mbarrier.init(carry_full.index(i), count=1)
     for i in gl.static_range(Q_STAGES * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -822,7 +886,7 @@ def forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
 
-    shared = (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    shared = (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, carry_s, carry_full)
     plan = (work, segments, starts)
     state = (o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc)
     sides = (positions, lo_ptr, hi_ptr, lo_st, hi_st)
@@ -849,33 +913,33 @@ def forward_kernel(
     # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+            (_consumer, (gl.constexpr(0), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
+                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
                 DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
                 D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+            (_consumer, (gl.constexpr(0), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
+                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
                 DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
-            (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+            (_consumer, (gl.constexpr(1), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
+                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
                 DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
                 D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+            (_consumer, (gl.constexpr(0), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
+                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
                 DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
-            (_consumer, (gl.constexpr(1), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+            (_consumer, (gl.constexpr(1), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
+                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
                 DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
-            (_consumer, (gl.constexpr(2), o_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias,
-                error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
+            (_consumer, (gl.constexpr(2), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
+                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
                 DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
                 D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),

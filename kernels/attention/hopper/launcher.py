@@ -72,6 +72,7 @@ TINIEST_SCALE = 1e-6  # lse over a smaller softmax_scale may overflow
 HIDDEN = -1.0e30
 DQ_TILE = 128  # rows
 CHUNK = 16  # rows of a program that adds up the parts of a split tile of rows
+CARRY_COLUMNS = 64  # of a carry that have shared memory of their own
 ROWS = 32  # of a program before or after the kernels of dk and dv
 
 _ABSENT = (None,) * 8
@@ -286,8 +287,12 @@ def _launch_forward(
         addressable(x) if x.shape[-1] % 8 == 0 else torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v)
     )
     store = config.store and last and o.dtype == q.dtype and dv <= columns and v_panel % panel == 0 and describable(o)
-    queries, outputs = (
-        rows_of(x, 64, panel) if pack == 1 else groups_of(x, 64 // pack, pack, panel) for x in (q, o if store else q)
+    acc = None if carry is None or (first and last) else carry.acc
+    # the carry passes through shared memory where columns beyond CARRY_COLUMNS fit into the q tile
+    tiled = acc is not None and config.store and panel == columns == v_columns <= 128 and describable(acc)
+    queries, outputs, carries = (
+        None if x is None else rows_of(x, 64, width) if pack == 1 else groups_of(x, 64 // pack, pack, width)
+        for x, width in ((q, panel), (o if store else None, panel), (acc if tiled else None, CARRY_COLUMNS))
     )
     # absent tensors of the carry and of the workspace are never touched; lse is a pointer of their kind
     state = (carry.m, carry.l, carry.acc) if carry is not None else (lse, lse, lse)
@@ -295,7 +300,6 @@ def _launch_forward(
     if plan.slots:
         m, l = workspace(q, plan.slots, tile), workspace(q, plan.slots, tile)  # noqa: E741
         parts = (m, l, workspace(q, plan.slots, tile, v_columns))
-    acc = None if carry is None else carry.acc
     o_unit, acc_unit = store_unit(o, 8), 1 if acc is None else store_unit(acc, 4)
     (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(rows.lo, rows), bound_strides(rows.hi, rows)
     pairs = (*pair(lse), *pair(state[0]), *pair(state[1]))
@@ -304,7 +308,7 @@ def _launch_forward(
         (plan.programs,),
         (
             queries, *kv_rows_of((k, v), config.block_n, (panel, v_panel)),
-            outputs if store else None, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
+            outputs, carries, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
             rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
             *kv_rows_of(None if remote_kv[0] is None else remote_kv, config.block_n, (panel, v_panel)), flags, error, board,
             *strides(o, o_unit), *strides(acc, acc_unit), *pairs, lo_sb, hi_sb,

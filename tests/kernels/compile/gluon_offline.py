@@ -56,6 +56,7 @@ class Report:
         warnings: Notes of the assembler: warnings, serialised wgmma.
         injected: Notes of the assembler on waits that it put in before products are used.
         schedule: Those loops as lists of events.
+        unfenced: Addresses of bulk stores that a fence of every thread and a barrier do not precede.
         stale: Loops whose bounds the compiler took out of the loop around them; Note [Stale bounds] in ttgir.py.
         seconds: Of compilation.
     """
@@ -70,6 +71,7 @@ class Report:
     warnings: tuple[str, ...]
     injected: tuple[str, ...]
     schedule: tuple[tuple[str, ...], ...]
+    unfenced: tuple[int, ...]
     stale: tuple[str, ...]
     seconds: float
 
@@ -158,6 +160,7 @@ def report(function: Any, kernel: Any, seconds: float, dump: str | None = None) 
         warnings=notes.warnings,
         injected=notes.injected,
         schedule=tuple(tuple(sass.events(loop)) for loop in loops),
+        unfenced=sass.unfenced_stores(code),
         stale=ttgir.stale_bounds(kernel.asm["ttgir"]),
         seconds=seconds,
     )

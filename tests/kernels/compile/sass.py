@@ -118,6 +118,26 @@ def loops_with_products(code: list[tuple[int, str]]) -> list[Loop]:
     ]
 
 
+def unfenced_stores(code: list[tuple[int, str]]) -> tuple[int, ...]:
+    """Return the addresses of bulk stores whose shared memory was written without a fence and then a barrier behind it.
+
+    Every thread that writes must fence before the barrier; the fence of the thread that issues the store covers only its own.
+    Straight code is assumed from the writes to the store.
+    """
+    found: list[int] = []
+    written = fenced = False
+    for address, text in code:
+        if re.search(r"\bSTS\b|\bSTSM\b", text):
+            written, fenced = True, False
+        elif "FENCE.VIEW.ASYNC" in text:
+            fenced = written
+        elif "BAR.SYNC" in text and fenced:
+            written = fenced = False
+        elif "UTMASTG" in text and written:
+            found.append(address)
+    return tuple(found)
+
+
 _EVENTS = (
     (r"DEPBAR\.LE gsb0, (\S+)", "wait for products, {} left"),
     (r"WARPGROUP\.ARRIVE", "fence of registers"),

@@ -114,6 +114,7 @@ def test_every_launch_fits_and_keeps_its_loops_in_registers(name: str):
         assert not report.stale, f"{report}: {report.stale}"
         assert report.loop_spills <= spills, str(report)
         assert not report.warnings, f"{report}: {report.warnings}"
+        assert not report.unfenced, f"{report}: bulk stores at {report.unfenced}"
         if report.products or report.name in PRODUCTS:
             each = PRODUCTS[report.name](constants_of(report))
             assert {products for products, _ in report.loops} == each, f"{report}: {each} per round"

@@ -104,6 +104,30 @@ def test_all_switches_together_compute_the_same_attention(case: Case, seed: int 
         run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
 
 
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("pack", [1, 2])
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_a_carry_has_the_same_bits_on_every_way_through_memory(head_dim: int, pack: int, seed: int | None):
+    steps = (((200, 1, 100),), ((0, 1, 90),), ((90, 1, 110),))
+    sizes: dict[str, Any] = {"heads": 8, "kv_heads": 4, "head_dim": head_dim, "batch": 2}  # several tiles per program
+    case = replace(CARRIES, name=f"carries_{head_dim}", ring_steps=steps, **sizes)
+    found = []
+    for store in (False, True):
+        kernels, states = hopper_forward(config=configs.ForwardConfig(2, 32, 2, early=True, store=store), pack=pack), []
+
+        def forward(*args: Any, inner: Any = kernels.forward, states: list[Any] = states, **options: Any) -> None:
+            inner(*args, **options)
+            carry = options["carry"]
+            states.extend(x.clone() for x in (carry.m, carry.l, carry.acc, options["o"], options["lse"]))
+
+        kernels.forward = forward  # type: ignore[method-assign]
+        with machine.mode(seed=seed):
+            run_case(kernels, case, torch.bfloat16, "cpu")
+        found.append(states)
+    assert len(found[0]) == 15
+    assert all(torch.equal(x.view(torch.int8), y.view(torch.int8)) for x, y in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("switches", [{}, {"early": True, "store": True, "ahead": True, "lazy": True}], ids=["", "all"])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
