@@ -135,8 +135,13 @@ def chunks_of(head_dim: int) -> tuple[int, ...]:
 
 
 def panel_of(columns: int) -> int:
-    """Return the width of the equal panels that a tile of the forward is made of: the narrowest of its chunks."""
+    """Return the width of the equal panels that a tile is made of: the narrowest of its chunks."""
     return chunks_of(columns)[-1]
+
+
+def wide_columns_of(head_dim: int) -> int:
+    """Return the columns of a head in the kernel of dk and dv of wide heads, whose panels have at least 64."""
+    return next(columns for columns in (64, 128, 192, 256) if head_dim <= columns)
 
 
 def columns_of(head_dim: int) -> int:
@@ -194,6 +199,8 @@ def choose_dq(columns: int, extras: int) -> DqConfig:
         return DqConfig(64, 3, 3) if extras else DqConfig(128, 3, 3)
     if columns <= 128:
         return DqConfig(32, 3, 3) if extras == 3 else DqConfig(64, 3, 3) if extras else DqConfig(128, 2, 2)
+    if columns <= 192:
+        return DqConfig(32, 3, 3) if extras else DqConfig(64, 3, 2)
     return DqConfig(32, 3, 2) if extras else DqConfig(64, 2, 1)
 
 

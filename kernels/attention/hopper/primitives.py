@@ -9,7 +9,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 EPOCH = gl.constexpr(64)  # blocks between two looks at the board; see progress_barrier.py
 LEFT = gl.constexpr(2**30)  # beyond every epoch
@@ -168,6 +168,80 @@ def load_from(local, remote, step, place, full, target):
 
 
 @gluon.jit
+def load_panels(
+    local, remote, step, b, h, row, full, buffer, stage, PANELS: gl.constexpr, MORE: gl.constexpr
+):  # fmt: skip
+    """Loads a block of rows of a head as PANELS panels of columns; its barrier expects MORE bytes besides."""
+    mbarrier.expect(full, PANELS * local.block_type.nbytes + MORE)
+    for i in gl.static_range(PANELS):
+        place = [b, h, row, i * local.block_type.shape[3]]
+        load_from(local, remote, step, place, full, buffer.index(stage * PANELS + i))
+
+
+@gluon.jit
+def _panel(buffer, stage, i, PANELS: gl.constexpr):
+    """Return a panel of a stage as rows x columns."""
+    return buffer.index(stage * PANELS + i).reshape([buffer.shape[3], buffer.shape[4]])
+
+
+@gluon.jit
+def begin_scores(a, a_stage, b, b_stage, start, USE_START: gl.constexpr, PANELS: gl.constexpr):
+    """Begins a b^T, or a b^T + start; one product in flight for each panel."""
+    token = warpgroup_mma(
+        _panel(a, a_stage, 0, PANELS), _panel(b, b_stage, 0, PANELS).permute((1, 0)), start, use_acc=USE_START, is_async=True
+    )  # fmt: skip
+    for i in gl.static_range(1, PANELS):
+        token = warpgroup_mma(
+            _panel(a, a_stage, i, PANELS), _panel(b, b_stage, i, PANELS).permute((1, 0)), token, is_async=True
+        )
+    return token
+
+
+@gluon.jit
+def zero_sums(buffer, PANELS: gl.constexpr):
+    """Return zeros for sums of 64 rows, as wide as each panel of a buffer."""
+    COLUMNS: gl.constexpr = buffer.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    sums = ()
+    for _i in gl.static_range(PANELS):
+        sums += (gl.zeros([64, COLUMNS], gl.float32, layout),)
+    return sums
+
+
+@gluon.jit
+def operand_of(weights, buffer):
+    """Return weights as the first operand of products with the panels of a buffer."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, buffer.shape[4], 16])
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def begin_sums(weights, buffer, stage, sums):
+    """Begins sums + weights b for each panel of b; `weights` as `operand_of` returns them."""
+    tokens = ()
+    for i in gl.static_range(len(sums)):
+        tokens += (warpgroup_mma(weights, _panel(buffer, stage, i, len(sums)), sums[i], is_async=True),)
+    return tokens
+
+
+@gluon.jit
+def wait_for_sums(tokens):
+    """Return sums when all products are done."""
+    sums = ()
+    if len(tokens) == 1:
+        sums += (warpgroup_mma_wait(0, deps=[tokens[0]]),)
+    else:
+        sums += warpgroup_mma_wait(0, deps=tokens)
+    return sums
+
+
+@gluon.jit
+def scaled(sums, factor):
+    """Return each panel of sums times a factor."""
+    return [x * factor for x in sums]
+
+
+@gluon.jit
 def entry(work, at):
     """(head, row, segment, masked, full, masked_blocks, full_blocks, slot) of entry `at`; Note [Work] in tile_scheduler.py."""
     base = work + at * 8
@@ -243,6 +317,14 @@ def put(
     if ADD:
         value += gl.load(at, mask=mask, other=0.0)
     gl.store(at, value.to(target.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def put_panels(target, stride, sums, y, rows, WIDTH: gl.constexpr, ADD: gl.constexpr):
+    """`put` of all panels, of whose columns WIDTH exist."""
+    for i in gl.static_range(len(sums)):
+        place = target + i * sums[0].shape[1]
+        put(place, stride, sums[i], y, rows, WIDTH - i * sums[0].shape[1], sums[0].shape[1], ADD)
 
 
 @gluon.jit

@@ -32,6 +32,11 @@ LONG = (
     Case("long_documents", seq_len=400, mask={"causal": True, "documents": (0, 3, 200, 331, 400)}, head_dim=128),
     Case("long_256_v_192", seq_len=270, mask=CAUSAL, head_dim=256, v_head_dim=192, heads=2, kv_heads=1),
     Case(
+        "long_192_v_128", seq_len=330, mask=CAUSAL, head_dim=192, v_head_dim=128, heads=4, kv_heads=2, accumulate=True
+    ),
+    Case("long_192", seq_len=270, mask={"window": (150, 9)}, head_dim=184, v_head_dim=192, heads=1, kv_heads=1),
+    Case("long_96", seq_len=270, mask=CAUSAL, head_dim=96, v_head_dim=88, heads=2, kv_heads=1),
+    Case(
         "long_zigzag",
         seq_len=800,
         q_runs=((100, 1, 100), (600, 1, 100)),
