@@ -40,10 +40,12 @@ from ringattn.kernels.attention.hopper.primitives import (
     entry,
     exit_barrier,
     grad_buffer_of,
+    held,
     limits,
     load_panels,
     opaque,
     operand_of,
+    panels_of,
     put_panels,
     scaled,
     send_grads,
@@ -141,7 +143,7 @@ def _tanh(x):
 
 @gluon.jit
 def _weigh(
-    dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, lse_s, p_s, q_full, do_full, scale, cap,
+    dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s, q_full, do_full, scale, cap,
     MASKED: gl.constexpr, PANELS: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Makes the weights of one block, hands them over, and adds what they send to dv.
@@ -155,11 +157,14 @@ def _weigh(
     zero = gl.zeros([TILE, BLOCK], gl.float32, s_l)
     st = count & 1
     phase = (count >> 1) & 1
-    # an index the compiler cannot see through: held through the loop, the addresses of all slices fill the registers
-    tile = opaque(gl.to_tensor(0))
+    q = panels_of(q_s, st, PANELS)
+    do = panels_of(do_s, st, len(dv))
+    if k is None:
+        # an index the compiler cannot see through: held through the loop, the addresses of all slices fill the registers
+        k = panels_of(k_s, opaque(gl.to_tensor(0)), PANELS)
 
     mbarrier.wait(q_full.index(st), phase)
-    s_token = begin_scores(k_s, tile, q_s, st, zero, False, PANELS)
+    s_token = begin_scores(k, q, zero, False)
     lse2 = gl.expand_dims(lse_s.index(st).load(columns_l), 0)
     s = warpgroup_mma_wait(0, deps=[s_token])
     arrive(Q_FREE + st, 288)
@@ -191,7 +196,7 @@ def _weigh(
         p_s.index(st).store(weights)
     arrive(P_FULL + st, 256)
     mbarrier.wait(do_full.index(st), phase)
-    dv = wait_for_sums(begin_sums(operand_of(weights, do_s), do_s, st, dv))
+    dv = wait_for_sums(begin_sums(operand_of(weights, do_s), do, dv))
     arrive(DO_FREE + st, 288)
     return dv
 
@@ -202,7 +207,7 @@ def _make_dv(
     positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows,
     local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap,
     D_WIDTH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    WANT_KEY_BIAS: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+    WANT_KEY_BIAS: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights and dv of every tile of this program."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -234,6 +239,11 @@ def _make_dv(
         lo = gl.load(lo_ptr + b64 * lo_sb + y, mask=exists, other=0)
         hi = gl.load(hi_ptr + b64 * hi_sb + y, mask=exists, other=0)
         mbarrier.wait(k_full, (at - first) & 1)
+        k = None
+        if HELD:
+            k = held(panels_of(k_s, 0, PANELS), BLOCK)
+            if grad_buffers is None:
+                mbarrier.arrive(k_free, count=1)
         if key_bias_ptr is not None:
             if tiles is not None:
                 key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
@@ -248,7 +258,7 @@ def _make_dv(
                 low, high = limits(own_lo, own_hi, begin, end, origin, stride)
                 for _j in range(blocks):
                     dv = _weigh(
-                        dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, lse_s, p_s,
+                        dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s,
                         q_full, do_full, scale, cap, True, PANELS, SOFTCAP, WANT_KEY_BIAS,
                     )  # fmt: skip
                     x += BLOCK
@@ -260,7 +270,7 @@ def _make_dv(
                     x, blocks, _begin, _end, origin, stride = _segment(segments, part)
                     for _j in range(blocks):
                         dv = _weigh(
-                            dv, count, lo, hi, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, lse_s, p_s,
+                            dv, count, lo, hi, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s,
                             q_full, do_full, scale, cap, False, PANELS, SOFTCAP, WANT_KEY_BIAS,
                         )  # fmt: skip
                         x += BLOCK
@@ -268,12 +278,13 @@ def _make_dv(
         else:
             for _j in range(full_blocks * group):
                 dv = _weigh(
-                    dv, count, lo, hi, 0, 0, 0, k_pos, None, key_bias, q_s, do_s, k_s, lse_s, p_s, q_full, do_full, scale,
+                    dv, count, lo, hi, 0, 0, 0, k_pos, None, key_bias, q_s, do_s, k_s, k, lse_s, p_s, q_full, do_full, scale,
                     cap, False, PANELS, SOFTCAP, WANT_KEY_BIAS,
                 )  # fmt: skip
                 count += 1
         if grad_buffers is None:
-            mbarrier.arrive(k_free, count=1)
+            if not HELD:
+                mbarrier.arrive(k_free, count=1)
         else:
             # read again: kept through the loops it would cost registers there
             again = opaque(gl.to_tensor(at))
@@ -310,15 +321,17 @@ def _send(target, stride, sums, y, rows, buffer, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _slopes(count, do_s, v_s, delta_s, do_full, V_PANELS: gl.constexpr):
+def _slopes(count, do_s, v_s, v, delta_s, do_full, V_PANELS: gl.constexpr):
     """Begins dp - delta of a block, a product that starts from -delta."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     st = count & 1
-    tile = opaque(gl.to_tensor(0))
+    do = panels_of(do_s, st, V_PANELS)
+    if v is None:
+        v = panels_of(v_s, opaque(gl.to_tensor(0)), V_PANELS)
     mbarrier.wait(do_full.index(st), (count >> 1) & 1)
     minus_delta = gl.expand_dims(delta_s.index(st).load(gl.SliceLayout(0, s_l)), 0)
     start, _zero = gl.broadcast(minus_delta, gl.zeros([TILE, BLOCK], gl.float32, s_l))
-    return begin_scores(v_s, tile, do_s, st, start, True, V_PANELS)
+    return begin_scores(v, do, start, True)
 
 
 @gluon.jit
@@ -344,7 +357,7 @@ def _make_dk(
     work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
     dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+    AHEAD: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """dp, ds and dk of every tile of this program; which pairs are hidden is known from their weights."""
     V_PANELS: gl.constexpr = DV // do_s.shape[4]
@@ -359,15 +372,20 @@ def _make_dk(
         dk = zero_sums(q_s, D // q_s.shape[4])
         dkey_bias = gl.zeros([TILE], gl.float32, rows_l)
         mbarrier.wait(v_full, (at - first) & 1)
+        v = None
+        if HELD:
+            v = held(panels_of(v_s, 0, V_PANELS), BLOCK)
+            if grad_buffers is None:
+                mbarrier.arrive(v_free, count=1)
         blocks = (masked_blocks + full_blocks) * group
         if AHEAD:
-            dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, delta_s, do_full, V_PANELS)])
+            dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, V_PANELS)])
             arrive(DO_FREE + (count & 1), 288)
             for _j in range(blocks - 1):
                 ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
-                dp_token = _slopes(count + 1, do_s, v_s, delta_s, do_full, V_PANELS)
+                dp_token = _slopes(count + 1, do_s, v_s, v, delta_s, do_full, V_PANELS)
                 mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
-                dk_tokens = begin_sums(ds, q_s, count & 1, dk)
+                dk_tokens = begin_sums(ds, panels_of(q_s, count & 1, len(dk)), dk)
                 dp = warpgroup_mma_wait(len(dk), deps=[dp_token])
                 arrive(DO_FREE + ((count + 1) & 1), 288)
                 dk = wait_for_sums(dk_tokens)
@@ -375,22 +393,23 @@ def _make_dk(
                 count += 1
             ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
             mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
-            dk_tokens = begin_sums(ds, q_s, count & 1, dk)
+            dk_tokens = begin_sums(ds, panels_of(q_s, count & 1, len(dk)), dk)
             dk = wait_for_sums(dk_tokens)
             arrive(Q_FREE + (count & 1), 288)
             count += 1
         else:
             for _j in range(blocks):
-                dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, delta_s, do_full, V_PANELS)])
+                dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, V_PANELS)])
                 arrive(DO_FREE + (count & 1), 288)
                 ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
                 mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
-                dk_tokens = begin_sums(ds, q_s, count & 1, dk)
+                dk_tokens = begin_sums(ds, panels_of(q_s, count & 1, len(dk)), dk)
                 dk = wait_for_sums(dk_tokens)
                 arrive(Q_FREE + (count & 1), 288)
                 count += 1
         if grad_buffers is None:
-            mbarrier.arrive(v_free, count=1)
+            if not HELD:
+                mbarrier.arrive(v_free, count=1)
         else:
             again = opaque(gl.to_tensor(at))
             head, row, _s, _masked, _full, _m, _f, slot = entry(work, again)
@@ -447,7 +466,8 @@ def backward_dkv_wide_kernel(
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, padded_queries, local_rows,
     grad_buffer_rows, steps, heads_per_group, timeout_us, epochs, lo_st, hi_st, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+    AHEAD: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    GRAD_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """dk, dv and dkey_bias of one ring step; `rows` are keys, `heads` key heads.
@@ -488,12 +508,12 @@ def backward_dkv_wide_kernel(
             work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, grad_buffers, error,
             parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads,
             group, rows, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, D_WIDTH, D, DV, DV_WIDTH, SOFTCAP, WANT_KEY_BIAS,
-            ADD, UNIT, GRAD_LAYOUT,
+            HELD, ADD, UNIT, GRAD_LAYOUT,
         )),
         (_make_dk, (
             work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
             dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale, D, DV,
-            D_WIDTH, DV_WIDTH, SOFTCAP, AHEAD, ADD, UNIT, GRAD_LAYOUT,
+            D_WIDTH, DV_WIDTH, SOFTCAP, AHEAD, HELD, ADD, UNIT, GRAD_LAYOUT,
         )),
         (_produce, (
             work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s,

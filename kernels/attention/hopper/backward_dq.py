@@ -37,6 +37,7 @@ from ringattn.kernels.attention.hopper.primitives import (
     load_panels,
     opaque,
     operand_of,
+    panels_of,
     put_panels,
     rows_ahead,
     scaled,
@@ -124,17 +125,21 @@ def _step(
     v_stage = count % V_STAGES
     # the same address, computed where it stands: held through the loop, the descriptors of all its slices fill 100 registers
     warpgroup = opaque(gl.to_tensor(W))
+    q = panels_of(q_s, warpgroup, len(dq))
+    do = panels_of(do_s, warpgroup, V_PANELS)
     if V_STAGES == 1:
         v_stage = opaque(v_stage)
+    k = panels_of(k_s, k_stage, len(dq))
+    v = panels_of(v_s, v_stage, V_PANELS)
 
     mbarrier.wait(k_full.index(k_stage), (count // K_STAGES) & 1)
-    s_token = begin_scores(q_s, warpgroup, k_s, k_stage, zero, False, len(dq))
+    s_token = begin_scores(q, k, zero, False)
     mbarrier.wait(v_full.index(v_stage), (count // V_STAGES) & 1)
     if START:
         start, _zero = gl.broadcast(gl.expand_dims(-delta, 1), zero)
-        dp_token = begin_scores(do_s, warpgroup, v_s, v_stage, start, True, V_PANELS)
+        dp_token = begin_scores(do, v, start, True)
     else:
-        dp_token = begin_scores(do_s, warpgroup, v_s, v_stage, zero, False, V_PANELS)
+        dp_token = begin_scores(do, v, zero, False)
     x = gl.arange(0, BLOCK, columns)
     if slope is not None or key_bias is not None:
         x = opaque(x)  # hoisted it would cost registers; masks alone are better off without
@@ -173,7 +178,7 @@ def _step(
         dalibi -= gl.sum(ds * gl.abs(here - gl.expand_dims(origin + stride * x, 0)).to(gl.float32), 1)
     if SOFTCAP:
         ds = ds * (1.0 - tanh * tanh)
-    dq = wait_for_sums(begin_sums(operand_of(ds.to(k_s.dtype), k_s), k_s, k_stage, dq))
+    dq = wait_for_sums(begin_sums(operand_of(ds.to(k_s.dtype), k_s), k, dq))
     arrive(K_EMPTY + k_stage, 288)
     return dq, dalibi
 

@@ -73,6 +73,7 @@ class WideDkvConfig:
     Attributes:
         ahead: dP of the next block is made beside dk of this one, so that it is there when the weights come.
         split: Tiles may be split among programs.
+        held: K and V stay in registers.
         tile: Keys of a tile.
         block: Query rows of a block.
         persistent: As many programs as multiprocessors.
@@ -80,6 +81,7 @@ class WideDkvConfig:
 
     ahead: bool = True
     split: bool = True
+    held: bool = False
     tile: ClassVar[int] = 64
     block: ClassVar[int] = 64
     persistent: ClassVar[bool] = True
@@ -183,7 +185,7 @@ def choose_dkv(
 ) -> DkvConfig | WideDkvConfig:
     """The configuration of a launch that makes dk and dv."""
     if max(head_dim, v_head_dim) > FUSED_MAX_HEAD_DIM:
-        return WideDkvConfig()
+        return WideDkvConfig(held=max(head_dim, v_head_dim) <= 192)
     dims = padded_dims(head_dim, v_head_dim)
     if extras == 3 and dims[0] == 128 and not want_dq:
         return _EVERY_TERM

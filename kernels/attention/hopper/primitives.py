@@ -179,21 +179,27 @@ def load_panels(
 
 
 @gluon.jit
-def _panel(buffer, stage, i, PANELS: gl.constexpr):
-    """Return a panel of a stage as rows x columns."""
-    return buffer.index(stage * PANELS + i).reshape([buffer.shape[3], buffer.shape[4]])
+def panels_of(buffer, stage, PANELS: gl.constexpr):
+    """Return the panels of a stage as rows x columns each."""
+    panels = ()
+    for i in gl.static_range(PANELS):
+        panels += (buffer.index(stage * PANELS + i).reshape([buffer.shape[3], buffer.shape[4]]),)
+    return panels
 
 
 @gluon.jit
-def begin_scores(a, a_stage, b, b_stage, start, USE_START: gl.constexpr, PANELS: gl.constexpr):
+def held(panels, COLUMNS: gl.constexpr):
+    """Return panels in registers, as first operands of products that are COLUMNS wide."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return [x.load(gl.DotOperandLayout(0, layout, 2)) for x in panels]
+
+
+@gluon.jit
+def begin_scores(a, b, start, USE_START: gl.constexpr):
     """Begins a b^T, or a b^T + start; one product in flight for each panel."""
-    token = warpgroup_mma(
-        _panel(a, a_stage, 0, PANELS), _panel(b, b_stage, 0, PANELS).permute((1, 0)), start, use_acc=USE_START, is_async=True
-    )  # fmt: skip
-    for i in gl.static_range(1, PANELS):
-        token = warpgroup_mma(
-            _panel(a, a_stage, i, PANELS), _panel(b, b_stage, i, PANELS).permute((1, 0)), token, is_async=True
-        )
+    token = warpgroup_mma(a[0], b[0].permute((1, 0)), start, use_acc=USE_START, is_async=True)
+    for i in gl.static_range(1, len(a)):
+        token = warpgroup_mma(a[i], b[i].permute((1, 0)), token, is_async=True)
     return token
 
 
@@ -216,22 +222,20 @@ def operand_of(weights, buffer):
 
 
 @gluon.jit
-def begin_sums(weights, buffer, stage, sums):
+def begin_sums(weights, b, sums):
     """Begins sums + weights b for each panel of b; `weights` as `operand_of` returns them."""
     tokens = ()
     for i in gl.static_range(len(sums)):
-        tokens += (warpgroup_mma(weights, _panel(buffer, stage, i, len(sums)), sums[i], is_async=True),)
+        tokens += (warpgroup_mma(weights, b[i], sums[i], is_async=True),)
     return tokens
 
 
 @gluon.jit
 def wait_for_sums(tokens):
     """Return sums when all products are done."""
-    sums = ()
+    sums = warpgroup_mma_wait(0, deps=tokens)
     if len(tokens) == 1:
-        sums += (warpgroup_mma_wait(0, deps=[tokens[0]]),)
-    else:
-        sums += warpgroup_mma_wait(0, deps=tokens)
+        sums = (sums,)
     return sums
 
 

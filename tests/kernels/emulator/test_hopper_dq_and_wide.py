@@ -70,7 +70,7 @@ def kernels(rows_config: DqConfig | None = None, keys_config: WideDkvConfig | No
     def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
         *inputs, grads = args
         x, out = BackwardInputs(*inputs, o=o, dlse=dlse), GradOutputs.of(grads)
-        launch_dkv(x, out, config=keys_config or WideDkvConfig())
+        launch_dkv(x, out, config=keys_config or WideDkvConfig(held=True))
         launch_dq(x, out, config=rows_config)
 
     return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=eager.delta, backward=backward))
