@@ -189,7 +189,9 @@ def choose_dkv(
     dims = padded_dims(head_dim, v_head_dim)
     if extras == 3 and dims[0] == 128 and not want_dq:
         return _EVERY_TERM
-    return _DKV[dims][0 if dot_only else 1]
+    # scores over 96 of 128 columns are two products, beside which addresses and V do not fit into registers
+    whole = all(scored_columns(*head) == head[1] for head in zip((head_dim, v_head_dim), dims, strict=True))
+    return _DKV[dims][0 if dot_only and whole else 1]
 
 
 def choose_dq(columns: int, extras: int) -> DqConfig:
@@ -204,6 +206,11 @@ def choose_dq(columns: int, extras: int) -> DqConfig:
     if columns <= 192:
         return DqConfig(32, 3, 3) if extras else DqConfig(64, 3, 2)
     return DqConfig(32, 3, 2) if extras else DqConfig(64, 2, 1)
+
+
+def scored_columns(head_dim: int, columns: int) -> int:
+    """Return how many columns of a head the scores of the fused kernel are sums over: not the last quarter where it is padding."""
+    return 96 if columns == 128 and head_dim <= 96 else columns
 
 
 def is_for_pair(head_dim: int, v_head_dim: int, extras: int, wants_extra_grads: bool) -> bool:

@@ -44,6 +44,7 @@ from ringattn.kernels.attention.hopper.configs import (
     is_for_pair,
     padded_dims,
     panel_of,
+    scored_columns,
     wide_columns_of,
 )
 from ringattn.kernels.attention.hopper.descriptors import (
@@ -460,7 +461,8 @@ def launch_dkv(
         switches: dict[str, Any] = {
             "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct,
             "LATE_ADDRESSES": config.late_addresses, "DS_LAYOUT": layout_of((tile, block), q.dtype),
-            "HELD": config.held if dot_only else 0,
+            "HELD": config.held if dot_only else 0, "SCORED": scored_columns(d, columns[0]),
+            "V_SCORED": scored_columns(dv, columns[1]),
         }  # fmt: skip
     else:
         kernel = backward_dkv_wide_kernel

@@ -93,7 +93,7 @@ def panels(columns: int) -> int:
 PRODUCTS: dict[str, Callable[[dict[str, int]], set[int]]] = {
     "forward_kernel": lambda c: {(c["D"] + c["V_PANELS"] * c["BLOCK_N"]) // 16},
     "backward_dq_kernel": lambda c: {(c["D"] + c["DV"] + c["BLOCK"] * panels(c["D"])) // 16},
-    "backward_kernel": lambda c: {(c["D"] + c["DV"] + 2 * c["BM"] + 128 * c["WANT_DQ"]) // 16},
+    "backward_kernel": lambda c: {(c["SCORED"] + c["V_SCORED"] + 2 * c["BM"] + 128 * c["WANT_DQ"]) // 16},
     "backward_dkv_wide_kernel": lambda c: {
         (c["D"] + 64 * panels(c["DV"])) // 16,
         (c["DV"] + 64 * panels(c["D"])) // 16,
