@@ -40,7 +40,6 @@ from ringattn.kernels.attention.hopper.configs import (
     choose_dq,
     choose_forward,
     chunks_of,
-    columns_of,
     is_for_pair,
     padded_dims,
     panel_of,
