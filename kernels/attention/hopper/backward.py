@@ -287,6 +287,19 @@ def _spread(numbers_s, BM: gl.constexpr):
 
 
 @gluon.jit
+def _begin_scores(a, b, start, USE_START: gl.constexpr, COLUMNS: gl.constexpr):
+    """Begins a b^T, or a b^T + start, over the first COLUMNS columns."""
+    if COLUMNS == a.shape[1]:
+        token = warpgroup_mma(a, b.permute((1, 0)), start, use_acc=USE_START, is_async=True)
+    else:
+        a_left, b_left = a.slice(0, 64, 1), b.slice(0, 64, 1)
+        a_right, b_right = a.slice(64, COLUMNS - 64, 1), b.slice(64, COLUMNS - 64, 1)
+        token = warpgroup_mma(a_left, b_left.permute((1, 0)), start, use_acc=USE_START, is_async=True)
+        token = warpgroup_mma(a_right, b_right.permute((1, 0)), token, is_async=True)
+    return token
+
+
+@gluon.jit
 def _send(
     WHICH: gl.constexpr, st, weights, ds, dk, dv, q, do, k_h, ds_s, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
@@ -335,7 +348,7 @@ def _step(
     q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale,
     MASKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr, DOT_ONLY: gl.constexpr,
     SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr, WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr,
-    LATE_ADDRESSES: gl.constexpr, HELD: gl.constexpr,
+    LATE_ADDRESSES: gl.constexpr, HELD: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr,
 ):  # fmt: skip
     """Adds what one block of queries sends to 64 keys, and makes this warpgroup's half of the block's dq.
 
@@ -371,19 +384,19 @@ def _step(
             # behind the selects of a mask the compiler would wait for S before it issues dP
             start_s = pinned(gl.where(visible, start_s, HIDDEN))
             start_dp = pinned(start_dp)
-        s_token = warpgroup_mma(k_w, q.permute((1, 0)), start_s, is_async=True)
+        s_token = _begin_scores(k_w, q, start_s, True, SCORED)
     else:
         zero = gl.zeros([HALF, BM], gl.float32, s_l)
-        s_token = warpgroup_mma(k_w, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_token = _begin_scores(k_w, q, zero, False, SCORED)
     mbarrier.wait(do_full.index(st), phase)
     if HELD == 0:
-        dp_token = warpgroup_mma(v_w, do.permute((1, 0)), start_dp, is_async=True)
+        dp_token = _begin_scores(v_w, do, start_dp, True, V_SCORED)
     elif HELD >= DV:
         dp_token = warpgroup_mma(v_held, do.permute((1, 0)), start_dp, is_async=True)
     else:
         dp_token = warpgroup_mma(v_held, do.slice(0, HELD, 1).permute((1, 0)), start_dp, is_async=True)
         dp_token = warpgroup_mma(
-            v_w.slice(HELD, DV - HELD, 1), do.slice(HELD, DV - HELD, 1).permute((1, 0)), dp_token, is_async=True
+            v_w.slice(HELD, V_SCORED - HELD, 1), do.slice(HELD, V_SCORED - HELD, 1).permute((1, 0)), dp_token, is_async=True
         )  # fmt: skip
     s = warpgroup_mma_wait(1, deps=[s_token])
     if DOT_ONLY:
@@ -459,7 +472,7 @@ def _consumer(
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, LATE_ADDRESSES: gl.constexpr, SUMS_LAYOUT: gl.constexpr,
-    UNIT: gl.constexpr, HELD: gl.constexpr,
+    UNIT: gl.constexpr, HELD: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
@@ -526,7 +539,7 @@ def _consumer(
                         WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi,
                         queries, q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap,
                         softmax_scale, True, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, LATE_ADDRESSES,
-                        HELD,
+                        HELD, SCORED, V_SCORED,
                     )  # fmt: skip
                     x += BM
                     count += 1
@@ -535,7 +548,8 @@ def _consumer(
                 dk, dv, dkey_bias = _step(
                     WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, None, None, None, None, queries, q_s, do_s, k_s,
                     v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale, False,
-                    D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, LATE_ADDRESSES, HELD,
+                    D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, LATE_ADDRESSES, HELD, SCORED,
+                    V_SCORED,
                 )  # fmt: skip
                 count += 1
         else:
@@ -553,7 +567,7 @@ def _consumer(
                         WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, k_pos, slope, key_bias, dalibi,
                         queries, q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full,
                         scale, cap, softmax_scale, False, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ,
-                        LATE_ADDRESSES, HELD,
+                        LATE_ADDRESSES, HELD, SCORED, V_SCORED,
                     )  # fmt: skip
                     x, h = _next(x, h, h_kv * group + g, span, pace)
                     count += 1
@@ -626,7 +640,7 @@ def backward_kernel(
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, LATE_ADDRESSES: gl.constexpr, UNIT: gl.constexpr,
-    DS_LAYOUT: gl.constexpr, HELD: gl.constexpr, num_warps: gl.constexpr,
+    DS_LAYOUT: gl.constexpr, HELD: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of one ring step, or dk and dv alone; `rows` are keys, `heads` key heads.
 
@@ -645,6 +659,7 @@ def backward_kernel(
     with `steps` flags for each `heads_per_group` key heads.
 
     `near` chooses between the orders of Note [Order of blocks]. HELD: columns of V that stay in registers.
+    SCORED, V_SCORED: columns of q and of do that are not zero; scores are products over these.
     """
     SUMS_LAYOUT: gl.constexpr = None if dk_desc is None else dk_desc.layout
     COLUMNS: gl.constexpr = D * BM // 128
@@ -676,14 +691,14 @@ def backward_kernel(
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD)),
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, SCORED, V_SCORED)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD)),
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, SCORED, V_SCORED)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
                      heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, near, BM)),
@@ -698,14 +713,14 @@ def backward_kernel(
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD)),
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, SCORED, V_SCORED)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD)),
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, SCORED, V_SCORED)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
                      heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, near, BM)),

@@ -28,25 +28,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
+    begin_scores,
+    begin_sums,
     bounds_in,
     entry,
     exit_barrier,
     grad_buffer_of,
+    held,
     limits,
-    load_from,
+    load_panels,
     opaque,
-    put,
+    operand_of,
+    panels_of,
+    put_panels,
+    scaled,
     send_grads,
     sync,
     wait_flag,
     wait_for_progress,
+    wait_for_sums,
+    zero_sums,
 )
 
 TILE = gl.constexpr(64)  # keys
@@ -62,10 +69,10 @@ CHUNK = gl.constexpr(32)  # columns that change their layout at a time on their 
 
 
 @gluon.jit
-def _beginning(tile_s, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Shared memory of TILE x CHUNK fp32 numbers where a tile of COLUMNS 16-bit numbers begins."""
+def _beginning(tile_s, LAYOUT: gl.constexpr):
+    """Shared memory of TILE x CHUNK fp32 numbers where a panel of 16-bit numbers begins."""
     # Triton from 3.8 on reinterprets nothing in part
-    pieces = tile_s.index(0)._reinterpret(gl.float32, [COLUMNS // (2 * CHUNK), TILE, CHUNK], LAYOUT)
+    pieces = tile_s.index(0)._reinterpret(gl.float32, [tile_s.shape[4] // (2 * CHUNK), TILE, CHUNK], LAYOUT)
     return pieces.index(0)
 
 
@@ -73,7 +80,7 @@ def _beginning(tile_s, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
 def _produce(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
     lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group, padded_queries, steps,
-    heads_per_group, timeout_us, board, epochs,
+    heads_per_group, timeout_us, board, epochs, PANELS: gl.constexpr, V_PANELS: gl.constexpr,
 ):  # fmt: skip
     """Streams the tiles of this program; V of a tile follows its first Q."""
     first = gl.load(starts + gl.program_id(0))
@@ -95,8 +102,7 @@ def _produce(
                 seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
         phase = ((at - first) & 1) ^ 1
         mbarrier.wait(k_free, phase)
-        mbarrier.expect(k_full, k_desc.block_type.nbytes)
-        load_from(k_desc, k_remote, step, [b, h_kv, row, 0], k_full, k_s.index(0))
+        load_panels(k_desc, k_remote, step, b, h_kv, row, k_full, k_s, 0, PANELS, 0)
         fresh = 1
         for turn in range(2 * group):
             # masked segments of all heads come before full ones of all heads
@@ -114,17 +120,14 @@ def _produce(
                     st = count & 1
                     if count >= STAGES:
                         sync(Q_FREE + st, 288)
-                    mbarrier.expect(q_full.index(st), q_desc.block_type.nbytes + BLOCK * 4)
-                    tma.async_copy_global_to_shared(q_desc, [b, h, x, 0], q_full.index(st), q_s.index(st))
+                    load_panels(q_desc, None, 0, b, h, x, q_full.index(st), q_s, st, PANELS, BLOCK * 4)
                     tma.async_copy_global_to_shared(lse_desc, [stat + x], q_full.index(st), lse_s.index(st))
                     if fresh == 1:
                         mbarrier.wait(v_free, phase)
-                        mbarrier.expect(v_full, v_desc.block_type.nbytes)
-                        load_from(v_desc, v_remote, step, [b, h_kv, row, 0], v_full, v_s.index(0))
+                        load_panels(v_desc, v_remote, step, b, h_kv, row, v_full, v_s, 0, V_PANELS, 0)
                     if count >= STAGES:
                         sync(DO_FREE + st, 288)
-                    mbarrier.expect(do_full.index(st), do_desc.block_type.nbytes + BLOCK * 4)
-                    tma.async_copy_global_to_shared(do_desc, [b, h, x, 0], do_full.index(st), do_s.index(st))
+                    load_panels(do_desc, None, 0, b, h, x, do_full.index(st), do_s, st, V_PANELS, BLOCK * 4)
                     tma.async_copy_global_to_shared(delta_desc, [stat + x], do_full.index(st), delta_s.index(st))
                     fresh = 0
                     x += BLOCK
@@ -140,8 +143,8 @@ def _tanh(x):
 
 @gluon.jit
 def _weigh(
-    dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, lse_s, p_s, q_full, do_full, scale, cap,
-    MASKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr,
+    dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s, q_full, do_full, scale, cap,
+    MASKED: gl.constexpr, PANELS: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Makes the weights of one block, hands them over, and adds what they send to dv.
 
@@ -150,18 +153,18 @@ def _weigh(
     """
     dtype: gl.constexpr = q_s.dtype
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
     zero = gl.zeros([TILE, BLOCK], gl.float32, s_l)
     st = count & 1
     phase = (count >> 1) & 1
-    q = q_s.index(st).reshape([BLOCK, D])
-    do = do_s.index(st).reshape([BLOCK, DV])
-    # an index the compiler cannot see through: held through the loop, the addresses of all slices fill the registers
-    k = k_s.index(opaque(gl.to_tensor(0))).reshape([TILE, D])
+    q = panels_of(q_s, st, PANELS)
+    do = panels_of(do_s, st, len(dv))
+    if k is None:
+        # an index the compiler cannot see through: held through the loop, the addresses of all slices fill the registers
+        k = panels_of(k_s, opaque(gl.to_tensor(0)), PANELS)
 
     mbarrier.wait(q_full.index(st), phase)
-    s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s_token = begin_scores(k, q, zero, False)
     lse2 = gl.expand_dims(lse_s.index(st).load(columns_l), 0)
     s = warpgroup_mma_wait(0, deps=[s_token])
     arrive(Q_FREE + st, 288)
@@ -193,8 +196,7 @@ def _weigh(
         p_s.index(st).store(weights)
     arrive(P_FULL + st, 256)
     mbarrier.wait(do_full.index(st), phase)
-    dv_token = warpgroup_mma(gl.convert_layout(weights, gl.DotOperandLayout(0, dv_l, 2)), do, dv, is_async=True)
-    dv = warpgroup_mma_wait(0, deps=[dv_token])
+    dv = wait_for_sums(begin_sums(operand_of(weights, do_s), do, dv))
     arrive(DO_FREE + st, 288)
     return dv
 
@@ -205,11 +207,11 @@ def _make_dv(
     positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows,
     local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap,
     D_WIDTH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    WANT_KEY_BIAS: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+    WANT_KEY_BIAS: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights and dv of every tile of this program."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    PANELS: gl.constexpr = D // k_s.shape[4]
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
@@ -218,7 +220,7 @@ def _make_dv(
         b = head // heads
         h_kv = head % heads
         b64 = gl.cast(b, gl.int64)
-        dv = gl.zeros([TILE, DV], gl.float32, dv_l)
+        dv = zero_sums(do_s, DV // do_s.shape[4])
         y_tile = opaque(gl.arange(0, TILE, gl.SliceLayout(1, s_l)))
         y = row + y_tile
         exists = y < rows
@@ -237,6 +239,11 @@ def _make_dv(
         lo = gl.load(lo_ptr + b64 * lo_sb + y, mask=exists, other=0)
         hi = gl.load(hi_ptr + b64 * hi_sb + y, mask=exists, other=0)
         mbarrier.wait(k_full, (at - first) & 1)
+        k = None
+        if HELD:
+            k = held(panels_of(k_s, 0, PANELS), BLOCK)
+            if grad_buffers is None:
+                mbarrier.arrive(k_free, count=1)
         if key_bias_ptr is not None:
             if tiles is not None:
                 key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
@@ -251,8 +258,8 @@ def _make_dv(
                 low, high = limits(own_lo, own_hi, begin, end, origin, stride)
                 for _j in range(blocks):
                     dv = _weigh(
-                        dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, lse_s, p_s,
-                        q_full, do_full, scale, cap, True, D, DV, SOFTCAP, WANT_KEY_BIAS,
+                        dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s,
+                        q_full, do_full, scale, cap, True, PANELS, SOFTCAP, WANT_KEY_BIAS,
                     )  # fmt: skip
                     x += BLOCK
                     count += 1
@@ -263,20 +270,21 @@ def _make_dv(
                     x, blocks, _begin, _end, origin, stride = _segment(segments, part)
                     for _j in range(blocks):
                         dv = _weigh(
-                            dv, count, lo, hi, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, lse_s, p_s,
-                            q_full, do_full, scale, cap, False, D, DV, SOFTCAP, WANT_KEY_BIAS,
+                            dv, count, lo, hi, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s,
+                            q_full, do_full, scale, cap, False, PANELS, SOFTCAP, WANT_KEY_BIAS,
                         )  # fmt: skip
                         x += BLOCK
                         count += 1
         else:
             for _j in range(full_blocks * group):
                 dv = _weigh(
-                    dv, count, lo, hi, 0, 0, 0, k_pos, None, key_bias, q_s, do_s, k_s, lse_s, p_s, q_full, do_full, scale,
-                    cap, False, D, DV, SOFTCAP, WANT_KEY_BIAS,
+                    dv, count, lo, hi, 0, 0, 0, k_pos, None, key_bias, q_s, do_s, k_s, k, lse_s, p_s, q_full, do_full, scale,
+                    cap, False, PANELS, SOFTCAP, WANT_KEY_BIAS,
                 )  # fmt: skip
                 count += 1
         if grad_buffers is None:
-            mbarrier.arrive(k_free, count=1)
+            if not HELD:
+                mbarrier.arrive(k_free, count=1)
         else:
             # read again: kept through the loops it would cost registers there
             again = opaque(gl.to_tensor(at))
@@ -284,9 +292,9 @@ def _make_dv(
             b64 = gl.cast(head // heads, gl.int64)
             h_kv = head % heads
         if error is not None:
-            dv = dv * gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
+            dv = scaled(dv, gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan")))
         if slot >= 0:
-            put(parts + gl.cast(slot, gl.int64) * (TILE * (D + DV)) + TILE * D, DV, dv, 0, TILE, DV, DV, False)
+            put_panels(parts + gl.cast(slot, gl.int64) * (TILE * (D + DV)) + TILE * D, DV, dv, 0, TILE, DV, False)
         elif grad_buffers is not None:
             begin = gl.load(tiles + again * 4 + 2)
             own_rows = gl.load(tiles + again * 4 + 3) - begin
@@ -295,11 +303,10 @@ def _make_dv(
                 grad_buffer_of(grad_buffers, gl.load(tiles + again * 4), first_row, D_WIDTH + DV_WIDTH) + D_WIDTH
             )
             between = heads * (D_WIDTH + DV_WIDTH)
-            buffer = _beginning(k_s, D, GRAD_LAYOUT)
-            send_grads(grad_buffer, between, dv, row - begin, own_rows, buffer, 0, DV_WIDTH, DV, CHUNK)
+            _send(grad_buffer, between, dv, row - begin, own_rows, _beginning(k_s, GRAD_LAYOUT), DV_WIDTH)
         else:
             target = dv_out + (b64 * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
-            put(target, dv_ss * UNIT, dv, row, rows, DV_WIDTH, DV, ADD)
+            put_panels(target, dv_ss * UNIT, dv, row, rows, DV_WIDTH, ADD)
         if grad_buffers is not None:
             # the buffer was that of K: what comes next comes through another proxy
             fence_async_shared()
@@ -307,25 +314,32 @@ def _make_dv(
 
 
 @gluon.jit
-def _slopes(count, do_s, v_s, delta_s, do_full, DV: gl.constexpr):
+def _send(target, stride, sums, y, rows, buffer, WIDTH: gl.constexpr):
+    """`send_grads` of all panels."""
+    for i in gl.static_range(len(sums)):
+        send_grads(target, stride, sums[i], y, rows, buffer, i * sums[0].shape[1], WIDTH, sums[0].shape[1], CHUNK)
+
+
+@gluon.jit
+def _slopes(count, do_s, v_s, v, delta_s, do_full, V_PANELS: gl.constexpr):
     """Begins dp - delta of a block, a product that starts from -delta."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     st = count & 1
-    do = do_s.index(st).reshape([BLOCK, DV])
-    v = v_s.index(opaque(gl.to_tensor(0))).reshape([TILE, DV])
+    do = panels_of(do_s, st, V_PANELS)
+    if v is None:
+        v = panels_of(v_s, opaque(gl.to_tensor(0)), V_PANELS)
     mbarrier.wait(do_full.index(st), (count >> 1) & 1)
     minus_delta = gl.expand_dims(delta_s.index(st).load(gl.SliceLayout(0, s_l)), 0)
     start, _zero = gl.broadcast(minus_delta, gl.zeros([TILE, BLOCK], gl.float32, s_l))
-    return warpgroup_mma(v, do.permute((1, 0)), start, is_async=True)
+    return begin_scores(v, do, start, True)
 
 
 @gluon.jit
 def _take(
-    count, dp, dkey_bias, p_s, D: gl.constexpr, DTYPE: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr
+    count, dp, dkey_bias, q_s, p_s, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr
 ):  # fmt: skip
     """(ds as an operand, dkey_bias) from the weights of a block, when they come."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     st = count & 1
     sync(P_FULL + st, 256)
     ds = p_s.index(st).load(s_l).to(gl.float32) * dp
@@ -335,7 +349,7 @@ def _take(
         else:
             dkey_bias += gl.sum(ds, 1)
     arrive(P_FREE + st, 256)
-    return gl.convert_layout(ds.to(DTYPE), gl.DotOperandLayout(0, dk_l, 2)), dkey_bias
+    return operand_of(ds.to(q_s.dtype), q_s), dkey_bias
 
 
 @gluon.jit
@@ -343,54 +357,59 @@ def _make_dk(
     work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
     dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+    AHEAD: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """dp, ds and dk of every tile of this program; which pairs are hidden is known from their weights."""
-    dtype: gl.constexpr = q_s.dtype
+    V_PANELS: gl.constexpr = DV // do_s.shape[4]
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     rows_l: gl.constexpr = gl.SliceLayout(1, s_l)
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
     count = 0
     for at in range(first, last):
         head, row, _s, _masked, _full, masked_blocks, full_blocks, slot = entry(work, at)
-        dk = gl.zeros([TILE, D], gl.float32, dk_l)
+        dk = zero_sums(q_s, D // q_s.shape[4])
         dkey_bias = gl.zeros([TILE], gl.float32, rows_l)
         mbarrier.wait(v_full, (at - first) & 1)
+        v = None
+        if HELD:
+            v = held(panels_of(v_s, 0, V_PANELS), BLOCK)
+            if grad_buffers is None:
+                mbarrier.arrive(v_free, count=1)
         blocks = (masked_blocks + full_blocks) * group
         if AHEAD:
-            dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, delta_s, do_full, DV)])
+            dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, V_PANELS)])
             arrive(DO_FREE + (count & 1), 288)
             for _j in range(blocks - 1):
-                ds, dkey_bias = _take(count, dp, dkey_bias, p_s, D, dtype, SOFTCAP, WANT_KEY_BIAS)
-                dp_token = _slopes(count + 1, do_s, v_s, delta_s, do_full, DV)
+                ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
+                dp_token = _slopes(count + 1, do_s, v_s, v, delta_s, do_full, V_PANELS)
                 mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
-                dk_token = warpgroup_mma(ds, q_s.index(count & 1).reshape([BLOCK, D]), dk, is_async=True)
-                dp = warpgroup_mma_wait(1, deps=[dp_token])
+                dk_tokens = begin_sums(ds, panels_of(q_s, count & 1, len(dk)), dk)
+                dp = warpgroup_mma_wait(len(dk), deps=[dp_token])
                 arrive(DO_FREE + ((count + 1) & 1), 288)
-                dk = warpgroup_mma_wait(0, deps=[dk_token])
+                dk = wait_for_sums(dk_tokens)
                 arrive(Q_FREE + (count & 1), 288)
                 count += 1
-            ds, dkey_bias = _take(count, dp, dkey_bias, p_s, D, dtype, SOFTCAP, WANT_KEY_BIAS)
+            ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
             mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
-            dk_token = warpgroup_mma(ds, q_s.index(count & 1).reshape([BLOCK, D]), dk, is_async=True)
-            dk = warpgroup_mma_wait(0, deps=[dk_token])
+            dk_tokens = begin_sums(ds, panels_of(q_s, count & 1, len(dk)), dk)
+            dk = wait_for_sums(dk_tokens)
             arrive(Q_FREE + (count & 1), 288)
             count += 1
         else:
             for _j in range(blocks):
-                dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, delta_s, do_full, DV)])
+                dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, V_PANELS)])
                 arrive(DO_FREE + (count & 1), 288)
-                ds, dkey_bias = _take(count, dp, dkey_bias, p_s, D, dtype, SOFTCAP, WANT_KEY_BIAS)
+                ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
                 mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
-                dk_token = warpgroup_mma(ds, q_s.index(count & 1).reshape([BLOCK, D]), dk, is_async=True)
-                dk = warpgroup_mma_wait(0, deps=[dk_token])
+                dk_tokens = begin_sums(ds, panels_of(q_s, count & 1, len(dk)), dk)
+                dk = wait_for_sums(dk_tokens)
                 arrive(Q_FREE + (count & 1), 288)
                 count += 1
         if grad_buffers is None:
-            mbarrier.arrive(v_free, count=1)
+            if not HELD:
+                mbarrier.arrive(v_free, count=1)
         else:
             again = opaque(gl.to_tensor(at))
             head, row, _s, _masked, _full, _m, _f, slot = entry(work, again)
@@ -400,28 +419,26 @@ def _make_dk(
         y = opaque(gl.arange(0, TILE, rows_l))
         if error is not None:
             health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
-            dk = dk * (softmax_scale * health)
+            dk = scaled(dk, softmax_scale * health)
             dkey_bias = dkey_bias * health
         else:
-            dk = dk * softmax_scale
+            dk = scaled(dk, softmax_scale)
         if slot >= 0:
-            put(parts + gl.cast(slot, gl.int64) * (TILE * (D + DV)), D, dk, 0, TILE, D, D, False)
+            put_panels(parts + gl.cast(slot, gl.int64) * (TILE * (D + DV)), D, dk, 0, TILE, D, False)
             if WANT_KEY_BIAS:
                 gl.store(dkey_bias_parts + slot * TILE + y, dkey_bias)
         elif grad_buffers is not None:
             side = gl.load(tiles + again * 4)
             begin = gl.load(tiles + again * 4 + 2)
             own_rows = gl.load(tiles + again * 4 + 3) - begin
-            buffer = _beginning(v_s, DV, GRAD_LAYOUT)
             grad_buffer = grad_buffer_of(grad_buffers, side, b * grad_buffer_rows * heads + h_kv, D_WIDTH + DV_WIDTH)
-            send_grads(
-                grad_buffer, heads * (D_WIDTH + DV_WIDTH), dk, row - begin, own_rows, buffer, 0, D_WIDTH, D, CHUNK
-            )
+            between = heads * (D_WIDTH + DV_WIDTH)
+            _send(grad_buffer, between, dk, row - begin, own_rows, _beginning(v_s, GRAD_LAYOUT), D_WIDTH)
             if WANT_KEY_BIAS:
                 line = grad_buffer_of(dkey_bias_out, side, head, grad_buffer_rows) + (row - begin)
                 gl.store(line + y, dkey_bias, mask=y < own_rows - (row - begin))
         else:
-            put(dk_out + (b * dk_sb + h_kv * dk_sh) * UNIT, dk_ss * UNIT, dk, row, rows, D_WIDTH, D, ADD)
+            put_panels(dk_out + (b * dk_sb + h_kv * dk_sh) * UNIT, dk_ss * UNIT, dk, row, rows, D_WIDTH, ADD)
             if WANT_KEY_BIAS:
                 gl.store(dkey_bias_out + gl.cast(head, gl.int64) * rows + row + y, dkey_bias, mask=row + y < rows)
         if grad_buffers is not None:
@@ -449,7 +466,8 @@ def backward_dkv_wide_kernel(
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, padded_queries, local_rows,
     grad_buffer_rows, steps, heads_per_group, timeout_us, epochs, lo_st, hi_st, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    AHEAD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+    AHEAD: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    GRAD_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """dk, dv and dkey_bias of one ring step; `rows` are keys, `heads` key heads.
@@ -464,10 +482,12 @@ def backward_dkv_wide_kernel(
     """
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
     P_TILES: gl.constexpr = 2 * STAGES if SOFTCAP and dkey_bias_out is not None else STAGES
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BLOCK, D], q_desc.layout)
-    do_s = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BLOCK, DV], do_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 1, TILE, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [1, 1, 1, TILE, DV], v_desc.layout)
+    PANELS: gl.constexpr = D // q_desc.block_type.shape[3]
+    V_PANELS: gl.constexpr = DV // do_desc.block_type.shape[3]
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * PANELS, 1, 1, BLOCK, D // PANELS], q_desc.layout)
+    do_s = gl.allocate_shared_memory(do_desc.dtype, [STAGES * V_PANELS, 1, 1, BLOCK, DV // V_PANELS], do_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [PANELS, 1, 1, TILE, D // PANELS], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_PANELS, 1, 1, TILE, DV // V_PANELS], v_desc.layout)
     p_s = gl.allocate_shared_memory(q_desc.dtype, [P_TILES, TILE, BLOCK], P_LAYOUT)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], delta_desc.layout)
@@ -488,16 +508,16 @@ def backward_dkv_wide_kernel(
             work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, grad_buffers, error,
             parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads,
             group, rows, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, D_WIDTH, D, DV, DV_WIDTH, SOFTCAP, WANT_KEY_BIAS,
-            ADD, UNIT, GRAD_LAYOUT,
+            HELD, ADD, UNIT, GRAD_LAYOUT,
         )),
         (_make_dk, (
             work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
             dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale, D, DV,
-            D_WIDTH, DV_WIDTH, SOFTCAP, AHEAD, ADD, UNIT, GRAD_LAYOUT,
+            D_WIDTH, DV_WIDTH, SOFTCAP, AHEAD, HELD, ADD, UNIT, GRAD_LAYOUT,
         )),
         (_produce, (
             work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s,
             k_s, v_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group,
-            padded_queries, steps, heads_per_group, timeout_us, board, epochs,
+            padded_queries, steps, heads_per_group, timeout_us, board, epochs, PANELS, V_PANELS,
         )),
     ], [4, 1], [240, 24])  # fmt: skip

@@ -23,20 +23,28 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
+    begin_scores,
+    begin_sums,
     bounds_in,
     entry,
     exit_barrier,
     limits,
-    load_from,
+    load_panels,
     opaque,
+    operand_of,
+    panels_of,
+    put_panels,
     rows_ahead,
+    scaled,
     sync,
     wait_for_progress,
+    wait_for_sums,
+    zero_sums,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -50,7 +58,8 @@ HALF = gl.constexpr(64)  # rows of a warpgroup
 @gluon.jit
 def _produce(
     work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, q_s, do_s, k_s, v_s, q_full, do_full, k_full,
-    v_full, num_heads, group, board, epochs, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    v_full, num_heads, group, board, epochs, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PANELS: gl.constexpr, V_PANELS:
+    gl.constexpr,
 ):  # fmt: skip
     """Streams the tiles of this program: per block K then V; Q and dO of a tile behind its first K and V."""
     first = gl.load(starts + gl.program_id(0))
@@ -76,27 +85,19 @@ def _produce(
                 stage = count % K_STAGES
                 if count >= K_STAGES:
                     sync(K_EMPTY + stage, 288)
-                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-                load_from(k_desc, k_remote, step, [b, hk, y, 0], k_full.index(stage), k_s.index(stage))
+                load_panels(k_desc, k_remote, step, b, hk, y, k_full.index(stage), k_s, stage, PANELS, 0)
                 if fresh == 1:
                     if at > first:
                         sync(ROWS_EMPTY, 288)
                     for w in gl.static_range(2):
-                        mbarrier.expect(q_full.index(w), q_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(
-                            q_desc, [b, h, row + w * HALF, 0], q_full.index(w), q_s.index(w)
-                        )
+                        load_panels(q_desc, None, 0, b, h, row + w * HALF, q_full.index(w), q_s, w, PANELS, 0)
                 stage = count % V_STAGES
                 if count >= V_STAGES:
                     sync(V_EMPTY + stage, 288)
-                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-                load_from(v_desc, v_remote, step, [b, hk, y, 0], v_full.index(stage), v_s.index(stage))
+                load_panels(v_desc, v_remote, step, b, hk, y, v_full.index(stage), v_s, stage, V_PANELS, 0)
                 if fresh == 1:
                     for w in gl.static_range(2):
-                        mbarrier.expect(do_full.index(w), do_desc.block_type.nbytes)
-                        tma.async_copy_global_to_shared(
-                            do_desc, [b, h, row + w * HALF, 0], do_full.index(w), do_s.index(w)
-                        )
+                        load_panels(do_desc, None, 0, b, h, row + w * HALF, do_full.index(w), do_s, w, V_PANELS, 0)
                 fresh = 0
                 y += k_desc.block_type.shape[2]
                 count += 1
@@ -113,34 +114,32 @@ def _tanh(x):
 def _step(
     W: gl.constexpr, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y, origin,
     stride, slope, key_bias, t, scale, cap, MASKED: gl.constexpr, SOFTCAP: gl.constexpr, WANT_ALIBI: gl.constexpr,
-    START: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES:
-    gl.constexpr,
+    START: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Adds what a block of keys, rows `y` onwards of the buffer, sends to the 64 queries of a warpgroup."""
-    dtype: gl.constexpr = k_s.dtype
+    V_PANELS: gl.constexpr = DV // do_s.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
     zero = gl.zeros([HALF, BLOCK], gl.float32, s_layout)
     k_stage = count % K_STAGES
     v_stage = count % V_STAGES
     # the same address, computed where it stands: held through the loop, the descriptors of all its slices fill 100 registers
     warpgroup = opaque(gl.to_tensor(W))
-    q = q_s.index(warpgroup).reshape([HALF, D])
-    do = do_s.index(warpgroup).reshape([HALF, DV])
+    q = panels_of(q_s, warpgroup, len(dq))
+    do = panels_of(do_s, warpgroup, V_PANELS)
     if V_STAGES == 1:
         v_stage = opaque(v_stage)
-    k = k_s.index(k_stage).reshape([BLOCK, D])
-    v = v_s.index(v_stage).reshape([BLOCK, DV])
+    k = panels_of(k_s, k_stage, len(dq))
+    v = panels_of(v_s, v_stage, V_PANELS)
 
     mbarrier.wait(k_full.index(k_stage), (count // K_STAGES) & 1)
-    s_token = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s_token = begin_scores(q, k, zero, False)
     mbarrier.wait(v_full.index(v_stage), (count // V_STAGES) & 1)
     if START:
         start, _zero = gl.broadcast(gl.expand_dims(-delta, 1), zero)
-        dp_token = warpgroup_mma(do, v.permute((1, 0)), start, is_async=True)
+        dp_token = begin_scores(do, v, start, True)
     else:
-        dp_token = warpgroup_mma(do, v.permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp_token = begin_scores(do, v, zero, False)
     x = gl.arange(0, BLOCK, columns)
     if slope is not None or key_bias is not None:
         x = opaque(x)  # hoisted it would cost registers; masks alone are better off without
@@ -148,7 +147,7 @@ def _step(
     bias = zero
     if key_bias is not None:
         bias = gl.load(key_bias + x, mask=x < t, other=0.0) * LOG2E
-    s = warpgroup_mma_wait(1, deps=[s_token])
+    s = warpgroup_mma_wait(V_PANELS, deps=[s_token])
 
     s = s * scale
     tanh = s
@@ -179,9 +178,7 @@ def _step(
         dalibi -= gl.sum(ds * gl.abs(here - gl.expand_dims(origin + stride * x, 0)).to(gl.float32), 1)
     if SOFTCAP:
         ds = ds * (1.0 - tanh * tanh)
-    ds = gl.convert_layout(ds.to(dtype), gl.DotOperandLayout(0, dq_layout, 2))
-    dq_token = warpgroup_mma(ds, k, dq, is_async=True)
-    dq = warpgroup_mma_wait(0, deps=[dq_token])
+    dq = wait_for_sums(begin_sums(operand_of(ds.to(k_s.dtype), k_s), k, dq))
     arrive(K_EMPTY + k_stage, 288)
     return dq, dalibi
 
@@ -197,9 +194,7 @@ def _consume(
 ):  # fmt: skip
     """Makes rows W * 64 .. W * 64 + 63 of every tile of this program."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     of_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    of_dq: gl.constexpr = gl.SliceLayout(1, dq_layout)
     WANT_ALIBI: gl.constexpr = dalibi_out is not None
     first = gl.load(starts + gl.program_id(0))
     last = gl.load(starts + gl.program_id(0) + 1)
@@ -224,7 +219,7 @@ def _consume(
         bias = None
         if key_bias is not None:
             bias = key_bias + b64 * key_bias_sb
-        dq = gl.zeros([HALF, D], gl.float32, dq_layout)
+        dq = zero_sums(k_s, D // k_s.shape[4])
         dalibi = gl.zeros([HALF], gl.float32, of_s)
 
         mbarrier.wait(q_full.index(W), (at - first) & 1)
@@ -248,7 +243,7 @@ def _consume(
             for _j in range(blocks):
                 dq, dalibi = _step(
                     W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y,
-                    origin, stride, slope, of_source, t, scale, cap, True, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK,
+                    origin, stride, slope, of_source, t, scale, cap, True, SOFTCAP, WANT_ALIBI, START, DV, BLOCK,
                     K_STAGES, V_STAGES,
                 )  # fmt: skip
                 y += BLOCK
@@ -264,7 +259,7 @@ def _consume(
             for _j in range(blocks):
                 dq, dalibi = _step(
                     W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, x, x, y, origin,
-                    stride, slope, of_source, t, scale, cap, False, SOFTCAP, WANT_ALIBI, START, D, DV, BLOCK, K_STAGES,
+                    stride, slope, of_source, t, scale, cap, False, SOFTCAP, WANT_ALIBI, START, DV, BLOCK, K_STAGES,
                     V_STAGES,
                 )  # fmt: skip
                 y += BLOCK
@@ -272,24 +267,17 @@ def _consume(
         arrive(ROWS_EMPTY, 288)
         if error is not None:
             health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
-            dq = dq * health
+            dq = scaled(dq, health)
             dalibi = dalibi * health
 
-        r = gl.expand_dims(gl.arange(0, HALF, of_dq), 1)
-        c = gl.expand_dims(gl.arange(0, D, gl.SliceLayout(0, dq_layout)), 0)
         if slot >= 0:
             tile = gl.cast(slot, gl.int64) * TILE + W * HALF
-            gl.store(part + tile * D + (r * D + c), dq)
+            put_panels(part + tile * D, D, dq, 0, HALF, D, False)
             if WANT_ALIBI:
                 gl.store(dalibi_part + tile + gl.arange(0, HALF, of_s), dalibi)
         else:
-            at_row = gl.cast(r + (row + W * HALF), gl.int64)
-            mask = (at_row < rows) & (c < D_WIDTH)
-            target = dq_out + (b64 * dq_sb + h64 * dq_sh) * UNIT + (at_row * (dq_ss * UNIT) + c)
-            result = dq * softmax_scale
-            if ADD:
-                result += gl.load(target, mask=mask, other=0.0)
-            gl.store(target, result.to(dq_out.dtype.element_ty), mask=mask)
+            target = dq_out + (b64 * dq_sb + h64 * dq_sh) * UNIT
+            put_panels(target, dq_ss * UNIT, scaled(dq, softmax_scale), row + W * HALF, rows, D_WIDTH, ADD)
             if WANT_ALIBI:
                 sums = dalibi_out + b64 * dalibi_sb + h64 * dalibi_sh + x
                 if ADD:
@@ -319,10 +307,12 @@ def backward_dq_kernel(
     softmax_scale / softcap, `cap` softcap * log2(e). `part` (`slots 128 D`) and `dalibi_part` take unscaled sums of tiles
     that were split. START: the products of dP start from -delta, otherwise delta is subtracted afterwards.
     """
-    q_s = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, HALF, D], q_desc.layout)
-    do_s = gl.allocate_shared_memory(do_desc.dtype, [2, 1, 1, HALF, DV], do_desc.layout)
-    k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES, 1, 1, BLOCK, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES, 1, 1, BLOCK, DV], v_desc.layout)
+    PANELS: gl.constexpr = D // q_desc.block_type.shape[3]
+    V_PANELS: gl.constexpr = DV // do_desc.block_type.shape[3]
+    q_s = gl.allocate_shared_memory(q_desc.dtype, [2 * PANELS, 1, 1, HALF, D // PANELS], q_desc.layout)
+    do_s = gl.allocate_shared_memory(do_desc.dtype, [2 * V_PANELS, 1, 1, HALF, DV // V_PANELS], do_desc.layout)
+    k_s = gl.allocate_shared_memory(k_desc.dtype, [K_STAGES * PANELS, 1, 1, BLOCK, D // PANELS], k_desc.layout)
+    v_s = gl.allocate_shared_memory(v_desc.dtype, [V_STAGES * V_PANELS, 1, 1, BLOCK, DV // V_PANELS], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
@@ -351,7 +341,7 @@ def backward_dq_kernel(
         )),
         (_produce, (
             work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, q_s, do_s, k_s, v_s, q_full, do_full,
-            k_full, v_full, num_heads, group, board, epochs, K_STAGES, V_STAGES,
+            k_full, v_full, num_heads, group, board, epochs, K_STAGES, V_STAGES, PANELS, V_PANELS,
         )),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -370,12 +360,13 @@ def add_parts_kernel(
     b = (head // num_heads).to(tl.int64)
     h = (head % num_heads).to(tl.int64)
     r = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    c = tl.arange(0, D)[None, :]
-    dq = tl.zeros([CHUNK, D], tl.float32)
+    SPAN: tl.constexpr = triton.next_power_of_2(D)
+    c = tl.arange(0, SPAN)[None, :]
+    dq = tl.zeros([CHUNK, SPAN], tl.float32)
     dalibi = tl.zeros([CHUNK], tl.float32)
     for i in range(parts):
         at = (slot + i).to(tl.int64) * 128 + r
-        dq += tl.load(part + at[:, None] * D + c)
+        dq += tl.load(part + at[:, None] * D + c, mask=c < D, other=0.0)
         if dalibi_out is not None:
             dalibi += tl.load(dalibi_part + at)
     x = row + r

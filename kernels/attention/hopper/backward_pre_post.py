@@ -107,13 +107,15 @@ def _finish_part(
     WIDTH: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Writes, or adds, the sum of `count` tiles SIZE numbers apart: ROWS rows, the first of them row `first` of a tile."""
-    ptrs = parts + _offsets(first, COLUMNS, ROWS, COLUMNS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    SPAN: tl.constexpr = triton.next_power_of_2(COLUMNS)
+    there = (tl.arange(0, SPAN) < WIDTH)[None, :]
+    ptrs = parts + _offsets(first, COLUMNS, ROWS, SPAN)
+    total = tl.zeros([ROWS, SPAN], tl.float32)
     for _ in tl.range(0, count):
-        total += tl.load(ptrs)
+        total += tl.load(ptrs, mask=there, other=0.0)
         ptrs += SIZE
-    mask = (row0 + tl.arange(0, ROWS) < end)[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
-    ptrs = target + _offsets(row0, stride, ROWS, COLUMNS)
+    mask = (row0 + tl.arange(0, ROWS) < end)[:, None] & there
+    ptrs = target + _offsets(row0, stride, ROWS, SPAN)
     if ADD:
         total += tl.load(ptrs, mask=mask, other=0.0)
     tl.store(ptrs, total.to(ptrs.dtype.element_ty), mask=mask)

@@ -73,6 +73,7 @@ class WideDkvConfig:
     Attributes:
         ahead: dP of the next block is made beside dk of this one, so that it is there when the weights come.
         split: Tiles may be split among programs.
+        held: K and V stay in registers.
         tile: Keys of a tile.
         block: Query rows of a block.
         persistent: As many programs as multiprocessors.
@@ -80,6 +81,7 @@ class WideDkvConfig:
 
     ahead: bool = True
     split: bool = True
+    held: bool = False
     tile: ClassVar[int] = 64
     block: ClassVar[int] = 64
     persistent: ClassVar[bool] = True
@@ -135,8 +137,13 @@ def chunks_of(head_dim: int) -> tuple[int, ...]:
 
 
 def panel_of(columns: int) -> int:
-    """Return the width of the equal panels that a tile of the forward is made of: the narrowest of its chunks."""
+    """Return the width of the equal panels that a tile is made of: the narrowest of its chunks."""
     return chunks_of(columns)[-1]
+
+
+def wide_columns_of(head_dim: int) -> int:
+    """Return the columns of a head in the kernel of dk and dv of wide heads, whose panels have at least 64."""
+    return next(columns for columns in (64, 128, 192, 256) if head_dim <= columns)
 
 
 def columns_of(head_dim: int) -> int:
@@ -178,11 +185,13 @@ def choose_dkv(
 ) -> DkvConfig | WideDkvConfig:
     """The configuration of a launch that makes dk and dv."""
     if max(head_dim, v_head_dim) > FUSED_MAX_HEAD_DIM:
-        return WideDkvConfig()
+        return WideDkvConfig(held=max(head_dim, v_head_dim) <= 192)
     dims = padded_dims(head_dim, v_head_dim)
     if extras == 3 and dims[0] == 128 and not want_dq:
         return _EVERY_TERM
-    return _DKV[dims][0 if dot_only else 1]
+    # scores over 96 of 128 columns are two products, beside which addresses and V do not fit into registers
+    whole = all(scored_columns(*head) == head[1] for head in zip((head_dim, v_head_dim), dims, strict=True))
+    return _DKV[dims][0 if dot_only and whole else 1]
 
 
 def choose_dq(columns: int, extras: int) -> DqConfig:
@@ -194,7 +203,14 @@ def choose_dq(columns: int, extras: int) -> DqConfig:
         return DqConfig(64, 3, 3) if extras else DqConfig(128, 3, 3)
     if columns <= 128:
         return DqConfig(32, 3, 3) if extras == 3 else DqConfig(64, 3, 3) if extras else DqConfig(128, 2, 2)
+    if columns <= 192:
+        return DqConfig(32, 3, 3) if extras else DqConfig(64, 3, 2)
     return DqConfig(32, 3, 2) if extras else DqConfig(64, 2, 1)
+
+
+def scored_columns(head_dim: int, columns: int) -> int:
+    """Return how many columns of a head the scores of the fused kernel are sums over: not the last quarter where it is padding."""
+    return 96 if columns == 128 and head_dim <= 96 else columns
 
 
 def is_for_pair(head_dim: int, v_head_dim: int, extras: int, wants_extra_grads: bool) -> bool:

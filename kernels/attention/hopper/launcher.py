@@ -39,10 +39,12 @@ from ringattn.kernels.attention.hopper.configs import (
     choose_dkv,
     choose_dq,
     choose_forward,
-    columns_of,
+    chunks_of,
     is_for_pair,
     padded_dims,
     panel_of,
+    scored_columns,
+    wide_columns_of,
 )
 from ringattn.kernels.attention.hopper.descriptors import (
     addressable,
@@ -386,7 +388,8 @@ def launch_dkv(
     assert not (is_wide and want_dq), "the kernel for wide heads makes no dq"
     dot_only = not is_wide and is_dot_only(score, TINIEST_SCALE)
     tile, block = config.tile, config.block
-    columns = (columns_of(d), columns_of(dv)) if is_wide else padded_dims(d, dv)
+    columns = (wide_columns_of(d), wide_columns_of(dv)) if is_wide else padded_dims(d, dv)
+    panels = panel_of(columns[0]), panel_of(columns[1])
     lengths = x.key_rows
     plan = shape = None
     if batch * s * sum(lengths) * h > 0:
@@ -457,12 +460,13 @@ def launch_dkv(
         switches: dict[str, Any] = {
             "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct,
             "LATE_ADDRESSES": config.late_addresses, "DS_LAYOUT": layout_of((tile, block), q.dtype),
-            "HELD": config.held if dot_only else 0,
+            "HELD": config.held if dot_only else 0, "SCORED": scored_columns(d, columns[0]),
+            "V_SCORED": scored_columns(dv, columns[1]),
         }  # fmt: skip
     else:
         kernel = backward_dkv_wide_kernel
         switches = {
-            "AHEAD": config.ahead, "P_LAYOUT": layout_of((tile, block), q.dtype),
+            "AHEAD": config.ahead, "HELD": config.held, "P_LAYOUT": layout_of((tile, block), q.dtype),
             "GRAD_LAYOUT": layout_of((tile, 32), torch.float32),
         }  # fmt: skip
     bound_launch.launch(
@@ -470,8 +474,8 @@ def launch_dkv(
         (plan.programs,),
         (
             plan.work, plan.segments, plan.starts, None if remote is None else plan.tiles,
-            rows_of(q, block, columns[0]), rows_of(do, block, columns[1]),
-            *kv_rows_of(local_kv, tile, columns), *kv_rows_of(remote_kv, tile, columns),
+            rows_of(q, block, panels[0]), rows_of(do, block, panels[1]),
+            *kv_rows_of(local_kv, tile, panels), *kv_rows_of(remote_kv, tile, panels),
             numbers_of(start_s, block), numbers_of(start_dp, block), *of_tiles,
             out.dk, out.dv, grad_buffers, *_flags_of(ready_flags), board,
             # a kernel asks at run time whether a tile was split: what it would then write to must be a pointer of its kind
@@ -523,7 +527,8 @@ def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = 
                     total.zero_()
         return
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) and score.key_bias is not None else None
-    columns = columns_of(d), columns_of(dv)
+    columns = sum(chunks_of(d)), sum(chunks_of(dv))
+    panels = panel_of(columns[0]), panel_of(columns[1])
     config = config or choose_dq(max(columns), _extras(score))
     do, q = addressable(x.do), addressable(q)
     local_kv, remote_kv = addressable_kv((x.k, x.v), None if x.remote is None else x.remote.remote_kv)
@@ -554,8 +559,8 @@ def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = 
         (plan.programs,),
         (
             plan.work, plan.starts, plan.segments,
-            rows_of(q, DQ_TILE // 2, columns[0]), rows_of(do, DQ_TILE // 2, columns[1]),
-            *kv_rows_of(local_kv, config.block, columns), *kv_rows_of(remote_kv, config.block, columns),
+            rows_of(q, DQ_TILE // 2, panels[0]), rows_of(do, DQ_TILE // 2, panels[1]),
+            *kv_rows_of(local_kv, config.block, panels), *kv_rows_of(remote_kv, config.block, panels),
             x.lse, x.delta, dq, dalibi, x.error, board,
             # lse stands in for the workspace of a plan that splits nothing: it is not touched
             x.lse if part is None else part, dalibi if dalibi_part is None else dalibi_part,

@@ -9,7 +9,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 EPOCH = gl.constexpr(64)  # blocks between two looks at the board; see progress_barrier.py
 LEFT = gl.constexpr(2**30)  # beyond every epoch
@@ -168,6 +168,84 @@ def load_from(local, remote, step, place, full, target):
 
 
 @gluon.jit
+def load_panels(
+    local, remote, step, b, h, row, full, buffer, stage, PANELS: gl.constexpr, MORE: gl.constexpr
+):  # fmt: skip
+    """Loads a block of rows of a head as PANELS panels of columns; its barrier expects MORE bytes besides."""
+    mbarrier.expect(full, PANELS * local.block_type.nbytes + MORE)
+    for i in gl.static_range(PANELS):
+        place = [b, h, row, i * local.block_type.shape[3]]
+        load_from(local, remote, step, place, full, buffer.index(stage * PANELS + i))
+
+
+@gluon.jit
+def panels_of(buffer, stage, PANELS: gl.constexpr):
+    """Return the panels of a stage as rows x columns each."""
+    panels = ()
+    for i in gl.static_range(PANELS):
+        panels += (buffer.index(stage * PANELS + i).reshape([buffer.shape[3], buffer.shape[4]]),)
+    return panels
+
+
+@gluon.jit
+def held(panels, COLUMNS: gl.constexpr):
+    """Return panels in registers, as first operands of products that are COLUMNS wide."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return [x.load(gl.DotOperandLayout(0, layout, 2)) for x in panels]
+
+
+@gluon.jit
+def begin_scores(a, b, start, USE_START: gl.constexpr):
+    """Begins a b^T, or a b^T + start; one product in flight for each panel."""
+    token = warpgroup_mma(a[0], b[0].permute((1, 0)), start, use_acc=USE_START, is_async=True)
+    for i in gl.static_range(1, len(a)):
+        token = warpgroup_mma(a[i], b[i].permute((1, 0)), token, is_async=True)
+    return token
+
+
+@gluon.jit
+def zero_sums(buffer, PANELS: gl.constexpr):
+    """Return zeros for sums of 64 rows, as wide as each panel of a buffer."""
+    COLUMNS: gl.constexpr = buffer.shape[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    sums = ()
+    for _i in gl.static_range(PANELS):
+        sums += (gl.zeros([64, COLUMNS], gl.float32, layout),)
+    return sums
+
+
+@gluon.jit
+def operand_of(weights, buffer):
+    """Return weights as the first operand of products with the panels of a buffer."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, buffer.shape[4], 16])
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, layout, 2))
+
+
+@gluon.jit
+def begin_sums(weights, b, sums):
+    """Begins sums + weights b for each panel of b; `weights` as `operand_of` returns them."""
+    tokens = ()
+    for i in gl.static_range(len(sums)):
+        tokens += (warpgroup_mma(weights, b[i], sums[i], is_async=True),)
+    return tokens
+
+
+@gluon.jit
+def wait_for_sums(tokens):
+    """Return sums when all products are done."""
+    sums = warpgroup_mma_wait(0, deps=tokens)
+    if len(tokens) == 1:
+        sums = (sums,)
+    return sums
+
+
+@gluon.jit
+def scaled(sums, factor):
+    """Return each panel of sums times a factor."""
+    return [x * factor for x in sums]
+
+
+@gluon.jit
 def entry(work, at):
     """(head, row, segment, masked, full, masked_blocks, full_blocks, slot) of entry `at`; Note [Work] in tile_scheduler.py."""
     base = work + at * 8
@@ -243,6 +321,14 @@ def put(
     if ADD:
         value += gl.load(at, mask=mask, other=0.0)
     gl.store(at, value.to(target.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def put_panels(target, stride, sums, y, rows, WIDTH: gl.constexpr, ADD: gl.constexpr):
+    """`put` of all panels, of whose columns WIDTH exist."""
+    for i in gl.static_range(len(sums)):
+        place = target + i * sums[0].shape[1]
+        put(place, stride, sums[i], y, rows, WIDTH - i * sums[0].shape[1], sums[0].shape[1], ADD)
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from ringattn.kernels.attention.hopper import progress_barrier
-from ringattn.kernels.attention.hopper.configs import BUCKETS
+from ringattn.kernels.attention.hopper.configs import BUCKETS, panel_of
 from tests.kernels.compile.gluon_offline import FEATURES, Call, Report, compile_or_say
 
 pytestmark = pytest.mark.compile
@@ -63,6 +63,12 @@ CALLS = {
         for d in (64, 128)
     },
     **{f"backward_{d}_gathered_every_feature": Call("backward", d, gathered=True, features=FEATURES) for d in BUCKETS},
+    "backward_192_128": Call("backward", 192, 128),
+    "backward_192_128_every_feature": Call("backward", 192, 128, features=FEATURES),
+    "backward_192_128_gathered": Call("backward", 192, 128, gathered=True),
+    "backward_192_gathered_every_feature": Call("backward", 192, gathered=True, features=FEATURES),
+    "backward_192_terms_accumulated": Call("backward", 192, terms=True, accumulate=True, group=4),
+    "backward_96_deterministic": Call("backward", 96, deterministic=True),
     "backward_256_gathered": Call("backward", 256, gathered=True),
     "backward_256_128_gathered": Call("backward", 256, 128, gathered=True),
     **{f"{kernel}_{d}_terms": Call(kernel, d, terms=True) for kernel in ("forward", "backward") for d in BUCKETS},
@@ -78,12 +84,20 @@ CALLS = {
     "backward_64_gathered_key_bias": Call("backward", 64, gathered=True, features=("key_bias",)),
 }
 
+
+def panels(columns: int) -> int:
+    return columns // panel_of(columns)
+
+
 # HGMMA of one warpgroup in one round of each loop, from tile shapes: an instruction does 64 x n x 16, n up to 256
 PRODUCTS: dict[str, Callable[[dict[str, int]], set[int]]] = {
     "forward_kernel": lambda c: {(c["D"] + c["V_PANELS"] * c["BLOCK_N"]) // 16},
-    "backward_dq_kernel": lambda c: {(c["D"] + c["DV"] + c["BLOCK"]) // 16},
-    "backward_kernel": lambda c: {(c["D"] + c["DV"] + 2 * c["BM"] + 128 * c["WANT_DQ"]) // 16},
-    "backward_dkv_wide_kernel": lambda c: {(c["D"] + 64) // 16, (c["DV"] + 64) // 16},
+    "backward_dq_kernel": lambda c: {(c["D"] + c["DV"] + c["BLOCK"] * panels(c["D"])) // 16},
+    "backward_kernel": lambda c: {(c["SCORED"] + c["V_SCORED"] + 2 * c["BM"] + 128 * c["WANT_DQ"]) // 16},
+    "backward_dkv_wide_kernel": lambda c: {
+        (c["D"] + 64 * panels(c["DV"])) // 16,
+        (c["DV"] + 64 * panels(c["D"])) // 16,
+    },
 }
 
 

@@ -38,6 +38,7 @@ CAUSAL: dict[str, Any] = {"causal": True}
 LONG: tuple[Case, ...] = (
     Case("long_wide", seq_len=300, mask=CAUSAL, heads=4, kv_heads=2, head_dim=128),
     Case("long_128_v_64", seq_len=290, kv_len=256, head_dim=128, v_head_dim=64),
+    Case("long_96", seq_len=290, mask=CAUSAL, head_dim=96, heads=4, kv_heads=2, accumulate=True),
     Case("long_split", seq_len=1200, kv_len=120, heads=1, kv_heads=1, head_dim=64, key_bias=True, alibi=True),
     Case(
         "long_everything",

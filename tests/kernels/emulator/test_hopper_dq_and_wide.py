@@ -32,6 +32,11 @@ LONG = (
     Case("long_documents", seq_len=400, mask={"causal": True, "documents": (0, 3, 200, 331, 400)}, head_dim=128),
     Case("long_256_v_192", seq_len=270, mask=CAUSAL, head_dim=256, v_head_dim=192, heads=2, kv_heads=1),
     Case(
+        "long_192_v_128", seq_len=330, mask=CAUSAL, head_dim=192, v_head_dim=128, heads=4, kv_heads=2, accumulate=True
+    ),
+    Case("long_192", seq_len=270, mask={"window": (150, 9)}, head_dim=184, v_head_dim=192, heads=1, kv_heads=1),
+    Case("long_96", seq_len=270, mask=CAUSAL, head_dim=96, v_head_dim=88, heads=2, kv_heads=1),
+    Case(
         "long_zigzag",
         seq_len=800,
         q_runs=((100, 1, 100), (600, 1, 100)),
@@ -65,7 +70,7 @@ def kernels(rows_config: DqConfig | None = None, keys_config: WideDkvConfig | No
     def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
         *inputs, grads = args
         x, out = BackwardInputs(*inputs, o=o, dlse=dlse), GradOutputs.of(grads)
-        launch_dkv(x, out, config=keys_config or WideDkvConfig())
+        launch_dkv(x, out, config=keys_config or WideDkvConfig(held=True))
         launch_dq(x, out, config=rows_config)
 
     return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=eager.delta, backward=backward))
