@@ -67,7 +67,8 @@ def compile_for_decode(model: PreTrainedModel, ring: Ring, *, backend: str | Cal
 
     Decode steps and a prefill are computed with both: the layers must give the same numbers within rounding, and in decode the
     same bits on all ranks, because ranks choose tokens separately. Otherwise all layers stay as they are on all ranks, with a
-    warning. Call it before CUDA graphs are captured, and after `apply_tensor_parallel`.
+    warning. Call it before CUDA graphs are captured, and after `apply_tensor_parallel`. Weights of linear layers that multiply the
+    same rows become views of one tensor (Note [Packed products]).
 
     Args:
         model: Of transformers with `attn_implementation="ringattn"`, whole on every rank, in eval mode.
