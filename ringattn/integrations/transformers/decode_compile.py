@@ -190,7 +190,7 @@ class _Compiled:
         self.module, self.plain, self._backend = module, module.forward, backend
         self._compiled = torch.compile(self.plain, dynamic=True, backend=backend)
         self.failure, self.digest = "", blake2b(digest_size=8)
-        self._columns: list[tuple[nn.Linear, Callable[[Tensor], Tensor]]] = []
+        self._columns: list[tuple[Any, Callable[[Tensor], Tensor]]] = []
         self._guards: list[WeightGuard] = []
 
     def pack(self) -> None:
@@ -244,21 +244,23 @@ def _can_be_packed(linears: list[nn.Linear]) -> bool:
 
 def _pack(linears: list[nn.Linear]) -> list[Callable[[Tensor], Tensor]]:
     """Store weights of linear layers behind each other; return functions that take the columns of each from one product."""
-    sizes = [one.out_features for one in linears]
-    packed: dict[str, nn.Parameter | None] = {"bias": None}
-    for name in ("weight", *(["bias"] if linears[0].bias is not None else [])):
-        parts = [getattr(one, name) for one in linears]
-        # a parameter, whose shape the compiler takes as constant
-        whole = packed[name] = nn.Parameter(torch.cat([x.data for x in parts]), requires_grad=False)
-        for x, part in zip(parts, whole.split(sizes), strict=True):
-            x.data = part
+    sizes, with_bias = [one.out_features for one in linears], linears[0].bias is not None
+    weight = _join([one.weight for one in linears], sizes)
+    bias = _join([one.bias for one in linears], sizes) if with_bias else None
 
     def columns(start: int, stop: int) -> Callable[[Tensor], Tensor]:
-        weight, bias = packed["weight"], packed["bias"]
         return lambda x: F.linear(x, weight, bias)[..., start:stop]
 
     ends = list(accumulate(sizes, initial=0))
     return list(map(columns, ends, ends[1:]))
+
+
+def _join(parts: list[Tensor], sizes: list[int]) -> nn.Parameter:
+    """Store parameters behind each other; return all of them as one, whose shape the compiler takes as constant."""
+    whole = nn.Parameter(torch.cat([x.data for x in parts]), requires_grad=False)
+    for x, part in zip(parts, whole.split(sizes), strict=True):
+        x.data = part
+    return whole
 
 
 def _tensors(output: Any) -> list[Tensor]:
