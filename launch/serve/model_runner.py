@@ -36,7 +36,7 @@ into tiles, whether keys or queries are exchanged, and how pages are read."""
 PACKED_PIECES = (2, 4, 8, 16, 32)
 """Pieces of 16 rows of the graphs for short prompts: products of 512 rows take not much longer than reading the weights."""
 MIXED_ROWS = (64, 128, 192)
-"""Rows of prompts, beside those of the answers, of the graphs for both together: more rows would be bound by products, and delay answers."""
+"""Rows of prompts, beside those of the answers, of the graphs for both together: more would take long, and delay answers."""
 
 StepKind = tuple[bool, bool, bool, int]
 """Key of steps that take about as long: decodes, packed, mixed, and the bit length of the number of tokens."""
