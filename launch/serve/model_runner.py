@@ -35,8 +35,8 @@ WARM_UP_PROMPTS = (
 into tiles, whether keys or queries are exchanged, and how pages are read."""
 PACKED_PIECES = (2, 4, 8, 16, 32)
 """Pieces of 16 rows of the graphs for short prompts: products of 512 rows take not much longer than reading the weights."""
-MIXED_ROWS = (64, 192, 448)
-"""Rows of prompts, beside those of the answers, of the graphs for both together."""
+MIXED_ROWS = (64, 128, 192)
+"""Rows of prompts, beside those of the answers, of the graphs for both together: more would take long, and delay answers."""
 
 StepKind = tuple[bool, bool, bool, int]
 """Key of steps that take about as long: decodes, packed, mixed, and the bit length of the number of tokens."""
@@ -121,23 +121,31 @@ class ModelRunner:
         begun = self._record_event()
         logits, scored = self._compute(plan)
         sampled, count = None, len(plan.wanted)
-        if count > self._local_tokens.shape[0]:
-            self._allocate_outputs(2 * count)
         if self.cache.ring.rank == 0:
             assert isinstance(plan, Plan), "rank 0 has the requests"
             requests = [plan.requests[place] for place in plan.wanted]
             samplings = [request.sampling or Sampling() for request in requests]
             sampled = sample_tokens(logits, samplings, [request.prompt for request in requests])
-            self._local_tokens[:count].copy_(sampled.tokens)
-            sampled = replace(sampled, scores=tuple(self._score(plan, scored))).on_host()
-        # the exchange of attention, whose columns of rank 0 are used: always of one size, so that ranks compare it once
-        self.cache.ring.partial_reducer(self.cache.device).all_gather_columns(*self._bits)
+            sampled = replace(sampled, scores=tuple(self._score(plan, scored)))
         # a token that is not finite ends its request, and a failed exchange the server: both must be tokens until then
-        self._previous = self._all[:count].clamp(min=0)
+        self._previous = self._exchange(None if sampled is None else sampled.tokens, count).clamp(min=0)
+        sampled = None if sampled is None else sampled.on_host()
         self._steps += 1
         kind = plan.decodes, plan.packed, plan.mixed, len(plan.tokens).bit_length()
         what = f"step {self._steps} ({len(plan.cache_ids)} requests, {len(plan.tokens)} new tokens)"
         return PendingStep(self, kind, sampled, begun, self._record_event(), what)
+
+    def _exchange(self, sampled: Tensor | None, count: int) -> Tensor:
+        """Return the sampled tokens of rank 0 on every rank."""
+        if sampled is not None and self.cache.ring.world_size == 1:
+            return sampled
+        if count > self._local_tokens.shape[0]:
+            self._allocate_outputs(2 * count)
+        if sampled is not None:
+            self._local_tokens[:count].copy_(sampled)
+        # the exchange of attention, whose columns of rank 0 are used: always of one size, so that ranks compare it once
+        self.cache.ring.partial_reducer(self.cache.device).all_gather_columns(*self._bits)
+        return self._all[:count]
 
     def _allocate_outputs(self, tokens: int) -> None:
         """Allocate the sampled tokens of a step, of this rank and of all."""

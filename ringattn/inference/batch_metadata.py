@@ -47,12 +47,13 @@ class _BlockUpdates:
     starts: array[int] = field(default_factory=lambda: array("i"))
     lengths: array[int] = field(default_factory=lambda: array("i"))
 
-    def add(self, table: BlockTable, begin: int, row_start: int) -> None:
-        """Add the blocks of a table from `begin` on, for a row whose first block has this index."""
-        self.places.extend(range(row_start + begin, row_start + len(table)))
-        self.pages.extend(table.pages[begin:])
-        self.starts.extend(table.starts[begin:])
-        self.lengths.extend(table.lengths[begin:])
+    def add(self, table: BlockTable, begin: int, row_starts: range) -> None:
+        """Add the blocks of a table from `begin` on, for rows whose first blocks have these indices."""
+        blocks = range(begin, len(table))
+        for row_start in row_starts if blocks else ():
+            self.places.extend(range(row_start + blocks.start, row_start + blocks.stop))
+        for ours, theirs in ((self.pages, table.pages), (self.starts, table.starts), (self.lengths, table.lengths)):
+            ours.extend(theirs[begin:] * len(row_starts))
 
     def data(self) -> bytearray:
         """Return the bytes to upload."""
@@ -215,8 +216,7 @@ class BatchMetadata:
             if not self._is_first:
                 these = range(begin, end)
                 kept = min([_kept_blocks(one, table, held[row], lengths[row]) for row in these])
-                for row in these:
-                    updates.add(table, kept, row * max_blocks)
+                updates.add(table, kept, range(begin * max_blocks, end * max_blocks, max_blocks))
             layouts[begin:end], held[begin:end] = [one.layout] * height, [(one.name, change)] * height
             lengths[begin:end] = [one.length] * height
         return updates

@@ -7,16 +7,26 @@ dynamic, but a single row gets code of its own. CUDA graphs are captured around 
 inside. Inductor runs in its deterministic mode: it chooses the order of sums by rules and not by timing, and all ranks get the
 same bits. A packed prefill has one batch element and gets code of its own. Other prefills and training run the code of
 transformers.
+
+Note [Packed products]
+    Queries, keys and values of a layer are products of the same rows, and so are the two first products of a gated MLP. One
+    product of all their weights reads memory faster than one after another: the smaller ones do not fill a GPU. So the weights of
+    such linear layers are stored behind each other, each parameter a view. In compiled code each of the layers takes its columns of
+    the product with all weights, and equal products are merged before the compiler sees them. Everything else calls the layers as
+    they were.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.exc import RestartAnalysis
 from transformers import PreTrainedModel
@@ -35,6 +45,7 @@ from ringattn.integrations.transformers.model_forward import (
     replicated_rows_ring,
 )
 from ringattn.integrations.transformers.support import cache_sizes
+from ringattn.integrations.transformers.tensor_parallel import WeightGuard, is_float_linear
 from ringattn.ring import Ring
 
 TRIED = (1, 4)
@@ -45,6 +56,8 @@ TRIED_PROMPT = 200
 """Tokens of the prefill with which they are compared."""
 VARIANTS = 64
 """Variants of compiled code per function: shapes of calls times kinds of layers; torch's default is 8."""
+PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linear layers that multiply the same rows (Note [Packed products])."""
 REFUSAL = "a model must be copied or saved whole before its layers are compiled, got one after; copy it before"
 
 
@@ -54,7 +67,8 @@ def compile_for_decode(model: PreTrainedModel, ring: Ring, *, backend: str | Cal
 
     Decode steps and a prefill are computed with both: the layers must give the same numbers within rounding, and in decode the
     same bits on all ranks, because ranks choose tokens separately. Otherwise all layers stay as they are on all ranks, with a
-    warning. Call it before CUDA graphs are captured, and after `apply_tensor_parallel`.
+    warning. Call it before CUDA graphs are captured, and after `apply_tensor_parallel`. Weights of linear layers that multiply the
+    same rows become views of one tensor (Note [Packed products]).
 
     Args:
         model: Of transformers with `attn_implementation="ringattn"`, whole on every rank, in eval mode.
@@ -98,6 +112,7 @@ def _compare(model: PreTrainedModel, compiled: list[_Compiled], shared: _EagerOn
         sizes, pages = cache_sizes(model), max(*TRIED, -(-TRIED_PROMPT // 16))
         cache = PagedKVCache(ring, **sizes, dtype=model.dtype, pages=pages, page_size=16, device=model.device)
         for one in compiled:
+            one.pack()
             one.module.forward = one.compare
         for batch, new in [*((batch, 1) for batch in TRIED), (1, TRIED_PROMPT)]:
             requests = [cache.add_request(new) for _ in range(batch)]
@@ -129,6 +144,7 @@ class _EagerOnError:
         self.failures: list[str] = []
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
+        _merge_equal_products(graph)
         try:
             return torch._dynamo.lookup_backend(self._backend)(graph, inputs)
         except RestartAnalysis:
@@ -138,6 +154,17 @@ class _EagerOnError:
             if self.warns:
                 warnings.warn(f"{self.module} runs without torch.compile: {describe_error(error)}", stacklevel=2)
             return graph.forward
+
+
+def _merge_equal_products(graph: Any) -> None:
+    """Let a product that a graph computes several times be computed once (Note [Packed products])."""
+    found: dict[Any, Any] = {}
+    for node in graph.graph.find_nodes(op="call_function", target=F.linear):
+        first = found.setdefault((node.args, tuple(node.kwargs.items())), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def _inductor(graph: Any, inputs: Any) -> Any:
@@ -163,15 +190,37 @@ class _Compiled:
         self.module, self.plain, self._backend = module, module.forward, backend
         self._compiled = torch.compile(self.plain, dynamic=True, backend=backend)
         self.failure, self.digest = "", blake2b(digest_size=8)
+        self._columns: list[tuple[Any, Callable[[Tensor], Tensor]]] = []
+        self._guards: list[WeightGuard] = []
+
+    def pack(self) -> None:
+        """Store weights of linear layers with the same input behind each other (Note [Packed products])."""
+        for parent in self.module.modules():
+            for names in PACKED:
+                linears = [one for name in names if is_float_linear(one := getattr(parent, name, None))]
+                if len(linears) == len(names) and "forward" not in vars(parent) and _can_be_packed(linears):
+                    self._columns += zip(linears, _pack(linears), strict=True)
+                    self._guards.append(WeightGuard(linears, parent))
+
+    @contextmanager
+    def _packed(self) -> Iterator[None]:
+        """Let linear layers take their columns of packed products inside."""
+        for linear, columns in self._columns:
+            linear.forward = columns
+        try:
+            yield
+        finally:
+            for linear, _ in self._columns:
+                del linear.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled code in decode and in packed prefill, and the plain forward elsewhere."""
         hidden = args[0] if args else kwargs["hidden_states"]
         serves = replicated_rows_ring() is not None or (is_in_forward() and hidden.shape[0] == 1)
-        if not serves or torch.is_grad_enabled():
+        if not serves or torch.is_grad_enabled() or not all(one.is_valid() for one in self._guards):
             return self.plain(*args, **kwargs)
         self._backend.module = type(self.module).__name__
-        with torch._dynamo.config.patch(recompile_limit=VARIANTS):
+        with torch._dynamo.config.patch(recompile_limit=VARIANTS), self._packed():
             return self._compiled(*args, **kwargs)
 
     def compare(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,6 +234,33 @@ class _Compiled:
             name = f"compiled {type(self.module).__name__}"
             self.failure = self.failure or describe_difference(name, x, y, self.module)
         return expected
+
+
+def _can_be_packed(linears: list[nn.Linear]) -> bool:
+    """Return whether linear layers have the same input, and weights of their own and of one kind."""
+    kinds = {(x.in_features, x.bias is None, x.weight.dtype, x.weight.device) for x in linears}
+    return len(kinds) == 1 and len({x.weight.data_ptr() for x in linears}) == len(linears)
+
+
+def _pack(linears: list[nn.Linear]) -> list[Callable[[Tensor], Tensor]]:
+    """Store weights of linear layers behind each other; return functions that take the columns of each from one product."""
+    sizes, with_bias = [one.out_features for one in linears], linears[0].bias is not None
+    weight = _join([one.weight for one in linears], sizes)
+    bias = _join([one.bias for one in linears], sizes) if with_bias else None
+
+    def columns(start: int, stop: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: F.linear(x, weight, bias)[..., start:stop]
+
+    ends = list(accumulate(sizes, initial=0))
+    return list(map(columns, ends, ends[1:]))
+
+
+def _join(parts: list[Tensor], sizes: list[int]) -> nn.Parameter:
+    """Store parameters behind each other; return all of them as one, whose shape the compiler takes as constant."""
+    whole = nn.Parameter(torch.cat([x.data for x in parts]), requires_grad=False)
+    for x, part in zip(parts, whole.split(sizes), strict=True):
+        x.data = part
+    return whole
 
 
 def _tensors(output: Any) -> list[Tensor]:

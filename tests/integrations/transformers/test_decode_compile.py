@@ -87,6 +87,27 @@ def test_layers_share_compiled_code_which_runs_in_steps_of_a_cache_only(kind: st
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_linear_layers_of_the_same_rows_are_one_product_and_keep_their_weights(kind: str) -> None:
+    torch._dynamo.reset()
+    model, other, products = small(kind), small(kind), list[int]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        del inputs
+        products.append(len(graph.graph.find_nodes(op="call_function", target=nn.functional.linear)))
+        return graph.forward
+
+    assert compile_for_decode(model, Ring(), backend=backend) == 3
+    # per variant: no products in norms, then q with k and v, o, gate with up, and down
+    assert sorted(products) == sorted(3 * [0, 0, 1, 1, 2])
+    assert all(x.equal(y) for x, y in zip(model.parameters(), other.parameters(), strict=True))
+    layer = model.model.layers[1]
+    layer.self_attn.k_proj.weight.mul_(2)  # in place, where the product reads it
+    other.model.layers[1].self_attn.k_proj.weight.mul_(2)
+    torch.testing.assert_close(decode(model), decode(other))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "llama4", "glm"])
 def test_every_kind_of_model_can_be_compiled(kind: str) -> None:
     """Windows, experts, layers without rotary embeddings, rotations of neighbours; several new tokens of each request, too."""

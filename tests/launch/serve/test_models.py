@@ -23,7 +23,7 @@ from ringattn.launch.serve import run as serve_run
 from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.config import ServeArgs, check_model
 from ringattn.launch.serve.http.detokenizer import StopStrings
-from ringattn.launch.serve.model_runner import ModelRunner
+from ringattn.launch.serve.model_runner import MIXED_ROWS, ModelRunner
 from ringattn.launch.serve.models import broadcast_weights, check_memory, describe_cache, load_model, make_cache
 from ringattn.launch.serve.sampling import Logprob, Sampling, sample_tokens
 from ringattn.launch.serve.scheduler import Request, Scheduler
@@ -186,9 +186,9 @@ def test_a_checkpoint_brings_its_weights_its_tokenizer_and_its_stops(folder):
             assert bool(kinds["mixed"]) == (mixed and recorder is not None)
         if recorder is not None:
             assert prepared[0].startswith(
-                "decoding, and prompts in parts of up to 512 tokens: 11 CUDA graphs captured in"
+                f"decoding, and prompts in parts of up to 512 tokens: {8 + len(MIXED_ROWS)} CUDA graphs captured in"
             )
-            rows = [(1, 4)] * 3  # of as many requests as may decode
+            rows = [(1, 4)] * len(MIXED_ROWS)  # of as many requests as may decode
             assert sorted(recorder.shapes) == sorted(
                 [(1, 1), (1, 2), (1, 4), (1, 8), (1, 16), (1, 32), (2, 1), (4, 1), *rows]
             )
