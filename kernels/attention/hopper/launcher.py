@@ -452,6 +452,8 @@ def launch_dkv(
             "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct,
             "LATE_ADDRESSES": config.late_addresses, "DS_LAYOUT": layout_of((tile, block), q.dtype),
             "HELD": config.held if dot_only else 0,
+            # elsewhere the words would make loops without a mask spill
+            "WORDS": dot_only and block == 128 and want_dq and remote is None,
         }  # fmt: skip
     else:
         kernel = backward_dkv_wide_kernel
