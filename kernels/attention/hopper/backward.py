@@ -263,7 +263,8 @@ def _storer(
 @gluon.jit
 def _sums(half, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, WIDTH: gl.constexpr):
     """Half of the buffer of dq as 64 x WIDTH sums of 16 bits."""
-    return half._reinterpret(DTYPE, [1, 1, HALF, WIDTH], LAYOUT)
+    FIT: gl.constexpr = half.shape[3] * 2 // WIDTH  # Triton 3.8 reinterprets the whole of a buffer only
+    return half._reinterpret(DTYPE, [FIT, 1, 1, HALF, WIDTH], LAYOUT).index(0)
 
 
 @gluon.jit
