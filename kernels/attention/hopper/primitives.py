@@ -4,7 +4,7 @@ Triton gives the barriers 0, 1, 2, ... to the partitions of a kernel; 8 to 15 ar
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
