@@ -46,6 +46,7 @@ from ringattn.kernels.attention.hopper.primitives import (
     bounds_in,
     entry,
     exit_barrier,
+    hide,
     opaque,
     rows_ahead,
     sync,
@@ -238,40 +239,6 @@ def _first_limits(
     segment = gl.load(work + at * 8 + 2)
     masked = gl.load(work + at * 8 + 3)
     return _limits_in(INDEX, at, segment, masked > 0, plan, sides, heads, rows, lo_sb, hi_sb, PACK, LAYOUT)
-
-
-@gluon.jit
-def _bits_from(limit):
-    """Words with a bit per column of a thread, 2 i + j for column 8 i + j of 128, set for the columns from `limit` on."""
-    limit = gl.minimum(gl.maximum(limit, 0), 127).to(gl.uint32)  # shifts of 30 and 2, since one by 32 is undefined
-    return (0xFFFFFFFF << ((limit >> 3) * 2)) << gl.minimum(limit & 7, 2)
-
-
-@gluon.jit
-def _hide(s, low, high, key, COLUMNS: gl.constexpr):
-    """Scores of a block whose first key row is `key`, with the pairs outside [low, high) at -inf.
-
-    A word per row says which columns are visible; the assembler turns its bits into predicates six at a time.
-    """
-    column = gl.arange(0, s.shape[1], COLUMNS)
-    # bits 1 and 2 of a column number are those of a thread, the others constants
-    here, lane = gl.expand_dims(column & ~6, 0), gl.expand_dims(column & 6, 0)
-    bits = _bits_from(gl.expand_dims(low - key, 1) - lane) & ~_bits_from(gl.expand_dims(high - key, 1) - lane)
-    bit, bits = gl.broadcast(1 << ((here >> 2) | (here & 1)).to(gl.uint32), bits)
-    # in assembly, because LLVM makes comparisons of the bits again
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred p; .reg .b32 t;
-        and.b32 t, $2, $3;
-        setp.ne.u32 p, t, 0;
-        selp.f32 $0, $1, 0fFF800000, p;
-        }""",
-        "=f,f,r,r",
-        [s, bits, bit],
-        dtype=gl.float32,
-        is_pure=True,
-        pack=1,
-    )
 
 
 @gluon.jit
@@ -568,7 +535,7 @@ def _consumer(
         if not DOT_ONLY:
             s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
         if masked > 0:
-            s = _hide(s, low, high, key, s_columns)
+            s = hide(s, low, high, key, s_columns)
         p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, True, LAZY)
         alpha = gl.convert_layout(alpha, o_rows)
         p = gl.convert_layout(p.to(dtype), p_layout)
@@ -595,7 +562,7 @@ def _consumer(
             )  # fmt: skip
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
-            s = _hide(s, low, high, key, s_columns)
+            s = hide(s, low, high, key, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, True, LAZY)
             acc = _waited(products, 0)
             _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)

@@ -4,7 +4,7 @@ Triton gives the barriers 0, 1, 2, ... to the partitions of a kernel; 8 to 15 ar
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -301,6 +301,40 @@ def _rows_before(position, begin, end, origin, stride):
     start = origin + stride * begin
     distance = gl.minimum(gl.maximum(position - start, 0), (end - begin) * stride)
     return (distance + stride - 1) // stride
+
+
+@gluon.jit
+def _bits_from(limit):
+    """Words with a bit per column of a thread, 2 i + j for column 8 i + j of 128, set for the columns from `limit` on."""
+    limit = gl.minimum(gl.maximum(limit, 0), 127).to(gl.uint32)  # shifts of 30 and 2, since one by 32 is undefined
+    return (0xFFFFFFFF << ((limit >> 3) * 2)) << gl.minimum(limit & 7, 2)
+
+
+@gluon.jit
+def hide(s, low, high, first, COLUMNS: gl.constexpr):
+    """Return the scores of a block with the pairs outside [low, high) at -inf; `first`: row of the buffer in column 0.
+
+    A word per row says which columns are visible; the assembler turns its bits into predicates six at a time.
+    """
+    column = gl.arange(0, s.shape[1], COLUMNS)
+    # bits 1 and 2 of a column number are those of a thread, the others constants
+    here, lane = gl.expand_dims(column & ~6, 0), gl.expand_dims(column & 6, 0)
+    bits = _bits_from(gl.expand_dims(low, 1) - lane - first) & ~_bits_from(gl.expand_dims(high, 1) - lane - first)
+    bit, bits = gl.broadcast(1 << ((here >> 2) | (here & 1)).to(gl.uint32), bits)
+    # in assembly, because LLVM makes comparisons of the bits again
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .pred p; .reg .b32 t;
+        and.b32 t, $2, $3;
+        setp.ne.u32 p, t, 0;
+        selp.f32 $0, $1, 0fFF800000, p;
+        }""",
+        "=f,f,r,r",
+        [s, bits, bit],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
