@@ -245,8 +245,8 @@ def _can_be_packed(linears: list[nn.Linear]) -> bool:
 def _pack(linears: list[nn.Linear]) -> list[Callable[[Tensor], Tensor]]:
     """Store weights of linear layers behind each other; return functions that take the columns of each from one product."""
     sizes, with_bias = [one.out_features for one in linears], linears[0].bias is not None
-    weight = _join([one.weight for one in linears], sizes)
-    bias = _join([one.bias for one in linears], sizes) if with_bias else None
+    weight = _concatenate([one.weight for one in linears], sizes)
+    bias = _concatenate([one.bias for one in linears], sizes) if with_bias else None
 
     def columns(start: int, stop: int) -> Callable[[Tensor], Tensor]:
         return lambda x: F.linear(x, weight, bias)[..., start:stop]
@@ -255,7 +255,7 @@ def _pack(linears: list[nn.Linear]) -> list[Callable[[Tensor], Tensor]]:
     return list(map(columns, ends, ends[1:]))
 
 
-def _join(parts: list[Tensor], sizes: list[int]) -> nn.Parameter:
+def _concatenate(parts: list[Tensor], sizes: list[int]) -> nn.Parameter:
     """Store parameters behind each other; return all of them as one, whose shape the compiler takes as constant."""
     whole = nn.Parameter(torch.cat([x.data for x in parts]), requires_grad=False)
     for x, part in zip(parts, whole.split(sizes), strict=True):
