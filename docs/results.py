@@ -312,8 +312,7 @@ def fa4() -> str:
         return ""
     parts = [
         "### Kernels beside FlashAttention-4\n\nTFLOP/s as above, forward / backward, FlashAttention-4 being 4.0.0b36 on "
-        "nvidia-cutlass-dsl 4.8.1. The kernels of the H100's run are older: without the changes of 1.2.0, and its backward at "
-        "head_dim 64 held V in registers, which spilled. The H200 was one of two; tests ran on the other."
+        "nvidia-cutlass-dsl 4.8.1. The H200s were the two of one host, which ran at the same time."
     ]
     for run in runs:
         parts += [f"{source(run['machine'])}", table_of_masks(run["rows"])]
