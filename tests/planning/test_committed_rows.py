@@ -120,7 +120,8 @@ def test_kernels_of_one_h100_are_predicted():
     assert max(errors) <= 0.07
     assert statistics.median(errors) <= 0.02
     # kernels of an H200 in its place are twice as far off
-    assert statistics.median(map(abs, errors_of_h100(load_profile("h200")).values())) > 0.035
+    of_h200 = map(abs, errors_of_h100(load_profile("h200")).values())
+    assert statistics.median(of_h200) > 2 * statistics.median(errors)
 
 
 @pytest.mark.parametrize("kind", ["ring", "model", "prefill"])
