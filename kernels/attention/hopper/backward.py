@@ -350,7 +350,7 @@ def _step(
     q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale,
     MASKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr, DOT_ONLY: gl.constexpr,
     SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr, WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr,
-    LATE_ADDRESSES: gl.constexpr, HELD: gl.constexpr, WORDS: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr,
+    LATE_ADDRESSES: gl.constexpr, HELD: gl.constexpr, MASK_BITS: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr,
 ):  # fmt: skip
     """Adds what one block of queries sends to 64 keys, and makes this warpgroup's half of the block's dq.
 
@@ -376,14 +376,14 @@ def _step(
     do = do_s.index(st).reshape([BM, DV])
 
     mbarrier.wait(q_full.index(st), phase)
-    if MASKED and not WORDS:
+    if MASKED and not MASK_BITS:
         column = x + gl.expand_dims(columns_s.slice(0, BM).load(columns_l), 0)
         visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
     start_s = _spread(lse_s.index(st), BM)
     start_dp = _spread(delta_s.index(st), BM)
     if DOT_ONLY:
         if MASKED:
-            start_s = hide(start_s, low, high, x, columns_l) if WORDS else gl.where(visible, start_s, HIDDEN)
+            start_s = hide(start_s, low, high, x, columns_l) if MASK_BITS else gl.where(visible, start_s, HIDDEN)
             # behind the selects of a mask the compiler would wait for S before it issues dP
             start_s = pinned(start_s)
             start_dp = pinned(start_dp)
@@ -475,7 +475,7 @@ def _consumer(
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, LATE_ADDRESSES: gl.constexpr, SUMS_LAYOUT: gl.constexpr,
-    UNIT: gl.constexpr, HELD: gl.constexpr, WORDS: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr,
+    UNIT: gl.constexpr, HELD: gl.constexpr, MASK_BITS: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr,
 ):  # fmt: skip
     COLUMNS: gl.constexpr = D * BM // 128
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
@@ -542,7 +542,7 @@ def _consumer(
                         WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi,
                         queries, q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap,
                         softmax_scale, True, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, LATE_ADDRESSES,
-                        HELD, WORDS, SCORED, V_SCORED,
+                        HELD, MASK_BITS, SCORED, V_SCORED,
                     )  # fmt: skip
                     x += BM
                     count += 1
@@ -551,7 +551,7 @@ def _consumer(
                 dk, dv, dkey_bias = _step(
                     WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, None, None, None, None, queries, q_s, do_s, k_s,
                     v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale, False,
-                    D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, LATE_ADDRESSES, HELD, WORDS, SCORED,
+                    D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, LATE_ADDRESSES, HELD, MASK_BITS, SCORED,
                     V_SCORED,
                 )  # fmt: skip
                 count += 1
@@ -570,7 +570,7 @@ def _consumer(
                         WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, k_pos, slope, key_bias, dalibi,
                         queries, q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full,
                         scale, cap, softmax_scale, False, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ,
-                        LATE_ADDRESSES, HELD, WORDS, SCORED, V_SCORED,
+                        LATE_ADDRESSES, HELD, MASK_BITS, SCORED, V_SCORED,
                     )  # fmt: skip
                     x, h = _next(x, h, h_kv * group + g, span, pace)
                     count += 1
@@ -643,7 +643,7 @@ def backward_kernel(
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
     DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
     WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, LATE_ADDRESSES: gl.constexpr, UNIT: gl.constexpr,
-    DS_LAYOUT: gl.constexpr, HELD: gl.constexpr, WORDS: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr,
+    DS_LAYOUT: gl.constexpr, HELD: gl.constexpr, MASK_BITS: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
     """dq, dk and dv of one ring step, or dk and dv alone; `rows` are keys, `heads` key heads.
@@ -664,7 +664,7 @@ def backward_kernel(
 
     `near` chooses between the orders of Note [Order of blocks]. HELD: columns of V that stay in registers.
     SCORED, V_SCORED: columns of q and of do that are not zero; scores are products over these.
-    WORDS: a word of bits per key hides pairs (`hide` of primitives.py).
+    MASK_BITS: a word of bits per key hides pairs (`hide` of primitives.py).
     """
     SUMS_LAYOUT: gl.constexpr = None if dk_desc is None else dk_desc.layout
     COLUMNS: gl.constexpr = D * BM // 128
@@ -696,14 +696,14 @@ def backward_kernel(
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, WORDS, SCORED, V_SCORED)),
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, MASK_BITS, SCORED, V_SCORED)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, WORDS, SCORED, V_SCORED)),
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, MASK_BITS, SCORED, V_SCORED)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
                      heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, near, BM)),
@@ -718,14 +718,14 @@ def backward_kernel(
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, WORDS, SCORED, V_SCORED)),
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, MASK_BITS, SCORED, V_SCORED)),
             (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
                      columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
                      dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
                      dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
                      heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
                      D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, WORDS, SCORED, V_SCORED)),
+                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, MASK_BITS, SCORED, V_SCORED)),
             (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
                      q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
                      heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, near, BM)),

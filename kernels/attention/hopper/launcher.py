@@ -463,7 +463,7 @@ def launch_dkv(
             "HELD": config.held if dot_only else 0, "SCORED": scored_columns(d, columns[0]),
             "V_SCORED": scored_columns(dv, columns[1]),
             # elsewhere the words would make loops without a mask spill
-            "WORDS": dot_only and block == 128 and want_dq and remote is None,
+            "MASK_BITS": dot_only and block == 128 and want_dq and remote is None,
         }  # fmt: skip
     else:
         kernel = backward_dkv_wide_kernel
