@@ -36,13 +36,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
+    begin_scores,
+    begin_sums,
     bounds_in,
     entry,
     exit_barrier,
@@ -360,25 +361,6 @@ def _panels(buffer, tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PANELS: gl.
 
 
 @gluon.jit
-def _scores(q, k, S_LAYOUT: gl.constexpr):
-    """Issues q . k of a block, a product per panel."""
-    block: gl.constexpr = k[0].shape[0]
-    qk = gl.zeros([64, block], gl.float32, S_LAYOUT)
-    for i in gl.static_range(len(q)):
-        qk = warpgroup_mma(q[i], k[i].permute((1, 0)), qk, use_acc=i > 0, is_async=True)
-    return qk
-
-
-@gluon.jit
-def _weighted(p, v, acc):
-    """Issues p v of a block, a product per panel."""
-    products = ()
-    for i in gl.static_range(len(v)):
-        products += (warpgroup_mma(p, v[i], acc[i], is_async=True),)
-    return products
-
-
-@gluon.jit
 def _waited(products, IN_FLIGHT: gl.constexpr):
     """Return what products made, once at most IN_FLIGHT later ones are in flight."""
     return [warpgroup_mma_wait(IN_FLIGHT, deps=[product]) for product in products]
@@ -409,7 +391,8 @@ def _first_product(
     if there:
         mbarrier.wait(q_full.index(place), tile // Q_STAGES & 1)
         mbarrier.wait(k_full.index(stage), parity)
-    qk = _scores(_panels(q_s, place, 64, D, PANELS), _panels(k_s, stage, BLOCK_N, D, PANELS), S_LAYOUT)
+    zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
+    qk = begin_scores(_panels(q_s, place, 64, D, PANELS), _panels(k_s, stage, BLOCK_N, D, PANELS), zero, False)
     return qk
 
 
@@ -431,11 +414,11 @@ def _products(
     if LAZY:
         acc = [_scaled(x, alpha) for x in acc]
     mbarrier.wait(k_full.index(stage), parity)
-    qk = _scores(q, k, S_LAYOUT)
+    qk = begin_scores(q, k, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), False)
     mbarrier.wait(v_full.index(v_stage), v_parity)
     if not LAZY:
         acc = _times(acc, alpha)  # here, so that q . k does not wait for it
-    products = _weighted(p, v, acc)
+    products = begin_sums(p, v, acc)
     s = warpgroup_mma_wait(V_PANELS, deps=[qk])
     _release(k_empty, stage, EMPTY_K, THREADS, NAMED)
     return s, products, stage, parity
@@ -601,7 +584,7 @@ def _consumer(
             mbarrier.arrive(q_empty.index(q_place), count=1)
         mbarrier.wait(v_full.index(stage), parity)
         acc = _times(acc, alpha)
-        products = _weighted(p, _panels(v_s, stage, BLOCK_N, DV, V_PANELS), acc)
+        products = begin_sums(p, _panels(v_s, stage, BLOCK_N, DV, V_PANELS), acc)
         v_stage = stage
         stage += 1
         if stage == STAGES:
