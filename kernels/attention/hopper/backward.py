@@ -52,6 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
     arrive,
+    begin_scores,
     bounds_in,
     entry,
     exit_barrier,
@@ -289,16 +290,12 @@ def _spread(numbers_s, BM: gl.constexpr):
 
 
 @gluon.jit
-def _begin_scores(a, b, start, USE_START: gl.constexpr, COLUMNS: gl.constexpr):
-    """Begins a b^T, or a b^T + start, over the first COLUMNS columns."""
-    if COLUMNS == a.shape[1]:
-        token = warpgroup_mma(a, b.permute((1, 0)), start, use_acc=USE_START, is_async=True)
+def _scored(x, COLUMNS: gl.constexpr):
+    """Return the first COLUMNS columns of a tile as panels."""
+    if COLUMNS == x.shape[1]:
+        return (x,)
     else:
-        a_left, b_left = a.slice(0, 64, 1), b.slice(0, 64, 1)
-        a_right, b_right = a.slice(64, COLUMNS - 64, 1), b.slice(64, COLUMNS - 64, 1)
-        token = warpgroup_mma(a_left, b_left.permute((1, 0)), start, use_acc=USE_START, is_async=True)
-        token = warpgroup_mma(a_right, b_right.permute((1, 0)), token, is_async=True)
-    return token
+        return x.slice(0, 64, 1), x.slice(64, COLUMNS - 64, 1)
 
 
 @gluon.jit
@@ -387,20 +384,19 @@ def _step(
             # behind the selects of a mask the compiler would wait for S before it issues dP
             start_s = pinned(start_s)
             start_dp = pinned(start_dp)
-        s_token = _begin_scores(k_w, q, start_s, True, SCORED)
+        s_token = begin_scores(_scored(k_w, SCORED), _scored(q, SCORED), start_s, True)
     else:
         zero = gl.zeros([HALF, BM], gl.float32, s_l)
-        s_token = _begin_scores(k_w, q, zero, False, SCORED)
+        s_token = begin_scores(_scored(k_w, SCORED), _scored(q, SCORED), zero, False)
     mbarrier.wait(do_full.index(st), phase)
     if HELD == 0:
-        dp_token = _begin_scores(v_w, do, start_dp, True, V_SCORED)
+        dp_token = begin_scores(_scored(v_w, V_SCORED), _scored(do, V_SCORED), start_dp, True)
     elif HELD >= DV:
-        dp_token = warpgroup_mma(v_held, do.permute((1, 0)), start_dp, is_async=True)
+        dp_token = begin_scores((v_held,), (do,), start_dp, True)
     else:
-        dp_token = warpgroup_mma(v_held, do.slice(0, HELD, 1).permute((1, 0)), start_dp, is_async=True)
-        dp_token = warpgroup_mma(
-            v_w.slice(HELD, V_SCORED - HELD, 1), do.slice(HELD, V_SCORED - HELD, 1).permute((1, 0)), dp_token, is_async=True
-        )  # fmt: skip
+        v_panels = v_held, v_w.slice(HELD, V_SCORED - HELD, 1)
+        do_panels = do.slice(0, HELD, 1), do.slice(HELD, V_SCORED - HELD, 1)
+        dp_token = begin_scores(v_panels, do_panels, start_dp, True)
     s = warpgroup_mma_wait(1, deps=[s_token])
     if DOT_ONLY:
         p = gl.exp2(s * scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -131,24 +132,15 @@ _FORWARD: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
 }
 
 
-def chunks_of(head_dim: int) -> tuple[int, ...]:
-    """Return the powers of two that make up the columns of a head: 96 is (64, 32) and 192 is (128, 64)."""
-    return next(chunks for chunks in ((64,), (64, 32), (128,), (128, 64), (256,)) if head_dim <= sum(chunks))
+PANELS = {64: 64, 96: 32, 128: 128, 192: 64, 256: 256}
+"""Columns of a tile to those of the equal panels that it is made of, since the compiler wants powers of two."""
+WIDE_COLUMNS = (64, 128, 192, 256)
+"""Columns of a tile in the kernel of dk and dv of wide heads, whose panels have at least 64."""
 
 
-def panel_of(columns: int) -> int:
-    """Return the width of the equal panels that a tile is made of: the narrowest of its chunks."""
-    return chunks_of(columns)[-1]
-
-
-def wide_columns_of(head_dim: int) -> int:
-    """Return the columns of a head in the kernel of dk and dv of wide heads, whose panels have at least 64."""
-    return next(columns for columns in (64, 128, 192, 256) if head_dim <= columns)
-
-
-def columns_of(head_dim: int) -> int:
-    """The columns that a head_dim takes in one piece of shared memory; the copy engine fills the rest with zeros."""
-    return next(bucket for bucket in BUCKETS if head_dim <= bucket)
+def columns_of(head_dim: int, among: Iterable[int] = BUCKETS) -> int:
+    """The columns that a head_dim takes in shared memory; the copy engine fills the rest with zeros."""
+    return next(columns for columns in among if head_dim <= columns)
 
 
 @functools.lru_cache

@@ -32,6 +32,8 @@ from ringattn.kernels.attention.hopper.backward_pre_post import clear_grad_buffe
 from ringattn.kernels.attention.hopper.configs import (
     FUSED_MAX_HEAD_DIM,
     MAX_HEAD_DIM,
+    PANELS,
+    WIDE_COLUMNS,
     DkvConfig,
     DqConfig,
     ForwardConfig,
@@ -39,12 +41,10 @@ from ringattn.kernels.attention.hopper.configs import (
     choose_dkv,
     choose_dq,
     choose_forward,
-    chunks_of,
+    columns_of,
     is_for_pair,
     padded_dims,
-    panel_of,
     scored_columns,
-    wide_columns_of,
 )
 from ringattn.kernels.attention.hopper.descriptors import (
     addressable,
@@ -268,7 +268,7 @@ def _launch_forward(
     dot_only = is_dot_only(score)
     (columns, v_columns), chosen = choose_forward(d, dv, dot_only, patterned=rows.patterns is not None)
     config = config or chosen
-    panel, v_panel = panel_of(columns), panel_of(v_columns)
+    panel, v_panel = PANELS[columns], PANELS[v_columns]
     assert config.block_n <= PAD_ROWS, "a block that begins in a source ends before the next one"
     tile = 64 * config.consumers
     pack = pack or choose_pack(s, h // hk, tile)
@@ -388,8 +388,8 @@ def launch_dkv(
     assert not (is_wide and want_dq), "the kernel for wide heads makes no dq"
     dot_only = not is_wide and is_dot_only(score, TINIEST_SCALE)
     tile, block = config.tile, config.block
-    columns = (wide_columns_of(d), wide_columns_of(dv)) if is_wide else padded_dims(d, dv)
-    panels = panel_of(columns[0]), panel_of(columns[1])
+    columns = (columns_of(d, WIDE_COLUMNS), columns_of(dv, WIDE_COLUMNS)) if is_wide else padded_dims(d, dv)
+    panels = PANELS[columns[0]], PANELS[columns[1]]
     lengths = x.key_rows
     plan = shape = None
     if batch * s * sum(lengths) * h > 0:
@@ -529,8 +529,8 @@ def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = 
                     total.zero_()
         return
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) and score.key_bias is not None else None
-    columns = sum(chunks_of(d)), sum(chunks_of(dv))
-    panels = panel_of(columns[0]), panel_of(columns[1])
+    columns = columns_of(d, PANELS), columns_of(dv, PANELS)
+    panels = PANELS[columns[0]], PANELS[columns[1]]
     config = config or choose_dq(max(columns), _extras(score))
     do, q = addressable(x.do), addressable(q)
     local_kv, remote_kv = addressable_kv((x.k, x.v), None if x.remote is None else x.remote.remote_kv)

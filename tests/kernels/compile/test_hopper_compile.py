@@ -14,7 +14,7 @@ import triton
 from triton.experimental.gluon import language as gl
 
 from ringattn.kernels.attention.hopper import progress_barrier
-from ringattn.kernels.attention.hopper.configs import BUCKETS, panel_of
+from ringattn.kernels.attention.hopper.configs import BUCKETS, PANELS
 from tests.kernels.compile.gluon_offline import FEATURES, Call, Report, compile_or_say
 
 pytestmark = pytest.mark.compile
@@ -86,7 +86,7 @@ CALLS = {
 
 
 def panels(columns: int) -> int:
-    return columns // panel_of(columns)
+    return columns // PANELS[columns]
 
 
 # HGMMA of one warpgroup in one round of each loop, from tile shapes: an instruction does 64 x n x 16, n up to 256
