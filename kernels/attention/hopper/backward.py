@@ -22,10 +22,11 @@ infinity times the zeros read in its place would reach dq.
 Note [Order of blocks]
     Blocks come in runs. A run is one segment of one head, or of all heads of the group side by side, the head changing fastest.
     Blocks that need a mask come first, head by head, so that the others are one loop without a mask.
-    Where one tile streams more than L2_BYTES (`near`), its full blocks come with heads side by side, from the last row to the
-    first in every other tile of a program. Under a causal mask this keeps programs at the same rows: tiles that start together
-    share their last rows, and of tiles that start when shorter ones have ended, each is at its first row when the others reach
-    that row. Otherwise one head follows another: all that programs stream is in the level-two cache in any order.
+    Where the heads of a group have more than L2_BYTES of rows and tiles share their last rows (`near`), full blocks come with
+    heads side by side, from the last row to the first in every other tile of a program. Under a causal mask this keeps programs
+    at the same rows: tiles that start together share their last rows, and of tiles that start when shorter ones have ended, each
+    is at its first row when the others reach that row. Otherwise one head follows another: what programs stream at a time is in
+    the level-two cache. Under a window that is the rows of one head that neighbouring tiles see; those of all heads would not fit.
 
 Note [Tiles of several owners]
     In a fused call (Note [Fused call] of interface.py) a tile holds rows of one source, given by `tiles`. Its K and V come

@@ -455,7 +455,7 @@ def launch_dkv(
             *([rows_of(*of) for of in zip(sums, (64, 64), columns, strict=True)] if staged else (None, None)),
         )
         of_dalibi, of_rows = (dalibi,), (s,)
-        of_order = (int(shape.streamed_bytes > L2_BYTES),)
+        of_order = (int(plan.shares_ends and shape.streamed_bytes > L2_BYTES),)
         kernel = backward_kernel
         switches: dict[str, Any] = {
             "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct,

@@ -102,6 +102,8 @@ class WorkPlan:
         tiles: `entries 4`; no rows unless the stationary side is gathered.
         split_tiles: `tiles 4`; no rows unless the stationary side is gathered.
         longest: Blocks that the program with the most of them loads, `repeats` counted.
+        deepest: Blocks of the longest tile.
+        shares_ends: Whether most tiles end at the last streamed row of others, as under causal masks and not under windows.
     """
 
     work: Tensor
@@ -115,6 +117,7 @@ class WorkPlan:
     blocks: int
     longest: int
     deepest: int
+    shares_ends: bool
 
 
 @dataclass(frozen=True)
@@ -619,7 +622,16 @@ def _assemble(
     uploaded = upload((table, torch.cat(segments), starts, merged, *sources), device)
     met = torch.zeros(shape.programs, dtype=torch.int64, device="cpu").index_add_(0, owners, unsorted)
     longest, deepest = int(met.max()) * shape.repeats, int(unsorted.max()) if unsorted.numel() else 0
-    return WorkPlan(*uploaded, programs=taken.shape[0], slots=slot, blocks=blocks, longest=longest, deepest=deepest)
+    counted = (taken.shape[0], slot, blocks, longest, deepest)
+    return WorkPlan(*uploaded, *counted, shares_ends=_shares_ends(tiles, shape.block))
+
+
+def _shares_ends(tiles: _Tiles, block: int) -> bool:
+    """Return whether at most half as many last streamed rows are different as there are tiles."""
+    of_tile = torch.repeat_interleave(torch.arange(tiles.table.shape[0], device="cpu"), tiles.table[:, 1:3].sum(1))
+    end = tiles.segments[:, 0] + tiles.segments[:, 1] * block
+    last = torch.zeros(tiles.table.shape[0], dtype=torch.int64, device="cpu").scatter_reduce(0, of_tile, end, "amax")
+    return 2 * last.unique().numel() <= last.numel()
 
 
 def _cut_segments(

@@ -348,6 +348,22 @@ def test_heads_that_fit_the_cache_together_come_before_others_and_longest_first(
     assert list(zip(heads, rows, strict=True)) == expected
 
 
+@pytest.mark.parametrize(
+    ("mask", "shares"),
+    [
+        (AttentionMask(4096, 4096), True),
+        (AttentionMask(4001, 4001, causal=True), True),
+        (AttentionMask(4096, 4096, causal=True, documents=(0, 1100, 2300, 3000, 4096)), True),
+        (AttentionMask(4096, 4096, causal=True, window=(511, 0)), False),
+        (AttentionMask(4001, 4001, window=(300, 300)), False),
+    ],
+    ids=["full", "causal", "documents", "window", "window to both sides"],
+)
+def test_tiles_of_keys_share_their_last_rows_but_for_windows(mask: AttentionMask, shares: bool) -> None:
+    queries, keys = make_sides(mask)
+    assert make_plan(keys, queries, device_shape(heads=2, block=64)).shares_ends == shares
+
+
 def test_a_tile_that_sees_nothing_has_one_hidden_block_or_is_left_out() -> None:
     visible = visible_pairs(20, causal=True)
     queries = make_side(((0, 1, 10),), visible, "cpu")
