@@ -319,69 +319,6 @@ def _draw_rings(panels: Panels, path: Path, note: str, x: str, y: str, top: floa
     )
 
 
-def replay_panels(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Choose rows of replayed calls: the shortest call that was profiled on the most GPUs, forward, then both ways."""
-    order = {way: place for place, way in enumerate(DIRECTIONS)}
-    chosen: dict[str, dict[str, Any]] = {}
-    for row in sorted(rows, key=lambda row: (-row["world_size"], row["tokens_per_rank"], row["kv_heads"])):
-        chosen.setdefault(row["way"], row)
-    most = max((row["world_size"] for row in chosen.values()), default=0)
-    return sorted((row for row in chosen.values() if row["world_size"] == most), key=lambda row: order[row["way"]])
-
-
-def draw_replays(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draw kernels of each device in a few replayed calls in a row, and copies below them; see `draw_lengths`."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.patches import Patch
-
-    panels = replay_panels(rows)
-    if not panels:
-        return False
-    kinds = {
-        "attention": "#e5484d",
-        "packing": "#f0883e",
-        "other kernels": "#bf8700",
-        "copies to other GPUs": "#388bfd",
-    }
-
-    def kind(event: dict[str, Any]) -> str:
-        if event["kind"] == "copy":
-            return "copies to other GPUs"
-        if event["name"] in ("forward_kernel", "backward_kernel"):
-            return "attention"
-        return "packing" if event["name"] == "_pack_kernel" else "other kernels"
-
-    with mpl.rc_context(STYLE):
-        ranks = panels[0]["world_size"]
-        figure, axes = plt.subplots(
-            len(panels), 1, figsize=(7.4, len(panels) * (0.45 * ranks + 0.9) + 0.4), squeeze=False
-        )
-        for axis, row in zip(axes[:, 0], panels, strict=True):
-            for rank, events in enumerate(row["events"]):
-                for event in events:
-                    low, high = (0.05, 0.3) if event["kind"] == "copy" else (0.35, 0.85)
-                    axis.broken_barh(
-                        [(event["start"], event["length"])],
-                        (rank + low, high - low),
-                        color=kinds[kind(event)],
-                        linewidth=0,
-                    )
-            axis.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
-            axis.invert_yaxis()
-            axis.set_xlabel("microseconds")
-            heads = f"{row['heads']}/{row['kv_heads']} heads"
-            axis.set_title(
-                f"{DIRECTIONS[row['way']]}, {row['calls']} calls, {thousands(row['tokens_per_rank'])} tokens per GPU, {heads}",
-                fontsize=9,
-            )
-            axis.grid(color=INK, alpha=0.25, linewidth=0.6, axis="x")
-        _finish(figure, {name: Patch(color=color) for name, color in kinds.items()}, path, note)
-    return True
-
-
 def inference_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Per panel of INFERENCE, per line: (tokens of context, number), shortest first; what has one point is left out.
 

@@ -1,4 +1,4 @@
-"""Writes the committed profiles of the planner: H200, and kernels of H100, from docs/results; the rest scaled by datasheets.
+"""Writes the committed profiles of the planner: H200 and H100 from docs/results, the rest scaled by datasheets.
 
 python docs/profiles.py
 """
@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ringattn.launch.plan.fit import LONG_MS, ROW_SCHEDULES, WAYS, Row, kernel_costs, programs, ring_costs
+from ringattn.launch.plan.fit import LONG_MS, WAYS, Row, kernel_costs, programs, ring_costs
 from ringattn.planning.profile import PROFILES, KernelCost, Link, Profile, write_profile
 
 RESULTS = Path(__file__).parent / "results"
 KERNELS = ("kernels.json", "kernels-lengths.json")
-RINGS = ("ring2-peers.json", "ring2.json", "ring4.json")
-OLD_RINGS, GRAPHS_BELOW = RINGS[1:], 4096
-"""Files of rings from before calls became CUDA graphs, and the tokens per GPU below which that changed their times."""
+H200_RINGS, H100_RINGS = "ring2-peers.json", "ring4.json"
+"""Rings of two H200 and of four H100, of which calls of 1,024 tokens per GPU and with 32 KV heads are fitted."""
 H100_FILE, H100_GROUPS = "fa4-h100.json", ("target", "batch")
 """Rows that the kernels of the profile of H100 are fitted to: whole and causal masks."""
 
@@ -61,12 +60,11 @@ def datasheet_h200() -> Profile:
         fitted_from=(
             "kernels.json",
             "kernels-lengths.json",
-            "ring2-peers.json: 1024 tokens",
-            "ring2.json: 32 KV heads from 4096 tokens",
-            "ring4.json: 32 KV heads from 4096 tokens, and of the schedules that are not fused 1024 tokens",
+            f"{H200_RINGS}: 1024 tokens, 32 KV heads",
             "model2-128k.json",
         ),
         assumed=(
+            "schedules that are not fused: host, slowdowns and NCCL's rate of four H100",
             "copy_engine: 318 GB/s per push between four GPUs (docs/transport.md)",
             "semaphores_us: a turn costs 15 us beyond its bytes, with the latency of a push (kernels/attention/hopper/NOTES.md)",
             "network: 400 Gb/s per GPU by its datasheet, 48 GB/s of it for messages",
@@ -79,33 +77,15 @@ def read(folder: Path, *names: str) -> list[Row]:
     return [row for name in names for row in json.loads((folder / name).read_text())["rows"]]
 
 
-def fit_h200(folder: Path) -> Profile:
-    """Return the profile of an H200 from the committed rows."""
-    kernels = read(folder, *KERNELS)
-    kernels = [row for row in kernels if row["who"] == "hopper" and row["level"] == "op"]
-    rings = [row for name in RINGS for row in read(folder, name) if row.get("ours") and is_fitted(name, row)]
-    return ring_costs(rings, sustained(kernels, kernel_costs(kernels, datasheet_h200())))
-
-
-def fit_h100(folder: Path, profile: Profile) -> Profile:
-    """Return a profile with the memory of an H100 whose kernels are fitted to the committed rows of one."""
-    return kernel_costs([row for row in h100_rows(folder) if row["group"] in H100_GROUPS], profile)
+def fit_rings(folder: Path, name: str, profile: Profile) -> Profile:
+    """Return a profile whose rings are fitted to rows of a file: the shortest for the host, 32 KV heads for the rest."""
+    rows = [row for row in read(folder, name) if row.get("ours")]
+    return ring_costs([row for row in rows if row["tokens_per_rank"] == 1024 or row["kv_heads"] == 32], profile)
 
 
 def h100_rows(folder: Path) -> list[Row]:
     """Return the rows of the Hopper kernels on one H100."""
     return [row for row in read(folder, H100_FILE) if row["who"] == "hopper" and "ms" in row]
-
-
-def is_fitted(name: str, row: Row) -> bool:
-    """Return whether the profile of an H200 is fitted to a row of a ring: shortest calls for the host, 32 KV heads for the rest.
-
-    Fused calls of the older files became CUDA graphs since, which shows below GRAPHS_BELOW tokens.
-    """
-    shortest, old = row["tokens_per_rank"] == 1024, name in OLD_RINGS
-    if ROW_SCHEDULES[row["who"]] == "fused":
-        return row["kv_heads"] == 32 and row["tokens_per_rank"] >= GRAPHS_BELOW if old else shortest
-    return shortest or row["kv_heads"] == 32
 
 
 def portable_factors(rows: Sequence[Row]) -> dict[str, float]:
@@ -156,19 +136,24 @@ def scaled(
 
 def profiles() -> dict[str, Profile]:
     """Return the committed profiles by name."""
-    h200 = fit_h200(RESULTS)
+    kernels = [row for row in read(RESULTS, *KERNELS) if row["who"] == "hopper" and row["level"] == "op"]
+    h200 = sustained(kernels, kernel_costs(kernels, datasheet_h200()))
     # datasheets of NVIDIA: H100 SXM 3.35 TB/s and 80 GB beside 4.8 TB/s and 141 GB, with the same multiprocessors and clocks
     h100 = replace(
         h200,
         name="H100",
         memory_gib=79.1,
         memory_gbps=round(h200.memory_gbps * 3.35 / 4.8, 1),
-        fitted_from=(f"{H100_FILE}: {', '.join(H100_GROUPS)}",),
+        fitted_from=(f"{H100_FILE}: {', '.join(H100_GROUPS)}", f"{H100_RINGS}: 1024 tokens, 32 KV heads"),
         assumed=(
-            "links, semaphores, host, matrix products, slowdowns: those of an H200, which has the same multiprocessors and NVLink",
+            "links, matrix products: those of an H200, which has the same multiprocessors and NVLink",
             "memory: 3.35 TB/s and 80 GB by the datasheet of the SXM module",
         ),
     )
+    whole = [row for row in h100_rows(RESULTS) if row["group"] in H100_GROUPS]
+    h100 = fit_rings(RESULTS, H100_RINGS, kernel_costs(whole, h100))
+    rings = {name: getattr(h100, name) for name in ("host_us", "slowdown", "nccl")}
+    h200 = fit_rings(RESULTS, H200_RINGS, replace(h200, **rings))
     # A100 SXM: 312 TFLOP/s, 108 multiprocessors, 2.04 TB/s, NVLink of 600 GB/s in both directions, 80 GB
     a100 = replace(
         scaled(
@@ -202,7 +187,7 @@ def profiles() -> dict[str, Profile]:
         copy_engine=Link(636.0, 6.0),
         collective_gbps=660.0,
     )
-    return {"h200": h200, "h100": fit_h100(RESULTS, h100), "a100": a100, "b200": b200}
+    return {"h200": h200, "h100": h100, "a100": a100, "b200": b200}
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ BEGIN, END = "<!-- results: written by docs/results.py -->", "<!-- end of result
 
 Row = dict[str, Any]
 FIGURE, RING_FIGURE, SCALING_FIGURE, MODEL_FIGURE = "kernels.svg", "ring-speed.svg", "ring-scaling.svg", "model.svg"
-INFERENCE_FIGURE, REPLAYS_FIGURE, UNIONS_FIGURE = "inference-speed.svg", "replays.svg", "kernels-unions.svg"
+INFERENCE_FIGURE, UNIONS_FIGURE = "inference-speed.svg", "kernels-unions.svg"
 PROBLEM = ("mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "window", "document")
 NAMES = {
     "hopper": "ringattn hopper",
@@ -341,8 +341,6 @@ def figures() -> Iterator[tuple[str, Callable[..., bool], list[Row], bool]]:
     yield RING_FIGURE, module.draw_ring, largest, bool(module.ring_lines(largest))
     grown = scaling_rows(rows)
     yield SCALING_FIGURE, module.draw_scaling, grown, bool(module.scaling_lines(grown))
-    rows = replay_rows(runs_of("replays"))
-    yield REPLAYS_FIGURE, module.draw_replays, rows, bool(module.replay_panels(rows))
     rows = model_rows(runs_of("model"))
     yield MODEL_FIGURE, module.draw_model, rows, bool(module.model_lines(rows))
     rows = inference_rows(runs_of("inference"))
@@ -551,7 +549,7 @@ def ring() -> str:
     for title, said, body in (
         (
             "Weak scaling",
-            "A fixed number of tokens per GPU: TFLOP/s per GPU.",
+            "A fixed number of tokens per GPU: TFLOP/s per GPU, on the GPUs of the runs above.",
             table_of_scaling(rows, "tokens_per_rank"),
         ),
         (
@@ -565,39 +563,6 @@ def ring() -> str:
             parts += [f"#### {title}\n\n{said}", body]
         if title == "Weak scaling" and body and (HERE / SCALING_FIGURE).exists():
             parts.append(f"![TFLOP/s per GPU over the number of GPUs]({SCALING_FIGURE})")
-    return "\n\n".join(parts)
-
-
-def replay_rows(runs: list[Any]) -> list[Row]:
-    """Return the rows of all runs of the profiles of replayed calls, a call from the last run that profiled it."""
-    rows = latest(runs, lambda row: values_of(row, (*RING_PROBLEM, "way", "layout", "schedule")))
-    return sorted(rows, key=lambda row: (-row["world_size"], row["kv_heads"], row["tokens_per_rank"]))
-
-
-def replays() -> str:
-    """Time of calls that are replayed from a graph, by its parts."""
-    runs = runs_of("replays")
-    rows = replay_rows(runs)
-    if not rows:
-        return ""
-    names = ("period_us", "alone_us", "waiting_us", "idle_us", "copying_us")
-    lines = []
-    for row in rows:
-        means = [sum(one[name] for one in row["ranks"]) / len(row["ranks"]) for name in names]
-        forward = "forward" if row["way"] == "forward" else "forward + backward"
-        lines.append(
-            [row["world_size"], heads(row), f"{row['tokens_per_rank']:,}", forward, *(f"{mean:.0f}" for mean in means)]
-        )
-    parts = [
-        "### Where a short call's time goes\n\nCalls in a row, replayed from a CUDA graph under the profiler, in microseconds, on "
-        "average over ranks. A call takes the time of the same work alone, the time that its kernels take longer (they wait for "
-        "rows), and the time in which no kernel runs (semaphores in stream order, and launches). Copies run beside. "
-        "The command that measured it went with version 1.0.",
-        *(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs)),
-        table(["GPUs", "heads", "tokens per GPU", "call", "takes", "alone", "waiting", "idle", "copies"], lines),
-    ]
-    if (HERE / REPLAYS_FIGURE).exists():
-        parts.append(f"![Kernels and copies of every GPU on one clock]({REPLAYS_FIGURE})")
     return "\n\n".join(parts)
 
 
@@ -1106,7 +1071,6 @@ SECTIONS: tuple[Callable[[], str], ...] = (
     kernels,
     fa4,
     ring,
-    replays,
     memory,
     softmax,
     training,

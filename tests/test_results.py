@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import subprocess
 import sys
@@ -153,38 +152,6 @@ def test_rings_and_peers_stand_in_one_line_per_problem(results: ModuleType) -> N
     assert all(name in drawn for name in (*names, "causal, 32/8 heads", "16K"))
     assert "ring-flash-attention" not in drawn
     _keep(results, "ring4.json", "2026-01-01", rows[:-2])
-    assert not results.figures_are_true()
-
-
-def test_the_time_of_short_calls_is_shown_and_drawn_of_the_most_gpus(results: ModuleType) -> None:
-    for size in (2, 4):
-        rows = []
-        for way, tokens in itertools.product(("both", "forward"), (2048, 1024)):
-            numbers = {
-                "period_us": 80.0,
-                "alone_us": 40.0,
-                "waiting_us": 25.4,
-                "idle_us": 14.6,
-                "copying_us": 9.0 * size,
-            }
-            event = {"kind": "kernel", "name": "forward_kernel", "start": 1.0, "length": 50.0}
-            row = {"way": way, "tokens_per_rank": tokens, "schedule": "gathered", "calls": 4, "timed_us": None}
-            rows.append(
-                _ring_row("gathered", size, tokens) | row | {"ranks": [numbers] * size, "events": [[event]] * size}
-            )
-        _keep(results, f"replays{size}.json", f"2026-01-0{size}", rows)
-    results.draw_figures()
-    text = results.replays()
-    assert "| 2 | 32/8 | 1,024 | forward | 80 | 40 | 25 | 15 | 18 |" in text
-    assert "| 4 | 32/8 | 2,048 | forward + backward | 80 | 40 | 25 | 15 | 36 |" in text
-    assert "replays.svg" in text
-    drawn = (results.HERE / "replays.svg").read_text()
-    assert all(
-        name in drawn for name in ("rank 3", "forward, 4 calls, 1K tokens per GPU", "forward + backward, 4 calls")
-    )
-    assert "2K" not in drawn
-    assert results.figures_are_true()
-    _keep(results, "replays4.json", "2026-01-04", rows[:-1])
     assert not results.figures_are_true()
 
 

@@ -86,7 +86,10 @@ def _least_squares(counts: torch.Tensor, us: torch.Tensor) -> KernelCost:
 
 
 def ring_costs(rows: Sequence[Row], profile: Profile) -> Profile:
-    """Return a profile whose links, slowdowns, semaphores and host times are fitted to rows of `bench ring`."""
+    """Return a profile whose links, slowdowns, semaphores and host times are fitted to rows of `bench ring`.
+
+    Schedules without a row keep those of the profile.
+    """
     least = min(row["tokens_per_rank"] for row in rows)
     groups = {name: [row for row in rows if ROW_SCHEDULES[row["who"]] == name] for name in SCHEDULES}
     short = {name: [row for row in groups[name] if row["tokens_per_rank"] == least] for name in SCHEDULES}
@@ -94,7 +97,11 @@ def ring_costs(rows: Sequence[Row], profile: Profile) -> Profile:
     for schedule, way in itertools.product(SCHEDULES, WAYS):
         if short[schedule]:
             host_us |= _host_us(short[schedule], schedule, way)
-    slowdown = {f"{schedule}_{way}": 1.0 for schedule in SCHEDULES for way in WAYS}
+    slowdown = {
+        f"{schedule}_{way}": 1.0 if groups[schedule] else profile.slowdown.get(f"{schedule}_{way}", 1.0)
+        for schedule in SCHEDULES
+        for way in WAYS
+    }
     profile = replace(profile, slowdown=dict(slowdown), host_us=host_us)
     graphs = [x for x in groups["process_group"] if x["tokens_per_rank"] >= 2048 and x.get("forward_graph_ms")]
     if graphs:

@@ -15,16 +15,15 @@ from ringattn.plan.layouts import shard_len
 from ringattn.plan.mask import AttentionMask
 from ringattn.planning.attention_launch import Heads
 from ringattn.planning.memory import attention_peak, training_memory
-from ringattn.planning.profile import Profile
+from ringattn.planning.profile import Profile, load_profile
 from ringattn.planning.ring_time import RingCall, attention_time
 from ringattn.planning.shapes import ModelShape
 from ringattn.planning.step import prefill_s, training_step
 
 ONE_SLOT_SINCE = "2026-11-22T08:01"
 """Rings of before 5567b57 had two send buffers."""
-BEFORE_GRAPHS = {"ring2.json", "ring4.json"}
-"""Rings of before calls became CUDA graphs: their times below GRAPHS_BELOW tokens per GPU are those of another host."""
-GRAPHS_BELOW = 4096
+COMMUNICATOR = 0.21 * 2**30
+"""Bytes of the NCCL communicator that a ring of four process-group ranks makes; plans have it in their reserve."""
 WHOLE_MLP_BEFORE = "2026-11-22T01"
 """The bench of models of before ran SwiGLU over all rows at once."""
 
@@ -60,17 +59,17 @@ def read_rows(folder: Path, bench: str) -> Iterator[tuple[str, Row, Row]]:
                 yield path.name, run["machine"], row
 
 
-def predict_rows(folder: Path, profile: Profile) -> list[Prediction]:
+def profile_of(machine: Row) -> Profile:
+    """Return the committed profile of the GPUs of a row: H100 or H200."""
+    return load_profile("h100" if "H100" in machine["gpus"][0] else "h200")
+
+
+def predict_rows(folder: Path) -> list[Prediction]:
     """Return the predictions for all rows of rings, memory, models and prompts in a folder."""
     found: list[Prediction] = []
-    for file, machine, row in read_rows(folder, "ring"):
-        found += _ring(file, machine, row, profile)
-    for file, machine, row in read_rows(folder, "memory"):
-        found += _memory(file, machine, row, profile)
-    for file, machine, row in read_rows(folder, "model"):
-        found += _model(file, machine, row, profile)
-    for file, _, row in read_rows(folder, "inference"):
-        found += _prompt(file, row, profile)
+    for bench, predict in (("ring", _ring), ("memory", _memory), ("model", _model), ("inference", _prompt)):
+        for file, machine, row in read_rows(folder, bench):
+            found += predict(file, machine, row, profile_of(machine))
     return found
 
 
@@ -98,13 +97,12 @@ def _ring(file: str, machine: Row, row: Row, profile: Profile) -> Iterator[Predi
         return
     call = ring_call(row, row["world_size"], ROW_SCHEDULES[row["who"]])
     name = f"{row['world_size']} GPUs, {row['who']}, {row['mask']}, {row['tokens_per_rank']} tokens, {row['kv_heads']} KV heads"
-    if file not in BEFORE_GRAPHS or row["tokens_per_rank"] >= GRAPHS_BELOW:
-        forward, backward = (attention_time(call, profile, direction) for direction in ("forward", "backward"))
-        yield Prediction(file, f"{name}, forward", "ring", "ms", forward.ms, row["forward_ms"])
-        both = max(forward.device_ms + backward.device_ms, forward.host_ms + backward.host_ms)
-        yield Prediction(file, f"{name}, both", "ring", "ms", both, row["both_ms"])
+    forward, backward = (attention_time(call, profile, direction) for direction in ("forward", "backward"))
+    yield Prediction(file, f"{name}, forward", "ring", "ms", forward.ms, row["forward_ms"])
+    both = max(forward.device_ms + backward.device_ms, forward.host_ms + backward.host_ms)
+    yield Prediction(file, f"{name}, both", "ring", "ms", both, row["both_ms"])
     more = _more_slots(machine) - (row["who"] in ("in_place", "fused_kv_buffer"))
-    peak = attention_peak(call, profile) + more * _slot_bytes(call)
+    peak = attention_peak(call, profile) + more * _slot_bytes(call) + (row["who"] == "nccl") * COMMUNICATOR
     yield Prediction(file, f"{name}, peak", "ring memory", "GiB", peak / 2**30, row["peak_gib"])
 
 
@@ -137,7 +135,7 @@ def _model(file: str, machine: Row, row: Row, profile: Profile) -> Iterator[Pred
     yield Prediction(file, f"{name}, peak", "model memory", "GiB", peak / 2**30, row["peak_gib"])
 
 
-def _prompt(file: str, row: Row, profile: Profile) -> Iterator[Prediction]:
+def _prompt(file: str, _: Row, row: Row, profile: Profile) -> Iterator[Prediction]:
     world_size, tokens = row["world_size"], row.get("seq_len", 0)
     name = f"{world_size} GPUs, {tokens} tokens"
     if row["part"] == "prefill" and "ms" in row:

@@ -16,8 +16,8 @@ from tests.planning.committed_rows import Prediction, predict_rows, read_rows
 from tests.planning.pages import load
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-FITTED_TIMES = {"ring2.json": "32 KV heads", "ring4.json": "32 KV heads", "ring2-peers.json": " 1024 tokens"}
-"""Files of which the rows of some calls are fitted."""
+FITTED_RINGS = {"ring2-peers.json", "ring4.json"}
+"""Files of which the rows of 1,024 tokens per GPU and of 32 KV heads are fitted."""
 FITTED_FILES = {"model2-128k.json"}
 FITTED_PEAKS = {"model2-long.json", "model4-1m.json"}
 """Files whose peaks gave the number of tensors that a layer's backward holds."""
@@ -25,11 +25,21 @@ MISSED = {
     # one round of a launch of 4.6 s: the clock falls further than in the launches of up to 0.3 s that the slowdown is fitted to
     "inference4.json: 4 GPUs, 1048576 tokens, ring",
     "inference4.json: 4 GPUs, 1048576 tokens, attend",
+    # the backward of those rows missed the level-two cache
+    "ring4-masks.json: 4 GPUs, fused, window, 32768 tokens, 8 KV heads, both",
+    "ring4-masks.json: 4 GPUs, fused, documents, 32768 tokens, 8 KV heads, both",
+    # the host's time, which differed by up to 30% between rows of one run
+    "ring4-masks.json: 4 GPUs, fused, documents, 2048 tokens, 8 KV heads, forward",
+    "ring4.json: 4 GPUs, stepwise, causal, 4096 tokens, 8 KV heads, forward",
+    "ring4.json: 4 GPUs, stepwise, causal, 4096 tokens, 8 KV heads, both",
+    "ring4.json: 4 GPUs, stepwise, causal, 8192 tokens, 8 KV heads, forward",
+    # NCCL's kernels and ours share multiprocessors
+    "ring4.json: 4 GPUs, nccl, causal, 8192 tokens, 8 KV heads, forward",
+    "ring4.json: 4 GPUs, nccl, causal, 8192 tokens, 8 KV heads, both",
 }
 """Rows of times that are more than 15% off, each with the part of the model that is wrong."""
 MISSED_PEAKS = {
     # tables, workspaces and graphs of 10 to 35 MiB, which peaks of 110 to 425 MiB show
-    "ring2.json: 2 GPUs, auto, causal, 1024 tokens, 8 KV heads, peak",
     "ring2-peers.json: 2 GPUs, fused, causal, 1024 tokens, 8 KV heads, peak",
     "ring2-peers.json: 2 GPUs, fused, causal, 1024 tokens, 32 KV heads, peak",
     "ring2-peers.json: 2 GPUs, fused, causal, 2048 tokens, 32 KV heads, peak",
@@ -40,12 +50,12 @@ MISSED_PEAKS = {
 def is_fitted(one: Prediction) -> bool:
     if one.file in FITTED_FILES or (one.kind.endswith("memory") and one.file in FITTED_PEAKS):
         return True
-    return one.kind == "ring" and one.file in FITTED_TIMES and FITTED_TIMES[one.file] in one.name
+    return one.kind == "ring" and one.file in FITTED_RINGS and (" 1024 tokens" in one.name or "32 KV heads" in one.name)
 
 
 @cache
 def predictions() -> list[Prediction]:
-    return predict_rows(RESULTS, load_profile("h200"))
+    return predict_rows(RESULTS)
 
 
 def held_out(*, memory: bool) -> list[Prediction]:
@@ -59,7 +69,7 @@ def name_of(one: Prediction) -> str:
 def test_rows_of_all_kinds_are_predicted():
     kinds = {x.kind for x in held_out(memory=False)} | {x.kind for x in held_out(memory=True)}
     assert kinds == {"ring", "model", "prefill", "ring memory", "model memory"}
-    assert len(held_out(memory=False)) >= 98
+    assert len(held_out(memory=False)) >= 103
     assert len(held_out(memory=True)) >= 74
 
 
