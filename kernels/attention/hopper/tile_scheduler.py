@@ -42,7 +42,10 @@ Note [Sources]
     their source; where they leave it they meet pad rows. A tile never holds rows of two sources. Streamed sources come in ring
     order, among masked segments and among full ones. Stationary sources are taken in the order of arrival: the longer half of
     the local buffer first, then remote rows group by group and step by step, then the rest of the local buffer, while the last
-    contributions are sent to their owners.
+    contributions are sent to their owners. Where streamed sources arrive, a program takes tiles that meet local rows alone first,
+    then the others group by group. Tiles are assigned in the opposite order: no program then holds two tiles of the last
+    group while another one has none, and tiles of local rows fill up the programs. Only launches of short tiles are so
+    ordered (SHORT): long tiles wait for a small part of their time, and share the level-two cache best in the order of heads.
 
 Note [Assignment]
     Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads form groups that stream no more
@@ -79,6 +82,8 @@ MIN_PART = 4
 """Work of the smallest part, in blocks."""
 SLACK = 0.02
 """Excess of the most loaded program over the mean that is left alone."""
+SHORT = 128
+"""Blocks of the longest tile of launches in which tiles of streamed sources are taken in the order of arrival."""
 
 _FINEST = 0.005  # the first step from the mean to the limit that splitting keeps
 _BEYOND = 2**31 - 1  # beyond every position
@@ -132,7 +137,7 @@ class Shape:
         align: Segments begin at multiples of this many rows (bulk loads of row statistics need 4).
         every_tile: Tiles that see nothing are written too.
         split: Whether tiles may be split.
-        groups: Groups of heads in which rows of a gathered stationary side arrive; divides heads.
+        groups: Groups of heads in which rows of a gathered side arrive; divides heads.
     """
 
     batch: int
@@ -215,16 +220,20 @@ def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
     groups = max(1, min(heads, -(-heads * shape.streamed_bytes // L2_BYTES)))
     longest = int(count.max()) if count.numel() else 0
     turn = head // -(-heads // groups)
+    waits = isinstance(streamed, GatheredKeys) and 0 < longest <= SHORT
     if isinstance(stationary, GatheredKeys):
         turn += _wave(tile, head, count, tiles, shape) * groups
-    order = torch.argsort(turn * (longest + 1) + longest - count, stable=True)
+    elif waits:
+        turn += _streamed_wave(index, head, tiles, shape) * groups
+    order = torch.argsort((turn.max() - turn if waits else turn) * (longest + 1) + longest - count, stable=True)
     order = order[count[order] > 0]
-    index, head, tile, count = index[order], head[order], tile[order], count[order]
+    index, head, tile, count, turn = index[order], head[order], tile[order], count[order], turn[order]
     source = tiles.source[tile] if isinstance(stationary, GatheredKeys) else None
 
     assigned = _assign(count, shape)
+    place = torch.argsort(torch.argsort(turn, stable=True))
     device = _sources(stationary)[0][0].runs.device
-    return _assemble(tiles, index, head, tiles.row[tile], source, assigned, shape, device)
+    return _assemble(tiles, index, head, tiles.row[tile], source, assigned, place, shape, device)
 
 
 def _sources(sides: AnyRows) -> list[tuple[RowMetadata, int]]:
@@ -245,6 +254,14 @@ def _wave(tile: Tensor, head: Tensor, count: Tensor, tiles: _Tiles, shape: Shape
     wave = torch.where(step == 0, 0, group * steps + step)
     wave[late] = last
     return wave
+
+
+def _streamed_wave(index: Tensor, head: Tensor, tiles: _Tiles, shape: Shape) -> Tensor:
+    """Return the group of rows that each entry waits for, counted from 1; 0: it meets local rows alone."""
+    each = tiles.table[:, 1] + tiles.table[:, 2]
+    tile = torch.repeat_interleave(torch.arange(each.shape[0], device="cpu"), each)
+    meets = torch.zeros_like(each).index_add_(0, tile, (tiles.segments[:, 6] > 0).to(each.dtype)) > 0
+    return torch.where(meets[index], 1 + head % shape.heads // (shape.heads // shape.groups), 0)
 
 
 def _meet(stationary: list[tuple[RowMetadata, int]], streamed: list[tuple[RowMetadata, int]], shape: Shape) -> _Tiles:
@@ -573,10 +590,14 @@ def _assemble(
     row: Tensor,
     source: Tensor | None,
     assigned: _Assignment,
+    place: Tensor,
     shape: Shape,
     device: torch.device,
 ) -> WorkPlan:
-    """The tables of a plan from an assignment; index, head, row, source: of every entry, index into the tiles."""
+    """The tables of a plan from an assignment; index, head, row, source: of every entry, index into the tiles.
+
+    place: of every entry in the order in which programs take theirs.
+    """
     owners = torch.tensor(assigned.owners, dtype=torch.int64, device="cpu")
     entries = torch.cat((head[:, None], row[:, None], tiles.table[index], torch.full_like(head, -1)[:, None]), 1)
     whole = owners >= 0
@@ -602,7 +623,7 @@ def _assemble(
             slot += 1
     table, owners, sequence = torch.cat(work), torch.cat(owner), torch.cat(sequence)
     unsorted = table[:, 5:7].sum(1)
-    order = torch.argsort(owners * len(position) + sequence, stable=True)
+    order = torch.argsort(owners * len(position) + place[sequence], stable=True)
     table = table[order]
     taken = torch.bincount(owners, minlength=1)
     taken = taken[taken > 0]
