@@ -43,9 +43,10 @@ Note [Sources]
     order, among masked segments and among full ones. Stationary sources are taken in the order of arrival: the longer half of
     the local buffer first, then remote rows group by group and step by step, then the rest of the local buffer, while the last
     contributions are sent to their owners. Where streamed sources arrive, a program takes tiles that meet local rows alone first,
-    then the others group by group. Tiles are assigned in the opposite order: no program then holds two tiles of the last
-    group while another one has none, and tiles of local rows fill up the programs. Only launches of short tiles are so
-    ordered (SHORT): long tiles wait for a small part of their time, and share the level-two cache best in the order of heads.
+    then the others in the order in which their last rows arrive. Tiles of the last group are assigned first: no program then
+    holds two of them while another one has none. The other groups follow in order, and tiles of local rows fill up the
+    programs. Only launches of short tiles are so ordered (SHORT): long ones wait for a small part of their time, and share
+    the level-two cache best in the order of heads.
 
 Note [Assignment]
     Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads form groups that stream no more
@@ -220,12 +221,14 @@ def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
     groups = max(1, min(heads, -(-heads * shape.streamed_bytes // L2_BYTES)))
     longest = int(count.max()) if count.numel() else 0
     turn = head // -(-heads // groups)
-    waits = isinstance(streamed, GatheredKeys) and 0 < longest <= SHORT
+    waits = isinstance(streamed, GatheredKeys) and len(streamed.sides) > 1 and 0 < longest <= SHORT
     if isinstance(stationary, GatheredKeys):
         turn += _wave(tile, head, count, tiles, shape) * groups
-    elif waits:
-        turn += _streamed_wave(index, head, tiles, shape) * groups
-    order = torch.argsort((turn.max() - turn if waits else turn) * (longest + 1) + longest - count, stable=True)
+    first = turn
+    if waits:
+        wave, first = _streamed_waves(index, head, tiles, shape)
+        turn = turn + wave * groups
+    order = torch.argsort(first * (longest + 1) + longest - count, stable=True)
     order = order[count[order] > 0]
     index, head, tile, count, turn = index[order], head[order], tile[order], count[order], turn[order]
     source = tiles.source[tile] if isinstance(stationary, GatheredKeys) else None
@@ -256,12 +259,14 @@ def _wave(tile: Tensor, head: Tensor, count: Tensor, tiles: _Tiles, shape: Shape
     return wave
 
 
-def _streamed_wave(index: Tensor, head: Tensor, tiles: _Tiles, shape: Shape) -> Tensor:
-    """Return the group of rows that each entry waits for, counted from 1; 0: it meets local rows alone."""
+def _streamed_waves(index: Tensor, head: Tensor, tiles: _Tiles, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return the place of each entry in the order in which programs take theirs, and in that of assignment (Note [Sources])."""
     each = tiles.table[:, 1] + tiles.table[:, 2]
     tile = torch.repeat_interleave(torch.arange(each.shape[0], device="cpu"), each)
-    meets = torch.zeros_like(each).index_add_(0, tile, (tiles.segments[:, 6] > 0).to(each.dtype)) > 0
-    return torch.where(meets[index], 1 + head % shape.heads // (shape.heads // shape.groups), 0)
+    last = torch.zeros_like(each).scatter_reduce_(0, tile, tiles.segments[:, 6], "amax")[index]
+    group, steps = head % shape.heads // (shape.heads // shape.groups), int(last.max()) + 1
+    wave = torch.where(last > 0, group * steps + last, 0)
+    return wave, torch.where(last > 0, ((group + 1) % shape.groups + 1) * steps - last, shape.groups * steps)
 
 
 def _meet(stationary: list[tuple[RowMetadata, int]], streamed: list[tuple[RowMetadata, int]], shape: Shape) -> _Tiles:

@@ -175,12 +175,12 @@ def test_half_of_near_is_kept_for_the_end(split: bool) -> None:
     assert order[4:-4] == [(head, step) for head in (0, 1) for step in (1, 2) for _ in range(4)]
 
 
-def streamed_groups(plan: WorkPlan, shape: Shape) -> list[list[int]]:
-    """The groups of remote rows that the entries of each program wait for, in order, counted from 1; 0: none."""
+def streamed_arrivals(plan: WorkPlan, shape: Shape) -> list[list[tuple[int, int]]]:
+    """Group and ring step of the last rows that each entry of each program waits for; groups count from 1; (0, 0): none."""
     found = []
     for head, _, segment, masked, full, *_ in plan.work.tolist():
-        remote = bool((plan.segments[segment : segment + masked + full, 6] > 0).any())
-        found.append(1 + head % shape.heads // (shape.heads // shape.groups) if remote else 0)
+        step = int(plan.segments[segment : segment + masked + full, 6].max())
+        found.append((1 + head % shape.heads // (shape.heads // shape.groups), step) if step else (0, 0))
     return [found[begin:end] for begin, end in pairwise(plan.starts.tolist())]
 
 
@@ -211,25 +211,26 @@ def test_tiles_take_rows_that_arrive_in_order_and_each_tile_once(mask: Attention
         groups=groups,
     )
     plan = make_plan(sources.rows, sources.keys, shape)
-    for mine in streamed_groups(plan, shape):
-        # a part of a split tile may meet local rows alone
-        assert all(a <= b or b == 0 for a, b in pairwise(mine))
-        assert plan.slots or mine == sorted(mine)
-    whole = {(head, row) for head, row, *_, slot in plan.work.tolist() if slot < 0}
+    parts = [plan.work[begin:end, 7].tolist() for begin, end in pairwise(plan.starts.tolist())]
+    for mine, slots in zip(streamed_arrivals(plan, shape), parts, strict=True):
+        # a part of a split tile has the place of the tile, and may wait for less
+        whole = [arrival for arrival, slot in zip(mine, slots, strict=True) if slot < 0]
+        assert whole == sorted(whole)
+    tiles = {(head, row) for head, row, *_, slot in plan.work.tolist() if slot < 0}
     split = {(head, row) for head, row, *_ in plan.splits.tolist()}
-    assert not whole & split
-    assert len(whole) == len(plan.work) - plan.slots
-    assert whole | split == {(h, x) for h in range(shape.batch * shape.heads) for x in range(0, rows, shape.tile)}
+    assert not tiles & split
+    assert len(tiles) == len(plan.work) - plan.slots
+    assert tiles | split == {(h, x) for h in range(shape.batch * shape.heads) for x in range(0, rows, shape.tile)}
 
 
 def test_no_program_has_two_tiles_of_the_last_rows_while_another_has_none() -> None:
     visible = torch.ones(512, 512, dtype=torch.bool).tril()[None]
     sources = gather_sources(shards_of("zigzag", 512, 2), 0, visible)
     shape = Shape(1, 8, tile=16, block=16, programs=34, streamed_bytes=2**23, groups=2)
-    programs = streamed_groups(make_plan(sources.rows, sources.keys, shape), shape)
+    programs = streamed_arrivals(make_plan(sources.rows, sources.keys, shape), shape)
     assert sum(len(mine) for mine in programs) == 8 * 16
-    assert {mine.count(2) for mine in programs} == {0, 1}, "32 tiles on 34 programs"
-    assert {mine.count(1) for mine in programs} == {0, 1}
+    for group in (1, 2):
+        assert {mine.count((group, 1)) for mine in programs} == {0, 1}, "32 tiles on 34 programs"
 
 
 def test_long_tiles_are_taken_in_the_order_of_heads() -> None:
