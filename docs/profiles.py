@@ -16,8 +16,8 @@ from ringattn.planning.profile import PROFILES, KernelCost, Link, Profile, write
 
 RESULTS = Path(__file__).parent / "results"
 KERNELS = ("kernels.json", "kernels-lengths.json")
-H200_RINGS, H100_RINGS = "ring2-peers.json", "ring4.json"
-"""Rings of two H200 and of four H100, of which calls of 1,024 tokens per GPU and with 32 KV heads are fitted."""
+H200_RINGS, H100_RINGS = ("ring2-peers.json",), ("short2.json", "short4.json", "ring4.json")
+"""Rings of two H200, and of two and four H100, of which calls of 1,024 tokens per GPU and with 32 KV heads are fitted."""
 H100_FILE, H100_GROUPS = "fa4-h100.json", ("target", "batch")
 """Rows that the kernels of the profile of H100 are fitted to: whole and causal masks."""
 
@@ -60,7 +60,7 @@ def datasheet_h200() -> Profile:
         fitted_from=(
             "kernels.json",
             "kernels-lengths.json",
-            f"{H200_RINGS}: 1024 tokens, 32 KV heads",
+            f"{', '.join(H200_RINGS)}: 1024 tokens, 32 KV heads",
             "model2-128k.json",
         ),
         assumed=(
@@ -77,9 +77,9 @@ def read(folder: Path, *names: str) -> list[Row]:
     return [row for name in names for row in json.loads((folder / name).read_text())["rows"]]
 
 
-def fit_rings(folder: Path, name: str, profile: Profile) -> Profile:
-    """Return a profile whose rings are fitted to rows of a file: the shortest for the host, 32 KV heads for the rest."""
-    rows = [row for row in read(folder, name) if row.get("ours")]
+def fit_rings(folder: Path, names: Sequence[str], profile: Profile) -> Profile:
+    """Return a profile whose rings are fitted to rows of files: the shortest for the host, 32 KV heads for the rest."""
+    rows = [row for row in read(folder, *names) if row.get("ours")]
     return ring_costs([row for row in rows if row["tokens_per_rank"] == 1024 or row["kv_heads"] == 32], profile)
 
 
@@ -144,7 +144,7 @@ def profiles() -> dict[str, Profile]:
         name="H100",
         memory_gib=79.1,
         memory_gbps=round(h200.memory_gbps * 3.35 / 4.8, 1),
-        fitted_from=(f"{H100_FILE}: {', '.join(H100_GROUPS)}", f"{H100_RINGS}: 1024 tokens, 32 KV heads"),
+        fitted_from=(f"{H100_FILE}: {', '.join(H100_GROUPS)}", f"{', '.join(H100_RINGS)}: 1024 tokens, 32 KV heads"),
         assumed=(
             "links, matrix products: those of an H200, which has the same multiprocessors and NVLink",
             "memory: 3.35 TB/s and 80 GB by the datasheet of the SXM module",

@@ -544,6 +544,13 @@ def ring() -> str:
         refused = sorted({f"{row['who']}: {row['refused']}" for row in some if "refused" in row})
         if refused:
             parts.append(f"Without a speed: {'; '.join(refused)}.")
+    if short := runs_of("short"):
+        parts.append(
+            "#### Short rings in the order of arrival\n\nThe fused ring since its programs take tiles in the order in which keys "
+            "arrive, in the columns of the table above; its rows are of before."
+        )
+        for run in short:
+            parts += [source(run["machine"]), table_of_costs(ring_rows([run]))]
     if (HERE / RING_FIGURE).exists():
         parts.append(f"![Share of the kernel alone over tokens per GPU, one line per ring]({RING_FIGURE})")
     for title, said, body in (

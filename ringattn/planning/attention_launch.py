@@ -90,6 +90,7 @@ def make_launch(
             block=config.block_n,
             programs=programs,
             streamed_bytes=rows_of(keys) * heads.width * 2 // group,
+            groups=groups,
         )
         return Launch(make_plan(rows, keys, shape), shape, False, profile.launch_us, times)
     tiles = choose_dkv(heads.head_dim, heads.head_dim, True)

@@ -50,9 +50,9 @@ class Prediction:
         return self.predicted / self.measured - 1
 
 
-def read_rows(folder: Path, bench: str) -> Iterator[tuple[str, Row, Row]]:
-    """Yield file, machine and row of all rows of a bench."""
-    for path in sorted(folder.glob(f"{bench}*.json")):
+def read_rows(folder: Path, bench: str, files: str | None = None) -> Iterator[tuple[str, Row, Row]]:
+    """Yield file, machine and row of all rows of a bench, in files that begin with its name or with `files`."""
+    for path in sorted(folder.glob(f"{files or bench}*.json")):
         run = json.loads(path.read_text())
         for row in run["rows"]:
             if row["bench"] == bench:

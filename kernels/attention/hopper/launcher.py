@@ -280,6 +280,7 @@ def _launch_forward(
         programs=max(1, multiprocessors(q.device) - sm_margin),
         streamed_bytes=streamed_rows * (d + dv) * k.element_size() * hk * pack // h,
         every_tile=first or last,
+        groups=1 if flags is None else flags.shape[0],
     )
     plan = make_plan(rows, keys, shape)
     if plan.work.shape[0] == 0:

@@ -42,7 +42,11 @@ Note [Sources]
     their source; where they leave it they meet pad rows. A tile never holds rows of two sources. Streamed sources come in ring
     order, among masked segments and among full ones. Stationary sources are taken in the order of arrival: the longer half of
     the local buffer first, then remote rows group by group and step by step, then the rest of the local buffer, while the last
-    contributions are sent to their owners.
+    contributions are sent to their owners. Where streamed sources arrive, a program takes tiles that meet local rows alone first,
+    then the others in the order in which their last rows arrive. Tiles of the last group are assigned first: no program then
+    holds two of them while another one has none. The other groups follow in order, and tiles of local rows fill up the
+    programs. Only launches of short tiles are so ordered (SHORT): long ones wait for a small part of their time, and share
+    the level-two cache best in the order of heads.
 
 Note [Assignment]
     Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads form groups that stream no more
@@ -79,6 +83,8 @@ MIN_PART = 4
 """Work of the smallest part, in blocks."""
 SLACK = 0.02
 """Excess of the most loaded program over the mean that is left alone."""
+SHORT = 128
+"""Blocks of the longest tile of launches in which tiles of streamed sources are taken in the order of arrival."""
 
 _FINEST = 0.005  # the first step from the mean to the limit that splitting keeps
 _BEYOND = 2**31 - 1  # beyond every position
@@ -135,7 +141,7 @@ class Shape:
         align: Segments begin at multiples of this many rows (bulk loads of row statistics need 4).
         every_tile: Tiles that see nothing are written too.
         split: Whether tiles may be split.
-        groups: Groups of heads in which rows of a gathered stationary side arrive; divides heads.
+        groups: Groups of heads in which rows of a gathered side arrive; divides heads.
     """
 
     batch: int
@@ -218,16 +224,22 @@ def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
     groups = max(1, min(heads, -(-heads * shape.streamed_bytes // L2_BYTES)))
     longest = int(count.max()) if count.numel() else 0
     turn = head // -(-heads // groups)
+    waits = isinstance(streamed, GatheredKeys) and len(streamed.sides) > 1 and 0 < longest <= SHORT
     if isinstance(stationary, GatheredKeys):
         turn += _wave(tile, head, count, tiles, shape) * groups
-    order = torch.argsort(turn * (longest + 1) + longest - count, stable=True)
+    first = turn
+    if waits:
+        wave, first = _streamed_waves(index, head, tiles, shape)
+        turn = turn + wave * groups
+    order = torch.argsort(first * (longest + 1) + longest - count, stable=True)
     order = order[count[order] > 0]
-    index, head, tile, count = index[order], head[order], tile[order], count[order]
+    index, head, tile, count, turn = index[order], head[order], tile[order], count[order], turn[order]
     source = tiles.source[tile] if isinstance(stationary, GatheredKeys) else None
 
     assigned = _assign(count, shape)
+    place = torch.argsort(torch.argsort(turn, stable=True))
     device = _sources(stationary)[0][0].runs.device
-    return _assemble(tiles, index, head, tiles.row[tile], source, assigned, shape, device)
+    return _assemble(tiles, index, head, tiles.row[tile], source, assigned, place, shape, device)
 
 
 def _sources(sides: AnyRows) -> list[tuple[RowMetadata, int]]:
@@ -248,6 +260,16 @@ def _wave(tile: Tensor, head: Tensor, count: Tensor, tiles: _Tiles, shape: Shape
     wave = torch.where(step == 0, 0, group * steps + step)
     wave[late] = last
     return wave
+
+
+def _streamed_waves(index: Tensor, head: Tensor, tiles: _Tiles, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return the place of each entry in the order in which programs take theirs, and in that of assignment (Note [Sources])."""
+    each = tiles.table[:, 1] + tiles.table[:, 2]
+    tile = torch.repeat_interleave(torch.arange(each.shape[0], device="cpu"), each)
+    last = torch.zeros_like(each).scatter_reduce_(0, tile, tiles.segments[:, 6], "amax")[index]
+    group, steps = head % shape.heads // (shape.heads // shape.groups), int(last.max()) + 1
+    wave = torch.where(last > 0, group * steps + last, 0)
+    return wave, torch.where(last > 0, ((group + 1) % shape.groups + 1) * steps - last, shape.groups * steps)
 
 
 def _meet(stationary: list[tuple[RowMetadata, int]], streamed: list[tuple[RowMetadata, int]], shape: Shape) -> _Tiles:
@@ -576,10 +598,14 @@ def _assemble(
     row: Tensor,
     source: Tensor | None,
     assigned: _Assignment,
+    place: Tensor,
     shape: Shape,
     device: torch.device,
 ) -> WorkPlan:
-    """The tables of a plan from an assignment; index, head, row, source: of every entry, index into the tiles."""
+    """The tables of a plan from an assignment; index, head, row, source: of every entry, index into the tiles.
+
+    place: of every entry in the order in which programs take theirs.
+    """
     owners = torch.tensor(assigned.owners, dtype=torch.int64, device="cpu")
     entries = torch.cat((head[:, None], row[:, None], tiles.table[index], torch.full_like(head, -1)[:, None]), 1)
     whole = owners >= 0
@@ -605,7 +631,7 @@ def _assemble(
             slot += 1
     table, owners, sequence = torch.cat(work), torch.cat(owner), torch.cat(sequence)
     unsorted = table[:, 5:7].sum(1)
-    order = torch.argsort(owners * len(position) + sequence, stable=True)
+    order = torch.argsort(owners * len(position) + place[sequence], stable=True)
     table = table[order]
     taken = torch.bincount(owners, minlength=1)
     taken = taken[taken > 0]

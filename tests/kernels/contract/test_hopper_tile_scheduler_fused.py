@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels.attention.hopper.tile_scheduler import Shape, WorkPlan, make_plan
+from ringattn.kernels.attention.hopper.tile_scheduler import SHORT, Shape, WorkPlan, make_plan
 from ringattn.plan.mask import AttentionMask
 from tests.support.fused_cases import Sources, gather_sources, shards_of
 from tests.support.kernel_conformance import Runs
@@ -173,6 +173,73 @@ def test_half_of_near_is_kept_for_the_end(split: bool) -> None:
     assert order[:4] == near
     assert order[-4:] == near
     assert order[4:-4] == [(head, step) for head in (0, 1) for step in (1, 2) for _ in range(4)]
+
+
+def streamed_arrivals(plan: WorkPlan, shape: Shape) -> list[list[tuple[int, int]]]:
+    """Group and ring step of the last rows that each entry of each program waits for; groups count from 1; (0, 0): none."""
+    found = []
+    for head, _, segment, masked, full, *_ in plan.work.tolist():
+        step = int(plan.segments[segment : segment + masked + full, 6].max())
+        found.append((1 + head % shape.heads // (shape.heads // shape.groups), step) if step else (0, 0))
+    return [found[begin:end] for begin, end in pairwise(plan.starts.tolist())]
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(max_len=40, cross=False), st.data())
+def test_tiles_take_rows_that_arrive_in_order_and_each_tile_once(mask: AttentionMask, data: st.DataObject) -> None:
+    world = data.draw(st.integers(2, 4))
+    shards = runs_of(data.draw(layouts(mask.seq_len, world)))
+    visible = torch.tensor(
+        [
+            [[is_visible(mask, i, j, b) for j in range(mask.seq_len)] for i in range(mask.seq_len)]
+            for b in range(mask.batch_size)
+        ]
+    )
+    sources = gather_sources(shards, data.draw(st.integers(0, world - 1)), visible)
+    rows = len(sources.rows.positions)
+    if not sources.rows.run_list or not any(sources.places):
+        return
+    groups = data.draw(st.sampled_from([1, 2]))
+    shape = Shape(
+        batch=mask.batch_size if mask.batch_size > 1 else data.draw(st.integers(1, 2)),
+        heads=groups * data.draw(st.integers(1, 2)),
+        tile=data.draw(st.sampled_from([1, 4, 16])),
+        block=data.draw(st.integers(1, 4)),
+        programs=data.draw(st.integers(1, 12)),
+        streamed_bytes=data.draw(st.sampled_from([0, 2**24, 2**26])),
+        split=data.draw(st.booleans()),
+        groups=groups,
+    )
+    plan = make_plan(sources.rows, sources.keys, shape)
+    parts = [plan.work[begin:end, 7].tolist() for begin, end in pairwise(plan.starts.tolist())]
+    for mine, slots in zip(streamed_arrivals(plan, shape), parts, strict=True):
+        # a part of a split tile has the place of the tile, and may wait for less
+        whole = [arrival for arrival, slot in zip(mine, slots, strict=True) if slot < 0]
+        assert whole == sorted(whole)
+    tiles = {(head, row) for head, row, *_, slot in plan.work.tolist() if slot < 0}
+    split = {(head, row) for head, row, *_ in plan.splits.tolist()}
+    assert not tiles & split
+    assert len(tiles) == len(plan.work) - plan.slots
+    assert tiles | split == {(h, x) for h in range(shape.batch * shape.heads) for x in range(0, rows, shape.tile)}
+
+
+def test_no_program_has_two_tiles_of_the_last_rows_while_another_has_none() -> None:
+    visible = torch.ones(512, 512, dtype=torch.bool).tril()[None]
+    sources = gather_sources(shards_of("zigzag", 512, 2), 0, visible)
+    shape = Shape(1, 8, tile=16, block=16, programs=34, streamed_bytes=2**23, groups=2)
+    programs = streamed_arrivals(make_plan(sources.rows, sources.keys, shape), shape)
+    assert sum(len(mine) for mine in programs) == 8 * 16
+    for group in (1, 2):
+        assert {mine.count((group, 1)) for mine in programs} == {0, 1}, "32 tiles on 34 programs"
+
+
+def test_long_tiles_are_taken_in_the_order_of_heads() -> None:
+    visible = torch.ones(1536, 1536, dtype=torch.bool).tril()[None]
+    sources = gather_sources(shards_of("zigzag", 1536, 2), 0, visible)
+    shape = Shape(1, 4, tile=64, block=8, programs=1, streamed_bytes=2**25, groups=2)
+    plan = make_plan(sources.rows, sources.keys, shape)
+    assert int((plan.work[:, 5] + plan.work[:, 6]).max()) > SHORT
+    assert plan.work[:, 0].tolist() == sorted(plan.work[:, 0].tolist())
 
 
 def test_a_gathered_plan_says_of_every_entry_whose_rows_it_holds_and_others_say_nothing() -> None:
