@@ -653,7 +653,7 @@ def _assemble(
 
 
 def _shares_ends(tiles: _Tiles, block: int) -> bool:
-    """Return whether at most half as many last streamed rows are different as there are tiles."""
+    """Return whether tiles have at least twice the number of their different last streamed rows."""
     of_tile = torch.repeat_interleave(torch.arange(tiles.table.shape[0], device="cpu"), tiles.table[:, 1:3].sum(1))
     end = tiles.segments[:, 0] + tiles.segments[:, 1] * block
     last = torch.zeros(tiles.table.shape[0], dtype=torch.int64, device="cpu").scatter_reduce(0, of_tile, end, "amax")
