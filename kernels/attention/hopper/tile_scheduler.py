@@ -648,8 +648,15 @@ def _assemble(
     uploaded = upload((table, torch.cat(segments), starts, merged, *sources), device)
     met = torch.zeros(shape.programs, dtype=torch.int64, device="cpu").index_add_(0, owners, unsorted)
     longest, deepest = int(met.max()) * shape.repeats, int(unsorted.max()) if unsorted.numel() else 0
-    counted = (taken.shape[0], slot, blocks, longest, deepest)
-    return WorkPlan(*uploaded, *counted, shares_ends=_shares_ends(tiles, shape.block))
+    return WorkPlan(
+        *uploaded,
+        programs=taken.shape[0],
+        slots=slot,
+        blocks=blocks,
+        longest=longest,
+        deepest=deepest,
+        shares_ends=_shares_ends(tiles, shape.block),
+    )
 
 
 def _shares_ends(tiles: _Tiles, block: int) -> bool:
