@@ -14,7 +14,8 @@ Only p is passed on, rounded to the dtype of the inputs, through shared memory. 
 products of the other. With both products from registers a block reads 272 KiB of shared memory where halves of the columns or
 rows for each warpgroup would read 312; see NOTES.md.
 
-Named barriers, each + stage: Q_FREE and DO_FREE: both consumers are done with it. P_FULL, P_FREE: between them.
+Where three stages of q and do fit, warps 0-3 begin s of a block before they add to dv what the block before sends.
+Named barriers, each + stage: FREE: both consumers are done with its q and do. P_FULL, P_FREE: between them.
 Fused calls are those of Note [Tiles of several owners] in backward.py, but a tile that the end of its source cuts needs no mask,
 because no sum over keys is made here. Returned sums change their layout through the shared memory of K and of V.
 """
@@ -45,6 +46,7 @@ from ringattn.kernels.attention.hopper.primitives import (
     load_panels,
     opaque,
     operand_of,
+    packed,
     panels_of,
     put_panels,
     scaled,
@@ -58,14 +60,22 @@ from ringattn.kernels.attention.hopper.primitives import (
 
 TILE = gl.constexpr(64)  # keys
 BLOCK = gl.constexpr(64)  # queries
-STAGES = gl.constexpr(2)
 LOG2E = gl.constexpr(1.4426950408889634)
-Q_FREE = gl.constexpr(8)
-DO_FREE = gl.constexpr(10)
+P_STAGES = gl.constexpr(2)
+FREE = gl.constexpr(8)
 P_FULL = gl.constexpr(12)
 P_FREE = gl.constexpr(14)
 NEVER = gl.constexpr(2**30)  # beyond every flag
 CHUNK = gl.constexpr(32)  # columns that change their layout at a time on their way home
+
+
+@gluon.jit
+def _place(count, STAGES: gl.constexpr):
+    """(stage, phase) of a block; two stages take fewer instructions by bits, since `count` has a sign."""
+    st, phase = count & 1, (count >> 1) & 1
+    if STAGES != 2:
+        st, phase = count % STAGES, (count // STAGES) & 1
+    return st, phase
 
 
 @gluon.jit
@@ -80,7 +90,7 @@ def _beginning(tile_s, LAYOUT: gl.constexpr):
 def _produce(
     work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
     lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group, padded_queries, steps,
-    heads_per_group, timeout_us, board, epochs, PANELS: gl.constexpr, V_PANELS: gl.constexpr,
+    heads_per_group, timeout_us, board, epochs, STAGES: gl.constexpr, PANELS: gl.constexpr, V_PANELS: gl.constexpr,
 ):  # fmt: skip
     """Streams the tiles of this program; V of a tile follows its first Q."""
     first = gl.load(starts + gl.program_id(0))
@@ -117,16 +127,14 @@ def _produce(
                     if board is not None:
                         if count > 0 and count % EPOCH == 0:
                             epoch = wait_for_progress(board, epoch, epochs)
-                    st = count & 1
+                    st, _phase = _place(count, STAGES)
                     if count >= STAGES:
-                        sync(Q_FREE + st, 288)
+                        sync(FREE + st, 288)
                     load_panels(q_desc, None, 0, b, h, x, q_full.index(st), q_s, st, PANELS, BLOCK * 4)
                     tma.async_copy_global_to_shared(lse_desc, [stat + x], q_full.index(st), lse_s.index(st))
                     if fresh == 1:
                         mbarrier.wait(v_free, phase)
                         load_panels(v_desc, v_remote, step, b, h_kv, row, v_full, v_s, 0, V_PANELS, 0)
-                    if count >= STAGES:
-                        sync(DO_FREE + st, 288)
                     load_panels(do_desc, None, 0, b, h, x, do_full.index(st), do_s, st, V_PANELS, BLOCK * 4)
                     tma.async_copy_global_to_shared(delta_desc, [stat + x], do_full.index(st), delta_s.index(st))
                     fresh = 0
@@ -143,22 +151,22 @@ def _tanh(x):
 
 @gluon.jit
 def _weigh(
-    dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s, q_full, do_full, scale, cap,
-    MASKED: gl.constexpr, PANELS: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr,
+    dv, weights, began, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s, q_full,
+    do_full, scale, cap,
+    MASKED: gl.constexpr, STAGES: gl.constexpr, PANELS: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Makes the weights of one block, hands them over, and adds what they send to dv.
+    """Makes the weights of one block, hands them over, and adds what they send to dv: (dv, weights).
 
-    `low`, `high`: limits of each key (`limits` of primitives.py). `x`: first query row of the block; row y sits at the
+    With more than two stages it adds what `weights`, those of the block before, send. `began`: number of the first block of the
+    tile. `low`, `high`: limits of each key (`limits` of primitives.py). `x`: first query row of the block; row y sits at the
     global position origin + stride * y. `slope` and `key_bias` are in log2 units.
     """
     dtype: gl.constexpr = q_s.dtype
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
     zero = gl.zeros([TILE, BLOCK], gl.float32, s_l)
-    st = count & 1
-    phase = (count >> 1) & 1
+    st, phase = _place(count, STAGES)
     q = panels_of(q_s, st, PANELS)
-    do = panels_of(do_s, st, len(dv))
     if k is None:
         # an index the compiler cannot see through: held through the loop, the addresses of all slices fill the registers
         k = panels_of(k_s, opaque(gl.to_tensor(0)), PANELS)
@@ -166,8 +174,13 @@ def _weigh(
     mbarrier.wait(q_full.index(st), phase)
     s_token = begin_scores(k, q, zero, False)
     lse2 = gl.expand_dims(lse_s.index(st).load(columns_l), 0)
-    s = warpgroup_mma_wait(0, deps=[s_token])
-    arrive(Q_FREE + st, 288)
+    if STAGES > 2:
+        # dv of the block before runs beneath the exponentials of this one; before the first it adds weights of 0
+        before = gl.maximum(count - 1, began)
+        tokens = _begin_dv(before, weights, do_s, dv, do_full, STAGES)
+        s = warpgroup_mma_wait(len(dv), deps=[s_token])
+    else:
+        s = warpgroup_mma_wait(0, deps=[s_token])
     s = s * scale
     tanh = s
     if SOFTCAP:
@@ -185,20 +198,34 @@ def _weigh(
         visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
         p = gl.where(visible, p, 0.0)
     weights = p.to(dtype)
-    if count >= STAGES:
-        sync(P_FREE + st, 256)
+    p_st = count & 1
+    if count >= P_STAGES:
+        sync(P_FREE + p_st, 256)
     if SOFTCAP:
         # ds has the derivative of the soft cap besides, the gradient of the key bias does not
-        p_s.index(st).store((p * (1.0 - tanh * tanh)).to(dtype))
+        p_s.index(p_st).store((p * (1.0 - tanh * tanh)).to(dtype))
         if WANT_KEY_BIAS:
-            p_s.index(st + STAGES).store(weights)
+            p_s.index(p_st + P_STAGES).store(weights)
     else:
-        p_s.index(st).store(weights)
-    arrive(P_FULL + st, 256)
+        p_s.index(p_st).store(weights)
+    arrive(P_FULL + p_st, 256)
+    if STAGES > 2:
+        weights = packed(weights)
+        dv = wait_for_sums(tokens)
+        if count > began:
+            arrive(FREE + _place(before, STAGES)[0], 288)
+    else:
+        dv = wait_for_sums(_begin_dv(count, weights, do_s, dv, do_full, STAGES))
+        arrive(FREE + st, 288)
+    return dv, weights
+
+
+@gluon.jit
+def _begin_dv(count, weights, do_s, dv, do_full, STAGES: gl.constexpr):
+    """Begins dv + weights do of a block."""
+    st, phase = _place(count, STAGES)
     mbarrier.wait(do_full.index(st), phase)
-    dv = wait_for_sums(begin_sums(operand_of(weights, do_s), do, dv))
-    arrive(DO_FREE + st, 288)
-    return dv
+    return begin_sums(operand_of(weights, do_s), panels_of(do_s, st, len(dv)), dv)
 
 
 @gluon.jit
@@ -207,7 +234,8 @@ def _make_dv(
     positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows,
     local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap,
     D_WIDTH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    WANT_KEY_BIAS: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+    WANT_KEY_BIAS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr,
+    UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Scores, weights and dv of every tile of this program."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -221,6 +249,8 @@ def _make_dv(
         h_kv = head % heads
         b64 = gl.cast(b, gl.int64)
         dv = zero_sums(do_s, DV // do_s.shape[4])
+        weights = packed(gl.zeros([TILE, BLOCK], q_s.dtype, s_l))
+        began = count
         y_tile = opaque(gl.arange(0, TILE, gl.SliceLayout(1, s_l)))
         y = row + y_tile
         exists = y < rows
@@ -257,9 +287,9 @@ def _make_dv(
                 )
                 low, high = limits(own_lo, own_hi, begin, end, origin, stride)
                 for _j in range(blocks):
-                    dv = _weigh(
-                        dv, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s,
-                        q_full, do_full, scale, cap, True, PANELS, SOFTCAP, WANT_KEY_BIAS,
+                    dv, weights = _weigh(
+                        dv, weights, began, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s,
+                        k, lse_s, p_s, q_full, do_full, scale, cap, True, STAGES, PANELS, SOFTCAP, WANT_KEY_BIAS,
                     )  # fmt: skip
                     x += BLOCK
                     count += 1
@@ -269,19 +299,22 @@ def _make_dv(
                 for part in range(segment + masked, segment + masked + full):
                     x, blocks, _begin, _end, origin, stride = _segment(segments, part)
                     for _j in range(blocks):
-                        dv = _weigh(
-                            dv, count, lo, hi, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s,
-                            q_full, do_full, scale, cap, False, PANELS, SOFTCAP, WANT_KEY_BIAS,
+                        dv, weights = _weigh(
+                            dv, weights, began, count, lo, hi, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s,
+                            k, lse_s, p_s, q_full, do_full, scale, cap, False, STAGES, PANELS, SOFTCAP, WANT_KEY_BIAS,
                         )  # fmt: skip
                         x += BLOCK
                         count += 1
         else:
             for _j in range(full_blocks * group):
-                dv = _weigh(
-                    dv, count, lo, hi, 0, 0, 0, k_pos, None, key_bias, q_s, do_s, k_s, k, lse_s, p_s, q_full, do_full, scale,
-                    cap, False, PANELS, SOFTCAP, WANT_KEY_BIAS,
+                dv, weights = _weigh(
+                    dv, weights, began, count, lo, hi, 0, 0, 0, k_pos, None, key_bias, q_s, do_s, k_s, k, lse_s, p_s,
+                    q_full, do_full, scale, cap, False, STAGES, PANELS, SOFTCAP, WANT_KEY_BIAS,
                 )  # fmt: skip
                 count += 1
+        if STAGES > 2:
+            dv = wait_for_sums(_begin_dv(count - 1, weights, do_s, dv, do_full, STAGES))
+            arrive(FREE + _place(count - 1, STAGES)[0], 288)
         if grad_buffers is None:
             if not HELD:
                 mbarrier.arrive(k_free, count=1)
@@ -321,14 +354,14 @@ def _send(target, stride, sums, y, rows, buffer, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _slopes(count, do_s, v_s, v, delta_s, do_full, V_PANELS: gl.constexpr):
+def _slopes(count, do_s, v_s, v, delta_s, do_full, STAGES: gl.constexpr, V_PANELS: gl.constexpr):
     """Begins dp - delta of a block, a product that starts from -delta."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    st = count & 1
+    st, phase = _place(count, STAGES)
     do = panels_of(do_s, st, V_PANELS)
     if v is None:
         v = panels_of(v_s, opaque(gl.to_tensor(0)), V_PANELS)
-    mbarrier.wait(do_full.index(st), (count >> 1) & 1)
+    mbarrier.wait(do_full.index(st), phase)
     minus_delta = gl.expand_dims(delta_s.index(st).load(gl.SliceLayout(0, s_l)), 0)
     start, _zero = gl.broadcast(minus_delta, gl.zeros([TILE, BLOCK], gl.float32, s_l))
     return begin_scores(v, do, start, True)
@@ -345,7 +378,7 @@ def _take(
     ds = p_s.index(st).load(s_l).to(gl.float32) * dp
     if WANT_KEY_BIAS:
         if SOFTCAP:
-            dkey_bias += gl.sum(p_s.index(st + STAGES).load(s_l).to(gl.float32) * dp, 1)
+            dkey_bias += gl.sum(p_s.index(st + P_STAGES).load(s_l).to(gl.float32) * dp, 1)
         else:
             dkey_bias += gl.sum(ds, 1)
     arrive(P_FREE + st, 256)
@@ -353,11 +386,20 @@ def _take(
 
 
 @gluon.jit
+def _begin_dk(count, ds, q_s, dk, q_full, STAGES: gl.constexpr):
+    """Begins dk + ds q of a block."""
+    st, phase = _place(count, STAGES)
+    mbarrier.wait(q_full.index(st), phase)
+    return begin_sums(ds, panels_of(q_s, st, len(dk)), dk)
+
+
+@gluon.jit
 def _make_dk(
     work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
     dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    AHEAD: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
+    AHEAD: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr,
+    GRAD_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """dp, ds and dk of every tile of this program; which pairs are hidden is known from their weights."""
     V_PANELS: gl.constexpr = DV // do_s.shape[4]
@@ -379,33 +421,25 @@ def _make_dk(
                 mbarrier.arrive(v_free, count=1)
         blocks = (masked_blocks + full_blocks) * group
         if AHEAD:
-            dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, V_PANELS)])
-            arrive(DO_FREE + (count & 1), 288)
+            dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, STAGES, V_PANELS)])
             for _j in range(blocks - 1):
                 ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
-                dp_token = _slopes(count + 1, do_s, v_s, v, delta_s, do_full, V_PANELS)
-                mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
-                dk_tokens = begin_sums(ds, panels_of(q_s, count & 1, len(dk)), dk)
+                dp_token = _slopes(count + 1, do_s, v_s, v, delta_s, do_full, STAGES, V_PANELS)
+                dk_tokens = _begin_dk(count, ds, q_s, dk, q_full, STAGES)
                 dp = warpgroup_mma_wait(len(dk), deps=[dp_token])
-                arrive(DO_FREE + ((count + 1) & 1), 288)
                 dk = wait_for_sums(dk_tokens)
-                arrive(Q_FREE + (count & 1), 288)
+                arrive(FREE + _place(count, STAGES)[0], 288)
                 count += 1
             ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
-            mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
-            dk_tokens = begin_sums(ds, panels_of(q_s, count & 1, len(dk)), dk)
-            dk = wait_for_sums(dk_tokens)
-            arrive(Q_FREE + (count & 1), 288)
+            dk = wait_for_sums(_begin_dk(count, ds, q_s, dk, q_full, STAGES))
+            arrive(FREE + _place(count, STAGES)[0], 288)
             count += 1
         else:
             for _j in range(blocks):
-                dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, V_PANELS)])
-                arrive(DO_FREE + (count & 1), 288)
+                dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, STAGES, V_PANELS)])
                 ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
-                mbarrier.wait(q_full.index(count & 1), (count >> 1) & 1)
-                dk_tokens = begin_sums(ds, panels_of(q_s, count & 1, len(dk)), dk)
-                dk = wait_for_sums(dk_tokens)
-                arrive(Q_FREE + (count & 1), 288)
+                dk = wait_for_sums(_begin_dk(count, ds, q_s, dk, q_full, STAGES))
+                arrive(FREE + _place(count, STAGES)[0], 288)
                 count += 1
         if grad_buffers is None:
             if not HELD:
@@ -466,8 +500,8 @@ def backward_dkv_wide_kernel(
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, padded_queries, local_rows,
     grad_buffer_rows, steps, heads_per_group, timeout_us, epochs, lo_st, hi_st, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    AHEAD: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    GRAD_LAYOUT: gl.constexpr,
+    AHEAD: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr,
+    P_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """dk, dv and dkey_bias of one ring step; `rows` are keys, `heads` key heads.
@@ -481,7 +515,7 @@ def backward_dkv_wide_kernel(
     of the next block is made beside dk of this one.
     """
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
-    P_TILES: gl.constexpr = 2 * STAGES if SOFTCAP and dkey_bias_out is not None else STAGES
+    P_TILES: gl.constexpr = 2 * P_STAGES if SOFTCAP and dkey_bias_out is not None else P_STAGES
     PANELS: gl.constexpr = D // q_desc.block_type.shape[3]
     V_PANELS: gl.constexpr = DV // do_desc.block_type.shape[3]
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES * PANELS, 1, 1, BLOCK, D // PANELS], q_desc.layout)
@@ -508,16 +542,16 @@ def backward_dkv_wide_kernel(
             work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, grad_buffers, error,
             parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads,
             group, rows, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, D_WIDTH, D, DV, DV_WIDTH, SOFTCAP, WANT_KEY_BIAS,
-            HELD, ADD, UNIT, GRAD_LAYOUT,
+            STAGES, HELD, ADD, UNIT, GRAD_LAYOUT,
         )),
         (_make_dk, (
             work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
             dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale, D, DV,
-            D_WIDTH, DV_WIDTH, SOFTCAP, AHEAD, HELD, ADD, UNIT, GRAD_LAYOUT,
+            D_WIDTH, DV_WIDTH, SOFTCAP, AHEAD, STAGES, HELD, ADD, UNIT, GRAD_LAYOUT,
         )),
         (_produce, (
             work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s,
             k_s, v_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group,
-            padded_queries, steps, heads_per_group, timeout_us, board, epochs, PANELS, V_PANELS,
+            padded_queries, steps, heads_per_group, timeout_us, board, epochs, STAGES, PANELS, V_PANELS,
         )),
     ], [4, 1], [240, 24])  # fmt: skip

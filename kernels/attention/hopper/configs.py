@@ -75,6 +75,7 @@ class WideDkvConfig:
         ahead: dP of the next block is made beside dk of this one, so that it is there when the weights come.
         split: Tiles may be split among programs.
         held: K and V stay in registers.
+        stages: Blocks of q and do in shared memory, 2 to 4; from 3 on dv of a block is made beside the scores of the next.
         tile: Keys of a tile.
         block: Query rows of a block.
         persistent: As many programs as multiprocessors.
@@ -83,6 +84,7 @@ class WideDkvConfig:
     ahead: bool = True
     split: bool = True
     held: bool = False
+    stages: int = 2
     tile: ClassVar[int] = 64
     block: ClassVar[int] = 64
     persistent: ClassVar[bool] = True
@@ -177,7 +179,9 @@ def choose_dkv(
 ) -> DkvConfig | WideDkvConfig:
     """The configuration of a launch that makes dk and dv."""
     if max(head_dim, v_head_dim) > FUSED_MAX_HEAD_DIM:
-        return WideDkvConfig(held=max(head_dim, v_head_dim) <= 192)
+        held = max(head_dim, v_head_dim) <= 192
+        both = columns_of(head_dim, WIDE_COLUMNS) + columns_of(v_head_dim, WIDE_COLUMNS)
+        return WideDkvConfig(held=held, stages=3 if held and both <= 320 else 2)
     dims = padded_dims(head_dim, v_head_dim)
     if extras == 3 and dims[0] == 128 and not want_dq:
         return _EVERY_TERM

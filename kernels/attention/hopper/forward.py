@@ -49,6 +49,7 @@ from ringattn.kernels.attention.hopper.primitives import (
     exit_barrier,
     hide,
     opaque,
+    packed,
     rows_ahead,
     sync,
     wait_flag,
@@ -346,12 +347,6 @@ def _merge_sums(m_a, l_a, m_b, l_b):
 
 
 @gluon.jit
-def _packed(p):
-    """Return 16-bit weights, two to a register: halves that a loop carries cost a permutation each in each round."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
-
-
-@gluon.jit
 def _panels(buffer, tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PANELS: gl.constexpr):
     """Return the panels of a tile in shared memory, `rows columns` each."""
     panels = ()
@@ -552,7 +547,7 @@ def _consumer(
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
-        p = _packed(p)
+        p = packed(p)
         for _ in range(gl.where(masked_blocks == 0, 1, 0), full_blocks):
             if PLACED:
                 key += BLOCK_N

@@ -469,8 +469,8 @@ def launch_dkv(
     else:
         kernel = backward_dkv_wide_kernel
         switches = {
-            "AHEAD": config.ahead, "HELD": config.held, "P_LAYOUT": layout_of((tile, block), q.dtype),
-            "GRAD_LAYOUT": layout_of((tile, 32), torch.float32),
+            "AHEAD": config.ahead, "STAGES": config.stages, "HELD": config.held,
+            "P_LAYOUT": layout_of((tile, block), q.dtype), "GRAD_LAYOUT": layout_of((tile, 32), torch.float32),
         }  # fmt: skip
     bound_launch.launch(
         kernel,

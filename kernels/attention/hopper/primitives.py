@@ -151,6 +151,12 @@ def pinned(x):
 
 
 @gluon.jit
+def packed(p):
+    """Return 16-bit weights, two to a register: halves that a loop carries cost a permutation each in each round."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
 def reciprocal(x):
     """1 / x to the last bit or so; 0 for infinity."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)

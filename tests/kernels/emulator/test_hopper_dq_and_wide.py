@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from ringattn.kernels.attention import eager
 from ringattn.kernels.attention.hopper import launcher
-from ringattn.kernels.attention.hopper.configs import DqConfig, WideDkvConfig
+from ringattn.kernels.attention.hopper.configs import DqConfig, WideDkvConfig, choose_dkv
 from ringattn.kernels.attention.hopper.launcher import BackwardInputs, GradOutputs, launch_dkv, launch_dq
 from ringattn.kernels.attention.hopper.tile_scheduler import Shape, make_plan
 from ringattn.kernels.interface import Grads, KernelSet, Score
@@ -70,7 +70,7 @@ def kernels(rows_config: DqConfig | None = None, keys_config: WideDkvConfig | No
     def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
         *inputs, grads = args
         x, out = BackwardInputs(*inputs, o=o, dlse=dlse), GradOutputs.of(grads)
-        launch_dkv(x, out, config=keys_config or WideDkvConfig(held=True))
+        launch_dkv(x, out, config=keys_config or choose_dkv(max(x.q.shape[-1], 129), x.v.shape[-1], False, 3))
         launch_dq(x, out, config=rows_config)
 
     return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=eager.delta, backward=backward))
