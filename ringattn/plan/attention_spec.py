@@ -64,7 +64,7 @@ class AttentionSpec:
 
     sharding: Sharding
     kv_sharding: Sharding
-    mask: AttentionMask | MaskUnion
+    mask: MaskUnion
     softmax_scale: float
     softcap: float
     dropout_p: float

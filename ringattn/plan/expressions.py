@@ -11,7 +11,7 @@ from operator import and_, index, or_
 from typing import Any, ClassVar
 
 from ringattn.plan.block_pattern import BlockPattern
-from ringattn.plan.bounds import Bounds, constant, from_pieces
+from ringattn.plan.bounds import Bounds, PiecewiseBound, clamp, constant, from_pieces
 from ringattn.plan.intervals import Term, both, count_term, united
 
 
@@ -39,6 +39,12 @@ class Frame:
             )
         merged = tuple(sorted({*(self.documents or ()), *documents}))
         return Frame(self.seq_len, self.kv_len, self.b, merged)
+
+    def cut(self, given: list[Term]) -> list[Term]:
+        """The parts of terms inside of the documents."""
+        pairs = [(a, e) for a, e, _, _ in self.stretches]
+        found = [Term((clamp(term.bounds[0], pairs), clamp(term.bounds[1], pairs)), term.pattern) for term in given]
+        return [term for term in found if not term.is_empty]
 
     @property
     def stretches(self) -> list[tuple[int, int, int, int]]:
@@ -173,7 +179,8 @@ class Documents(Mask):
         return _inside_one(pairwise(self.boundaries), i, j)
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
-        return [Term(_of_stretches(frame.inside(self.boundaries).stretches, frame.seq_len))]
+        every = constant(frame.seq_len, 0), constant(frame.seq_len, frame.kv_len)
+        return frame.inside(self.boundaries).cut([Term(every)])
 
 
 @dataclass(frozen=True, repr=False)
@@ -439,14 +446,18 @@ class Intersection(_Combined):
         return reduce(and_, (part.visible(i, j, b=b, documents=documents) for part in self.parts))
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
-        for part in self.parts:
-            if isinstance(part, Documents):
-                frame = frame.inside(part.boundaries)
-        found = self.parts[0].intervals(frame)
-        for part in self.parts[1:]:
+        documents = [part for part in self.parts if isinstance(part, Documents)]
+        for part in documents:
+            frame = frame.inside(part.boundaries)
+        others = [part for part in self.parts if not isinstance(part, Documents)]
+        if not others:
+            return documents[0].intervals(frame)
+        found = others[0].intervals(frame)
+        for part in others[1:]:
             more = part.intervals(frame)
             found = [term for a in found for b in more if not (term := both(a, b)).is_empty]
-        return found
+        # last: documents may be thousands
+        return frame.cut(found) if documents else found
 
     def __repr__(self) -> str:
         return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
@@ -685,15 +696,17 @@ _LEAVES: dict[str, type[Mask]] = {
 
 def _of_stretches(stretches: list[tuple[int, int, int, int]], rows: int) -> Bounds:
     """Bounds of rows [a, e) that see [first, stop), in order; rows between them see nothing."""
-    lower: list[tuple[int, int, int]] = []
-    upper: list[tuple[int, int, int]] = []
-    at = reached = 0
-    for a, e, first, stop in stretches:
-        lower += [(a - at, reached, 0), (e - a, first, 0)]
-        upper += [(a - at, reached, 0), (e - a, stop, 0)]
-        at, reached = e, stop
-    rest = (rows - at, reached, 0)
-    return from_pieces([*lower, rest]), from_pieces([*upper, rest])
+    lower, upper = PiecewiseBound(), PiecewiseBound()
+    reached = 0
+    for a, e, first, stop in [*stretches, (rows, rows, 0, 0)]:
+        if lower.rows < a:
+            lower.append(a - lower.rows, reached, 0)
+            upper.append(a - upper.rows, reached, 0)
+        if a < e:
+            lower.append(e - a, first, 0)
+            upper.append(e - a, stop, 0)
+        reached = stop
+    return lower, upper
 
 
 def _inside_one(stretches: Iterable[tuple[int, int]], i: Any, j: Any) -> Any:
