@@ -247,14 +247,13 @@ def forward(
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """rowsum(o * do) - dlse as `b h s` (`KernelSet.delta`)."""
-    found = _make_delta(o, do, dlse)
+    dtype = accumulation_dtype(o.dtype)
+    rowsum = (o.detach().to(dtype) * do.detach().to(dtype)).sum(-1).transpose(1, 2).contiguous()
+    found = rowsum if dlse is None else rowsum.sub_(dlse.detach())
     return found if out is None else out.copy_(found)
 
 
-def _make_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
-    dtype = accumulation_dtype(o.dtype)
-    rowsum = (o.detach().to(dtype) * do.detach().to(dtype)).sum(-1).transpose(1, 2).contiguous()
-    return rowsum if dlse is None else rowsum.sub_(dlse.detach())
+_delta = delta  # an argument of `backward` has the name
 
 
 def backward(
@@ -275,7 +274,7 @@ def backward(
 ) -> None:
     """Gradients of one ring step (`KernelSet.backward`); bitwise the same from run to run."""
     if o is not None and not delta_made:
-        delta.copy_(_make_delta(o, do, dlse))
+        _delta(o, do, dlse, delta)
     with _without_tf32(q.device):
         step = _Step.of(q, k, v, rows, keys, score)
         dk, dv = torch.zeros_like(step.keys_h), torch.zeros_like(step.values_h)
