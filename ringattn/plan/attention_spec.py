@@ -212,16 +212,8 @@ def describe_record(record: Mapping[str, Any]) -> str:
         words.append(f"{len(documents) - 1} documents")
     if record["kv_sharding"] is not None:
         words.append(f"{json.loads(record['kv_sharding'])[0]} keys")
-    defaults = {
-        "mask": None,
-        "window": None,
-        "prefix_len": 0,
-        "chunk_len": None,
-        "softcap": 0.0,
-        "dropout_p": 0.0,
-        "impl": "auto",
-    }
-    defaults |= {"causal": False, "backward": "auto", "deterministic": False}
+    # a list of lengths is too long for a message
+    defaults = {name: default for name, default in (serialize.__kwdefaults__ or {}).items() if name != "lengths"}
     words += [f"{name}={record[name]}" for name in record if name in defaults and record[name] != defaults[name]]
     return f"ring_attention({', '.join(words)})"
 
