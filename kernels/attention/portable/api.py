@@ -87,8 +87,8 @@ def forward(
             batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
             *scale_and_cap(score), *_dropout(score), *_cuts(rows),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
-            FIRST=first, LAST=last, DOT_ONLY=dot_only, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, SKEW=config.skew,
-            TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
+            FIRST=first, LAST=last, DOT_ONLY=dot_only, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0,
+            TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def backward(
                 score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(keys),
                 BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
                 ADD=grads.accumulate_keys, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-                SAME_STRIDE=_same_stride(q, do), PRECISION=_precision(q, kind), **_options(config),
+                SAME_STRIDE=_same_stride(q, do), PRECISION=_precision(q, kind), num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
         if grads.dkey_bias is not None and partial is not None:
             if grads.accumulate_keys:
@@ -191,7 +191,7 @@ def backward(
                 score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(rows),
                 BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
                 ADD=grads.accumulate_rows, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-                SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
+                SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
 
 
@@ -251,13 +251,6 @@ def _signed(word: int) -> int:
 def _precision(q: Tensor, kind: str) -> str:
     """Precision of fp32 products: three TF32 products where tensor cores have them, which keeps 21 bits."""
     return "tf32x3" if q.dtype == torch.float32 and kind.startswith("sm") else "ieee"
-
-
-def _options(config: Config) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if config.maxnreg is not None:
-        options["maxnreg"] = config.maxnreg
-    return options
 
 
 def _sweep(bytes_per_head: int, heads: int) -> int:
