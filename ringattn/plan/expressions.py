@@ -70,10 +70,10 @@ class Mask(ABC):
         object.__setattr__(self, "_text", repr(self.spec))
 
     def __and__(self, other: Mask) -> Mask:
-        return Intersection((*_flat(self, Intersection), *_flat(_checked(other), Intersection)))
+        return Intersection((*_flat(self, Intersection), *_flat(check_mask(other), Intersection)))
 
     def __or__(self, other: Mask) -> Mask:
-        return Union((*_flat(self, Union), *_flat(_checked(other), Union)))
+        return Union((*_flat(self, Union), *_flat(check_mask(other), Union)))
 
     @abstractmethod
     def visible(self, i: Any, j: Any, *, b: int = 0, documents: tuple[int, ...] | None = None) -> Any:
@@ -426,7 +426,12 @@ class _Combined(Mask):
 
     @property
     def batch_size(self) -> int | None:
-        return _common_batch(self.parts)
+        sizes = {part.batch_size for part in self.parts} - {None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"parts of a mask must be for one batch size, got {sorted(map(str, sizes))}; give one entry per element"
+            )
+        return sizes.pop() if sizes else None
 
     @property
     def spec(self) -> tuple[Any, ...]:
@@ -669,7 +674,7 @@ def per_batch(masks: Sequence[Mask]) -> PerBatch:
     Raises:
         ValueError: There are no masks, or one differs between batch elements already.
     """
-    parts = tuple(map(_checked, masks))
+    parts = tuple(map(check_mask, masks))
     if not parts or any(part.batch_size is not None for part in parts):
         raise ValueError(
             f"masks must be one per batch element, each the same for all elements, got {list(parts)!r}; "
@@ -719,19 +724,11 @@ def _flat(mask: Mask, kind: type[Intersection] | type[Union]) -> tuple[Mask, ...
     return mask.parts if isinstance(mask, kind) else (mask,)
 
 
-def _checked(mask: Any) -> Mask:
+def check_mask(mask: Any) -> Mask:
+    """Return a mask; refuse anything else."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
     return mask
-
-
-def _common_batch(parts: Sequence[Mask]) -> int | None:
-    sizes = {part.batch_size for part in parts} - {None}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"parts of a mask must be for one batch size, got {sorted(map(str, sizes))}; give one entry per element"
-        )
-    return sizes.pop() if sizes else None
 
 
 def _natural(name: str, number: Any, least: int) -> int:
