@@ -92,7 +92,7 @@ def hierarchical_backward(call: BackwardCall) -> Gradients:
     remote_shards = _RemoteShards(
         k, v, mine, plan.spec.gather_plan(context.nodes).slot_rows, context, kv_gather, buffers, "backward"
     )
-    node_sums = NodeGradSums([(dk, 1), (dv, 1)], mine, context, buffers, "backward, gradients")
+    node_sums = NodeGradSums([(dk, 1), (dv, 1)], mine, context, buffers)
     for node_step in range(len(mine.remote_shards)):
         held = remote_shards.wait_for(node_step)
         gather_plan = plan.spec.gather_plan(nodes, node_step)

@@ -161,12 +161,11 @@ class GradReturner:
     own_grads: Moving
     plan: RankPlan
     context: RingContext
-    what: str
     _written: PackedMessage | None = None
     _received: Sequence[Tensor] = ()
 
     def __post_init__(self) -> None:
-        self._node_sums = NodeGradSums(self.own_grads, self.plan, self.context, self.context.buffers, self.what)
+        self._node_sums = NodeGradSums(self.own_grads, self.plan, self.context, self.context.buffers)
 
     def contribution(self, step: int) -> list[Tensor]:
         """Return the tensors that the kernels of `step` write."""
@@ -243,7 +242,6 @@ class NodeGradSums:
     plan: RankPlan
     context: RingContext
     buffers: Buffers
-    what: str
     sent_step: int = 0  # the node step whose sums are in flight; 0: none
     _sums: dict[int, PackedMessage] = field(default_factory=dict)
     _received: Sequence[Tensor] = ()
@@ -277,7 +275,7 @@ class NodeGradSums:
             self._received = returned.parts
             receives = [GradMessage(send.peer, returned.message)]
         self._moves = bool(sends or receives)
-        what = f"{self.what} of ring step {node_step * self.plan.local_size}, between nodes"
+        what = f"backward, gradients of ring step {node_step * self.plan.local_size}, between nodes"
         self._work, self.sent_step = self.context.slow_transport.post(sends, receives, what), node_step
 
     def finish(self) -> None:
