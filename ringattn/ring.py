@@ -32,7 +32,7 @@ from ringattn.plan.layouts import shard_len
 from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
-from ringattn.ring_registry import add_ring, get_ring
+from ringattn.ring_registry import RINGS, get_ring
 from ringattn.transport.base import Buffers, Choice, RingContext, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.consensus import RankConsensus
@@ -159,7 +159,7 @@ class Ring:
         self._agreed: set[bytes] = set()  # digests: a job with packed documents makes a new call in every step
         self._warm: set[torch.device] = set()
         self._reducers: dict[torch.device, PartialReducer] = {}
-        add_ring(self)
+        RINGS[self.name] = self
         # not at import: torch's FLOP counter imports triton
         register_flops()
 

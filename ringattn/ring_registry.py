@@ -8,16 +8,6 @@ from typing import Any
 RINGS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
-def add_ring(ring: Any) -> None:
-    """Register a ring under its name for as long as something holds it."""
-    RINGS[ring.name] = ring
-
-
-def find_ring(name: str | None) -> Any | None:
-    """Return the live `Ring` of that name; None where this process has none."""
-    return None if name is None else RINGS.get(name)
-
-
 def get_ring(name: str) -> Any:
     """Return the live `Ring` of that name, or raise RuntimeError."""
     ring = RINGS.get(name)

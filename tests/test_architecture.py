@@ -23,9 +23,9 @@ INTEGERS = [  # each may import those before it
     "plan.block_pattern",
     "plan.bounds",
     "plan.intervals",
-    "plan.mask",
     "plan.expressions",
     "plan.mask_union",
+    "plan.mask",
     "plan.pairs",
     "plan.ring_plan",
 ]

@@ -36,32 +36,8 @@ def _without_tf32(device: torch.device) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _RowTile:
-    """Rows start:stop, the key rows seen by any of them and those seen by all of them."""
-
-    start: int
-    stop: int
-    seen: tuple[int, int]
-    full: tuple[int, int]
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.stop)
-
-    @property
-    def sees_keys(self) -> bool:
-        return self.seen[0] < self.seen[1]
-
-    def key_tiles(self) -> Iterator[tuple[slice, bool]]:
-        """Key rows to use in ascending order, and whether they need a mask."""
-        begin, end = self.seen
-        for y in range(begin, end, TILE_KEYS):
-            y_end = min(y + TILE_KEYS, end)
-            yield slice(y, y_end), not (self.full[0] <= y and y_end <= self.full[1])
-
-
-def _row_tiles(rows: RowMetadata, keys: RowMetadata) -> list[_RowTile]:
+def _row_tiles(rows: RowMetadata, keys: RowMetadata) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+    """Yield the rows of each tile, and the key rows that any of them sees, in ascending order and with whether they need a mask."""
     num_rows = rows.positions.shape[0]
     starts = torch.arange(0, num_rows, TILE_ROWS, device=rows.positions.device)
     finals = (starts + (TILE_ROWS - 1)).clamp_max(num_rows - 1)
@@ -71,10 +47,10 @@ def _row_tiles(rows: RowMetadata, keys: RowMetadata) -> list[_RowTile]:
     if rows.terms > 1 or rows.patterns is not None:
         edges[1:3] = edges[:1]  # no key is seen by all rows through one term
     ranges = torch.searchsorted(keys.positions, edges).T.tolist()
-    return [
-        _RowTile(x, min(x + TILE_ROWS, num_rows), seen=(seen_from, seen_to), full=(full_from, full_to))
-        for x, (seen_from, full_from, full_to, seen_to) in zip(range(0, num_rows, TILE_ROWS), ranges, strict=True)
-    ]
+    for x, (seen_from, full_from, full_to, seen_to) in zip(range(0, num_rows, TILE_ROWS), ranges, strict=True):
+        parts = [slice(y, min(y + TILE_KEYS, seen_to)) for y in range(seen_from, seen_to, TILE_KEYS)]
+        tiles = [(part, part.start < full_from or full_to < part.stop) for part in parts]
+        yield slice(x, min(x + TILE_ROWS, num_rows)), tiles
 
 
 @dataclass(frozen=True)
@@ -202,10 +178,9 @@ def forward(
     with _without_tf32(q.device):
         step = _Step.of(q, k, v, rows, keys, score)
         b, hk, g = step.shape
-        for tile in _row_tiles(rows, keys):
-            x = tile.rows
-            num = tile.stop - tile.start
-            if not (first or last or tile.sees_keys):
+        for x, tiles in _row_tiles(rows, keys):
+            num = x.stop - x.start
+            if not (first or last or tiles):
                 continue  # the carry stays as it is
             if first:
                 m = step.keys_h.new_full((b * hk, g * num, 1), -math.inf)
@@ -220,7 +195,7 @@ def forward(
                 acc = step.by_head(carry.acc[:, x])
 
             q_h = step.by_head(q[:, x])
-            for y, masked in tile.key_tiles():
+            for y, masked in tiles:
                 s = step.logits(step.capped(q_h, y), x, y, masked)
                 m_new = torch.maximum(m, s.amax(-1, keepdim=True))
                 # rows that have seen nothing: exponentials are taken against 0, so that 2^-inf is 0 and never NaN
@@ -247,14 +222,13 @@ def forward(
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """rowsum(o * do) - dlse as `b h s` (`KernelSet.delta`)."""
-    found = _make_delta(o, do, dlse)
+    dtype = accumulation_dtype(o.dtype)
+    rowsum = (o.detach().to(dtype) * do.detach().to(dtype)).sum(-1).transpose(1, 2).contiguous()
+    found = rowsum if dlse is None else rowsum.sub_(dlse.detach())
     return found if out is None else out.copy_(found)
 
 
-def _make_delta(o: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
-    dtype = accumulation_dtype(o.dtype)
-    rowsum = (o.detach().to(dtype) * do.detach().to(dtype)).sum(-1).transpose(1, 2).contiguous()
-    return rowsum if dlse is None else rowsum.sub_(dlse.detach())
+_delta = delta  # an argument of `backward` has the name
 
 
 def backward(
@@ -275,13 +249,12 @@ def backward(
 ) -> None:
     """Gradients of one ring step (`KernelSet.backward`); bitwise the same from run to run."""
     if o is not None and not delta_made:
-        delta.copy_(_make_delta(o, do, dlse))
+        _delta(o, do, dlse, delta)
     with _without_tf32(q.device):
         step = _Step.of(q, k, v, rows, keys, score)
         dk, dv = torch.zeros_like(step.keys_h), torch.zeros_like(step.values_h)
         dkey_bias = None if grads.dkey_bias is None else torch.zeros_like(grads.dkey_bias)
-        for tile in _row_tiles(rows, keys):
-            x = tile.rows
+        for x, tiles in _row_tiles(rows, keys):
             q_h, do_h = step.by_head(q[:, x]), step.by_head(do[:, x])
             lse2 = step.statistic(lse[:, :, x]) * LOG2E
             # a row that saw nothing has weights exp(s - inf) = 0
@@ -289,7 +262,7 @@ def backward(
             delta_h = step.statistic(delta[:, :, x])
             dq = torch.zeros_like(q_h)
             dalibi = torch.zeros_like(lse2)
-            for y, masked in tile.key_tiles():
+            for y, masked in tiles:
                 capped = step.capped(q_h, y)
                 p = step.logits(capped, x, y, masked).sub_(lse2).exp2_()
                 dp = torch.bmm(do_h, step.values_h[:, y].transpose(1, 2))

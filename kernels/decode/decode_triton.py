@@ -35,8 +35,6 @@ Note [Bytes in pairs]
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -366,24 +364,12 @@ def _decode_kernel(
         tl.store(at + rows, tl.zeros([SPARED, BLOCK_M], tl.float32), mask=spared)
 
 
-@dataclass(frozen=True)
-class _Sharing:
-    """Division of the work of a call (Note [Division of work]).
+def _sharing(q: Tensor, v: Tensor, splits: int, config: Config | None) -> tuple[Config, int, int, int]:
+    """Return the division of all calls of the same shapes (Note [Division of work]); v is the pool as it was given, in fp8 or not.
 
-    Attributes:
-        slots: Shares that fill the device.
-        least: Smallest share, in blocks.
-        finer: Largest number of shares that an even one is cut into.
+    These are the configuration, the shares that fill the device, the smallest share in blocks, and the largest number of shares
+    that an even one is cut into.
     """
-
-    config: Config
-    slots: int
-    least: int
-    finer: int
-
-
-def _sharing(q: Tensor, v: Tensor, splits: int, config: Config | None) -> _Sharing:
-    """Return the division of all calls of the same shapes; v is the pool as it was given, in fp8 or not."""
     b, s, h, d = q.shape
     _, hk, page_size, dv = v.shape
     if config is None:
@@ -394,7 +380,7 @@ def _sharing(q: Tensor, v: Tensor, splits: int, config: Config | None) -> _Shari
     slots = b * splits if many else decode_configs.slots(s, h, hk, sms, config)
     # every share of a few requests begins at once
     finer = FINER if not many and 2 * b > slots else 1
-    return _Sharing(config, slots, decode_configs.least_blocks(s, h // hk, page_size), finer)
+    return config, slots, decode_configs.least_blocks(s, h // hk, page_size), finer
 
 
 def plan_splits(call: DecodeCall, splits: int) -> Tensor | None:
@@ -405,12 +391,12 @@ def plan_splits(call: DecodeCall, splits: int) -> Tensor | None:
         return None
     room: int = triton.next_power_of_2(b)
     split_plan = torch.empty(room, dtype=torch.int32, device=q.device)
-    sharing = _sharing(q, v, splits, None)
+    _, slots, least, finer = _sharing(q, v, splits, None)
     bound_launch.launch(
         _plan_splits_kernel,
         (1,),
-        (table.counts, lo, hi, split_plan, lo.stride(0), hi.stride(0), b, s, sharing.slots, splits, sharing.least),
-        {"PAGE": v.shape[2], "B": room, "S": triton.next_power_of_2(s), "FINER": sharing.finer},
+        (table.counts, lo, hi, split_plan, lo.stride(0), hi.stride(0), b, s, slots, splits, least),
+        {"PAGE": v.shape[2], "B": room, "S": triton.next_power_of_2(s), "FINER": finer},
         num_warps=4,
     )
     return split_plan
@@ -425,8 +411,7 @@ def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None,
     if b == 0:
         return
     kind, splits = kind_of(q.device), parts.shape[0]
-    sharing = _sharing(q, v, splits, config)
-    config = sharing.config
+    config, slots, least, finer = _sharing(q, v, splits, config)
     if k.dtype == FP8:
         for name, x in (("k", k), ("v", v)):
             if any(stride % 2 for stride in x.stride()[:3]) or x.data_ptr() % 2:
@@ -435,7 +420,7 @@ def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None,
                 )
         k, v = k.view(torch.int16), v.view(torch.int16)  # Note [Bytes in pairs]
     block_m, tiles = decode_configs.row_tiles(s, h // hk, config.block_m)
-    programs = min(sharing.finer * sharing.slots + b, b * splits) * hk * tiles
+    programs = min(finer * slots + b, b * splits) * hk * tiles
     scale, _ = scale_and_cap(score)
     options = {"num_warps": config.num_warps} | ({} if config.maxnreg is None else {"maxnreg": config.maxnreg})
     k_bytes, v_bytes = bytes_of(None if not q.is_cuda else torch.cuda.get_device_capability(q.device))
@@ -447,14 +432,14 @@ def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None,
             q, k, v, k_scale, v_scale, table.pages, table.starts, table.lengths, table.counts, lo, hi, positions,
             score.alibi_slopes, split_plan, parts, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *pair(k_scale),
             *pair(v_scale), parts.stride(0), lo.stride(0), hi.stride(0), positions.stride(0), table.pages.stride(0),
-            b, s, hk, h // hk, tiles, sharing.slots, splits, sharing.least, b * s * h, scale, score.softcap * LOG2E,
+            b, s, hk, h // hk, tiles, slots, splits, least, b * s * h, scale, score.softcap * LOG2E,
         ),
         {
             "PAGE": page_size, "BLOCK_M": block_m, "BLOCK_N": min(config.block_n, page_size), "D": padded(d), "D_WIDTH": d,
             "DV": padded(dv), "DV_WIDTH": dv, "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s),
             "SOFTCAP": score.softcap > 0, "DENSE": k.stride(2) == k.shape[3] and v.stride(2) == v.shape[3],
             "PRECISION": "tf32x3" if fp32_on_gpu else "ieee", "STAGES": config.num_stages, "SEARCH": FAN,
-            "FINER": sharing.finer, "K_BYTES": k_bytes, "V_BYTES": v_bytes,
+            "FINER": finer, "K_BYTES": k_bytes, "V_BYTES": v_bytes,
         },
         **options,
     )  # fmt: skip

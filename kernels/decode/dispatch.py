@@ -17,9 +17,9 @@ stack follows from shapes and the content of the table alone, so the bits are th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from types import ModuleType
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -77,13 +77,6 @@ class DecodeCall(NamedTuple):
     score: Score
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-
-
-class DecodeKernel(Protocol):
-    """A module with the functions `decode` and `plan_splits` of this one, but for their `impl`."""
-
-    decode: Callable[..., None]
-    plan_splits: Callable[..., Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -159,7 +152,7 @@ def plan_splits(call: DecodeCall, splits: int, *, impl: str = "auto") -> Tensor 
     return _kernel_of(call, impl).plan_splits(call, splits)
 
 
-def _kernel_of(call: DecodeCall, impl: str) -> DecodeKernel:
+def _kernel_of(call: DecodeCall, impl: str) -> ModuleType:
     q, k, v = call[:3]
     return select_decode_kernel(q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], k.shape[-2], impl=impl).kernels
 
@@ -260,8 +253,8 @@ def select_decode_kernel(
     page_size: int,
     *,
     impl: str = "auto",
-) -> Choice[DecodeKernel]:
-    """Return the fastest decode kernel that serves a call, or the one that is asked for.
+) -> Choice[ModuleType]:
+    """Return the fastest decode kernel that serves a call, or the one that is asked for: a module with `decode` and `plan_splits`.
 
     Args:
         impl: "auto", or the name of a kernel, which then serves or is refused, never replaced.

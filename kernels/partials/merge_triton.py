@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -155,24 +154,6 @@ def _merge_stack_kernel(
     tl.store(acc_ptr + (r * acc_sr)[:, None] + c[None, :], acc.to(acc_ptr.dtype.element_ty), mask=ok)
 
 
-def merge_stack(
-    m: Tensor,
-    l: Tensor,  # noqa: E741
-    o: Tensor,
-    *,
-    log2: bool = False,
-    finish: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, ...]:
-    """`kernels.partials.merge.merge_stack` for fp32 partials."""
-    _, rows, dv = o.shape
-    top = torch.empty(rows, dtype=torch.float32, device=o.device)
-    total = None if finish else torch.empty_like(top)
-    acc = torch.empty((rows, dv), dtype=(out_dtype or o.dtype) if finish else o.dtype, device=o.device)
-    merge_into(m, l, o, top, total, acc, log2=log2, finish=finish)
-    return (acc, top) if total is None else (top, total, acc)
-
-
 def merge_into(
     m: Tensor,
     l: Tensor,  # noqa: E741
@@ -184,7 +165,7 @@ def merge_into(
     log2: bool,
     finish: bool,
 ) -> None:
-    """Merges into tensors that are given: top `r` (lse, when finishing), total `r` and acc `r dv`."""
+    """`kernels.partials.merge.merge_stack` for fp32 partials, into top `r` (lse, when finishing), total `r` and acc `r dv`."""
     parts, rows, dv = o.shape
     tile = merging(parts, rows, dv, programs_of(o))
     if rows:

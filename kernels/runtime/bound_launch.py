@@ -202,11 +202,6 @@ def launch(
     return bound
 
 
-def forget() -> None:
-    """Forgets every compiled kernel; Triton's own cache keeps them."""
-    _kernels.clear()
-
-
 def _describe(kernel: Any) -> _Kernel:
     params = getattr(kernel, "params", None) or ()
     general = tuple(bool(getattr(param, "do_not_specialize", False)) for param in params)

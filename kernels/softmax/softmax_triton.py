@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringattn.kernels.decode.configs import multiprocessors
 from ringattn.kernels.interface import accumulation_dtype
 
 MAX_BLOCK = 8192  # logits of the longest row that is held on chip whole: 16 registers a thread at 16 warps
@@ -323,10 +324,6 @@ class Launch:
         return self.lanes * self.vec
 
 
-def _pow2_at_most(x: int) -> int:
-    return 1 << (max(x, 1).bit_length() - 1)
-
-
 def choose_launch(
     leading: int,
     n: int,
@@ -367,7 +364,7 @@ def choose_launch(
     if n > tile:
         wanted = max(-(-n // MAX_SHARE), -(-4 * num_sms // programs))
         splits = max(1, min(wanted, n // (2 * tile), MAX_SPLITS))
-    return Launch(rows=rows, lanes=tile // vec, vec=vec, splits=splits, warps=_pow2_at_most(warps))
+    return Launch(rows=rows, lanes=tile // vec, vec=vec, splits=splits, warps=1 << (int(warps).bit_length() - 1))
 
 
 @dataclass(frozen=True)
@@ -395,10 +392,6 @@ def _view(x: Tensor, dim: int) -> _View:
     return _View(flat, leading, n, inner, (so, sn, si))
 
 
-def _num_sms(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
-
-
 def _launch(x: _View, block_size: int | None, per_thread: int = 16) -> Launch:
     return choose_launch(
         x.leading,
@@ -406,7 +399,7 @@ def _launch(x: _View, block_size: int | None, per_thread: int = 16) -> Launch:
         x.inner,
         unit_columns=x.strides[1] == 1,
         itemsize=x.flat.element_size(),
-        num_sms=_num_sms(x.flat),
+        num_sms=multiprocessors(x.flat.device) if x.flat.is_cuda else 4,
         block_size=block_size,
         per_thread=per_thread,
     )

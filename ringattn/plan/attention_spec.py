@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import PAD_ROWS, Score, accumulation_dtype
 from ringattn.kernels.registry import resolve_impl
-from ringattn.plan.expressions import Mask, from_spec
+from ringattn.plan.expressions import Mask, check_mask, from_spec
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.options import (
@@ -64,7 +64,7 @@ class AttentionSpec:
 
     sharding: Sharding
     kv_sharding: Sharding
-    mask: AttentionMask | MaskUnion
+    mask: MaskUnion
     softmax_scale: float
     softcap: float
     dropout_p: float
@@ -170,7 +170,13 @@ def serialize(
         )
     mask_text = "None"
     if mask is not None:
-        mask_text = mask_text_of(mask, causal or prefix_len, window, chunk_len, lengths)
+        mask_text = check_mask(mask).text
+        short_forms = causal or prefix_len, window, chunk_len, lengths
+        if any(option is not None and option is not False and option != 0 for option in short_forms):
+            raise ValueError(
+                "mask must come without causal, window, prefix_len, chunk_len and lengths, got both; intersect them: "
+                "mask=mask & masks.causal()"
+            )
     window, lengths = resolve_window(window), resolve_lengths(lengths)
     prefix_len, chunk_len = resolve_width("prefix_len", prefix_len), resolve_chunk_len(chunk_len)
     causal, deterministic = resolve_flag("causal", causal), resolve_flag("deterministic", deterministic)
@@ -184,18 +190,6 @@ def serialize(
         f"'softmax_scale': {softmax_scale}, 'softcap': {softcap}, 'dropout_p': {dropout_p}, 'impl': '{impl}', "
         f"'backward': '{backward}', 'deterministic': {deterministic}}}"
     )
-
-
-def mask_text_of(mask: Mask, *short_forms: Any) -> str:
-    """Return the text of a mask that stands alone: beside a short form of one it is refused."""
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
-    if any(option is not None and option is not False and option != 0 for option in short_forms):
-        raise ValueError(
-            "mask must come without causal, window, prefix_len, chunk_len and lengths, got both; intersect them: "
-            "mask=mask & masks.causal()"
-        )
-    return mask.text
 
 
 def describe_record(record: Mapping[str, Any]) -> str:
@@ -212,16 +206,8 @@ def describe_record(record: Mapping[str, Any]) -> str:
         words.append(f"{len(documents) - 1} documents")
     if record["kv_sharding"] is not None:
         words.append(f"{json.loads(record['kv_sharding'])[0]} keys")
-    defaults = {
-        "mask": None,
-        "window": None,
-        "prefix_len": 0,
-        "chunk_len": None,
-        "softcap": 0.0,
-        "dropout_p": 0.0,
-        "impl": "auto",
-    }
-    defaults |= {"causal": False, "backward": "auto", "deterministic": False}
+    # a list of lengths is too long for a message
+    defaults = {name: default for name, default in (serialize.__kwdefaults__ or {}).items() if name != "lengths"}
     words += [f"{name}={record[name]}" for name in record if name in defaults and record[name] != defaults[name]]
     return f"ring_attention({', '.join(words)})"
 

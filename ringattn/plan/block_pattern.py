@@ -54,23 +54,15 @@ class BlockPattern:
         """Return whether the blocks of query i and key j are visible."""
         return bool(self.lines[i // self.block_size] >> (j // self.block_size) & 1)
 
-    def without(self, other: BlockPattern) -> BlockPattern:
-        """The blocks that `other` does not show."""
-        return self._combine(other, True)
-
     def both(self, other: BlockPattern) -> BlockPattern:
         """The blocks that `other` shows too."""
-        return self._combine(other, False)
-
-    def _combine(self, other: BlockPattern, inverted: bool) -> BlockPattern:
         mine, theirs = (len(x.lines) for x in (self, other))
         if (mine, self.columns, self.block_size) != (theirs, other.columns, other.block_size):
             raise ValueError(
                 f"block patterns of one mask must have one shape and block_size, got {mine} x {self.columns} blocks of "
                 f"{self.block_size} and {theirs} x {other.columns} of {other.block_size}; refine the coarser one"
             )
-        pairs = zip(self.lines, other.lines, strict=True)
-        lines = tuple(a & ~b if inverted else a & b for a, b in pairs)
+        lines = tuple(a & b for a, b in zip(self.lines, other.lines, strict=True))
         return BlockPattern(lines, self.columns, self.block_size)
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise
 from operator import sub
@@ -20,36 +20,20 @@ class PiecewiseBound:
         self.values: list[int] = []
         self.slopes: list[int] = []
 
-    def append(self, rows: int, first: int, last: int) -> None:
-        """Add rows, straight from the value `first` to the value `last`, to the end."""
-        slope = int(last > first)
-        assert last - first == slope * (rows - 1), "a bound bends inside a piece"
-        if not self._lengthen(rows, first, slope):
-            self.values.append(first)
-            self.slopes.append(slope)
-            self.starts.append(self.starts[-1] + rows)
-
-    def extend(self, at: int, other: PiecewiseBound) -> None:
-        """Add the rows and values of another function, both counted from `at`, to the end."""
-        starts, values, slopes = other.starts, other.values, other.slopes
-        joined = int(self._lengthen(starts[1], at + values[0], slopes[0]))
-        if len(values) > joined:
-            self.values.extend([at + value for value in values[joined:]])
-            self.slopes.extend(slopes[joined:])
-            self.starts.extend([at + start for start in starts[joined + 1 :]])
-
-    def _lengthen(self, rows: int, first: int, slope: int) -> bool:
-        """Lengthen the last piece by rows that continue it, if they do."""
-        if not self.values:
-            return False
-        before = self.starts[-1] - self.starts[-2]
-        step = first - (self.values[-1] + self.slopes[-1] * (before - 1))
-        # one row alone is straight at any slope
-        if 0 <= step <= 1 and (before == 1 or self.slopes[-1] == step) and (rows == 1 or slope == step):
-            self.slopes[-1] = step
-            self.starts[-1] += rows
-            return True
-        return False
+    def append(self, rows: int, first: int, slope: int) -> None:
+        """Add rows to the end, straight from the value `first` on."""
+        starts, values, slopes = self.starts, self.values, self.slopes
+        if values:
+            before = starts[-1] - starts[-2]
+            step = first - values[-1] - slopes[-1] * (before - 1)
+            # rows that continue the last piece lengthen it; one row alone is straight at any slope
+            if 0 <= step <= 1 and (before == 1 or slopes[-1] == step) and (rows == 1 or slope == step):
+                slopes[-1] = step
+                starts[-1] += rows
+                return
+        values.append(first)
+        slopes.append(slope if rows > 1 else 0)
+        starts.append(starts[-1] + rows)
 
     @cached_property
     def _sums(self) -> list[int]:
@@ -91,11 +75,11 @@ class PiecewiseBound:
         found = PiecewiseBound()
         for start, end, value, slope in zip(self.starts, self.starts[1:], self.values, self.slopes, strict=False):
             if value > found.rows:
-                found.append(value - found.rows, start, start)
+                found.append(value - found.rows, start, 0)
             if slope and end - start > 1:
-                found.append(end - start - 1, start + 1, end - 1)
+                found.append(end - start - 1, start + 1, 1)
         if found.rows < values:
-            found.append(values - found.rows, self.rows, self.rows)
+            found.append(values - found.rows, self.rows, 0)
         return found
 
 
@@ -119,7 +103,7 @@ def from_pieces(pieces: list[tuple[int, int, int]]) -> PiecewiseBound:
     found = PiecewiseBound()
     for rows, first, slope in pieces:
         if rows > 0:
-            found.append(rows, first, first + slope * (rows - 1))
+            found.append(rows, first, slope)
     return found
 
 
@@ -152,6 +136,32 @@ def smaller(f: PiecewiseBound, g: PiecewiseBound) -> PiecewiseBound:
     return from_pieces([(n, min(v), s[v[1] < v[0]]) for n, v, s in cells(f, g)])
 
 
+def clamp(f: PiecewiseBound, stretches: Iterable[tuple[int, int]]) -> PiecewiseBound:
+    """A function whose values at the rows of each [a, e), which are all rows in order, are raised to a and lowered to e."""
+    found, k = PiecewiseBound(), 0
+    starts, values, slopes = f.starts, f.values, f.slopes
+    for start, stop in stretches:
+        a = start
+        while start < stop:
+            while starts[k + 1] <= start:
+                k += 1
+            value, slope, rows = (
+                values[k] + slopes[k] * (start - starts[k]),
+                slopes[k],
+                min(stop, starts[k + 1]) - start,
+            )
+            if slope and value < a:
+                rows, slope = min(rows, a - value), 0
+            elif slope and value < stop:
+                rows = min(rows, stop - value)
+            else:
+                slope = 0
+            value = min(max(value, a), stop)
+            found.append(rows, value, slope)
+            start += rows
+    return found
+
+
 def intersect(a: Bounds, b: Bounds) -> Bounds:
     """The interval that both show."""
     lower = larger(a[0], b[0])
@@ -180,8 +190,8 @@ def merge_touching(a: Bounds, b: Bounds) -> Bounds | None:
         if lo[0] < lo_last or hi[0] < hi_last:
             return None
         lo_last, hi_last = lo[0] + lo[1] * (rows - 1), hi[0] + hi[1] * (rows - 1)
-        lower.append(rows, lo[0], lo_last)
-        upper.append(rows, hi[0], hi_last)
+        lower.append(rows, *lo)
+        upper.append(rows, *hi)
     return lower, upper
 
 

@@ -23,32 +23,10 @@ from ringattn.plan.attention_spec import AttentionSpec
 from ringattn.plan.block_pattern import BlockPattern
 from ringattn.plan.bounds import PiecewiseBound
 from ringattn.plan.layouts import Shard
-from ringattn.plan.mask import AttentionMask, MaskAxis
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask_union import MaskAxis, MaskUnion
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RingStep, Send, pack
 
 Runs = tuple[tuple[int, int, int, int], ...]
-
-
-class _Tensors:
-    """The algebra of `AttentionMask.interval` on int64 tensors (one operand at least is a tensor)."""
-
-    @staticmethod
-    def minimum(x: Tensor, y: Tensor | int) -> Tensor:
-        return x.clamp(max=y) if isinstance(y, int) else torch.minimum(x, y)
-
-    @staticmethod
-    def maximum(x: Tensor, y: Tensor | int) -> Tensor:
-        return x.clamp(min=y) if isinstance(y, int) else torch.maximum(x, y)
-
-    @staticmethod
-    def document(documents: tuple[int, ...], x: Tensor) -> tuple[Tensor, Tensor]:
-        edges = torch.tensor(documents, dtype=torch.int64, device=x.device)
-        k = torch.searchsorted(edges, x, right=True)
-        return edges[k - 1], edges[k]
-
-
-_TENSORS = _Tensors()
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,16 +83,12 @@ def fused_tables(spec: AttentionSpec, device: torch.device, nodes: Nodes | None 
     return FusedTables(rows, tuple(keys), tuple(returning))
 
 
-def side_key(
-    runs: Runs, mask: AttentionMask | MaskUnion, device: torch.device | str, axis: MaskAxis | None
-) -> Key[RowMetadata]:
+def side_key(runs: Runs, mask: MaskUnion, device: torch.device | str, axis: MaskAxis | None) -> Key[RowMetadata]:
     """Return the key of the table of rows that are packed by runs; axis None: Note [Forward only]."""
     return Key(device, (runs, mask, axis), lambda place: _make(runs, mask, place, axis))
 
 
-def stationary_side(
-    shard: Shard, mask: AttentionMask | MaskUnion, device: torch.device | str, axis: MaskAxis = "keys"
-) -> RowMetadata:
+def stationary_side(shard: Shard, mask: MaskUnion, device: torch.device | str, axis: MaskAxis = "keys") -> RowMetadata:
     """Return the table of all rows of a shard."""
     return find(side_key(pack(shard), mask, device, axis))
 
@@ -122,7 +96,7 @@ def stationary_side(
 def gathered_key(
     ring_steps: Sequence[RingStep | None],
     gather_plan: GatherPlan,
-    mask: AttentionMask | MaskUnion,
+    mask: MaskUnion,
     device: torch.device | str,
     *,
     forward_only: bool = False,
@@ -158,7 +132,7 @@ def returning_key(sends: tuple[Send, ...], rows: int, device: torch.device | str
     return Key(device, (sends, rows), make)
 
 
-def bounds_of(positions: Tensor, mask: AttentionMask | MaskUnion, axis: MaskAxis | None) -> tuple[Tensor, Tensor]:
+def bounds_of(positions: Tensor, mask: MaskUnion, axis: MaskAxis | None) -> tuple[Tensor, Tensor]:
     """Return lo and hi, `terms*b s`, of rows at positions `s` int64; b is 1 when all batch elements share one mask.
 
     With axis None they are `1 0` (Note [Forward only]).
@@ -166,17 +140,18 @@ def bounds_of(positions: Tensor, mask: AttentionMask | MaskUnion, axis: MaskAxis
     if axis is None:
         nothing = positions.new_empty(1, 0)
         return nothing, nothing
-    if isinstance(mask, MaskUnion):
-        elements = [mask.intervals(axis, mask.variant(b)) for b in range(mask.batch_size)]
-        lines = [of_element[k].bounds for k in range(len(elements[0])) for of_element in elements]
-        lo, hi = (torch.stack([_evaluate(bounds[side], positions) for bounds in lines]) for side in (0, 1))
-        return lo, hi
-    extent = None
-    if mask.lengths is not None:
-        lengths = torch.tensor(mask.lengths, dtype=torch.int64, device=positions.device)
-        extent = (lengths[:, :1], lengths[:, 1:])
-    lo, hi = mask.interval(positions[None], axis, extent, _TENSORS)
-    return lo, hi
+    found = {
+        variant: torch.stack(
+            [
+                torch.stack([_evaluate(bound, positions) for bound in term.bounds])
+                for term in mask.intervals(axis, variant)
+            ]
+        )
+        for variant in mask.variants
+    }
+    # terms 2 b s
+    lines = torch.stack([found[mask.variant(b)] for b in range(mask.batch_size)], 2)
+    return lines[:, 0].flatten(0, 1), lines[:, 1].flatten(0, 1)
 
 
 def _evaluate(bound: PiecewiseBound, positions: Tensor) -> Tensor:
@@ -189,9 +164,7 @@ def _evaluate(bound: PiecewiseBound, positions: Tensor) -> Tensor:
     return values[k] + slopes[k] * (positions - starts[k])
 
 
-def _cuts(
-    mask: AttentionMask | MaskUnion, device: torch.device, axis: MaskAxis | None
-) -> tuple[int, BlockPatterns | None]:
+def _cuts(mask: MaskUnion, device: torch.device, axis: MaskAxis | None) -> tuple[int, BlockPatterns | None]:
     """Return the number of terms and the tables that cut them; without bounds (Note [Forward only]) there is one."""
     if axis is None or not mask.is_union:
         return 1, None
@@ -211,7 +184,7 @@ def _patterns_key(patterns: tuple[BlockPattern | None, ...], device: torch.devic
     return Key(device, patterns, make)
 
 
-def _make(runs: Runs, mask: AttentionMask | MaskUnion, device: torch.device, axis: MaskAxis | None) -> RowMetadata:
+def _make(runs: Runs, mask: MaskUnion, device: torch.device, axis: MaskAxis | None) -> RowMetadata:
     positions = _positions(runs, torch.int32 if axis is None else torch.int64)
     lo, hi = bounds_of(positions, mask, axis)
     table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
@@ -225,7 +198,7 @@ def _make_gathered(
     local_rows: int,
     sources: list[tuple[int, Runs]],
     remote_rows: int,
-    mask: AttentionMask | MaskUnion,
+    mask: MaskUnion,
     device: torch.device,
     forward_only: bool,
 ) -> GatheredKeys:

@@ -11,7 +11,7 @@ from operator import and_, index, or_
 from typing import Any, ClassVar
 
 from ringattn.plan.block_pattern import BlockPattern
-from ringattn.plan.bounds import Bounds, constant, from_pieces
+from ringattn.plan.bounds import Bounds, PiecewiseBound, clamp, constant, from_pieces
 from ringattn.plan.intervals import Term, both, count_term, united
 
 
@@ -40,6 +40,12 @@ class Frame:
         merged = tuple(sorted({*(self.documents or ()), *documents}))
         return Frame(self.seq_len, self.kv_len, self.b, merged)
 
+    def cut(self, given: list[Term]) -> list[Term]:
+        """The parts of terms inside of the documents."""
+        pairs = [(a, e) for a, e, _, _ in self.stretches]
+        found = [Term((clamp(term.bounds[0], pairs), clamp(term.bounds[1], pairs)), term.pattern) for term in given]
+        return [term for term in found if not term.is_empty]
+
     @property
     def stretches(self) -> list[tuple[int, int, int, int]]:
         """First query, end of queries, first key and end of keys of each document that is not empty."""
@@ -64,10 +70,10 @@ class Mask(ABC):
         object.__setattr__(self, "_text", repr(self.spec))
 
     def __and__(self, other: Mask) -> Mask:
-        return Intersection((*_flat(self, Intersection), *_flat(_checked(other), Intersection)))
+        return Intersection((*_flat(self, Intersection), *_flat(check_mask(other), Intersection)))
 
     def __or__(self, other: Mask) -> Mask:
-        return Union((*_flat(self, Union), *_flat(_checked(other), Union)))
+        return Union((*_flat(self, Union), *_flat(check_mask(other), Union)))
 
     @abstractmethod
     def visible(self, i: Any, j: Any, *, b: int = 0, documents: tuple[int, ...] | None = None) -> Any:
@@ -173,7 +179,8 @@ class Documents(Mask):
         return _inside_one(pairwise(self.boundaries), i, j)
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
-        return [Term(_of_stretches(frame.inside(self.boundaries).stretches, frame.seq_len))]
+        every = constant(frame.seq_len, 0), constant(frame.seq_len, frame.kv_len)
+        return frame.inside(self.boundaries).cut([Term(every)])
 
 
 @dataclass(frozen=True, repr=False)
@@ -419,7 +426,12 @@ class _Combined(Mask):
 
     @property
     def batch_size(self) -> int | None:
-        return _common_batch(self.parts)
+        sizes = {part.batch_size for part in self.parts} - {None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"parts of a mask must be for one batch size, got {sorted(map(str, sizes))}; give one entry per element"
+            )
+        return sizes.pop() if sizes else None
 
     @property
     def spec(self) -> tuple[Any, ...]:
@@ -439,14 +451,18 @@ class Intersection(_Combined):
         return reduce(and_, (part.visible(i, j, b=b, documents=documents) for part in self.parts))
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
-        for part in self.parts:
-            if isinstance(part, Documents):
-                frame = frame.inside(part.boundaries)
-        found = self.parts[0].intervals(frame)
-        for part in self.parts[1:]:
+        documents = [part for part in self.parts if isinstance(part, Documents)]
+        for part in documents:
+            frame = frame.inside(part.boundaries)
+        others = [part for part in self.parts if not isinstance(part, Documents)]
+        if not others:
+            return documents[0].intervals(frame)
+        found = others[0].intervals(frame)
+        for part in others[1:]:
             more = part.intervals(frame)
             found = [term for a in found for b in more if not (term := both(a, b)).is_empty]
-        return found
+        # last: documents may be thousands
+        return frame.cut(found) if documents else found
 
     def __repr__(self) -> str:
         return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
@@ -658,7 +674,7 @@ def per_batch(masks: Sequence[Mask]) -> PerBatch:
     Raises:
         ValueError: There are no masks, or one differs between batch elements already.
     """
-    parts = tuple(map(_checked, masks))
+    parts = tuple(map(check_mask, masks))
     if not parts or any(part.batch_size is not None for part in parts):
         raise ValueError(
             f"masks must be one per batch element, each the same for all elements, got {list(parts)!r}; "
@@ -685,15 +701,17 @@ _LEAVES: dict[str, type[Mask]] = {
 
 def _of_stretches(stretches: list[tuple[int, int, int, int]], rows: int) -> Bounds:
     """Bounds of rows [a, e) that see [first, stop), in order; rows between them see nothing."""
-    lower: list[tuple[int, int, int]] = []
-    upper: list[tuple[int, int, int]] = []
-    at = reached = 0
-    for a, e, first, stop in stretches:
-        lower += [(a - at, reached, 0), (e - a, first, 0)]
-        upper += [(a - at, reached, 0), (e - a, stop, 0)]
-        at, reached = e, stop
-    rest = (rows - at, reached, 0)
-    return from_pieces([*lower, rest]), from_pieces([*upper, rest])
+    lower, upper = PiecewiseBound(), PiecewiseBound()
+    reached = 0
+    for a, e, first, stop in [*stretches, (rows, rows, 0, 0)]:
+        if lower.rows < a:
+            lower.append(a - lower.rows, reached, 0)
+            upper.append(a - upper.rows, reached, 0)
+        if a < e:
+            lower.append(e - a, first, 0)
+            upper.append(e - a, stop, 0)
+        reached = stop
+    return lower, upper
 
 
 def _inside_one(stretches: Iterable[tuple[int, int]], i: Any, j: Any) -> Any:
@@ -706,19 +724,11 @@ def _flat(mask: Mask, kind: type[Intersection] | type[Union]) -> tuple[Mask, ...
     return mask.parts if isinstance(mask, kind) else (mask,)
 
 
-def _checked(mask: Any) -> Mask:
+def check_mask(mask: Any) -> Mask:
+    """Return a mask; refuse anything else."""
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
     return mask
-
-
-def _common_batch(parts: Sequence[Mask]) -> int | None:
-    sizes = {part.batch_size for part in parts} - {None}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"parts of a mask must be for one batch size, got {sorted(map(str, sizes))}; give one entry per element"
-        )
-    return sizes.pop() if sizes else None
 
 
 def _natural(name: str, number: Any, least: int) -> int:

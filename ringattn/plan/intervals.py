@@ -91,7 +91,7 @@ def united(disjoint: list[Term], new: Term) -> list[Term]:
 def _without(a: Term, b: Term) -> list[Term]:
     found = [Term(bounds, a.pattern) for bounds in subtract(a.bounds, b.bounds)]
     if b.pattern is not None:
-        rest = b.pattern.inverse if a.pattern is None else a.pattern.without(b.pattern)
+        rest = b.pattern.inverse if a.pattern is None else a.pattern.both(b.pattern.inverse)
         found.append(Term(intersect(a.bounds, b.bounds), rest))
     return found
 

@@ -10,9 +10,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Protocol
+from typing import Any
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced", "segments")
+TOLERANCE = 1.02
+"""Greatest work of a rank over the mean at which a balanced layout stops to cut finer."""
 PART = "part"
 """Name of shards that are made by hand and hold only some positions of a sequence."""
 
@@ -36,14 +38,6 @@ class Run:
 
 
 Shard = tuple[Run, ...]
-
-
-class Workload(Protocol):
-    """Source of the work of a stretch of queries, such as `AttentionMask`."""
-
-    def work(self, a: int, b: int) -> int:
-        """Work of the queries [a, b): the pairs they see."""
-        ...
 
 
 def shard_len(shard: Shard) -> int:
@@ -97,12 +91,11 @@ def balanced(
     work: Callable[[int, int], int],
     *,
     chunks_per_rank: int = 1,
-    tolerance: float = 1.02,
     min_chunk_len: int = 128,
 ) -> tuple[Shard, ...]:
     """Equal chunks, assigned so that every rank has the same work, and the same number of chunks up to one.
 
-    Starts from `chunks_per_rank` chunks per rank and doubles until the greatest work of a rank is within `tolerance` of
+    Starts from `chunks_per_rank` chunks per rank and doubles until the greatest work of a rank is within TOLERANCE of
     the mean, or chunks would be shorter than `min_chunk_len`; the best assignment seen is returned. So a mask that is
     already even keeps one stretch per rank (and moves only its halo), a causal mask becomes a zigzag, and packed
     documents get chunks as coarse as their lengths allow. The same arguments give the same shards on every rank.
@@ -112,18 +105,12 @@ def balanced(
         ((Run(start=0, stride=1, length=2), Run(start=6, stride=1, length=2)), (Run(start=2, stride=1, length=4),))
     """
     check_sizes(seq_len, world_size)
-    if chunks_per_rank < 1:
-        raise ValueError(f"chunks_per_rank must be at least 1, got {chunks_per_rank}; 1 lets the layout choose")
-    if tolerance < 1:
-        raise ValueError(f"tolerance must be at least 1 (greatest work over mean work), got {tolerance}; 1.02 is usual")
-    if min_chunk_len < 1:
-        raise ValueError(f"min_chunk_len must be at least 1 token, got {min_chunk_len}; 128 is usual")
     chunks_per_rank = min(chunks_per_rank, max(1, seq_len // world_size))
     best, best_load = None, 0
     while True:
         edges = _edges(seq_len, world_size * chunks_per_rank)
         weights = [work(a, b) if a < b else 0 for a, b in pairwise(edges)]
-        goal = int(tolerance * sum(weights) / world_size)
+        goal = int(TOLERANCE * sum(weights) / world_size)
         assigned = _assign(weights, world_size, goal)
         load = max(sum(weights[c] for c in chunks) for chunks in assigned)
         if best is None or load < best_load:
@@ -158,7 +145,7 @@ def make_shards(
     layout: str,
     seq_len: int,
     world_size: int,
-    mask: Workload | None = None,
+    mask: Any = None,
     segments: Sequence[int] | None = None,
 ) -> tuple[Shard, ...]:
     """The shards of a layout given by name.
@@ -167,7 +154,7 @@ def make_shards(
         layout: "contiguous", "striped", "zigzag", "balanced" or "segments".
         seq_len: Tokens of the whole sequence.
         world_size: Number of ranks.
-        mask: The mask whose work "balanced" equalises; the other layouts do not look at it.
+        mask: The mask whose `work` "balanced" equalises; the other layouts do not look at it.
         segments: Tokens of each segment of "segments", seq_len in total; the other layouts have none.
     """
     if (segments is not None) != (layout == "segments"):

@@ -22,8 +22,7 @@ from functools import cached_property, lru_cache
 
 from ringattn.plan.layouts import Shard
 from ringattn.plan.layouts import shard_len as rows_of
-from ringattn.plan.mask import AttentionMask, MaskAxis
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask_union import MaskAxis, MaskUnion
 from ringattn.plan.pairs import SeenRows, VisibleSpan, count_term_pairs
 
 Rows = tuple[tuple[int, int], ...]
@@ -226,7 +225,7 @@ def make_nodes(world_size: int, num_nodes: int) -> Nodes:
 def make_plan(
     q_shards: tuple[Shard, ...],
     kv_shards: tuple[Shard, ...],
-    mask: AttentionMask | MaskUnion,
+    mask: MaskUnion,
     moving: str,
     nodes: Nodes | None = None,
 ) -> Plan:
@@ -363,6 +362,7 @@ def describe(plan: Plan) -> str:
 
     Example:
         >>> from ringattn.plan.layouts import contiguous
+        >>> from ringattn.plan.mask import AttentionMask
         >>> shards = contiguous(8, 2)
         >>> print(describe(make_plan(shards, shards, AttentionMask(8, 8, causal=True), "keys")))
         2 ranks, keys move
@@ -380,29 +380,6 @@ def describe(plan: Plan) -> str:
         lines.append(f"{rank.rank:>4}{cells}{pairs:>12}")
     ratio = max(work) * world_size / sum(work) if sum(work) else 1.0
     lines.append(f"work max/mean {ratio:.3f}, {moved_rows(plan)} rows received by the busiest rank")
-    return "\n".join(lines)
-
-
-def draw(mask: AttentionMask, shards: tuple[Shard, ...], b: int = 0) -> str:
-    """Draw a small mask: a line per query, a character per key: the rank that computes the pair, or `.` where hidden.
-
-    Example:
-        >>> from ringattn.plan.layouts import zigzag
-        >>> print(draw(AttentionMask(4, 4, causal=True), zigzag(4, 2)))
-        0...
-        11..
-        111.
-        0000
-    """
-    digits = "0123456789abcdefghijklmnopqrstuvwxyz"
-    if len(shards) > len(digits):
-        raise ValueError(f"shards must be at most {len(digits)} to be drawn, got {len(shards)}; draw a smaller ring")
-    lines = ["." * mask.kv_len] * mask.seq_len
-    for rank, shard in enumerate(shards):
-        for run in shard:
-            for i in range(run.start, run.last + 1, run.stride):
-                lo, hi = mask.keys_of(i, b)
-                lines[i] = "." * lo + digits[rank] * (hi - lo) + "." * (mask.kv_len - hi)
     return "\n".join(lines)
 
 

@@ -17,7 +17,7 @@ from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_s
 from ringattn.plan.mask import AttentionMask, check_documents
 from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer, resolve_segments
-from ringattn.ring_registry import find_ring
+from ringattn.ring_registry import RINGS
 from ringattn.tensor_checks import check_tensor
 
 
@@ -372,7 +372,7 @@ class Sharding:
 
 
 def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
-    found: SupportsAllGather | None = find_ring(ring)
+    found: SupportsAllGather | None = None if ring is None else RINGS.get(ring)
     if found is None or found.world_size != spec[2]:  # perhaps a ring of another job
         return Sharding.from_spec(spec, rank, device=device)
     return Sharding.from_spec(spec, found.rank, ring=found, device=device)

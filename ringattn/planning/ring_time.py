@@ -23,8 +23,8 @@ from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.buffers import count_groups
 from ringattn.plan.device_tables import gathered_key, side_key, stationary_side
 from ringattn.plan.layouts import Shard, make_shards, shard_len
-from ringattn.plan.mask import AttentionMask, MaskAxis
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask_union import MaskAxis, MaskUnion
 from ringattn.plan.ring_plan import Nodes, Plan, RecvSpec, RingStep, make_gather_plan, make_nodes, make_plan
 from ringattn.planning.attention_launch import Exchange, Heads, launch_ms
 from ringattn.planning.profile import Profile
@@ -75,7 +75,7 @@ class RingCall:
         saved: The backward uses the keys that the forward gathered.
     """
 
-    mask: AttentionMask | MaskUnion
+    mask: MaskUnion
     world_size: int
     heads: Heads
     layout: str = "zigzag"
@@ -144,7 +144,7 @@ def attention_time(call: RingCall, profile: Profile, direction: str) -> RingTime
     return max(times, key=lambda time: time.device_ms)
 
 
-def _grows(mask: AttentionMask | MaskUnion) -> bool:
+def _grows(mask: MaskUnion) -> bool:
     """Return whether the work of a rank grows with the ranks at equal shards."""
     if not isinstance(mask, AttentionMask):
         return False

@@ -54,11 +54,6 @@ class Seconds:
         """All of them."""
         return sum(vars(self).values())
 
-    @property
-    def exposed_share(self) -> float:
-        """Share of the step in which communication is not hidden."""
-        return (self.ring_exposed + self.fsdp_exposed + self.tp_exposed) / self.total if self.total else 0.0
-
 
 LayerCalls = Sequence[tuple[RingCall, int]]
 """Attention calls of a model with the number of layers of each: those with a sliding window have another mask."""

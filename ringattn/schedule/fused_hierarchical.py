@@ -15,7 +15,6 @@ blocks keep their SMs for a whole transfer, so a launch beside which rows move b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,9 +27,9 @@ from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.ring_plan import RankPlan, Rows
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.fused import gather_of
-from ringattn.schedule.kv_rotation import Moving, PackedMessage, add_rows_, make_message, slices
+from ringattn.schedule.kv_rotation import NodeGradSums, slices
 from ringattn.schedule.stepwise_backward import BackwardCall, Gradients
-from ringattn.transport.base import COMM_SMS, Buffers, GradMessage, KVGather, Message, RingContext, Work, span
+from ringattn.transport.base import COMM_SMS, Buffers, KVGather, Message, RingContext, Work, span
 
 
 def hierarchical_forward(
@@ -93,7 +92,7 @@ def hierarchical_backward(call: BackwardCall) -> Gradients:
     remote_shards = _RemoteShards(
         k, v, mine, plan.spec.gather_plan(context.nodes).slot_rows, context, kv_gather, buffers, "backward"
     )
-    node_sums = _NodeGradSums([(dk, 1), (dv, 1)], mine, context, buffers, "backward, gradients")
+    node_sums = NodeGradSums([(dk, 1), (dv, 1)], mine, context, buffers)
     for node_step in range(len(mine.remote_shards)):
         held = remote_shards.wait_for(node_step)
         gather_plan = plan.spec.gather_plan(nodes, node_step)
@@ -236,66 +235,3 @@ class _RemoteShards:
                 pack(part, x, y)
             self._packed = rows, packed
         return self._packed[1]
-
-
-@dataclass
-class _NodeGradSums:
-    """The gradient sums of a node for its remote shards: for each node step `grads`, `post`; at the end `finish`.
-
-    The sums of a step are in flight while the next one is computed, and are added by the owner in the order of steps.
-    """
-
-    own_grads: Moving
-    plan: RankPlan
-    context: RingContext
-    buffers: Buffers
-    what: str
-    _sums: PackedMessage | None = None
-    _received: Sequence[Tensor] = ()
-    _work: Work | None = None
-    _moves: bool = False
-    _sent_step: int = 0
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether sums are in flight between nodes, to this rank or from it."""
-        return self._work is not None and self._moves
-
-    def grads(self, node_step: int) -> list[Tensor]:
-        """Return the dk and dv of a node step that the sum over the node's ranks is written to."""
-        if node_step == 0:
-            return [x for x, _ in self.own_grads]
-        self._sums = self._make(self.plan.held(node_step).num_rows, f"sums {node_step % 2}")
-        return self._sums.parts
-
-    def post(self, node_step: int) -> None:
-        """Send the sums of a node step to their owners, once the sums before have arrived; step 0 has no transfer."""
-        if node_step == 0:
-            return
-        self.finish()
-        remote_shard, send = self.plan.remote_shards[node_step], self.plan.sends[node_step * self.plan.local_size]
-        sends, receives = list[Message](), list[Message]()
-        if remote_shard is not None:
-            assert self._sums is not None, "sums are made before they are sent"
-            sends = [GradMessage(remote_shard.owner, self._sums.message)]
-        if send is not None:
-            returned = self._make(send.num_rows, "returned")
-            self._received = returned.parts
-            receives = [GradMessage(send.peer, returned.message)]
-        self._moves = bool(sends or receives)
-        what = f"{self.what} of ring step {node_step * self.plan.local_size}, between nodes"
-        self._work, self._sent_step = self.context.slow_transport.post(sends, receives, what), node_step
-
-    def finish(self) -> None:
-        """Wait for the sums that are in flight, if any are, and add them."""
-        if self._work is None:
-            return
-        self._work.wait()
-        send = self.plan.sends[self._sent_step * self.plan.local_size]
-        if send is not None:
-            for (x, dim), part in zip(self.own_grads, self._received, strict=True):
-                add_rows_(x, dim, send.rows, part)
-        self._work, self._received = None, ()
-
-    def _make(self, rows: int, name: str) -> PackedMessage:
-        return make_message(self.own_grads, rows, self.buffers, name)

@@ -161,23 +161,19 @@ class GradReturner:
     own_grads: Moving
     plan: RankPlan
     context: RingContext
-    what: str
     _written: PackedMessage | None = None
     _received: Sequence[Tensor] = ()
-    _sums: dict[int, PackedMessage] = field(default_factory=dict)  # by node step, for a remote shard
-    _remote_work: Work | None = None
-    _remote_received: Sequence[Tensor] = ()
-    _in_flight: int = 0  # the node step whose sums are between nodes; 0: none
+
+    def __post_init__(self) -> None:
+        self._node_sums = NodeGradSums(self.own_grads, self.plan, self.context, self.context.buffers)
 
     def contribution(self, step: int) -> list[Tensor]:
         """Return the tensors that the kernels of `step` write."""
         ring_step = self.plan.ring_steps[step]
         assert ring_step is not None, "an empty ring step has no contribution"
         node_step, inner_step = divmod(step, self.plan.local_size)
-        if step == 0:
-            return [x for x, _ in self.own_grads]
         if inner_step == 0:
-            return self._sums[node_step].parts
+            return self._node_sums.grads(node_step)
         self._written = self._make(ring_step.num_rows, f"contribution {step % 2}")
         return self._written.parts
 
@@ -192,13 +188,12 @@ class GradReturner:
             self._received = ()
         if inner_step:
             return
-        if self._in_flight and node_step == self._in_flight + 2:
+        if node_step == self._node_sums.sent_step + 2:
             self.finish()
-        remote_shard = plan.remote_shards[node_step] if node_step < len(plan.remote_shards) else None
-        if remote_shard is not None:
-            self._sums[node_step] = self._make(remote_shard.num_rows, f"sum {node_step % 2}")
-            if plan.ring_steps[step] is None:
-                self._sums[node_step].message.zero_()
+        held = node_step < len(plan.remote_shards) and plan.remote_shards[node_step] is not None
+        if held and plan.ring_steps[step] is None:
+            for x in self._node_sums.grads(node_step):
+                x.zero_()
 
     def messages(self, step: int) -> tuple[Sequence[Message], Sequence[Message]]:
         """Return the sends and receives within the node while `step` is computed: contributions of the step before."""
@@ -220,40 +215,83 @@ class GradReturner:
         """Send the complete sums of a node step over the slow link; called after the post of `step`."""
         size = self.plan.local_size
         node_step, rest = divmod(step - (size > 1), size)
-        node_step -= 1
-        if rest or not 0 < node_step < len(self.plan.remote_shards):
-            return
-        remote_shard, send = self.plan.remote_shards[node_step], self.plan.sends[node_step * size]
-        sends, receives = list[Message](), list[Message]()
-        self._in_flight, self._remote_received = node_step, ()
-        if remote_shard is not None:
-            sends = [GradMessage(remote_shard.owner, self._sums[node_step].message)]
-        if send is not None:
-            returned = self._make(send.num_rows, "returned between nodes")
-            self._remote_received = returned.parts
-            receives = [GradMessage(send.peer, returned.message)]
-        what = f"{self.what} of ring step {node_step * size}, between nodes"
-        self._remote_work = self.context.slow_transport.post(sends, receives, what)
+        if not rest and 0 < node_step - 1 < len(self.plan.remote_shards):
+            self._node_sums.post(node_step - 1)
 
     def finish(self) -> None:
         """Wait for the sums that are in flight between nodes, if any are, and add them."""
-        if self._remote_work is None:
-            return
-        self._remote_work.wait()
-        send = self.plan.sends[self._in_flight * self.plan.local_size]
-        if send is not None:
-            self._add(self._remote_received, send.rows, 0)
-        self._sums.pop(self._in_flight, None)
-        self._remote_work, self._remote_received, self._in_flight = None, (), 0
+        self._node_sums.finish()
 
     def _add(self, parts: Sequence[Tensor], rows: Rows, node_step: int) -> None:
         """Add to the own gradients at node step 0, else to the sums for a remote shard."""
-        into = [x for x, _ in self.own_grads] if node_step == 0 else self._sums[node_step].parts
-        for x, part, (_, dim) in zip(into, parts, self.own_grads, strict=True):
+        for x, part, (_, dim) in zip(self._node_sums.grads(node_step), parts, self.own_grads, strict=True):
             add_rows_(x, dim, rows, part)
 
     def _make(self, rows: int, name: str) -> PackedMessage:
         return make_message(self.own_grads, rows, self.context.buffers, name)
+
+
+@dataclass
+class NodeGradSums:
+    """The gradient sums of a node for its remote shards: for each node step `grads`, `post`; at the end `finish`.
+
+    The sums of a step are in flight while a later one is computed, and are added by the owner in the order of steps.
+    """
+
+    own_grads: Moving
+    plan: RankPlan
+    context: RingContext
+    buffers: Buffers
+    sent_step: int = 0  # the node step whose sums are in flight; 0: none
+    _sums: dict[int, PackedMessage] = field(default_factory=dict)
+    _received: Sequence[Tensor] = ()
+    _work: Work | None = None
+    _moves: bool = False
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether sums are in flight between nodes, to this rank or from it."""
+        return self._work is not None and self._moves
+
+    def grads(self, node_step: int) -> list[Tensor]:
+        """Return the gradients of a node step that the sum over the node's ranks is written to."""
+        if node_step == 0:
+            return [x for x, _ in self.own_grads]
+        if node_step not in self._sums:
+            self._sums[node_step] = self._make(self.plan.held(node_step).num_rows, f"sums {node_step % 2}")
+        return self._sums[node_step].parts
+
+    def post(self, node_step: int) -> None:
+        """Send the sums of a node step to their owners, once the sums before have arrived; step 0 has no transfer."""
+        if node_step == 0:
+            return
+        self.finish()
+        remote_shard, send = self.plan.remote_shards[node_step], self.plan.sends[node_step * self.plan.local_size]
+        sends, receives = list[Message](), list[Message]()
+        if remote_shard is not None:
+            sends = [GradMessage(remote_shard.owner, self._sums[node_step].message)]
+        if send is not None:
+            returned = self._make(send.num_rows, "returned between nodes")
+            self._received = returned.parts
+            receives = [GradMessage(send.peer, returned.message)]
+        self._moves = bool(sends or receives)
+        what = f"backward, gradients of ring step {node_step * self.plan.local_size}, between nodes"
+        self._work, self.sent_step = self.context.slow_transport.post(sends, receives, what), node_step
+
+    def finish(self) -> None:
+        """Wait for the sums that are in flight, if any are, and add them."""
+        if self._work is None:
+            return
+        self._work.wait()
+        send = self.plan.sends[self.sent_step * self.plan.local_size]
+        if send is not None:
+            for (x, dim), part in zip(self.own_grads, self._received, strict=True):
+                add_rows_(x, dim, send.rows, part)
+        self._sums.pop(self.sent_step, None)
+        self._work, self._received, self.sent_step = None, (), 0
+
+    def _make(self, rows: int, name: str) -> PackedMessage:
+        return make_message(self.own_grads, rows, self.buffers, name)
 
 
 @dataclass(frozen=True)

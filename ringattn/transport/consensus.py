@@ -11,7 +11,7 @@ import contextlib
 import json
 import threading
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -63,24 +63,6 @@ _GAVE_UP = "gave up"
 """In place of the text of a rank whose wait has timed out."""
 _PUBLISHED = "_ringattn_published"
 """Attribute of an error: the names of the consensus objects in which a round has ended in it."""
-_GONE: defaultdict[str, deque[tuple[str, int, int, list[str]]]] = defaultdict(deque)
-"""By group: name, rank and world size of collected consensus objects, and the keys that they left."""
-
-
-def _take_back(store: Any, gone: deque[tuple[str, int, int, list[str]]]) -> None:
-    """Record which consensus objects were collected, and delete the keys of those that were collected on all ranks."""
-    while gone:
-        try:
-            name, rank, size, left = gone.popleft()
-        except IndexError:  # another thread
-            return
-        count = f"ringattn/{name}/gone"
-        store.set(f"{count}/{rank}", json.dumps(left))
-        if store.add(count, 1) == size:
-            said = [f"{count}/{peer}" for peer in range(size)]
-            keys = [key for one in said for key in json.loads(store.get(one))]
-            for key in (*keys, *said, count):
-                store.delete_key(key)
 
 
 class RankConsensus:
@@ -88,8 +70,7 @@ class RankConsensus:
 
     The store needs no device, no stream and no matching collective: a rank that fails publishes its error and raises at
     once, and the others find it at their next comparison. Keys are deleted, so that a server can compare for days: once all
-    ranks have come to a round, all have read the one before, and each deletes its own keys of it. The last keys of a
-    consensus object that was collected are deleted by the next comparison of any other, on the last rank that gets there.
+    ranks have come to a round, all have read the one before, and each deletes its own keys of it.
 
     Attributes:
         name: Prefix of the keys: the same on all ranks, different for each ring.
@@ -106,8 +87,6 @@ class RankConsensus:
         self._round = 0
         self._taken = threading.Lock()  # by the thread that is in the current round
         self._left: list[str] = []  # keys that others may still read
-        gone = _GONE[group_name]
-        weakref.finalize(self, gone.append, (name, rank, world_size, self._left)).atexit = False
 
     def publish(self, text: str) -> None:
         """Write this rank's text for the current round, and go on to the next."""
@@ -151,7 +130,6 @@ class RankConsensus:
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         for key in read:
             store.delete_key(key)
-        _take_back(store, _GONE[self.group_name])
         texts = [text.decode() for text in found]
         gone = [peer for peer, text in enumerate(texts) if text == _GAVE_UP]
         if gone:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,25 +25,17 @@ SPIN_S = 1e-3
 LEAST_PAUSE_S, MOST_PAUSE_S = 5e-5, 1e-3
 
 
-class DeviceEvent(Protocol):
-    """An event in a stream: `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed it."""
-        ...
-
-
 @dataclass(eq=False)
 class EventPair:
-    """Begin and end of work that is enqueued, perhaps repeatedly.
+    """Begin and end of work that is enqueued, perhaps repeatedly, as events of its stream (`torch.cuda.Event`).
 
     Attributes:
         begun: Before it; None: it has begun.
         lasted_s: Seconds that the last wait for it took.
     """
 
-    begun: DeviceEvent | None
-    ended: DeviceEvent
+    begun: Any
+    ended: Any
     lasted_s: float = 0.0
 
 

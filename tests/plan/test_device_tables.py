@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringattn.kernels.interface import RowMetadata
 from ringattn.kernels.runtime import table_cache
 from ringattn.plan.device_tables import bounds_of, side_key, stationary_side
 from ringattn.plan.layouts import contiguous, zigzag
 from ringattn.plan.mask import AttentionMask, MaskAxis
 from ringattn.plan.ring_plan import make_plan
-from tests.support.random_masks import layouts, masks, positions
+from tests.support.random_masks import layouts, masks, positions, seen
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +31,8 @@ def _fresh_cache() -> Iterator[None]:
 @given(masks(), st.sampled_from(["keys", "queries"]))
 def test_tensors_and_integers_obey_one_formula(mask: AttentionMask, reading: MaskAxis) -> None:
     rows = mask.seq_len if reading == "keys" else mask.kv_len
-    read = mask.keys_of if reading == "keys" else mask.queries_of
     lo, hi = bounds_of(torch.arange(rows), mask, reading)
-    expected = [[read(x, b) for x in range(rows)] for b in range(mask.batch_size)]
+    expected = [[seen(mask, reading, x, b) for x in range(rows)] for b in range(mask.batch_size)]
     assert torch.stack([lo, hi], -1).tolist() == [[list(pair) for pair in element] for element in expected]
 
 
@@ -43,25 +43,22 @@ def test_sides_hold_the_runs_positions_and_intervals_of_a_visit(
 ) -> None:
     queries = data.draw(layouts(mask.seq_len, world_size))
     keys = data.draw(layouts(mask.kv_len, world_size))
-    stay, read_stay, read_move = (
-        (queries, mask.keys_of, mask.queries_of) if moving == "keys" else (keys, mask.queries_of, mask.keys_of)
-    )
-    of_stay, of_move = ("keys", "queries") if moving == "keys" else ("queries", "keys")
+    stay, of_stay, of_move = (queries, "keys", "queries") if moving == "keys" else (keys, "queries", "keys")
     for part in make_plan(queries, keys, mask, moving).ranks:
         mine = stationary_side(stay[part.rank], mask, "cpu", of_stay)
-        checked = [(mine, positions(stay[part.rank]), read_stay)]
+        checked: list[tuple[RowMetadata, list[int], MaskAxis]] = [(mine, positions(stay[part.rank]), of_stay)]
         for ring_step in part.ring_steps:
             if ring_step is not None:
                 rows = [start + stride * x for _, length, start, stride in ring_step.runs for x in range(length)]
                 side = table_cache.find(side_key(ring_step.runs, mask, "cpu", of_move))
                 assert side.run_list == ring_step.runs
-                checked.append((side, rows, read_move))
-        for side, rows, read in checked:
+                checked.append((side, rows, of_move))
+        for side, rows, axis in checked:
             assert side.positions.tolist() == rows
             assert side.runs.tolist() == [list(run) for run in side.run_list]
             assert sum(length for _, length, _, _ in side.run_list) == len(rows)
-            assert side.lo.tolist() == [[read(x, b)[0] for x in rows] for b in range(mask.batch_size)]
-            assert side.hi.tolist() == [[read(x, b)[1] for x in rows] for b in range(mask.batch_size)]
+            assert side.lo.tolist() == [[seen(mask, axis, x, b)[0] for x in rows] for b in range(mask.batch_size)]
+            assert side.hi.tolist() == [[seen(mask, axis, x, b)[1] for x in rows] for b in range(mask.batch_size)]
 
 
 def test_sides_are_int32_contiguous_and_aligned() -> None:

@@ -12,48 +12,52 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ringattn.plan.bounds import Bounds
 from ringattn.plan.layouts import Run, striped
 from ringattn.plan.mask import AttentionMask, MaskAxis
 from ringattn.plan.pairs import Tally, VisibleSpan, count_pairs, floor_sum
-from tests.support.random_masks import is_visible, layouts, log_normal_documents, masks, positions, run_shards, runs
+from tests.support.random_masks import (
+    is_visible,
+    layouts,
+    log_normal_documents,
+    masks,
+    positions,
+    run_shards,
+    runs,
+    seen,
+)
 from tests.support.timing import least_seconds
 
 
-@settings(max_examples=150, deadline=None)
-@given(masks())
-def test_rows_see_what_the_definitions_allow_and_bounds_never_decrease(mask: AttentionMask) -> None:
+def bounds_of(mask: AttentionMask, axis: MaskAxis, b: int = 0) -> Bounds:
+    [term] = mask.intervals(axis, mask.variant(b))
+    assert term.pattern is None
+    return term.bounds
+
+
+def assert_rows_see_what_the_definitions_allow(mask: AttentionMask) -> None:
     for b in range(mask.batch_size):
         visible = [[is_visible(mask, i, j, b) for j in range(mask.kv_len)] for i in range(mask.seq_len)]
-        for read, table in ((mask.keys_of, visible), (mask.queries_of, list(zip(*visible, strict=True)))):
-            before = (0, 0)
+        tables: dict[MaskAxis, Any] = {"keys": visible, "queries": list(zip(*visible, strict=True))}
+        for axis, table in tables.items():
+            before, total = (0, 0), [[0], [0]]
             for x, row in enumerate(table):
-                lo, hi = read(x, b)
-                assert list(range(lo, hi)) == [y for y, seen in enumerate(row) if seen], (x, b)
+                lo, hi = seen(mask, axis, x, b)
+                assert list(range(lo, hi)) == [y for y, shown in enumerate(row) if shown], (mask, x, b)
                 assert 0 <= lo <= hi <= len(row)  # where the row is empty, too
                 assert before[0] <= lo
                 assert before[1] <= hi
                 before = (lo, hi)
+                for sums, value in zip(total, before, strict=True):
+                    sums.append(sums[-1] + value)
+            for bound, sums in zip(bounds_of(mask, axis, b), total, strict=True):
+                assert [bound.total(end) for end in range(len(table) + 1)] == sums, mask
 
 
-def test_rows_outside_the_lengths_collapse_to_the_near_end() -> None:
-    mask = AttentionMask(8, 8, lengths=((3, 6),))
-    assert [mask.keys_of(i) for i in range(8)] == [(3, 3)] * 3 + [(3, 6)] * 3 + [(6, 6)] * 2
-
-
-def assert_staircases_trace_the_intervals(mask: AttentionMask, reading: MaskAxis) -> None:
-    rows = mask.seq_len if reading == "keys" else mask.kv_len
-    for b in range(mask.batch_size):
-        steps = mask.bounds(reading, mask.extent(b))
-        intervals = [mask.interval(x, reading, mask.extent(b)) for x in range(rows)]
-        assert [tuple(bound.at(x) for bound in steps) for x in range(rows)] == intervals, mask
-        for bound, values in zip(steps, zip(*intervals, strict=True), strict=True):
-            assert [bound.total(end) for end in range(rows + 1)] == [0, *itertools.accumulate(values)], mask
-
-
-@settings(max_examples=150, deadline=None)
-@given(masks(), st.sampled_from(["keys", "queries"]))
-def test_staircases_equal_the_intervals_they_trace(mask: AttentionMask, reading: MaskAxis) -> None:
-    assert_staircases_trace_the_intervals(mask, reading)
+@settings(max_examples=300, deadline=None)
+@given(masks())
+def test_rows_see_what_the_definitions_allow_and_bounds_never_decrease(mask: AttentionMask) -> None:
+    assert_rows_see_what_the_definitions_allow(mask)
 
 
 def small_masks() -> Iterator[AttentionMask]:
@@ -71,14 +75,13 @@ def small_masks() -> Iterator[AttentionMask]:
             yield AttentionMask(seq_len, kv_len, causal, window, documents, prefix_len, chunk_len, lengths, restart)
 
 
-@pytest.mark.parametrize("reading", ["keys", "queries"])
-def test_staircases_of_every_combination_of_features_equal_the_intervals(reading: MaskAxis) -> None:
+def test_rows_see_what_the_definitions_allow_in_every_combination_of_features() -> None:
     for mask in small_masks():
-        assert_staircases_trace_the_intervals(mask, reading)
+        assert_rows_see_what_the_definitions_allow(mask)
 
 
 def test_straight_bounds_are_one_piece() -> None:
-    lower, upper = AttentionMask(1000, 1000, causal=True, documents=(0, 10, 400, 1000)).bounds("keys")
+    lower, upper = AttentionMask(1000, 1000, causal=True, documents=(0, 10, 400, 1000)).intervals("keys", 0)[0].bounds
     assert (lower.values, lower.slopes) == ([0, 10, 400], [0, 0, 0])
     assert (upper.values, upper.slopes) == ([1], [1])
 
@@ -101,7 +104,7 @@ def test_pairs_between_two_runs_are_counted_exactly(mask: AttentionMask, data: s
     q_run, k_run = data.draw(runs(mask.seq_len)), data.draw(runs(mask.kv_len))
     for b in range(mask.batch_size):
         visible = sum(is_visible(mask, i, j, b) for i in positions((q_run,)) for j in positions((k_run,)))
-        assert count_pairs(mask.bounds("keys", mask.extent(b)), [(q_run,)], [(k_run,)]) == [[visible]]
+        assert count_pairs(bounds_of(mask, "keys", b), [(q_run,)], [(k_run,)]) == [[visible]]
 
 
 @settings(max_examples=200, deadline=None)
@@ -110,9 +113,8 @@ def test_both_readings_count_the_same_pairs(mask: AttentionMask, data: st.DataOb
     queries = data.draw(layouts(mask.seq_len, world_size))
     keys = data.draw(layouts(mask.kv_len, world_size))
     for b in range(mask.batch_size):
-        extent = mask.extent(b)
-        forth = count_pairs(mask.bounds("keys", extent), queries, keys)
-        back = count_pairs(mask.bounds("queries", extent), keys, queries)
+        forth = count_pairs(bounds_of(mask, "keys", b), queries, keys)
+        back = count_pairs(bounds_of(mask, "queries", b), keys, queries)
         assert forth == [list(column) for column in zip(*back, strict=True)]
 
 
@@ -128,13 +130,13 @@ def test_reach_spans_what_the_rows_of_a_shard_see(mask: AttentionMask, data: st.
 
         seen = [y for y in range(run.length) if any(sees(p, run.position(y)) for p in positions(shard))]
         spans = [(seen[0], seen[-1] - seen[0] + 1)] if seen else []
-        assert VisibleSpan(mask.bounds(reading, mask.extent(b)), shard).spans(run) == spans
+        assert VisibleSpan(bounds_of(mask, reading, b), shard).spans(run) == spans
 
 
 @pytest.mark.parametrize("window", [(0, 0), (1, 0), (0, 2), (2, 1)])
 def test_reach_sees_the_gaps_that_strided_rows_leave(window: tuple[int, int]) -> None:
     left, right = window
-    bounds = AttentionMask(40, 40, window=window).bounds("keys")
+    bounds = bounds_of(AttentionMask(40, 40, window=window), "keys")
     for start, stride in itertools.product(range(4), range(1, 8)):
         row_run = Run(start, stride, (39 - start) // stride + 1 - start)
         held = {p for i in positions((row_run,)) for p in range(i - left, i + right + 1)}
@@ -148,7 +150,7 @@ def test_reach_sees_the_gaps_that_strided_rows_leave(window: tuple[int, int]) ->
 def test_reach_begins_where_a_widening_interval_is_no_longer_empty() -> None:
     # before `start` rows see nothing at start; the upper bound climbs from there in one straight piece
     mask = AttentionMask(8, 8, causal=True, lengths=((1, 8),))
-    bounds = mask.bounds("keys", (1, 8))
+    bounds = bounds_of(mask, "keys")
     assert VisibleSpan(bounds, (Run(0, 1, 3),)).spans(Run(0, 1, 8)) == [(1, 2)]
     assert VisibleSpan(bounds, (Run(0, 1, 1),)).spans(Run(0, 1, 8)) == []
 
@@ -180,7 +182,7 @@ def test_counting_a_million_tokens_takes_no_pass_over_tokens() -> None:
     def count() -> int:  # with a mask that has counted nothing yet
         mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents, window=(4096, 0))
         shards = striped(seq_len, 4)
-        return sum(map(sum, count_pairs(mask.bounds("keys"), shards, shards)))
+        return sum(map(sum, count_pairs(bounds_of(mask, "keys"), shards, shards)))
 
     assert least_seconds(count) < 1.0  # about 60 ms on a quiet core
     total = count()
@@ -198,7 +200,7 @@ def test_masks_are_equal_by_content_and_copy_without_their_caches() -> None:
     for twin in (pickle.loads(pickle.dumps(mask)), copy.deepcopy(mask)):
         assert twin == mask
         assert "_hash" not in vars(twin)
-        assert "_bounds" not in vars(twin)
+        assert "_intervals" not in vars(twin)
     assert mask != AttentionMask(8, 8, causal=True, documents=(0, 4, 8))
 
 
@@ -206,16 +208,15 @@ def test_wider_than_both_sequences_is_as_wide_as_the_longer() -> None:
     for seq_len, kv_len in ((5, 9), (9, 5)):
         wide = AttentionMask(seq_len, kv_len, causal=True, window=(2**70, 9), prefix_len=2**63, chunk_len=2**63 - 1)
         assert wide == AttentionMask(seq_len, kv_len, causal=True, window=(9, 9), prefix_len=9, chunk_len=9)
-        assert [wide.keys_of(i) for i in range(seq_len)] == [(0, kv_len)] * seq_len
+        assert [seen(wide, "keys", i) for i in range(seq_len)] == [(0, kv_len)] * seq_len
 
 
 def test_fields_that_reach_no_further_are_kept_as_given() -> None:
     mask = AttentionMask(9, 9, causal=True, window=(3, 2), prefix_len=4, chunk_len=5, lengths=((0, 9), (2, 7)))
     assert (mask.window, mask.prefix_len, mask.chunk_len) == ((3, 2), 4, 5)
     assert (mask.batch_size, AttentionMask(9, 9).batch_size) == (2, 1)
-    assert mask.extent() == (0, 9)
-    assert mask.keys_of(8) == mask.keys_of(8, 0) == (5, 9)
-    assert mask.queries_of(8) == mask.queries_of(8, 0) == (8, 9)
+    assert seen(mask, "keys", 8) == (5, 9)
+    assert seen(mask, "queries", 8) == (8, 9)
     assert mask.pairs(0, 9) != mask.pairs(0, 9, 1)
     assert mask.work(0, 9) == mask.pairs(0, 9) + mask.pairs(0, 9, 1)
 
@@ -249,4 +250,4 @@ def test_a_run_of_one_position_counts_like_the_pair() -> None:
     for i in range(6):
         for j in range(6):
             row, key = (Run(i, 1, 1),), (Run(j, 1, 1),)
-            assert count_pairs(mask.bounds("keys"), [row], [key]) == [[is_visible(mask, i, j)]]
+            assert count_pairs(bounds_of(mask, "keys"), [row], [key]) == [[is_visible(mask, i, j)]]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import Run, Shard, balanced, contiguous, make_shards, striped, zigzag
 from ringattn.plan.mask import AttentionMask
-from ringattn.plan.ring_plan import Nodes, Plan, RingStep, Rows, describe, draw, make_nodes, make_plan, moved_rows
+from ringattn.plan.ring_plan import Nodes, Plan, RingStep, Rows, describe, make_nodes, make_plan, moved_rows
 from ringattn.plan.sharding import Sharding
-from tests.support.random_masks import is_visible, layouts, log_normal_documents, masks, positions, visible_times
+from tests.support.random_masks import layouts, log_normal_documents, masks, positions, visible_times
 from tests.support.timing import least_seconds
 
 DIRECTIONS = ["keys", "queries"]
@@ -362,18 +362,6 @@ def test_describe_names_moving_rows_and_the_work_of_ranks() -> None:
     assert describe(nothing).endswith("work max/mean 1.000, 0 rows received by the busiest rank")
 
 
-@settings(max_examples=50, deadline=None)
-@given(masks(max_len=16), st.data())
-def test_drawings_show_the_rank_that_computes_each_pair(mask: AttentionMask, data: st.DataObject) -> None:
-    shards = data.draw(layouts(mask.seq_len, 3))
-    b = mask.batch_size - 1
-    owner = {p: str(rank) for rank, shard in enumerate(shards) for p in positions(shard)}
-    expected = [
-        "".join(owner[i] if is_visible(mask, i, j, b) else "." for j in range(mask.kv_len)) for i in range(mask.seq_len)
-    ]
-    assert draw(mask, shards, b).splitlines() == expected
-
-
 def test_wrong_arguments_are_refused() -> None:
     shards, mask = contiguous(8, 2), AttentionMask(8, 8)
     with pytest.raises(ValueError, match="moving must be 'keys' or 'queries', got 'values'"):
@@ -386,5 +374,3 @@ def test_wrong_arguments_are_refused() -> None:
         make_plan(shards, shards, mask, "keys", ((0,), (0,)))
     with pytest.raises(ValueError, match="nodes must divide the ring of 4 ranks, got 3"):
         make_nodes(4, 3)
-    with pytest.raises(ValueError, match="shards must be at most 36 to be drawn, got 40"):
-        draw(AttentionMask(40, 40), make_shards("contiguous", 40, 40))

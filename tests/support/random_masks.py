@@ -9,7 +9,7 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from ringattn.plan.layouts import Run, Shard, balanced, contiguous, segmented, striped, zigzag
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import AttentionMask, MaskAxis
 
 
 def is_visible(mask: AttentionMask, i: int, j: int, b: int = 0) -> bool:
@@ -34,6 +34,13 @@ def is_visible(mask: AttentionMask, i: int, j: int, b: int = 0) -> bool:
         start, stop = mask.lengths[b]
         return start <= i < stop and start <= j < stop
     return True
+
+
+def seen(mask: AttentionMask, axis: MaskAxis, x: int, b: int = 0) -> tuple[int, int]:
+    """The interval [lo, hi) of the one term of a mask that a row sees."""
+    [term] = mask.intervals(axis, mask.variant(b))
+    lower, upper = term.bounds
+    return lower.at(x), upper.at(x)
 
 
 def visible_times(mask: AttentionMask, i: int, j: int) -> int:

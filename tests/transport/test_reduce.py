@@ -15,13 +15,12 @@ from ringattn import Ring
 from ringattn.transport.base import Choice, RingContext
 from ringattn.transport.reduce import stacked
 from ringattn.transport.reduce.base import PartialReducer
-from ringattn.transport.reduce.stacked import StackingReducer
 from ringattn.transport.simulated import run_ranks
 from tests.kernels.contract.test_packed import Sizes, attend, draw_parts
 from tests.support.pool import Pools
 
 
-class SimulatedReducer(StackingReducer):
+class SimulatedReducer(PartialReducer):
     """The reducer of one of `run_ranks`, with one post per peer."""
 
     def __init__(self, context: RingContext) -> None:

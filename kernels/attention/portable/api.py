@@ -87,30 +87,28 @@ def forward(
             batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
             *scale_and_cap(score), *_dropout(score), *_cuts(rows),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
-            FIRST=first, LAST=last, DOT_ONLY=dot_only, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, SKEW=config.skew,
-            TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
+            FIRST=first, LAST=last, DOT_ONLY=dot_only, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0,
+            TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """`KernelSet.delta`."""
-    batch, s, h, _ = o.shape
+    (batch, s, h, dv), do = o.shape, _compact(do)
     found = torch.empty((batch, h, s), dtype=torch.float32, device=o.device) if out is None else out
-    _fill_delta(o, _compact(do), dlse, found)
-    return found
-
-
-def _fill_delta(o: Tensor, do: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
-    batch, s, h, dv = o.shape
     block_m = 64
-    if delta.numel():
+    if found.numel():
         bound_launch.launch(
             delta_kernel,
             (-(-s // block_m) * batch * h,),
-            (o, do, dlse, delta, *strides(o), *strides(do), *pair(dlse), h, s),
+            (o, do, dlse, found, *strides(o), *strides(do), *pair(dlse), h, s),
             {"BLOCK_M": block_m, "DV": padded(dv), "DV_WIDTH": dv},
             num_warps=4,
         )
+    return found
+
+
+_delta = delta  # an argument of `backward` has the name
 
 
 def backward(
@@ -133,103 +131,68 @@ def backward(
 ) -> None:
     """`KernelSet.backward`, with configurations of the caller's choice in place of the table's."""
     if o is not None and not delta_made:
-        _fill_delta(o, _compact(do), dlse, delta)
-    _check(q, q.shape[3], v.shape[3])
+        _delta(o, do, dlse, delta)
+    batch, s, h, d = q.shape
+    t, hk, dv = v.shape[1:]
+    _check(q, d, dv)
     do, q, k, v = _compact(do), _compact(q), _compact(k), _compact(v)
-    _launch_keys(do, q, k, v, lse, delta, rows, keys, score, grads, keys_config)
-    _launch_rows(do, q, k, v, lse, delta, rows, keys, score, grads, rows_config)
-
-
-def _launch_keys(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    rows: RowMetadata,
-    keys: RowMetadata,
-    score: Score,
-    grads: Grads,
-    config: Config | None,
-) -> None:
-    batch, s, h, d = q.shape
-    t, hk, dv = v.shape[1:]
-    if batch * t * hk == 0 or (grads.accumulate_keys and batch * s * h == 0):
-        return
     kind = configs.kind_of(q.device)
-    if config is None:
-        config = configs.choose(kind, q.element_size(), max(padded(d), padded(dv)), "keys", is_dot_only(score))
-    # coordinates of a descriptor have 32 bits
-    tma = config.tma and _describable(q) and _describable(do) and batch * h * (s + 3) < 2**31
-    # times log2(e) once here, not once per tile of keys
-    lse2, delta = lse.contiguous() * LOG2E, delta.contiguous()
-    if tma:
-        # bulk loads begin at multiples of 16 bytes, so every head does
-        lse2, delta = (_padded_rows(x, 4) for x in (lse2, delta))
-    tiles = -(-t // config.block_n)
-    per_head = s * (d + dv) * q.element_size()
-    partial = None
-    if grads.dkey_bias is not None:
-        partial = torch.empty((batch, hk, t), dtype=torch.float32, device=q.device)
-        if grads.accumulate_keys:
-            partial.zero_()  # tiles that see nothing return at once
-    with _device(q):
-        _keys[(tiles * batch * hk,)](
-            _streamed(do, config.block_m, tma), _streamed(q, config.block_m, tma), k, v,
-            _listed(lse2, config.block_m, tma), _listed(delta, config.block_m, tma), grads.dk, grads.dv,
-            partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
-            *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dk), *strides(grads.dv),
-            lse2.shape[2], *_per_batch(keys), per_batch(score.key_bias), *_bias_strides(score.bias),
-            batch * hk, hk, h // hk, t, len(rows.run_list) * keys.terms if s else 0, tiles, _sweep(per_head, batch * hk),
-            score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(keys),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
-            ADD=grads.accumulate_keys, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-            SAME_STRIDE=_same_stride(q, do), PRECISION=_precision(q, kind), **_options(config),
-        )  # fmt: skip
-    if grads.dkey_bias is not None and partial is not None:
-        if grads.accumulate_keys:
-            grads.dkey_bias.add_(partial.sum(1))
-        else:
-            torch.sum(partial, 1, out=grads.dkey_bias)
-
-
-def _launch_rows(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    rows: RowMetadata,
-    keys: RowMetadata,
-    score: Score,
-    grads: Grads,
-    config: Config | None,
-) -> None:
-    batch, s, h, d = q.shape
-    t, hk, dv = v.shape[1:]
-    if batch * s * h == 0 or (grads.accumulate_rows and t == 0):
-        return
-    kind = configs.kind_of(q.device)
-    if config is None:
-        config = configs.choose(kind, q.element_size(), max(padded(d), padded(dv)), "rows", is_dot_only(score))
-    tma = config.tma and _describable(k) and _describable(v)
-    tiles = -(-s // config.block_m)
-    per_head = t * (d + dv) * k.element_size() * hk // h
-    with _device(q):
-        _rows[(tiles * batch * h,)](
-            do, q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), lse, delta, grads.dq, grads.dalibi,
-            grads.dbias, rows.positions, rows.lo, rows.hi, keys.runs, score.alibi_slopes, score.key_bias, score.bias,
-            *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dq),
-            *pair(lse), *pair(delta), *pair(grads.dalibi), *_per_batch(rows), per_batch(score.key_bias),
-            *_bias_strides(score.bias), *_bias_strides(grads.dbias),
-            batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
-            score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(rows),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
-            ADD=grads.accumulate_rows, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-            SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), **_options(config),
-        )  # fmt: skip
+    keys_config, rows_config = (
+        config or configs.choose(kind, q.element_size(), max(padded(d), padded(dv)), name, is_dot_only(score))
+        for name, config in (("keys", keys_config), ("rows", rows_config))
+    )
+    if batch * t * hk and (batch * s * h or not grads.accumulate_keys):
+        config = keys_config
+        # coordinates of a descriptor have 32 bits
+        tma = config.tma and _describable(q) and _describable(do) and batch * h * (s + 3) < 2**31
+        # times log2(e) once here, not once per tile of keys
+        lse2, each_delta = lse.contiguous() * LOG2E, delta.contiguous()
+        if tma:
+            # bulk loads begin at multiples of 16 bytes, so every head does
+            lse2, each_delta = (_padded_rows(x) for x in (lse2, each_delta))
+        tiles = -(-t // config.block_n)
+        per_head = s * (d + dv) * q.element_size()
+        partial = None
+        if grads.dkey_bias is not None:
+            partial = torch.empty((batch, hk, t), dtype=torch.float32, device=q.device)
+            if grads.accumulate_keys:
+                partial.zero_()  # tiles that see nothing return at once
+        with _device(q):
+            _keys[(tiles * batch * hk,)](
+                _streamed(do, config.block_m, tma), _streamed(q, config.block_m, tma), k, v,
+                _listed(lse2, config.block_m, tma), _listed(each_delta, config.block_m, tma), grads.dk, grads.dv,
+                partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
+                *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dk), *strides(grads.dv),
+                lse2.shape[2], *_per_batch(keys), per_batch(score.key_bias), *_bias_strides(score.bias),
+                batch * hk, hk, h // hk, t, len(rows.run_list) * keys.terms if s else 0, tiles, _sweep(per_head, batch * hk),
+                score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(keys),
+                BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
+                ADD=grads.accumulate_keys, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
+                SAME_STRIDE=_same_stride(q, do), PRECISION=_precision(q, kind), num_warps=config.num_warps, num_stages=config.num_stages,
+            )  # fmt: skip
+        if grads.dkey_bias is not None and partial is not None:
+            if grads.accumulate_keys:
+                grads.dkey_bias.add_(partial.sum(1))
+            else:
+                torch.sum(partial, 1, out=grads.dkey_bias)
+    if batch * s * h and (t or not grads.accumulate_rows):
+        config = rows_config
+        tma = config.tma and _describable(k) and _describable(v)
+        tiles = -(-s // config.block_m)
+        per_head = t * (d + dv) * k.element_size() * hk // h
+        with _device(q):
+            _rows[(tiles * batch * h,)](
+                do, q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), lse, delta, grads.dq, grads.dalibi,
+                grads.dbias, rows.positions, rows.lo, rows.hi, keys.runs, score.alibi_slopes, score.key_bias, score.bias,
+                *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dq),
+                *pair(lse), *pair(delta), *pair(grads.dalibi), *_per_batch(rows), per_batch(score.key_bias),
+                *_bias_strides(score.bias), *_bias_strides(grads.dbias),
+                batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
+                score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(rows),
+                BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
+                ADD=grads.accumulate_rows, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
+                SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), num_warps=config.num_warps, num_stages=config.num_stages,
+            )  # fmt: skip
 
 
 def _check(q: Tensor, d: int, dv: int) -> None:
@@ -290,13 +253,6 @@ def _precision(q: Tensor, kind: str) -> str:
     return "tf32x3" if q.dtype == torch.float32 and kind.startswith("sm") else "ieee"
 
 
-def _options(config: Config) -> dict[str, Any]:
-    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if config.maxnreg is not None:
-        options["maxnreg"] = config.maxnreg
-    return options
-
-
 def _sweep(bytes_per_head: int, heads: int) -> int:
     return max(1, min(heads, L2_BYTES // max(1, bytes_per_head)))
 
@@ -317,9 +273,9 @@ def _streamed(x: Tensor, block: int, tma: bool) -> Any:
     return TensorDescriptor(x, [batch, h, s, d], steps, [1, 1, block, padded(d)])
 
 
-def _padded_rows(x: Tensor, multiple: int) -> Tensor:
-    """`b h s` with s rounded up and a base that a descriptor takes."""
-    missing = -x.shape[2] % multiple
+def _padded_rows(x: Tensor) -> Tensor:
+    """`b h s` with s rounded up to a multiple of 4 and a base that a descriptor takes."""
+    missing = -x.shape[2] % 4
     return torch.nn.functional.pad(x, (0, missing)) if missing else x if x.data_ptr() % 16 == 0 else x.clone()
 
 

@@ -15,16 +15,13 @@ class Config:
 
     Attributes:
         tma: Load what streams through tensor descriptors, where strides and addresses allow it.
-        maxnreg: Cap on registers per thread; None for the compiler's choice.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    skew: bool = False
     tma: bool = False
-    maxnreg: int | None = None
 
 
 INTERPRETER = "interpreter"  # small tiles: many tiles and edges in a small test
@@ -69,7 +66,7 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, Config, Config]] = {
     ("amd", 4, 128): (Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
     ("amd", 4, 256): (Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
 } | {
-    (INTERPRETER, size, head_dim): (Config(32, 16, 1, 1, skew=size == 4), Config(16, 32, 1, 1), Config(32, 16, 1, 1))
+    (INTERPRETER, size, head_dim): (Config(32, 16, 1, 1), Config(16, 32, 1, 1), Config(32, 16, 1, 1))
     for size in (2, 4)
     for head_dim in (64, 128, 256)
 }
@@ -105,9 +102,9 @@ def choose(kind: str, itemsize: int, head_dim: int, kernel: str, dot_only: bool)
     config = _TABLE[kind, itemsize, bucket][_KERNELS.index(kernel)]
     if dot_only or kind == INTERPRETER:
         return config
-    return replace(config, block_n=min(config.block_n, 64), num_stages=min(config.num_stages, 2), skew=False)
+    return replace(config, block_n=min(config.block_n, 64), num_stages=min(config.num_stages, 2))
 
 
 def without_tma(config: Config) -> Config:
     """Forward configuration to use when a tensor cannot be described: pointers take registers, so narrower."""
-    return replace(config, tma=False, skew=False, block_n=min(config.block_n, 64))
+    return replace(config, tma=False, block_n=min(config.block_n, 64))

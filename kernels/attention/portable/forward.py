@@ -1,8 +1,7 @@
 """The forward kernel: one tile of queries against every run of a key buffer, from carry (or nothing) to carry (or output).
 
 Owns the online softmax of Note [Softmax state] over the tiles of Note [Tile ranges]. A program owns BLOCK_M rows of one head and is
-the only one to write their carry. SKEW issues q . k of the next full tile before the softmax of the current one, so that the
-tensor cores have work beneath the exponentials; it costs one more score tile of registers.
+the only one to write their carry.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -25,13 +24,15 @@ from ringattn.kernels.attention.portable.tiles import (
 
 @triton.jit
 def _absorb(
-    qk, m_i, l_i, acc, v, b, h_kv, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
-    row_exists, key_bias, bias, bias_sn, v_ss, slope, scale, cap, key, drop_threshold, drop_factor, table, cuts,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr, MASKED: tl.constexpr,
-    DOT_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    PRECISE: tl.constexpr,
+    q_tile, m_i, l_i, acc, k, v, b, h_kv, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
+    row_exists, key_bias, bias, bias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor, table, cuts,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
+    DV_WIDTH: tl.constexpr, MASKED: tl.constexpr, DOT_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: q . k of a tile of keys goes into (m_i, l_i, acc)."""
+    k_tile = load_rows(k, b, h_kv, row, end, k_ss, BLOCK_N, D, D_WIDTH, MASKED, TMA)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     y = row + tl.arange(0, BLOCK_N)
     inside = y < end
     k_pos = origin + stride * y
@@ -45,18 +46,8 @@ def _absorb(
         if bias is not None:
             columns = (k_pos.to(tl.int64) * bias_sn)[None, :]
             bias_tile = tl.load(bias + columns, mask=row_exists[:, None] & inside[None, :], other=0.0)
-        s, _ = score(
-            qk,
-            q_pos[:, None],
-            k_pos[None, :],
-            slope,
-            key_bias_tile,
-            bias_tile,
-            scale,
-            cap,
-            SOFTCAP,
-            PRECISE,
-        )
+        PRECISE: tl.constexpr = q_tile.dtype == tl.float32
+        s, _ = score(qk, q_pos[:, None], k_pos[None, :], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISE)
     if MASKED:
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
@@ -97,8 +88,7 @@ def forward_kernel(
     term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
     DV_WIDTH: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, DOT_ONLY: tl.constexpr, SOFTCAP: tl.constexpr,
-    DROPOUT: tl.constexpr, SKEW: tl.constexpr, TMA: tl.constexpr, SAME_STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, TMA: tl.constexpr, SAME_STRIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to the keys of `runs`. Strides are in elements; last dims are contiguous; absent tensors are None.
 
@@ -171,50 +161,17 @@ def forward_kernel(
             row = first + i * BLOCK_N
             y = row + tl.arange(0, BLOCK_N)
             if shows(here_lo, here_hi, row0, rows, q_pos, origin + stride * y, y < end, table, cuts, BLOCK_M):
-                k_tile = load_rows(k_base, b, h_kv, row, end, k_ss, BLOCK_N, D, D_WIDTH, True, TMA)
-                qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                 m_i, l_i, acc = _absorb(
-                    qk, m_i, l_i, acc, v_base, b, h_kv, row, end, origin, stride,
-                    here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
-                    scale, cap, key,
-                    drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, DV, DV_WIDTH, True, DOT_ONLY, SOFTCAP, DROPOUT, TMA,
-                    PRECISION, q_tile.dtype == tl.float32,
+                    q_tile, m_i, l_i, acc, k_base, v_base, b, h_kv, row, end, origin, stride, here_lo, here_hi, row0, rows, q_pos,
+                    row_exists, key_bias_base, bias_base, bias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+                    table, cuts, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
                 )  # fmt: skip
-        if SKEW:
-            if tail > head_end:
-                row = first + head_end * BLOCK_N
-                k_tile = load_rows(k_base, b, h_kv, row, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
-                qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                for row in tl.range(first + (head_end + 1) * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
-                    k_tile = load_rows(k_base, b, h_kv, row, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
-                    qk_next = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                    m_i, l_i, acc = _absorb(
-                        qk, m_i, l_i, acc, v_base, b, h_kv, row - BLOCK_N, end, origin, stride,
-                        here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
-                    scale, cap, key,
-                        drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
-                        q_tile.dtype == tl.float32,
-                    )  # fmt: skip
-                    qk = qk_next
-                row = first + (tail - 1) * BLOCK_N
-                m_i, l_i, acc = _absorb(
-                    qk, m_i, l_i, acc, v_base, b, h_kv, row, end, origin, stride,
-                    here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
-                    scale, cap, key,
-                    drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
-                    q_tile.dtype == tl.float32,
-                )  # fmt: skip
-        else:
-            for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
-                k_tile = load_rows(k_base, b, h_kv, row, 0, k_ss, BLOCK_N, D, D_WIDTH, False, TMA)
-                qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                m_i, l_i, acc = _absorb(
-                    qk, m_i, l_i, acc, v_base, b, h_kv, row, end, origin, stride,
-                    here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, v_ss, slope,
-                    scale, cap, key,
-                    drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
-                    q_tile.dtype == tl.float32,
-                )  # fmt: skip
+        for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
+            m_i, l_i, acc = _absorb(
+                q_tile, m_i, l_i, acc, k_base, v_base, b, h_kv, row, end, origin, stride, here_lo, here_hi, row0, rows, q_pos,
+                row_exists, key_bias_base, bias_base, bias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
+                table, cuts, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
+            )  # fmt: skip
 
     if LAST:
         divisor = tl.where(l_i > 0.0, l_i, 1.0)

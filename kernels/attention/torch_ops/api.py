@@ -147,12 +147,11 @@ def forward(
 
 def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """rowsum(o * do) - dlse as `b h s` (`KernelSet.delta`)."""
-    return _make_delta(o, do, dlse, out)
-
-
-def _make_delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None) -> Tensor:
     fast = import_optional("ringattn.kernels.attention.portable.api") if o.is_cuda else None
     return (eager if fast is None else fast).delta(o, do, dlse, out)
+
+
+_delta = delta  # an argument of `backward` has the name
 
 
 def backward(
@@ -175,7 +174,7 @@ def backward(
     _check(score, rows)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if o is not None and not delta_made:
-            _make_delta(o, do, dlse, delta)
+            _delta(o, do, dlse, delta)
         q, k, v, scale, sign = _scaled(q, k, v, score)
         backend, found = _choose(q, k, v, rows, keys, deterministic=grads.deterministic)
         launches, do, start = found.launches, _aligned(do), 0

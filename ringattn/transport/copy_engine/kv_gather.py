@@ -80,11 +80,6 @@ class GatherMemory:
     cleared: tuple[Cleared, Cleared] | None
     keep: Any
 
-    @property
-    def groups(self) -> int:
-        """Groups of heads."""
-        return self.ready_flags.flags.shape[0]
-
     def flag(self, group: int, step: int) -> int:
         """Return the address of the flag of a group of heads at a ring step."""
         flags = self.ready_flags.flags
@@ -154,7 +149,7 @@ def gather_programs(
         opening, push = push[:first_copy], push[first_copy:]
 
     # packing lowers the flags and the error word, which would take longer in stream order
-    lowered: list[Op] = [Write(here.flag(g, fetch.step), 0) for g in range(here.groups) for fetch in recvs]
+    lowered: list[Op] = [Write(here.flag(g, fetch.step), 0) for g in range(here.ready_flags.groups) for fetch in recvs]
     lowered += semaphores.clear_error() if recvs else []
     start_ops = [*(semaphores.wait_copy_stream_idle() if copy_programs else []), *(lowered if packed is None else [])]
     start_ops += semaphores.enter_kernel(number)
@@ -217,7 +212,7 @@ def _push(semaphores: Semaphores, here: GatherMemory, gather_plan: GatherPlan, n
             *signal([peer_buffer.turn(owner, peer)]),
             semaphores.report(watchdog.COPY_AT, 1),
         ]
-    for g in range(here.groups):
+    for g in range(here.ready_flags.groups):
         for i, reader in enumerate(gather_plan.sends):
             theirs = peer_buffer.rows(reader.peer)
             turns = len(reader.owners)
@@ -226,10 +221,10 @@ def _push(semaphores: Semaphores, here: GatherMemory, gather_plan: GatherPlan, n
             if g == 0 and bias is not None:
                 push += bias.pushes(theirs + padded(b * reader.remote_rows * row), reader)
             places = slot.data_ptr(), theirs, (slot_rows, reader.remote_rows)
-            push += _copies(*places, b, row, reader.rows, reader.at, g, here.groups)
+            push += _copies(*places, b, row, reader.rows, reader.at, g, here.ready_flags.groups)
             push += signal([peer_buffer.ready(reader.peer, me, g)])
             last = reader.owners[-1] == me
-            if turns > 1 and not (last and g == here.groups - 1):
+            if turns > 1 and not (last and g == here.ready_flags.groups - 1):
                 follower = reader.owners[0 if last else reader.owners.index(me) + 1]
                 push += signal([peer_buffer.turn(follower, reader.peer)])
             if g == 0:
@@ -252,7 +247,7 @@ def _flag_ops(
     )
     # nothing that can wait until the last flag stands between `ready` and the flag
     raises, ready = list[Op](), list[int]()
-    for g in range(here.groups):
+    for g in range(here.ready_flags.groups):
         for i, fetch in enumerate(recvs):
             ready.append(here.peer_buffer.ready(semaphores.rank, fetch.owner, g))
             raises += [Wait(ready[-1], 1), semaphores.gate, Write(here.flag(g, fetch.step), 1)]

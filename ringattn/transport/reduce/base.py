@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringattn.kernels.partials.packed import size
+from ringattn.kernels.partials.packed import finish_parts, merge_parts, size
 from ringattn.transport.base import Choice
 from ringattn.transport.consensus import RankConsensus
 
@@ -154,11 +154,18 @@ Call = MergeCall | ShareCall
 class PartialReducer:
     """Reduction of partials, sums and concatenation of columns across the ranks of a ring; base class of all reducers.
 
+    A reducer implements `_stack`, or runs the three kinds of calls in another way.
+
     Args:
         choice: The name of the reducer, and the reason for it.
         consensus: Compares calls between ranks; None: there are no other processes.
         world_size: Ranks of the ring.
+
+    Attributes:
+        capturable: Calls, but for the first of a kind, may be captured in a CUDA graph.
     """
+
+    capturable: bool = False
 
     def __init__(self, choice: Choice, consensus: RankConsensus | None, world_size: int) -> None:
         self.choice = choice
@@ -169,11 +176,6 @@ class PartialReducer:
 
     def __str__(self) -> str:
         return str(self.choice)
-
-    @property
-    def capturable(self) -> bool:
-        """Whether calls, but for the first of a kind, may be captured in a CUDA graph."""
-        return False
 
     def merge_partials(
         self,
@@ -263,17 +265,29 @@ class PartialReducer:
         self._known.add(key)
         return call.out.numel() > 0
 
+    def _stack(self, mine: Tensor, what: str) -> Tensor:
+        """Return all ranks' shares, `world_size, *mine.shape`, in rank order; `what` names them in messages."""
+        raise NotImplementedError(f"a reducer must implement _stack, got {type(self).__name__}; define it")
+
     def _run_merge(self, call: MergeCall) -> None:
         """Run a call of `merge_partials` that was admitted."""
-        raise NotImplementedError(f"a reducer must implement _run_merge, got {type(self).__name__}; define it")
+        mine = call.splits[0]
+        if len(call.splits) > 1 or not mine.is_contiguous():
+            mine = torch.empty(call.send_numel, dtype=torch.float32, device=mine.device)
+            merge_parts(call.splits, mine, call.rows, call.dv)
+        finish_parts(self._stack(mine, call.what), call.rows, call.dv, call.sinks, call.o, call.lse)
 
     def _run_sum(self, call: ShareCall) -> None:
         """Run a call of `all_reduce` that was admitted."""
-        raise NotImplementedError(f"a reducer must implement _run_sum, got {type(self).__name__}; define it")
+        first, *others = self._stack(call.x, call.what)
+        for other in others:
+            first = first.float() + other
+        call.out.copy_(first)
 
     def _run_columns(self, call: ShareCall) -> None:
         """Run a call of `all_gather_columns` that was admitted."""
-        raise NotImplementedError(f"a reducer must implement _run_columns, got {type(self).__name__}; define it")
+        rows, width = call.x.shape
+        call.out.view(rows, call.ranks, width).copy_(self._stack(call.x, call.what).transpose(0, 1))
 
 
 def _overlap(x: Tensor, out: Tensor) -> bool:

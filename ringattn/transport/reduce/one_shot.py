@@ -39,6 +39,8 @@ class OneShotReducer(PartialReducer):
     symmetric_memory.py). All launches share one numbering. A mailbox has slots for two calls of all ranks.
     """
 
+    capturable = True
+
     def __init__(
         self,
         rank: int,
@@ -73,11 +75,6 @@ class OneShotReducer(PartialReducer):
         self._stream: int | None = None
         self._captured = False
         self._kept: list[Any] = []
-
-    @property
-    def capturable(self) -> bool:
-        """See `PartialReducer.capturable`."""
-        return True
 
     def num_bytes(self) -> int:
         """Return the bytes of device memory that this rank's control and mailbox take."""

@@ -6,52 +6,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.kernels.partials.packed import finish_parts, merge_parts
+from ringattn.kernels.partials.packed import finish_parts
 from ringattn.transport.base import Choice
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.process_group import resolve_group
-from ringattn.transport.reduce.base import MergeCall, PartialReducer, ShareCall
+from ringattn.transport.reduce.base import MergeCall, PartialReducer
 from ringattn.transport.timeout import BoundedWait
 
 # torch 2.13 renames the collective and warns of the old name
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
-class StackingReducer(PartialReducer):
-    """A reducer without memory of its own."""
-
-    def _stack(self, mine: Tensor, what: str) -> Tensor:
-        """Return all ranks' shares, `world_size, *mine.shape`, in rank order; `what` names them in messages."""
-        raise NotImplementedError(f"a stacking reducer must implement _stack, got {type(self).__name__}; define it")
-
-    def _run_merge(self, call: MergeCall) -> None:
-        mine = call.splits[0]
-        if len(call.splits) > 1 or not mine.is_contiguous():
-            mine = torch.empty(call.send_numel, dtype=torch.float32, device=mine.device)
-            merge_parts(call.splits, mine, call.rows, call.dv)
-        finish_parts(self._stack(mine, call.what), call.rows, call.dv, call.sinks, call.o, call.lse)
-
-    def _run_sum(self, call: ShareCall) -> None:
-        first, *others = self._stack(call.x, call.what)
-        for other in others:
-            first = first.float() + other
-        call.out.copy_(first)
-
-    def _run_columns(self, call: ShareCall) -> None:
-        rows, width = call.x.shape
-        call.out.view(rows, call.ranks, width).copy_(self._stack(call.x, call.what).transpose(0, 1))
-
-
-class LocalReducer(StackingReducer):
+class LocalReducer(PartialReducer):
     """The reducer of a ring of one rank."""
+
+    capturable = True
 
     def __init__(self) -> None:
         super().__init__(Choice("alone", "one rank: every key is here already"), None, 1)
-
-    @property
-    def capturable(self) -> bool:
-        """See `PartialReducer.capturable`."""
-        return True
 
     def _run_merge(self, call: MergeCall) -> None:
         finish_parts(call.splits, call.rows, call.dv, call.sinks, call.o, call.lse)
@@ -61,22 +33,19 @@ class LocalReducer(StackingReducer):
         return mine[None]
 
 
-class ProcessGroupReducer(StackingReducer):
+class ProcessGroupReducer(PartialReducer):
     """Reducer with one collective of the process group per call: NCCL between GPUs, gloo between CPU processes."""
 
     def __init__(self, consensus: RankConsensus, bounded_wait: BoundedWait, why: str) -> None:
         super().__init__(Choice("group", why), consensus, consensus.world_size)
         self._group_name, self._rank = consensus.group_name, consensus.rank
         self._bounded_wait = bounded_wait
+        # gloo's collectives run on the host
+        self.capturable = "cuda:nccl" in dist.get_backend_config(resolve_group(self._group_name))
 
     def check(self) -> None:
         """See `PartialReducer.check`."""
         self._bounded_wait.check()
-
-    @property
-    def capturable(self) -> bool:
-        """See `PartialReducer.capturable`: gloo's collectives run on the host."""
-        return "cuda:nccl" in dist.get_backend_config(resolve_group(self._group_name))
 
     def _stack(self, mine: Tensor, what: str) -> Tensor:
         self.check()

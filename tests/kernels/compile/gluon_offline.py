@@ -125,7 +125,7 @@ def captured() -> Iterator[list[tuple[Any, Any, float]]]:
         return _Launched()
 
     launches_of = importlib.import_module("ringattn.kernels.runtime.bound_launch")
-    launches_of.forget()
+    launches_of._kernels.clear()
     driver.set_active(_Driver())  # type: ignore[arg-type]
     jit.JITFunction.run = compile_only
     try:
@@ -133,7 +133,7 @@ def captured() -> Iterator[list[tuple[Any, Any, float]]]:
     finally:
         jit.JITFunction.run = run
         driver._active = before
-        launches_of.forget()
+        launches_of._kernels.clear()
 
 
 def report(function: Any, kernel: Any, seconds: float, dump: str | None = None) -> Report:

@@ -122,12 +122,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
             monkeypatch.setattr(nvidia, name, value)
     before = driver._active
     driver.set_active(here)  # pyright: ignore[reportArgumentType]
-    bound_launch.forget()
+    bound_launch._kernels.clear()
     for kernel in (copy_kernel, tile_kernel):
         kernel.device_caches.clear()
     yield here
     driver._active = before
-    bound_launch.forget()
+    bound_launch._kernels.clear()
     for kernel in (copy_kernel, tile_kernel):
         kernel.device_caches.clear()
 

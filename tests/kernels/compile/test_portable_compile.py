@@ -54,7 +54,7 @@ def compiled(kernel: str, arch: int, head_dim: int, features: tuple[str, ...] = 
     constants: dict[str, Any] = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "D": padded, "D_WIDTH": head_dim, "DV": padded, "DV_WIDTH": head_dim,
         "SOFTCAP": "softcap" in features, "DROPOUT": "dropout" in features, "TMA": config.tma, "PRECISION": "ieee",
-        "FIRST": True, "LAST": True, "DOT_ONLY": set(features) <= {*OF_MASKS}, "SKEW": config.skew, "ADD": False,
+        "FIRST": True, "LAST": True, "DOT_ONLY": set(features) <= {*OF_MASKS}, "ADD": False,
         "SAME_STRIDE": True, "group": 1,
     }  # fmt: skip
     constants |= {name: None for feature, names in OPTIONAL.items() if feature not in features for name in names}
@@ -65,7 +65,6 @@ def compiled(kernel: str, arch: int, head_dim: int, features: tuple[str, ...] = 
         types |= dict.fromkeys(("lse2", "delta"), f"tensordesc<fp32[{block}]>") if kernel == "keys" else {}
     integers = {name for name in fn.arg_names if name not in TYPES and not re.fullmatch(r"\w+_s[bsh]", name)}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    options |= {} if config.maxnreg is None else {"maxnreg": config.maxnreg}
     built = build(fn, types, constants, arch, unaligned=integers, **options)
     assert built.metadata.shared <= SHARED[arch]
     assert TENSOR_OPS[arch] in built.asm["ptx"]

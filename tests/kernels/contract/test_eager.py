@@ -114,7 +114,7 @@ def test_the_host_is_told_once_per_call(monkeypatch: pytest.MonkeyPatch):
     rows, keys = _sides(80, causal=True)
     copies.clear()
     with _Watch() as watch:
-        assert len(eager._row_tiles(rows, keys)) == 5
+        assert len(list(eager._row_tiles(rows, keys))) == 5
     assert len(copies) == 1
     assert "_local_scalar_dense" not in watch.calls
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ringattn.kernels.attention.torch_ops.bands import Call, Line, Tile, calls, lines, tiles
 from ringattn.plan.mask import AttentionMask
 from tests.support.random_masks import layouts, masks, positions
+from tests.support.random_masks import seen as seen_by
 
 Pairs = list[tuple[int, int]]
 
@@ -89,7 +90,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     world_size = draw(st.integers(1, 4))
     shards = draw(layouts(mask.seq_len, world_size))
     rows, keys = (positions(shards[draw(st.integers(0, world_size - 1))]) for _ in range(2))
-    seen = [mask.keys_of(i) for i in rows]
+    seen = [seen_by(mask, "keys", i) for i in rows]
     return ([sum(j < lo for j in keys) for lo, _ in seen], [sum(j < hi for j in keys) for _, hi in seen])
 
 
