@@ -25,20 +25,6 @@ MAX_CHANGE_LOG = 32
 """Records of unmoved tokens that are kept of a request (Note [Unmoved tokens])."""
 
 
-class Block(NamedTuple):
-    """Tokens start .. start + length - 1 of a request, in rows 0 .. length - 1 of a page of a rank."""
-
-    rank: int
-    page: int
-    start: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last token."""
-        return self.start + self.length
-
-
 class RankSpan(NamedTuple):
     """Tokens start .. stop - 1 of a request, all on one rank."""
 

@@ -113,7 +113,7 @@ class KVPool:
     def put_rows(
         self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, contain: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Write rows that were checked to slots, which are page * page_size + row or -1; see `PagedKVCache.put`."""
+        """Write rows that were checked to slots, which are page * page_size + row or -1; see `ForwardBatch.put`."""
         k, v = k.detach(), v.detach()
         contained = None
         if contain:

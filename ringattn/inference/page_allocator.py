@@ -25,7 +25,6 @@ from itertools import count
 
 from ringattn.inference.block_table import (
     MAX_REQUEST_TOKENS,
-    Block,
     BlockTable,
     PageCopy,
     RankSpan,
@@ -56,8 +55,8 @@ class PageAllocator:
         >>> allocator = PageAllocator(world_size=2, pages=4, page_size=4)
         >>> request = allocator.add_request(reserve=12)
         >>> allocator.assign([request], [10])
-        >>> [(block.rank, block.start, block.length) for block in allocator.blocks(request)]
-        [(0, 0, 4), (1, 4, 4), (0, 8, 2)]
+        >>> [tuple(span) for span in allocator.rank_spans(request)]  # rank, first token, one past the last
+        [(0, 0, 4), (1, 4, 8), (0, 8, 10)]
         >>> allocator.free_pages, allocator.available
         ((2, 3), 5)
     """
@@ -103,51 +102,36 @@ class PageAllocator:
         """Requests, in the order in which they were added."""
         return tuple(self._requests)
 
+    def find(self, request: int) -> Request:
+        """Look up a request."""
+        if request not in self._requests:
+            raise ValueError(f"request must be one that was added and not freed, got {request!r}; add it first")
+        return self._requests[request]
+
     def length(self, request: int) -> int:
         """Tokens of a request."""
-        return self._find(request).length
-
-    def first(self, request: int) -> int:
-        """First token of a request that is not padding."""
-        return self._find(request).first
-
-    def reserved(self, request: int) -> int:
-        """Tokens that a request may grow to."""
-        return self._find(request).reserved_tokens
+        return self.find(request).length
 
     def table(self, request: int, rank: int) -> BlockTable:
         """A request's blocks on a rank."""
-        return self._find(request).tables[rank]
+        return self.find(request).tables[rank]
 
     def get_requests(self, requests: Collection[int]) -> list[Request]:
         """Look up several requests at once."""
         try:
             return list(map(self._requests.__getitem__, requests))
         except KeyError:
-            return list(map(self._find, requests))
-
-    def blocks(self, request: int) -> tuple[Block, ...]:
-        """A request's blocks, ascending; they cover its tokens."""
-        found = [
-            Block(rank, *block)
-            for rank, table in enumerate(self._find(request).tables)
-            for block in zip(table.pages, table.starts, table.lengths, strict=True)
-        ]
-        return tuple(sorted(found, key=lambda block: block.start))
+            return list(map(self.find, requests))
 
     def rank_spans(self, request: int, start: int = 0) -> list[RankSpan]:
         """Return the ranks of a request's tokens from `start` on, ascending; neighbours are on different ranks."""
-        one = self._find(request)
+        one = self.find(request)
         stops = [begin for _, begin in one.spans[1:]] + [one.length]
         return [
             RankSpan(rank, max(begin, start), stop)
             for (rank, begin), stop in zip(one.spans, stops, strict=False)
             if stop > start
         ]
-
-    def unmoved_tokens(self, request: int, change: int) -> int:
-        """Return how many first tokens of a request have not moved since `changes` was `change`; see block_table.py."""
-        return self._find(request).unmoved_tokens(change)
 
     def have_same_placement(self, requests: Sequence[int]) -> bool:
         """Whether requests are equally long and have each token on the same rank."""
@@ -159,7 +143,12 @@ class PageAllocator:
         return max([one.max_blocks_after for one in self.get_requests(requests)], default=0) + self._pages_of(new)
 
     def add_request(self, reserve: int, first: int = 0) -> int:
-        """Add a request that may grow to `reserve` tokens, with `first` tokens of padding in front, and return its name."""
+        """Add a request that may grow to `reserve` tokens, with `first` tokens of padding in front, and return its name.
+
+        Raises:
+            ValueError: A number is out of range.
+            CacheFull: Too few pages are free and not reserved for others; nothing has changed.
+        """
         self._check_reserve(reserve, first)
         self._check_available(self._pages_of(reserve), "a request", reserve)
         one = self._admit(reserve, first)
@@ -167,7 +156,15 @@ class PageAllocator:
         return one.name
 
     def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Add requests that get their pages on the same ranks, and return their names (Note [Reservations])."""
+        """Add requests that get their pages on the same ranks, so that they stay one batch; return their names.
+
+        Args:
+            reserve: Tokens that each may grow to.
+            firsts: Tokens of padding in front of each, one number per request.
+
+        Raises:
+            ValueError: See `add_request`; also CacheFull.
+        """
         if not firsts:
             raise ValueError("firsts must have one number per request, got none; give 0 for a request without padding")
         for first in firsts:
@@ -196,8 +193,12 @@ class PageAllocator:
         """Add a request that shares the first tokens of another one (None: all), with their pages; return its name.
 
         `reserve` is the number of tokens the new one may grow to; None: as many as the other one.
+
+        Raises:
+            ValueError: The request is unknown, or a number is out of range.
+            CacheFull: Too few pages are free and not reserved for others; nothing has changed.
         """
-        parent = self._find(request)
+        parent = self.find(request)
         length = parent.length if length is None else length
         reserve = parent.reserved_tokens if reserve is None else reserve
         if not 0 <= length <= parent.length or not max(length, 1) <= reserve <= MAX_REQUEST_TOKENS:
@@ -218,8 +219,13 @@ class PageAllocator:
         return child.name
 
     def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Remove a request's last tokens, and optionally lower the number of tokens that it may grow to."""
-        one = self._find(request)
+        """Keep the first `length` tokens of a request, which may then grow to `reserve` tokens (None: as before).
+
+        Raises:
+            ValueError: The request is unknown, or length or reserve would grow.
+            CacheFull: It gives up pages that forks use, and too few are free to grow again; nothing has changed.
+        """
+        one = self.find(request)
         reserve = one.reserved_tokens if reserve is None else reserve
         if not 0 <= length <= one.length or not max(length, 1) <= reserve <= one.reserved_tokens:
             raise ValueError(
@@ -261,8 +267,8 @@ class PageAllocator:
         self._reserve(one)
 
     def free(self, request: int) -> None:
-        """Free a request, and the pages that no other request uses."""
-        one = self._find(request)
+        """Free a request, and the pages that no other request uses. ValueError if it is unknown."""
+        one = self.find(request)
         self.changes += 1
         for rank, table in enumerate(one.tables):
             for page in reversed(table.pages):
@@ -552,11 +558,6 @@ class PageAllocator:
             writer[page] = -1
         if users[page] == 0:
             self._free[rank].append(page)
-
-    def _find(self, request: int) -> Request:
-        if request not in self._requests:
-            raise ValueError(f"request must be one that was added and not freed, got {request!r}; add it first")
-        return self._requests[request]
 
 
 def assign_pages(pages: int, capacity: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ringattn.dispatch import run_forward
-from ringattn.inference.forward_batch import ForwardBatch
+from ringattn.inference.forward_batch import ForwardBatch, Mask
 from ringattn.inference.paged_prefill import PagedRows, plan_paged_rows
 from ringattn.kernels.interface import RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.partials.packed import clear, finish_parts, size, views
@@ -77,20 +77,11 @@ class Prefill:
         documents = self.plan.spec.sharding.documents
         return self.fresh and self.kv_access == "copies" and documents is not None and len(documents) > 2
 
-    def attend(
-        self,
-        step: ForwardBatch,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def attend(self, step: ForwardBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> Tensor:
         """Return o `b s h dv` of this rank's new rows, whose keys are in the cache."""
         cache, plan, context = step.cache, self.plan, step.cache.ring.context
         q = _rows(q)
-        score = plan.spec.score(q.dtype, 0, ScoreTensors(sinks, alibi_slopes))
+        score = plan.spec.score(q.dtype, 0, tensors)
         query_plan, in_flight = self.query_plan, None
         if query_plan is not None:
             # before pages are copied (Note [Queries move])
@@ -126,15 +117,11 @@ class Prefill:
 
 
 def find_paged_rows(
-    step: ForwardBatch,
-    spec: AttentionSpec,
-    query_plan: QueryPlan | None,
-    heads: int,
-    shown: tuple[bool, tuple[int | None, int | None] | None, int | None, int],
+    step: ForwardBatch, spec: AttentionSpec, query_plan: QueryPlan | None, heads: int, masks: Sequence[Mask]
 ) -> PagedRows | None:
     """Return the rows that attend to this rank's pages: all new rows on one rank, or those that `query_plan` routes here.
 
-    `shown` are causal, window, chunk_len and the number of sink tokens.
+    `masks` are those of the intervals that a row sees.
     """
     documents = spec.sharding.documents
     new = [(length - count, count, i) for i, (length, count) in enumerate(zip(step.lengths, step.counts, strict=True))]
@@ -150,7 +137,7 @@ def find_paged_rows(
                     some = min(length, documents[i + 1] - start)
                     new.append((start - documents[i], some, i))
                     start, length = start + some, length - some
-    return plan_paged_rows(step, new, heads, *shown, step.cache.device)
+    return plan_paged_rows(step, new, heads, masks)
 
 
 def resolve_comm_mode(wanted: str, step: ForwardBatch, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:
@@ -217,8 +204,8 @@ def _reserved_bytes(
 
 def growth_limit(step: ForwardBatch) -> float:
     """Return the ratio of the tokens that the requests reserved to those they have, times GROWTH_MARGIN."""
-    reserved, there = sum(map(step.cache.allocator.reserved, step.requests)), sum(step.lengths)
-    return max(1.0, reserved / there) * GROWTH_MARGIN
+    reserved = sum(one.reserved_tokens for one in step.cache.allocator.get_requests(step.requests))
+    return max(1.0, reserved / sum(step.lengths)) * GROWTH_MARGIN
 
 
 @dataclass(frozen=True, eq=False)
