@@ -79,7 +79,6 @@ class Request:
         length: Its tokens.
         tables: Its blocks by rank.
         spans: Ranks of its tokens, ascending: (rank, first token).
-        reserved_by_rank: Pages reserved on each rank; None: reserved on any rank.
         pages_to_open: Its pages in the allocator's sum of reservations.
         notes: (number of a change, tokens that it left in place), both ascending (Note [Unmoved tokens]).
         last: Its blocks on the rank that has the last one; none where it has no tokens.
@@ -94,7 +93,6 @@ class Request:
     length: int
     tables: list[BlockTable]
     spans: list[tuple[int, int]] = field(default_factory=list)
-    reserved_by_rank: list[int] | None = None
     pages_to_open: int = 0
     notes: list[tuple[int, int]] = field(default_factory=list)
     last: BlockTable = field(default_factory=BlockTable)
