@@ -213,11 +213,10 @@ class ForwardBatch:
             return
         here = set(allocator.requests)
         for request, length in zip(self.requests, self.lengths, strict=True):
-            there = allocator.find(request).unmoved_tokens(self.known) if request in here else None
-            if there is None or there < length:
-                gone = "was freed" if there is None else f"was truncated to {there} tokens"
-                if there is not None and allocator.length(request) > there:
-                    gone = f"has other tokens behind the first {there}"
+            gone = "was freed" if request not in here else ""
+            if not gone and (one := allocator.find(request)).moved_at > self.known:
+                gone = f"was truncated to {one.length} tokens" if one.length < length else "has other tokens"
+            if gone:
                 raise ValueError(
                     f"the requests of a step must be as long as it made them, got request {request} of {length} tokens, "
                     f"which {gone} since; extend again"

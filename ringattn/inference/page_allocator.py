@@ -29,7 +29,6 @@ from ringattn.inference.block_table import (
     RankSpan,
     Request,
     common_blocks,
-    first_difference,
     truncate_spans,
 )
 
@@ -226,7 +225,7 @@ class PageAllocator:
                 "keep more tokens, wait until others are freed, or reserve less by truncate(..., reserve=)"
             )
         self.changes += 1
-        one.note(self.changes, length)
+        one.moved_at = self.changes if length < one.length else one.moved_at
         for rank, (table, blocks) in enumerate(ends):
             for page in reversed(table.pages[blocks:]):
                 self._drop(one, rank, page)
@@ -323,14 +322,11 @@ class PageAllocator:
             [common_blocks(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
             for i, j in enumerate(index)
         ]
-        for i, (source, same) in enumerate(zip(index, common, strict=True)):
-            if source != i:
-                tables = zip(before[i][0], before[source][0], same, strict=True)
-                found[i].note(self.changes, min(first_difference(*one) for one in tables))
         last = ends[0][0] if partial else None
         # use new pages before dropping old ones: pages that stay in use must not become free in between
         for one, source, same in zip(found, index, common, strict=True):
             tables, one.first = before[source]
+            one.moved_at = one.moved_at if one is found[source] else self.changes
             one.tables = [table.head(len(table)) for table in tables]
             for rank, (table, begin) in enumerate(zip(tables, same, strict=True)):
                 self._use(found[source], rank, table, begin, len(table) - (rank == last))
