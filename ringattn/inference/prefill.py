@@ -108,10 +108,25 @@ class Prefill:
                 _reserve_ahead(keys, values, plan, context, self.growth_factor, cache.reserved_bytes)
                 self._has_reserved.append(True)
             return run_forward(q, keys, values, score, plan, context)[0]
-        query_plan = in_flight.query_plan
+        query_plan, take, dv = in_flight.query_plan, context.buffers.take, cache.v_head_dim
 
         def attend_copies(queries: Tensor, carry: SoftmaxState) -> None:
-            _attend_copies(queries, keys, values, score, plan, context, query_plan, carry)
+            b, total, h, d = queries.shape
+            plan.kernels.forward(
+                queries,
+                keys,
+                values,
+                query_plan.side,
+                find(query_plan.keys),
+                # the sink is added once, where partials are merged
+                dataclasses.replace(score, sinks=None),
+                carry=carry,
+                first=True,
+                last=False,
+                # with last=False o is not written
+                o=queries if d == dv else take("prefill o", (b, total, h, dv), queries.dtype, queries.device),
+                lse=take("prefill lse", (b, h, total), carry.m.dtype, queries.device),
+            )
 
         return _attend_and_merge(in_flight, cache.v_head_dim, score, context, attend_copies)
 
@@ -325,36 +340,6 @@ def _attend_and_merge(
     if o.numel():
         finish_parts(stack, b * s * h, dv, score.sinks, o, take("prefill final lse", (b, h, s), wide, q.device))
     return o
-
-
-def _attend_copies(
-    rows: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Score,
-    plan: ExecutionPlan,
-    context: RingContext,
-    query_plan: QueryPlan,
-    carry: SoftmaxState,
-) -> None:
-    """Compute the partial of rows `b total h d` over k `b t hk d` and v `b t hk dv` with the forward of training."""
-    b, total, h, d = rows.shape
-    dv, take = v.shape[-1], context.buffers.take
-    plan.kernels.forward(
-        rows,
-        k,
-        v,
-        query_plan.side,
-        find(query_plan.keys),
-        # the sink is added once, where partials are merged
-        dataclasses.replace(score, sinks=None),
-        carry=carry,
-        first=True,
-        last=False,
-        # with last=False o is not written
-        o=rows if d == dv else take("prefill o", (b, total, h, dv), rows.dtype, rows.device),
-        lse=take("prefill lse", (b, h, total), carry.m.dtype, rows.device),
-    )
 
 
 def _gather_queries(in_flight: InFlightQueries, context: RingContext) -> Tensor:

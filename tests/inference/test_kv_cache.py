@@ -716,9 +716,6 @@ def test_rows_that_do_not_belong_there_are_refused() -> None:
         ("v must have the dtype of the cache, torch.float32, got torch.float64", lambda: step.put(0, k, v.double())),
         ("k must be on the device of the cache, cpu, got meta", lambda: step.put(0, k.to("meta"), v)),
         ("k must have a contiguous last dim", lambda: step.put(0, k.mT.contiguous().mT, v)),
-        ("layer must be from 0 to 1, got 5", lambda: cache.take(5, step.slots)),
-        ("slots must be `batch t` int64", lambda: cache.take(0, step.slots.int())),
-        ("slots must be `batch t` int64", lambda: cache.take(0, step.slots[0])),
         ("decode must bring the same number", lambda: cache.extend([request], [17], mode="decode")),
         ("mode must be", lambda: cache.extend([request], [1], mode="encode")),  # pyright: ignore[reportArgumentType]
         ("must stay within the 20 tokens it reserved, got 5 and 16 more", lambda: cache.extend([request], [16])),

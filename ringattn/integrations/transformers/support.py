@@ -133,6 +133,11 @@ def _option(name: str, refused: Callable[[Any], bool] = bool) -> Callable[[Any],
     return find
 
 
+def _without(purpose: str, **messages: str) -> list[Unsupported]:
+    """Make a row for each option that must be left out or false."""
+    return [Unsupported(purpose, _option(name), message) for name, message in messages.items()]
+
+
 def _unknown(known: frozenset[str]) -> Callable[[Mapping[str, Any]], str | None]:
     """Make a function that finds a keyword that is not known, unless it has no value."""
 
@@ -406,32 +411,19 @@ TABLE = (
         "ranks that share a sequence must be sharded by FSDP or by DDP, got {got}, which is not tested with a ring; pass fsdp in "
         "the arguments, or a config of accelerate with FSDP",
     ),
-    Unsupported(
+    *_without(
         "shared training",
-        _option("use_liger_kernel"),
-        "use_liger_kernel must be False where ranks share a sequence, got {got}: it replaces the forward and the loss of the "
-        "model, which is not tested with the rows of a rank; leave it out, or train on one process",
-    ),
-    Unsupported(
-        "shared training",
-        _option("neftune_noise_alpha"),
-        "neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be scaled by the length "
-        "of a shard, not of the sequence; train on one process",
-    ),
-    Unsupported(
-        "shared training",
-        _option("precompute_ref_log_probs"),
-        "precompute_ref_log_probs must be False where ranks share a sequence, got {got}: it runs the model before the ring is "
-        "there; leave it out, and the reference is computed in each step",
-    ),
-    *(
-        Unsupported(
-            "shared training",
-            _option(name),
-            f"{name} must be False where ranks share a sequence, got {{got}}: predictions of a ring would be gathered from each "
-            "of its ranks; leave it out",
-        )
-        for name in ("eval_use_gather_object", "use_legacy_prediction_loop")
+        use_liger_kernel="use_liger_kernel must be False where ranks share a sequence, got {got}: it replaces the forward and the "
+        "loss of the model, which is not tested with the rows of a rank; leave it out, or train on one process",
+        neftune_noise_alpha="neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be "
+        "scaled by the length of a shard, not of the sequence; train on one process",
+        precompute_ref_log_probs="precompute_ref_log_probs must be False where ranks share a sequence, got {got}: it runs the "
+        "model before the ring is there; leave it out, and the reference is computed in each step",
+        **{
+            name: f"{name} must be False where ranks share a sequence, got {{got}}: predictions of a ring would be gathered from "
+            "each of its ranks; leave it out"
+            for name in ("eval_use_gather_object", "use_legacy_prediction_loop")
+        },
     ),
 )
 
