@@ -150,49 +150,41 @@ class PagedKVCache(KVPool):
             CacheFull: With same_length: ranks do not have a free page for each of the requests.
         """
         with self._propagate_errors():
-            step = self._extend(requests, counts, mode, same_length, into)
-        if into is not None:
-            # the replay of a graph does not compare
-            self.consistency.check_batch(into, "a static step", self.device)
-        return step
-
-    def _extend(
-        self, requests: Sequence[int], counts: Sequence[int], mode: str, same_length: bool, into: StaticBatch | None
-    ) -> ForwardBatch:
-        """Do what `extend` does before ranks compare."""
-        # elements of a tensor would be kept as tensors on the device
-        requests, counts = list(map(index, requests)), list(map(index, counts))
-        packed = into is not None and into.pieces is not None
-        few = packed or (len(set(counts)) == 1 and 1 <= counts[0] <= MAX_DECODE_TOKENS)
-        if mode not in ("auto", "prefill", "decode"):
-            raise ValueError(f"mode must be 'auto', 'prefill' or 'decode', got {mode!r}; leave it out for 'auto'")
-        if mode == "decode" and not few:
-            raise ValueError(
-                f"decode must bring the same number of new tokens for each request, at most {MAX_DECODE_TOKENS}, got "
-                f"{list(counts)}; use mode='prefill'"
-            )
-        if mode == "auto":
-            mode = "decode" if few else "prefill"
-        found = []
-        if into is not None:
-            if into.cache is not self:
+            # elements of a tensor would be kept as tensors on the device
+            requests, counts = list(map(index, requests)), list(map(index, counts))
+            packed = into is not None and into.pieces is not None
+            few = packed or (len(set(counts)) == 1 and 1 <= counts[0] <= MAX_DECODE_TOKENS)
+            if mode not in ("auto", "prefill", "decode"):
+                raise ValueError(f"mode must be 'auto', 'prefill' or 'decode', got {mode!r}; leave it out for 'auto'")
+            if mode == "decode" and not few:
                 raise ValueError(
-                    "into must be a static batch of this cache, got one of another; make it with static_batch"
+                    f"decode must bring the same number of new tokens for each request, at most {MAX_DECODE_TOKENS}, got "
+                    f"{list(counts)}; use mode='prefill'"
                 )
-            if mode != "decode":
-                raise ValueError(
-                    f"into must be left out of a prefill, got it with {list(counts)} new tokens; prefill without"
-                )
-            found = into.check(requests, counts)
-        if packed:
-            # rows of a request are assigned as in a prefill
-            self.allocator.assign(requests, counts)
-        else:
-            self._place(requests, counts, mode, same_length)
-        if into is not None:
+            if mode == "auto":
+                mode = "decode" if few else "prefill"
+            found = []
+            if into is not None:
+                if into.cache is not self:
+                    raise ValueError(
+                        "into must be a static batch of this cache, got one of another; make it with static_batch"
+                    )
+                if mode != "decode":
+                    raise ValueError(
+                        f"into must be left out of a prefill, got it with {list(counts)} new tokens; prefill without"
+                    )
+                found = into.check(requests, counts)
+            if packed:
+                # rows of a request are assigned as in a prefill
+                self.allocator.assign(requests, counts)
+            else:
+                self._place(requests, counts, mode, same_length)
+            if into is None:
+                return make_forward_batch(self, requests, counts, mode, same_length and mode == "prefill")
             into.refill(requests, found, counts)
-            return into
-        return make_forward_batch(self, requests, counts, mode, same_length and mode == "prefill")
+        # the replay of a graph does not compare
+        self.consistency.check_batch(into, "a static step", self.device)
+        return into
 
     def static_batch(
         self, batch: int, new: int = 1, *, max_tokens: int, max_blocks: int | None = None, packed: bool = False

@@ -300,7 +300,10 @@ def _check_sharded(
     if sharding.world_size == 1:
         return
     config = getattr(module, "config", None)
-    check_supported(config, "recurrent model" if recurrent else "model")
+    if recurrent:
+        check_supported(config, "recurrent model")
+    else:
+        check_supported(config, "model")
     check_supported(module, "layer")
     if position_ids is None:
         raise ValueError(
