@@ -72,6 +72,7 @@ class Request:
         spans: Ranks of its tokens, ascending: (rank, first token).
         pages_to_open: Its pages in the allocator's sum of reservations.
         moved_at: Number of the last change that removed or moved its tokens (`PageAllocator.changes`).
+        kept: Fewest tokens that such a change has left in place.
         last: Its blocks on the rank that has the last one; none where it has no tokens.
         full: Tokens that it can grow to in its last block.
         max_blocks_after: Blocks on the rank where it has most.
@@ -86,6 +87,7 @@ class Request:
     spans: list[tuple[int, int]] = field(default_factory=list)
     pages_to_open: int = 0
     moved_at: int = 0
+    kept: int = MAX_REQUEST_TOKENS
     last: BlockTable = field(default_factory=BlockTable)
     full: int = 0
     max_blocks_after: int = 0

@@ -214,7 +214,7 @@ class ForwardBatch:
         here = set(allocator.requests)
         for request, length in zip(self.requests, self.lengths, strict=True):
             gone = "was freed" if request not in here else ""
-            if not gone and (one := allocator.find(request)).moved_at > self.known:
+            if not gone and (one := allocator.find(request)).moved_at > self.known and one.kept < length:
                 gone = f"was truncated to {one.length} tokens" if one.length < length else "has other tokens"
             if gone:
                 raise ValueError(

@@ -225,7 +225,8 @@ class PageAllocator:
                 "keep more tokens, wait until others are freed, or reserve less by truncate(..., reserve=)"
             )
         self.changes += 1
-        one.moved_at = self.changes if length < one.length else one.moved_at
+        if length < one.length:
+            one.moved_at, one.kept = self.changes, min(one.kept, length)
         for rank, (table, blocks) in enumerate(ends):
             for page in reversed(table.pages[blocks:]):
                 self._drop(one, rank, page)
@@ -326,7 +327,8 @@ class PageAllocator:
         # use new pages before dropping old ones: pages that stay in use must not become free in between
         for one, source, same in zip(found, index, common, strict=True):
             tables, one.first = before[source]
-            one.moved_at = one.moved_at if one is found[source] else self.changes
+            if one is not found[source]:
+                one.moved_at, one.kept = self.changes, 0
             one.tables = [table.head(len(table)) for table in tables]
             for rank, (table, begin) in enumerate(zip(tables, same, strict=True)):
                 self._use(found[source], rank, table, begin, len(table) - (rank == last))

@@ -267,9 +267,7 @@ def test_a_batch_with_replaced_tokens_is_refused_and_writes_nothing(mode: Any) -
     # of pages that were given up, some are another request's now
     cache.extend([other], [20])
     again = cache.extend([request], [13], mode=mode)
-    with pytest.raises(
-        ValueError, match="request 0 of 20 tokens, which has other tokens behind the first 7 since; exten"
-    ):
+    with pytest.raises(ValueError, match="request 0 of 20 tokens, which has other tokens since; exten"):
         attend(step, 0, **rows_of(step))
     assert not cache.k.any()
     for one in (first, again):

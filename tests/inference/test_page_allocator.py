@@ -244,8 +244,9 @@ class Model(RuleBasedStateMachine):
     def what_is_said_to_have_stayed_is_where_it_was(self) -> None:
         for change, places in getattr(self, "looks", ()):
             for one in set(places) & set(self.said):
-                if self.allocator.find(one).moved_at <= change:
-                    assert self.places(one)[: len(places[one])] == places[one]
+                found = self.allocator.find(one)
+                stayed = len(places[one]) if found.moved_at <= change else min(found.kept, len(places[one]))
+                assert self.places(one)[:stayed] == places[one][:stayed]
 
     @invariant()
     def what_follows_from_blocks_is_what_they_say(self) -> None:
