@@ -30,7 +30,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ringattn.integrations.linear.segments import Chain, join_chunks, split_chunks
+from ringattn.integrations.linear.segments import Chain, concatenate_chunks, split_chunks
 
 CHUNK_LEN = 64
 """Rows of a chunk: products within chunks cost as many operations per row and head, those between chunks as the widths."""
@@ -126,6 +126,6 @@ def scan_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, c
             seen = since * torch.einsum("bckid,bckrde->bckrie", q, state)
         else:
             seen = (since * q[:, :, :, None] - scores @ w) @ state
-        return join_chunks((seen + scores @ v).permute(0, 1, 4, 2, 3, 5).flatten(3, 4), chain.lengths)
+        return concatenate_chunks((seen + scores @ v).permute(0, 1, 4, 2, 3, 5).flatten(3, 4), chain.lengths)
 
     return LocalScan(decays, states, finish)

@@ -121,7 +121,7 @@ def split_chunks(x: Tensor, lengths: tuple[int, ...], chunk_len: int) -> Tensor:
     return torch.cat(parts, 1).unflatten(1, (-1, chunk_len))
 
 
-def join_chunks(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def concatenate_chunks(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Return chunks `b c i ...` of segments as rows `b s ...`."""
     filled = [-(-length // x.shape[2]) * x.shape[2] for length in lengths]
     parts = x.flatten(1, 2).split(filled, 1)
