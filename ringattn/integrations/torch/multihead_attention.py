@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringattn.api import ring_attention_with_lse
+from ringattn.kernels.interface import accumulation_dtype
 from ringattn.numerics.dropout import draw_seed, kept_columns
+from ringattn.numerics.partial import Partial, finalize, merge
 from ringattn.plan.expressions import Mask
 from ringattn.plan.options import resolve_flag
 from ringattn.plan.sharding import Sharding, positions_of
@@ -52,8 +54,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
     in a ring of one rank, the input is the whole sequence.
 
     Differences to torch: `is_causal=True` without attn_mask means causal by global position, and nothing is materialised. Rows
-    whose keys are all masked give the output projection of 0, where torch may give NaN. add_bias_kv and
-    add_zero_attn are refused.
+    whose keys are all masked give the output projection of 0, where torch may give NaN. is_causal hides no column that add_bias_kv
+    or add_zero_attn appends.
 
     Args:
         embed_dim: See `nn.MultiheadAttention` for all arguments but ring.
@@ -61,8 +63,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         dropout: Probability of dropping an attention weight, in training. The seed is drawn from torch's default CPU generator:
             ranks with equal seeds drop what one process drops, others by their own. The gradients are exact either way.
         bias: Biases of the projections.
-        add_bias_kv: Must be False.
-        add_zero_attn: Must be False.
+        add_bias_kv: One more key and value, learned.
+        add_zero_attn: One more key and value, zero.
         kdim: Features of key.
         vdim: Features of value.
         batch_first: `b s e` instead of `s b e`.
@@ -77,7 +79,6 @@ class RingMultiheadAttention(nn.MultiheadAttention):
     Raises:
         ValueError: As in `nn.MultiheadAttention`.
         AssertionError: As in `nn.MultiheadAttention`.
-        NotImplementedError: add_bias_kv or add_zero_attn is True.
         TypeError: The ring is something else.
 
     Example:
@@ -112,7 +113,6 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
-        _check_added(self)
         _set_ring(self, ring)
 
     @property
@@ -156,7 +156,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
 
         Returns:
             The output, shaped like query, and the weights or None: `b s n`, or `b h s n` without averaging, each without b
-            for unbatched input.
+            for unbatched input. Columns of add_bias_kv and add_zero_attn stand behind the n keys.
 
         Raises:
             AssertionError: As in `nn.MultiheadAttention`, with its messages.
@@ -196,8 +196,11 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         if not torch.compiler.is_compiling():
             # weights need one more collective
             sharding.ring.assert_equal_once("need_weights", f"{need_weights}")
+        b, s, h, _ = q.shape
+        wide = accumulation_dtype(q.dtype)
         dropout_p = self.dropout if self.training else 0.0
         seed = draw_seed(q) if dropout_p else None
+        sinks = torch.zeros(h, dtype=wide, device=q.device) if self.add_zero_attn else None
         o, lse = ring_attention_with_lse(
             q,
             k,
@@ -208,20 +211,33 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             mask=mask,
             key_bias=key_bias,
             bias=bias,
+            sinks=sinks,
             dropout_p=dropout_p,
             dropout_seed=seed,
             backward="keys" if dropout_p else "auto",
         )
         weights = None
-        if need_weights:
+        if self.bias_k is not None or need_weights:
             with torch.autocast(q.device.type, enabled=False):
-                weights = _weights(q, k, lse, sharding, keys, key_bias, bias, causal, mask)
-                if seed is not None:
-                    (b, h), place = weights.shape[:2], _positions(sharding, q)
-                    kept = kept_columns(place, seed, b, h, 0, keys.seq_len, dropout_p)
-                    weights = weights * (kept.to(weights.dtype) / (1 - dropout_p))
-                weights = (weights.mean(1) if average_attn_weights else weights).to(q.dtype)
-                weights = weights.squeeze(0) if query.dim() == 2 else weights
+                added = []  # logits of the added columns, b h s
+                if self.bias_k is not None and self.bias_v is not None:
+                    bias_key, bias_value = (x.to(wide).view(h, -1) for x in (self.bias_k, self.bias_v))
+                    added.append(torch.einsum("bshd,hd->bhs", q.to(wide), bias_key) * q.shape[-1] ** -0.5)
+                    bias_value = bias_value[:, None].expand(b, h, s, -1)
+                    if seed is not None:
+                        kept = kept_columns(_positions(sharding, q), seed, b, h, keys.seq_len, 1, dropout_p)
+                        bias_value = bias_value * (kept.to(wide) / (1 - dropout_p))
+                    o, lse = _with_column(o, lse, added[0], bias_value)
+                if need_weights:
+                    if self.add_zero_attn:
+                        added.append(lse.new_zeros(b, h, s))
+                    weights = _weights(q, k, lse, added, sharding, keys, key_bias, bias, causal, mask)
+                    if seed is not None:
+                        columns = keys.seq_len + len(added)
+                        kept = kept_columns(_positions(sharding, q), seed, b, h, 0, columns, dropout_p)
+                        weights = weights * (kept.to(wide) / (1 - dropout_p))
+                    weights = (weights.mean(1) if average_attn_weights else weights).to(q.dtype)
+                    weights = weights.squeeze(0) if query.dim() == 2 else weights
         rows = o.flatten(2)  # b s e
         if query.dim() == 2:
             rows = rows.squeeze(0)
@@ -336,11 +352,15 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             if tuple(bias.shape) != wanted:
                 raise RuntimeError(f"The shape of the {bias.dim()}D attn_mask is {bias.shape}, but should be {wanted}.")
             bias = bias if bias.dim() == 2 else bias.unflatten(0, (b, h))
+        added = (self.bias_k is not None) + self.add_zero_attn
         if key_bias is not None:
-            for dim, (size, found) in enumerate(zip((b, t), key_bias.shape, strict=True)):
-                if found != size:
-                    raise AssertionError(f"Expected key_padded_mask.shape[{dim}] to be {size}, but got {found}")
-        count = b * h * max(sharding.shard_lens) * n
+            # torch has already added its columns
+            for dim, size, more in ((0, b, 0), (1, t, added)):
+                if key_bias.shape[dim] != size:
+                    raise AssertionError(
+                        f"Expected key_padded_mask.shape[{dim}] to be {size + more}, but got {key_bias.shape[dim] + more}"
+                    )
+        count = b * h * max(sharding.shard_lens) * (n + added)
         if need_weights and count > self.max_weights:
             raise ValueError(
                 f"need_weights must be False for a rank with {count} attention weights, more than max_weights, "
@@ -414,8 +434,7 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
         Qualified names of the converted modules, in the order of `model.named_modules()`; "" is the model itself.
 
     Raises:
-        NotImplementedError: The model has a subclass of `nn.MultiheadAttention` with its own forward, or a module with add_bias_kv
-            or add_zero_attn.
+        NotImplementedError: The model has a subclass of `nn.MultiheadAttention` with its own forward.
         TypeError: The ring or the model has another type.
 
     Example:
@@ -437,8 +456,6 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
             f"attention must be exactly nn.MultiheadAttention to be replaced, got subclasses of it: {foreign}; replace "
             "attention before those are made of it, or convert them by hand"
         )
-    for module in found.values():
-        _check_added(module)
     converted = []
     for name, module in found.items():
         if not isinstance(module, RingMultiheadAttention):
@@ -453,14 +470,6 @@ def replace_multihead_attention(model: nn.Module, ring: Ring | None = None) -> l
 def _check_ring(ring: object) -> None:
     if ring is not None and not isinstance(ring, Ring):
         raise TypeError(f"ring must be a Ring or None, got {type(ring).__name__}; calls are given shardings")
-
-
-def _check_added(module: nn.MultiheadAttention) -> None:
-    if module.bias_k is not None or module.add_zero_attn:
-        raise NotImplementedError(
-            "add_bias_kv and add_zero_attn must be False for attention on a ring, got True; use sinks of ring_attention for a "
-            "learned or zero logit per head"
-        )
 
 
 def _set_ring(module: nn.MultiheadAttention, ring: Ring | None) -> None:
@@ -499,10 +508,23 @@ def _positions(sharding: Sharding, like: Tensor) -> Tensor:
     return here.to(like.device)
 
 
+def _with_column(o: Tensor, lse: Tensor, logit: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge one more key per row into finished attention: o and value `b s h d` and `b h s d`, lse and logit `b h s`.
+
+    Columns of add_bias_kv and add_zero_attn belong to no position, every row sees them, and no mask hides them. So the bias key is
+    a partial that is merged after the ring, and the zero key, whose logit and value are 0, is a sink.
+    """
+    before = Partial(m=lse, l=(lse > float("-inf")).to(lse.dtype), o=o.transpose(1, 2).to(lse.dtype))
+    column = Partial(m=logit, l=torch.ones_like(logit), o=value)
+    merged, lse = finalize(merge(before, column))
+    return merged.transpose(1, 2).to(o.dtype), lse
+
+
 def _weights(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
+    added: list[Tensor],
     sharding: Sharding,
     keys: Sharding,
     key_bias: Tensor | None,
@@ -510,7 +532,7 @@ def _weights(
     causal: bool,
     mask: Mask | None,
 ) -> Tensor:
-    """Return the weights of this rank's rows over all keys: `b h s n`, lse's dtype."""
+    """Return the weights of this rank's rows over all keys and the added columns: `b h s (n + added)`, lse's dtype."""
     wide = lse.dtype
     s = torch.einsum("bshd,bnhd->bhsn", q.to(wide), keys.unshard(k, 1).to(wide)) * q.shape[-1] ** -0.5
     if key_bias is not None:
@@ -528,5 +550,6 @@ def _weights(
         # index of the document, empty ones included
         i, j = torch.bucketize(i, starts, right=True), torch.bucketize(j, starts, right=True)
         s = s.masked_fill(i != j, float("-inf"))
+    s = torch.cat([s, *(x[..., None] for x in added)], -1)
     # a row without keys: exp(-inf - 0) is the 0 that is wanted
     return torch.exp(s - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])

@@ -32,6 +32,8 @@ class Multihead:
     num_heads: int = 2
     head_dim: int = 4
     bias: bool = True
+    add_bias_kv: bool = False
+    add_zero_attn: bool = False
     kdim: int | None = None
     vdim: int | None = None
     batch_first: bool = True
@@ -64,6 +66,8 @@ class Multihead:
                 self.embed_dim,
                 self.num_heads,
                 bias=self.bias,
+                add_bias_kv=self.add_bias_kv,
+                add_zero_attn=self.add_zero_attn,
                 kdim=self.kdim,
                 vdim=self.vdim,
                 batch_first=self.batch_first,
@@ -103,6 +107,7 @@ class Multihead:
         key = query if self.is_self else rows(m, self.kdim or e)
         one = self.value_is_key and (self.kdim or e) == (self.vdim or e)
         kinds = {"2": (n, m), "3": (b * self.num_heads, n, m)}
+        w = m + self.add_bias_kv + self.add_zero_attn
         heads = () if self.average else (self.num_heads,)
         return {
             "query": query,
@@ -111,7 +116,7 @@ class Multihead:
             "padding": mask(self.padding, *((b,) if self.batch else ()), m),
             "mask": None if self.mask is None else mask(self.mask, *kinds[self.mask[-1]]),
             "do": rows(n, e),
-            "dweights": rand(*((b,) if self.batch else ()), *heads, n, m),
+            "dweights": rand(*((b,) if self.batch else ()), *heads, n, w),
         }
 
     def arguments(self, x: dict[str, Tensor | None], ours: bool) -> dict[str, Any]:

@@ -75,10 +75,12 @@ def multiheads(draw: st.DrawFn, max_len: int = 9) -> Multihead:
     dims = st.sampled_from([None, num_heads * head_dim, 5])
     kdim, vdim = draw(dims), draw(dims)
     flag = st.booleans()
+    extra = draw(flag), draw(flag)
     padding = draw(st.sampled_from([None, "bool", "float"]))
     need_weights = draw(flag)
     mask = draw(st.sampled_from([None, "bool2", "float2", "bool3", "float3"]))
-    hint = mask is not None and draw(flag)
+    # torch hides its added columns from a causal hint that it follows, and from no other
+    hint = mask is not None and draw(flag) and (need_weights or padding is not None or not any(extra))
     return Multihead(
         seq_len=draw(st.integers(1, max_len)),
         kv_len=draw(st.none() | st.integers(1, max_len)),
@@ -86,6 +88,8 @@ def multiheads(draw: st.DrawFn, max_len: int = 9) -> Multihead:
         num_heads=num_heads,
         head_dim=head_dim,
         bias=draw(flag),
+        add_bias_kv=extra[0],
+        add_zero_attn=extra[1],
         kdim=kdim,
         vdim=vdim,
         batch_first=draw(flag),
@@ -113,13 +117,13 @@ def test_any_call_on_one_process_is_torchs(case: Multihead, dtype: torch.dtype) 
 CASES = [
     Multihead(),
     Multihead(causal=True, need_weights=True, average=False, batch_first=False),
-    Multihead(causal=True, padding="bool", need_weights=True),
+    Multihead(causal=True, padding="bool", add_bias_kv=True, add_zero_attn=True, need_weights=True),
     Multihead(mask="float3", padding="float", bias=False, need_weights=True),
-    Multihead(mask="bool2", batch=0),
-    Multihead(seq_len=11, kv_len=6, kdim=5, vdim=3, need_weights=True, batch_first=False),
-    Multihead(seq_len=5, kv_len=17, mask="float2", padding="bool", causal=False),
+    Multihead(mask="bool2", batch=0, add_bias_kv=True),
+    Multihead(seq_len=11, kv_len=6, kdim=5, vdim=3, add_zero_attn=True, need_weights=True, batch_first=False),
+    Multihead(seq_len=5, kv_len=17, mask="float2", add_bias_kv=True, padding="bool", causal=False),
     Multihead(seq_len=9, kv_len=4, causal=True),
-    Multihead(seq_len=3, need_weights=True, causal=True),  # a shard is empty on 4 ranks
+    Multihead(seq_len=3, need_weights=True, causal=True, add_bias_kv=True),  # a shard is empty on 4 ranks
     Multihead(seq_len=1, kv_len=2, padding="float"),
     Multihead(hint=True, mask="float2"),
 ]
@@ -149,9 +153,9 @@ def test_any_call_on_ranks_is_torchs(pool: Pools, cases: list[Multihead], layout
 
 
 VARIANTS = [
-    {"bias": bias, "kdim": kdim, "vdim": vdim, "batch_first": first}
-    for bias, (kdim, vdim), first in itertools.product(
-        (True, False), ((None, None), (8, 8), (5, None), (None, 3)), (True, False)
+    {"bias": bias, "add_bias_kv": add, "add_zero_attn": zero, "kdim": kdim, "vdim": vdim, "batch_first": first}
+    for bias, add, zero, (kdim, vdim), first in itertools.product(
+        (True, False), (True, False), (True, False), ((None, None), (8, 8), (5, None), (None, 3)), (True, False)
     )
 ]
 
@@ -189,6 +193,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], tuple[Tensor, ...], dict[str, Any]]] =
     "mixed dims": ({}, (z(5, 16), z(5, 3, 16), z(5, 3, 16)), {}),
     "mixed dims too": ({}, (z(5, 3, 16), z(5, 16), z(5, 16)), {}),
     "padding length": ({}, (z(7, 3, 16),) * 3, {"key_padding_mask": z(3, 8)}),
+    "padding length, added": (
+        {"add_bias_kv": True, "add_zero_attn": True},
+        (z(7, 3, 16),) * 3,
+        {"key_padding_mask": z(3, 8)},
+    ),
     "padding batch": ({}, (z(7, 3, 16),) * 3, {"key_padding_mask": z(2, 7)}),
     "padding dims": ({}, (z(7, 3, 16),) * 3, {"key_padding_mask": z(7)}),
     "padding dims, unbatched": ({}, (z(7, 16),) * 3, {"key_padding_mask": z(1, 7)}),
@@ -332,7 +341,7 @@ def test_encoders_and_decoders_on_ranks_are_torchs(pool: Pools, world_size: int,
 
 @pytest.mark.dist
 def test_equal_seeds_drop_the_same_weights_at_any_world_size(pool: Pools) -> None:
-    for case in (Multihead(), Multihead(need_weights=True, causal=True)):
+    for case in (Multihead(), Multihead(add_bias_kv=True, add_zero_attn=True, need_weights=True, causal=True)):
         expected, _ = drop_on_ranks(case, "zigzag", 0)
         plain = run_torch(case, FP64)
         assert not torch.allclose(expected["output"], plain["output"])
@@ -342,15 +351,19 @@ def test_equal_seeds_drop_the_same_weights_at_any_world_size(pool: Pools) -> Non
 
 
 def define_dropped(case: Multihead, keep: Tensor) -> Results:
-    """Multi-head self-attention with biases, with a given mask, by plain autograd."""
+    """Multi-head self-attention with biases and both added columns, with a given mask, by plain autograd."""
     module: Any = case.module(nn.MultiheadAttention, FP64)
     x: dict[str, Any] = case.tensors(FP64)
     query = x["query"].clone().requires_grad_()
-    e = query.shape[2]
+    b, _, e = query.shape
     h = case.num_heads
     q, k, v = (
         part.unflatten(-1, (h, -1))
         for part in nn.functional.linear(query, module.in_proj_weight, module.in_proj_bias).chunk(3, -1)
+    )
+    k, v = (
+        torch.cat([part, added.view(1, 1, h, -1).expand(b, 1, h, -1), torch.zeros(b, 1, h, e // h)], 1)
+        for part, added in ((k, module.bias_k), (v, module.bias_v))
     )
     s = torch.einsum("bshd,bthd->bhst", q, k) * (e // h) ** -0.5
     weights = s.softmax(-1) * keep / 0.6
@@ -369,14 +382,14 @@ def define_dropped(case: Multihead, keep: Tensor) -> Results:
 @pytest.mark.dist
 @pytest.mark.parametrize("spread", [0, 1])
 def test_gradients_under_dropout_are_exact_whatever_the_seeds(pool: Pools, spread: int) -> None:
-    case = Multihead(seq_len=9, need_weights=True)
+    case = Multihead(seq_len=9, add_bias_kv=True, add_zero_attn=True, need_weights=True)
     runs = pool(2).run(drop_on_ranks, case, "zigzag", spread)
     assert len({seed for _, seed in runs}) == (2 if spread else 1)
     index = torch.arange
-    keep = torch.empty(2, 2, 9, 9, dtype=FP64)
+    keep = torch.empty(2, 2, 9, 11, dtype=FP64)
     for rank, (_, seed) in enumerate(runs):
         i = Sharding(9, "zigzag", zigzag(9, 2), rank).positions
-        axes = index(2).view(2, 1, 1, 1), index(2).view(1, 2, 1, 1), i.view(1, 1, -1, 1), index(9)
+        axes = index(2).view(2, 1, 1, 1), index(2).view(1, 2, 1, 1), i.view(1, 1, -1, 1), index(11)
         keep[:, :, i] = keep_mask(seed, *axes, 2, 0.4).double()
     expected = define_dropped(case, keep)
     for found, _ in runs:
@@ -494,7 +507,7 @@ def test_copies_share_the_ring_and_files_do_not_hold_it() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_good_as_torchs(dtype: torch.dtype) -> None:
-    case = Multihead(head_dim=8, need_weights=True, padding="bool", causal=True)
+    case = Multihead(head_dim=8, add_bias_kv=True, add_zero_attn=True, need_weights=True, padding="bool", causal=True)
     found = case.run(case.module(RingMultiheadAttention, dtype), case.tensors(dtype))
     exact = case.module(nn.MultiheadAttention, FP64)
     exact.load_state_dict(case.module(nn.MultiheadAttention, dtype).state_dict())
@@ -507,8 +520,8 @@ def test_half_precision_is_as_good_as_torchs(dtype: torch.dtype) -> None:
 
 
 def test_autocast_lowers_it_as_it_lowers_torchs() -> None:
-    ours, x = RingMultiheadAttention(16, 2, batch_first=True), torch.randn(2, 6, 16)
-    theirs = nn.MultiheadAttention(16, 2, batch_first=True)
+    ours, x = RingMultiheadAttention(16, 2, add_bias_kv=True, batch_first=True), torch.randn(2, 6, 16)
+    theirs = nn.MultiheadAttention(16, 2, add_bias_kv=True, batch_first=True)
     theirs.load_state_dict(ours.state_dict())
     for need_weights in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -520,7 +533,7 @@ def test_autocast_lowers_it_as_it_lowers_torchs() -> None:
 def test_a_compiled_module_is_one_graph_for_each_sharding() -> None:
     torch._dynamo.reset()
     ring = Ring()
-    module = RingMultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+    module = RingMultiheadAttention(8, 2, dropout=0.5, add_bias_kv=True, add_zero_attn=True, batch_first=True)
     counter = CompileCounterWithBackend("aot_eager")
     compiled: Any = torch.compile(module, fullgraph=True, backend=counter)
     x = torch.randn(2, 6, 8)
@@ -553,6 +566,8 @@ def test_weights_of_all_ranks_keys_are_part_of_a_compiled_graph(pool: Pools) -> 
     extra: dict[str, Any] = {
         "padding": "float",
         "mask": "float3",
+        "add_bias_kv": True,
+        "add_zero_attn": True,
         "average": False,
     }
     cases = [Multihead(seq_len=7, need_weights=True, causal=True), Multihead(seq_len=7, need_weights=True, **extra)]
@@ -664,14 +679,3 @@ def test_calls_that_one_rank_makes_wrongly_are_refused_on_all(pool: Pools, kind:
     for refused, after in pool(2).run(_attend_wrongly, kind):
         assert expected in refused
         assert after == ""
-
-
-def test_added_columns_are_refused() -> None:
-    options: list[dict[str, Any]] = [{"add_bias_kv": True}, {"add_zero_attn": True}]
-    for option in options:
-        with pytest.raises(NotImplementedError, match="add_bias_kv and add_zero_attn must be False"):
-            RingMultiheadAttention(8, 2, **option)
-        model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.MultiheadAttention(8, 2, **option))
-        with pytest.raises(NotImplementedError, match="add_bias_kv and add_zero_attn must be False"):
-            replace_multihead_attention(model)
-        assert type(model[0]) is nn.MultiheadAttention
