@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.forward_batch import ForwardBatch
+from ringattn.inference.forward_batch import Mask as RowMask
 from ringattn.inference.paged_prefill import KV_ACCESS_MODES, resolve_kv_access
 from ringattn.inference.prefill import (
     COMM_MODES,
@@ -65,6 +66,12 @@ class _Options(NamedTuple):
     kv_access: str
     sink_len: int = 0
     mask: Mask | None = None  # what causal, window and sink_len cannot say
+
+    @property
+    def masks(self) -> list[RowMask]:
+        """Masks of the intervals that a row sees: the window, and sink tokens before it."""
+        window: RowMask = (self.causal, self.window, self.chunk_len, self.sink_len, None)
+        return [window, (self.causal, None, None, 0, self.sink_len)] if self.sink_len else [window]
 
     def scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
@@ -168,11 +175,11 @@ def _beside_compilers() -> Callable[..., Tensor]:
 
 
 def _attend(step: ForwardBatch, layer: int, given: Given, options: _Options) -> Tensor:
-    q, k, v, sinks, alibi_slopes = given
+    q, k, v, *scores = given
+    tensors = ScoreTensors(*scores)
     key = (*options, *[None if x is None else (x.shape, x.dtype, x.device) for x in given])
     known = step.calls.get(key)
     if known is None:
-        tensors = ScoreTensors(sinks, alibi_slopes)
         try:
             _check_gradients(given)
             step.check_rows(layer, k, v)
@@ -190,7 +197,7 @@ def _attend(step: ForwardBatch, layer: int, given: Given, options: _Options) -> 
         _check_gradients(given)
     with torch.no_grad():
         k, v = step.put(layer, k, v, contain=known.contains)
-        return known.attend(step, layer, q, k, v, sinks, alibi_slopes)
+        return known.attend(step, layer, q, k, v, tensors)
 
 
 def _plan_prefill(
@@ -213,12 +220,7 @@ def _plan_prefill(
     )
     send_queries = comm_mode == "queries" and (several or kv_access == "copies")
     query_plan = plan_queries(spec, q.device) if send_queries else None
-    longest = spec.sharding.seq_len  # wider windows would not fit the integers of positions
-    left, right = options.window or (None, None)
-    window = None if left is None else min(left, longest), None if right is None else min(right, longest)
-    chunk_len = None if options.chunk_len is None else min(options.chunk_len, longest)
-    shown = options.causal, window, chunk_len, min(options.sink_len, longest)
-    paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2], shown) if kv_access == "pages" else None
+    paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2], options.masks) if kv_access == "pages" else None
     # the plan depends on shapes of keys and values, but not on their number of rows
     k, v = (
         torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
@@ -241,16 +243,7 @@ class _Decode:
     terms: list[tuple[Tensor, Tensor, int]] | None
     contains: ClassVar[bool] = False  # pages are read
 
-    def attend(
-        self,
-        step: ForwardBatch,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def attend(self, step: ForwardBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> Tensor:
         """Return o `batch rows h dv`, the same bits on all ranks; the keys are in the cache."""
         del k, v
         cache, table, positions = step.cache, step.table, step.positions32
@@ -262,8 +255,7 @@ class _Decode:
         q = q if q.stride(-1) == 1 else q.contiguous()
         if step.pieces is not None:
             q = q[0].unflatten(0, (b, s))
-        slopes = None if alibi_slopes is None else alibi_slopes.to(wide)
-        sinks = None if sinks is None else sinks.to(wide)
+        sinks, slopes = (None if x is None else x.to(wide) for x in tensors[:2])
         score = Score(self.options.scale(q), self.options.softcap, alibi_slopes=slopes)
         blocks, width = table.pages.shape[1], max(cache.head_dim, dv)
         shape, packed = (b, s, h, cache.kv_heads, blocks, cache.page_size), step.pieces is not None
@@ -276,10 +268,7 @@ class _Decode:
             ]
         else:
             splits = split(*shape, q.device)
-            causal, window, sink_len = self.options.causal, self.options.window, self.options.sink_len
-            terms = [(*step.bounds(causal, window, self.options.chunk_len, skipped=sink_len), splits)]
-            if sink_len:
-                terms.append((*step.bounds(causal, None, most=sink_len), splits))
+            terms = [(*step.bounds(*mask), splits) for mask in self.options.masks]
         stack = torch.empty(sum(splits for _, _, splits in terms), parts_len(rows, dv), dtype=wide, device=q.device)
         pools, scales = (cache.k[layer], cache.v[layer]), cache.scales(layer)
         parts = stack.split([splits for _, _, splits in terms])

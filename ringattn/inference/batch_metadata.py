@@ -7,8 +7,8 @@ Note [Block updates]
     tables of eight requests of a million tokens, in pages of 64 on 4 ranks, take 393,216 bytes on each rank, and a new
     token changes one block of a request, on one rank. So only the first upload has whole tables. They stay on the device, and
     later uploads have only the blocks that changed, with their places: 20 bytes each. The host remembers for each row which
-    request it holds, since which change of the page allocator, and how long the request was. Tokens that have not moved since
-    then (Note [Unmoved tokens] of block_table.py), in blocks that ended before the last of them, are on the device already.
+    request it holds, since which change of the page allocator, and how long the request was. Of its tokens that no change
+    has moved since then, blocks that ended before the last one are on the device already.
 
     Memory on the device: block updates | integers of rows | block tables
     The first upload writes the last two, each later one the end of the first and the second: one copy each.
@@ -242,10 +242,10 @@ def _kept_blocks(one: Request, table: BlockTable, held: tuple[int, int] | None, 
     """Return how many first blocks of a request a row has on the device; held: its request and last change then, of that length."""
     if held is None or held[0] != one.name:
         return 0
-    unmoved = min(length, one.unmoved_tokens(held[1]))
-    blocks = bisect_left(table.starts, unmoved)
+    length = length if held[1] >= one.moved_at else min(length, one.kept)
+    blocks = bisect_left(table.starts, length)
     # the block that ends with them may have been longer, or shorter
-    return blocks - (blocks > 0 and table.starts[blocks - 1] + table.lengths[blocks - 1] >= unmoved)
+    return blocks - (blocks > 0 and table.starts[blocks - 1] + table.lengths[blocks - 1] >= length)
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,19 @@
-"""Block tables: the pages that hold a request's tokens on each rank, and which tokens have not moved since a change.
+"""Block tables: the pages that hold a request's tokens on each rank.
 
 A request's tokens are cut into blocks: runs of consecutive tokens at the beginning of one page of one rank, which may cover less
 than the page. A fork shares its parent's pages, with the last block cut at the fork, so forking copies nothing.
-
-Note [Unmoved tokens]
-    Appending leaves every token in its place. A copy of a request's blocks is therefore brought up to date from
-    `unmoved_tokens` on: the tokens that have not moved since the copy was made. Truncating and reordering record how many tokens
-    they left in place, by the number of the change (`PageAllocator.changes`). A record that a later one undercuts is dropped, so
-    the rest ascends, and the first record after a change is the least. Beyond MAX_CHANGE_LOG the oldest two become one that
-    claims less.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAX_REQUEST_TOKENS = 2**31 - 1
 """Tokens of a request: positions are int32 in kernels."""
-MAX_CHANGE_LOG = 32
-"""Records of unmoved tokens that are kept of a request (Note [Unmoved tokens])."""
-
-
-class Block(NamedTuple):
-    """Tokens start .. start + length - 1 of a request, in rows 0 .. length - 1 of a page of a rank."""
-
-    rank: int
-    page: int
-    start: int
-    length: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last token."""
-        return self.start + self.length
 
 
 class RankSpan(NamedTuple):
@@ -93,9 +70,9 @@ class Request:
         length: Its tokens.
         tables: Its blocks by rank.
         spans: Ranks of its tokens, ascending: (rank, first token).
-        reserved_by_rank: Pages reserved on each rank; None: reserved on any rank.
         pages_to_open: Its pages in the allocator's sum of reservations.
-        notes: (number of a change, tokens that it left in place), both ascending (Note [Unmoved tokens]).
+        moved_at: Number of the last change that removed or moved its tokens (`PageAllocator.changes`).
+        kept: Fewest tokens that such a change has left in place.
         last: Its blocks on the rank that has the last one; none where it has no tokens.
         full: Tokens that it can grow to in its last block.
         max_blocks_after: Blocks on the rank where it has most.
@@ -108,42 +85,18 @@ class Request:
     length: int
     tables: list[BlockTable]
     spans: list[tuple[int, int]] = field(default_factory=list)
-    reserved_by_rank: list[int] | None = None
     pages_to_open: int = 0
-    notes: list[tuple[int, int]] = field(default_factory=list)
+    moved_at: int = 0
+    kept: int = MAX_REQUEST_TOKENS
     last: BlockTable = field(default_factory=BlockTable)
     full: int = 0
     max_blocks_after: int = 0
     layout: int = -1
 
-    def unmoved_tokens(self, change: int) -> int:
-        """Return how many first tokens have not moved since a change."""
-        if not self.notes or self.notes[-1][0] <= change:
-            return self.length
-        later = bisect_right(self.notes, change, key=lambda note: note[0])
-        return self.notes[later][1]
-
-    def note(self, change: int, tokens: int) -> None:
-        """Record how many tokens a change has left in place."""
-        notes = self.notes
-        while notes and notes[-1][1] >= tokens:
-            notes.pop()
-        notes.append((change, tokens))
-        if len(notes) > MAX_CHANGE_LOG:
-            notes[:2] = [(notes[1][0], notes[0][1])]
-
 
 def truncate_spans(spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     """Return the spans of the first tokens."""
     return list(spans[: bisect_left(spans, length, key=lambda span: span[1])])
-
-
-def first_difference(a: BlockTable, b: BlockTable, same: int) -> int:
-    """Return the first token whose place may differ between two tables that have the first `same` blocks in common."""
-    rest = [(one.pages[same:], one.starts[same:], one.lengths[same:]) for one in (a, b)]
-    if rest[0] == rest[1]:
-        return MAX_REQUEST_TOKENS
-    return min((one.starts[same] for one in (a, b) if same < len(one)), default=MAX_REQUEST_TOKENS)
 
 
 def common_blocks(a: BlockTable, b: BlockTable) -> int:

@@ -19,7 +19,7 @@ Note [When ranks compare]
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import ClassVar, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,20 +28,6 @@ from ringattn.ring import Ring
 
 COMPARED = 16
 """Decode batches with the same requests, or static batches, after which ranks compare again."""
-
-
-class Comparable(Protocol):
-    """A batch that ranks compare: the attributes of `ForwardBatch` that are read here."""
-
-    mode: Literal["prefill", "decode"]
-    requests: tuple[int, ...]
-    counts: tuple[int, ...]
-    compared: bool
-    compares_rarely: ClassVar[bool]
-
-    def describe(self) -> str:
-        """Return a text that is equal on two ranks if the batch is."""
-        ...
 
 
 class ConsistencyChecker:
@@ -56,14 +42,14 @@ class ConsistencyChecker:
         self._records: list[tuple[str, tuple[Tensor, ...]]] = []
         self._failures = ring.failures
 
-    def check_batch(self, step: Comparable, kind: str, device: torch.device) -> None:
+    def check_batch(self, step: Any, kind: str, device: torch.device) -> None:
         """Compare a batch and a kind of call between the ranks, as far as they have not been compared.
 
         Every rank calls it when a batch meets a kind of call for the first time. A difference, or an error of another rank, raises
         ValueError on every rank.
 
         Args:
-            step: The batch.
+            step: The batch, a `ForwardBatch`.
             kind: Text of everything else that must be equal on all ranks.
             device: Device of the rows.
         """
@@ -116,7 +102,7 @@ class ConsistencyChecker:
             digest.update(repr(torch.cat([x.to(numbers[0].device) for x in numbers]).tolist()).encode())
         return f", tokens and options of {len(records)} calls, digest {digest.hexdigest()}"
 
-    def _is_known(self, step: Comparable) -> bool:
+    def _is_known(self, step: Any) -> bool:
         """Return whether the batch need not be compared (Note [When ranks compare])."""
         if step.compared:
             return True

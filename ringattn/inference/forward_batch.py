@@ -126,7 +126,22 @@ class ForwardBatch:
         return tokens if self.mode == "decode" else tokens.index_select(dim, self.taken.to(tokens.device))
 
     def put(self, layer: int, k: Tensor, v: Tensor, *, contain: bool = False) -> tuple[Tensor, Tensor]:
-        """See `PagedKVCache.put`."""
+        """Write the rows that are stored on this rank; on a GPU in stream order, and capturable in a CUDA graph.
+
+        If a row of v has a NaN or an infinity, the cache stores zeros for it, and NaN for its row of k. So tokens that see it
+        become NaN, and other requests are unaffected.
+
+        Args:
+            layer: Layer of the cache.
+            k: `batch rows hk d`.
+            v: `batch rows hk dv`.
+            contain: Return copies of k and v in which such rows are changed as in the cache, instead of k and v.
+
+        Raises:
+            ValueError: The layer or a shape, dtype or device does not fit the cache, or a request of the batch was freed or
+                truncated since. Other ranks raise it at their next comparison.
+            NotImplementedError: A tensor is of a subclass with its own meaning.
+        """
         try:
             self.check_rows(layer, k, v)
         except (ValueError, NotImplementedError) as error:
@@ -135,7 +150,7 @@ class ForwardBatch:
         return self.cache.put_rows(layer, self.slots, k, v, contain=contain)
 
     def check_rows(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Check rows that `put` writes, and that the batch is still current; raise what `PagedKVCache.put` raises, here only."""
+        """Check rows that `put` writes, and that the batch is still current; raise what `put` raises, here only."""
         self._check_current()
         self.cache.check_rows(layer, (self.batch, self.rows), k, v)
 
@@ -158,7 +173,6 @@ class ForwardBatch:
         causal: bool,
         window: tuple[int | None, int | None] | None,
         chunk_len: int | None = None,
-        *,
         skipped: int = 0,
         most: int | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -167,10 +181,11 @@ class ForwardBatch:
         The first `skipped` tokens of a request are not seen, nor those from its token `most` on.
         """
         mask = (causal, window, chunk_len, skipped, most)
-        if (known := self._uploaded_bounds(mask)) is not None:
-            return known
+        assert self.starts is not None, "only decode has bounds"
+        if mask in _UPLOADED:
+            assert self.causal_ends is not None, "only decode has bounds"
+            return self.starts, self.causal_ends
         if mask not in self.found_bounds:
-            assert self.starts is not None, "only decode has bounds"
             # a static batch writes them again outside of inference mode
             with torch.inference_mode(False):
                 self.found_bounds[mask] = torch.empty_like(self.starts), torch.empty_like(self.starts)
@@ -198,53 +213,41 @@ class ForwardBatch:
             return
         here = set(allocator.requests)
         for request, length in zip(self.requests, self.lengths, strict=True):
-            there = allocator.unmoved_tokens(request, self.known) if request in here else None
-            if there is None or there < length:
-                gone = "was freed" if there is None else f"was truncated to {there} tokens"
-                if there is not None and allocator.length(request) > there:
-                    gone = f"has other tokens behind the first {there}"
+            gone = "was freed" if request not in here else ""
+            if not gone and (one := allocator.find(request)).moved_at > self.known and one.kept < length:
+                gone = f"was truncated to {one.length} tokens" if one.length < length else "has other tokens"
+            if gone:
                 raise ValueError(
                     f"the requests of a step must be as long as it made them, got request {request} of {length} tokens, "
                     f"which {gone} since; extend again"
                 )
         self.known = allocator.changes
 
-    def _uploaded_bounds(self, mask: Mask) -> tuple[Tensor, Tensor] | None:
-        """Return the bounds that came with the upload, those of most models; None for others."""
-        if mask not in _UPLOADED:
-            return None
-        assert self.starts is not None, "only decode has bounds"
-        assert self.causal_ends is not None, "only decode has bounds"
-        return self.starts, self.causal_ends
-
     def _find_bounds(self, mask: Mask, lo: Tensor, hi: Tensor) -> None:
-        causal, window, chunk_len, skipped, most = mask
-        here, starts, ends = self.positions32, self.starts, self.ends
-        assert here is not None, "only decode has bounds"
-        assert starts is not None, "only decode has bounds"
-        assert ends is not None, "only decode has bounds"
-        left, right = (None, None) if window is None else window
-        right = 0 if causal and (right is None or right > 0) else right
-        # sums of a position and a width may not fit into int32, differences of positions do
-        if left is None:
-            lo.copy_(starts)
-        else:
-            torch.maximum(starts, here - min(left, MAX_REQUEST_TOKENS), out=lo)
-        if right is None:
-            hi.copy_(ends)
-        else:
-            torch.sub(ends, here, out=hi).clamp_(max=min(right + 1, MAX_REQUEST_TOKENS)).add_(here)
-        if chunk_len is not None:
-            # chunks are counted from the first visible token
-            chunk_len = min(chunk_len, MAX_REQUEST_TOKENS)
-            begin = here - torch.remainder(here - starts, chunk_len)
-            torch.maximum(lo, begin, out=lo)
-            hi.sub_(begin).clamp_(max=chunk_len).add_(begin)
-        if skipped:
-            torch.maximum(lo, starts + skipped, out=lo)
-        if most is not None:
-            torch.minimum(hi, starts + most, out=hi)
-        torch.maximum(lo, hi, out=hi)
+        here: Any = self.positions32
+        starts: Any = self.starts
+        for target, bound in zip((lo, hi), visible_bounds(here, starts, self.ends, mask), strict=True):
+            target.copy_(bound)
+
+
+def visible_bounds(here: Tensor, starts: Tensor, ends: Any, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Return bounds lo <= position < hi of what rows at positions `here` see, in requests of tokens `starts` .. `ends` - 1."""
+    causal, window, chunk_len, skipped, most = mask
+    left, right = window or (None, None)
+    right = 0 if causal and (right is None or right > 0) else right
+    # sums of a position and a width may not fit into int32, differences of positions do
+    lo = starts.expand_as(here) if left is None else torch.maximum(starts, here - min(left, MAX_REQUEST_TOKENS))
+    hi = ends.expand_as(here) if right is None else (ends - here).clamp(max=min(right + 1, MAX_REQUEST_TOKENS)) + here
+    if chunk_len is not None:
+        # chunks are counted from the first visible token
+        chunk_len = min(chunk_len, MAX_REQUEST_TOKENS)
+        begin = here - torch.remainder(here - starts, chunk_len)
+        lo, hi = torch.maximum(lo, begin), (hi - begin).clamp(max=chunk_len) + begin
+    if skipped:
+        lo = torch.maximum(lo, starts + skipped)
+    if most is not None:
+        hi = torch.minimum(hi, starts + most)
+    return lo, torch.maximum(lo, hi)
 
 
 def make_forward_batch(
@@ -252,11 +255,11 @@ def make_forward_batch(
 ) -> ForwardBatch:
     """Make the batch of new tokens whose pages were assigned; same_length: requests of a prefill keep a batch dimension."""
     allocator = cache.allocator
-    lengths = tuple(map(allocator.length, requests))
-    firsts = tuple(map(allocator.first, requests))
+    here = allocator.get_requests(requests)
+    lengths, firsts = tuple(one.length for one in here), tuple(one.first for one in here)
     common = (cache, mode, tuple(requests), tuple(counts), lengths, firsts)
     if mode == "decode":
-        here, shape = allocator.get_requests(requests), (len(requests), counts[0])
+        shape = (len(requests), counts[0])
         # kernels need at least one column
         max_blocks = max(1, *[len(one.tables[cache.ring.rank]) for one in here])
         metadata = BatchMetadata(

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
-from typing import Literal, SupportsIndex
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS, ForwardBatch, make_forward_batch
 from ringattn.inference.kv_pool import KVPool
-from ringattn.inference.page_allocator import CacheFull
+from ringattn.inference.page_allocator import CacheFull, PageAllocator
 from ringattn.inference.static_batch import StaticBatch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _collective(method: Callable[Concatenate[PageAllocator, P], R]) -> Callable[Concatenate[PagedKVCache, P], R]:
+    """Return a method of the allocator as one of the cache, whose errors are raised on the other ranks too."""
+    allocate: Callable[..., R] = method
+
+    def whole(x: Any) -> Any:
+        return [index(one) for one in x] if isinstance(x, Sequence) else None if x is None else index(x)
+
+    @functools.wraps(method)
+    def call(self: PagedKVCache, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._propagate_errors():
+            return allocate(self.allocator, *map(whole, args), **{name: whole(x) for name, x in kwargs.items()})
+
+    return call
 
 
 class PagedKVCache(KVPool):
@@ -72,56 +90,11 @@ class PagedKVCache(KVPool):
         """Pages of each rank that store something."""
         return tuple(self.allocator.pages - free for free in self.allocator.free_pages)
 
-    def add_request(self, reserve: int, first: int = 0) -> int:
-        """Add a request that may grow to `reserve` tokens, with `first` tokens of padding in front, and return its name.
-
-        Raises:
-            ValueError: A number is out of range.
-            CacheFull: Too few pages are free and not reserved for others; nothing has changed.
-        """
-        with self._propagate_errors():
-            return self.allocator.add_request(index(reserve), index(first))
-
-    def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Add requests that get their pages on the same ranks, so that they stay one batch; return their names.
-
-        Args:
-            reserve: Tokens that each may grow to.
-            firsts: Tokens of padding in front of each, one number per request.
-
-        Raises:
-            ValueError: See `add_request`; also CacheFull.
-        """
-        with self._propagate_errors():
-            return self.allocator.add_batch(index(reserve), [index(first) for first in firsts])
-
-    def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
-        """Add a request that shares the first `length` tokens of another one (None: all), by default with its `reserve`.
-
-        Returns:
-            The name of the new request.
-
-        Raises:
-            ValueError: The request is unknown, or a number is out of range.
-            CacheFull: Too few pages are free and not reserved for others; nothing has changed.
-        """
-        with self._propagate_errors():
-            return self.allocator.fork(index(request), _whole(length), _whole(reserve))
-
-    def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Keep the first `length` tokens of a request, which may then grow to `reserve` tokens (None: as before).
-
-        Raises:
-            ValueError: The request is unknown, or length or reserve would grow.
-            CacheFull: It gives up pages that forks use, and too few are free to grow again; nothing has changed.
-        """
-        with self._propagate_errors():
-            self.allocator.truncate(index(request), index(length), _whole(reserve))
-
-    def free(self, request: int) -> None:
-        """Remove a request; its pages become free unless forks use them. ValueError if it is unknown."""
-        with self._propagate_errors():
-            self.allocator.free(request)
+    add_request = _collective(PageAllocator.add_request)
+    add_batch = _collective(PageAllocator.add_batch)
+    fork = _collective(PageAllocator.fork)
+    truncate = _collective(PageAllocator.truncate)
+    free = _collective(PageAllocator.free)
 
     def length(self, request: int) -> int:
         """Tokens of a request."""
@@ -177,49 +150,41 @@ class PagedKVCache(KVPool):
             CacheFull: With same_length: ranks do not have a free page for each of the requests.
         """
         with self._propagate_errors():
-            step = self._extend(requests, counts, mode, same_length, into)
-        if into is not None:
-            # the replay of a graph does not compare
-            self.consistency.check_batch(into, "a static step", self.device)
-        return step
-
-    def _extend(
-        self, requests: Sequence[int], counts: Sequence[int], mode: str, same_length: bool, into: StaticBatch | None
-    ) -> ForwardBatch:
-        """Do what `extend` does before ranks compare."""
-        # elements of a tensor would be kept as tensors on the device
-        requests, counts = list(map(index, requests)), list(map(index, counts))
-        packed = into is not None and into.pieces is not None
-        few = packed or (len(set(counts)) == 1 and 1 <= counts[0] <= MAX_DECODE_TOKENS)
-        if mode not in ("auto", "prefill", "decode"):
-            raise ValueError(f"mode must be 'auto', 'prefill' or 'decode', got {mode!r}; leave it out for 'auto'")
-        if mode == "decode" and not few:
-            raise ValueError(
-                f"decode must bring the same number of new tokens for each request, at most {MAX_DECODE_TOKENS}, got "
-                f"{list(counts)}; use mode='prefill'"
-            )
-        if mode == "auto":
-            mode = "decode" if few else "prefill"
-        found = []
-        if into is not None:
-            if into.cache is not self:
+            # elements of a tensor would be kept as tensors on the device
+            requests, counts = list(map(index, requests)), list(map(index, counts))
+            packed = into is not None and into.pieces is not None
+            few = packed or (len(set(counts)) == 1 and 1 <= counts[0] <= MAX_DECODE_TOKENS)
+            if mode not in ("auto", "prefill", "decode"):
+                raise ValueError(f"mode must be 'auto', 'prefill' or 'decode', got {mode!r}; leave it out for 'auto'")
+            if mode == "decode" and not few:
                 raise ValueError(
-                    "into must be a static batch of this cache, got one of another; make it with static_batch"
+                    f"decode must bring the same number of new tokens for each request, at most {MAX_DECODE_TOKENS}, got "
+                    f"{list(counts)}; use mode='prefill'"
                 )
-            if mode != "decode":
-                raise ValueError(
-                    f"into must be left out of a prefill, got it with {list(counts)} new tokens; prefill without"
-                )
-            found = into.check(requests, counts)
-        if packed:
-            # rows of a request are assigned as in a prefill
-            self.allocator.assign(requests, counts)
-        else:
-            self._place(requests, counts, mode, same_length)
-        if into is not None:
+            if mode == "auto":
+                mode = "decode" if few else "prefill"
+            found = []
+            if into is not None:
+                if into.cache is not self:
+                    raise ValueError(
+                        "into must be a static batch of this cache, got one of another; make it with static_batch"
+                    )
+                if mode != "decode":
+                    raise ValueError(
+                        f"into must be left out of a prefill, got it with {list(counts)} new tokens; prefill without"
+                    )
+                found = into.check(requests, counts)
+            if packed:
+                # rows of a request are assigned as in a prefill
+                self.allocator.assign(requests, counts)
+            else:
+                self._place(requests, counts, mode, same_length)
+            if into is None:
+                return make_forward_batch(self, requests, counts, mode, same_length and mode == "prefill")
             into.refill(requests, found, counts)
-            return into
-        return make_forward_batch(self, requests, counts, mode, same_length and mode == "prefill")
+        # the replay of a graph does not compare
+        self.consistency.check_batch(into, "a static step", self.device)
+        return into
 
     def static_batch(
         self, batch: int, new: int = 1, *, max_tokens: int, max_blocks: int | None = None, packed: bool = False
@@ -253,32 +218,6 @@ class PagedKVCache(KVPool):
             most = -(-max_tokens // self.page_size) + 1 if max_blocks is None else max_blocks
             return StaticBatch.make(self, batch, new, max_tokens, most, packed)
 
-    def put(
-        self, layer: int, step: ForwardBatch, k: Tensor, v: Tensor, *, contain: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Write the rows of a step that are stored on this rank; on a GPU in stream order, and capturable in a CUDA graph.
-
-        If a row of v has a NaN or an infinity, the cache stores zeros for it, and NaN for its row of k. So tokens that see it
-        become NaN, and other requests are unaffected.
-
-        Args:
-            layer: Layer of the cache.
-            step: The batch, made by this cache.
-            k: `batch rows hk d`.
-            v: `batch rows hk dv`.
-            contain: Return copies of k and v in which such rows are changed as in the cache, instead of k and v.
-
-        Raises:
-            ValueError: The layer or a shape, dtype or device does not fit the cache, the step is of another cache, or a request
-                of it was freed or truncated since. Other ranks raise it at their next comparison.
-            NotImplementedError: A tensor is of a subclass with its own meaning.
-        """
-        if step.cache is not self:
-            self.ring.raise_on_all_ranks(
-                ValueError("step must be made by this cache, got one of another; make it with extend")
-            )
-        return step.put(layer, k, v, contain=contain)
-
     def _place(self, requests: Sequence[int], counts: Sequence[int], mode: str, same_length: bool) -> None:
         """Check that the tokens can be computed together, and assign pages."""
         same_length = same_length and len(requests) > 1
@@ -292,7 +231,7 @@ class PagedKVCache(KVPool):
                     pass
             self.allocator.assign(requests, counts, one_by_one=True)
             return
-        firsts = [self.allocator.first(request) for request in requests]
+        firsts = [one.first for one in self.allocator.get_requests(requests)]
         if same_length and len(set(requests)) == len(requests) and not self.allocator.have_same_placement(requests):
             raise NotImplementedError(
                 f"a batch of {len(requests)} requests must have equal lengths on the same ranks to be prefilled together, got "
@@ -315,7 +254,3 @@ class PagedKVCache(KVPool):
         except BaseException:
             with self.ring.propagate_errors():
                 raise
-
-
-def _whole(number: SupportsIndex | None) -> int | None:
-    return None if number is None else index(number)

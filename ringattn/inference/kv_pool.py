@@ -113,7 +113,7 @@ class KVPool:
     def put_rows(
         self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, contain: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Write rows that were checked to slots, which are page * page_size + row or -1; see `PagedKVCache.put`."""
+        """Write rows that were checked to slots, which are page * page_size + row or -1; see `ForwardBatch.put`."""
         k, v = k.detach(), v.detach()
         contained = None
         if contain:
@@ -124,15 +124,6 @@ class KVPool:
 
     def take(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Read rows of a layer in `dtype`, at slots `batch t` of page * page_size + row: k `batch t hk d` and v `batch t hk dv`."""
-        try:
-            self._check_layer(layer)
-            if slots.dim() != 2 or slots.dtype != torch.int64 or slots.device != self.device:
-                raise ValueError(
-                    f"slots must be `batch t` int64 on {self.device}, got {tuple(slots.shape)} {slots.dtype} on "
-                    f"{slots.device}; pass step.kv_slots"
-                )
-        except ValueError as error:
-            self.ring.raise_on_all_ranks(error)
         k = torch.empty(*slots.shape, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
         v = torch.empty(*slots.shape, self.kv_heads, self.v_head_dim, dtype=self.dtype, device=self.device)
         rows.take(self.k[layer], self.v[layer], slots.contiguous(), k, v, *self.scales(layer))

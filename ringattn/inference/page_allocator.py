@@ -10,8 +10,7 @@ Note [Page writers]
 Note [Reservations]
     A request reserves its maximum length when it is added. Reserved for it are the pages that it may still have to open: those of
     all tokens to come, less the rows left in the page that it writes. A reservation is granted only while free pages cover all
-    reservations, so a request that was accepted always fits. Requests of `add_batch` need pages on the same ranks, and reserve
-    pages per rank; others reserve pages on any rank.
+    reservations, so a request that was accepted always fits: on some ranks, not on given ones.
     Servers read `available` whenever a request is added or freed, so reservations are summed as they change. Only a request whose
     last page has other users may need fewer pages when these are freed: such requests, few at a time, are computed at each read.
     Truncating into shared pages gives up rows that do not become free: the difference is reserved, or the call is refused.
@@ -25,13 +24,11 @@ from itertools import count
 
 from ringattn.inference.block_table import (
     MAX_REQUEST_TOKENS,
-    Block,
     BlockTable,
     PageCopy,
     RankSpan,
     Request,
     common_blocks,
-    first_difference,
     truncate_spans,
 )
 
@@ -56,8 +53,8 @@ class PageAllocator:
         >>> allocator = PageAllocator(world_size=2, pages=4, page_size=4)
         >>> request = allocator.add_request(reserve=12)
         >>> allocator.assign([request], [10])
-        >>> [(block.rank, block.start, block.length) for block in allocator.blocks(request)]
-        [(0, 0, 4), (1, 4, 4), (0, 8, 2)]
+        >>> [tuple(span) for span in allocator.rank_spans(request)]  # rank, first token, one past the last
+        [(0, 0, 4), (1, 4, 8), (0, 8, 10)]
         >>> allocator.free_pages, allocator.available
         ((2, 3), 5)
     """
@@ -75,7 +72,6 @@ class PageAllocator:
         self._writer = [[-1] * pages for _ in range(world_size)]
         # rows of shared pages that requests other than the writer may see
         self._seen = [[0] * pages for _ in range(world_size)]
-        self._reserved_by_rank = [0] * world_size
         self._total_to_open = 0  # sum over requests whose last page is not shared
         self._with_shared_page: dict[int, Request] = {}  # the other requests
         self._requests: dict[int, Request] = {}
@@ -90,64 +86,44 @@ class PageAllocator:
     @property
     def available(self) -> int:
         """Pages of all ranks that are neither used nor reserved."""
-        free = sum(map(len, self._free))
-        return (
-            free
-            - sum(self._reserved_by_rank)
-            - self._total_to_open
-            - sum(map(self._pages_to_open, self._with_shared_page.values()))
-        )
+        shared = sum(map(self._pages_to_open, self._with_shared_page.values()))
+        return sum(map(len, self._free)) - self._total_to_open - shared
 
     @property
     def requests(self) -> tuple[int, ...]:
         """Requests, in the order in which they were added."""
         return tuple(self._requests)
 
+    def find(self, request: int) -> Request:
+        """Look up a request."""
+        if request not in self._requests:
+            raise ValueError(f"request must be one that was added and not freed, got {request!r}; add it first")
+        return self._requests[request]
+
     def length(self, request: int) -> int:
         """Tokens of a request."""
-        return self._find(request).length
-
-    def first(self, request: int) -> int:
-        """First token of a request that is not padding."""
-        return self._find(request).first
-
-    def reserved(self, request: int) -> int:
-        """Tokens that a request may grow to."""
-        return self._find(request).reserved_tokens
+        return self.find(request).length
 
     def table(self, request: int, rank: int) -> BlockTable:
         """A request's blocks on a rank."""
-        return self._find(request).tables[rank]
+        return self.find(request).tables[rank]
 
     def get_requests(self, requests: Collection[int]) -> list[Request]:
         """Look up several requests at once."""
         try:
             return list(map(self._requests.__getitem__, requests))
         except KeyError:
-            return list(map(self._find, requests))
-
-    def blocks(self, request: int) -> tuple[Block, ...]:
-        """A request's blocks, ascending; they cover its tokens."""
-        found = [
-            Block(rank, *block)
-            for rank, table in enumerate(self._find(request).tables)
-            for block in zip(table.pages, table.starts, table.lengths, strict=True)
-        ]
-        return tuple(sorted(found, key=lambda block: block.start))
+            return list(map(self.find, requests))
 
     def rank_spans(self, request: int, start: int = 0) -> list[RankSpan]:
         """Return the ranks of a request's tokens from `start` on, ascending; neighbours are on different ranks."""
-        one = self._find(request)
+        one = self.find(request)
         stops = [begin for _, begin in one.spans[1:]] + [one.length]
         return [
             RankSpan(rank, max(begin, start), stop)
             for (rank, begin), stop in zip(one.spans, stops, strict=False)
             if stop > start
         ]
-
-    def unmoved_tokens(self, request: int, change: int) -> int:
-        """Return how many first tokens of a request have not moved since `changes` was `change`; see block_table.py."""
-        return self._find(request).unmoved_tokens(change)
 
     def have_same_placement(self, requests: Sequence[int]) -> bool:
         """Whether requests are equally long and have each token on the same rank."""
@@ -159,7 +135,12 @@ class PageAllocator:
         return max([one.max_blocks_after for one in self.get_requests(requests)], default=0) + self._pages_of(new)
 
     def add_request(self, reserve: int, first: int = 0) -> int:
-        """Add a request that may grow to `reserve` tokens, with `first` tokens of padding in front, and return its name."""
+        """Add a request that may grow to `reserve` tokens, with `first` tokens of padding in front, and return its name.
+
+        Raises:
+            ValueError: A number is out of range.
+            CacheFull: Too few pages are free and not reserved for others; nothing has changed.
+        """
         self._check_reserve(reserve, first)
         self._check_available(self._pages_of(reserve), "a request", reserve)
         one = self._admit(reserve, first)
@@ -167,37 +148,32 @@ class PageAllocator:
         return one.name
 
     def add_batch(self, reserve: int, firsts: Sequence[int]) -> list[int]:
-        """Add requests that get their pages on the same ranks, and return their names (Note [Reservations])."""
+        """Add requests that are extended together, so that they stay one batch; return their names.
+
+        Args:
+            reserve: Tokens that each may grow to.
+            firsts: Tokens of padding in front of each, one number per request.
+
+        Raises:
+            ValueError: See `add_request`; also CacheFull.
+        """
         if not firsts:
             raise ValueError("firsts must have one number per request, got none; give 0 for a request without padding")
         for first in firsts:
             self._check_reserve(reserve, first)
-        batch, pages = len(firsts), self._pages_of(reserve)
-        self._check_available(batch * pages, f"a batch of {batch} requests", reserve)
-        capacity = [there // batch for there in self._unreserved_pages()]
-        if pages > sum(capacity):
-            raise CacheFull(
-                f"a batch of {batch} requests of up to {reserve} tokens needs {pages} pages of {self.page_size} for each "
-                f"of them on the same ranks, got {capacity} by rank; wait until others are freed, reserve less, use smaller "
-                "pages, or give the cache more memory"
-            )
-        shares = split_evenly(pages, capacity)
-        names = []
-        for first in firsts:
-            one = self._admit(reserve, first)
-            one.reserved_by_rank = list(shares)
-            names.append(one.name)
-        self._reserved_by_rank = [
-            there + batch * share for there, share in zip(self._reserved_by_rank, shares, strict=True)
-        ]
-        return names
+        self._check_available(len(firsts) * self._pages_of(reserve), f"a batch of {len(firsts)} requests", reserve)
+        return [self.add_request(reserve, first) for first in firsts]
 
     def fork(self, request: int, length: int | None = None, reserve: int | None = None) -> int:
         """Add a request that shares the first tokens of another one (None: all), with their pages; return its name.
 
         `reserve` is the number of tokens the new one may grow to; None: as many as the other one.
+
+        Raises:
+            ValueError: The request is unknown, or a number is out of range.
+            CacheFull: Too few pages are free and not reserved for others; nothing has changed.
         """
-        parent = self._find(request)
+        parent = self.find(request)
         length = parent.length if length is None else length
         reserve = parent.reserved_tokens if reserve is None else reserve
         if not 0 <= length <= parent.length or not max(length, 1) <= reserve <= MAX_REQUEST_TOKENS:
@@ -218,8 +194,13 @@ class PageAllocator:
         return child.name
 
     def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
-        """Remove a request's last tokens, and optionally lower the number of tokens that it may grow to."""
-        one = self._find(request)
+        """Keep the first `length` tokens of a request, which may then grow to `reserve` tokens (None: as before).
+
+        Raises:
+            ValueError: The request is unknown, or length or reserve would grow.
+            CacheFull: It gives up pages that forks use, and too few are free to grow again; nothing has changed.
+        """
+        one = self.find(request)
         reserve = one.reserved_tokens if reserve is None else reserve
         if not 0 <= length <= one.length or not max(length, 1) <= reserve <= one.reserved_tokens:
             raise ValueError(
@@ -227,10 +208,8 @@ class PageAllocator:
                 f"that were reserved, got {length} and {reserve}; truncating cannot enlarge either"
             )
         kept = [bisect_left(table.starts, length) for table in one.tables]
-        freed = [
-            sum(self._users[rank][page] == 1 for page in table.pages[blocks:])
-            for rank, (table, blocks) in enumerate(zip(one.tables, kept, strict=True))
-        ]
+        ends = list(zip(one.tables, kept, strict=True))
+        freed = sum(self._users[rank][page] == 1 for rank, (table, n) in enumerate(ends) for page in table.pages[n:])
         spans = truncate_spans(one.spans, length)
         capacity = 0
         if spans:
@@ -238,7 +217,7 @@ class PageAllocator:
             table, block = one.tables[last], kept[last] - 1
             capacity = self._free_rows_after(one, last, table.pages[block], length - table.starts[block])
         more = self._pages_of(reserve - length - capacity) - self._pages_to_open(one)
-        there = self.available + sum(freed)
+        there = self.available + freed
         if more > there:
             raise CacheFull(
                 f"request {request} gives up pages that others use when it is truncated to {length} tokens, and needs {more} "
@@ -246,8 +225,9 @@ class PageAllocator:
                 "keep more tokens, wait until others are freed, or reserve less by truncate(..., reserve=)"
             )
         self.changes += 1
-        one.note(self.changes, length)
-        for rank, (table, blocks) in enumerate(zip(one.tables, kept, strict=True)):
+        if length < one.length:
+            one.moved_at, one.kept = self.changes, min(one.kept, length)
+        for rank, (table, blocks) in enumerate(ends):
             for page in reversed(table.pages[blocks:]):
                 self._drop(one, rank, page)
             table.cut(blocks)
@@ -256,18 +236,15 @@ class PageAllocator:
             table.lengths[-1] = length - table.starts[-1]
         one.length, one.reserved_tokens, one.spans = length, reserve, spans
         self._find_end(one)
-        if one.reserved_by_rank is not None:
-            self._reserve_by_rank(one.reserved_by_rank, more, freed)
         self._reserve(one)
 
     def free(self, request: int) -> None:
-        """Free a request, and the pages that no other request uses."""
-        one = self._find(request)
+        """Free a request, and the pages that no other request uses. ValueError if it is unknown."""
+        one = self.find(request)
         self.changes += 1
         for rank, table in enumerate(one.tables):
             for page in reversed(table.pages):
                 self._drop(one, rank, page)
-            self._reserved_by_rank[rank] -= 0 if one.reserved_by_rank is None else one.reserved_by_rank[rank]
         self._unreserve(one)
         del self._requests[request]
 
@@ -306,8 +283,7 @@ class PageAllocator:
                 continue
             capacity = self._free_rows(one)
             if new > capacity:
-                there = self._unreserved_pages() if one.reserved_by_rank is None else one.reserved_by_rank
-                assigned = assign_pages(self._pages_of(new - capacity), there, one_by_one)
+                assigned = assign_pages(self._pages_of(new - capacity), self.free_pages, one_by_one)
                 self._append(one, capacity)
                 self._open(one, new - capacity, assigned)
             else:
@@ -347,14 +323,12 @@ class PageAllocator:
             [common_blocks(mine, his) for mine, his in zip(before[i][0], before[j][0], strict=True)]
             for i, j in enumerate(index)
         ]
-        for i, (source, same) in enumerate(zip(index, common, strict=True)):
-            if source != i:
-                tables = zip(before[i][0], before[source][0], same, strict=True)
-                found[i].note(self.changes, min(first_difference(*one) for one in tables))
         last = ends[0][0] if partial else None
         # use new pages before dropping old ones: pages that stay in use must not become free in between
         for one, source, same in zip(found, index, common, strict=True):
             tables, one.first = before[source]
+            if one is not found[source]:
+                one.moved_at, one.kept = self.changes, 0
             one.tables = [table.head(len(table)) for table in tables]
             for rank, (table, begin) in enumerate(zip(tables, same, strict=True)):
                 self._use(found[source], rank, table, begin, len(table) - (rank == last))
@@ -386,27 +360,16 @@ class PageAllocator:
             for one in group:
                 self._append(one, here)
             return
-        there = self._unreserved_pages()
-        anywhere = [one for one in group if one.reserved_by_rank is None]
-        limits = [one.reserved_by_rank for one in group if one.reserved_by_rank is not None]
-        if anywhere:
-            limits.append([x // len(anywhere) for x in there])
-        limit = [min(column) for column in zip(*limits, strict=True)]
+        limit = [free // len(group) for free in self.free_pages]
         # a request that leaves rows free needs more pages than it reserved, now or later
         rest = here + pages * self.page_size
-        needed = {one.name: pages + self._pages_of(one.reserved_tokens - one.length - rest) for one in group}
-        more = sum(needed[one.name] - self._pages_to_open(one) for one in anywhere)
-        short = [
-            one.name
-            for one in group
-            if one.reserved_by_rank is not None and sum(one.reserved_by_rank) < needed[one.name]
-        ]
-        if pages > sum(limit) or more > self.available or short:
+        more = sum(pages + self._pages_of(one.reserved_tokens - one.length - rest) for one in group)
+        more -= sum(map(self._pages_to_open, group))
+        if pages > sum(limit) or more > self.available:
             raise CacheFull(
                 f"{pages} pages must be free for each of {len(group)} requests on the same ranks, got {limit} by rank"
-                f"{f' and {self.available} in all for {more} beyond those reserved' if more > 0 else ''}"
-                f"{f', and requests {short} that would leave rows free in pages they reserved' if short else ''}; "
-                "add them by add_batch, leave same_length out, or add fewer requests"
+                f"{f' and {self.available} in all for {more} beyond those reserved' if more > 0 else ''}; "
+                "leave same_length out, or add fewer requests"
             )
         assigned = assign_pages(pages, limit, one_by_one)
         for one in group:
@@ -450,28 +413,8 @@ class PageAllocator:
             if not one.spans or one.spans[-1][0] != rank:
                 one.spans.append((rank, one.length))
             one.length += here
-            if one.reserved_by_rank is not None:
-                one.reserved_by_rank[rank] -= pages
-                self._reserved_by_rank[rank] -= pages
         self._find_end(one)
         self._reserve(one)
-
-    def _unreserved_pages(self) -> list[int]:
-        return [len(free) - reserved for free, reserved in zip(self._free, self._reserved_by_rank, strict=True)]
-
-    def _reserve_by_rank(self, reserved_by_rank: list[int], more: int, freed: Sequence[int]) -> None:
-        """Change a reservation per rank by `more` pages: first pages that became free, then where most are."""
-        for rank, pages in enumerate(freed):
-            here = max(0, min(pages, more))
-            reserved_by_rank[rank] += here
-            self._reserved_by_rank[rank] += here
-            more -= here
-        while more:
-            there = self._unreserved_pages() if more > 0 else reserved_by_rank
-            rank, step = max(range(self.world_size), key=there.__getitem__), 1 if more > 0 else -1
-            reserved_by_rank[rank] += step
-            self._reserved_by_rank[rank] += step
-            more -= step
 
     def _pages_of(self, tokens: int) -> int:
         return max(0, -(-tokens // self.page_size))
@@ -507,7 +450,7 @@ class PageAllocator:
     def _reserve(self, one: Request) -> None:
         """Update the sum of reservations after a change of a request (Note [Reservations])."""
         self._unreserve(one)
-        if one.reserved_by_rank is not None or one.length == one.reserved_tokens:
+        if one.length == one.reserved_tokens:
             return
         end = self._end(one)
         if end is not None and self._users[end[0]][end[1]] > 1:
@@ -552,11 +495,6 @@ class PageAllocator:
             writer[page] = -1
         if users[page] == 0:
             self._free[rank].append(page)
-
-    def _find(self, request: int) -> Request:
-        if request not in self._requests:
-            raise ValueError(f"request must be one that was added and not freed, got {request!r}; add it first")
-        return self._requests[request]
 
 
 def assign_pages(pages: int, capacity: Sequence[int], one_by_one: bool) -> list[tuple[int, int]]:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ringattn.inference.forward_batch import ForwardBatch
+from ringattn.inference.forward_batch import ForwardBatch, Mask, visible_bounds
 from ringattn.inference.kv_pool import KVPool
 from ringattn.kernels.decode.dispatch import (
     DecodeCall,
@@ -51,7 +51,6 @@ FLOPS_PER_BYTE = 120.0
 """FLOP of the forward of training in the time in which a byte of the pages is copied and the copy read."""
 MAX_RECTANGLES = 256
 """Requests to one call of the kernel, each program of which reads the bounds of all; beyond it "auto" copies."""
-Window = tuple[int | None, int | None] | None
 RowSpan = tuple[int, int, int]
 """(start, length, request): positions start .. start + length - 1 of the request at this place in its batch."""
 
@@ -169,21 +168,13 @@ class PagedRows:
 
 
 def plan_paged_rows(
-    step: ForwardBatch,
-    spans: Sequence[RowSpan],
-    heads: int,
-    causal: bool,
-    window: Window,
-    chunk_len: int | None,
-    sink_len: int,
-    device: torch.device,
+    step: ForwardBatch, spans: Sequence[RowSpan], heads: int, masks: Sequence[Mask]
 ) -> PagedRows | None:
     """Plan the attention of rows to this rank's pages; None where there are no rows.
 
-    Spans of a request follow each other and ascend; causal, window and chunk_len are those of `AttentionMask`;
-    the first sink_len tokens of a request are seen beyond the window too.
+    Spans of a request follow each other and ascend; `masks` are those of the intervals that a row sees, which do not overlap.
     """
-    cache = step.cache
+    cache, device = step.cache, step.cache.device
     counts = [0] * len(step.requests)
     for _, length, request in spans:
         counts[request] += length
@@ -207,18 +198,9 @@ def plan_paged_rows(
     starts, ends = (
         torch.tensor(x, device="cpu")[torch.tensor(owners, device="cpu")][:, None] for x in (step.firsts, step.lengths)
     )
-    left, right = (None, None) if window is None else window
-    right = 0 if causal and (right is None or right > 0) else right
-    lo = starts.expand_as(positions) if left is None else torch.maximum(starts, positions - left)
-    hi = reach = ends.expand_as(positions) if right is None else torch.minimum(ends, positions + (right + 1))
-    if chunk_len is not None:
-        begin = positions - torch.remainder(positions - starts, chunk_len)
-        lo, hi = torch.maximum(lo, begin), torch.minimum(hi, begin + chunk_len)
+    terms = [visible_bounds(positions, starts, ends, mask) for mask in masks]
     # a row of padding sees nothing
-    terms = [(torch.maximum(lo, starts + sink_len), hi)]
-    if sink_len:
-        terms.append((starts.expand_as(positions), torch.minimum(reach, starts + sink_len)))
-    terms = [(low, torch.where(positions < starts, low, torch.maximum(low, high))) for low, high in terms]
+    terms = [(low, torch.where(positions < starts, low, high)) for low, high in terms]
     *bounds, positions = torch.stack((*(x for pair in terms for x in pair), positions)).to(device, torch.int32)
     return PagedRows(
         _table(step, owners, device),

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ringattn.dispatch import run_forward
-from ringattn.inference.forward_batch import ForwardBatch
+from ringattn.inference.forward_batch import ForwardBatch, Mask
 from ringattn.inference.paged_prefill import PagedRows, plan_paged_rows
 from ringattn.kernels.interface import RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.partials.packed import clear, finish_parts, size, views
@@ -77,20 +77,11 @@ class Prefill:
         documents = self.plan.spec.sharding.documents
         return self.fresh and self.kv_access == "copies" and documents is not None and len(documents) > 2
 
-    def attend(
-        self,
-        step: ForwardBatch,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def attend(self, step: ForwardBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> Tensor:
         """Return o `b s h dv` of this rank's new rows, whose keys are in the cache."""
         cache, plan, context = step.cache, self.plan, step.cache.ring.context
         q = _rows(q)
-        score = plan.spec.score(q.dtype, 0, ScoreTensors(sinks, alibi_slopes))
+        score = plan.spec.score(q.dtype, 0, tensors)
         query_plan, in_flight = self.query_plan, None
         if query_plan is not None:
             # before pages are copied (Note [Queries move])
@@ -117,24 +108,35 @@ class Prefill:
                 _reserve_ahead(keys, values, plan, context, self.growth_factor, cache.reserved_bytes)
                 self._has_reserved.append(True)
             return run_forward(q, keys, values, score, plan, context)[0]
-        query_plan = in_flight.query_plan
+        query_plan, take, dv = in_flight.query_plan, context.buffers.take, cache.v_head_dim
 
         def attend_copies(queries: Tensor, carry: SoftmaxState) -> None:
-            _attend_copies(queries, keys, values, score, plan, context, query_plan, carry)
+            b, total, h, d = queries.shape
+            plan.kernels.forward(
+                queries,
+                keys,
+                values,
+                query_plan.side,
+                find(query_plan.keys),
+                # the sink is added once, where partials are merged
+                dataclasses.replace(score, sinks=None),
+                carry=carry,
+                first=True,
+                last=False,
+                # with last=False o is not written
+                o=queries if d == dv else take("prefill o", (b, total, h, dv), queries.dtype, queries.device),
+                lse=take("prefill lse", (b, h, total), carry.m.dtype, queries.device),
+            )
 
         return _attend_and_merge(in_flight, cache.v_head_dim, score, context, attend_copies)
 
 
 def find_paged_rows(
-    step: ForwardBatch,
-    spec: AttentionSpec,
-    query_plan: QueryPlan | None,
-    heads: int,
-    shown: tuple[bool, tuple[int | None, int | None] | None, int | None, int],
+    step: ForwardBatch, spec: AttentionSpec, query_plan: QueryPlan | None, heads: int, masks: Sequence[Mask]
 ) -> PagedRows | None:
     """Return the rows that attend to this rank's pages: all new rows on one rank, or those that `query_plan` routes here.
 
-    `shown` are causal, window, chunk_len and the number of sink tokens.
+    `masks` are those of the intervals that a row sees.
     """
     documents = spec.sharding.documents
     new = [(length - count, count, i) for i, (length, count) in enumerate(zip(step.lengths, step.counts, strict=True))]
@@ -150,7 +152,7 @@ def find_paged_rows(
                     some = min(length, documents[i + 1] - start)
                     new.append((start - documents[i], some, i))
                     start, length = start + some, length - some
-    return plan_paged_rows(step, new, heads, *shown, step.cache.device)
+    return plan_paged_rows(step, new, heads, masks)
 
 
 def resolve_comm_mode(wanted: str, step: ForwardBatch, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:
@@ -217,8 +219,8 @@ def _reserved_bytes(
 
 def growth_limit(step: ForwardBatch) -> float:
     """Return the ratio of the tokens that the requests reserved to those they have, times GROWTH_MARGIN."""
-    reserved, there = sum(map(step.cache.allocator.reserved, step.requests)), sum(step.lengths)
-    return max(1.0, reserved / there) * GROWTH_MARGIN
+    reserved = sum(one.reserved_tokens for one in step.cache.allocator.get_requests(step.requests))
+    return max(1.0, reserved / sum(step.lengths)) * GROWTH_MARGIN
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,36 +340,6 @@ def _attend_and_merge(
     if o.numel():
         finish_parts(stack, b * s * h, dv, score.sinks, o, take("prefill final lse", (b, h, s), wide, q.device))
     return o
-
-
-def _attend_copies(
-    rows: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Score,
-    plan: ExecutionPlan,
-    context: RingContext,
-    query_plan: QueryPlan,
-    carry: SoftmaxState,
-) -> None:
-    """Compute the partial of rows `b total h d` over k `b t hk d` and v `b t hk dv` with the forward of training."""
-    b, total, h, d = rows.shape
-    dv, take = v.shape[-1], context.buffers.take
-    plan.kernels.forward(
-        rows,
-        k,
-        v,
-        query_plan.side,
-        find(query_plan.keys),
-        # the sink is added once, where partials are merged
-        dataclasses.replace(score, sinks=None),
-        carry=carry,
-        first=True,
-        last=False,
-        # with last=False o is not written
-        o=rows if d == dv else take("prefill o", (b, total, h, dv), rows.dtype, rows.device),
-        lse=take("prefill lse", (b, h, total), carry.m.dtype, rows.device),
-    )
 
 
 def _gather_queries(in_flight: InFlightQueries, context: RingContext) -> Tensor:

@@ -26,7 +26,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, **options: Tensor | None) -> 
             raise ValueError(f"{name} must have numbers, got a meta tensor; make it real")
 
 
-def expand_bias(bias: Tensor, q: Tensor, kv_len: int) -> Tensor:
+def expand_bias(bias: Tensor, q: Tensor, kv_len: int, name: str = "bias") -> Tensor:
     """Return a bias as `b h s n`, without a copy; unchanged where q, which is refused later, has other dims."""
     if q.dim() != 4:
         return bias
@@ -35,8 +35,8 @@ def expand_bias(bias: Tensor, q: Tensor, kv_len: int) -> Tensor:
     sizes = (1,) * (4 - bias.dim()) + tuple(bias.shape)
     if len(sizes) != 4 or any(x not in (1, y) for x, y in zip(sizes, wanted, strict=True)):
         raise ValueError(
-            f"bias must be broadcastable to {wanted} (this rank's query rows x all keys), got {tuple(bias.shape)}; "
-            "cut a whole one with sharding.shard(bias, dim=-2)"
+            f"{name} must be broadcastable to {wanted} (this rank's query rows x all keys), got {tuple(bias.shape)}; "
+            f"cut a whole one with sharding.shard({name}, dim=-2)"
         )
     return bias.expand(wanted)
 

@@ -267,9 +267,7 @@ def test_a_batch_with_replaced_tokens_is_refused_and_writes_nothing(mode: Any) -
     # of pages that were given up, some are another request's now
     cache.extend([other], [20])
     again = cache.extend([request], [13], mode=mode)
-    with pytest.raises(
-        ValueError, match="request 0 of 20 tokens, which has other tokens behind the first 7 since; exten"
-    ):
+    with pytest.raises(ValueError, match="request 0 of 20 tokens, which has other tokens since; exten"):
         attend(step, 0, **rows_of(step))
     assert not cache.k.any()
     for one in (first, again):
@@ -797,3 +795,17 @@ def test_static_batches_refuse_trees() -> None:
     x = torch.zeros(1, 1, 1, 16)
     with pytest.raises(NotImplementedError, match=r"a static batch.*use PagedKVCache\.extend"):
         attend(static, 0, x, x, x, mask=masks.tree([None], [1]) & masks.spans([(0, 1)]))
+
+
+def test_pages_in_place_show_sink_tokens_to_the_right_of_the_window_too() -> None:
+    mask, found = masks.sinks(10) | masks.window(2, 3), []
+    for kv_access in ("copies", "pages"):
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_dim": 16, "pages": 8, "page_size": 16}
+        cache = PagedKVCache(Ring(), dtype=torch.float32, device="cpu", **sizes)
+        request, x = cache.add_request(40), torch.randn(1, 40, 1, 16)
+        step = cache.extend([request], [4], mode="prefill")
+        attend(step, 0, x[:, :4], x[:, :4], x[:, :4], mask=mask, kv_access=kv_access)
+        step = cache.extend([request], [36], mode="prefill")
+        found.append(attend(step, 0, x[:, 4:], x[:, 4:], x[:, 4:], mask=mask, kv_access=kv_access))
+    torch.testing.assert_close(*found)

@@ -21,7 +21,7 @@ from ringattn.inference import CacheFull, ForwardBatch, PagedKVCache, StaticBatc
 from ringattn.inference.consistency import ConsistencyChecker
 from ringattn.kernels.kv import pages as rows
 from ringattn.plan.sharding import positions_of
-from tests.support.page_spans import page_spans
+from tests.support.page_spans import blocks_of, page_spans
 from tests.support.paging import CASES, Case, assert_put, assert_take
 from tests.support.pool import Pools
 
@@ -85,7 +85,7 @@ class Ranks:
                 packed = new if batched else [[token for tokens in new for token in tokens]]
                 x = [torch.stack([keys(tokens, layer, dim) for tokens in packed]) for dim in (D, DV)]
                 x = [torch.cat([y, y.new_full((step.batch - len(y), *y.shape[1:]), math.nan)]) for y in x]
-                cache.put(layer, step, step.take(x[0]), step.take(x[1]))
+                step.put(layer, step.take(x[0]), step.take(x[1]))
         if steps[0].mode == "prefill":
             rows = torch.cat([step.positions.flatten() for step in steps])
             assert len(rows) == sum(counts)
@@ -133,7 +133,7 @@ class Ranks:
         """Every request's tokens, from the rows of its blocks."""
         for request, tokens in self.said.items():
             for layer in range(self.caches[0].layers):
-                for block in self.caches[0].allocator.blocks(request):
+                for block in blocks_of(self.caches[0].allocator, request):
                     cache = self.caches[block.rank]
                     mine = tokens[block.start : block.stop]
                     for pool, dim in ((cache.k, D), (cache.v, DV)):
@@ -167,7 +167,7 @@ def test_every_history_reads_back_the_stored_rows(world_size: int, seed: int) ->
                 ranks.all("free", request)
                 del ranks.said[request]
             elif what in ("prefill", "decode"):
-                room = {one: ranks.caches[0].allocator.reserved(one) - len(ranks.said[one]) for one in here}
+                room = {one: ranks.caches[0].allocator.find(one).reserved_tokens - len(ranks.said[one]) for one in here}
                 some = [one for one in here if room[one] and choose.random() < 0.7]
                 if some:
                     least = min(room[one] for one in some)
@@ -338,13 +338,20 @@ class Shown:
         elif what == "free" and len(here) > 4:
             cache.free(one)
             self.groups = [group for group in self.groups if one not in group]
-        elif what in ("prefill", "decode") and here and self.allocator.reserved(one) > self.allocator.length(one):
+        elif (
+            what in ("prefill", "decode")
+            and here
+            and self.allocator.find(one).reserved_tokens > self.allocator.length(one)
+        ):
             cache.extend([one], [1], mode=what)
 
     def decode(self) -> bool:
         step = self.draw.choice(self.steps)
         (batch, new), packed = step.tiles, step.pieces is not None
-        left = {one: self.allocator.reserved(one) - self.allocator.length(one) for one in self.allocator.requests}
+        left = {
+            one: self.allocator.find(one).reserved_tokens - self.allocator.length(one)
+            for one in self.allocator.requests
+        }
         able = [one for one in left if left[one] >= (1 if packed else new)]
         chosen = self.draw.sample(able, min(len(able), self.draw.randint(1, batch)))
         group = self.draw.choice(self.groups) if self.groups else []
@@ -362,11 +369,11 @@ class Shown:
         (batch, new), rank, allocator = step.tiles, self.cache.ring.rank, self.allocator
         tables, tokens, lasts = [], [], []
         for one, count in zip(step.requests, counts, strict=True):
-            first, length = allocator.first(one), allocator.length(one)
+            first, length = allocator.find(one).first, allocator.length(one)
             pieces = [piece for piece in page_spans(allocator, one, length - count) if piece.rank == rank]
             slot = {piece.start + x: 4 * piece.page + piece.row + x for piece in pieces for x in range(piece.length)}
             for begin in range(length - count, length, new):
-                tables.append([tuple(x)[1:] for x in allocator.blocks(one) if x.rank == rank])
+                tables.append([tuple(x)[1:] for x in blocks_of(allocator, one) if x.rank == rank])
                 there = range(begin, min(begin + new, length))
                 tokens += [(x, slot.get(x, -1), first, length) for x in there] + [(0, -1, 0, 0)] * (new - len(there))
                 lasts.append(len(tokens) - 1 - new + len(there))
@@ -382,7 +389,7 @@ class Shown:
         assert step.positions.flatten().tolist() == [x[0] for x in tokens] + [0] * ((batch - some) * new)
         assert step.last_rows == tuple((0, end) if step.pieces else divmod(end, new) for end in ends)
         assert (step.lengths, step.firsts) == (
-            tuple(map(allocator.length, step.requests)), tuple(map(allocator.first, step.requests)),
+            tuple(map(allocator.length, step.requests)), tuple(allocator.find(one).first for one in step.requests),
         )  # fmt: skip
 
 
@@ -424,7 +431,7 @@ def test_a_failed_upload_is_repeated_as_a_whole(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(ZeroDivisionError):
             cache.extend(requests, [1] * 3, into=step)
     cache.extend(requests, [1] * 3, into=step)
-    assert table_of(step) == [[x[1:] for x in cache.allocator.blocks(one)] for one in requests]
+    assert table_of(step) == [[x[1:] for x in blocks_of(cache.allocator, one)] for one in requests]
     assert step.positions.flatten().tolist() == [cache.length(one) - 1 for one in requests]
 
 
@@ -603,7 +610,7 @@ def test_attention_over_fp8_is_as_close_as_its_three_bits_allow() -> None:
         cache = make(head_dim=d, v_head_dim=d, dtype=torch.bfloat16, pages=11, page_size=64, kv_dtype=kv_dtype)
         request = cache.add_request(n)
         step = cache.extend([request], [n - 1])
-        cache.put(0, step, step.take(k[:, :-1]), step.take(v[:, :-1]))
+        step.put(0, step.take(k[:, :-1]), step.take(v[:, :-1]))
         found[kv_dtype] = attend(cache.extend([request], [1]), 0, q[:, -1:], k[:, -1:], v[:, -1:]).float()
     # scores move by at most delta, so weights by a factor of e^(2 delta); values by 2^-4 of themselves
     reach = (q[0, -1].float().abs().view(HEADS, -1, 1, d) * k[0].float().abs().transpose(0, 1).unsqueeze(1)).sum(-1)
@@ -624,7 +631,7 @@ def test_rows_of_freed_requests_are_not_seen(mode: Literal["prefill", "decode"])
         if spoiled:
             request = cache.add_request(12)
             step = cache.extend([request], [12])
-            cache.put(0, step, *(torch.full((1, 12, HEADS, dim), math.nan) for dim in (D, DV)))
+            step.put(0, *(torch.full((1, 12, HEADS, dim), math.nan) for dim in (D, DV)))
             cache.free(request)
         torch.manual_seed(1)
         request = cache.add_request(10)
@@ -695,24 +702,20 @@ def test_a_cache_that_cannot_be_is_refused(changes: dict[str, Any], kind: type[E
 
 
 def test_rows_that_do_not_belong_there_are_refused() -> None:
-    cache, other = make(), make()
+    cache = make()
     request = cache.add_request(20)
     step = cache.extend([request], [5])
     k, v = torch.zeros(1, 5, HEADS, D), torch.zeros(1, 5, HEADS, DV)
     before = cache.k.clone()
     cases: list[tuple[str, Callable[[], object]]] = [
-        ("layer must be from 0 to 1, got 2", lambda: cache.put(2, step, k, v)),
-        ("layer must be from 0 to 1, got -1", lambda: cache.put(-1, step, k, v)),
-        ("step must be made by this cache", lambda: other.put(0, step, k, v)),
-        (r"k must have shape \(1, 5, 2, 4\).*got \(1, 4, 2, 4\)", lambda: cache.put(0, step, k[:, 1:], v)),
-        (r"v must have shape \(1, 5, 2, 3\).*got \(1, 5, 2, 4\)", lambda: cache.put(0, step, k, k)),
-        (r"k must have shape .*got \(1, 5, 1, 4\)", lambda: cache.put(0, step, k[:, :, 1:], v)),
-        ("v must have the dtype of the cache, torch.float32, got torch.float64", lambda: cache.put(0, step, k, v.double())),
-        ("k must be on the device of the cache, cpu, got meta", lambda: cache.put(0, step, k.to("meta"), v)),
-        ("k must have a contiguous last dim", lambda: cache.put(0, step, k.mT.contiguous().mT, v)),
-        ("layer must be from 0 to 1, got 5", lambda: cache.take(5, step.slots)),
-        ("slots must be `batch t` int64", lambda: cache.take(0, step.slots.int())),
-        ("slots must be `batch t` int64", lambda: cache.take(0, step.slots[0])),
+        ("layer must be from 0 to 1, got 2", lambda: step.put(2, k, v)),
+        ("layer must be from 0 to 1, got -1", lambda: step.put(-1, k, v)),
+        (r"k must have shape \(1, 5, 2, 4\).*got \(1, 4, 2, 4\)", lambda: step.put(0, k[:, 1:], v)),
+        (r"v must have shape \(1, 5, 2, 3\).*got \(1, 5, 2, 4\)", lambda: step.put(0, k, k)),
+        (r"k must have shape .*got \(1, 5, 1, 4\)", lambda: step.put(0, k[:, :, 1:], v)),
+        ("v must have the dtype of the cache, torch.float32, got torch.float64", lambda: step.put(0, k, v.double())),
+        ("k must be on the device of the cache, cpu, got meta", lambda: step.put(0, k.to("meta"), v)),
+        ("k must have a contiguous last dim", lambda: step.put(0, k.mT.contiguous().mT, v)),
         ("decode must bring the same number", lambda: cache.extend([request], [17], mode="decode")),
         ("mode must be", lambda: cache.extend([request], [1], mode="encode")),  # pyright: ignore[reportArgumentType]
         ("must stay within the 20 tokens it reserved, got 5 and 16 more", lambda: cache.extend([request], [16])),
@@ -733,13 +736,13 @@ def test_a_batch_of_freed_requests_stores_nothing() -> None:
     step = cache.extend([first], [5])
     k, v = torch.ones(1, 5, HEADS, D), torch.ones(1, 5, HEADS, DV)
     cache.free(second)
-    cache.put(0, step, k, v)
+    step.put(0, k, v)
     cache.truncate(first, 4)
     with pytest.raises(ValueError, match="request 0 of 5 tokens, which was truncated to 4 tokens since; extend again"):
-        cache.put(1, step, k, v)
+        step.put(1, k, v)
     cache.free(first)
     with pytest.raises(ValueError, match="request 0 of 5 tokens, which was freed since"):
-        cache.put(1, step, k, v)
+        step.put(1, k, v)
     assert not cache.k[1].any()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import random
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +21,9 @@ from hypothesis.stateful import (
 )
 
 from ringattn.inference import block_table as block_table
-from ringattn.inference.block_table import Block, PageCopy
+from ringattn.inference.block_table import PageCopy
 from ringattn.inference.page_allocator import CacheFull, PageAllocator
-from tests.support.page_spans import PageSpan, page_spans
+from tests.support.page_spans import Block, PageSpan, blocks_of, page_spans
 
 
 def state(allocator: PageAllocator) -> str:
@@ -38,14 +38,9 @@ class Model(RuleBasedStateMachine):
         world=st.integers(1, 3),
         pages=st.integers(3, 12),
         page_size=st.sampled_from([4, 3, 1]),
-        notes=st.sampled_from([2, block_table.MAX_CHANGE_LOG]),
     )
-    def begin(self, world: int, pages: int, page_size: int, notes: int) -> None:
-        self.allocator, self.notes, block_table.MAX_CHANGE_LOG = (
-            PageAllocator(world, pages, page_size),
-            block_table.MAX_CHANGE_LOG,
-            notes,
-        )
+    def begin(self, world: int, pages: int, page_size: int) -> None:
+        self.allocator = PageAllocator(world, pages, page_size)
         self.looks: list[
             tuple[int, dict[int, list[tuple[int, int, int]]]]
         ] = []  # (number of a change, places of all tokens)
@@ -86,7 +81,7 @@ class Model(RuleBasedStateMachine):
     def grow(self, request: int, most: int) -> None:
         """Says up to so many tokens more, as far as they are reserved."""
         before = len(self.said[request])
-        new = min(most, self.allocator.reserved(request) - before)
+        new = min(most, self.allocator.find(request).reserved_tokens - before)
         if new > 0:
             self.allocator.assign([request], [new])
             self.write(request, before)
@@ -96,7 +91,7 @@ class Model(RuleBasedStateMachine):
         """Free pages less those for all tokens to come, were no page to be appended to."""
         allocator = self.allocator
         return sum(allocator.free_pages) - sum(
-            -(-(allocator.reserved(one) - len(had)) // self.size) for one, had in self.said.items()
+            -(-(allocator.find(one).reserved_tokens - len(had)) // self.size) for one, had in self.said.items()
         )
 
     @rule(reserve=st.integers(1, 14), padding=st.integers(0, 3), new=st.integers(0, 9))
@@ -106,7 +101,7 @@ class Model(RuleBasedStateMachine):
         name = self.attempt(lambda: self.allocator.add_request(reserve, first), *(() if must_fit else (CacheFull,)))
         if name is not None:
             assert name not in self.said
-            assert self.allocator.first(name) == first
+            assert self.allocator.find(name).first == first
             self.said[name] = []
             self.grow(name, new)
 
@@ -137,7 +132,7 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data(), how=st.sampled_from(["each", "each", "alike"]), one_by_one=st.booleans())
     def place(self, data: st.DataObject, how: str, one_by_one: bool) -> None:
         requests = data.draw(st.lists(st.sampled_from(sorted(self.said)), min_size=1, max_size=3, unique=True))
-        left = [self.allocator.reserved(one) - len(self.said[one]) for one in requests]
+        left = [self.allocator.find(one).reserved_tokens - len(self.said[one]) for one in requests]
         # now and then one token too many
         counts = [x + 1 if x < 1 else data.draw(st.integers(1, x)) for x in left]
         same_length = how == "alike"
@@ -161,11 +156,14 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data(), one_by_one=st.booleans())
     def place_group(self, data: st.DataObject, one_by_one: bool) -> None:
         group = data.draw(st.sampled_from(self.groups))
-        left = self.allocator.reserved(group[0]) - len(self.said[group[0]])
+        left = self.allocator.find(group[0]).reserved_tokens - len(self.said[group[0]])
         if left:
             new, before = data.draw(st.integers(1, left)), len(self.said[group[0]])
-            self.allocator.assign(group, [new] * len(group), same_length=True, one_by_one=one_by_one)
-            for one in group:
+            counts = [new] * len(group)
+            done = self.attempt(
+                lambda: self.allocator.assign(group, counts, same_length=True, one_by_one=one_by_one) or True, CacheFull
+            )
+            for one in group if done else ():
                 self.write(one, before)
             assert self.allocator.have_same_placement(group)
 
@@ -192,11 +190,11 @@ class Model(RuleBasedStateMachine):
         request = self.pick(data)
         had = self.said[request]
         length = max(0, len(had) - data.draw(st.integers(0, 2 * self.size)))
-        reserve = data.draw(st.integers(max(length, 1), self.allocator.reserved(request))) if less else None
+        reserve = data.draw(st.integers(max(length, 1), self.allocator.find(request).reserved_tokens)) if less else None
         # to reserve no more than is left always fits, and so does giving up what is one's own alone
         users = self.users()
         shared = any(
-            users[block.rank, block.page] > 1 for block in self.allocator.blocks(request) if block.stop > length
+            users[block.rank, block.page] > 1 for block in blocks_of(self.allocator, request) if block.stop > length
         )
         must_fit = reserve == max(length, 1) if reserve is not None and length else not shared
         done = self.attempt(
@@ -221,20 +219,21 @@ class Model(RuleBasedStateMachine):
         """Everything reserved fits, in any order of calls."""
         allocator = copy.deepcopy(self.allocator)
         for group in self.groups:
-            left = allocator.reserved(group[0]) - allocator.length(group[0])
+            left = allocator.find(group[0]).reserved_tokens - allocator.length(group[0])
             if left:
-                allocator.assign(group, [left] * len(group), same_length=True)
+                with contextlib.suppress(CacheFull):
+                    allocator.assign(group, [left] * len(group), same_length=True)
         last = data.draw(st.integers(0, len(self.said)))
         for one in sorted(self.said, key=lambda one: (one >= last, one)):
-            left = allocator.reserved(one) - allocator.length(one)
+            left = allocator.find(one).reserved_tokens - allocator.length(one)
             for new in (left // 2, left - left // 2):
                 if new:
                     allocator.assign([one], [new], one_by_one=bool(one % 2))
-        assert all(allocator.length(one) == allocator.reserved(one) for one in self.said)
+        assert all(allocator.length(one) == allocator.find(one).reserved_tokens for one in self.said)
 
     def places(self, request: int) -> list[tuple[int, int, int]]:
         """(rank, page, row) of every token."""
-        blocks = self.allocator.blocks(request)
+        blocks = blocks_of(self.allocator, request)
         return [(block.rank, block.page, row) for block in blocks for row in range(block.length)]
 
     @rule()
@@ -245,15 +244,14 @@ class Model(RuleBasedStateMachine):
     def what_is_said_to_have_stayed_is_where_it_was(self) -> None:
         for change, places in getattr(self, "looks", ()):
             for one in set(places) & set(self.said):
-                stayed = min(self.allocator.unmoved_tokens(one, change), len(places[one]))
+                found = self.allocator.find(one)
+                stayed = len(places[one]) if found.moved_at <= change else min(found.kept, len(places[one]))
                 assert self.places(one)[:stayed] == places[one][:stayed]
-                # and all of it has, where nothing went
-                assert stayed == len(places[one]) or change < self.allocator.changes
 
     @invariant()
     def what_follows_from_blocks_is_what_they_say(self) -> None:
         for name in getattr(self, "said", ()):
-            one, blocks = self.allocator.get_requests([name])[0], self.allocator.blocks(name)
+            one, blocks = self.allocator.get_requests([name])[0], blocks_of(self.allocator, name)
             assert one.max_blocks_after == max(Counter(block.rank for block in blocks).values(), default=0)
             assert one.last is one.tables[blocks[-1].rank] if blocks else not one.last
             room = max(0, one.full - one.length)
@@ -263,25 +261,25 @@ class Model(RuleBasedStateMachine):
             assert not blocks or self.layouts.setdefault(one.layout, layout) == layout
 
     def users(self) -> Counter[tuple[int, int]]:
-        return Counter((block.rank, block.page) for one in self.said for block in self.allocator.blocks(one))
+        return Counter((block.rank, block.page) for one in self.said for block in blocks_of(self.allocator, one))
 
     @invariant()
     def every_request_reads_its_own_tokens(self) -> None:
         for one, tokens in getattr(self, "said", {}).items():
             assert self.allocator.length(one) == len(tokens)
             read, at = [], 0
-            for block in self.allocator.blocks(one):
+            for block in blocks_of(self.allocator, one):
                 assert block.start == at
                 assert 1 <= block.length <= self.size
                 at = block.stop
                 read += [self.memory[block.rank, block.page, i] for i in range(block.length)]
             assert read == tokens
             ranks = [rank for rank, start, stop in self.allocator.rank_spans(one) for _ in range(start, stop)]
-            assert ranks == [block.rank for block in self.allocator.blocks(one) for _ in range(block.length)]
+            assert ranks == [block.rank for block in blocks_of(self.allocator, one) for _ in range(block.length)]
 
     @invariant()
     def every_page_is_counted(self) -> None:
-        if not hasattr(self, "books"):
+        if not hasattr(self, "allocator"):
             return
         users, allocator = self.users(), self.allocator
         for rank, free in enumerate(allocator._free):
@@ -289,17 +287,14 @@ class Model(RuleBasedStateMachine):
             for page in range(allocator.pages):
                 assert allocator._users[rank][page] == users[rank, page]
                 assert (page in free) == (users[rank, page] == 0)
-        anywhere = sum(
-            allocator._pages_to_open(one) for one in allocator._requests.values() if one.reserved_by_rank is None
-        )
-        assert allocator.available == sum(allocator.free_pages) - sum(allocator._reserved_by_rank) - anywhere >= 0
+        to_open = sum(map(allocator._pages_to_open, allocator._requests.values()))
+        assert allocator.available == sum(allocator.free_pages) - to_open >= 0
         assert set(allocator.requests) == set(self.said)
 
     def teardown(self) -> None:
         for one in getattr(self, "said", {}):
             self.allocator.free(one)
-        if hasattr(self, "books"):
-            block_table.MAX_CHANGE_LOG = self.notes
+        if hasattr(self, "allocator"):
             assert sum(self.allocator.free_pages) == self.allocator.available == self.total
 
 
@@ -360,8 +355,8 @@ def test_a_writer_appends_behind_its_forks_and_may_truncate_to_them() -> None:
     allocator.assign([request], [2])
     allocator.truncate(request, 2)
     allocator.assign([request], [2])
-    assert allocator.blocks(request) == (Block(0, 0, 0, 4),)
-    assert allocator.blocks(fork) == (Block(0, 0, 0, 2),)
+    assert blocks_of(allocator, request) == (Block(0, 0, 0, 4),)
+    assert blocks_of(allocator, fork) == (Block(0, 0, 0, 2),)
     before = state(allocator)
     with pytest.raises(
         CacheFull, match=r"gives up pages that others use when it is truncated to 1 tokens.*needs 1 pages more"
@@ -386,7 +381,7 @@ def test_the_last_user_of_a_page_writes_it_and_still_does_when_it_is_forked() ->
     allocator.fork(second, reserve=2)
     allocator.assign([other], [4])
     allocator.assign([second], [2])
-    assert allocator.blocks(second) == (Block(0, 0, 0, 4),)
+    assert blocks_of(allocator, second) == (Block(0, 0, 0, 4),)
 
 
 def test_a_fork_of_a_fork_writes_nothing_that_either_sees() -> None:
@@ -397,32 +392,7 @@ def test_a_fork_of_a_fork_writes_nothing_that_either_sees() -> None:
     third = allocator.fork(second, 2, reserve=8)
     for request in (third, second, first):
         allocator.assign([request], [1])
-    assert [allocator.blocks(request)[-1][:2] for request in (third, second, first)] == [(0, 1), (0, 2), (0, 0)]
-
-
-def test_pages_reserved_on_a_rank_are_not_given_to_other_requests() -> None:
-    allocator = PageAllocator(world_size=2, pages=2, page_size=1)
-    pair = allocator.add_batch(1, [0, 0])
-    single = allocator.add_request(2)
-    allocator.assign([single], [2])
-    allocator.assign(pair, [1, 1], same_length=True)
-    assert [ranks(allocator, one) for one in pair] == [[(0, 1)]] * 2
-    assert [len(allocator.blocks(one)) for one in pair] == [1, 1]
-
-
-def test_a_batch_without_free_pages_on_the_same_ranks_is_refused_when_added() -> None:
-    allocator = PageAllocator(world_size=2, pages=3, page_size=4)
-    before = state(allocator)
-    with pytest.raises(
-        CacheFull,
-        match=r"batch of 2 requests of up to 9 tokens needs 3 pages of 4 for each of them on the same ranks, got \[1, 1\]",
-    ):
-        allocator.add_batch(9, [0, 0])
-    assert state(allocator) == before
-    pair = allocator.add_batch(8, [0, 0])
-    allocator.add_request(8)
-    allocator.assign(pair, [8, 8], same_length=True)
-    assert ranks(allocator, pair[0]) == ranks(allocator, pair[1]) == [(0, 4), (1, 4)]
+    assert [blocks_of(allocator, request)[-1][:2] for request in (third, second, first)] == [(0, 1), (0, 2), (0, 0)]
 
 
 def test_same_length_takes_no_pages_that_others_reserved() -> None:
@@ -442,31 +412,19 @@ def test_same_length_takes_no_pages_that_others_reserved() -> None:
     allocator.assign([first, second], [4, 3])
 
 
-def test_requests_with_pages_reserved_per_rank_leave_no_rows_free_for_a_fork() -> None:
-    allocator = PageAllocator(world_size=1, pages=8, page_size=4)
-    (one,) = allocator.add_batch(8, [0])
-    allocator.assign([one], [2])
-    fork = allocator.fork(one, reserve=8)
-    before = state(allocator)
-    with pytest.raises(CacheFull, match=r"requests .0. that would leave rows free in pages they reserved"):
-        allocator.assign([one, fork], [1, 1], same_length=True)
-    assert state(allocator) == before
-    allocator.assign([one, fork], [6, 6])
-
-
 def test_reordered_requests_share_full_pages_and_have_a_last_page_each() -> None:
     allocator = PageAllocator(world_size=2, pages=6, page_size=2)
     beams = allocator.add_batch(6, [1, 0, 0])
     allocator.assign(beams, [3, 3, 3], same_length=True)
-    full = [allocator.blocks(one)[0] for one in beams]
-    last = [allocator.blocks(one)[1] for one in beams]
+    full = [blocks_of(allocator, one)[0] for one in beams]
+    last = [blocks_of(allocator, one)[1] for one in beams]
     moves = allocator.reorder(beams, [1, 1, 0])
     assert moves == [
         PageCopy(last[0].rank, last[1].page, last[0].page, 1),
         PageCopy(last[0].rank, last[0].page, last[2].page, 1),
     ]
-    assert [allocator.blocks(one) for one in beams] == [(full[1], last[0]), (full[1], last[1]), (full[0], last[2])]
-    assert [allocator.first(one) for one in beams] == [0, 0, 1]
+    assert [blocks_of(allocator, one) for one in beams] == [(full[1], last[0]), (full[1], last[1]), (full[0], last[2])]
+    assert [allocator.find(one).first for one in beams] == [0, 0, 1]
     allocator.assign(beams, [3, 3, 3], same_length=True)
 
 
@@ -511,25 +469,6 @@ def test_errors_name_the_numbers_and_change_nothing() -> None:
 def test_an_allocator_has_at_least_one_page(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         PageAllocator(*sizes)
-
-
-def test_unmoved_tokens_are_the_fewest_left_by_any_later_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(block_table, "MAX_CHANGE_LOG", 4)
-    allocator, draw = PageAllocator(1, 400, 1), random.Random(0)
-    request = allocator.add_request(400)
-    left: list[int] = []
-    for crops in range(300):
-        # towards longer ones, as guesses that are taken back leave them
-        allocator.assign([request], [draw.randint(1, 400 - allocator.length(request))])
-        kept = draw.randint(min(crops, allocator.length(request)), allocator.length(request))
-        allocator.truncate(request, kept)
-        left.append(kept)
-        exact = [min(left[since:], default=kept) for since in range(crops + 2)]
-        found = [allocator.unmoved_tokens(request, since) for since in range(crops + 2)]
-        assert all(mine <= theirs for mine, theirs in zip(found, exact, strict=True))
-        assert found[-4:] == exact[-4:]
 
 
 def test_every_history_reads_back_its_tokens() -> None:

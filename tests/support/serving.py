@@ -29,7 +29,7 @@ from ringattn.launch.serve.messages import (
 from ringattn.launch.serve.sampling import Logprob, SampledTokens, Sampling, sample_tokens, score
 from ringattn.launch.serve.scheduler import Plan, Scheduler
 from ringattn.launch.serve.tokenizer import ChatTemplateError
-from tests.support.page_spans import page_spans
+from tests.support.page_spans import blocks_of, page_spans
 
 VOCAB = 256
 STOP = 0
@@ -148,7 +148,7 @@ class FakeRunner:
         logits = torch.empty(len(plan.wanted), VOCAB)
         for row, place in enumerate(plan.wanted):
             tokens: list[int] = []
-            for block in self.allocator.blocks(plan.cache_ids[place]):
+            for block in blocks_of(self.allocator, plan.cache_ids[place]):
                 tokens += self.memory[block.rank][block.page][: block.length]
             logits[row] = scores_after(tokens)
         return logits

@@ -5,17 +5,5 @@ of transformers are in transformers_layers.py (`ringattn.integrations.transforme
 """
 
 from ringattn.integrations.linear.ops import causal_conv1d, gated_delta_rule, mamba2_scan
-from ringattn.integrations.linear.reference import (
-    causal_conv1d_reference,
-    gated_delta_rule_reference,
-    mamba2_reference,
-)
 
-__all__ = [
-    "causal_conv1d",
-    "causal_conv1d_reference",
-    "gated_delta_rule",
-    "gated_delta_rule_reference",
-    "mamba2_reference",
-    "mamba2_scan",
-]
+__all__ = ["causal_conv1d", "gated_delta_rule", "mamba2_scan"]

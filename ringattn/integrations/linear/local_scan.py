@@ -24,11 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ringattn.integrations.linear.segments import Chain, chunk_rows
+from ringattn.integrations.linear.segments import Chain, concatenate_chunks, split_chunks
 
 CHUNK_LEN = 64
 """Rows of a chunk: products within chunks cost as many operations per row and head, those between chunks as the widths."""
@@ -62,10 +64,12 @@ def scan_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, c
     """
     b, _, key_heads, d = k.shape
     heads, e = v.shape[2:]
-    rows = chunk_rows(chain.lengths, CHUNK_LEN, v.device)
-    q, k = (rows.split(x).permute(0, 1, 3, 2, 4) for x in (q, k))  # b c k i d
-    v = rows.split(v).unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2, 5)  # b c k r i e
-    g = rows.split(g).unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2)  # b c k r i
+    split = partial(split_chunks, lengths=chain.lengths, chunk_len=CHUNK_LEN)
+    # one past the last chunk of each segment
+    stops = list(accumulate(-(-length // CHUNK_LEN) for length in chain.lengths))
+    q, k = (split(x).permute(0, 1, 3, 2, 4) for x in (q, k))  # b c k i d
+    v = split(v).unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2, 5)  # b c k r i e
+    g = split(g).unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2)  # b c k r i
     later = torch.ones(CHUNK_LEN, CHUNK_LEN, dtype=torch.bool, device=v.device).triu(1)
     # each sum of its own terms: the difference of two running sums would lose the decays that follow a strong one
     sums = g[..., None].masked_fill(later.mT.logical_not(), 0).cumsum(-2)
@@ -75,7 +79,7 @@ def scan_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, c
     scores = torch.einsum("bckid,bckjd->bckij", q, k)[:, :, :, None] * decay
     w = None
     if beta is not None:
-        beta = rows.split(beta).unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2)[..., None]
+        beta = split(beta).unflatten(3, (key_heads, -1)).permute(0, 1, 3, 4, 2)[..., None]
         system = torch.einsum("bckid,bckjd->bckij", k, k)[:, :, :, None] * decay * beta
         known = torch.cat([beta * v, beta * since * k[:, :, :, None]], -1)
         v, w = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True).split([e, d], -1)
@@ -89,7 +93,7 @@ def scan_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, c
     nothing = v.new_zeros(b, key_heads, heads // key_heads, d, e)
     identity = v.new_ones(1, 1, 1, 1, 1) if w is None else torch.eye(d, dtype=v.dtype, device=v.device)
     starts, ends, reach = list[Tensor](), list[Tensor](), dict[int, list[Tensor]]()
-    for place, (segment, first, stop) in enumerate(zip(chain.segments, (0, *rows.stops), rows.stops, strict=False)):
+    for place, (segment, first, stop) in enumerate(zip(chain.segments, (0, *stops), stops, strict=False)):
         state, power = nothing, identity.expand(b, key_heads, heads // key_heads, *identity.shape[-2:])
         powers = reach.setdefault(place, []) if segment.continues else None
         for chunk in range(first, stop):
@@ -114,7 +118,7 @@ def scan_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, c
             place = run.segments[0]
             if place in reach:
                 powers = torch.stack(reach[place][:-1], 1)
-                first = rows.stops[place - 1] if place else 0
+                first = stops[place - 1] if place else 0
                 state[:, first : first + powers.shape[1]] += apply(
                     powers, before.unflatten(1, (key_heads, -1))[:, None]
                 )
@@ -122,6 +126,6 @@ def scan_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, c
             seen = since * torch.einsum("bckid,bckrde->bckrie", q, state)
         else:
             seen = (since * q[:, :, :, None] - scores @ w) @ state
-        return rows.concatenate((seen + scores @ v).permute(0, 1, 4, 2, 3, 5).flatten(3, 4))
+        return concatenate_chunks((seen + scores @ v).permute(0, 1, 4, 2, 3, 5).flatten(3, 4), chain.lengths)
 
     return LocalScan(decays, states, finish)

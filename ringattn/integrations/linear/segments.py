@@ -1,4 +1,4 @@
-"""Segments of a rank's rows: the stretches over which a recurrence runs without a break. Integers only.
+"""Segments of a rank's rows: the stretches over which a recurrence runs without a break.
 
 A run of a shard is cut where a document begins. The state of a segment starts from zero where its document begins, and else from
 the last state of the run before, which may be on another rank.
@@ -112,48 +112,17 @@ def _chain(shards: tuple[Shard, ...], documents: tuple[int, ...], rank: int) -> 
     )
 
 
-@dataclass(frozen=True)
-class ChunkRows:
-    """Rows of segments, cut into chunks of equal length; the last chunk of a segment is filled up with rows of zeros.
-
-    Attributes:
-        index: Row of each place, `c*i` int64; one past the last row: a row of zeros. None: the rows as they are.
-        inverse: Place of each row, `s` int64; None: the places as they are.
-        stops: One past the last chunk of each segment.
-        chunk_len: Rows of a chunk, i.
-    """
-
-    index: Tensor | None
-    inverse: Tensor | None
-    stops: tuple[int, ...]
-    chunk_len: int
-
-    def split(self, x: Tensor) -> Tensor:
-        """Return rows `b s ...` as chunks `b c i ...`."""
-        if self.index is not None:
-            x = torch.nn.functional.pad(x, [0, 0] * (x.dim() - 2) + [0, 1]).index_select(1, self.index)
-        return x.unflatten(1, (-1, self.chunk_len))
-
-    def concatenate(self, x: Tensor) -> Tensor:
-        """Return chunks `b c i ...` as rows `b s ...`."""
-        x = x.flatten(1, 2)
-        return x if self.inverse is None else x.index_select(1, self.inverse)
+def split_chunks(x: Tensor, lengths: tuple[int, ...], chunk_len: int) -> Tensor:
+    """Return rows `b s ...` of segments as chunks `b c i ...`; the last chunk of a segment is filled up with rows of zeros."""
+    parts = list[Tensor]()
+    for part in x.split(lengths, 1):
+        missing = -part.shape[1] % chunk_len
+        parts += [part, x.new_zeros(x.shape[0], missing, *x.shape[2:])] if missing else [part]
+    return torch.cat(parts, 1).unflatten(1, (-1, chunk_len))
 
 
-@lru_cache(maxsize=64)
-def chunk_rows(lengths: tuple[int, ...], chunk_len: int, device: torch.device) -> ChunkRows:
-    """Return how the rows of segments of these lengths are cut into chunks."""
-    stops, index, row = list[int](), list[Tensor](), 0
-    for length in lengths:
-        chunks = -(-length // chunk_len)
-        places = torch.arange(row, row + chunks * chunk_len, device="cpu")
-        index.append(places.masked_fill(places >= row + length, sum(lengths)))
-        stops.append((stops[-1] if stops else 0) + chunks)
-        row += length
-    if all(length % chunk_len == 0 for length in lengths):
-        return ChunkRows(None, None, tuple(stops), chunk_len)
-    whole = torch.cat(index)
-    inverse = (whole < row).nonzero()[:, 0]
-    # results of a call outlive it: ordinary tensors even when made under inference mode
-    with torch.inference_mode(False):
-        return ChunkRows(whole.to(device), inverse.to(device), tuple(stops), chunk_len)
+def concatenate_chunks(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Return chunks `b c i ...` of segments as rows `b s ...`."""
+    filled = [-(-length // x.shape[2]) * x.shape[2] for length in lengths]
+    parts = x.flatten(1, 2).split(filled, 1)
+    return torch.cat([part[:, :length] for part, length in zip(parts, lengths, strict=True)], 1)

@@ -12,6 +12,7 @@ from ringattn.numerics.dropout import draw_seed
 from ringattn.plan.expressions import Mask
 from ringattn.plan.options import resolve_flag, resolve_real
 from ringattn.plan.sharding import Sharding
+from ringattn.schedule.validation import expand_bias
 from ringattn.sharding_context import resolve_sharding
 from ringattn.tensor_checks import check_tensor, is_causal_bias
 
@@ -150,10 +151,4 @@ def _check_mask(mask: Tensor, query: Tensor, kv_len: int) -> None:
             f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {mask.dtype} "
             f"and query.dtype: {query.dtype} instead."
         )
-    wanted = (*query.shape[:3], kv_len)
-    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if len(sizes) != 4 or any(x not in (1, y) for x, y in zip(sizes, wanted, strict=True)):
-        raise ValueError(
-            f"attn_mask must be broadcastable to {wanted} (this rank's query rows x all keys), got {tuple(mask.shape)}; "
-            "cut a whole mask with sharding.shard(mask, dim=-2)"
-        )
+    expand_bias(mask, query.transpose(1, 2), kv_len, "attn_mask")

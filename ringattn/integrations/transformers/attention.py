@@ -38,7 +38,7 @@ from ringattn.ring import Ring, default_world_size
 NOT_PASSED = "not passed"
 """Default of position ids: the model does not pass them to attention; None when it passes them and has none."""
 
-_ring_of_one: list[Ring] = []
+_ring_of_one = functools.cache(Ring)
 
 
 def _not_traced_with_step(attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,14 +105,13 @@ def attend(
         `b s h dv` and None.
     """
     if is_tower(module):
-        return _attend_whole(module, query, key, value, attention_mask, dropout, scaling, is_causal), None
+        options = {"dropout": dropout, "scaling": scaling}
+        return _attend_whole(module, (query, key, value), attention_mask, is_causal, **options), None
     count_sharded_call()
-    ring = (
-        step.cache.ring if isinstance(step, ForwardBatch) else sharding.ring if isinstance(sharding, Sharding) else None
-    )
+    owner = step.cache if isinstance(step, ForwardBatch) else sharding if isinstance(sharding, Sharding) else None
     lengths = key_bias = tokens = shown = None
     # an error raised here on one rank is raised on the others too
-    with nullcontext() if ring is None else ring.propagate_errors():
+    with nullcontext() if owner is None else owner.ring.propagate_errors():
         check_supported(others, "attention")
         if tree is not None and (sharding is None or step is not None):
             raise ValueError(
@@ -149,7 +148,13 @@ def attend(
             if shown is not None:
                 causal, window, lengths = False, None, None
     if step is not None:
-        return _attend_with_cache(step, module, query, key, value, window, chunk_len, scaling, softcap, s_aux), None
+        # a rank without rows computes one padding row (model_forward.py)
+        q, k, v = (x.transpose(1, 2)[:, : step.rows] for x in (query, key, value))
+        layer: Any = module.layer_idx
+        how: dict[str, Any] = {"window": window, "chunk_len": chunk_len, "sinks": s_aux, "softcap": softcap or 0.0}
+        out = attend_step(step, layer, q, k, v, softmax_scale=scaling, **how)
+        missing = query.shape[2] - step.rows
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out, None
     assert sharding is not None, "a call without a step has a sharding"
     seed = None
     if dropout:
@@ -159,10 +164,8 @@ def attend(
             )
         seed = int(torch.randint(2**31, (), device="cpu"))
     out = ring_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        sharding,
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        sharding=sharding,
         causal=causal,
         window=window,
         chunk_len=chunk_len,
@@ -184,17 +187,9 @@ def attend(
 
 
 def _attend_whole(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: RingMask | Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
+    module: nn.Module, qkv: tuple[Tensor, ...], mask: RingMask | Tensor | None, is_causal: bool | None, **options: Any
 ) -> Tensor:
     """Return what torch's attention gives to a layer of an image encoder, whose rows are whole on every rank."""
-    mask = attention_mask
     if isinstance(mask, RingMask):
         if mask.padding is not None or mask.local_size is not None or mask.overlay:
             raise NotImplementedError(
@@ -204,7 +199,7 @@ def _attend_whole(
             )
         mask, is_causal = None, bool(mask.causal) if is_causal is None else is_causal
     sdpa = AttentionInterface()["sdpa"]
-    return sdpa(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal)[0]
+    return sdpa(module, *qkv, mask, is_causal=is_causal, **options)[0]
 
 
 def _check_mask(attention_mask: RingMask | Tensor | None) -> RingMask | None:
@@ -279,9 +274,7 @@ def _unsharded(
         documents = read_documents(position_ids, mask, _layer_index(module))
     elif position_ids is NOT_PASSED and mask is not None:
         documents = mask.documents
-    if not _ring_of_one:
-        _ring_of_one.append(Ring())
-    return _ring_of_one[0].sharding(rows, "contiguous", documents)
+    return _ring_of_one().sharding(rows, "contiguous", documents)
 
 
 def _check_sharded(
@@ -420,27 +413,6 @@ def _check_step(
             f"a call with a step must have its batch and this rank's rows, {(step.batch, step.rows)}, got {rows} queries and "
             f"{key.shape[2]} keys each; pass step.take(tokens), with use_cache=False, or use run_step"
         )
-
-
-def _attend_with_cache(
-    step: ForwardBatch,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: tuple[int, int] | None,
-    chunk_len: int | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    # a rank without rows computes one padding row (model_forward.py)
-    q, k, v = (x.transpose(1, 2)[:, : step.rows] for x in (query, key, value))
-    layer: Any = module.layer_idx
-    options: dict[str, Any] = {"window": window, "chunk_len": chunk_len, "sinks": sinks}
-    out = attend_step(step, layer, q, k, v, softmax_scale=scaling, softcap=softcap or 0.0, **options)
-    missing = query.shape[2] - step.rows
-    return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out
 
 
 def _has_temperature(module: nn.Module) -> bool:

@@ -419,7 +419,7 @@ class CUDAGraphRunner:
             return None
         if found is None and self._occurrences[shape] < self._capture_at:
             return None
-        ahead = max(allocator.reserved(request) - allocator.length(request) for request in requests)
+        ahead = max(one.reserved_tokens - one.length for one in allocator.get_requests(requests))
         return self._capture(shape, max(blocks, allocator.max_blocks_after(requests, ahead)))
 
     def _capture(self, shape: _Shape, blocks: int) -> _Captured | None:

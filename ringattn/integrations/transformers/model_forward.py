@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import accumulate
 from typing import Any, NoReturn, SupportsIndex, TypeVar
@@ -30,13 +30,17 @@ _attended: ContextVar[set[int] | None] = ContextVar("attended", default=None)
 
 
 @contextmanager
-def replicated_rows(ring: Ring | None) -> Iterator[None]:
-    """Declare that all ranks of a ring compute the same rows inside; None: each rank has its own."""
-    before = _replicated.set(ring)
+def _setting(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    before = variable.set(value)
     try:
         yield
     finally:
-        _replicated.reset(before)
+        variable.reset(before)
+
+
+def replicated_rows(ring: Ring | None) -> AbstractContextManager[None]:
+    """Declare that all ranks of a ring compute the same rows inside; None: each rank has its own."""
+    return _setting(_replicated, ring)
 
 
 def replicated_rows_ring() -> Ring | None:
@@ -48,14 +52,9 @@ def replicated_rows_ring() -> Ring | None:
     return _replicated.get()
 
 
-@contextmanager
-def one_forward() -> Iterator[None]:
+def one_forward() -> AbstractContextManager[None]:
     """Mark one call of a model inside, in which each layer attends once."""
-    before = _attended.set(set())
-    try:
-        yield
-    finally:
-        _attended.reset(before)
+    return _setting(_attended, set())
 
 
 def is_in_forward() -> bool:

@@ -15,18 +15,12 @@ Note [Same tokens on all ranks]
     cache is left. So a rank with other tokens is found by the end, and a result that is returned was the same on all ranks.
     When a call, or code between two calls (a streamer, a logits processor), raises on one rank alone, that rank publishes the
     error to the next comparison. Ranks that are in the all-reduce already wait until the timeout.
-
-Note [Drafts]
-    With `assistant_early_exit` the model drafts tokens with its first layers and checks them with all. The keys of the first layers
-    are the same either way. So a draft continues in the cache itself, and the cache is cropped to the old length when it ends.
-    transformers would keep the cache of one draft for the next. It is given a `_DraftCache` instead, which is always empty.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from hashlib import blake2b
 from math import ceil
 from types import TracebackType
@@ -34,7 +28,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from ringattn.inference import PagedKVCache
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
@@ -46,7 +40,6 @@ from ringattn.integrations.transformers.support import (
     GenerateCall,
     cache_sizes,
     check_supported,
-    num_layers,
 )
 from ringattn.ring import Ring
 
@@ -59,8 +52,6 @@ MAX_SHOWN = 400
 """Characters of the arguments of generate that an error message has."""
 _PER_RANK = ("past_key_values", "streamer")
 """Arguments of generate that may differ between ranks: a streamer may be on one rank only."""
-_ADAPTED = ("num_assistant_tokens", "assistant_confidence_threshold")
-"""Entries of the generation config that a call of generate may change for the next one."""
 _PASSED_ON = ("output_router_logits", "output_attentions")
 
 
@@ -138,7 +129,6 @@ class RingCache(Cache):
         self._compared = False  # the current generate has made its first call
         self._calling = False  # a call of the model has begun and has not ended
         self._has_images = False  # of some sequence that is cached
-        self._forked = False  # sequences were repeated, so their last pages may be on different ranks
         self._unwrap: Callable[[], None] | None = None
         with ring.propagate_errors():
             self._capturer = select_capturer(graphs, model, self.kv)
@@ -146,8 +136,7 @@ class RingCache(Cache):
         ring.assert_equal_across_ranks(
             "a RingCache", f"max_tokens={max_tokens}, batch={batch}, CUDA graphs: {self._capturer is not None}"
         )
-        # by number of layers (Note [Drafts]); made at the first call
-        self._runners: dict[int, CUDAGraphRunner] = {}
+        self._runner: CUDAGraphRunner | None = None  # made at the first call
 
     def __enter__(self) -> RingCache:
         """Patch forward and generate of the model instance."""
@@ -163,7 +152,7 @@ class RingCache(Cache):
         assert self._unwrap is not None, "a cache that is left was entered"
         self._unwrap()
         kv, self.kv, self._requests = self.kv, None, []
-        self._capturer, self._runners = None, {}
+        self._capturer = self._runner = None
         if kind is None and kv is not None:
             kv.consistency.check_recorded("what the model was called with before the RingCache was left")
 
@@ -212,42 +201,32 @@ class RingCache(Cache):
         """Remove all sequences."""
         for request in self._requests:
             self._open().free(request)
-        self._requests, self._paddings, self._forked, self._has_images = [], [], False, False
+        self._requests, self._paddings, self._has_images = [], [], False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let sequence i continue sequence beam_idx[i]; full pages are shared, at most one page per sequence is copied."""
-        self._select(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence, without a copy."""
-        self._select([i for i in range(len(self._requests)) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep some sequences, by index or by a bool for each."""
-        self._select((indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices).tolist())
+        kv, sources = self._open(), beam_idx.tolist()
+        kv.consistency.record(f"sequences {sources}")
+        if sources != list(range(len(self._requests))):
+            kv.reorder(self._requests, sources)
+            self._paddings = [self._paddings[source] for source in sources]
 
     def activate_past_recording(self) -> None:
         """Do nothing: all tokens are kept until they are cropped."""
 
     def offload(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: pages stay on their device."""
+        """Raise: pages stay on their device, and sequences where they are."""
         raise NotImplementedError(
-            "a RingCache must stay on its device, got a call of offload or prefetch; use more ranks for more memory"
+            "a RingCache must keep its device and its sequences, got a call of offload, prefetch, batch_repeat_interleave or "
+            "batch_select_indices; use more ranks for more memory, and give generate() all sequences"
         )
 
-    prefetch = offload
+    prefetch = batch_repeat_interleave = batch_select_indices = offload
 
     @property
     def batch_size(self) -> int:
         """Number of sequences; -1 before the first call."""
         return len(self._requests) or -1
-
-    max_batch_size = batch_size
-
-    @property
-    def max_cache_len(self) -> int:
-        """Maximum length of a sequence."""
-        return self.max_tokens
 
     @property
     def is_initialized(self) -> bool:
@@ -266,7 +245,7 @@ class RingCache(Cache):
             call = GenerateCall(self._model, args, kwargs, self.ring.world_size, self.get_seq_length())
             check_supported(call, "generate")
         if self.ring.world_size == 1:
-            return self._run(generate, args, kwargs)
+            return generate(*args, **kwargs)
         given = {name: value for name, value in kwargs.items() if name not in _PER_RANK}
         text = _describe([*args, given, self._model.generation_config])
         digest = blake2b(text.encode(), digest_size=8).hexdigest()
@@ -274,7 +253,7 @@ class RingCache(Cache):
         _share_generators(self.ring, kv.device)
         self._compared = self._calling = False
         try:
-            out = self._run(generate, args, kwargs)
+            out = generate(*args, **kwargs)
         except Exception as error:
             if self._calling:
                 raise  # raised on all ranks, or published to them
@@ -284,57 +263,12 @@ class RingCache(Cache):
         kv.consistency.check_recorded("what generate returns")
         return out
 
-    def _run(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call generate and leave the configs of the model as they were."""
-        self._generating += 1
-        try:
-            with _restored_configs(self._model):
-                return generate(*args, **kwargs)
-        finally:
-            self._generating -= 1
-
-    def _draft(self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model's own generate for a draft (Note [Drafts])."""
-        before, settings = self.get_seq_length(), kwargs["generation_config"]  # the draft's own
-        settings.cache_implementation = None  # 4.x sets one for a new cache
-        if before:
-            settings.prefill_chunk_size = None  # after the prompt there are few tokens
-        try:
-            out = generate(*args, **{**kwargs, "past_key_values": self})
-        finally:
-            self._crop(before)
-        out.past_key_values = _DraftCache()
-        return out
-
     def _crop(self, length: int) -> None:
         if length == 0:
             # other sequences may come next
             return self.reset()
         for request in self._requests:
             self._open().truncate(request, length)
-
-    def _select(self, sources: list[int]) -> None:
-        """Let sequence i continue the former sequence sources[i]."""
-        kv, were = self._open(), self._requests
-        kv.consistency.record(f"sequences {sources}")
-        if sources == list(range(len(were))):
-            return
-        if len(sources) == len(were) and not self._forked:
-            kv.reorder(were, sources)
-        else:
-            for place, request in enumerate(were):
-                if place not in sources:
-                    kv.free(request)
-            seen: set[int] = set()
-            self._requests = []
-            for source in sources:
-                self._requests.append(kv.fork(were[source]) if source in seen else were[source])
-                self._forked = self._forked or source in seen
-                seen.add(source)
-        self._paddings = [self._paddings[source] for source in sources]
-
-    def _has_same_owners(self) -> bool:
-        return not self._forked or self._open().allocator.have_same_placement(self._requests)
 
     def _call(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Call the model, whose own forward is given, with this cache and these arguments."""
@@ -376,12 +310,8 @@ class RingCache(Cache):
 
     def _decode(self, forward: Callable[..., Any], new: Tensor, positions: Tensor, last: int) -> Any:
         """Call the model with few tokens, for the logits of the last ones."""
-        layers = num_layers(self._model)
-        if layers not in self._runners:
-            self._runners[layers] = CUDAGraphRunner(forward, self._open(), self._capturer, capture_at=2)
-        out = self._runners[layers].run(
-            self._requests, new, positions=positions, last=last, same_length=self._has_same_owners()
-        )
+        self._runner = self._runner or CUDAGraphRunner(forward, self._open(), self._capturer, capture_at=2)
+        out = self._runner.run(self._requests, new, positions=positions, last=last, same_length=True)
         # callers may keep them, and the next replay overwrites them
         out.logits = out.logits.clone()
         return out
@@ -397,23 +327,10 @@ class RingCache(Cache):
         options: dict[str, Any],
     ) -> Any:
         """Call the model with any other new tokens."""
-        kv, (b, n) = self._open(), new.shape[:2]
-        if images and not self._has_same_owners():
-            raise NotImplementedError(
-                "sequences must be on the same ranks to continue with images, got some that were repeated; call reset() and give "
-                "the whole prompts again"
-            )
-        step = kv.extend(self._requests, [n] * b, same_length=self._has_same_owners())
-        if images:
-            return forward_step(forward, step, {name: new}, positions, wanted, images, **options)
-        if step.batch != b:
-            # sequences whose pages are on different ranks are packed
-            new, positions = new.flatten(0, 1)[None], positions.expand(b, -1).flatten()[None]
-            wanted = [i * n + x for i in range(b) for x in wanted]
-        out = forward_step(forward, step, {name: new}, step.take(positions.to(kv.device)), wanted, **options)
-        if step.batch != b:
-            out.logits = out.logits.unflatten(1, (b, -1))[0]
-        return out
+        b, n = new.shape[:2]
+        step = self._open().extend(self._requests, [n] * b, same_length=True)
+        placed = positions if images else step.take(positions.to(new.device))
+        return forward_step(forward, step, {name: new}, placed, wanted, images, **options)
 
     def _compare(self, given: dict[str, Any], name: str) -> tuple[list[int], bool]:
         """Return the padding in front of each sequence, and whether ranks compared the call (Note [Same tokens on all ranks])."""
@@ -490,11 +407,6 @@ class RingCache(Cache):
                 f"attention_mask must begin with the padding of the earlier calls, {known} tokens by sequence, got {paddings}; "
                 "call reset() before other prompts"
             )
-        if any(paddings) and n > MAX_DECODE_TOKENS and not self._has_same_owners():
-            raise NotImplementedError(
-                f"sequences with padding must be on the same ranks to continue with {n} tokens, got some that were repeated; "
-                "call reset() and give the whole prompts again"
-            )
         return paddings
 
 
@@ -506,16 +418,6 @@ class _Layer:
     is_initialized = True
     is_sliding = False
     supports_early_init = False
-
-
-class _DraftCache:
-    """Empty past_key_values of a draft that has ended (Note [Drafts])."""
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        pass
 
 
 def _wrap(model: PreTrainedModel) -> Callable[[], None]:
@@ -560,12 +462,12 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
             cache = kwargs.get("past_key_values")
             if isinstance(cache, RingCache) and cache._model is model:
                 generating.append(cache)
+                cache._generating += 1
                 try:
                     return cache._generate(original_generate, args, kwargs)
                 finally:
                     generating.pop()
-            if generating and _is_draft(kwargs):
-                return generating[-1]._draft(original_generate, args, kwargs)
+                    cache._generating -= 1
             return original_generate(*args, **kwargs)
 
         wrapped["generate"] = BoundPatch(generate, original_generate, COPY_REFUSAL)
@@ -585,31 +487,6 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
                 model.__dict__[name] = own
 
     return unwrap
-
-
-def _is_draft(given: dict[str, Any]) -> bool:
-    """Return whether these arguments of generate ask for a draft."""
-    ours = isinstance(given.get("past_key_values"), _DraftCache | None)
-    return ours and bool(getattr(given.get("generation_config"), "is_assistant", False))
-
-
-@contextlib.contextmanager
-def _restored_configs(model: PreTrainedModel) -> Iterator[None]:
-    """Restore the configs of a model at the end, but for the entries that generation adapts for the next call."""
-    found = (getattr(part, "config", None) for part in model.modules())
-    settings = model.generation_config
-    changeable = {id(x): x for x in (*found, settings) if isinstance(x, PretrainedConfig | GenerationConfig)}
-    were = [(x, dict(vars(x))) for x in changeable.values()]
-    try:
-        yield
-    finally:
-        for config, was in were:
-            now = vars(config)
-            adapted = {name: now[name] for name in _ADAPTED if config is settings and name in now}
-            # entries are never missing in between: another thread may read them
-            now.update(was | adapted)
-            for name in now.keys() - was.keys() - adapted.keys():
-                del now[name]
 
 
 def _drop_cached(given: dict[str, Any], name: str, paddings: list[int], before: int) -> dict[str, Any]:

@@ -91,11 +91,6 @@ def first_learned_position(layer: nn.Module) -> int:
     return padding + 1 if getattr(config, "position_embedding_type", "absolute") == "absolute" else 0
 
 
-def num_layers(model: PreTrainedModel) -> int:
-    """Return the decoder layers of a model, as its config says now: drafts change it."""
-    return model.config.get_text_config(decoder=True).num_hidden_layers
-
-
 @dataclass(frozen=True)
 class GenerateCall:
     """The arguments of a call of `generate` with a RingCache, with `cached` tokens, on so many ranks."""
@@ -111,11 +106,6 @@ class GenerateCall:
         given = self.kwargs.get("generation_config", self.args[1] if len(self.args) > 1 else None)
         sources = (self.kwargs, vars(given) if given is not None else {}, vars(self.model.generation_config))
         return next((x for source in sources if (x := source.get(name)) is not None), None)
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers of the model."""
-        return num_layers(self.model)
 
     @property
     def max_time(self) -> Any:
@@ -141,6 +131,11 @@ def _option(name: str, refused: Callable[[Any], bool] = bool) -> Callable[[Any],
         return value if refused(value) else None
 
     return find
+
+
+def _without(purpose: str, **messages: str) -> list[Unsupported]:
+    """Make a row for each option that must be left out or false."""
+    return [Unsupported(purpose, _option(name), message) for name, message in messages.items()]
 
 
 def _unknown(known: frozenset[str]) -> Callable[[Mapping[str, Any]], str | None]:
@@ -217,7 +212,7 @@ def cache_sizes(model: PreTrainedModel) -> dict[str, Any]:
     check_supported(config, "cached model")
     layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
     kv_heads, head_dim, v_head_dim = _key_sizes(layer)
-    return {"layers": num_layers(model), "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
+    return {"layers": config.num_hidden_layers, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
 
 
 def _key_sizes(config: Any) -> tuple[int, int, int]:
@@ -229,27 +224,6 @@ def _key_sizes(config: Any) -> tuple[int, int, int]:
         # latent attention passes keys of all heads to attention
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     return kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
-
-
-def _exit_layers_out_of_range(call: GenerateCall) -> Any:
-    layers = call.option("assistant_early_exit")
-    fits = layers is None or (isinstance(layers, int) and 1 <= layers <= call.layers)
-    return None if fits else f"{layers!r}"
-
-
-def _exit_layers_unsupported(call: GenerateCall) -> Any:
-    if (layers := call.option("assistant_early_exit")) is None:
-        return None
-    base: Any = getattr(call.model, call.model.base_model_prefix, None)
-    shares_config = getattr(base, "config", None) is call.model.config.get_text_config(decoder=True)
-    can_leave_out = shares_config and any(map(_reads_num_layers, {type(part) for part in base.modules()}))
-    return None if can_leave_out else layers
-
-
-def _reads_num_layers(kind: type[nn.Module]) -> bool:
-    """Return whether the forward of a kind of module reads the number of layers from the config; True when unknown."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is None or "num_hidden_layers" in code.co_names
 
 
 def _prompt_learning(trainer: Any) -> str | None:
@@ -381,16 +355,9 @@ TABLE = (
     ),
     Unsupported(
         "generate",
-        _exit_layers_out_of_range,
-        "assistant_early_exit must be from 1 to the {subject.layers} layers of the model, got {got}; leave it out to decode "
-        "without drafts",
-        ValueError,
-    ),
-    Unsupported(
-        "generate",
-        _exit_layers_unsupported,
-        "assistant_early_exit must be left out with {subject.model.__class__.__name__}, whose layers transformers can not "
-        "leave out, got {got}; pass a smaller model as assistant_model, or prompt_lookup_num_tokens",
+        lambda call: call.option("assistant_early_exit"),
+        "assistant_early_exit must be left out with a RingCache, got {got}; pass a smaller model as assistant_model, or "
+        "prompt_lookup_num_tokens",
     ),
     Unsupported(
         "generate",
@@ -444,32 +411,19 @@ TABLE = (
         "ranks that share a sequence must be sharded by FSDP or by DDP, got {got}, which is not tested with a ring; pass fsdp in "
         "the arguments, or a config of accelerate with FSDP",
     ),
-    Unsupported(
+    *_without(
         "shared training",
-        _option("use_liger_kernel"),
-        "use_liger_kernel must be False where ranks share a sequence, got {got}: it replaces the forward and the loss of the "
-        "model, which is not tested with the rows of a rank; leave it out, or train on one process",
-    ),
-    Unsupported(
-        "shared training",
-        _option("neftune_noise_alpha"),
-        "neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be scaled by the length "
-        "of a shard, not of the sequence; train on one process",
-    ),
-    Unsupported(
-        "shared training",
-        _option("precompute_ref_log_probs"),
-        "precompute_ref_log_probs must be False where ranks share a sequence, got {got}: it runs the model before the ring is "
-        "there; leave it out, and the reference is computed in each step",
-    ),
-    *(
-        Unsupported(
-            "shared training",
-            _option(name),
-            f"{name} must be False where ranks share a sequence, got {{got}}: predictions of a ring would be gathered from each "
-            "of its ranks; leave it out",
-        )
-        for name in ("eval_use_gather_object", "use_legacy_prediction_loop")
+        use_liger_kernel="use_liger_kernel must be False where ranks share a sequence, got {got}: it replaces the forward and the "
+        "loss of the model, which is not tested with the rows of a rank; leave it out, or train on one process",
+        neftune_noise_alpha="neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be "
+        "scaled by the length of a shard, not of the sequence; train on one process",
+        precompute_ref_log_probs="precompute_ref_log_probs must be False where ranks share a sequence, got {got}: it runs the "
+        "model before the ring is there; leave it out, and the reference is computed in each step",
+        **{
+            name: f"{name} must be False where ranks share a sequence, got {{got}}: predictions of a ring would be gathered from "
+            "each of its ranks; leave it out"
+            for name in ("eval_use_gather_object", "use_legacy_prediction_loop")
+        },
     ),
 )
 

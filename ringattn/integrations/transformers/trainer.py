@@ -2,10 +2,17 @@
 
 Every rank of a ring reads whole batches. They are sharded where the loss is computed, so Trainer counts, logs and evaluates as on
 one process. Only public methods and attributes of Trainer are overridden.
+
+Note [Gradient of a loss that every rank computes]
+    All ranks compute the same loss of the gathered rows. In the backward a rank receives the sum over ranks of the gradients of
+    its rows, so R times the gradient of the loss. The mean over ranks, which DDP and FSDP compute of gradients, is then the
+    gradient of one process. Layers behind the gathered rows compute the whole gradient on every rank, and have the same mean.
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,17 +21,17 @@ from accelerate import PartialState
 from accelerate.utils import DynamoBackend, recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from torch.utils.hooks import RemovableHandle
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ringattn.integrations.accelerate.processes import check_parallelism, make_ring, replica_of, share_batches
+from ringattn.integrations.accelerate.context_parallel import check_parallelism, make_ring, replica_of, share_batches
 from ringattn.integrations.call_counter import num_sharded_calls
 from ringattn.integrations.transformers import register
-from ringattn.integrations.transformers.batch import RingCollator, shard_batch
+from ringattn.integrations.transformers.batch import IGNORE_INDEX, RingCollator, shard_batch
+from ringattn.integrations.transformers.model_forward import untraced
 from ringattn.integrations.transformers.model_hooks import unattended
 from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
-from ringattn.integrations.transformers.sharded_calls import shard_calls
 from ringattn.integrations.transformers.support import check_supported
-from ringattn.integrations.transformers.trainer_parts import ShiftedLabelSmoother, TokensSeen
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 
@@ -240,6 +247,77 @@ class RingTrainerMixin(_Base):
 
     def _share(self, dataloader: DataLoader, evenly: bool = False) -> DataLoader:
         return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, evenly=evenly)
+
+
+def shard_calls(module: nn.Module, shard: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[RemovableHandle, ...]:
+    """Register forward hooks that shard the batch of each call, and gather the rows of its outputs.
+
+    Of the outputs, `b s ...` tensors with three or more dims become `b n ...`; in a call with labels also those `b s`, one number
+    per predicted token, which become `b (n - 1)` as without shards. A loss in the outputs stays that of a shard.
+
+    Args:
+        module: A model of transformers, or its part below the heads.
+        shard: `shard_batch` for one ring: whole tensors in, those of this rank and `sharding` out.
+
+    Returns:
+        The handles, to remove the hooks.
+    """
+    names = [name for name in inspect.signature(module.forward).parameters]
+
+    def shard_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        del module
+        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        batch = {name: x for name, x in call.items() if isinstance(x, Tensor)}
+        return (), {**call, **shard(batch)}
+
+    def gather_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        del module, args
+        sharding, shifted = kwargs["sharding"], "shift_labels" in kwargs
+        for name, x in list(output.items()):
+            if not isinstance(x, Tensor) or x.dim() < (2 if shifted else 3) or x.shape[1] != sharding.shard_len:
+                continue
+            whole = sharding.unshard(x, dim=1)
+            output[name] = whole if x.dim() > 2 else whole[:, :-1]
+        return output
+
+    return (
+        module.register_forward_pre_hook(untraced(shard_inputs), with_kwargs=True),
+        module.register_forward_hook(untraced(gather_outputs), with_kwargs=True),
+    )
+
+
+class ShiftedLabelSmoother:
+    """Label smoothing of rows whose labels are shifted already: in place of transformers' LabelSmoother, with its formula."""
+
+    def __init__(self, epsilon: float) -> None:
+        self.epsilon = epsilon
+        self.num_items: Any = None
+
+    def __call__(self, model_output: Any, labels: Tensor, **_: Any) -> Tensor:
+        """Return the smoothed sum over this rank's labels `b s`, divided by `num_items`."""
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        flat, options = (logits.flatten(0, 1), labels.flatten()), {"label_smoothing": self.epsilon, "reduction": "sum"}
+        return nn.functional.cross_entropy(*flat, ignore_index=IGNORE_INDEX, **options) / self.num_items
+
+
+class TokensSeen(TrainerCallback):
+    """Corrects `state.num_input_tokens_seen`, which Trainer sums over ranks that have read the same tokens."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._seen = ranks, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go on from the number of a checkpoint."""
+        del args, control, kwargs
+        self._seen = state.num_input_tokens_seen
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the tokens of the last batch once per ring."""
+        del args, control, kwargs
+        self._seen += (state.num_input_tokens_seen - self._seen) // self._ranks
+        state.num_input_tokens_seen = self._seen
+
+    on_substep_end = on_step_end
 
 
 class RingTrainer(RingTrainerMixin, Trainer):

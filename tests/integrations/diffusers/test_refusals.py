@@ -16,8 +16,8 @@ from torch import nn
 
 from ringattn import Ring
 from ringattn.integrations.diffusers import DenoiserSpec, enable_ring
-from ringattn.integrations.diffusers.attention import RingAttentionMode
 from ringattn.integrations.diffusers.denoisers import FLUX, WAN
+from ringattn.integrations.diffusers.hooks import RingAttentionMode
 from tests.integrations.diffusers.denoisers import CASES, Denoiser, run
 from tests.integrations.diffusers_rows import ROWS
 from tests.integrations.model_table import ModelRow, refused

@@ -12,15 +12,9 @@ from torch import Tensor
 
 import ringattn.integrations.linear.ops
 from ringattn import Ring
-from ringattn.integrations.linear import (
-    causal_conv1d,
-    causal_conv1d_reference,
-    gated_delta_rule,
-    gated_delta_rule_reference,
-    mamba2_reference,
-    mamba2_scan,
-)
+from ringattn.integrations.linear import causal_conv1d, gated_delta_rule, mamba2_scan
 from ringattn.plan.sharding import Sharding
+from tests.support.linear_reference import causal_conv1d_reference, gated_delta_rule_reference, mamba2_reference
 from tests.support.pool import Pools
 
 pytestmark = pytest.mark.dist

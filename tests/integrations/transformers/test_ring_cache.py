@@ -181,27 +181,25 @@ def test_logits_of_any_rows_come_to_every_rank(pool: Pools, keep: Any) -> None:
     torch.testing.assert_close(results[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def chosen(implementation: str) -> Tensor:
-    """Logits after sequences were repeated, chosen and repeated again."""
+def reordered(implementation: str) -> Tensor:
+    """Logits after sequences were reordered."""
     model = make("gemma3", implementation, torch.float32).eval()
     wrapped = implementation == "ringattn"
     cache: Any = (
         RingCache(model, Ring(), max_tokens=64, batch=6, page_size=4) if wrapped else transformers.DynamicCache()
     )
     with torch.no_grad(), cache if wrapped else contextlib.nullcontext():
-        model(tokens(21, rows=3), past_key_values=cache)
-        cache.batch_repeat_interleave(2)
+        model(tokens(21, rows=6), past_key_values=cache)
         model(tokens(1, rows=6, seed=1), past_key_values=cache)
         cache.reorder_cache(torch.tensor([5, 5, 0, 2, 3, 5]))
         model(tokens(2, rows=6, seed=2), past_key_values=cache)
-        cache.batch_select_indices(torch.tensor([0, 3, 5]))
-        return model(tokens(19, rows=3, seed=3), past_key_values=cache).logits
+        return model(tokens(19, rows=6, seed=3), past_key_values=cache).logits
 
 
 @pytest.mark.dist
-def test_sequences_may_be_repeated_reordered_and_chosen(pool: Pools) -> None:
-    expected = chosen("sdpa")
-    for found in pool(2).run(chosen, "ringattn"):
+def test_sequences_may_be_reordered(pool: Pools) -> None:
+    expected = reordered("sdpa")
+    for found in pool(2).run(reordered, "ringattn"):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -232,65 +230,13 @@ def proposed(given: dict[str, Any]) -> Tensor:
         return model.generate(**given, past_key_values=cache, assistant_model=small)
 
 
-def drafted(calls: list[dict[str, Any]], recorder: Reruns | None = None) -> tuple[list[Tensor], list[int]]:
-    """Tokens that a rank generates, and the number of calls of each of two layers; the cache is emptied after each."""
-    model = make("llama", "ringattn", torch.float32).eval()
-    torch.manual_seed(Ring().rank)
-    met = [0, 0]
-
-    def count(layer: int) -> Callable[..., None]:
-        def counted(*_: Any) -> None:
-            met[layer] += 1
-
-        return counted
-
-    for layer in range(2):
-        model.model.layers[layer].register_forward_pre_hook(count(layer))
-    found = []
-    with RingCache(model, Ring(), max_tokens=64, page_size=4, graphs=recorder) as cache:
-        for call in calls:
-            found.append(model.generate(**call, past_key_values=cache))
-            cache.reset()
-        assert cache.kv is not None
-        assert set(cache.kv.allocator.free_pages) == {cache.kv.allocator.pages}
-    return found, met
-
-
 FEW = prompts(length=21)
-EARLY = {"assistant_early_exit": 1, "num_assistant_tokens": 5, "assistant_confidence_threshold": 0.0}
-"""Drafts of up to 5 tokens, by the first of two layers."""
 
 
-@pytest.mark.dist
-def test_drafts_of_the_first_layers_are_checked_by_all_layers(pool: Pools) -> None:
-    padded = {**FEW, "attention_mask": (torch.arange(21) >= 4).long()[None]}
-    plain = [{**given, **GREEDY, "eos_token_id": 2} for given in (FEW, padded, {**FEW, "prefill_chunk_size": 6})]
-    model = make("llama", "sdpa", torch.float32).eval()
-    expected = [model.generate(**call) for call in plain]
-    sampled = {**FEW, **SAMPLED, **EARLY}
-    torch.manual_seed(0)
-    expected.append(model.generate(**sampled))
-    # rank 0's draws are everybody's, and nothing is drawn before the last call
-    calls = [{**call, **EARLY} for call in plain] + [sampled]
-    for found, (drafts, checks) in pool(2).run(drafted, calls):
-        assert [x.tolist() for x in found] == [x.tolist() for x in expected]
-        assert drafts > checks > len(calls)
-
-
-def test_drafts_and_checks_are_replayed_apart() -> None:
-    """A graph of a call with one token is of all layers or of some of them."""
-    calls: list[dict[str, Any]] = [{**FEW, **GREEDY, **EARLY}] * 2
-    found, _ = drafted(calls, recorder := Reruns())
-    expected = make("llama", "sdpa", torch.float32).eval().generate(**FEW, **GREEDY)
-    assert [x.tolist() for x in found] == [expected.tolist()] * 2
-    assert len(recorder.shapes) > len(set(recorder.shapes)), "one shape, by one layer and by two"
-    assert recorder.replays > 10
-
-
-@pytest.mark.parametrize("how", ["first layers", "model", "lookup"])
+@pytest.mark.parametrize("how", ["model", "lookup"])
 def test_a_later_turn_may_begin_with_candidates(how: str) -> None:
     small = make("llama", "sdpa", torch.float32, num_hidden_layers=1).eval()
-    ways = {"first layers": EARLY, "model": {"assistant_model": small}, "lookup": {"prompt_lookup_num_tokens": 4}}
+    ways = {"model": {"assistant_model": small}, "lookup": {"prompt_lookup_num_tokens": 4}}
     mask = (torch.arange(60) >= 3).long()[None]
     greedy = {**GREEDY, "eos_token_id": 2}
 
@@ -340,35 +286,24 @@ def broken(calls: list[tuple[int, dict[str, Any]]], given: dict[str, Any]) -> li
 @pytest.mark.dist
 def test_a_model_answers_as_before_after_a_generation_however_it_ended(pool: Pools) -> None:
     given = {**FEW, "do_sample": False, "max_new_tokens": 5}
-    early = {**EARLY, "do_sample": False, "max_new_tokens": 9, "eos_token_id": 7}
-    # in the first draft, the first check and a later draft; in other ways to generate; and with no error
-    calls = [(n, early) for n in (2, 7, 14)] + [(3, BEAMS), (3, {**GREEDY, "prompt_lookup_num_tokens": 3})]
-    calls += [(0, early)]
+    calls = [(3, BEAMS), (3, {**GREEDY, "prompt_lookup_num_tokens": 3}), (0, GREEDY)]
     expected = make("llama", "sdpa", torch.float32).eval().generate(**given)[0].tolist()
     for answers in pool(2).run(broken, calls, given):
         assert answers == [expected] * len(calls)
 
 
-def refused_drafts(rank_of_mistakes: int) -> dict[str, str]:
-    """Errors for wrong numbers of draft layers, and for a prompt without new tokens."""
+def refused_generation(rank_of_mistakes: int) -> dict[str, str]:
+    """Errors for drafts by early exit, and for a prompt without new tokens."""
     found = {}
-    for name, kind, layers in (
-        ("none", "llama", 0),
-        ("most", "llama", 3),
-        ("but one", "llama", -1),
-        ("word", "llama", "1"),
-        ("fixed", "gpt_oss", 1),
-        ("hidden", "llama4", 1),
-        ("again", "llama", None),
-    ):
-        model = make(kind, "ringattn", torch.float32).eval()
+    for name in ("early", "again"):
+        model = make("llama", "ringattn", torch.float32).eval()
         wrong = rank_of_mistakes in (-1, Ring().rank)
         with torch.no_grad(), RingCache(model, Ring(), max_tokens=64) as cache:
             if name == "again":
                 model(tokens(20), past_key_values=cache)
             # whatever is computed from here on is too much
             model.get_input_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
-            mistake: dict[str, Any] = {"assistant_early_exit": layers} if wrong else {}
+            mistake: dict[str, Any] = {"assistant_early_exit": 1} if wrong and name == "early" else {}
             length = 20 if wrong or name != "again" else 21
             try:
                 model.generate(tokens(length), **GREEDY, **mistake, past_key_values=cache)
@@ -378,22 +313,17 @@ def refused_drafts(rank_of_mistakes: int) -> dict[str, str]:
 
 
 UNUSABLE = {
-    "none": "ValueError: assistant_early_exit must be from 1 to the 2 layers of the model, got 0; ",
-    "most": "ValueError: assistant_early_exit must be from 1 to the 2 layers of the model, got 3; ",
-    "but one": "ValueError: assistant_early_exit must be from 1 to the 2 layers of the model, got -1; ",
-    "word": "ValueError: assistant_early_exit must be from 1 to the 2 layers of the model, got '1'; ",
-    "fixed": "NotImplementedError: assistant_early_exit must be left out with GptOssForCausalLM",
-    "hidden": "NotImplementedError: assistant_early_exit must be left out with Llama4ForCausalLM",
+    "early": "NotImplementedError: assistant_early_exit must be left out with a RingCache, got 1; ",
     "again": "ValueError: sequences must be longer than the 20 tokens that the cache has, got 20; ",
 }
 
 
 @pytest.mark.dist
 def test_unsupported_generation_is_refused_on_every_rank_before_anything_is_computed(pool: Pools) -> None:
-    found = refused_drafts(-1)
+    found = refused_generation(-1)
     for name, told in UNUSABLE.items():
         assert found[name].startswith(told), name
-    for rank, found in enumerate(pool(2).run(refused_drafts, 1)):
+    for rank, found in enumerate(pool(2).run(refused_generation, 1)):
         for name, told in UNUSABLE.items():
             assert found[name].startswith(told if rank == 1 else f"ValueError: ring rank 1 refused: {told}"), name
 

@@ -376,7 +376,7 @@ class _Place:
 def test_samples_that_rings_cannot_share_evenly_are_refused() -> None:
     from torch.utils.data import DataLoader
 
-    from ringattn.integrations.accelerate.processes import share_batches
+    from ringattn.integrations.accelerate.context_parallel import share_batches
 
     ring: Any = _Place(1, 2)
     with pytest.raises(ValueError, match="a ring must be of consecutive processes"):
