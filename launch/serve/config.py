@@ -54,7 +54,7 @@ class ServeArgs:
         kv_dtype: auto is the dtype; fp8 keeps keys and values in half of bfloat16's bytes, which changes answers a little.
         chunk: Tokens of prompts per step.
         max_running: Requests that are computed at a time.
-        queue: Requests that may wait beyond those that can be computed at once; more get status 429.
+        queue: Requests that may be open beyond --max-running; more get status 429.
         max_connections: Connections that may be open, asking or not; one more gets status 503.
         max_len: Tokens of a prompt and its answer; by default what the model's config says, which models that learned
             their positions cannot exceed; always what the cache holds.

@@ -26,10 +26,6 @@ WINDOW_S = 5.0
 """Seconds over which speeds are averaged."""
 
 
-class Closed(RuntimeError):
-    """The server accepts no requests: it is stopping, or has lost a rank."""
-
-
 @dataclass
 class _RunningStep:
     plan: Plan
@@ -52,7 +48,6 @@ class Engine:
         self.deliver: Callable[[list[Event], dict[str, Any] | None], None] = lambda *_: None
         self._wake = threading.Condition()
         self._submitted: list[Request] = []
-        self._admission_queue = scheduler.admission_queue()  # submitted requests included
         self._cancelled: list[tuple[int, bool]] = []
         self._open: set[int] = set()
         self._closed: str | None = None
@@ -68,18 +63,17 @@ class Engine:
         self._update_state()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Add requests, whose ids are new, to the queue: all of them, or none with NeverFits, QueueFull or Closed."""
-        self.scheduler.check(requests)
+        """Add requests, whose ids are new, to the queue; they fail if the server is stopping, or has lost a rank."""
         with self._wake:
-            if self._closed is not None:
-                raise Closed(self._closed)
-            self._admission_queue = self._admission_queue.admit(requests)
-            for request in requests:
+            closed = self._closed
+            for request in requests if closed is None else ():
                 request.arrived = time.monotonic()
                 request.deadline = request.arrived + self.time_limit_s
                 self._submitted.append(request)
                 self._open.add(request.id)
             self._wake.notify()
+        if closed is not None:
+            self.deliver([Event(request.id, failure=(503, closed)) for request in requests], None)
 
     def cancel(self, request_id: int, keep: bool = False) -> None:
         """End a request without further events; keep: whether its prefix may serve others."""
@@ -131,8 +125,6 @@ class Engine:
                     events += self._end(step)
             busy = plan is not None or before is not None
             before = started if self.runner.ahead else None
-            with self._wake:  # count again before clients learn that a request has ended, and send another one
-                self._admission_queue = self.scheduler.admission_queue().after(self._submitted)
             self._deliver(events, self._update_state(force=not busy))
             if busy:
                 continue
@@ -198,11 +190,9 @@ class Engine:
             self.deliver(events, state)
 
     def _update_state(self, force: bool = True) -> dict[str, Any] | None:
-        """Update the state and return it; None while a busy engine's state is recent and still open or still full."""
+        """Update the state and return it; None while a busy engine's state is recent and still open."""
         now, closed, scheduler = time.monotonic(), self._closed, self.scheduler
-        waiting, queue = self._admission_queue.waiting, scheduler.capacity.max_waiting
-        old = force or now - self._published >= STATE_S
-        if not old and self._state["closed"] == closed and not (waiting < queue <= self._state["queued"]):
+        if not force and now - self._published < STATE_S and self._state["closed"] == closed:
             return None
         self._published = now
         while self._recent and self._recent[0][0] < now - WINDOW_S:
@@ -212,7 +202,6 @@ class Engine:
         self._state = {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "queued": waiting,
             "prefilling": [
                 {"request": one.id, "done": one.num_computed, "shared": one.num_cached, "total": len(one.prompt)}
                 for one in scheduler.running.values()

@@ -24,14 +24,13 @@ class Capacity(msgspec.Struct, frozen=True):
     """Tokens and requests that the engine can hold.
 
     Attributes:
-        max_waiting: Requests that wait behind the running ones at most (Note [Waiting requests] of scheduler.py).
+        max_requests: Requests that may be open, running or waiting.
         page_size: Tokens of a page, and of a block of `Prompt.digests`.
         keep_prefixes: Whether prefixes are shared, for which the digests are needed.
     """
 
     tokens: int
-    max_running: int
-    max_waiting: int
+    max_requests: int
     page_size: int
     keep_prefixes: bool
 
@@ -83,7 +82,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """New requests, all of which are accepted or none. A prompt that several requests have is sent once."""
+    """New requests. A prompt that several requests have is sent once."""
 
     prompts: list[Prompt]
     requests: list[NewRequest]
@@ -138,19 +137,11 @@ class StepOutput(msgspec.Struct, tag=True, omit_defaults=True):
     state: dict[str, Any] | None = None
 
 
-class Rejected(msgspec.Struct, tag=True):
-    """The engine does not accept the requests of a `Submit`; kind is the name of the exception that it raised."""
-
-    request_ids: list[int]
-    kind: str
-    reason: str
-
-
 class Stop(msgspec.Struct, tag=True):
     """No message follows: the receiver finishes its work and exits."""
 
 
-ToHttp = Settings | StepOutput | Rejected | Stop
+ToHttp = Settings | StepOutput | Stop
 
 
 # between ranks

@@ -33,7 +33,7 @@ from ringattn.launch.runtime.session import Session, machine
 from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, freeze_gc, raise_file_limit
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
-from ringattn.launch.serve.messages import PortResult, Settings, Stop
+from ringattn.launch.serve.messages import Capacity, PortResult, Settings, Stop
 from ringattn.launch.serve.model_runner import ModelRunner
 from ringattn.launch.serve.models import (
     ServedModel,
@@ -213,7 +213,6 @@ def _serve(
         model_runner.allocator,
         chunk=args.chunk,
         max_running=args.max_running,
-        max_waiting=args.queue,
         keep=args.keep_prefixes,
         pieces=model_runner.graph_runner.most_pieces,
         rows=model_runner.graph_runner.most_rows,
@@ -230,7 +229,12 @@ def _serve(
             max_tokens=args.max_tokens,
             default_tokens=args.default_tokens,
         ),
-        capacity=scheduler.capacity,
+        capacity=Capacity(
+            tokens=model_runner.cache.capacity_tokens,
+            max_requests=args.max_running + args.queue,
+            page_size=args.page_size,
+            keep_prefixes=args.keep_prefixes,
+        ),
         state=engine.state(),
         key=args.api_key,
         hosts=LOOPBACK if args.host in LOOPBACK else None,

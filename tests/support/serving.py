@@ -159,6 +159,13 @@ def make_engine(runner: Any, scheduler: Scheduler, time_limit_s: float = 60.0) -
     return Engine(runner, scheduler, lambda _: None, time_limit_s=time_limit_s)
 
 
+def capacity_of(scheduler: Scheduler, waiting: int = 1000) -> Capacity:
+    """Return what a server with so many waiting requests holds."""
+    allocator = scheduler.allocator
+    tokens = allocator.pages * allocator.world_size * allocator.page_size
+    return Capacity(tokens, scheduler.max_running + waiting, allocator.page_size, scheduler.keep)
+
+
 class Letters:
     """A tokenizer for `FakeRunner`: a token is a character, STOP ends an answer."""
 
@@ -233,15 +240,15 @@ class FakeServer:
         about: dict[str, Any] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        scheduler = Scheduler(runner.allocator, chunk=64, max_running=running, max_waiting=waiting)
+        scheduler = Scheduler(runner.allocator, chunk=64, max_running=running)
         self.runner = runner
         self.engine = make_engine(runner, scheduler, time_limit_s)
         self.link = Link()
         self.lost: list[str] = []
         self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, timeout_s)
-        client = self.link.client(scheduler.capacity, self.engine.state())
+        capacity, state, limits = capacity_of(scheduler, waiting), self.engine.state(), limits or Limits()
+        client = self.link.client(capacity, state)
         tokenizer: Any = Letters()
-        capacity, state, limits = scheduler.capacity, self.engine.state(), limits or Limits()
         settings = Settings("fake", {}, limits, capacity, state, connections, key, hosts, about or {})
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)

@@ -225,7 +225,7 @@ class CompletionHandler:
             if asked is None:
                 asked = min(COMPLETION_TOKENS, self._limits.max_tokens or COMPLETION_TOKENS)
         body.check_tokens(tokenizer.vocab_size)
-        most_answers = min(MAX_ANSWERS, capacity.max_running + capacity.max_waiting)
+        most_answers = min(MAX_ANSWERS, capacity.max_requests)
         if len(texts) * body.n > most_answers:
             what = f"a request must ask for at most {most_answers} answers, got {len(texts)} prompts times {body.n}"
             raise RequestError(400, what, "n")

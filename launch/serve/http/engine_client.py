@@ -21,25 +21,11 @@ import zmq
 from ringattn.launch.serve import messages
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.metrics import Metrics
-from ringattn.launch.serve.scheduler import QueueFull, check_queue
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
 
 ENGINE_GONE = "the server is going down: its engine is gone"
-
-_REFUSALS = {
-    "NeverFits": (400, "max_tokens", "context_length_exceeded"),
-    "QueueFull": (429, None, "queue_full"),
-    "Closed": (503, None, "unavailable"),
-}
-"""Status, field and code of OpenAI's errors for the engine's exceptions."""
-
-
-def error_of(kind: str, message: str) -> RequestError:
-    """Return the error that a client gets when the engine has raised an exception of this name."""
-    status, param, code = _REFUSALS[kind]
-    return RequestError(status, message, param, code)
 
 
 class EngineClient:
@@ -100,21 +86,20 @@ class EngineClient:
         """Return the last known state of the engine."""
         return self._state
 
-    def check(self) -> None:
-        """Raise RequestError if the engine, by its last known state, is closed or has a full queue."""
+    def check(self, new: int = 1) -> None:
+        """Raise RequestError if the engine, by its last known state, is closed, or would have too many requests with new ones."""
         if self.closed:
-            raise error_of("Closed", self.closed)
-        try:
-            check_queue(self.capacity, 1, self._state["queued"])
-        except QueueFull as error:
-            raise error_of("QueueFull", str(error)) from None
+            raise RequestError(503, self.closed, code="unavailable")
+        most, before = self.capacity.max_requests, len(self._callbacks)
+        if before + new > most:
+            what = f"at most {most} requests may be open, got {new} more beside {before}; try again later"
+            raise RequestError(429, what, code="queue_full")
 
     def submit(
         self, request_ids: Sequence[int], encoded: bytes, on_event: Callable[[messages.Event | RequestError], object]
     ) -> None:
-        """Send requests, encoded as `Submit`; on_event gets each event, or an error of all, and must not raise."""
-        if self.ended.is_set():
-            on_event(error_of("Closed", self.closed or ENGINE_GONE))
+        """Send requests, encoded as `Submit`; on_event gets each event, or an error of all, and must not raise. See `check`."""
+        self.check(len(request_ids))
         self._callbacks.update(dict.fromkeys(request_ids, on_event))
         self._send(encoded)
 
@@ -135,11 +120,6 @@ class EngineClient:
             for event in message.events:
                 if (on_event := self._callbacks.get(event.request_id)) is not None:
                     on_event(event)
-        elif isinstance(message, messages.Rejected):
-            if message.kind == "Closed":
-                self._closed = message.reason
-            if (on_event := self._callbacks.get(message.request_ids[0])) is not None:
-                on_event(error_of(message.kind, message.reason))
         elif isinstance(message, messages.Stop):
             self.stopped = True
             self._end()
@@ -163,7 +143,7 @@ class EngineClient:
         if not self.ended.is_set():
             self._closed = self.closed or ENGINE_GONE
             for on_event in set(self._callbacks.values()):
-                on_event(error_of("Closed", self._closed))
+                on_event(RequestError(503, self._closed, code="unavailable"))
             self.ended.set()
 
     def _send(self, data: bytes) -> None:

@@ -647,21 +647,21 @@ def test_an_answer_has_the_request_id_of_its_request_or_a_new_one(served, client
 
 
 def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():
-    with FakeServer(FakeRunner(pages=8, step_s=0.02), waiting=2) as served:
+    with FakeServer(FakeRunner(pages=8, step_s=0.02), running=1, waiting=2) as served:
         prompt = going_on("f", 50)
-        many = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 1, "n": 67})
+        many = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 1, "n": 4})
         assert (many.status_code, many.json()["error"]["param"]) == (400, "n")
-        assert "at most 66 answers" in many.json()["error"]["message"]  # 64 run and 2 wait
+        assert "at most 3 answers" in many.json()["error"]["message"]  # one runs and two wait
         with ThreadPoolExecutor(8) as threads:
             body = {"prompt": prompt, "max_tokens": 50, "temperature": 0}  # fills the cache of 64 tokens
             # at once: one that runs, and two that wait
             asked = [
                 threads.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=30) for _ in range(3)
             ]
-            served.state_when(lambda state: state["queued"] == 2)
+            served.state_when(lambda state: state["waiting"] == 2)
             refused = httpx.post(f"{served.url}/v1/completions", json=body)
             assert refused.status_code == 429
-            assert "at most 2 requests may wait" in refused.json()["error"]["message"]
+            assert "at most 3 requests may be open" in refused.json()["error"]["message"]
             assert refused.headers["retry-after"] == "1"
             served.engine.stop(30.0)
             deadline = time.monotonic() + 10

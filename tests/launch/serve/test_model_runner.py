@@ -123,7 +123,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, list[float], int, 
     answers: Answers = {}
     scores: list[float] = []
     if rank.first:
-        scheduler = Scheduler(cache.allocator, chunk=64, max_running=4, max_waiting=20, keep=False)
+        scheduler = Scheduler(cache.allocator, chunk=64, max_running=4, keep=False)
         engine = Engine(runner, scheduler, channel.broadcast, time_limit_s=60.0)
 
         def deliver(events: list[Event], state: Any) -> None:
@@ -157,7 +157,7 @@ def alone() -> Answers:
     model_runner = ModelRunner(served.model, cache, 4, False)
     answers: Answers = {}
     for request in requests():
-        scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, max_waiting=1, keep=False)
+        scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, keep=False)
         scheduler.add([request])
         tokens: list[int] = []
         while (plan := scheduler.plan()) and plan.cache_ids:
@@ -230,7 +230,7 @@ def test_values_of_a_failed_exchange_are_valid_tokens_for_the_next_step(monkeypa
     served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
     cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
     model_runner = ModelRunner(served.model, cache, 4, False)
-    scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, max_waiting=1, keep=False)
+    scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, keep=False)
     scheduler.add(requests()[:1])
     monkeypatch.setattr(model_runner, "_exchange", lambda _, count: torch.full((count,), -1))
     plan = scheduler.plan()

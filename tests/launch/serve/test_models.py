@@ -98,7 +98,6 @@ def answered(
         model_runner.allocator,
         chunk=chunk,
         max_running=4,
-        max_waiting=4,
         keep=False,
         pieces=min(2, model_runner.graph_runner.most_pieces),
         rows=model_runner.graph_runner.most_rows if mixed else 0,

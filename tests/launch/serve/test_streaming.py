@@ -100,7 +100,7 @@ class Steps:
 
     def __init__(self, tokenizer: Any = None) -> None:
         self.link = Link()
-        capacity, state = Capacity(10**6, 64, 100, 64, False), {"closed": None, "queued": 0}
+        capacity, state = Capacity(10**6, 164, 64, False), {"closed": None}
         self.client = self.link.client(capacity, state)
         tokenizer = Letters() if tokenizer is None else tokenizer
         self.app = make_app(self.client, tokenizer, Settings("fake", {}, Limits(), capacity, state, 10))
