@@ -45,7 +45,7 @@ Note [Asynchronous steps]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -293,14 +293,14 @@ class Scheduler:
     def record(
         self,
         plan: Plan,
-        chosen: Mapping[int, tuple[int | None, Logprob | None]],
+        chosen: Sequence[tuple[int | None, Logprob | None]],
         scores: Sequence[tuple[Logprob, ...] | None] = (),
     ) -> list[Event]:
         """Record the tokens that a step has sampled, and return the events in the order of the plan.
 
         Args:
             plan: The step.
-            chosen: By request id: its token, None when the logits are not finite, and its logprobs.
+            chosen: For each of `plan.wanted` its token, None when the logits are not finite, and its logprobs.
             scores: Logprobs of `plan.targets`; None when the logits are not finite.
         """
         events = []
@@ -309,13 +309,12 @@ class Scheduler:
                 continue
             scored = None if logprobs is None else Event(request.id, num_cached=request.num_cached, scores=logprobs)
             events.append(scored or self._fail(request))
-        for request in [plan.requests[place] for place in plan.wanted]:
-            if request.id not in self.running:
+        for place, (token, details) in zip(plan.wanted, chosen, strict=True):
+            if (request := plan.requests[place]).id not in self.running:
                 continue
             request.pending -= 1
             if len(request.tokens) == len(request.prompt):
                 self._computing.drop(request.id)
-            token, details = chosen[request.id]
             if token is None:
                 events.append(self._fail(request))
                 continue

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ class EngineClient:
 
     Attributes:
         ids: New ids of requests; in any thread.
-        ended: Set when the engine has sent Stop, or is gone.
+        ended: Whether the engine has sent Stop, or is gone.
         stopped: Whether it has sent Stop.
     """
 
@@ -47,10 +46,10 @@ class EngineClient:
         pull: zmq.Socket[bytes],
         push: zmq.Socket[bytes],
         link: socket.socket,
-        capacity: messages.Capacity,
+        max_requests: int,
         state: dict[str, Any],
     ) -> None:
-        self.capacity, self.ids, self.ended, self.stopped = capacity, itertools.count(1), threading.Event(), False
+        self.max_requests, self.ids, self.ended, self.stopped = max_requests, itertools.count(1), False, False
         self._pull, self._push, self._link, self._state = pull, push, link, state
         self._descriptor: Any = pull.fd
         self._closed: str | None = None
@@ -74,8 +73,8 @@ class EngineClient:
         self._push.close()
 
     def send_ready(self) -> None:
-        """Send the engine that clients are answered; in any thread."""
-        self._loop.call_soon_threadsafe(self._send, messages.encode(messages.Ready()))
+        """Send the engine that clients are answered."""
+        self._send(messages.encode(messages.Ready()))
 
     @property
     def closed(self) -> str | None:
@@ -90,7 +89,7 @@ class EngineClient:
         """Raise RequestError if the engine, by its last known state, is closed, or would have too many requests with new ones."""
         if self.closed:
             raise RequestError(503, self.closed, code="unavailable")
-        most, before = self.capacity.max_requests, len(self._callbacks)
+        most, before = self.max_requests, len(self._callbacks)
         if before + new > most:
             what = f"at most {most} requests may be open, got {new} more beside {before}; try again later"
             raise RequestError(429, what, code="queue_full")
@@ -140,19 +139,19 @@ class EngineClient:
 
     def _end(self) -> None:
         """Refuse requests that have not ended by now, or that the engine will not receive any more."""
-        if not self.ended.is_set():
+        if not self.ended:
             self._closed = self.closed or ENGINE_GONE
             for on_event in set(self._callbacks.values()):
                 on_event(RequestError(503, self._closed, code="unavailable"))
-            self.ended.set()
+            self.ended = True
 
     def _send(self, data: bytes) -> None:
-        if not (self.ended.is_set() or self._push.closed):
+        if not (self.ended or self._push.closed):
             with contextlib.suppress(zmq.Again):
                 self._push.send(data, zmq.NOBLOCK)
 
     def _beat(self) -> None:
-        if not self.ended.is_set():
+        if not self.ended:
             self._send(messages.encode(messages.Heartbeat()))
             self._loop.call_later(BEAT_S, self._beat)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.launch.runtime.distributed import Rank
+from ringattn.launch.runtime.distributed import Session
 from ringattn.launch.serve.config import TINY
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.messages import Event, Stop
@@ -38,17 +38,9 @@ class _Later:
     def __init__(self, step: PendingStep) -> None:
         self._step, self.ended = step, False
 
-    def wait(self) -> None:
+    def wait(self) -> Any:
         self.ended = True
-        self._step.wait()
-
-    def read(self) -> Any:
-        self.wait()
-        return self._step.read()
-
-    def read_scores(self) -> Any:
-        self.wait()
-        return self._step.read_scores()
+        return self._step.wait()
 
 
 class _Ahead:
@@ -111,7 +103,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, list[float], int, 
     every = requests()
     if spoil:
         every[1:1], every[4:4], every[7:7] = ([request] for request in spoilt_requests())
-    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
+    rank = Session(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
     ring, channel = Ring(), RankChannel(rank, 30.0)
     served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
     served.model.get_input_embeddings().register_forward_hook(
@@ -161,9 +153,8 @@ def alone() -> Answers:
         scheduler.add([request])
         tokens: list[int] = []
         while (plan := scheduler.plan()) and plan.cache_ids:
-            step = model_runner.start(plan)
-            said: Any = dict.fromkeys([request.id], next(iter(step.read()), None))
-            for event in scheduler.record(plan, said, step.read_scores()):
+            sampled: Any = model_runner.start(plan).wait()
+            for event in scheduler.record(plan, sampled.read(), sampled.read_scores()):
                 tokens += [] if event.token is None else [event.token]
                 answers[request.id] = tokens, event.finish
         assert cache.allocator.requests == ()

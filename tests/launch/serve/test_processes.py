@@ -17,22 +17,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import msgspec
 import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.runtime.distributed import Rank
+from ringattn.launch.runtime.distributed import Session
 from ringattn.launch.serve import engine_server, run
-from ringattn.launch.serve.config import Limits
+from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, requests_of
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.engine_client import ENGINE_GONE
 from ringattn.launch.serve.messages import (
     Cancel,
-    Capacity,
     Event,
     NewRequest,
     Prompt,
@@ -53,7 +51,7 @@ from ringattn.launch.serve.scheduler import Scheduler
 from ringattn.launch.serve.tokenizer import ByteTokenizer, make_tokenizer
 from tests.launch.serve.test_http import going_on
 from tests.launch.serve.test_server import FLAGS, Process
-from tests.support.serving import FakeRunner, FakeServer, Link, capacity_of, make_engine, text_of
+from tests.support.serving import FakeRunner, FakeServer, Link, make_engine, text_of
 
 # what travels
 
@@ -119,7 +117,7 @@ def test_requests_are_received_as_sent_and_draw_the_same_numbers(prompts, asked,
 
 
 def test_a_tokenizer_is_rebuilt_from_its_recipe():
-    made = make_tokenizer(json.loads(json.dumps(ByteTokenizer(300).recipe())))
+    made = make_tokenizer(json.loads(json.dumps(ByteTokenizer(300).recipe)))
     assert isinstance(made, ByteTokenizer)
     assert made.vocab_size == 300
 
@@ -219,7 +217,7 @@ def test_open_and_new_requests_get_a_503_when_the_engine_is_gone():
 
 def test_requests_around_the_engines_stop_are_refused():
     async def cross(link: Link) -> list[Any]:
-        client = link.client(Capacity(64, 8, 4, True), {"closed": None})
+        client = link.client(8, {"closed": None})
         await client.open()
         early: list[Any] = []
         late: list[Any] = []
@@ -259,9 +257,9 @@ class Apart:
 
     @property
     def settings(self) -> Settings:
-        capacity = msgspec.structs.replace(capacity_of(self.engine.scheduler), max_requests=4)
-        recipe = ByteTokenizer().recipe()
-        return Settings("fake", recipe, Limits(), capacity, self.engine.state(), connections=50)
+        recipe = ByteTokenizer().recipe
+        args = ServeArgs("fake", max_running=2, queue=2, page_size=4, max_connections=50)
+        return Settings("fake", recipe, args, 64, self.engine.state())
 
     def ask(self, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json={"temperature": 0, **body}, timeout=30)
@@ -315,7 +313,7 @@ def test_a_stalled_http_process_stops_no_step_and_a_killed_one_ends_the_server(o
     codes: list[int] = []
     monkeypatch.setattr(run, "FAREWELL_S", 0.01)
     monkeypatch.setattr(run.os, "_exit", codes.append)
-    fatal_exit = run.FatalExit(Rank(0, 1, torch.device("cpu"), "none", os.getppid()))
+    fatal_exit = run.FatalExit(Session(0, 1, torch.device("cpu"), None, os.getppid()))
     fatal_exit.engine, fatal_exit.process = apart.engine, apart.process
     process = apart.process
     process.listen()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.serve.http.api import RequestError
-from ringattn.launch.serve.messages import Capacity, Event
+from ringattn.launch.serve.messages import Event
 from ringattn.launch.serve.scheduler import Request, Scheduler
 from tests.support.serving import STOP, FakeRunner, FakeServer, FakeStep, Link, answer, make_engine
 
@@ -130,7 +130,7 @@ def test_kept_prefixes_leave_all_pages_to_new_requests():
 
 def test_requests_beyond_the_limit_are_refused_until_others_have_ended():
     with contextlib.closing(Link()) as link:
-        client = link.client(Capacity(64, 4, 4, True), {"closed": None})
+        client = link.client(4, {"closed": None})
         client.check(4)
         client.submit([1, 2, 3], b"", lambda _: None)
         client.check()
@@ -145,8 +145,8 @@ def test_requests_beyond_the_limit_are_refused_until_others_have_ended():
 
 
 def test_a_client_that_has_its_answer_may_ask_again_at_once():
-    with FakeServer(FakeRunner(), running=1, waiting=0) as served, httpx.Client() as http:
-        body = {"prompt": "a", "max_tokens": 3}
+    with FakeServer(FakeRunner(), running=1, waiting=1) as served, httpx.Client() as http:
+        body = {"prompt": "a", "max_tokens": 3, "n": 2}
         for stream in (True, False):
             answers = [http.post(f"{served.url}/v1/completions", json={**body, "stream": stream}) for _ in range(20)]
             assert {one.status_code for one in answers} == {200}

@@ -16,7 +16,7 @@ from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.messages import Event, decode_to_rank, encode
 from ringattn.launch.serve.prefix_cache import PrefixIndex, prefix_digests
 from ringattn.launch.serve.scheduler import Plan, Request, Scheduler, apply_changes
-from tests.support.serving import STOP, FakeRunner, FakeStep, answer, capacity_of, scores_after
+from tests.support.serving import STOP, FakeRunner, FakeStep, answer, scores_after
 
 
 def request(name: int, prompt: Sequence[int], max_tokens: int = 5, deadline: float = float("inf")) -> Request:
@@ -81,9 +81,8 @@ class Bench:
 
     def record(self, plan: Plan, step: FakeStep) -> None:
         """Read and record a step."""
-        requests = [plan.requests[place] for place in plan.wanted]
-        chosen = {request.id: one for request, one in zip(requests, step.read(), strict=True)}
-        for event in self.scheduler.record(plan, chosen, step.read_scores()):
+        sampled = step.wait()
+        for event in self.scheduler.record(plan, sampled.read(), sampled.read_scores()):
             self.scores.setdefault(event.request_id, []).extend(one.logprob for one in event.scores)
             if event.token is not None:
                 self.answers.setdefault(event.request_id, []).append(event.token)
@@ -98,7 +97,9 @@ class Bench:
         assert not self.scheduler.running
 
     def assert_all_pages_come_back(self) -> None:
-        self.scheduler.add([request(10**6, [1] * (capacity_of(self.scheduler).tokens - 1), 1)])  # as large as the cache
+        self.scheduler.add(
+            [request(10**6, [1] * (2 * self.runner.allocator.pages * self.runner.allocator.page_size - 1), 1)]
+        )  # as large as the cache
         self.drain()
         self.scheduler._evict_prefixes(self.runner.allocator.pages * 2, set())
         self.step()
