@@ -47,37 +47,24 @@ class DoctorArgs:
         json: Where to write the report as JSON.
         profile: Where to write a profile for `ringattn.launch.plan`: kernels, memory and, under torchrun, links and rings of this
             machine, measured in one to two minutes. Needs GPUs.
-        links: Measure the links between ranks (when started under torchrun).
         nodes: Nodes of the ring whose transport is shown; 0: by host, where each has equally many ranks.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     json: Path | None = None
     profile: Path | None = None
-    links: bool = True
     nodes: int = 0
 
 
 def list_devices() -> list[dict[str, Any]]:
     """Name, architecture and memory of every GPU that this process can see."""
     rows = []
-    for index in range(num_gpus()):
+    for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         row = {"index": index, "name": gpu.name, "architecture": f"sm_{gpu.major}{gpu.minor}"}
         row |= {"multiprocessors": gpu.multi_processor_count, "memory_gib": round(gpu.total_memory / 2**30, 1)}
         rows.append(row)
     return rows
-
-
-def num_gpus() -> int:
-    """Number of GPUs that this process can see."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def peer_access() -> list[list[bool]]:
-    """Whether GPU x can read the memory of GPU y directly; a square, true on its diagonal."""
-    gpus = range(num_gpus())
-    return [[x == y or torch.cuda.can_device_access_peer(x, y) for y in gpus] for x in gpus]
 
 
 def read_topology() -> str | None:
@@ -92,7 +79,7 @@ def list_backends() -> dict[str, str]:
     """Backends of process groups that torch was built with."""
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     found = {name: "built in" if there else "not in this build of torch" for name, there in built.items()}
-    found["nccl"] += "" if num_gpus() else "; no GPU to use it on"
+    found["nccl"] += "" if torch.cuda.is_available() else "; no GPU to use it on"
     return found
 
 
@@ -185,8 +172,6 @@ def measure_links(session: Session) -> list[dict[str, Any]]:
 def find_faults(report: dict[str, Any]) -> list[str]:
     """Faults in a report: reasons why the library cannot work here."""
     faults = []
-    if report["versions"]["einops"] is None:
-        faults.append("einops must be installed, got nothing; pip install einops")
     if report["devices"] and report["versions"]["triton"] is None:
         faults.append("triton must be installed to use the GPUs, got nothing; install the CUDA wheel of torch")
     if not report["devices"] and report["machine"]["driver"]:
@@ -205,7 +190,7 @@ def find_faults(report: dict[str, Any]) -> list[str]:
     return faults
 
 
-def examine(session: Session, links: bool = True, nodes: int = 0) -> dict[str, Any]:
+def examine(session: Session, nodes: int = 0) -> dict[str, Any]:
     """The whole report, ready for JSON; the same on every rank."""
     try:
         attention = try_attention(session)
@@ -215,11 +200,12 @@ def examine(session: Session, links: bool = True, nodes: int = 0) -> dict[str, A
     where = session.gather((session.rank, socket.gethostname(), str(session.device), attention))
     if not works:
         attention = next(one for *_, one in where if not one["ok"])
+    gpus = range(torch.cuda.device_count())
     report: dict[str, Any] = {
         "machine": machine(session),
         "versions": {name: installed(name) for name in PACKAGES},
         "devices": list_devices(),
-        "peer_access": peer_access(),
+        "peer_access": [[x == y or torch.cuda.can_device_access_peer(x, y) for y in gpus] for x in gpus],
         "topology": read_topology(),
         "ranks": [{"rank": rank, "host": host, "device": device} for rank, host, device, _ in where],
         "backends": list_backends(),
@@ -228,7 +214,7 @@ def examine(session: Session, links: bool = True, nodes: int = 0) -> dict[str, A
         else {"name": "none", "why": "the tiny attention failed"},
         "kernels": choose_kernels(session.device),
         "attention": attention,
-        "links": measure_links(session) if links and works and session.world_size > 1 else [],
+        "links": measure_links(session) if works and session.world_size > 1 else [],
     }
     report["faults"] = sorted({fault for one in session.gather(find_faults(report)) for fault in one})
     return report
@@ -287,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_nodes(args.nodes, session.world_size)
         if args.profile is not None and session.device.type != "cuda":
             raise SystemExit("error: profile must be measured on GPUs, got the CPU; leave out --profile")
-        report = examine(session, args.links, args.nodes)
+        report = examine(session, args.nodes)
         if session.rank == 0:
             show(report)
             if args.json is not None:

@@ -67,10 +67,6 @@ def _differentiable(
     return Contender(forward, backward, answers, note)
 
 
-def _transpose_heads(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
-
-
 def prepare_op(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
     """Prepare our public function on a ring of one."""
     problem = inputs.problem
@@ -224,7 +220,7 @@ def _sdpa(inputs: Inputs, backend: Any) -> Contender:
             grouped = problem.heads != problem.kv_heads
             return F.scaled_dot_product_attention(q, k, v, is_causal=problem.mask == "causal", enable_gqa=grouped)
 
-    return _differentiable(forward, (q, k, v), do, _transpose_heads)
+    return _differentiable(forward, (q, k, v), do, lambda x: x.transpose(1, 2))
 
 
 def prepare_flex(inputs: Inputs) -> Contender:
@@ -253,7 +249,7 @@ def prepare_flex(inputs: Inputs) -> Contender:
     def forward() -> Tensor:
         return compiled(q, k, v, block_mask=block_mask, enable_gqa=problem.heads != problem.kv_heads)
 
-    return _differentiable(forward, (q, k, v), do, _transpose_heads)
+    return _differentiable(forward, (q, k, v), do, lambda x: x.transpose(1, 2))
 
 
 def prepare_fa4(inputs: Inputs) -> Contender:

@@ -135,7 +135,7 @@ class Expected:
         return budget.ratio(x[-1:, :, head], exact)
 
 
-def make_expected(inputs: Inputs, backward: bool = True) -> Expected:
+def make_expected(inputs: Inputs) -> Expected:
     """Compute the definition of a problem at its own length, some rows at a time, in fp64 and in the dtype under test.
 
     Only the last key/value head of the last batch element and its query heads: wrong strides show there, and more is not
@@ -146,31 +146,28 @@ def make_expected(inputs: Inputs, backward: bool = True) -> Expected:
     q, k, v, do = (x.detach()[-1:] for x in inputs.take("bshd"))
     tensors = [x[:, :, heads[0] :] for x in (q, do)] + [x[:, :, kv_head:] for x in (k, v)]
     low, scaled = budget_dtypes(problem.dtype)
-    exact, rounded = (_define(inputs, tensors, dtype, backward) for dtype in (torch.float64, low))
+    exact, rounded = (_define(inputs, tensors, dtype) for dtype in (torch.float64, low))
     return Expected(heads, kv_head, {name: (x, Budget.of(x, rounded[name], scaled)) for name, x in exact.items()})
 
 
-def _define(inputs: Inputs, tensors: Sequence[Tensor], dtype: torch.dtype, backward: bool) -> dict[str, Tensor]:
+def _define(inputs: Inputs, tensors: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     q, do, *keys = tensors
     problem, n = inputs.problem, inputs.problem.seq_len
     chunk = max(1, CHUNK_ELEMENTS.get(inputs.device.type, 2**16) // (n * q.shape[2]))
-    k, v = (x.to(dtype, copy=True).requires_grad_(backward) for x in keys)
+    k, v = (x.to(dtype, copy=True).requires_grad_() for x in keys)
     positions = torch.arange(n, device=inputs.device)
     outputs, dq = [], []
     sums = [torch.zeros(x.shape, dtype=accumulation_dtype(dtype), device=x.device) for x in (k, v)]
     for start in range(0, n, chunk):
         rows = slice(start, min(n, start + chunk))
-        some = q[:, rows].to(dtype, copy=True).requires_grad_(backward)
+        some = q[:, rows].to(dtype, copy=True).requires_grad_()
         visible = visible_rows(problem, rows.start, rows.stop, inputs.device)
         o, _ = dense_attention(some, k, v, visible, q_positions=positions[rows], k_positions=positions)
         outputs.append(o.detach())
-        if backward:
-            found = torch.autograd.grad(o, [some, k, v], do[:, rows].to(dtype))
-            dq.append(found[0])
-            for total, part in zip(sums, found[1:], strict=True):
-                total += part
-    if not backward:
-        return {"o": torch.cat(outputs, 1)}
+        found = torch.autograd.grad(o, [some, k, v], do[:, rows].to(dtype))
+        dq.append(found[0])
+        for total, part in zip(sums, found[1:], strict=True):
+            total += part
     dk, dv = (total.to(dtype) for total in sums)
     return {"o": torch.cat(outputs, 1), "dq": torch.cat(dq, 1), "dk": dk, "dv": dv}
 

@@ -30,7 +30,6 @@ class Answer:
     """Answer to one prompt.
 
     Attributes:
-        wanted: Number of tokens that were asked for.
         status: Of HTTP; 0 while there is none.
         failure: Reason why this is no answer; empty while it is one.
         began: Seconds on the clock of `time.perf_counter`, like `ended` and `times`.
@@ -38,7 +37,6 @@ class Answer:
         cached: Tokens of the prompt that the server had cached.
     """
 
-    wanted: int
     status: int = 0
     failure: str = ""
     began: float = 0.0
@@ -185,14 +183,21 @@ class ServerClient:
 
     async def ask(self, model: str, prompt: Sequence[int], tokens: int, answer: Answer | None = None) -> Answer:
         """Return the greedy answer of `tokens` tokens to a prompt, in `answer` if given; a failure is in it, not raised."""
-        answer = Answer(tokens) if answer is None else answer
+        answer = Answer() if answer is None else answer
         body = {"model": model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "ignore_eos": True, "return_token_ids": True}
         try:
             async with self._answered("POST", "/v1/completions", json.dumps(body).encode(), answer) as response:
                 answer.status = response.status
                 if response.status == 200:
-                    await _follow(response, answer)
+                    events = Events(answer)
+                    async for data in response.content.iter_any():
+                        events.feed(data, time.perf_counter())
+                    if not answer.failure and (not events.done or len(answer.tokens) != tokens):
+                        ends = "" if events.done else ", and no [DONE]"
+                        answer.failure = (
+                            f"an answer must have the {tokens} tokens asked for, got {len(answer.tokens)}{ends}"
+                        )
                 else:
                     answer.failure = f"status {response.status}: {message_of(_content(await response.read()))}"
         except TimeoutError:
@@ -225,15 +230,6 @@ class ServerClient:
             raise TimeoutError(f"{path} must be answered within {self.timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-async def _follow(response: aiohttp.ClientResponse, answer: Answer) -> None:
-    events = Events(answer)
-    async for data in response.content.iter_any():
-        events.feed(data, time.perf_counter())
-    if not answer.failure and (not events.done or len(answer.tokens) != answer.wanted):
-        ends = "" if events.done else ", and no [DONE]"
-        answer.failure = f"an answer must have the {answer.wanted} tokens asked for, got {len(answer.tokens)}{ends}"
 
 
 def _content(data: bytes) -> Any:

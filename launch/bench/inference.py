@@ -237,7 +237,7 @@ def measure_bandwidth(args: Inference, session: Session) -> Row:
         "copy": lambda: x[len(x) // 2 :].copy_(half),
     }
     times = time_together(calls, session, max(5, args.rounds))
-    found = {name: size / _ms(time_) / 1e6 for name, time_ in times.items()}
+    found = {name: size / time_.eager_ms / 1e6 for name, time_ in times.items()}
     best = max(found, key=lambda name: found[name])
     return {"part": "bandwidth", "who": best, "read_gbps": found[best], "all_gbps": found, "bytes": size}
 
@@ -285,9 +285,9 @@ def measure_prefill(bench: _Bench, length: int) -> None:
             {
                 "who": who,
                 "chunk": args.chunk if who == "attend_chunked" else None,
-                "ms": _ms(time_),
-                "tflops": teraflops(problem.flops / world, _ms(time_)),
-                "percent_of_training": 100 * _ms(times["ring"]) / _ms(time_),
+                "ms": time_.eager_ms,
+                "tflops": teraflops(problem.flops / world, time_.eager_ms),
+                "percent_of_training": 100 * times["ring"].eager_ms / time_.eager_ms,
                 "rounds": time_.rounds,
             }
             for who, time_ in times.items()
@@ -337,14 +337,12 @@ def attention_numbers(time_: Time, layers: int, batch: int, kv_bytes: float, gbp
         >>> found["us_per_layer"], found["bound_us"], found["ratio"], found["goal_us"], found["calls_us_per_layer"]
         (250.0, 200.0, 1.25, 265.0, 1000.0)
     """
-    calls_ms = _ms(time_)
-    ms = calls_ms if time_.graph_ms is None else time_.graph_ms
-    us, bound = ms * 1e3 / layers, kv_bytes / gbps / 1e3
+    us, bound = time_.best_ms * 1e3 / layers, kv_bytes / gbps / 1e3
     goal = (1.25 if batch < 8 else 1.15) * bound + OVERHEAD_US
     return {
         "how": "calls" if time_.graph_ms is None else "graph",
         "us_per_layer": us,
-        "calls_us_per_layer": calls_ms * 1e3 / layers,
+        "calls_us_per_layer": time_.eager_ms * 1e3 / layers,
         "host_us_per_layer": None if time_.host_us is None else time_.host_us / layers,
         "graph_refused": time_.graph_refused,
         "kv_bytes": kv_bytes,
@@ -584,8 +582,3 @@ def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options
     )
     later = [1e3 * (b - a) for a, b in itertools.pairwise(clock.times)]
     return {"ttft_s": clock.times[0] - began, "ms_per_token": statistics.median(later), "worst_ms": max(later)}
-
-
-def _ms(time_: Time) -> float:
-    assert time_.calls_ms is not None, "plain calls are always timed"
-    return time_.calls_ms

@@ -33,7 +33,7 @@ from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Keep, Session
 from ringattn.launch.runtime.timing import reason
-from ringattn.launch.train.model import Block, ModelConfig, Transformer, recompute_
+from ringattn.launch.train.model import Block, Transformer, recompute_
 
 Attention = Literal["ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"]
 
@@ -64,8 +64,7 @@ def open_model(args: Model, layers: int, session: Session) -> tuple[Transformer,
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     with torch.device("meta"):
-        sizes = layers, args.heads, args.kv_heads, args.head_dim, args.mlp_dim, args.vocab_size
-        model = Transformer(ModelConfig(args.dim, *sizes, tie_embeddings=False))
+        model = Transformer(args.shape(layers))
     for block in model.blocks:
         cast(Block, block).mlp.rows = args.mlp_rows
     mesh = init_device_mesh(session.device.type, (session.world_size,), mesh_dim_names=("cp",))

@@ -130,13 +130,9 @@ class Peers(contextlib.ExitStack):
             raise Unsupported("runs among several ranks only")
         inputs = draw_inputs(problem, problem.seq_len // world_size, self._session.device, seed)
         if who == "ring_flash_attn":
-            return self._ring_flash_attn(inputs)
+            attention, (q, k, v, do) = find_ring_flash_attn(), inputs
+            return _differentiable(lambda: attention(q, k, v, causal=True, group=dist.group.WORLD), (q, k, v), do)
         return self._torch_cp(who.removeprefix("torch_cp_"), problem, inputs)
-
-    def _ring_flash_attn(self, inputs: list[Tensor]) -> RingContender:
-        attention = find_ring_flash_attn()
-        q, k, v, do = inputs
-        return _differentiable(lambda: attention(q, k, v, causal=True, group=dist.group.WORLD), (q, k, v), do)
 
     def _torch_cp(self, rotation: str, problem: Problem, inputs: list[Tensor]) -> RingContender:
         from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method

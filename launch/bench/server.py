@@ -96,9 +96,6 @@ class Server:
         check_numbers(self)
         if self.prompt_lengths[0] > self.prompt_lengths[1]:
             raise ValueError(f"prompt_lengths must be the fewest and the most tokens, got {self.prompt_lengths}")
-        for name, value in (("latency_ms", self.latency_ms), ("timeout_s", self.timeout_s)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be above 0, got {value}")
 
 
 def without_key(command: str) -> str:
@@ -189,21 +186,6 @@ async def query_server(client: ServerClient, args: Server) -> Target:
     return Target(card["id"], card.get("max_model_len"), vocab, about)
 
 
-class Prompts:
-    """Random prompts; `lengths` are the fewest and the most tokens of those whose length is drawn."""
-
-    def __init__(self, seed: int, vocab_size: int, lengths: tuple[int, int]) -> None:
-        self._random, self._tokens, self._lengths = random.Random(seed), range(vocab_size), lengths
-
-    def draw(self, length: int | None = None) -> list[int]:
-        """Draw a prompt of so many tokens; None: of a random length."""
-        return self._random.choices(self._tokens, k=length or self._random.randint(*self._lengths))
-
-    def count(self, most: int) -> int:
-        """Draw a number from 1 to `most`."""
-        return self._random.randint(1, most)
-
-
 @dataclass
 class Load:
     """Answers of a load (Note [Measured loads]), whose window is from `opened` to `closed`.
@@ -242,13 +224,13 @@ async def run_load(bench: Bench, clients: int, wanted: int) -> Load:
     load, warm, busy = Load(), 0, 0.0
 
     async def ask(tokens: int) -> Answer:
-        answer = Answer(tokens)
+        answer = Answer()
         load.asked.append(answer)
-        return await bench.client.ask(bench.target.model, bench.prompts.draw(), tokens, answer)
+        return await bench.client.ask(bench.target.model, bench.draw(), tokens, answer)
 
     async def work() -> None:
         nonlocal warm, busy
-        await ask(bench.prompts.count(bench.args.tokens))
+        await ask(bench.random.randint(1, bench.args.tokens))
         warm += 1
         if warm == clients:
             load.opened, busy = time.perf_counter(), time.process_time()
@@ -281,7 +263,7 @@ class Bench:
     args: Server
     client: ServerClient
     target: Target
-    prompts: Prompts
+    random: random.Random
     rows: Rows
 
     def add(self, row: dict[str, Any]) -> None:
@@ -289,6 +271,11 @@ class Bench:
         self.rows.add(row)
         for line in warnings_of(row):
             print(f"  warning: {line}", flush=True)
+
+    def draw(self, length: int | None = None) -> list[int]:
+        """Draw a prompt of so many tokens; None: of one of the lengths of `--prompt-lengths`."""
+        count = length or self.random.randint(*self.args.prompt_lengths)
+        return self.random.choices(range(self.target.vocab_size), k=count)
 
     async def ask(self, prompt: Sequence[int], tokens: int) -> Answer:
         """Return one answer."""
@@ -330,13 +317,13 @@ async def compare(bench: Bench) -> None:
     """
     args = bench.args
     clients = max(*args.clients, args.sample)
-    prompts = [bench.prompts.draw() for _ in range(args.sample)]
+    prompts = [bench.draw() for _ in range(args.sample)]
     alone = []
     for prompt in prompts:
         alone.append(await bench.ask(prompt, args.tokens))
         if not alone[-1].good:
             raise Refusal(f"the first prompts must be answered, got: {alone[-1].failure}")
-    others = [bench.prompts.draw() for _ in range(clients - args.sample)]
+    others = [bench.draw() for _ in range(clients - args.sample)]
     together = await asyncio.gather(*(bench.ask(prompt, args.tokens) for prompt in [*prompts, *others]))
     pairs = [(one, two) for one, two in zip(alone, together, strict=False) if two.good]
     differ = [first_difference(one.tokens, two.tokens) for one, two in pairs if one.tokens != two.tokens]
@@ -363,11 +350,11 @@ async def measure_alone(bench: Bench, context: int) -> None:
         what = f"{context} + {args.tokens} tokens do not fit into the {target.length} of the server"
         bench.add(row | {"refused": f"left out: {what}"})
         return
-    prompt = bench.prompts.draw(context)
+    prompt = bench.draw(context)
     answers = [await bench.ask(prompt, min(WARMUP_TOKENS, args.tokens))]
     busy, began = time.process_time(), time.perf_counter()
     while len(answers) <= args.repeats and not answers[-1].failure:
-        answers.append(await bench.ask(prompt if args.reuse else bench.prompts.draw(context), args.tokens))
+        answers.append(await bench.ask(prompt if args.reuse else bench.draw(context), args.tokens))
     seconds = time.perf_counter() - began
     good = [answer for answer in answers[1:] if answer.good]
     found = numbers_of(good)
@@ -460,7 +447,7 @@ def bench_server(
             common = {"bench": "server", "model": target.model, "world_size": target.about.get("world_size")}
             rows = Rows(session, lambda rows: keep({**content, "rows": rows}), {**common, "tokens": args.tokens})
             print(f"{target.model} at {args.url}, {describe_target(target)}; seed {seed}", flush=True)
-            await measure(Bench(args, client, target, Prompts(seed, target.vocab_size, args.prompt_lengths), rows))
+            await measure(Bench(args, client, target, random.Random(seed), rows))
             return rows.rows
 
     return asyncio.run(run())

@@ -30,7 +30,6 @@ from ringattn.kernels.registry import FEATURES, select_kernels
 from ringattn.launch.check.inference import DTYPES, MOVES, Finding, InferenceCase, budget_dtypes, examine_history
 from ringattn.launch.runtime.ring_variants import ScheduleName, make_ring
 from ringattn.launch.runtime.session import Session, table
-from ringattn.launch.runtime.slow_link import slow_down
 from ringattn.numerics.error_budget import Budget, error
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
@@ -74,7 +73,6 @@ class CheckArgs:
         fuzz_seed: Seed of the first random visit.
         ahead: On GPUs, fill the compiler's cache from many processes first; not under a tool that watches one process.
         nodes: Nodes of equal size that the ranks share; more than one makes a ring of two levels.
-        outer_gbps: Lets nothing pass between nodes faster than this many gigabits per second; 0 for no limit.
         nccl_max_ctas: Thread blocks that NCCL may use for a transfer; 0 for the group's own communicator.
     """
 
@@ -93,7 +91,6 @@ class CheckArgs:
     fuzz_seed: int = 0
     ahead: bool = True
     nodes: int = 1
-    outer_gbps: float = 0.0
     nccl_max_ctas: int = 4
 
 
@@ -457,8 +454,7 @@ def open_ring(session: Session, args: CheckArgs) -> ringattn.Ring:
     """The ring of all ranks, with the kernels, nodes and link speed of the flags."""
     if session.world_size == 1:
         return ringattn.Ring(impl=args.impl)
-    ring = make_ring(args.schedule, nodes=args.nodes, impl=args.impl, nccl_max_ctas=args.nccl_max_ctas or None)
-    return slow_down(ring, args.outer_gbps) if args.outer_gbps else ring
+    return make_ring(args.schedule, nodes=args.nodes, impl=args.impl, nccl_max_ctas=args.nccl_max_ctas or None)
 
 
 def run_case(case: AnyCase, ring: ringattn.Ring, args: CheckArgs, session: Session) -> list[Finding]:

@@ -20,7 +20,6 @@ import contextlib
 import datetime
 import faulthandler
 import itertools
-import math
 import multiprocessing
 import os
 import random
@@ -44,7 +43,6 @@ from torch.distributed import distributed_c10d
 from ringattn.launch.runtime.distributed import choose_backend, disable_multicast, resolve_device
 from ringattn.launch.runtime.ring_variants import SCHEDULES, ScheduleName, check_nodes
 from ringattn.launch.runtime.session import parse, table, write_json
-from ringattn.transport.gpu_sharing import may_share_gpus
 
 if TYPE_CHECKING:
     import ringattn
@@ -451,20 +449,14 @@ def main(arguments: Sequence[str]) -> int:
     args: FaultArgs = parse(FaultArgs, arguments, "check faults", (FaultArgs.__doc__ or "").split("\n")[0])
     if args.ranks < 2:
         raise SystemExit(f"ranks must be at least 2, one to lose and one to survive, got {args.ranks}; pass --ranks")
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and torch.cuda.device_count() < args.ranks and not may_share_gpus():
-        raise SystemExit(
-            f"ranks must be at most the number of GPUs, got {args.ranks} ranks and {torch.cuda.device_count()} GPUs; "
-            "pass --ranks or --device cpu"
-        )
+    try:
+        device = resolve_device(args.device, 0, args.ranks).type
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     if args.what == "graph" and device == "cpu":
         raise SystemExit("--what graph must have GPUs, which CUDA graphs are of, got the CPU; use --what decode")
     if device == "cpu" and SCHEDULES[args.schedule].get("transport") == "copy_engine":
         raise SystemExit(f"--schedule {args.schedule} must have GPUs, got the CPU; use --schedule process_group")
-    if not 0 < args.timeout < math.inf:
-        raise SystemExit(f"timeout must be above 0 and finite, got {args.timeout}; pass another --timeout")
     check_nodes(args.nodes, args.ranks)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="ringattn-faults-") as folder:

@@ -143,19 +143,13 @@ def options_of(args: PlanArgs) -> dict[str, Any]:
 
 def describe(one: Candidate) -> dict[str, Any]:
     """Return a candidate as JSON."""
+    names = ("layout", "schedule", "recompute", "sequences", "token_ms", "mfu", "tokens_per_s", "reason")
     return {
-        "mesh": {"dp": one.mesh.dp, "cp": one.mesh.cp, "tp": one.mesh.tp, "nodes": one.mesh.nodes},
-        "layout": one.layout,
-        "schedule": one.schedule,
-        "recompute": one.recompute,
+        "mesh": {name: getattr(one.mesh, name) for name in ("dp", "cp", "tp", "nodes")},
+        **{name: getattr(one, name) for name in names},
         "save_gathered_kv": one.keep,
-        "sequences": one.sequences,
         "memory_gib": one.memory.gib() | {"total": one.memory.total / 2**30},
         "seconds": None if one.seconds is None else vars(one.seconds) | {"total": one.seconds.total},
-        "token_ms": one.token_ms,
-        "mfu": one.mfu,
-        "tokens_per_s": one.tokens_per_s,
-        "reason": one.reason,
     }
 
 

@@ -19,7 +19,7 @@ from ringattn.launch.bench.workloads import MaskName, Problem, free_memory, own_
 from ringattn.launch.plan.fit import Row, kernel_costs, ring_costs
 from ringattn.launch.runtime.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
 from ringattn.launch.runtime.session import Session
-from ringattn.launch.runtime.timing import Time, time_together
+from ringattn.launch.runtime.timing import time_together
 from ringattn.launch.train.metrics import peak_flops
 from ringattn.planning.profile import Profile, load_profile
 from ringattn.ring import Ring
@@ -103,9 +103,7 @@ def _device_rates(session: Session, sizes: Sizes) -> dict[str, float]:
     source = torch.zeros(sizes.memory_bytes // 2, dtype=torch.uint8, device=session.device)
     target = torch.empty_like(source)
     calls: dict[str, Callable[[], Any]] = {"product": lambda: torch.mm(x, w), "copy": lambda: target.copy_(source)}
-    times = {
-        name: _ms(time, "calls") for name, time in time_together(calls, session, sizes.rounds, sizes.seconds).items()
-    }
+    times = {name: time.eager_ms for name, time in time_together(calls, session, sizes.rounds, sizes.seconds).items()}
     rate, nearest = 2.0 * rows * columns * inner / times["product"] / 1e9, load_profile(NEAREST)
     return {
         "matmul_tflops": round(rate, 3),
@@ -126,9 +124,9 @@ def _kernel_rows(session: Session, sizes: Sizes) -> list[Row]:
             one = prepare_ours(problem, ring, "contiguous", session.device, "auto", 0)
             calls = {"forward": one.forward, "both": one.both}
             times = time_together(
-                calls, session, sizes.rounds, sizes.seconds, list(calls) if _captures(session) else []
+                calls, session, sizes.rounds, sizes.seconds, list(calls) if session.device.type == "cuda" else []
             )
-            ms = {name: _ms(time) for name, time in times.items()}
+            ms = {name: time.best_ms for name, time in times.items()}
             row = dataclasses.asdict(problem)
             found.append(row | {"direction": "forward", "ms": ms["forward"]})
             found.append(row | {"direction": "backward", "ms": max(1e-3, ms["both"] - ms["forward"])})
@@ -167,7 +165,7 @@ def _collective_gbps(session: Session, sizes: Sizes) -> float:
     whole = torch.empty(part.numel() * session.world_size, dtype=torch.uint8, device=device)
     calls = {"gather": lambda: dist.all_gather_into_tensor(whole, part)}
     times = time_together(calls, session, sizes.rounds, sizes.seconds)
-    return round((whole.numel() - part.numel()) / _ms(times["gather"], "calls") / 1e6, 3)
+    return round((whole.numel() - part.numel()) / times["gather"].eager_ms / 1e6, 3)
 
 
 def _ring_row(session: Session, sizes: Sizes, ring: Ring, tokens: int) -> Row:
@@ -176,21 +174,10 @@ def _ring_row(session: Session, sizes: Sizes, ring: Ring, tokens: int) -> Row:
     problem = Problem("causal", tokens * session.world_size, 1, 2 * sizes.heads, 2 * sizes.heads, 128, dtype, 1)
     one = prepare_ours(problem, ring, "zigzag", session.device, "auto", session.rank)
     calls = {"forward": one.forward, "both": one.both}
-    captured = list(calls) if _captures(session) else []
+    captured = list(calls) if session.device.type == "cuda" else []
     times = time_together(calls, session, sizes.rounds, sizes.seconds, captured)
     row = {**dataclasses.asdict(problem), "layout": make_sharding(problem, ring, "zigzag").layout}
     row |= {"world_size": session.world_size, "tokens_per_rank": tokens, "ours": True}
     for name, time in times.items():
-        row |= {f"{name}_ms": _ms(time, "calls"), f"{name}_graph_ms": time.graph_ms}
+        row |= {f"{name}_ms": time.eager_ms, f"{name}_graph_ms": time.graph_ms}
     return row
-
-
-def _captures(session: Session) -> bool:
-    return session.device.type == "cuda"
-
-
-def _ms(time: Time, kind: str = "graph") -> float:
-    """Return the milliseconds of a call, in a graph where there is one."""
-    found = time.graph_ms if kind == "graph" and time.graph_ms is not None else time.calls_ms
-    assert found is not None, "plain calls are always timed"
-    return found

@@ -9,6 +9,20 @@ import torch
 
 from ringattn.launch.runtime.distributed import Refusal
 
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+
+
+def check_place(path: str, what: str = "a config.json or a folder with one") -> None:
+    """Raise Refusal for a path that is neither a configuration nor a folder with one."""
+    place = Path(path).expanduser()
+    if not (place.is_file() or (place / "config.json").is_file()):
+        raise Refusal(f"model must be {what}, got {path}; download it first")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZERS)
+
 
 def read_config(path: str) -> Any:
     """Return the configuration at a config.json, or in a folder with one; nothing is fetched, and no code is run."""

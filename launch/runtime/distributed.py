@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import os
 import signal
 import sys
 import tempfile
 import uuid
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringattn.transport.gpu_sharing import may_share_gpus
 
@@ -34,29 +37,36 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Rank:
-    """This process among the ranks of a run.
+class Session:
+    """This process among the ranks of a command.
 
     Attributes:
-        backend: "nccl", "gloo", or "none" when the run is one process.
-        launcher: Process id of the parent when the run began.
+        backend: "nccl", "gloo", or None without a process group.
+        launcher: Process id of the parent when the session began.
     """
 
-    index: int
+    rank: int
     world_size: int
     device: torch.device
-    backend: str
-    launcher: int
+    backend: str | None
+    launcher: int = 0
 
     @property
     def first(self) -> bool:
         """Whether this rank prints and writes for the run."""
-        return self.index == 0
+        return self.rank == 0
 
     @property
     def orphaned(self) -> bool:
         """Whether the launcher of this rank is gone, which would have ended it."""
-        return self.backend != "none" and os.getppid() != self.launcher
+        return self.backend is not None and os.getppid() != self.launcher
+
+    def check_count(self, nproc: int | None) -> None:
+        """Raise Refusal if a flag wants another number of ranks than torchrun started."""
+        if nproc not in (None, self.world_size):
+            raise Refusal(
+                f"nproc must be the number of ranks that torchrun started, got {nproc} and {self.world_size}; leave it out"
+            )
 
     def lead(self, action: Callable[[], T]) -> T | None:
         """Call `action` on rank 0 only; return its result, or raise its Refusal, on every rank."""
@@ -75,20 +85,68 @@ class Rank:
         if self.world_size == 1:
             return value
         box = [value if self.first else None]
-        dist.broadcast_object_list(box, src=0, device=self.device)
+        dist.broadcast_object_list(box, src=0, device=self.message_device)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, in rank order, on every rank."""
-        return gather_objects(value, self.world_size)
+        values: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def say(self, *words: object) -> None:
+        """Print on rank 0 only."""
+        if self.rank == 0:
+            print(*words, flush=True)
+
+    def barrier(self) -> None:
+        """Wait for every rank, and for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.world_size > 1:
+            flag = torch.zeros(1, device=self.device)
+            dist.all_reduce(flag)
+            flag.item()
+
+    @property
+    def message_device(self) -> torch.device:
+        """Device of tensors that the process group itself sends: gloo, which ranks that share a GPU have, sends from the host."""
+        return self.device if self.backend == "nccl" else torch.device("cpu")
+
+    def maximum(self, values: Sequence[float]) -> list[float]:
+        """The element-wise maximum over ranks; NaN counts as infinity, so that no rank can hide it."""
+        clean = [float("inf") if value != value else float(value) for value in values]
+        if self.world_size == 1 or not clean:
+            return clean
+        tensor = torch.tensor(clean, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's tensor."""
+        if self.world_size > 1:
+            x = x.clone()
+            dist.all_reduce(x)
+        return x
 
 
-def gather_objects(value: Any, world_size: int) -> list[Any]:
-    """Return the value of every rank, in rank order, on every rank."""
-    values: list[Any] = [value] * world_size
-    if world_size > 1:
-        dist.all_gather_object(values, value)
-    return values
+def check_installed(packages: Sequence[str], command: str, extra: str) -> None:
+    """Raise Refusal if a command lacks packages of an extra."""
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise Refusal(f"{command} needs {' and '.join(missing)}; install it with: pip install 'ringattn[{extra}]'")
+
+
+def run_command(run: Callable[[], int]) -> int:
+    """Return the exit code of a command that starts ranks or is one; print warnings, and why it cannot go on, as one line."""
+    warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr, flush=True)
+    try:
+        return run()
+    except (Refusal, FloatingPointError) as error:
+        # raised on every rank alike
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return REFUSED if is_rank() else 1
 
 
 def is_rank() -> bool:
@@ -139,7 +197,7 @@ def disable_multicast() -> None:
 
 
 @contextlib.contextmanager
-def init_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
+def init_ranks(device: str, timeout_s: float) -> Iterator[Session]:
     """Context with the process group of the run, or without one when this process is the whole run.
 
     A process group that already exists is used and left as it is. Collectives raise after `timeout_s`.
@@ -162,10 +220,10 @@ def init_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
         # makes the context current in autograd's thread, which warns if its first call is a matrix product
         torch.ones((), device=chosen, requires_grad=True).square().backward()
     if dist.is_initialized():
-        yield Rank(index, world_size, chosen, dist.get_backend(), os.getppid())
+        yield Session(index, world_size, chosen, dist.get_backend(), os.getppid())
         return
     if not is_rank():
-        yield Rank(0, 1, chosen, "none", os.getppid())
+        yield Session(0, 1, chosen, None, os.getppid())
         return
     backend = choose_backend(chosen, local_world_size)
     if backend == "gloo" and sys.platform == "linux" and os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
@@ -182,7 +240,7 @@ def init_ranks(device: str, timeout_s: float) -> Iterator[Rank]:
         options |= {"store": own, "rank": rank, "world_size": size}
     dist.init_process_group(backend, **options)
     try:
-        yield Rank(index, world_size, chosen, backend, os.getppid())
+        yield Session(index, world_size, chosen, backend, os.getppid())
     finally:
         dist.destroy_process_group()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ringattn.launch.runtime.distributed import Rank, Refusal
+from ringattn.launch.runtime.distributed import Refusal, Session
 from ringattn.planning import Memory, Profile
 
 ERROR = 0.05
@@ -13,11 +13,11 @@ RESERVE = Profile.reserve_gib * 2**30
 """Bytes that libraries take outside of tensors."""
 
 
-def least_gpu_bytes(rank: Rank) -> int | None:
+def least_gpu_bytes(session: Session) -> int | None:
     """Return the memory of the smallest GPU of all ranks in bytes; None on CPUs. A collective."""
-    if rank.device.type != "cuda":
+    if session.device.type != "cuda":
         return None
-    return min(rank.gather(torch.cuda.mem_get_info(rank.device)[1]))
+    return min(session.gather(torch.cuda.mem_get_info(session.device)[1]))
 
 
 def check_fits(planned: Memory, whole: int, remedy: str, *, refuse: bool = True) -> str:

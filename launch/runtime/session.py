@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import math
 import os
 import platform
 import shlex
@@ -14,78 +15,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ringattn.launch.runtime.distributed import RESTARTS, Rank, Refusal, gather_objects, init_ranks
+from ringattn.launch.runtime.distributed import RESTARTS, Refusal, Session, init_ranks
 
 Keep = Callable[[list[dict[str, Any]]], None]
 """Called with all rows so far after each measurement, on every rank: an aborted run keeps its rows."""
 
-FROM_ZERO = ("nccl_max_ctas", "outer_ctas", "simulate", "warmup", "window")
+FROM_ZERO = ("compare_steps", "max_restarts", "nccl_max_ctas", "sample_len", "simulate", "warmup_steps", "window")
 """Counts that may be 0 though their defaults are not."""
+POSITIVE = ("cache_gib", "latency_ms", "max_body_mib", "max_grad_norm", "time_limit", "timeout", "timeout_s")
+"""Numbers that may not be 0."""
 OUTPUTS = ("json", "picture", "profile")
 """Files that commands write at their end."""
-ANY = ("fuzz_seed", "seed", "soak")
-"""Integers that are no counts, or are checked elsewhere."""
-
-
-@dataclass(frozen=True)
-class Session:
-    """This process among the ranks of a command.
-
-    Attributes:
-        backend: "nccl", "gloo", or None without a process group.
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-    backend: str | None
-
-    def say(self, *words: object) -> None:
-        """Print on rank 0 only."""
-        if self.rank == 0:
-            print(*words, flush=True)
-
-    def barrier(self) -> None:
-        """Wait for every rank, and for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        if self.world_size > 1:
-            flag = torch.zeros(1, device=self.device)
-            dist.all_reduce(flag)
-            flag.item()
-
-    @property
-    def message_device(self) -> torch.device:
-        """Device of tensors that the process group itself sends: gloo, which ranks that share a GPU have, sends from the host."""
-        return self.device if self.backend == "nccl" else torch.device("cpu")
-
-    def maximum(self, values: Sequence[float]) -> list[float]:
-        """The element-wise maximum over ranks; NaN counts as infinity, so that no rank can hide it."""
-        clean = [float("inf") if value != value else float(value) for value in values]
-        if self.world_size == 1 or not clean:
-            return clean
-        tensor = torch.tensor(clean, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        return tensor.tolist()
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's tensor."""
-        if self.world_size > 1:
-            x = x.clone()
-            dist.all_reduce(x)
-        return x
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in rank order, on every rank."""
-        return gather_objects(value, self.world_size)
+ANY = ("grace", "port", "soak")
+"""Numbers that are checked elsewhere."""
 
 
 @contextlib.contextmanager
@@ -93,7 +41,7 @@ def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Ses
     """Context with the ranks that torchrun started, or with this process alone; see `init_ranks`."""
     with contextlib.ExitStack() as stack:
         try:
-            rank = stack.enter_context(init_ranks(device, timeout_s))
+            session = stack.enter_context(init_ranks(device, timeout_s))
         except Refusal as error:
             raise SystemExit(str(error)) from None
         except (ValueError, dist.DistError) as error:  # of torch's rendezvous
@@ -102,12 +50,7 @@ def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Ses
                 f"ranks must meet at MASTER_ADDR:MASTER_PORT, got {place}: {str(error).splitlines()[0]}; "
                 "start them with torchrun, or unset RANK and WORLD_SIZE for one process"
             ) from error
-        yield session_of(rank)
-
-
-def session_of(rank: Rank) -> Session:
-    """Return the session of a rank."""
-    return Session(rank.index, rank.world_size, rank.device, None if rank.backend == "none" else rank.backend)
+        yield session
 
 
 def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: str) -> Any:
@@ -169,11 +112,12 @@ def check_output(args: Any) -> None:
 def check_numbers(args: Any) -> None:
     """Raise ValueError for numbers of a command line that make no sense, by the names and defaults of the dataclass fields.
 
-    Counts must be at least 1 (0 where that is a default, and in FROM_ZERO), other numbers at least 0, and seeds have 64 bits;
-    where a field takes several values and has some by default, there must be one; key/value heads must divide the query heads.
+    Counts must be at least 1 (0 where that is a default, and in FROM_ZERO), other numbers at least 0 (above it in POSITIVE) and
+    finite, and seeds have 64 bits; where a field takes several values and has some by default, there must be one; key/value heads
+    must divide the query heads.
 
     Example:
-        >>> @dataclass
+        >>> @dataclasses.dataclass
         ... class Shape:
         ...     heads: int = 4
         ...     kv_heads: tuple[int, ...] = (2, 4)
@@ -189,13 +133,19 @@ def check_numbers(args: Any) -> None:
         if default and not value:
             raise ValueError(f"{field.name} must have at least one value, got none; {flag}")
         for one in value:
-            if "seed" in field.name and one is not None and not -(2**63) <= one < 2**64:
-                raise ValueError(f"{field.name} must be from -2**63 to 2**64 - 1, as torch takes it, got {one}; {flag}")
             if isinstance(one, bool) or not isinstance(one, (int, float)) or field.name in ANY:
                 continue
-            least = 0 if isinstance(one, float) or field.name in FROM_ZERO or 0 in default else 1
-            if not one >= least:  # comparisons with NaN are false
-                raise ValueError(f"{field.name} must be at least {least}, got {one}; {flag}")
+            if "seed" in field.name:
+                if not -(2**63) <= one < 2**64:
+                    raise ValueError(f"{field.name} must be from -2**63 to 2**64 - 1, got {one}; {flag}")
+                continue
+            whole = not any(isinstance(x, float) for x in (one, *default))
+            least = 1 if whole and field.name not in FROM_ZERO and 0 not in default else 0
+            unlimited = whole or field.name == "max_grad_norm" or math.inf in default
+            above = one > 0 if field.name in POSITIVE else one >= least  # comparisons with NaN are false
+            if not above or not (unlimited or one < math.inf):
+                words = "above 0" if field.name in POSITIVE else f"at least {least}"
+                raise ValueError(f"{field.name} must be {words}, got {one}; {flag}")
     heads, kv_heads = getattr(args, "heads", 0), getattr(args, "kv_heads", ())
     for one in kv_heads if isinstance(kv_heads, tuple) else (kv_heads,):
         if heads % one:

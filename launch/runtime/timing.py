@@ -53,6 +53,17 @@ class Time:
     refused: str | None = None
     rounds: int = 0
 
+    @property
+    def eager_ms(self) -> float:
+        """Milliseconds of a plain call."""
+        assert self.calls_ms is not None, "plain calls are always timed"
+        return self.calls_ms
+
+    @property
+    def best_ms(self) -> float:
+        """Milliseconds of a call in a graph where there is one, else of a plain one."""
+        return self.eager_ms if self.graph_ms is None else self.graph_ms
+
 
 @dataclass
 class _Turn:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ringattn.launch.runtime.checkpoint_files import check_place
 from ringattn.launch.runtime.distributed import Refusal
+from ringattn.launch.runtime.session import check_numbers
 
 TINY = "tiny"
 """The name of a model that needs no files."""
@@ -27,9 +29,6 @@ OTHER_FILES = 64
 """Files of the HTTP process that are not connections."""
 MAX_GRACE_S = 25.0
 """Launchers kill after 30 s."""
-
-_COUNTS = ("nproc", "page_size", "chunk", "max_running", "queue", "max_connections", "max_len", "max_tokens")
-_POSITIVE = ("cache_gib", "max_body_mib", "time_limit", "timeout")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class ServeArgs:
         kv_dtype: auto is the dtype; fp8 keeps keys and values in half of bfloat16's bytes, which changes answers a little.
         chunk: Tokens of prompts per step.
         max_running: Requests that are computed at a time.
-        queue: Requests that may wait beyond those that can be computed at once; more get status 429.
+        queue: Requests that may be open beyond --max-running; more get status 429.
         max_connections: Connections that may be open, asking or not; one more gets status 503.
         max_len: Tokens of a prompt and its answer; by default what the model's config says, which models that learned
             their positions cannot exceed; always what the cache holds.
@@ -99,17 +98,13 @@ class ServeArgs:
     grace: float = 10.0
     timeout: float = 300.0
 
+    @property
+    def max_requests(self) -> int:
+        """Maximum of requests that are open, running or waiting."""
+        return self.max_running + self.queue
+
     def __post_init__(self) -> None:
-        for name in (*_COUNTS, "default_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}; pass another --{name.replace('_', '-')}")
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ValueError(f"{name} must be above 0, got {value}; pass another --{name.replace('_', '-')}")
-        if not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"seed must be from -2**63 to 2**64 - 1, got {self.seed}; pass another --seed")
+        check_numbers(self)
         if not 0 <= self.grace <= MAX_GRACE_S:
             raise ValueError(f"grace must be from 0 to {MAX_GRACE_S:g} s, got {self.grace}; launchers kill after 30 s")
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
@@ -120,22 +115,6 @@ class ServeArgs:
             )
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be from 0 to 65535, got {self.port}; pass another --port")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of requests.
-
-    Attributes:
-        length: Tokens of a prompt and its answer, by the model; None for no limit but the cache.
-        max_tokens: New tokens of an answer; None for no limit but length.
-        default_tokens: New tokens of an answer to a chat that does not say how many.
-    """
-
-    body: int = 32 * 2**20
-    length: int | None = None
-    max_tokens: int | None = None
-    default_tokens: int = 512
 
 
 def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
@@ -179,8 +158,7 @@ def check_model(path: str) -> None:
     if path == TINY:
         return
     place = Path(path).expanduser()
-    if not (place.is_file() or (place / "config.json").is_file()):
-        raise Refusal(f"model must be {TINY!r}, a config.json or a folder with one, got {path}; download it first")
+    check_place(path, f"{TINY!r}, a config.json or a folder with one")
     if place.is_dir() and not any(place.glob("*.safetensors")) and any(place.glob("*.bin")):
         raise Refusal(
             f"weights must be safetensors, got *.bin in {path}, which would be unpickled; save the model with transformers again"

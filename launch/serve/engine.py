@@ -26,10 +26,6 @@ WINDOW_S = 5.0
 """Seconds over which speeds are averaged."""
 
 
-class Closed(RuntimeError):
-    """The server accepts no requests: it is stopping, or has lost a rank."""
-
-
 @dataclass
 class _RunningStep:
     plan: Plan
@@ -41,6 +37,7 @@ class Engine:
     """Engine of rank 0.
 
     Attributes:
+        closed: Reason why no requests are accepted; None while they are.
         deliver: Called once per step, in the thread of the loop, with events and with the state, None if that is not new; after a
             failure in the thread that reports it.
     """
@@ -52,10 +49,9 @@ class Engine:
         self.deliver: Callable[[list[Event], dict[str, Any] | None], None] = lambda *_: None
         self._wake = threading.Condition()
         self._submitted: list[Request] = []
-        self._admission_queue = scheduler.admission_queue()  # submitted requests included
         self._cancelled: list[tuple[int, bool]] = []
         self._open: set[int] = set()
-        self._closed: str | None = None
+        self.closed: str | None = None
         self._stop_deadline: float | None = None  # when running requests are ended
         self._began = time.monotonic()
         self._steps = {"prefill": 0, "decode": 0}
@@ -68,18 +64,17 @@ class Engine:
         self._update_state()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Add requests, whose ids are new, to the queue: all of them, or none with NeverFits, QueueFull or Closed."""
-        self.scheduler.check(requests)
+        """Add requests, whose ids are new, to the queue; they fail if the server is stopping, or has lost a rank."""
         with self._wake:
-            if self._closed is not None:
-                raise Closed(self._closed)
-            self._admission_queue = self._admission_queue.admit(requests)
-            for request in requests:
+            closed = self.closed
+            for request in requests if closed is None else ():
                 request.arrived = time.monotonic()
                 request.deadline = request.arrived + self.time_limit_s
                 self._submitted.append(request)
                 self._open.add(request.id)
             self._wake.notify()
+        if closed is not None:
+            self.deliver([Event(request.id, failure=(503, closed)) for request in requests], None)
 
     def cancel(self, request_id: int, keep: bool = False) -> None:
         """End a request without further events; keep: whether its prefix may serve others."""
@@ -93,23 +88,18 @@ class Engine:
         """Accept no more requests, fail waiting ones, and end the loop when the running ones end, after grace_s at the latest."""
         with self._wake:
             if self._stop_deadline is None:
-                self._closed = self._closed or "the server is shutting down"
+                self.closed = self.closed or "the server is shutting down"
                 self._stop_deadline = time.monotonic() + grace_s
             self._wake.notify()
 
     def fail(self, why: str) -> None:
         """Fail all requests and accept no more: the loop cannot continue."""
         with self._wake:
-            self._closed = why
+            self.closed = why
             failed = [Event(request_id, failure=(503, why)) for request_id in sorted(self._open)]
             self._open.clear()
             self._state = {**self._state, "closed": why}
         self.deliver(failed, self._state)
-
-    @property
-    def closed(self) -> str | None:
-        """Reason why no requests are accepted; None while they are."""
-        return self._closed
 
     def state(self) -> dict[str, Any]:
         """Return the state, at most STATE_S old."""
@@ -131,8 +121,6 @@ class Engine:
                     events += self._end(step)
             busy = plan is not None or before is not None
             before = started if self.runner.ahead else None
-            with self._wake:  # count again before clients learn that a request has ended, and send another one
-                self._admission_queue = self.scheduler.admission_queue().after(self._submitted)
             self._deliver(events, self._update_state(force=not busy))
             if busy:
                 continue
@@ -171,24 +159,18 @@ class Engine:
 
     def _end(self, running: _RunningStep) -> list[Event]:
         """Wait for a step and record its tokens."""
-        plan, chosen, scores = running.plan, [], []
-        requests = [plan.requests[place] for place in plan.wanted]
-        if requests:
-            chosen = running.step.read()
-        else:
-            running.step.wait()
-        if plan.scored:
-            scores = running.step.read_scores()
+        plan, sampled = running.plan, running.step.wait()
+        assert sampled is not None, "rank 0 samples"
+        chosen, scores = sampled.read(), sampled.read_scores()
         ended = time.monotonic()
         kind = "decode" if plan.answers else "prefill"
         self._steps[kind] += 1
         # steps overlap: a second counts for the one that is under way the longest
         self._seconds[kind] += ended - max(running.began, self._ended)
         self._ended = ended
-        self._generated += len(requests)
-        self._recent.append((ended, len(plan.tokens) - plan.answers, len(requests)))
-        by_id = {request.id: one for request, one in zip(requests, chosen, strict=True)}
-        return self.scheduler.record(plan, by_id, scores)
+        self._generated += len(chosen)
+        self._recent.append((ended, len(plan.tokens) - plan.answers, len(chosen)))
+        return self.scheduler.record(plan, chosen, scores)
 
     def _deliver(self, events: list[Event], state: dict[str, Any] | None) -> None:
         with self._wake:
@@ -198,11 +180,9 @@ class Engine:
             self.deliver(events, state)
 
     def _update_state(self, force: bool = True) -> dict[str, Any] | None:
-        """Update the state and return it; None while a busy engine's state is recent and still open or still full."""
-        now, closed, scheduler = time.monotonic(), self._closed, self.scheduler
-        waiting, queue = self._admission_queue.waiting, scheduler.capacity.max_waiting
-        old = force or now - self._published >= STATE_S
-        if not old and self._state["closed"] == closed and not (waiting < queue <= self._state["queued"]):
+        """Update the state and return it; None while a busy engine's state is recent and still open."""
+        now, closed, scheduler = time.monotonic(), self.closed, self.scheduler
+        if not force and now - self._published < STATE_S and self._state["closed"] == closed:
             return None
         self._published = now
         while self._recent and self._recent[0][0] < now - WINDOW_S:
@@ -212,7 +192,6 @@ class Engine:
         self._state = {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "queued": waiting,
             "prefilling": [
                 {"request": one.id, "done": one.num_computed, "shared": one.num_cached, "total": len(one.prompt)}
                 for one in scheduler.running.values()

@@ -28,8 +28,8 @@ from typing import Any
 import zmq
 
 from ringattn.launch.serve import messages
-from ringattn.launch.serve.engine import Closed, Engine
-from ringattn.launch.serve.scheduler import NeverFits, QueueFull, Request
+from ringattn.launch.serve.engine import Engine
+from ringattn.launch.serve.scheduler import Request
 
 MODULE = "ringattn.launch.serve.http.process"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -179,11 +179,7 @@ class EngineServer:
     def _handle(self, data: bytes) -> None:
         message = messages.decode_to_engine(data)
         if isinstance(message, messages.Submit):
-            try:
-                self._engine.submit(requests_of(message))
-            except (NeverFits, QueueFull, Closed) as error:
-                request_ids = [request.id for request in message.requests]
-                self._send(messages.Rejected(request_ids, type(error).__name__, str(error)))
+            self._engine.submit(requests_of(message))
         elif isinstance(message, messages.Cancel):
             self._engine.cancel(message.request_id, message.keep)
         elif isinstance(message, messages.Ready):

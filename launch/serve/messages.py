@@ -11,29 +11,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from ringattn.launch.serve.config import Limits
+from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.sampling import Logprob, Sampling
 
 LINGER_MS = 5000
 """Milliseconds in which a message that was sent may leave after its socket was closed."""
 RETRY_MS = 10
 """Milliseconds between attempts to connect to a receiver that is not there yet."""
-
-
-class Capacity(msgspec.Struct, frozen=True):
-    """Tokens and requests that the engine can hold.
-
-    Attributes:
-        max_waiting: Requests that wait behind the running ones at most (Note [Waiting requests] of scheduler.py).
-        page_size: Tokens of a page, and of a block of `Prompt.digests`.
-        keep_prefixes: Whether prefixes are shared, for which the digests are needed.
-    """
-
-    tokens: int
-    max_running: int
-    max_waiting: int
-    page_size: int
-    keep_prefixes: bool
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -83,7 +67,7 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """New requests, all of which are accepted or none. A prompt that several requests have is sent once."""
+    """New requests. A prompt that several requests have is sent once."""
 
     prompts: list[Prompt]
     requests: list[NewRequest]
@@ -115,19 +99,15 @@ class Settings(msgspec.Struct, tag=True):
 
     Attributes:
         tokenizer: Argument of `make_tokenizer`.
-        key: Bearer token that clients must send; None for none.
-        hosts: Names by which clients may call the server; None for any.
+        length: Maximum tokens of a prompt and its answer.
         about: Description of the server for /state.
     """
 
     model: str
     tokenizer: dict[str, Any]
-    limits: Limits
-    capacity: Capacity
+    args: ServeArgs
+    length: int
     state: dict[str, Any]
-    connections: int
-    key: str | None = None
-    hosts: tuple[str, ...] | None = None
     about: dict[str, Any] = {}
 
 
@@ -138,36 +118,14 @@ class StepOutput(msgspec.Struct, tag=True, omit_defaults=True):
     state: dict[str, Any] | None = None
 
 
-class Rejected(msgspec.Struct, tag=True):
-    """The engine does not accept the requests of a `Submit`; kind is the name of the exception that it raised."""
-
-    request_ids: list[int]
-    kind: str
-    reason: str
-
-
 class Stop(msgspec.Struct, tag=True):
     """No message follows: the receiver finishes its work and exits."""
 
 
-ToHttp = Settings | StepOutput | Rejected | Stop
+ToHttp = Settings | StepOutput | Stop
 
 
 # between ranks
-
-
-class RankAddress(msgspec.Struct, tag=True):
-    """Address at which rank 0 accepts other ranks, and the secret that identifies them."""
-
-    host: str
-    port: int
-    secret: str
-
-
-class PortResult(msgspec.Struct, tag=True):
-    """Result of rank 0's attempt to get the port for clients: an error message, empty on success."""
-
-    error: str
 
 
 class StepCommand(msgspec.Struct, tag=True, omit_defaults=True):
@@ -200,20 +158,13 @@ class StepCommand(msgspec.Struct, tag=True, omit_defaults=True):
     scored: list[int] = []
 
 
-ToRank = RankAddress | PortResult | StepCommand | Heartbeat | Stop
-
-
-class Hello(msgspec.Struct):
-    """First message of a rank to rank 0."""
-
-    process: int
+ToRank = StepCommand | Heartbeat | Stop
 
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_to_http = msgspec.msgpack.Decoder(ToHttp).decode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
-decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
 def receive_at(folder: str, receiver: str) -> zmq.Socket[bytes]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ringattn.inference import PagedKVCache
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.launch.serve.messages import StepCommand
-from ringattn.launch.serve.sampling import Logprob, SampledTokens, Sampling, sample_tokens, score, to_device
+from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score, to_device
 from ringattn.launch.serve.scheduler import Plan
 from ringattn.transport.timeout import EventPair
 
@@ -119,7 +119,8 @@ class ModelRunner:
     def start(self, plan: StepCommand) -> PendingStep:
         """Enqueue a step and the sampling of its tokens; all ranks call it, rank 0 with a `Plan`."""
         begun = self._record_event()
-        logits, scored = self._compute(plan)
+        tokens = self._tokens(plan)
+        logits, scored = self._compute_scored(plan, tokens) if plan.scored else (self._compute_wanted(plan, tokens), [])
         sampled, count = None, len(plan.wanted)
         if self.cache.ring.rank == 0:
             assert isinstance(plan, Plan), "rank 0 has the requests"
@@ -153,13 +154,8 @@ class ModelRunner:
         self._local_tokens, self._all = new(tokens), new(self.cache.ring.world_size * tokens)
         self._bits = [x.view(torch.float32)[None] for x in (self._local_tokens, self._all)]
 
-    def _compute(self, plan: StepCommand) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits `wanted vocab` of a step, which the next one may overwrite, and `rows vocab` of each scored request."""
-        tokens = self._tokens(plan)
-        return self._compute_scored(plan, tokens) if plan.scored else (self._compute_wanted(plan, tokens), [])
-
     def _compute_scored(self, plan: StepCommand, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Compute a step in which all rows of some requests give logits."""
+        """Return the logits `wanted vocab` of a step, and `rows vocab` of each request whose rows all give logits."""
         from ringattn.integrations.transformers.model_forward import forward_step
 
         step = self.cache.extend(plan.cache_ids, plan.counts, mode="prefill")
@@ -243,31 +239,17 @@ class PendingStep:
         """Whether it has been computed; does not wait."""
         return self.end is None or self.end.query()
 
-    def wait(self) -> None:
-        """Wait for its end.
+    def wait(self) -> SampledTokens | None:
+        """Wait for its end; return the sampled tokens on rank 0.
 
         Raises:
             RuntimeError: A rank did not come in time; see `Ring.synchronize`.
         """
         runner = self.model_runner
-        if self.end is None:
-            return
-        if not any(self.kind[:3]):
+        if self.end is not None and any(self.kind[:3]):
+            events = EventPair(self.begun, self.end, runner.typical_s.get(self.kind, 0.0))
+            runner.cache.ring.synchronize(runner.cache.device, events=events, what=self.what)
+            runner.typical_s[self.kind] = events.lasted_s
+        elif self.end is not None:
             self.end.synchronize()  # prefill around the ring has the timeouts of plain calls
-            return
-        events = EventPair(self.begun, self.end, runner.typical_s.get(self.kind, 0.0))
-        runner.cache.ring.synchronize(runner.cache.device, events=events, what=self.what)
-        runner.typical_s[self.kind] = events.lasted_s
-
-    def read(self) -> list[tuple[int | None, Logprob | None]]:
-        """Wait, and return the sampled tokens and their logprobs, on rank 0."""
-        return self._on_rank_0().read()
-
-    def read_scores(self) -> list[tuple[Logprob, ...] | None]:
-        """Wait, and return the logprobs of scored prompts, on rank 0."""
-        return self._on_rank_0().read_scores()
-
-    def _on_rank_0(self) -> SampledTokens:
-        self.wait()
-        assert self.sampled is not None, "rank 0 samples"
         return self.sampled

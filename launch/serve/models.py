@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.launch.runtime.checkpoint_files import has_weights, read_config, read_model
-from ringattn.launch.runtime.distributed import Rank, Refusal
+from ringattn.launch.runtime.checkpoint_files import has_tokenizer, has_weights, read_config, read_model
+from ringattn.launch.runtime.distributed import Refusal, Session
 from ringattn.launch.runtime.planned_memory import RESERVE, check_fits
 from ringattn.launch.serve.config import TINY, ServeArgs, check_model
 from ringattn.launch.serve.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
@@ -26,8 +26,6 @@ from ringattn.ring import Ring
 
 CPU_CACHE_GIB = 0.25
 """GiB of the cache of a rank on CPUs, where other processes need most of the memory."""
-
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 _TINY = {
     "vocab_size": 257,
@@ -98,7 +96,7 @@ def load_model(
             )
         length = table
     vocab: int = model.get_input_embeddings().weight.shape[0]
-    if path != TINY and any((folder / file).is_file() for file in TOKENIZERS):
+    if path != TINY and has_tokenizer(folder):
         tokenizer: Tokenizer = PretrainedTokenizer(folder, _stops(model), vocab)
     elif vocab >= ByteTokenizer.MIN_VOCAB:
         tokenizer = ByteTokenizer(vocab)
@@ -203,9 +201,9 @@ def _build_model(
 
 
 @torch.no_grad()
-def broadcast_weights(model: Any, rank: Rank) -> None:
+def broadcast_weights(model: Any, session: Session) -> None:
     """Broadcast weights and buffers of rank 0: different GPUs may draw different numbers from the same seed."""
-    if rank.world_size > 1:
+    if session.world_size > 1:
         for x in (*model.parameters(), *model.buffers()):
             dist.broadcast(x.detach(), src=0)
 

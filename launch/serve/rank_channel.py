@@ -7,43 +7,33 @@ other messages are dropped.
 
 from __future__ import annotations
 
-import datetime
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
-from typing import Any
 
-import msgspec
-import torch
-import torch.distributed as dist
 import zmq
 
-from ringattn.launch.runtime.distributed import Rank
-from ringattn.launch.serve.messages import Hello, RankAddress, ToRank, decode_hello, decode_to_rank, encode, poller
+from ringattn.launch.runtime.distributed import Session
+from ringattn.launch.serve.messages import ToRank, decode_to_rank, encode, poller
 
-FRAME = 1024
-"""Bytes of the broadcast of rank 0's first address."""
 LINGER_MS = 2000
 """Milliseconds in which a message that was sent may leave after its socket was closed."""
 
 
-def accept_ranks(
-    rank: Rank, announce: Callable[[RankAddress], object], timeout_s: float
-) -> tuple[zmq.Socket[bytes], dict[bytes, str]]:
+def accept_ranks(session: Session, timeout_s: float) -> tuple[zmq.Socket[bytes], dict[bytes, str]]:
     """Wait on rank 0 until all other ranks have connected; return a ROUTER socket, and the names of ranks by identity.
 
-    `announce` sends them the address for `connect_to_rank_0`. Raises RuntimeError if a rank did not connect in time.
+    The others call `connect_to_rank_0`. Raises RuntimeError if a rank did not connect in time.
     """
-    local = os.environ.get("LOCAL_WORLD_SIZE") == str(rank.world_size)
+    local = os.environ.get("LOCAL_WORLD_SIZE") == str(session.world_size)
     host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", "127.0.0.1")
     router = zmq.Context.instance().socket(zmq.ROUTER)
     router.linger, router.router_mandatory = LINGER_MS, True
     port = router.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
     secret = secrets.token_hex(16)
-    expected = {_identity(secret, index): index for index in range(1, rank.world_size)}
-    announce(RankAddress(host, port, secret))
+    expected = {_identity(secret, index): index for index in range(1, session.world_size)}
+    session.broadcast((host, port, secret))
     names: dict[bytes, str] = {}
     deadline = time.monotonic() + timeout_s
     while missing := [index for identity, index in expected.items() if identity not in names]:
@@ -52,17 +42,18 @@ def accept_ranks(
             raise RuntimeError(f"ranks {missing} must connect to rank 0 within {timeout_s:g} s, got nothing from them")
         identity, *frames = router.recv_multipart()
         if identity in expected:
-            names[identity] = f"rank {expected[identity]} (process {decode_hello(frames[0]).process})"
+            names[identity] = f"rank {expected[identity]} (process {int(frames[0])})"
     return router, names
 
 
-def connect_to_rank_0(rank: Rank, address: RankAddress) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+def connect_to_rank_0(session: Session) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
     """Connect another rank to rank 0; return a DEALER socket, and one that can be read when the connection has ended."""
+    host, port, secret = session.broadcast(None)
     dealer = zmq.Context.instance().socket(zmq.DEALER)
-    dealer.linger, dealer.routing_id = LINGER_MS, _identity(address.secret, rank.index)
+    dealer.linger, dealer.routing_id = LINGER_MS, _identity(secret, session.rank)
     ended = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    dealer.connect(f"tcp://{address.host}:{address.port}")
-    dealer.send(encode(Hello(os.getpid())))
+    dealer.connect(f"tcp://{host}:{port}")
+    dealer.send(str(os.getpid()).encode())
     return dealer, ended
 
 
@@ -84,17 +75,17 @@ class RankChannel:
     A wait for a message, or for a receiver, raises RuntimeError after `timeout_s`.
     """
 
-    def __init__(self, rank: Rank, timeout_s: float) -> None:
-        self._rank, self._timeout = rank, timeout_s
+    def __init__(self, session: Session, timeout_s: float) -> None:
+        self._session, self._timeout = session, timeout_s
         self._names: dict[bytes, str] = {}
         self._socket: zmq.Socket[bytes] | None = None
-        if rank.world_size == 1:
+        if session.world_size == 1:
             return
-        if rank.first:
-            self._socket, self._names = accept_ranks(rank, self._share_address, timeout_s)
+        if session.first:
+            self._socket, self._names = accept_ranks(session, timeout_s)
             self._socket.sndtimeo = int(1000 * timeout_s)
         else:
-            self._socket, ended = connect_to_rank_0(rank, self._share_address())
+            self._socket, ended = connect_to_rank_0(session)
             self._poller = poller(self._socket, ended)
 
     def broadcast(self, message: ToRank) -> None:
@@ -127,13 +118,5 @@ class RankChannel:
     def close(self) -> None:
         """Close the connections."""
         if self._socket is not None:
-            self._socket.close() if self._rank.first else close_dealer(self._socket)
+            self._socket.close() if self._session.first else close_dealer(self._socket)
             self._socket, self._names = None, {}
-
-    def _share_address(self, address: RankAddress | None = None) -> RankAddress:
-        """Broadcast the address of rank 0 over a process group of its own: the only message that takes this way."""
-        data = b"" if address is None else msgspec.json.encode(address)
-        frame = torch.frombuffer(bytearray(data.ljust(FRAME)), dtype=torch.uint8)
-        group: Any = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=self._timeout))
-        dist.broadcast(frame, src=0, group=group)
-        return msgspec.json.decode(frame.numpy().tobytes(), type=RankAddress)

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import zmq
 
-from ringattn.launch.runtime.distributed import Rank
-from ringattn.launch.serve.messages import Heartbeat, RankAddress, encode, poller
-from ringattn.launch.serve.rank_channel import RankChannel, accept_ranks, close_dealer, connect_to_rank_0
+from ringattn.launch.runtime.distributed import Session
+from ringattn.launch.serve.messages import Heartbeat, encode, poller
+from ringattn.launch.serve.rank_channel import accept_ranks, close_dealer, connect_to_rank_0
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
@@ -36,20 +36,18 @@ class RankLiveness:
         timeout_s: Seconds without a heartbeat after which a rank counts as lost, and in which all must connect.
     """
 
-    def __init__(self, rank: Rank, channel: RankChannel, lost: Callable[[str], None], timeout_s: float) -> None:
+    def __init__(self, session: Session, lost: Callable[[str], None], timeout_s: float) -> None:
         self._lost, self._timeout = lost, timeout_s
         self._closing = threading.Event()
         self._expected = threading.Event()
         self._thread: threading.Thread | None = None
-        if rank.world_size == 1:
+        if session.world_size == 1:
             return
-        if rank.first:
-            router, names = accept_ranks(rank, channel.broadcast, timeout_s)
+        if session.first:
+            router, names = accept_ranks(session, timeout_s)
             self._start(lambda: self._watch_ranks(router, names))
         else:
-            address = channel.receive()
-            assert isinstance(address, RankAddress), "all ranks make a RankLiveness at the same time"
-            dealer, ended = connect_to_rank_0(rank, address)
+            dealer, ended = connect_to_rank_0(session)
             self._start(lambda: self._watch_rank_0(dealer, ended))
 
     def expect_end(self) -> None:

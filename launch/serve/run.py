@@ -1,6 +1,6 @@
 """One rank of the server: loads the model, computes steps until the server ends, and handles signals and failures.
 
-Ranks are started by cli.py.
+Ranks are started by __main__.py.
 
 On SIGTERM or SIGINT rank 0 accepts no more requests, rejects waiting ones, waits up to --grace seconds for running ones, and
 sends Stop to the other ranks; all exit with 0. The others ignore both signals: they end when rank 0 sends Stop or is gone. When a
@@ -16,7 +16,6 @@ import dataclasses
 import datetime
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,16 +23,16 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
-from ringattn.launch.runtime.distributed import Rank, Refusal, init_ranks
+from ringattn.launch.runtime.distributed import Refusal, Session, init_ranks
 from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.runtime.planned_memory import least_gpu_bytes
-from ringattn.launch.runtime.session import Session, machine
-from ringattn.launch.serve.config import ENDED, LOOPBACK, Limits, ServeArgs, freeze_gc, raise_file_limit
+from ringattn.launch.runtime.session import machine
+from ringattn.launch.serve.config import ENDED, ServeArgs, freeze_gc, raise_file_limit
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
-from ringattn.launch.serve.messages import PortResult, Settings, Stop
+from ringattn.launch.serve.messages import Settings, Stop
 from ringattn.launch.serve.model_runner import ModelRunner
 from ringattn.launch.serve.models import (
     ServedModel,
@@ -48,8 +47,6 @@ from ringattn.launch.serve.rank_liveness import RankLiveness
 from ringattn.launch.serve.scheduler import Scheduler
 from ringattn.ring import Ring
 
-T = TypeVar("T")
-
 FAREWELL_S = 1.0
 """Seconds in which error answers may be sent before the process exits."""
 HTTP_EXIT_S = 10.0
@@ -61,8 +58,8 @@ SHOWN_FLAGS = "kv_dtype page_size chunk max_running queue max_connections keep_p
 class FatalExit:
     """Ends the process after a fatal failure: prints the cause, fails all requests, and exits."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = rank
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._once = threading.Lock()
         self.engine: Engine | None = None
         self.process: HttpProcess | None = None
@@ -71,7 +68,7 @@ class FatalExit:
         """Print the cause, fail all requests, and exit with code 1, in any thread; only the first call counts."""
         if not self._once.acquire(blocking=False):
             time.sleep(60)  # the thread that was first is about to end the process
-        print(f"error: rank {self._rank.index}: {why}", file=sys.stderr, flush=True)
+        print(f"error: rank {self._session.rank}: {why}", file=sys.stderr, flush=True)
         if self.engine is not None:
             self.engine.fail(f"the server is going down: {why}")
             time.sleep(FAREWELL_S)
@@ -93,32 +90,39 @@ def run_rank(args: ServeArgs) -> int:
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with init_ranks(args.device, args.timeout) as rank, contextlib.ExitStack() as stack:
-            fatal_exit = FatalExit(rank)
-            channel = RankChannel(rank, args.timeout)
+        with init_ranks(args.device, args.timeout) as session, contextlib.ExitStack() as stack:
+            fatal_exit = FatalExit(session)
+            channel = RankChannel(session, args.timeout)
             stack.callback(channel.close)
+
+            def start_http() -> None:
+                raise_file_limit(args.max_connections)
+                fatal_exit.process = HttpProcess(bind(args.host, args.port))
+                stack.callback(fatal_exit.process.kill)
+
+            def listen() -> None:
+                assert fatal_exit.process is not None, "rank 0 has started it"
+                fatal_exit.process.listen()
+
             try:
-                bound = _with_port(args, rank, channel, lambda: _bind(args))
-                if bound is not None:
-                    fatal_exit.process = HttpProcess(bound)
-                    stack.callback(fatal_exit.process.kill)
-                served, model_runner = _prepare(args, rank)  # which may take minutes
-                _with_port(args, rank, channel, lambda: fatal_exit.process and fatal_exit.process.listen())
+                session.lead(lambda: _use_port(args, start_http))
+                served, model_runner = _prepare(args, session)  # which may take minutes
+                session.lead(lambda: _use_port(args, listen))
                 freeze_gc()
-                liveness = RankLiveness(rank, channel, fatal_exit, args.timeout)
+                liveness = RankLiveness(session, fatal_exit, args.timeout)
                 serving.set()
-                if not rank.first:
+                if not session.first:
                     worker_loop(model_runner, channel)
                     liveness.close()
                 else:
-                    _serve(args, rank, channel, liveness, served, model_runner, fatal_exit, stops)
+                    _serve(args, session, channel, liveness, served, model_runner, fatal_exit, stops)
             except Refusal:
                 raise  # on every rank alike
             except Exception as error:
                 # a broken connection is an effect: wait for RankLiveness, which knows the cause
-                time.sleep(0 if rank.world_size == 1 else 2 * FAREWELL_S)
+                time.sleep(0 if session.world_size == 1 else 2 * FAREWELL_S)
                 traceback.print_exc()
-                if rank.orphaned:
+                if session.orphaned:
                     fatal_exit("the launcher of the ranks is gone, and with it their rendezvous store")
                 fatal_exit(f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}")
     finally:
@@ -127,20 +131,17 @@ def run_rank(args: ServeArgs) -> int:
     return 0
 
 
-def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner]:
+def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunner]:
     """Load the model; return it with its runner."""
-    if args.nproc not in (None, rank.world_size):
-        raise Refusal(
-            f"nproc must be the number of ranks that torchrun started, got {args.nproc} and {rank.world_size}; leave it out"
-        )
+    session.check_count(args.nproc)
     ring = Ring(timeout=datetime.timedelta(seconds=args.timeout))
-    problem, served, whole = "", None, least_gpu_bytes(rank)
+    problem, served, whole = "", None, least_gpu_bytes(session)
     try:
-        planned = "" if whole is None else check_memory(args, rank.device, rank.world_size, whole)
-        if planned and rank.first:
-            print(planned, flush=True)
+        planned = "" if whole is None else check_memory(args, session.device, session.world_size, whole)
+        if planned:
+            session.say(planned)
         served = load_model(
-            args.model, name=args.name, dtype=args.dtype, device=rank.device, seed=args.seed, max_len=args.max_len
+            args.model, name=args.name, dtype=args.dtype, device=session.device, seed=args.seed, max_len=args.max_len
         )
     except Refusal as error:
         problem = str(error)
@@ -154,51 +155,31 @@ def _prepare(args: ServeArgs, rank: Rank) -> tuple[ServedModel, ModelRunner]:
     if served is None:
         raise Refusal(problem)
     if served.random_weights:
-        broadcast_weights(served.model, rank)
-    if rank.device.type == "cuda":
+        broadcast_weights(served.model, session)
+    if session.device.type == "cuda":
         for line in optimize_model(served.model, ring, fused=args.fuse, split=args.split).messages:
-            if rank.first:
-                print(line, flush=True)
+            session.say(line)
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
     model_runner = ModelRunner(served.model, cache, args.max_running, None if args.graphs else False)
     for line in model_runner.prepare(served.length):
-        if rank.first:
-            print(line, flush=True)
+        session.say(line)
     return served, model_runner
 
 
-def _bind(args: ServeArgs) -> socket.socket:
-    """Bind the port for clients, and raise the limit of open files to that of connections."""
-    raise_file_limit(args.max_connections)
-    return bind(args.host, args.port)
-
-
-def _with_port(args: ServeArgs, rank: Rank, channel: RankChannel, use: Callable[[], T]) -> T | None:
-    """Return the result of `use` on rank 0, and None on the others; raise Refusal on every rank if it fails."""
-    error, found = "", None
-    if rank.first:
-        try:
-            found = use()
-        except Refusal as why:
-            error = str(why)
-        except OSError as why:
-            error = (
-                f"host and port must be free to listen on, got {args.host} and {args.port}: {why.strerror or why}; "
-                "pass another --port, or --port 0 for any"
-            )
-        channel.broadcast(PortResult(error))
-    else:
-        result = channel.receive()
-        assert isinstance(result, PortResult), "all ranks need the port at the same time"
-        error = result.error
-    if error:
-        raise Refusal(error)
-    return found
+def _use_port(args: ServeArgs, use: Callable[[], object]) -> None:
+    """Call a function that needs the port for clients; raise Refusal if the port is taken."""
+    try:
+        use()
+    except OSError as why:
+        raise Refusal(
+            f"host and port must be free to listen on, got {args.host} and {args.port}: {why.strerror or why}; "
+            "pass another --port, or --port 0 for any"
+        ) from None
 
 
 def _serve(
     args: ServeArgs,
-    rank: Rank,
+    session: Session,
     channel: RankChannel,
     liveness: RankLiveness,
     served: ServedModel,
@@ -213,7 +194,6 @@ def _serve(
         model_runner.allocator,
         chunk=args.chunk,
         max_running=args.max_running,
-        max_waiting=args.queue,
         keep=args.keep_prefixes,
         pieces=model_runner.graph_runner.most_pieces,
         rows=model_runner.graph_runner.most_rows,
@@ -221,34 +201,33 @@ def _serve(
     engine = Engine(model_runner, scheduler, channel.broadcast, time_limit_s=args.time_limit)
     fatal_exit.engine = engine
     where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{process.port}"
+    tokens = model_runner.cache.capacity_tokens
     settings = Settings(
         model=served.name,
-        tokenizer=served.tokenizer.recipe(),
-        limits=Limits(
-            body=int(args.max_body_mib * 2**20),
-            length=args.max_len or served.length,
-            max_tokens=args.max_tokens,
-            default_tokens=args.default_tokens,
-        ),
-        capacity=scheduler.capacity,
+        tokenizer=served.tokenizer.recipe,
+        args=args,
+        length=min(args.max_len or served.length or tokens, tokens),
         state=engine.state(),
-        key=args.api_key,
-        hosts=LOOPBACK if args.host in LOOPBACK else None,
-        about=_server_info(args, rank, served, model_runner),
-        connections=args.max_connections,
+        about=_server_info(args, session, served, model_runner),
     )
     server = EngineServer(engine, process.folder, process.link, process.name, fatal_exit, args.timeout)
     server.start(settings)
     print(f"cache: {describe_cache(model_runner.cache)}", flush=True)
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
-    if rank.backend != "none" and ENDED not in os.environ:
+    if session.backend is not None and ENDED not in os.environ:
         print(
             f"to end it: kill {os.getpid()} (torchrun that is told to end reports the signal as an error)", flush=True
         )
     ended = threading.Event()
-    threading.Thread(
-        target=_stop_on_signals, args=(engine, args.grace, stops, rank, ended), daemon=True, name="signals"
-    ).start()
+
+    def stop_on_signals() -> None:
+        while not ended.wait(0.1) and not engine.closed:
+            if stops or session.orphaned:
+                why = signal.Signals(stops[0]).name if stops else "the end of its launcher"
+                print(f"stopping after {why}: running requests have {args.grace:g} s to end", flush=True)
+                engine.stop(args.grace)
+
+    threading.Thread(target=stop_on_signals, daemon=True, name="signals").start()
     engine.run()
     ended.set()
     liveness.expect_end()
@@ -261,12 +240,10 @@ def _serve(
     print("stopped", flush=True)
 
 
-def _server_info(args: ServeArgs, rank: Rank, served: ServedModel, model_runner: ModelRunner) -> dict[str, Any]:
+def _server_info(args: ServeArgs, session: Session, served: ServedModel, model_runner: ModelRunner) -> dict[str, Any]:
     """Return the machine, the model and the flags on which speeds depend; no paths, no key."""
-    backend = None if rank.backend == "none" else rank.backend
-    facts = machine(Session(rank.index, rank.world_size, rank.device, backend))
     return {
-        **{name: value for name, value in facts.items() if name not in ("command", "date")},
+        **{name: value for name, value in machine(session).items() if name not in ("command", "date")},
         "kind": type(served.model).__name__,
         "parameters": sum(x.numel() for x in served.model.parameters()),
         "dtype": str(served.model.dtype).removeprefix("torch."),
@@ -274,12 +251,3 @@ def _server_info(args: ServeArgs, rank: Rank, served: ServedModel, model_runner:
         "graphs": model_runner.graph_runner.captured,
         "flags": {name: getattr(args, name) for name in SHOWN_FLAGS},
     }
-
-
-def _stop_on_signals(engine: Engine, grace_s: float, stops: list[int], rank: Rank, ended: threading.Event) -> None:
-    """Stop an engine after a signal or when the launcher is gone, until an event is set."""
-    while not ended.wait(0.1) and not engine.closed:
-        if stops or rank.orphaned:
-            why = signal.Signals(stops[0]).name if stops else "the end of its launcher"
-            print(f"stopping after {why}: running requests have {grace_s:g} s to end", flush=True)
-            engine.stop(grace_s)

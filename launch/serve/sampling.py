@@ -81,7 +81,7 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
         self._hash = hashlib.blake2b((self.seed or secrets.token_hex()).encode(), digest_size=8)
         self._num_drawn = 0
         # on the device, from the first token on
-        self._counts: Tensor | None = None
+        self.counted: Tensor | None = None
         self._biases: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -109,15 +109,11 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
 
     def counts(self, prompt: Sequence[int], x: Tensor) -> Tensor:
         """Return the count of each token in the answer, and IN_PROMPT more if the prompt has it: `vocab` int32, where x is."""
-        if self._counts is None:
-            self._counts = torch.zeros(x.shape[1], dtype=torch.int32, device=x.device)
+        if self.counted is None:
+            self.counted = torch.zeros(x.shape[1], dtype=torch.int32, device=x.device)
             known = [token for token in set(prompt) if token < x.shape[1]]
-            self._counts.index_fill_(0, to_device(known, torch.int64, x.device), IN_PROMPT)
-        return self._counts
-
-    def set_counts(self, counts: Tensor) -> None:
-        """Store the counts after one more token."""
-        self._counts = counts
+            self.counted.index_fill_(0, to_device(known, torch.int64, x.device), IN_PROMPT)
+        return self.counted
 
     def biases(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens of `logit_bias` and what is added to their logits, on the device of x, `b vocab`."""
@@ -183,7 +179,7 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequen
     if at is not None and counts is not None:
         counts.scatter_add_(1, tokens[at].clamp(min=0)[:, None], torch.ones_like(counts[:, :1]))
         for row, one in zip(counted, counts, strict=True):
-            samplings[row].set_counts(one)
+            samplings[row].counted = one
     wanting = [row for row, sampling in enumerate(samplings) if sampling.logprobs is not None]
     if not wanting:
         return SampledTokens(tokens, None, tuple(samplings))

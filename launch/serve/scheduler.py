@@ -11,6 +11,11 @@ Note [Scheduling policy]
     oldest prompt, and the rest to those that are closest to their end: a long prompt stalls neither answers nor short prompts,
     and is not starved by them.
 
+Note [Short prompts]). If they cannot share a step they alternate: between two
+    tokens of an answer there is at most one chunk of prompts. Half of a chunk, or more if the others leave some, belongs to the
+    oldest prompt, and the rest to those that are closest to their end: a long prompt stalls neither answers nor short prompts,
+    and is not starved by them.
+
 Note [Waiting requests]
     A limit bounds the requests that wait beyond those that can run. A request is counted when it arrives, which may be in the
     middle of a step. It waits if a request before it waits, if all slots of running requests are taken, or if the cache has
@@ -40,14 +45,14 @@ Note [Asynchronous steps]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS as PIECE
 from ringattn.inference.page_allocator import PageAllocator
-from ringattn.launch.serve.messages import Capacity, Event, StepCommand
+from ringattn.launch.serve.messages import Event, StepCommand
 from ringattn.launch.serve.prefix_cache import Digest, PrefixIndex, prefix_digests
 from ringattn.launch.serve.sampling import Logprob, Sampling
 
@@ -65,61 +70,6 @@ SCORED = 256
 """Tokens that a prompt brings to a step if logits of all of them are wanted: 128 MiB of a vocabulary of 2**17 in fp32."""
 
 
-class NeverFits(ValueError):
-    """A request is larger than anything this server can hold; the message has the numbers."""
-
-
-class QueueFull(RuntimeError):
-    """There are too many requests already; the message has the numbers."""
-
-
-def check_queue(capacity: Capacity, requests: int, waiting: int) -> None:
-    """Raise QueueFull if a number of new requests must not wait beside those that wait already."""
-    if waiting + requests > capacity.max_waiting:
-        raise QueueFull(
-            f"at most {capacity.max_waiting} requests may wait, got {requests} more beside {waiting}; try again later"
-        )
-
-
-@dataclass(frozen=True)
-class AdmissionQueue:
-    """Counts of the requests that can be admitted at once, and of those that wait (Note [Waiting requests]).
-
-    Attributes:
-        slots: Further requests that can run.
-        pages: Pages that the cache has for them.
-
-    Example:
-        >>> capacity = Capacity(tokens=64, max_running=4, max_waiting=1, page_size=4, keep_prefixes=True)
-        >>> queue = AdmissionQueue(capacity, slots=4, pages=16)
-        >>> requests = [Request(x, [1] * 20, 4) for x in range(3)]  # 6 pages each
-        >>> queue.after(requests).waiting
-        1
-    """
-
-    capacity: Capacity
-    slots: int
-    pages: int
-    waiting: int = 0
-
-    def after(self, requests: Iterable[Request]) -> AdmissionQueue:
-        """Return the counts after further requests, in their order."""
-        slots, pages, waiting = self.slots, self.pages, self.waiting
-        for request in requests:
-            need = _pages(request.max_length, self.capacity.page_size)
-            if waiting or not slots or need > pages:
-                waiting += 1
-            else:
-                slots, pages = slots - 1, pages - need
-        return AdmissionQueue(self.capacity, slots, pages, waiting)
-
-    def admit(self, requests: Iterable[Request]) -> AdmissionQueue:
-        """Return the counts after further requests; raise QueueFull if too many of them would wait."""
-        after = self.after(requests)
-        check_queue(self.capacity, after.waiting - self.waiting, self.waiting)
-        return after
-
-
 @dataclass
 class Request:
     """Request for one answer.
@@ -132,7 +82,6 @@ class Request:
         tokens: The prompt and the answer so far.
         num_computed: Tokens that are in the cache, or in a step that was planned.
         num_cached: Tokens of the prompt that were in the cache at its admission.
-        pages: Pages reserved for it, shared ones included, once it is admitted.
         pending: Tokens that are being sampled: of steps that were planned and not recorded.
         output_index: Index of the last of them among the tokens that its step samples.
     """
@@ -150,7 +99,6 @@ class Request:
     cache_id: int = -1
     num_computed: int = 0
     num_cached: int = 0
-    pages: int = 0
     pending: int = 0
     output_index: int = -1
 
@@ -229,7 +177,6 @@ class Scheduler:
     """Plans every step (Note [Scheduling policy]).
 
     Args:
-        max_waiting: Maximum of requests that wait behind them.
         keep: Whether prefixes are shared, and kept when their requests have ended.
         pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps.
         rows: Tokens that a mixed step has room for; 0: there are no such steps.
@@ -241,7 +188,6 @@ class Scheduler:
         *,
         chunk: int,
         max_running: int,
-        max_waiting: int,
         keep: bool = True,
         pieces: int = 0,
         rows: int = 0,
@@ -249,54 +195,21 @@ class Scheduler:
         self.allocator, self.chunk, self.keep, self.pieces, self.rows = allocator, chunk, keep, pieces, rows
         self.max_running = max_running
         self._all_pages = allocator.pages * allocator.world_size
-        size = allocator.page_size
-        self.capacity = Capacity(self._all_pages * size, max_running, max_waiting, size, keep)
         self.waiting: deque[Request] = deque()
         self.running: dict[int, Request] = {}
         self.kept_prefixes: dict[int, list[int]] = {}  # cache id -> its tokens, least recently used first
         self.prefill_tokens = self.shared_tokens = 0
-        self._computed = PrefixIndex(size)  # by cache id
-        self._computing = PrefixIndex(size)  # by request id: prompts that are being computed
+        self._computed = PrefixIndex(allocator.page_size)  # by cache id
+        self._computing = PrefixIndex(allocator.page_size)  # by request id: prompts that are being computed
         self._by_cache_id: dict[int, Request] = {}
         self._changes: list[tuple[Any, ...]] = []
-        self._reserved_pages = 0  # of running requests
-        self._admission_queue: AdmissionQueue | None = None  # cached until something changes
         self._num_removed = 0  # requests that were removed so far
         self._blocked: tuple[int, int] | None = None  # the request without enough pages, and _num_removed then
         self._decoded = self._packed = False
 
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raise NeverFits if one request is larger than the cache, or an empty server could not take them all at once."""
-        tokens = self.capacity.tokens
-        for request in requests:
-            if _pages(request.max_length, self.allocator.page_size) > self._all_pages:
-                raise NeverFits(
-                    f"prompt and max_tokens must fit into the cache of {tokens} tokens on {self.allocator.world_size} ranks, got "
-                    f"{len(request.prompt)} + {request.max_tokens} = {request.max_length}; ask for less, or start the server "
-                    "with more cache"
-                )
-        waiting = AdmissionQueue(self.capacity, self.max_running, self._all_pages).after(requests).waiting
-        if waiting > self.capacity.max_waiting:
-            raise NeverFits(
-                f"of answers that are asked for at once at most {self.capacity.max_waiting} may wait for room, got {waiting} of "
-                f"{len(requests)} behind those that the cache of {tokens} tokens holds; ask for fewer, or for less"
-            )
-
-    def admission_queue(self) -> AdmissionQueue:
-        """Return the counts of requests that can be admitted, and of those that wait."""
-        if self._admission_queue is None:
-            slots = self.max_running - len(self.running)
-            if not slots or (self.waiting and self._blocked == (self.waiting[0].id, self._num_removed)):
-                self._admission_queue = AdmissionQueue(self.capacity, 0, 0, len(self.waiting))
-            else:
-                pages = max(self._all_pages - self._reserved_pages, self.allocator.available)
-                self._admission_queue = AdmissionQueue(self.capacity, slots, pages).after(self.waiting)
-        return self._admission_queue
-
     def add(self, requests: Sequence[Request]) -> None:
-        """Add requests to the queue; `check` and `AdmissionQueue.admit` have accepted them."""
+        """Add requests to the queue; each fits into the cache by itself."""
         for request in requests:
-            self._admission_queue = None
             request.tokens = list(request.prompt)
             if self.keep and not request.digests:
                 request.digests = prefix_digests(request.prompt, self.allocator.page_size)
@@ -309,7 +222,6 @@ class Scheduler:
             return True
         for request in self.waiting:
             if request.id == request_id:
-                self._admission_queue = None
                 self.waiting.remove(request)
                 return True
         return False
@@ -381,14 +293,14 @@ class Scheduler:
     def record(
         self,
         plan: Plan,
-        chosen: Mapping[int, tuple[int | None, Logprob | None]],
+        chosen: Sequence[tuple[int | None, Logprob | None]],
         scores: Sequence[tuple[Logprob, ...] | None] = (),
     ) -> list[Event]:
         """Record the tokens that a step has sampled, and return the events in the order of the plan.
 
         Args:
             plan: The step.
-            chosen: By request id: its token, None when the logits are not finite, and its logprobs.
+            chosen: For each of `plan.wanted` its token, None when the logits are not finite, and its logprobs.
             scores: Logprobs of `plan.targets`; None when the logits are not finite.
         """
         events = []
@@ -397,13 +309,12 @@ class Scheduler:
                 continue
             scored = None if logprobs is None else Event(request.id, num_cached=request.num_cached, scores=logprobs)
             events.append(scored or self._fail(request))
-        for request in [plan.requests[place] for place in plan.wanted]:
-            if request.id not in self.running:
+        for place, (token, details) in zip(plan.wanted, chosen, strict=True):
+            if (request := plan.requests[place]).id not in self.running:
                 continue
             request.pending -= 1
             if len(request.tokens) == len(request.prompt):
                 self._computing.drop(request.id)
-            token, details = chosen[request.id]
             if token is None:
                 events.append(self._fail(request))
                 continue
@@ -504,7 +415,7 @@ class Scheduler:
                 passed.append(self.waiting.popleft())
                 continue
             if not self._start(request, parent, length):
-                self._blocked, self._admission_queue = (request.id, self._num_removed), None
+                self._blocked = (request.id, self._num_removed)
                 break
             self.waiting.popleft()
         self.waiting.extendleft(reversed(passed))
@@ -523,8 +434,6 @@ class Scheduler:
         else:
             return False
         request.num_computed = request.num_cached = length
-        request.pages = _pages(length, size) + _pages(whole - length, size)
-        self._reserved_pages += request.pages
         self.shared_tokens += length
         self.running[request.id] = self._by_cache_id[request.cache_id] = request
         if self.keep:
@@ -563,7 +472,6 @@ class Scheduler:
         self._computing.drop(request.id)
         del self.running[request.id], self._by_cache_id[request.cache_id]
         self._num_removed += 1
-        self._reserved_pages -= request.pages
         if not (self.keep and keep and length >= size):
             self._computed.drop(request.cache_id)
             self._apply("free", request.cache_id)
@@ -581,7 +489,6 @@ class Scheduler:
 
     def _apply(self, what: str, *rest: int) -> int:
         """Change the page allocator, record the change for the other ranks, and return the cache id."""
-        self._admission_queue = None
         result = getattr(self.allocator, what)(*rest)
         if what in ("free", "truncate"):
             self._changes.append((what, *rest))

@@ -25,6 +25,7 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int = MIN_VOCAB) -> None:
         self.stops = frozenset([self.END])
         self.vocab_size = vocab_size
+        self.recipe: dict[str, Any] = {"vocab_size": vocab_size}
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text."""
@@ -39,10 +40,6 @@ class ByteTokenizer:
         """Return the text of bytes."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
-    def recipe(self) -> dict[str, Any]:
-        """Return the vocabulary size."""
-        return {"vocab_size": self.vocab_size}
-
 
 class PretrainedTokenizer:
     """The tokenizer in the folder of a model.
@@ -55,7 +52,7 @@ class PretrainedTokenizer:
     def __init__(self, folder: Path, stops: frozenset[int], vocab_size: int) -> None:
         from transformers import AutoTokenizer
 
-        self._recipe = {"folder": str(folder), "stops": sorted(stops), "vocab_size": vocab_size}
+        self.recipe: dict[str, Any] = {"folder": str(folder), "stops": sorted(stops), "vocab_size": vocab_size}
         self.inner: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         own = self.inner.eos_token_id
         self.stops = stops | ({own} if isinstance(own, int) else frozenset())
@@ -85,10 +82,6 @@ class PretrainedTokenizer:
         if self._decoder is not None:
             return self._decoder.decode(list(tokens), skip_special_tokens=True)
         return self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-    def recipe(self) -> dict[str, Any]:
-        """Return the folder, the stops and the vocabulary size."""
-        return self._recipe
 
 
 Tokenizer = ByteTokenizer | PretrainedTokenizer

@@ -30,9 +30,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from ringattn.launch.runtime.distributed import Rank, Refusal
+from ringattn.launch.runtime.distributed import Refusal, Session
 
 MANIFEST = "manifest.json"
+KEPT = 2
+"""Checkpoints of a run that are kept."""
 _NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})")
 
 
@@ -69,12 +71,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def step_of(path: Path) -> int:
     """The number of steps in the name of a checkpoint."""
-    match = _NAME.fullmatch(path.name)
-    if match is None:
-        raise ValueError(
-            f"a checkpoint must be named step-<step>-<digest>, got {path.name}; keep the name it was given"
-        )
-    return int(match[1])
+    return int(path.name.split("-")[1])
 
 
 def newest_step(folder: Path) -> int:
@@ -109,18 +106,18 @@ def check_checkpoint(path: Path, share: int = 0, shares: int = 1) -> str | None:
     return None
 
 
-def find_damage(path: Path, rank: Rank) -> str | None:
+def find_damage(path: Path, session: Session) -> str | None:
     """Verify a checkpoint on all ranks, each reading a share of the files; all return the same result."""
-    return next(filter(None, rank.gather(check_checkpoint(path, rank.index, rank.world_size))), None)
+    return next(filter(None, session.gather(check_checkpoint(path, session.rank, session.world_size))), None)
 
 
-def find_checkpoint(folder: Path, rank: Rank) -> Path | None:
+def find_checkpoint(folder: Path, session: Session) -> Path | None:
     """Return the newest intact checkpoint of a folder, verified by all ranks; warn about each damaged newer one."""
-    for name in rank.broadcast([path.name for path in list_checkpoints(folder)]):
-        damage = find_damage(folder / name, rank)
+    for name in session.broadcast([path.name for path in list_checkpoints(folder)]):
+        damage = find_damage(folder / name, session)
         if damage is None:
             return folder / name
-        if rank.first:
+        if session.first:
             warnings.warn(f"checkpoint {folder / name} {damage}; an older one is used", stacklevel=2)
     return None
 
@@ -128,14 +125,14 @@ def find_checkpoint(folder: Path, rank: Rank) -> Path | None:
 class Checkpoints:
     """Writes the checkpoints of one run and keeps the newest. A collective: every rank calls the same methods."""
 
-    def __init__(self, folder: Path, rank: Rank, keep: int = 2) -> None:
-        self.folder, self.rank, self.keep = folder, rank, keep
+    def __init__(self, folder: Path, session: Session) -> None:
+        self.folder, self.session = folder, session
         # a group by itself: its collectives run beside those of steps
         self._group: Any = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
         self._step = 0
         self._error: str | None = None
-        if rank.first:
+        if session.first:
             folder.mkdir(parents=True, exist_ok=True)
             for left in (*folder.glob(".step-*.part"), *folder.glob(".step-*.old")):
                 shutil.rmtree(left, ignore_errors=True)
@@ -144,7 +141,7 @@ class Checkpoints:
         """Copy a state, which may then change, and begin to write it; raise Refusal if the save before failed on any rank."""
         self.wait()
         part = self.folder / f".step-{step:08d}.part"
-        self.rank.lead(lambda: shutil.rmtree(part, ignore_errors=True))
+        self.session.lead(lambda: shutil.rmtree(part, ignore_errors=True))
         writing = async_save(state, storage_writer=FileSystemWriter(part), process_group=self._group)
         self._step = step
         self._thread = threading.Thread(target=self._publish, args=(part, writing, facts), daemon=True)
@@ -155,7 +152,7 @@ class Checkpoints:
         if self._thread is None:
             return
         self._thread.join()
-        errors = self.rank.gather(self._error)
+        errors = self.session.gather(self._error)
         self._thread = self._error = None
         for index, error in enumerate(errors):
             if error is not None:
@@ -173,14 +170,14 @@ class Checkpoints:
         parts: Any
         try:
             writing.result()
-            mine = [*part.glob(f"__{self.rank.index}_*"), *(part.glob(".metadata") if self.rank.first else ())]
+            mine = [*part.glob(f"__{self.session.rank}_*"), *(part.glob(".metadata") if self.session.first else ())]
             parts = {path.name: (path.stat().st_size, _digest(path)) for path in mine}
         except BaseException as error:
             parts = self._error = _reason(error)
         try:
-            all_ranks: list[Any] = [None] * self.rank.world_size
+            all_ranks: list[Any] = [None] * self.session.world_size
             dist.all_gather_object(all_ranks, parts, group=self._group)
-            if self.rank.first:
+            if self.session.first:
                 self._rename(part, all_ranks, facts)
         except BaseException as error:
             self._error = self._error or _reason(error)
@@ -205,7 +202,7 @@ class Checkpoints:
         _sync(self.folder)
         # newer ones are damaged, or are from before this run was restarted at an earlier step
         stale = [other for other in list_checkpoints(self.folder) if step_of(other) > self._step]
-        for old in [*stale, *[other for other in list_checkpoints(self.folder) if other not in stale][self.keep :]]:
+        for old in [*stale, *[other for other in list_checkpoints(self.folder) if other not in stale][KEPT:]]:
             _remove(old)
 
 

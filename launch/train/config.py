@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,19 +11,16 @@ from typing import Literal
 
 import torch
 
-from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.train.model import ModelConfig
+from ringattn.launch.runtime.distributed import Refusal, check_installed
+from ringattn.launch.runtime.session import check_numbers
+from ringattn.launch.train.data import NUM_BYTES
 from ringattn.launch.train.parallel import mesh_sizes
 from ringattn.launch.train.trainer import Recipe
 from ringattn.planning.packing import PAIRS_PER_TOKEN
+from ringattn.planning.shapes import ModelShape
 
-SHAPE = [field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("vocab_size", "rope_theta")]
+SHAPE = "dim num_layers num_heads num_kv_heads head_dim mlp_dim window tie_embeddings".split()
 """Flags that are the shape of the model."""
-LEAST = {
-    0: "warmup_steps compare_steps sample_len max_restarts",
-    1: "steps seq_len batch_size accumulate eval_interval eval_batches checkpoint_interval prompt_len",
-}
-"""Counts by their least value."""
 
 
 @dataclass(frozen=True)
@@ -124,35 +120,22 @@ class Config:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        limits: list[tuple[str, str, bool]] = [
-            (name, f"at least {least}", getattr(self, name) >= least)
-            for least, names in LEAST.items()
-            for name in names.split()
-        ]
-        # a negative norm would turn the gradient around; comparisons with NaN are false
-        for name in ("lr", "weight_decay", "temperature"):
-            limits.append((name, "at least 0", 0 <= getattr(self, name) < math.inf))
-        limits += [
-            ("timeout", "above 0", 0 < self.timeout < math.inf),
-            ("max_grad_norm", "above 0", self.max_grad_norm > 0),
-            ("seed", "from -2**63 to 2**64 - 1", -(2**63) <= self.seed < 2**64),
-        ]
-        for name, words, fits in limits:
-            if not fits:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{name} must be {words}, got {getattr(self, name)}; pass another {flag}")
+        check_numbers(self)
         if isinstance(self.pack, bool):
             object.__setattr__(self, "pack", "fixed" if self.pack else "off")
         if self.pack == "balanced" and self.layout != "auto":
             raise ValueError(f"layout must be auto with --pack balanced, got {self.layout}; leave it out")
-        if self.nproc is not None and self.nproc < 1:
-            raise ValueError(f"nproc must be at least 1, got {self.nproc}; leave it out for one rank per GPU, or two")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even, got {self.head_dim}; rotary embedding turns pairs")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}; leave it out for full attention")
         mesh_sizes(self.mesh, None)
         self.shape()
 
-    def shape(self) -> ModelConfig:
+    def shape(self) -> ModelShape:
         """Shape of the model, unless `model` names one."""
-        return ModelConfig(**{name: getattr(self, name) for name in SHAPE})
+        sizes = self.dim, self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp_dim
+        return ModelShape("the model", *sizes, NUM_BYTES, tied=self.tie_embeddings, window=self.window)
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ValueError if the mesh or the batch cannot be divided among so many ranks."""
@@ -173,9 +156,9 @@ class Config:
         own = {"layout": layout, "separator": separator if self.packs else None, "dtype": getattr(torch, name)}
         if self.pack == "balanced":
             shape = self.shape()
-            weights = shape.dim * (2 * (shape.num_heads + shape.num_kv_heads) * shape.head_dim + 3 * shape.mlp_dim)
+            weights = shape.dim * (2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.mlp_dim)
             # with a model of transformers the default of planning.place
-            ratio = PAIRS_PER_TOKEN if self.model else weights / (2 * shape.num_heads * shape.head_dim)
+            ratio = PAIRS_PER_TOKEN if self.model else weights / (2 * shape.heads * shape.head_dim)
             own["pairs_per_token"] = ratio
         return Recipe(**same | own)
 
@@ -258,12 +241,6 @@ PACKAGES = ("tyro", "tqdm", "matplotlib", "psutil")
 """Packages that every run imports beside those of the library."""
 
 
-def _check_installed(packages: Sequence[str], extra: str) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise Refusal(f"train needs {' and '.join(missing)}; install it with: pip install 'ringattn[{extra}]'")
-
-
 def _with_pack(arguments: Sequence[str]) -> list[str]:
     """Return arguments in which --pack has a value: fixed where it stands alone.
 
@@ -281,7 +258,7 @@ def _with_pack(arguments: Sequence[str]) -> list[str]:
 
 def parse(arguments: Sequence[str], prog: str, description: str | None) -> Config:
     """Return the flags, with the defaults of the preset that they choose; raise Refusal for contradictions or a missing package."""
-    _check_installed(PACKAGES, "launch")
+    check_installed(PACKAGES, "train", "launch")
     import tyro
 
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -295,7 +272,7 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Confi
     default = replace(PRESETS.get(preset, _CPU), preset="auto")
     parsed = tyro.cli(Config, args=_with_pack(arguments), default=default, prog=prog, description=description)
     if parsed.model is not None:
-        _check_installed(("transformers",), "transformers")
+        check_installed(("transformers",), "train", "transformers")
         for name in SHAPE:
             if getattr(parsed, name) != getattr(default, name):
                 flag = "--" + name.replace("_", "-")

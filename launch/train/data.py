@@ -23,6 +23,7 @@ from torch import Tensor
 from ringattn.launch.train.loss import IGNORED
 from ringattn.plan.layouts import Shard
 
+NUM_BYTES = 256
 VALIDATION_SHARE = 20  # one token in this many is held out
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,36 +18,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ringattn
 from ringattn.launch.train.loss import cross_entropy_sum
+from ringattn.planning.shapes import ModelShape
 
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a model; with a window each token sees the last `window` tokens, including itself."""
-
-    dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_dim: int
-    vocab_size: int = 256
-    window: int | None = None
-    rope_theta: float = 500_000.0
-    tie_embeddings: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}; "
-                "pass --num-kv-heads a divisor"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, got {self.head_dim}; rotary embedding turns pairs")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}; leave it out for full attention")
+ROPE_THETA = 500_000.0
+"""Base of the frequencies of rotary embedding."""
 
 
 def document_positions(sharding: Any) -> Tensor:
@@ -81,22 +54,22 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal grouped-query attention over the whole sequence, from the rows of one shard."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.config = config
+        self.shape = shape
         self.attend: Callable[..., Tensor] = ringattn.ring_attention
-        self.q = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
-        self.k = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.v = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
-        self.out = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
+        self.q = nn.Linear(shape.dim, shape.heads * shape.head_dim, bias=False)
+        self.k = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
+        self.v = nn.Linear(shape.dim, shape.kv_heads * shape.head_dim, bias=False)
+        self.out = nn.Linear(shape.heads * shape.head_dim, shape.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sharding: Any) -> Tensor:
         """Rows `b s dim` to rows `b s dim`."""
-        heads, kv_heads, d = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        heads, kv_heads, d = self.shape.heads, self.shape.kv_heads, self.shape.head_dim
         q = apply_rope(rearrange(self.q(x), "b s (h d) -> b s h d", h=heads, d=d), cos, sin)
         k = apply_rope(rearrange(self.k(x), "b s (hk d) -> b s hk d", hk=kv_heads, d=d), cos, sin)
         v = rearrange(self.v(x), "b s (hk d) -> b s hk d", hk=kv_heads, d=d)
-        o = self.attend(q, k, v, sharding, causal=True, window=self.config.window)
+        o = self.attend(q, k, v, sharding, causal=True, window=self.shape.window)
         return self.out(rearrange(o, "b s h d -> b s (h d)"))
 
 
@@ -106,12 +79,12 @@ class Mlp(nn.Module):
     If `rows` is set, so many rows are computed at a time, and again in the backward.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.rows = 0
-        self.gate = nn.Linear(config.dim, config.mlp_dim, bias=False)
-        self.up = nn.Linear(config.dim, config.mlp_dim, bias=False)
-        self.down = nn.Linear(config.mlp_dim, config.dim, bias=False)
+        self.gate = nn.Linear(shape.dim, shape.mlp_dim, bias=False)
+        self.up = nn.Linear(shape.dim, shape.mlp_dim, bias=False)
+        self.down = nn.Linear(shape.mlp_dim, shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows `b s dim` to rows `b s dim`, each by itself."""
@@ -126,12 +99,12 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """Attention and SwiGLU, each normalised before and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.mlp = Mlp(config)
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=1e-6)
+        self.attention = Attention(shape)
+        self.mlp_norm = nn.RMSNorm(shape.dim, eps=1e-6)
+        self.mlp = Mlp(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sharding: Any) -> Tensor:
         """Rows `b s dim` to rows `b s dim`."""
@@ -159,14 +132,14 @@ def recompute_(blocks: Sequence[nn.Module], how: str) -> None:
 class Transformer(nn.Module):
     """Model from tokens of one shard to the logits of the tokens after them, or to their loss."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=1e-6)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.dim, eps=1e-6)
+        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        if shape.tied:
             self.head.weight = self.embedding.weight
 
     @torch.no_grad()
@@ -174,7 +147,7 @@ class Transformer(nn.Module):
         """Fill the parameters from a seed: the same at any rank and world size.
 
         Matrices are normal with variance 1 / fan_in; the two that end a residual branch are smaller by
-        sqrt(2 * num_layers), so that the stream does not grow with depth. Embeddings have standard deviation 0.02.
+        sqrt(2 * layers), so that the stream does not grow with depth. Embeddings have standard deviation 0.02.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -183,7 +156,7 @@ class Transformer(nn.Module):
                 continue
             std = 0.02 if name in ("embedding.weight", "head.weight") else parameter.shape[1] ** -0.5
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
-                std /= math.sqrt(2 * self.config.num_layers)
+                std /= math.sqrt(2 * self.shape.layers)
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
 
     def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
@@ -193,7 +166,7 @@ class Transformer(nn.Module):
         gives the positions for RoPE, which begin at 0 in each document.
         """
         positions = document_positions(sharding).to(tokens.device)
-        cos, sin = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+        cos, sin = rope_tables(positions, self.shape.head_dim, ROPE_THETA)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cos, sin, sharding)

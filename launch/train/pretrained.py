@@ -9,20 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.launch.runtime.checkpoint_files import has_weights, read_config, read_model
+from ringattn.launch.runtime.checkpoint_files import has_tokenizer, has_weights, read_config, read_model
 from ringattn.launch.runtime.distributed import Refusal
+from ringattn.launch.train.data import NUM_BYTES
 from ringattn.launch.train.loss import cross_entropy_sum
 from ringattn.launch.train.model import document_positions
-
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
-NUM_BYTES = 256
-
-
-def check_model(path: str) -> None:
-    """Raise Refusal for a path that is neither a configuration nor a folder with one."""
-    place = Path(path).expanduser()
-    if not (place.is_file() or (place / "config.json").is_file()):
-        raise Refusal(f"model must be a config.json or a folder with one, got {path}; download it first")
 
 
 def read_config_json(path: str) -> dict[str, Any]:
@@ -38,7 +29,7 @@ def read_config_json(path: str) -> dict[str, Any]:
 def load_tokenizer(path: str) -> Any:
     """Load the tokenizer in the folder of a model; None where there is none, and tokens are bytes."""
     place = Path(path).expanduser()
-    if not any((place / name).is_file() for name in TOKENIZERS):
+    if not has_tokenizer(place):
         return None
     from transformers import AutoTokenizer
 

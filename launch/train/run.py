@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ringattn.launch.runtime.distributed import Rank, Refusal, was_restarted
+from ringattn.launch.runtime.distributed import Refusal, Session, was_restarted
 from ringattn.launch.runtime.planned_memory import RESERVE, check_fits, least_gpu_bytes
-from ringattn.launch.runtime.session import machine, session_of, write_json
+from ringattn.launch.runtime.session import machine, write_json
 from ringattn.launch.train.checkpoint import (
     Checkpoints,
     find_checkpoint,
@@ -28,15 +28,15 @@ from ringattn.launch.train.checkpoint import (
     step_of,
 )
 from ringattn.launch.train.config import SHAPE, Config
-from ringattn.launch.train.data import Batches, Corpus
+from ringattn.launch.train.data import NUM_BYTES, Batches, Corpus
 from ringattn.launch.train.metrics import AttentionTimer, ForwardFlops, mfu, peak_flops, peak_memory_mib
 from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, summarise
 from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.parallel import make_parallel, mesh_sizes, single_rank
-from ringattn.launch.train.pretrained import NUM_BYTES, build_causal_lm, load_tokenizer, read_config_json
-from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance, steps_on_one_rank
+from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer, read_config_json
+from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance
 from ringattn.plan.mask import AttentionMask
-from ringattn.planning import Memory, ModelShape, load_shape
+from ringattn.planning import Memory, load_shape
 from ringattn.planning.memory import heads_of, training_memory
 from ringattn.planning.ring_time import RingCall
 
@@ -60,27 +60,27 @@ def _interrupts() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, before)
 
 
-def choose_checkpoint(resume: str, out: Path, rank: Rank) -> Path | None:
+def choose_checkpoint(resume: str, out: Path, session: Session) -> Path | None:
     """Return the checkpoint to resume from, the same on every rank, or None for a new run.
 
     A run that is restarted after a rank died resumes from its own newest one, if it has any. Raises Refusal if the checkpoint
     does not exist or is damaged, or if the folder has checkpoints of another run.
     """
-    found = rank.broadcast(len(list_checkpoints(out)))
+    found = session.broadcast(len(list_checkpoints(out)))
     if resume == "auto" or (found and was_restarted()):
-        return find_checkpoint(out, rank)
+        return find_checkpoint(out, session)
     if resume == "never":
         if found:
             raise Refusal(f"out must hold no checkpoints for a fresh run, got {found} in {out}; pass another --out")
         return None
-    if not rank.broadcast(Path(resume).is_dir()):
+    if not session.broadcast(Path(resume).is_dir()):
         raise Refusal(f"resume must be auto, never or a checkpoint that exists, got {resume}; look into {out}")
-    if damage := find_damage(Path(resume), rank):
+    if damage := find_damage(Path(resume), session):
         raise Refusal(
             f"resume must be an intact checkpoint, got {resume}, which {damage}; look into {out} for another one"
         )
     # a restart before the first save resumes from the newest in out, and the first save removes later ones
-    if others := rank.broadcast(
+    if others := session.broadcast(
         [path.name for path in list_checkpoints(out) if not _is_same_or_earlier(path, Path(resume))]
     ):
         raise Refusal(
@@ -106,9 +106,8 @@ def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> li
                 f"{name} must be {before[name]} as in the checkpoint, got {now[name]}; "
                 "pass another --out to start afresh"
             )
-    # absent in checkpoints of 0.16
-    if config.model is not None and (old := facts.get("configuration")) is not None:
-        new = read_config_json(config.model)
+    if config.model is not None:
+        old, new = facts["configuration"], read_config_json(config.model)
         if changed := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
             changes = ", ".join(f"{name} {old.get(name)} -> {new.get(name)}" for name in changed)
             raise Refusal(
@@ -155,14 +154,9 @@ def planned_memory(config: Config, dp: int, cp: int, schedule: str = "fused") ->
     Raises:
         ValueError: The planner does not know the shape of the model of transformers.
     """
-    model = config.shape()
-    if config.model is None:
-        sizes = model.dim, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim, model.mlp_dim
-        shape = ModelShape("the model", *sizes, model.vocab_size, tied=model.tie_embeddings)
-    else:
-        shape = load_shape(config.model)
+    shape = config.shape() if config.model is None else load_shape(config.model)
     sequences = config.batch_size // (config.accumulate * dp)
-    window = None if model.window is None else (model.window - 1, 0)
+    window = None if config.window is None else (config.window - 1, 0)
     mask = AttentionMask(config.seq_len, config.seq_len, causal=True, window=window)
     call = RingCall(mask, cp, heads_of(shape, batch=sequences), schedule=schedule)
     rows = sequences * -(-config.seq_len // cp)
@@ -208,8 +202,8 @@ def check_memory(config: Config, world_size: int, whole: int) -> str:
 class Run:
     """State of a run on one rank: flags, data, trainer and progress."""
 
-    def __init__(self, config: Config, rank: Rank, corpus: Corpus) -> None:
-        self.config, self.rank = config, rank
+    def __init__(self, config: Config, session: Session, corpus: Corpus) -> None:
+        self.config, self.session = config, session
         self.out = Path(config.out)
         self.tokenizer: Any = None if config.model is None else load_tokenizer(config.model)
         # read now: the file may change during training
@@ -219,30 +213,30 @@ class Run:
             self.batches = Batches(self.corpus.text, config.seq_len, config.batch_size, config.seed)
         except ValueError as error:
             raise Refusal(str(error)) from None
-        self.recipe = config.recipe(rank.device, self.corpus.separator)
+        self.recipe = config.recipe(session.device, self.corpus.separator)
         self.bar: Any = None
-        whole = least_gpu_bytes(rank)
+        whole = least_gpu_bytes(session)
         if whole is not None:
             try:
-                self.print(check_memory(config, rank.world_size, whole))
+                self.print(check_memory(config, session.world_size, whole))
             except ValueError as error:
                 self.print(f"memory is not planned: {error}")
-        self.checkpoints = Checkpoints(self.out, rank)
+        self.checkpoints = Checkpoints(self.out, session)
         # a group per rank, for steps without the others
-        self._single: Any = dist.new_group([rank.index], use_local_synchronization=True)
-        path = choose_checkpoint(config.resume, self.out, rank)
+        self._single: Any = dist.new_group([session.rank], use_local_synchronization=True)
+        path = choose_checkpoint(config.resume, self.out, session)
         facts = self._read_facts(path)
         self.start = int(facts["step"]) if facts else 0
         self.single_rank_results = [] if facts else self._single_rank_steps()
-        self.trainer = Trainer(self.build, self.recipe, make_parallel(rank.device, config.mesh, config.timeout))
+        self.trainer = Trainer(self.build, self.recipe, make_parallel(session.device, config.mesh, config.timeout))
         self._count_flops()
         if path is not None:
             state = self.trainer.state()
             self.checkpoints.load_(path, state)
             self.trainer.load_state_(state)
         self.saved = self.start
-        self.metrics_log = MetricsLog(self.out, self.start, writes=rank.first)
-        clocked = rank.device.type == "cuda" and not config.compile
+        self.metrics_log = MetricsLog(self.out, self.start, writes=session.first)
+        clocked = session.device.type == "cuda" and not config.compile
         self._timer = AttentionTimer(self._single) if clocked else None
         self._unit = "byte" if self.tokenizer is None else "token"
 
@@ -250,14 +244,14 @@ class Run:
         """Build a new model, which depends on the flags only."""
         if self.config.model is not None:
             vocabulary = NUM_BYTES if self.tokenizer is None else len(self.tokenizer)
-            return build_causal_lm(self.config.model, self.config.seed, self.rank.device, vocabulary)
+            return build_causal_lm(self.config.model, self.config.seed, self.session.device, vocabulary)
         model = Transformer(self.config.shape())
         model.initialise_(self.config.seed)
         return model
 
     def print(self, text: str) -> None:
         """Print on rank 0, above the progress bar."""
-        if not self.rank.first:
+        if not self.session.first:
             return
         if self.bar is None or self.bar.disable:
             print(text, flush=True)
@@ -268,39 +262,39 @@ class Run:
         """Read the facts of the checkpoint to resume from, if any, and print which flags changed."""
         if path is None:
             return None
-        facts = self.rank.lead(lambda: read_facts(path))
+        facts = self.session.lead(lambda: read_facts(path))
         assert facts is not None, "a checkpoint has facts"
         # on rank 0, for a file may differ between hosts
-        changes = self.rank.lead(lambda: check_continues(self.config, self.corpus, facts))
-        if self.rank.first:
-            print(f"continuing from step {facts['step']} ({path})", flush=True)
-            if changes:
-                print(f"changed since then: {', '.join(changes)}", flush=True)
+        changes = self.session.lead(lambda: check_continues(self.config, self.corpus, facts))
+        self.session.say(f"continuing from step {facts['step']} ({path})")
+        if changes:
+            self.session.say(f"changed since then: {', '.join(changes)}")
         return facts
 
     def _single_rank_steps(self) -> list[StepResult]:
         """Return the first steps on rank 0 only, on every rank; empty if nothing is compared or its memory is too small."""
         count = min(self.config.compare_steps, self.config.steps)
-        if self.rank.world_size == 1 or not count:
+        if self.session.world_size == 1 or not count:
             return []
 
         def run() -> list[StepResult]:
-            steps = []
-            batches = [self.batches.training(step) for step in range(count)]
-            lrs = [self.config.lr_at(step) for step in range(count)]
+            steps: list[StepResult] = []
             try:
-                parallel = single_rank(self._single, self.rank.device)
-                steps = steps_on_one_rank(self.build, self.recipe, parallel, batches, lrs)
+                trainer = Trainer(self.build, self.recipe, single_rank(self._single, self.session.device))
+                for step in range(count):
+                    trainer.seed_dropout(step)
+                    steps.append(trainer.step(self.batches.training(step), self.config.lr_at(step)))
             except torch.OutOfMemoryError:
+                steps.clear()
                 print("one GPU cannot hold this run: its first steps are not compared with one rank", flush=True)
             except FloatingPointError as error:
                 raise Refusal(str(error)) from None
-            if self.rank.device.type == "cuda":
+            if self.session.device.type == "cuda":
                 torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats(self.rank.device)
+                torch.cuda.reset_peak_memory_stats(self.session.device)
             return steps
 
-        return self.rank.lead(run) or []
+        return self.session.lead(run) or []
 
     def _count_flops(self) -> None:
         """Count the FLOPs of a token and of a visible pair from one forward of the first batch, over all ranks."""
@@ -309,7 +303,7 @@ class Run:
         with torch.compiler.set_stance("force_eager"), ForwardFlops() as counted:
             self.trainer.evaluate([windows])
         attention, others = (
-            sum(column) for column in zip(*self.rank.gather((counted.attention, counted.others)), strict=True)
+            sum(column) for column in zip(*self.session.gather((counted.attention, counted.others)), strict=True)
         )
         self._flops_per_token = others / (windows.shape[0] * (windows.shape[1] - 1))
         self._flops_per_pair = attention / self.trainer.pairs(windows)
@@ -321,16 +315,16 @@ class Run:
 
     def print_summary(self) -> None:
         """Print model, mesh, batch and data."""
-        config, rank, parallel = self.config, self.rank, self.trainer.parallel
+        config, session, parallel = self.config, self.session, self.trainer.parallel
         first = next(iter(self.trainer.micro_batches(self.batches.training(0))))
-        lengths = [f"{length:,}" for length in sorted(set(rank.gather(self.trainer.sharding(first).shard_len)))]
+        lengths = [f"{length:,}" for length in sorted(set(session.gather(self.trainer.sharding(first).shard_len)))]
         held = lengths[0] if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
-        where = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "CPU"
+        where = torch.cuda.get_device_name(session.device) if session.device.type == "cuda" else "CPU"
         micro = f" in {config.accumulate} micro-batches" if config.accumulate > 1 else ""
         packed = f", packed to {first.tokens.shape[1]:,}" if config.packs else ""
         self.print(
             f"{self.trainer.num_parameters / 1e6:.2f}M parameters, {str(self.recipe.dtype).removeprefix('torch.')}, "
-            f"{rank.world_size} rank(s) (dp {parallel.dp} x cp {parallel.cp}) on {where}, backend {rank.backend}\n"
+            f"{session.world_size} rank(s) (dp {parallel.dp} x cp {parallel.cp}) on {where}, backend {session.backend or 'none'}\n"
             f"context {config.seq_len:,} tokens{packed} ({self.recipe.layout}: {held} per rank), "
             f"batch {config.batch_size}{micro}, {config.steps} steps\n"
             f"{self.corpus.source}: {self.corpus.text.numel() / 1e6:.1f} M tokens in {self.corpus.num_files} file(s), "
@@ -342,8 +336,8 @@ class Run:
         loss = self.trainer.evaluate(self.batches.validation(self.config.eval_batches))
         self.metrics_log.add(step=step, validation_loss=loss)
         self.print(f"step {step}: validation loss {loss:.4f}")
-        if self.rank.first:
-            title = f"{self.rank.world_size} rank(s), context {self.config.seq_len:,}, {self.config.layout}"
+        if self.session.first:
+            title = f"{self.session.world_size} rank(s), context {self.config.seq_len:,}, {self.config.layout}"
             plot_losses(self.metrics_log.rows, self.out / "loss.png", title, self._unit)
 
     def save(self, step: int) -> None:
@@ -364,19 +358,19 @@ class Run:
         with timer or contextlib.nullcontext():
             result = self.trainer.step(windows, self.config.lr_at(step), values)
         seconds = time.perf_counter() - began
-        found = self.rank.gather(timer.exposed_ms()) if timer else []
+        found = self.session.gather(timer.exposed_ms()) if timer else []
         return result, seconds, max((ms for ms in found if ms is not None), default=None)
 
     def train(self) -> bool:
         """Run the remaining steps; return whether all are done, False when the run was interrupted."""
         from tqdm import tqdm
 
-        config, world_size = self.config, self.rank.world_size
-        gpu = torch.cuda.get_device_name(self.rank.device) if self.rank.device.type == "cuda" else ""
+        config, world_size = self.config, self.session.world_size
+        gpu = torch.cuda.get_device_name(self.session.device) if self.session.device.type == "cuda" else ""
         peak_rate = peak_flops(gpu, self.recipe.dtype)
         peak, ring_results, stopped, done = 0.0, [], False, self.start
         shown = max(1, config.steps // 20)
-        disable = None if self.rank.first else True  # None: no bar without a terminal
+        disable = None if self.session.first else True  # None: no bar without a terminal
         with (
             tqdm(total=config.steps, initial=self.start, disable=disable, unit="step", dynamic_ncols=True) as self.bar,
             _interrupts() as seen,
@@ -385,8 +379,8 @@ class Run:
                 self.validate(0)
             for step in range(self.start, config.steps):
                 values = [0.0] * (1 + world_size)
-                values[0] = float(bool(seen) or self.rank.orphaned)
-                values[1 + self.rank.index] = peak = peak_memory_mib(self.rank.device, peak)
+                values[0] = float(bool(seen) or self.session.orphaned)
+                values[1 + self.session.rank] = peak = peak_memory_mib(self.session.device, peak)
                 try:
                     result, seconds, exposed = self._timed_step(step, values)
                 except FloatingPointError:
@@ -416,7 +410,7 @@ class Run:
                 status += "" if share is None else f", {100 * share:.1f}% MFU"
                 self.bar.set_postfix_str(status, refresh=False)
                 self.bar.update()
-                if self.rank.first and self.bar.disable and (done % shown == 0 or done == self.start + 1):
+                if self.session.first and self.bar.disable and (done % shown == 0 or done == self.start + 1):
                     self.print(f"step {done}/{config.steps}: {status}")
                 if len(ring_results) < len(self.single_rank_results):
                     ring_results.append(result)
@@ -444,7 +438,7 @@ class Run:
         after = self._decode(text.tolist()).removeprefix(before)
         self.print(f"--- held-out text\n{before.decode(errors='replace')}")
         self.print(f"--- the model continues\n{after.decode(errors='replace')}\n---")
-        if self.rank.first:
+        if self.session.first:
             (self.out / "sample.txt").write_bytes(before + after)
 
     def _decode(self, tokens: list[int]) -> bytes:
@@ -458,15 +452,13 @@ class Run:
         rows = self.metrics_log.rows
         training = [row for row in rows if "loss" in row]
         validation = [row["validation_loss"] for row in rows if "validation_loss" in row]
-        if not (self.rank.first and training and validation):
+        if not (self.session.first and training and validation):
             return
         memory: list[float] = []
         if self.start < training[-1]["step"]:
             found = summarise(rows, self.start)
             memory = found["peak_memory_mib"]
-            write_json(
-                self.out / "result.json", {"machine": machine(session_of(self.rank)), "rows": [self._facts() | found]}
-            )
+            write_json(self.out / "result.json", {"machine": machine(self.session), "rows": [self._facts() | found]})
         self.print(
             f"loss {training[0]['loss']:.4f} -> {training[-1]['loss']:.4f}, "
             f"validation {validation[0]:.4f} -> {validation[-1]:.4f} nats per {self._unit} over {len(training)} steps\n"
@@ -480,7 +472,7 @@ class Run:
         named = ("preset", "model", "seq_len", "batch_size", "accumulate", "pack", "recompute", "compile")
         return {
             "bench": "train",
-            "world_size": self.rank.world_size,
+            "world_size": self.session.world_size,
             "dp": parallel.dp,
             "cp": parallel.cp,
             "parameters": self.trainer.num_parameters,

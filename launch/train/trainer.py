@@ -243,22 +243,6 @@ def _pairs(rows: Rows, window: int | None) -> int:
     return batch * AttentionMask(n, n, documents=rows.documents, **_mask(window)).pairs(0, n)
 
 
-def steps_on_one_rank(
-    build: Callable[[], nn.Module],
-    recipe: Recipe,
-    parallel: Parallel,
-    batches: Sequence[Tensor],
-    lrs: Sequence[float],
-) -> list[StepResult]:
-    """Train a new model on this rank only."""
-    trainer = Trainer(build, recipe, parallel)
-    results = []
-    for step, (windows, lr) in enumerate(zip(batches, lrs, strict=True)):
-        trainer.seed_dropout(step)
-        results.append(trainer.step(windows, lr))
-    return results
-
-
 def rounding_tolerance(value: float, dtype: torch.dtype) -> float:
     """Return the rounding error allowed for a loss or a norm whose sums are ordered differently.
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ringattn import Ring, simulate_ring
 from ringattn.launch.check.poison import poison_buffers
-from ringattn.launch.runtime.slow_link import slow_down
 from ringattn.transport.copy_engine.transport import CopyEngineTransport
 from tests.gpu.test_copy_engine import RANKS, SHARED, run
 from tests.gpu.test_ring import PATIENCE, PLENTY, assert_same, check_keys_in_place, check_replays, draw, step
+from tests.support.slow_link import slow_down
 
 IS_HOPPER = RANKS >= 4 and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(RANKS < 4, reason="needs four GPUs")]

@@ -14,11 +14,11 @@ import ringattn
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import model as model_bench
 from ringattn.launch.bench.model import Batch, Model
-from ringattn.launch.train.model import ModelConfig, Transformer, recompute_
+from ringattn.launch.train.model import Transformer, recompute_
 from ringattn.planning.shapes import ModelShape
 
 SMALL = ["--layers", "2", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--mlp-dim", "24"]
-CONFIG = ModelConfig(16, 2, 4, 2, 8, 24, vocab_size=11, tie_embeddings=False)
+SHAPE = ModelShape("x", 16, 2, 4, 2, 8, 24, vocab_size=11)
 
 
 def _bench(out: str) -> int:
@@ -101,7 +101,7 @@ def test_an_attention_with_another_loss_has_no_speed(pool) -> None:
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
 def test_rows_in_pieces_give_the_same_loss_and_gradients(how: str) -> None:
     torch.manual_seed(0)
-    pieces, whole = Transformer(CONFIG), Transformer(CONFIG)
+    pieces, whole = Transformer(SHAPE), Transformer(SHAPE)
     whole.load_state_dict(pieces.state_dict())
     for block in pieces.blocks:
         block.mlp.rows = 7  # type: ignore[union-attr,assignment]
@@ -117,7 +117,7 @@ def test_rows_in_pieces_give_the_same_loss_and_gradients(how: str) -> None:
 
 
 def test_model_flops_are_counted_by_hand() -> None:
-    model = Transformer(CONFIG)
+    model = Transformer(SHAPE)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and name != "embedding.weight")
     found = ModelShape("x", 16, 2, 4, 2, 8, 24, 11).step_flops(tokens=10, pairs=55)
     # two products per head and pair, a multiplication and an addition each, forward once and backward twice

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import math
+import random
 import socket
 import socketserver
 import sys
@@ -23,10 +24,9 @@ from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import server as server_bench
 from ringattn.launch.bench.http_client import Answer, Events, ServerClient
 from ringattn.launch.bench.rows import Rows
-from ringattn.launch.bench.server import Bench, Load, Prompts, Server, Target, holds, run_load
+from ringattn.launch.bench.server import Bench, Load, Server, Target, holds, run_load
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Session
-from ringattn.launch.serve.config import Limits
 from tests.support.serving import VOCAB, FakeRunner, FakeServer, follow
 
 SAYS = {"vocab_size": VOCAB, "world_size": 2, "device": "cpu", "gpus": [], "cpu": "x", "dtype": "float32", "torch": "2"}
@@ -133,7 +133,7 @@ STREAM += b'data: {"choices": [], "usage": {"prompt_tokens_details": {"cached_to
 
 def test_a_stream_is_the_same_in_whatever_pieces_its_bytes_come():
     for size in (*range(1, 40), len(STREAM)):
-        answer = Answer(3)
+        answer = Answer()
         events = Events(answer)
         for x in range(0, len(STREAM), size):
             events.feed(STREAM[x : x + size], float(x))
@@ -215,7 +215,7 @@ def test_a_request_that_is_given_up_at_any_moment_leaves_nothing_behind(caplog: 
 
 def test_only_the_window_counts_for_speeds_and_only_what_it_measured_for_times():
     def answered(began: float, *times: float, ended: float = 0.0, failure: str = "", status: int = 200) -> Answer:
-        return Answer(len(times), status, failure, began, ended, list(times), [1] * len(times), cached=2)
+        return Answer(status, failure, began, ended, list(times), [1] * len(times), cached=2)
 
     before = answered(0.0, 9.0, 10.0, 11.0, 12.0, ended=12.0)  # began before the window, ends in it
     first = answered(12.0, 12.5, 13.5, ended=13.5)
@@ -250,7 +250,7 @@ def test_a_load_has_all_its_clients_under_way_and_never_more(clients: int):
     async def run(url: str) -> Load:
         async with ServerClient(url) as client:
             rows = Rows(Session(0, 1, torch.device("cpu"), None), lambda _: None, {})
-            made = Bench(args, client, target, Prompts(0, VOCAB, (3, 9)), rows)
+            made = Bench(args, client, target, random.Random(0), rows)
             return await run_load(made, clients, 3 * clients)
 
     with serving(FakeRunner(pages=2000, step_s=0.002)) as served:
@@ -358,7 +358,7 @@ def test_failed_answers_are_counted_and_make_the_exit_code_1(tmp_path: Path, cap
 
 
 def test_a_prompt_that_does_not_fit_has_a_row_with_the_reason(tmp_path: Path):
-    with serving(limits=Limits(length=40)) as served:
+    with serving(length=40) as served:
         code, rows = run_bench(served.url, tmp_path, "--parts", "alone")
         assert [row.get("refused") for row in rows[1:]] == [
             None,
@@ -377,7 +377,7 @@ def test_a_server_that_cannot_be_measured_is_named_and_nothing_is_written(
         assert (code, rows) == (1, [])
         return capsys.readouterr().err
 
-    with serving(key="secret") as served:
+    with serving(api_key="secret") as served:
         assert "must be asked with a key" in error(served.url)
         assert "must be asked with a key" in error(served.url, "--api-key", "other")
         assert "model must be one of fake, got else" in error(served.url, "--api-key", "secret", "--model", "else")
@@ -431,7 +431,7 @@ def test_without_aiohttp_the_error_names_the_package(
 
 
 def test_no_key_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    with serving(key="open-sesame") as served:
+    with serving(api_key="open-sesame") as served:
         words = ["server", "--url", f"{served.url}/v1/", *WORDS, "--parts", "alone", "--out", str(tmp_path)]
         monkeypatch.setattr(sys, "argv", ["bench.py", *words, "--api-key", "open-sesame"])
         assert bench.main() == 0

@@ -7,15 +7,12 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ringattn import launch
 from ringattn.launch import doctor
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.check import __main__ as check_command
@@ -25,40 +22,9 @@ from ringattn.launch.plan import __main__ as plan
 from ringattn.launch.runtime import session
 from ringattn.launch.runtime.distributed import REFUSED, choose_backend, resolve_device
 from ringattn.launch.runtime.session import check_numbers, check_output
-from ringattn.launch.train import cli as train_command
+from ringattn.launch.train import __main__ as train_command
 from ringattn.transport.gpu_sharing import SHARE
-from tests.launch.common import ROOT, TINY
-
-
-def test_running_a_module_that_is_no_command_names_one() -> None:
-    files = {
-        ".".join(path.relative_to(ROOT / "launch").with_suffix("").parts): path
-        for path in (ROOT / "launch").rglob("*.py")
-    }
-    runs = {
-        name.removesuffix(".__main__")
-        for name, path in files.items()
-        if '\nif __name__ == "__main__":' in path.read_text()
-    }
-    assert runs == {*launch.COMMANDS, *launch.INSIDE}
-    for name in files:
-        name = name.removesuffix(".__init__")
-        module = f"ringattn.launch.{name}"
-        for start in (["-m", module], ["-u", f"-m{module}"]):
-            words = ["-m", "-m", "x"], ["python", *start, "-m", "x"]
-            if name in runs:
-                launch._check_command(*words)
-                continue
-            with pytest.raises(
-                SystemExit, match=f"must be a command, got {module}; run one of ringattn.launch.bench, "
-            ):
-                launch._check_command(*words)
-    launch._check_command(["-m"], ["python", "-m", "myringattn.launch.x"])
-    done = subprocess.run(
-        [sys.executable, "-m", "ringattn.launch.check.fuzz"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1
-    assert "got ringattn.launch.check.fuzz; run one of " in done.stderr
+from tests.launch.common import TINY
 
 
 @pytest.mark.parametrize(
@@ -72,7 +38,7 @@ def test_running_a_module_that_is_no_command_names_one() -> None:
         (bench, ["ring", "--calls", "0"], "calls must be at least 1, got 0; pass another --calls"),
         (bench, ["ring", "--kv-heads", "0"], "kv_heads must be at least 1, got 0; pass another --kv-heads"),
         (check_command, ["--simulate", "-1"], "simulate must be at least 0, got -1; pass another --simulate"),
-        (check_command, ["--seed", str(2**64)], r"seed must be from -2\*\*63 to 2\*\*64 - 1, as .* got 184.*; pass another --seed"),
+        (check_command, ["--seed", str(2**64)], r"seed must be from -2\*\*63 to 2\*\*64 - 1, got 184.*; pass another --seed"),
         (check_command, ["--fuzz-seed", str(-(2**63) - 1)], r"fuzz_seed must be from .* got -9223.*; pass another --fuzz-seed"),
         (check_command, ["faults", "--times", "0"], "times must be at least 1, got 0; pass another --times"),
         (bench, ["ring", "--head-dim", "0"], "head_dim must be at least 1, got 0; pass another --head-dim"),

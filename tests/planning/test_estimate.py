@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.launch.train.model import Transformer
 from ringattn.plan.mask import AttentionMask
 from ringattn.planning import PRESETS, Candidate, attention_estimate, estimate, load_profile, load_shape
 from ringattn.planning.attention_launch import Heads
@@ -44,7 +44,7 @@ def seconds_of(model: str, tokens: int, **options: Any) -> float:
 def test_parameters_are_those_of_the_training_job(tied):
     shape = ModelShape("x", 32, 3, 4, 2, 8, 48, 100, tied=tied)
     with torch.device("meta"):
-        model = Transformer(ModelConfig(32, 3, 4, 2, 8, 48, vocab_size=100, tie_embeddings=tied))
+        model = Transformer(shape)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
 
 

@@ -12,21 +12,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import uvicorn
 from torch import Tensor
 
 from ringattn.inference.page_allocator import PageAllocator
-from ringattn.launch.serve.config import Limits
+from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.engine import Engine
 from ringattn.launch.serve.engine_server import BACKLOG, EngineServer, bind
-from ringattn.launch.serve.http.app import HttpServer, make_app
+from ringattn.launch.serve.http.app import make_app, server_config
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.messages import (
-    Capacity,
     Settings,
     receive_at,
     send_to,
 )
-from ringattn.launch.serve.sampling import Logprob, SampledTokens, Sampling, sample_tokens, score
+from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score
 from ringattn.launch.serve.scheduler import Plan, Scheduler
 from ringattn.launch.serve.tokenizer import ChatTemplateError
 from tests.support.page_spans import blocks_of, page_spans
@@ -70,18 +70,11 @@ class FakeStep:
     def ended(self) -> bool:
         return self.ends is not None and time.monotonic() >= self.ends
 
-    def wait(self) -> None:
+    def wait(self) -> SampledTokens:
         if self.ends is None:
             self.ends = time.monotonic()
         time.sleep(max(0.0, self.ends - time.monotonic()))
-
-    def read(self) -> list[tuple[int | None, Logprob | None]]:
-        self.wait()
-        return self._chosen.read()
-
-    def read_scores(self) -> list[tuple[Logprob, ...] | None]:
-        self.wait()
-        return self._chosen.read_scores()
+        return self._chosen
 
 
 class FakeRunner:
@@ -176,9 +169,6 @@ class Letters:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("latin-1")
 
-    def recipe(self) -> dict[str, Any]:
-        raise AssertionError("this one is known to one process")
-
 
 def text_of(prompt: str, max_tokens: int) -> str:
     """Return the text of the answer to a prompt alone."""
@@ -199,9 +189,9 @@ class Link:
         self.folder = self._folder.name
         self.engine, self.http = socket.socketpair()
 
-    def client(self, capacity: Capacity, state: dict[str, Any]) -> EngineClient:
+    def client(self, max_requests: int, state: dict[str, Any]) -> EngineClient:
         pull, push = receive_at(self.folder, "http"), send_to(self.folder, "engine")
-        return EngineClient(pull, push, self.http, capacity, state)
+        return EngineClient(pull, push, self.http, max_requests, state)
 
     def server(self, engine: Engine, name: str, lost: Callable[[str], None], timeout_s: float) -> EngineServer:
         return EngineServer(engine, self.folder, self.engine, name, lost, timeout_s)
@@ -226,28 +216,36 @@ class FakeServer:
         running: int = 64,
         waiting: int = 1000,
         time_limit_s: float = 60.0,
-        limits: Limits | None = None,
-        key: str | None = None,
-        hosts: tuple[str, ...] | None = None,
+        length: int | None = None,
         connections: int = 1000,
+        host: str = "0.0.0.0",
         about: dict[str, Any] | None = None,
         timeout_s: float = 60.0,
+        **flags: Any,
     ) -> None:
-        scheduler = Scheduler(runner.allocator, chunk=64, max_running=running, max_waiting=waiting)
+        scheduler = Scheduler(runner.allocator, chunk=64, max_running=running)
         self.runner = runner
         self.engine = make_engine(runner, scheduler, time_limit_s)
         self.link = Link()
         self.lost: list[str] = []
         self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, timeout_s)
-        client = self.link.client(scheduler.capacity, self.engine.state())
+        allocator, state = runner.allocator, self.engine.state()
+        sizes = {"max_running": running, "queue": waiting, "max_connections": connections}
+        args = ServeArgs("fake", host=host, page_size=allocator.page_size, **sizes, **flags)
+        tokens = allocator.pages * allocator.world_size * allocator.page_size
+        client = self.link.client(args.max_requests, state)
         tokenizer: Any = Letters()
-        capacity, state, limits = scheduler.capacity, self.engine.state(), limits or Limits()
-        settings = Settings("fake", {}, limits, capacity, state, connections, key, hosts, about or {})
+        settings = Settings("fake", {}, args, min(length or tokens, tokens), state, about or {})
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)
-        self.server = HttpServer(listening, connections)
-        self.server.start(make_app(client, tokenizer, settings))
-        self.url = f"http://127.0.0.1:{self.server.port}"
+        self.port: int = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._http = uvicorn.Server(server_config(make_app(client, tokenizer, settings), connections))
+        self._http_thread = threading.Thread(target=self._http.run, args=([listening],), daemon=True)
+        self._http_thread.start()
+        while not self._http.started:
+            assert self._http_thread.is_alive()
+            time.sleep(0.01)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -264,7 +262,8 @@ class FakeServer:
         self.engine.stop(0.0)
         self.thread.join(10)
         self.engine_server.stop()
-        self.server.stop()
+        self._http.should_exit = True
+        self._http_thread.join(10)
         self.link.close()
 
     def state_when(self, so: Callable[[dict[str, Any]], bool], timeout_s: float = 10.0) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn import Ring, ring_attention, simulate_ring
-from ringattn.launch.runtime import slow_link
-from ringattn.launch.runtime.slow_link import Throttled, slow_down
 from ringattn.transport.base import Done
 from ringattn.transport.local import LocalTransport
 from ringattn.transport.select import group_by_host
+from tests.support import slow_link
 from tests.support.pool import Pools
 from tests.support.random_calls import Attention
+from tests.support.slow_link import Throttled, slow_down
 from tests.transport.test_ring import CASES, LAYOUTS, Standard, attend, attentions, simulate
 
 SHAPES = [(4, 2), (4, 4), (6, 3), (6, 2), (3, 3), (8, 4)]

@@ -1,4 +1,4 @@
-"""HTTP application: routes, checks of headers, keys, and the thread that serves.
+"""HTTP application: routes, and checks of headers and keys.
 
 Nothing that a request sends is executed or unpickled.
 """
@@ -10,9 +10,6 @@ import contextlib
 import hashlib
 import hmac
 import re
-import socket
-import threading
-import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from ringattn.launch.serve.config import LOOPBACK
 from ringattn.launch.serve.http.api import Chat, Completion, RequestError, ascii_only
 from ringattn.launch.serve.http.completions import CompletionHandler, error_response
 from ringattn.launch.serve.http.connections import limit_connections
@@ -175,7 +173,7 @@ class HeaderMiddleware:
 def make_app(client: EngineClient, tokenizer: Tokenizer, settings: Settings) -> ASGIApp:
     """Return the application."""
     metrics = Metrics(client.state)
-    handler = CompletionHandler(client, tokenizer, settings.model, settings.limits, metrics)
+    handler = CompletionHandler(client, tokenizer, settings, metrics)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -195,7 +193,8 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: Settings) -> 
     app.state.handler, app.state.about, app.state.page = handler, settings.about, read_page()
     app.include_router(router)
     paths = [path for route in router.routes if "{" not in (path := getattr(route, "path", "{"))]
-    return HeaderMiddleware(app, settings.key, settings.hosts, metrics, paths)
+    hosts = LOOPBACK if settings.args.host in LOOPBACK else None
+    return HeaderMiddleware(app, settings.args.api_key, hosts, metrics, paths)
 
 
 def read_page() -> tuple[str, str]:
@@ -211,45 +210,14 @@ def read_page() -> tuple[str, str]:
     return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-class HttpServer:
-    """Serves an application in a thread."""
-
-    def __init__(self, listening: socket.socket, connections: int) -> None:
-        self._socket, self._connections = listening, connections
-        self.port: int = listening.getsockname()[1]
-        self._server: uvicorn.Server | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self, app: ASGIApp, timeout_s: float = 30.0) -> None:
-        """Start to serve an application; return when it answers, or raise RuntimeError after the timeout."""
-        config = uvicorn.Config(
-            app,
-            http=limit_connections(AutoHTTPProtocol, self._connections),
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=3,
-            server_header=False,
-            ws="none",
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="http")
-        self._thread.start()
-        deadline = time.monotonic() + timeout_s
-        while not self._server.started:
-            if time.monotonic() > deadline or not self._thread.is_alive():
-                raise RuntimeError(
-                    f"the HTTP server must start within {timeout_s:g} s, got nothing; its message is above"
-                )
-            time.sleep(0.01)
-
-    @property
-    def alive(self) -> bool:
-        """Whether it still serves."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """Wait for open answers, and stop."""
-        if self._server is not None and self._thread is not None:
-            self._server.should_exit = True
-            self._thread.join(timeout_s)
-        self._socket.close()
+def server_config(app: ASGIApp, connections: int) -> uvicorn.Config:
+    """Return how uvicorn serves an application, to at most so many connections."""
+    return uvicorn.Config(
+        app,
+        http=limit_connections(AutoHTTPProtocol, connections),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=3,
+        server_header=False,
+        ws="none",
+    )

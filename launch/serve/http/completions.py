@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -17,7 +16,6 @@ from fastapi.responses import JSONResponse, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ringattn.launch.serve.config import Limits
 from ringattn.launch.serve.http.api import (
     Chat,
     Choice,
@@ -30,7 +28,7 @@ from ringattn.launch.serve.http.api import (
 )
 from ringattn.launch.serve.http.engine_client import EngineClient, OpenRequests
 from ringattn.launch.serve.http.metrics import Metrics
-from ringattn.launch.serve.messages import NewRequest, Prompt, Submit, encode
+from ringattn.launch.serve.messages import NewRequest, Prompt, Settings, Submit, encode
 from ringattn.launch.serve.prefix_cache import prefix_digests
 from ringattn.launch.serve.tokenizer import ChatTemplateError, Tokenizer
 
@@ -114,24 +112,12 @@ async def read_bytes(http_request: HttpRequest, limit: int) -> bytes:
     return bytes(data)
 
 
-@dataclass(frozen=True)
-class PreparedRequest:
-    """A validated and tokenized request; `encoded` is its message for the engine."""
-
-    streams: bool
-    writer: ResponseWriter
-    request_ids: list[int]
-    encoded: bytes
-
-
 class CompletionHandler:
     """Answers completions and chats with one model."""
 
-    def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, model: str, limits: Limits, metrics: Metrics
-    ) -> None:
-        self.client, self.model, self.metrics = client, model, metrics
-        self._tokenizer, self._limits = tokenizer, limits
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: Settings, metrics: Metrics) -> None:
+        self.client, self.model, self.metrics = client, settings.model, metrics
+        self._tokenizer, self._args, self._max_length = tokenizer, settings.args, settings.length
         # one thread: tokenizers are not safe in several, and a long prompt must not stop the event loop
         self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
         self._began = int(time.time())
@@ -155,15 +141,14 @@ class CompletionHandler:
     async def answer(self, http_request: HttpRequest, kind: type[Chat] | type[Completion]) -> Response:
         """Submit a request, and return the response that will write its answer."""
         self.client.check()  # before a body is read that could not be answered
-        data = await read_bytes(http_request, self._limits.body)
+        data = await read_bytes(http_request, int(self._args.max_body_mib * 2**20))
         arrived = time.monotonic()  # a client waits for the tokenizer, too
-        prepared = await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, self._prepare, kind, data)
-        writer = prepared.writer
+        prepare = asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, self._prepare, kind, data)
+        streams, writer, ids, encoded = await prepare
 
         def submit() -> OpenRequests:
-            take = writer.push if prepared.streams else writer.record
-            ids, encoded = prepared.request_ids, prepared.encoded
-            return OpenRequests(self.client, self.metrics, ids, encoded, take, arrived, each=prepared.streams)
+            take = writer.push if streams else writer.record
+            return OpenRequests(self.client, self.metrics, ids, encoded, take, arrived, each=streams)
 
         async def whole(scope: Scope, receive: Receive, send: Send) -> None:
             with submit() as requests:
@@ -196,36 +181,32 @@ class CompletionHandler:
             # the last lines leave with the end: a write costs more than a line
             await write(writer.end(), more=False)
 
-        return CancellableResponse(stream if prepared.streams else whole)
+        return CancellableResponse(stream if streams else whole)
 
-    @property
-    def _max_length(self) -> int:
-        """Tokens of a prompt and its answer."""
-        room, length = self.client.capacity.tokens, self._limits.length
-        return room if length is None else min(room, length)
+    def _prepare(
+        self, kind: type[Chat] | type[Completion], data: bytes
+    ) -> tuple[bool, ResponseWriter, list[int], bytes]:
+        """Validate and tokenize a body, in the tokenizer's thread.
 
-    def _prepare(self, kind: type[Chat] | type[Completion], data: bytes) -> PreparedRequest:
-        """Validate and tokenize a body, in the tokenizer's thread."""
+        Return whether the answer is a stream, its writer, the ids of its requests, and the message for the engine.
+        """
         body = read_body(kind, data)
         self.check_model(body.model)
-        try:
-            return self._tokenize(body)
-        except ChatTemplateError as error:
-            raise RequestError(400, ascii_only(str(error))[:500], "messages") from None
-
-    def _tokenize(self, body: Chat | Completion) -> PreparedRequest:
-        tokenizer, capacity = self._tokenizer, self.client.capacity
+        tokenizer, args = self._tokenizer, self._args
         texts: list[str | list[int]]
         if isinstance(body, Chat):
-            texts = [tokenizer.chat([message.template_message() for message in body.messages])]
+            try:
+                texts = [tokenizer.chat([message.template_message() for message in body.messages])]
+            except ChatTemplateError as error:
+                raise RequestError(400, ascii_only(str(error))[:500], "messages") from None
             asked, echo, score_prompt = body.max_completion_tokens or body.max_tokens, False, False
         else:
             texts, asked, echo = body.prompts(), body.max_tokens, body.echo
             score_prompt = echo and body.logprobs is not None
             if asked is None:
-                asked = min(COMPLETION_TOKENS, self._limits.max_tokens or COMPLETION_TOKENS)
+                asked = min(COMPLETION_TOKENS, args.max_tokens or COMPLETION_TOKENS)
         body.check_tokens(tokenizer.vocab_size)
-        most_answers = min(MAX_ANSWERS, capacity.max_running + capacity.max_waiting)
+        most_answers = min(MAX_ANSWERS, args.max_requests)
         if len(texts) * body.n > most_answers:
             what = f"a request must ask for at most {most_answers} answers, got {len(texts)} prompts times {body.n}"
             raise RequestError(400, what, "n")
@@ -235,7 +216,7 @@ class CompletionHandler:
             tokens = tokenizer.encode(text) if isinstance(text, str) else text
             self._check_prompt(tokens, "messages" if isinstance(body, Chat) else "prompt")
             most = self._check_length(len(tokens), 1 if asked == 0 else asked)
-            digests = prefix_digests(tokens, capacity.page_size) if capacity.keep_prefixes else []
+            digests = prefix_digests(tokens, args.page_size) if args.keep_prefixes else []
             echoed = (text if isinstance(text, str) else tokenizer.decode(tokens)) if echo else ""
             for choice in range(body.n):
                 choices.append(Choice(len(choices), tokens, tokenizer, body.stop, echoed, score_prompt, asked == 0))
@@ -252,7 +233,7 @@ class CompletionHandler:
             with_ids=body.return_token_ids,
         )
         ids = [request.id for request in requests]
-        return PreparedRequest(body.stream, writer, ids, encode(Submit(prompts, requests)))
+        return body.stream, writer, ids, encode(Submit(prompts, requests))
 
     def _check_prompt(self, tokens: list[int], field: str) -> None:
         if not tokens:
@@ -264,11 +245,11 @@ class CompletionHandler:
 
     def _check_length(self, prompt: int, asked: int | None) -> int:
         """Return the maximum of new tokens; raise RequestError for more than the model, the cache or the limit allow."""
-        whole, limits = self._max_length, self._limits
+        whole, args = self._max_length, self._args
         if asked is None:
-            asked = max(1, min(limits.default_tokens, limits.max_tokens or whole, whole - prompt))
-        if limits.max_tokens is not None and asked > limits.max_tokens:
-            raise RequestError(400, f"max_tokens must be at most {limits.max_tokens}, got {asked}", "max_tokens")
+            asked = max(1, min(args.default_tokens, args.max_tokens or whole, whole - prompt))
+        if args.max_tokens is not None and asked > args.max_tokens:
+            raise RequestError(400, f"max_tokens must be at most {args.max_tokens}, got {asked}", "max_tokens")
         if prompt + asked > whole:
             what = f"prompt and max_tokens must fit into {whole} tokens, got {prompt} + {asked} = {prompt + asked}"
             raise RequestError(400, what, "max_tokens", "context_length_exceeded")

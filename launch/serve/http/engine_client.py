@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,25 +20,11 @@ import zmq
 from ringattn.launch.serve import messages
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.metrics import Metrics
-from ringattn.launch.serve.scheduler import QueueFull, check_queue
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
 
 ENGINE_GONE = "the server is going down: its engine is gone"
-
-_REFUSALS = {
-    "NeverFits": (400, "max_tokens", "context_length_exceeded"),
-    "QueueFull": (429, None, "queue_full"),
-    "Closed": (503, None, "unavailable"),
-}
-"""Status, field and code of OpenAI's errors for the engine's exceptions."""
-
-
-def error_of(kind: str, message: str) -> RequestError:
-    """Return the error that a client gets when the engine has raised an exception of this name."""
-    status, param, code = _REFUSALS[kind]
-    return RequestError(status, message, param, code)
 
 
 class EngineClient:
@@ -52,7 +37,7 @@ class EngineClient:
 
     Attributes:
         ids: New ids of requests; in any thread.
-        ended: Set when the engine has sent Stop, or is gone.
+        ended: Whether the engine has sent Stop, or is gone.
         stopped: Whether it has sent Stop.
     """
 
@@ -61,10 +46,10 @@ class EngineClient:
         pull: zmq.Socket[bytes],
         push: zmq.Socket[bytes],
         link: socket.socket,
-        capacity: messages.Capacity,
+        max_requests: int,
         state: dict[str, Any],
     ) -> None:
-        self.capacity, self.ids, self.ended, self.stopped = capacity, itertools.count(1), threading.Event(), False
+        self.max_requests, self.ids, self.ended, self.stopped = max_requests, itertools.count(1), False, False
         self._pull, self._push, self._link, self._state = pull, push, link, state
         self._descriptor: Any = pull.fd
         self._closed: str | None = None
@@ -88,8 +73,8 @@ class EngineClient:
         self._push.close()
 
     def send_ready(self) -> None:
-        """Send the engine that clients are answered; in any thread."""
-        self._loop.call_soon_threadsafe(self._send, messages.encode(messages.Ready()))
+        """Send the engine that clients are answered."""
+        self._send(messages.encode(messages.Ready()))
 
     @property
     def closed(self) -> str | None:
@@ -100,21 +85,20 @@ class EngineClient:
         """Return the last known state of the engine."""
         return self._state
 
-    def check(self) -> None:
-        """Raise RequestError if the engine, by its last known state, is closed or has a full queue."""
+    def check(self, new: int = 1) -> None:
+        """Raise RequestError if the engine, by its last known state, is closed, or would have too many requests with new ones."""
         if self.closed:
-            raise error_of("Closed", self.closed)
-        try:
-            check_queue(self.capacity, 1, self._state["queued"])
-        except QueueFull as error:
-            raise error_of("QueueFull", str(error)) from None
+            raise RequestError(503, self.closed, code="unavailable")
+        most, before = self.max_requests, len(self._callbacks)
+        if before + new > most:
+            what = f"at most {most} requests may be open, got {new} more beside {before}; try again later"
+            raise RequestError(429, what, code="queue_full")
 
     def submit(
         self, request_ids: Sequence[int], encoded: bytes, on_event: Callable[[messages.Event | RequestError], object]
     ) -> None:
-        """Send requests, encoded as `Submit`; on_event gets each event, or an error of all, and must not raise."""
-        if self.ended.is_set():
-            on_event(error_of("Closed", self.closed or ENGINE_GONE))
+        """Send requests, encoded as `Submit`; on_event gets each event, or an error of all, and must not raise. See `check`."""
+        self.check(len(request_ids))
         self._callbacks.update(dict.fromkeys(request_ids, on_event))
         self._send(encoded)
 
@@ -135,11 +119,6 @@ class EngineClient:
             for event in message.events:
                 if (on_event := self._callbacks.get(event.request_id)) is not None:
                     on_event(event)
-        elif isinstance(message, messages.Rejected):
-            if message.kind == "Closed":
-                self._closed = message.reason
-            if (on_event := self._callbacks.get(message.request_ids[0])) is not None:
-                on_event(error_of(message.kind, message.reason))
         elif isinstance(message, messages.Stop):
             self.stopped = True
             self._end()
@@ -160,19 +139,19 @@ class EngineClient:
 
     def _end(self) -> None:
         """Refuse requests that have not ended by now, or that the engine will not receive any more."""
-        if not self.ended.is_set():
+        if not self.ended:
             self._closed = self.closed or ENGINE_GONE
             for on_event in set(self._callbacks.values()):
-                on_event(error_of("Closed", self._closed))
-            self.ended.set()
+                on_event(RequestError(503, self._closed, code="unavailable"))
+            self.ended = True
 
     def _send(self, data: bytes) -> None:
-        if not (self.ended.is_set() or self._push.closed):
+        if not (self.ended or self._push.closed):
             with contextlib.suppress(zmq.Again):
                 self._push.send(data, zmq.NOBLOCK)
 
     def _beat(self) -> None:
-        if not self.ended.is_set():
+        if not self.ended:
             self._send(messages.encode(messages.Heartbeat()))
             self._loop.call_later(BEAT_S, self._beat)
 

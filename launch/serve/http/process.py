@@ -11,18 +11,17 @@ import shutil
 import socket
 import sys
 
+import uvicorn
 import zmq
 
 from ringattn.launch.serve import messages
 from ringattn.launch.serve.config import freeze_gc
-from ringattn.launch.serve.http.app import HttpServer, make_app
+from ringattn.launch.serve.http.app import make_app, server_config
 from ringattn.launch.serve.http.engine_client import EngineClient
 from ringattn.launch.serve.tokenizer import make_tokenizer
 
 TURN_S = 0.0005
 """Seconds after which a thread must let another one run: one thread tokenizes requests, one writes to clients."""
-CHECK_S = 1.0
-"""Seconds between checks that the serving thread is alive."""
 
 
 def main(port: int, link: int, folder: str) -> int:
@@ -39,19 +38,30 @@ def main(port: int, link: int, folder: str) -> int:
     if settings is None:
         shutil.rmtree(folder, ignore_errors=True)
         return 0
-    client = EngineClient(pull, push, engine, settings.capacity, settings.state)
+    client = EngineClient(pull, push, engine, settings.args.max_requests, settings.state)
     sys.setswitchinterval(TURN_S)
-    server = HttpServer(socket.socket(fileno=port), settings.connections)
-    server.start(make_app(client, make_tokenizer(settings.tokenizer), settings))
-    freeze_gc()
-    client.send_ready()
-    while not client.ended.wait(CHECK_S):
-        if not server.alive:
-            return 1
-    server.stop()
+    app = make_app(client, make_tokenizer(settings.tokenizer), settings)
+    _Server(server_config(app, settings.args.max_connections), client).run([socket.socket(fileno=port)])
     if not client.stopped:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if client.stopped else 1
+
+
+class _Server(uvicorn.Server):
+    """Answers clients until the engine has ended."""
+
+    def __init__(self, config: uvicorn.Config, client: EngineClient) -> None:
+        super().__init__(config)
+        self._client = client
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            freeze_gc()
+            self._client.send_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        return self._client.ended or await super().on_tick(counter)
 
 
 def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> messages.Settings | None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.train.cli import check, run_rank
+from ringattn.launch.train.__main__ import check, run_rank
 from ringattn.launch.train.config import PRESETS, Config
 from ringattn.launch.train.data import load_corpus
 from ringattn.launch.train.metrics_log import read_rows

@@ -17,7 +17,6 @@ import httpx
 import openai
 import pytest
 
-from ringattn.launch.serve.config import Limits
 from ringattn.launch.serve.http import connections
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters, answer, follow, text_of
 
@@ -38,7 +37,7 @@ def going_on(stem: str, least: int) -> str:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[FakeServer]:
-    with FakeServer(FakeRunner(pages=2000), limits=Limits(body=20_000, length=3000, default_tokens=20)) as served:
+    with FakeServer(FakeRunner(pages=2000), max_body_mib=20_000 / 2**20, length=3000, default_tokens=20) as served:
         yield served
 
 
@@ -98,7 +97,7 @@ def test_finish_reason_is_stop_or_length(client):
 
 
 def test_default_number_of_tokens_is_at_most_max_tokens():
-    with FakeServer(FakeRunner(), limits=Limits(max_tokens=5)) as served:
+    with FakeServer(FakeRunner(), max_tokens=5) as served:
         url, prompt = f"{served.url}/v1", going_on("m", 5)
         for path, body in (
             ("completions", {"prompt": prompt}),
@@ -597,7 +596,7 @@ def sent(served: FakeServer, *headers: str, body: bytes = b"") -> bytes:
     """The whole answer to a request with these headers, one line each: clients send none twice."""
     method = "POST /v1/completions" if body else "GET /v1/models"
     lines = [f"{method} HTTP/1.1", *headers, f"Content-Length: {len(body)}", "Connection: close", "", ""]
-    with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
         connection.sendall("\r\n".join(lines).encode("latin-1") + body)
         return read_all(connection)
 
@@ -647,21 +646,21 @@ def test_an_answer_has_the_request_id_of_its_request_or_a_new_one(served, client
 
 
 def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():
-    with FakeServer(FakeRunner(pages=8, step_s=0.02), waiting=2) as served:
+    with FakeServer(FakeRunner(pages=8, step_s=0.02), running=1, waiting=2) as served:
         prompt = going_on("f", 50)
-        many = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 1, "n": 67})
+        many = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 1, "n": 4})
         assert (many.status_code, many.json()["error"]["param"]) == (400, "n")
-        assert "at most 66 answers" in many.json()["error"]["message"]  # 64 run and 2 wait
+        assert "at most 3 answers" in many.json()["error"]["message"]  # one runs and two wait
         with ThreadPoolExecutor(8) as threads:
             body = {"prompt": prompt, "max_tokens": 50, "temperature": 0}  # fills the cache of 64 tokens
             # at once: one that runs, and two that wait
             asked = [
                 threads.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=30) for _ in range(3)
             ]
-            served.state_when(lambda state: state["queued"] == 2)
+            served.state_when(lambda state: state["waiting"] == 2)
             refused = httpx.post(f"{served.url}/v1/completions", json=body)
             assert refused.status_code == 429
-            assert "at most 2 requests may wait" in refused.json()["error"]["message"]
+            assert "at most 3 requests may be open" in refused.json()["error"]["message"]
             assert refused.headers["retry-after"] == "1"
             served.engine.stop(30.0)
             deadline = time.monotonic() + 10
@@ -755,7 +754,7 @@ def test_pages_are_freed_when_a_client_disconnects_before_its_answer(stream):
             {"prompt": going_on("h", 600), "max_tokens": 600, "temperature": 0, "stream": stream}
         ).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
+        with socket.create_connection(("127.0.0.1", served.port)) as connection:
             connection.sendall(head.encode() + body)
             served.state_when(lambda state: state["running"] == 1)
         state = served.state_when(lambda state: state["running"] == 0)
@@ -763,11 +762,11 @@ def test_pages_are_freed_when_a_client_disconnects_before_its_answer(stream):
 
 
 def test_half_a_request_is_dropped_when_its_client_disconnects(served):
-    with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
         )
-    with socket.create_connection(("127.0.0.1", served.server.port)) as connection:
+    with socket.create_connection(("127.0.0.1", served.port)) as connection:
         connection.sendall(b"\x00\xff not http\r\n\r\n")
     assert httpx.get(f"{served.url}/health").status_code == 200
 
@@ -776,7 +775,7 @@ def test_half_a_request_is_dropped_when_its_client_disconnects(served):
 
 
 def test_all_paths_but_the_page_and_health_need_the_key():
-    with FakeServer(FakeRunner(), key="sécret") as served:
+    with FakeServer(FakeRunner(), api_key="sécret") as served:
         for path in ("/v1/models", "/state", "/metrics"):
             assert httpx.get(served.url + path).status_code == 401
             assert httpx.get(served.url + path, headers={"Authorization": "Bearer wrong"}).status_code == 401
@@ -791,7 +790,7 @@ def test_all_paths_but_the_page_and_health_need_the_key():
 
 
 def test_requests_with_another_host_name_are_refused():
-    with FakeServer(FakeRunner(), hosts=("127.0.0.1", "localhost", "::1")) as served:
+    with FakeServer(FakeRunner(), host="localhost") as served:
         assert httpx.get(f"{served.url}/v1/models").status_code == 200
         assert httpx.get(f"{served.url}/v1/models", headers={"Host": "localhost:80"}).status_code == 200
         assert httpx.get(f"{served.url}/v1/models", headers={"Host": "[::1]:80"}).status_code == 200
@@ -848,7 +847,7 @@ def write_slowly(connection: socket.socket) -> None:
 def test_one_connection_too_many_gets_503_and_a_closed_one_makes_room(monkeypatch):
     monkeypatch.setattr(connections, "FAREWELL_S", 0.2)
     with FakeServer(FakeRunner(step_s=0.01), connections=3) as served:
-        place, get = ("127.0.0.1", served.server.port), b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        place, get = ("127.0.0.1", served.port), b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
         body = {"prompt": going_on("many", 60), "max_tokens": 60, "temperature": 0, "stream": True}
         with httpx.Client(base_url=served.url, timeout=30) as client:
             # one that streams, two that say nothing
@@ -878,7 +877,7 @@ def test_all_of_many_connections_too_many_get_503():
     get = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with FakeServer(FakeRunner(), connections=10) as served:
         with contextlib.ExitStack() as stack:
-            place = ("127.0.0.1", served.server.port)
+            place = ("127.0.0.1", served.port)
             many = [stack.enter_context(socket.create_connection(place)) for _ in range(10 + 200)]
             for connection in many:
                 connection.sendall(get)
@@ -892,7 +891,7 @@ def test_all_of_many_connections_too_many_get_503():
 def test_too_many_rejected_connections_close_the_oldest_first(monkeypatch):
     monkeypatch.setattr(connections, "MAX_CLOSING", 2)
     with FakeServer(FakeRunner(), connections=1) as served:
-        place = ("127.0.0.1", served.server.port)
+        place = ("127.0.0.1", served.port)
         with socket.create_connection(place), contextlib.ExitStack() as stack:
             late = []
             for _ in range(4):
@@ -908,7 +907,7 @@ def test_too_many_rejected_connections_close_the_oldest_first(monkeypatch):
 def test_only_idle_connections_are_closed(monkeypatch):
     monkeypatch.setattr(connections, "IDLE_S", 0.3)
     with FakeServer(FakeRunner(step_s=0.02)) as served:
-        with socket.create_connection(("127.0.0.1", served.server.port)) as silent:
+        with socket.create_connection(("127.0.0.1", served.port)) as silent:
             silent.sendall(b"GET /health HTT")
             body = {"prompt": going_on("long", 40), "max_tokens": 40, "temperature": 0}
             assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).status_code == 200

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.launch.runtime.distributed import Rank
+from ringattn.launch.runtime.distributed import Session
 from ringattn.launch.serve.config import TINY
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.messages import Event, Stop
@@ -38,17 +38,9 @@ class _Later:
     def __init__(self, step: PendingStep) -> None:
         self._step, self.ended = step, False
 
-    def wait(self) -> None:
+    def wait(self) -> Any:
         self.ended = True
-        self._step.wait()
-
-    def read(self) -> Any:
-        self.wait()
-        return self._step.read()
-
-    def read_scores(self) -> Any:
-        self.wait()
-        return self._step.read_scores()
+        return self._step.wait()
 
 
 class _Ahead:
@@ -111,7 +103,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, list[float], int, 
     every = requests()
     if spoil:
         every[1:1], every[4:4], every[7:7] = ([request] for request in spoilt_requests())
-    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
+    rank = Session(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
     ring, channel = Ring(), RankChannel(rank, 30.0)
     served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
     served.model.get_input_embeddings().register_forward_hook(
@@ -123,7 +115,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, list[float], int, 
     answers: Answers = {}
     scores: list[float] = []
     if rank.first:
-        scheduler = Scheduler(cache.allocator, chunk=64, max_running=4, max_waiting=20, keep=False)
+        scheduler = Scheduler(cache.allocator, chunk=64, max_running=4, keep=False)
         engine = Engine(runner, scheduler, channel.broadcast, time_limit_s=60.0)
 
         def deliver(events: list[Event], state: Any) -> None:
@@ -157,13 +149,12 @@ def alone() -> Answers:
     model_runner = ModelRunner(served.model, cache, 4, False)
     answers: Answers = {}
     for request in requests():
-        scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, max_waiting=1, keep=False)
+        scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, keep=False)
         scheduler.add([request])
         tokens: list[int] = []
         while (plan := scheduler.plan()) and plan.cache_ids:
-            step = model_runner.start(plan)
-            said: Any = dict.fromkeys([request.id], next(iter(step.read()), None))
-            for event in scheduler.record(plan, said, step.read_scores()):
+            sampled: Any = model_runner.start(plan).wait()
+            for event in scheduler.record(plan, sampled.read(), sampled.read_scores()):
                 tokens += [] if event.token is None else [event.token]
                 answers[request.id] = tokens, event.finish
         assert cache.allocator.requests == ()
@@ -230,7 +221,7 @@ def test_values_of_a_failed_exchange_are_valid_tokens_for_the_next_step(monkeypa
     served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
     cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
     model_runner = ModelRunner(served.model, cache, 4, False)
-    scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, max_waiting=1, keep=False)
+    scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, keep=False)
     scheduler.add(requests()[:1])
     monkeypatch.setattr(model_runner, "_exchange", lambda _, count: torch.full((count,), -1))
     plan = scheduler.plan()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.launch.runtime.distributed import Rank, Refusal
+from ringattn.launch.runtime.distributed import Refusal, Session
 from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.serve import run as serve_run
 from ringattn.launch.serve import scheduler as scheduler_module
@@ -98,7 +98,6 @@ def answered(
         model_runner.allocator,
         chunk=chunk,
         max_running=4,
-        max_waiting=4,
         keep=False,
         pieces=min(2, model_runner.graph_runner.most_pieces),
         rows=model_runner.graph_runner.most_rows if mixed else 0,
@@ -115,8 +114,8 @@ def answered(
             started, before = before, started
         if started is not None:
             plan, step = started
-            chosen = {plan.requests[place].id: one for place, one in zip(plan.wanted, step.read(), strict=True)}
-            for event in scheduler.record(plan, chosen):
+            sampled: Any = step.wait()
+            for event in scheduler.record(plan, sampled.read()):
                 answers[event.request_id].append(event.token or 0)
             if pending and plan.answers:
                 scheduler.add([pending.pop(0)])
@@ -243,8 +242,8 @@ def test_a_config_alone_gives_the_same_random_weights_everywhere(tmp_path):
 
 
 def drawn_apart() -> list[torch.Tensor]:
-    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", 0)
-    torch.manual_seed(rank.index)
+    rank = Session(dist.get_rank(), dist.get_world_size(), CPU, "gloo", 0)
+    torch.manual_seed(rank.rank)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     model(torch.randn(2, 3))
     broadcast_weights(model, rank)
@@ -463,4 +462,4 @@ def test_what_a_gpu_cannot_hold_is_refused_before_it_is_loaded(tmp_path, monkeyp
     monkeypatch.setattr(serve_run, "least_gpu_bytes", lambda _: 2**30)
     monkeypatch.setattr(serve_run, "load_model", lambda *_, **__: pytest.fail("nothing is loaded before"))
     with pytest.raises(Refusal, match=r"a rank must fit into 1\.0 GiB of a GPU"):
-        serve_run._prepare(ServeArgs(str(tmp_path / "config.json")), Rank(0, 1, CPU, "none", 0))
+        serve_run._prepare(ServeArgs(str(tmp_path / "config.json")), Session(0, 1, CPU, None, 0))

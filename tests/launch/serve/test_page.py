@@ -186,7 +186,7 @@ def test_progress_of_a_long_prompt_and_errors_are_shown(page):
 def test_the_page_asks_for_a_key_and_shows_an_unreachable_server(page):
     from playwright.sync_api import expect
 
-    with FakeServer(FakeRunner(), key="open sesame") as served:
+    with FakeServer(FakeRunner(), api_key="open sesame") as served:
         page.goto(served.url)
         expect(page.locator("#status")).to_have_text("needs a key")
         page.fill("#key", "open sesame")

@@ -17,27 +17,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import msgspec
 import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.runtime.distributed import Rank
+from ringattn.launch.runtime.distributed import Session
 from ringattn.launch.serve import engine_server, run
-from ringattn.launch.serve.config import Limits
+from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, requests_of
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.engine_client import ENGINE_GONE
 from ringattn.launch.serve.messages import (
     Cancel,
-    Capacity,
     Event,
     NewRequest,
     Prompt,
     Ready,
-    Rejected,
     Settings,
     StepOutput,
     Stop,
@@ -120,7 +117,7 @@ def test_requests_are_received_as_sent_and_draw_the_same_numbers(prompts, asked,
 
 
 def test_a_tokenizer_is_rebuilt_from_its_recipe():
-    made = make_tokenizer(json.loads(json.dumps(ByteTokenizer(300).recipe())))
+    made = make_tokenizer(json.loads(json.dumps(ByteTokenizer(300).recipe)))
     assert isinstance(made, ByteTokenizer)
     assert made.vocab_size == 300
 
@@ -132,7 +129,7 @@ def test_a_tokenizer_is_rebuilt_from_its_recipe():
 def quiet_http(lost: list[str], timeout_s: float) -> Iterator[tuple[EngineServer, Link]]:
     """An engine's side of a connection whose other side is the test."""
     runner = FakeRunner()
-    engine = make_engine(runner, Scheduler(runner.allocator, chunk=8, max_running=4, max_waiting=4))
+    engine = make_engine(runner, Scheduler(runner.allocator, chunk=8, max_running=4))
     with contextlib.closing(Link()) as link:
         server = link.server(engine, "the other", lost.append, timeout_s)
         yield server, link
@@ -218,28 +215,20 @@ def test_open_and_new_requests_get_a_503_when_the_engine_is_gone():
         assert served.lost == ["the fake is gone"]
 
 
-def test_a_rejection_by_a_closed_engine_closes_the_client_before_the_next_state():
-    with contextlib.closing(Link()) as link:
-        client = link.client(Capacity(64, 4, 4, 4, True), {"closed": None, "queued": 3})
-        client.check()
-        client.handle(Rejected([1], "Closed", "the server is shutting down"))
-        assert client.closed == "the server is shutting down"
-        with pytest.raises(RequestError, match="shutting down"):
-            client.check()
-
-
 def test_requests_around_the_engines_stop_are_refused():
     async def cross(link: Link) -> list[Any]:
-        client = link.client(Capacity(64, 4, 4, 4, True), {"closed": "the server is shutting down", "queued": 0})
+        client = link.client(8, {"closed": None})
         await client.open()
         early: list[Any] = []
         late: list[Any] = []
         client.submit([1, 2], b"", early.append)
+        client.handle(StepOutput(state={"closed": "the server is shutting down"}))
         client.handle(StepOutput([Event(1, 65, "stop")]))
         client.handle(Stop())
-        client.submit([3], b"", late.append)
+        with pytest.raises(RequestError) as refused:
+            client.submit([3], b"", late.append)
         client.close()
-        return [*early, len(early) - 2, *late, len(late) - 1]
+        return [*early, len(early) - 2, refused.value, len(late)]
 
     with contextlib.closing(Link()) as link:
         event, early, none, late, nothing = asyncio.run(cross(link))
@@ -248,20 +237,11 @@ def test_requests_around_the_engines_stop_are_refused():
     assert (str(late), late.status, nothing) == ("the server is shutting down", 503, 0)
 
 
-def test_requests_are_refused_if_the_last_state_has_a_full_queue():
-    with contextlib.closing(Link()) as link:
-        client = link.client(Capacity(64, 4, 4, 4, True), {"closed": None, "queued": 3})
-        client.handle(StepOutput(state={"closed": None, "queued": 4}))
-        with pytest.raises(RequestError, match="at most 4 requests may wait, got 1 more beside 4") as caught:
-            client.check()
-        assert caught.value.status == 429
-
-
 # two processes
 
 
 class Apart:
-    """An engine with a fake model in this process, and HTTP in another, with a larger capacity in its settings."""
+    """An engine with a fake model in this process, and HTTP in another, which takes four requests."""
 
     def __init__(self) -> None:
         bound = bind("127.0.0.1", 0)
@@ -271,15 +251,15 @@ class Apart:
         self.servers: list[EngineServer] = []
         self.other = psutil.Process(self.process._process.pid)
         self.runner = FakeRunner(pages=8, step_s=0.01)  # 64 tokens
-        scheduler = Scheduler(self.runner.allocator, chunk=64, max_running=64, max_waiting=2)
+        scheduler = Scheduler(self.runner.allocator, chunk=64, max_running=64)
         self.engine = make_engine(self.runner, scheduler)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
 
     @property
     def settings(self) -> Settings:
-        capacity = msgspec.structs.replace(self.engine.scheduler.capacity, tokens=10**6, max_waiting=10**6)
-        recipe = ByteTokenizer().recipe()
-        return Settings("fake", recipe, Limits(), capacity, self.engine.state(), connections=50)
+        recipe = ByteTokenizer().recipe
+        args = ServeArgs("fake", max_running=2, queue=2, page_size=4, max_connections=50)
+        return Settings("fake", recipe, args, 64, self.engine.state())
 
     def ask(self, **body: Any) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json={"temperature": 0, **body}, timeout=30)
@@ -333,7 +313,7 @@ def test_a_stalled_http_process_stops_no_step_and_a_killed_one_ends_the_server(o
     codes: list[int] = []
     monkeypatch.setattr(run, "FAREWELL_S", 0.01)
     monkeypatch.setattr(run.os, "_exit", codes.append)
-    fatal_exit = run.FatalExit(Rank(0, 1, torch.device("cpu"), "none", os.getppid()))
+    fatal_exit = run.FatalExit(Session(0, 1, torch.device("cpu"), None, os.getppid()))
     fatal_exit.engine, fatal_exit.process = apart.engine, apart.process
     process = apart.process
     process.listen()
@@ -346,7 +326,7 @@ def test_a_stalled_http_process_stops_no_step_and_a_killed_one_ends_the_server(o
     assert len(answer["logprobs"]["top_logprobs"][8]) == 2
     large = apart.ask(prompt="a", max_tokens=64)
     assert (large.status_code, large.json()["error"]["code"]) == (400, "context_length_exceeded")
-    assert "must fit into the cache of 64 tokens on 2 ranks, got 1 + 64 = 65" in large.json()["error"]["message"]
+    assert "must fit into 64 tokens, got 1 + 64 = 65" in large.json()["error"]["message"]
 
     # signals to all processes of a terminal are not for this one
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -364,7 +344,7 @@ def test_a_stalled_http_process_stops_no_step_and_a_killed_one_ends_the_server(o
         asked = ask_three()
         late = apart.ask(prompt=prompt, max_tokens=50, n=2)
         assert (late.status_code, late.headers["retry-after"]) == (429, "1")
-        assert late.json()["error"]["message"].startswith("at most 2 requests may wait, got 2 more beside 2")
+        assert late.json()["error"]["message"].startswith("at most 4 requests may be open, got 2 more beside 3")
         apart.runner.step_s = 0.01
         apart.other.suspend()
         apart.state_when(lambda state: not (state["running"] or state["waiting"]))
@@ -377,7 +357,7 @@ def test_a_stalled_http_process_stops_no_step_and_a_killed_one_ends_the_server(o
         apart.runner.step_s = 0.01
         late = apart.ask(prompt=prompt, max_tokens=5)
         assert (late.status_code, late.json()["error"]["code"]) == (503, "unavailable")
-        assert httpx.get(f"{apart.url}/health").status_code == 503
+        wait_for(lambda: httpx.get(f"{apart.url}/health").status_code == 503)  # with the end of a step
         assert sorted(one.result().status_code for one in asked) == [200, 503, 503]
     # nobody was cancelled by what was refused
     assert "ringattn_cancelled_total 0.0" in httpx.get(f"{apart.url}/metrics").text

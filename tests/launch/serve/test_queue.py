@@ -1,4 +1,4 @@
-"""The queue bounds the requests that wait beyond those that can run, whenever and however many at once they come."""
+"""Requests may come before the engine runs and while a step is computed; a limit bounds those that are open."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.serve import engine
 from ringattn.launch.serve.http.api import RequestError
-from ringattn.launch.serve.http.engine_client import EngineClient
-from ringattn.launch.serve.messages import Event, StepOutput
-from ringattn.launch.serve.scheduler import NeverFits, QueueFull, Request, Scheduler
-from tests.support.serving import STOP, FakeRunner, FakeStep, Link, answer, make_engine
+from ringattn.launch.serve.messages import Event
+from ringattn.launch.serve.scheduler import Request, Scheduler
+from tests.support.serving import STOP, FakeRunner, FakeServer, FakeStep, Link, answer, make_engine
 
 
 class Hooked(FakeRunner):
@@ -34,37 +33,29 @@ class Hooked(FakeRunner):
 class Bench:
     """An engine without a thread: requests come before it runs, or while a step is computed."""
 
-    def __init__(self, slots: int, queue: int, *, pages: int = 1000, keep: bool = False, ahead: bool = False) -> None:
+    def __init__(self, slots: int, *, pages: int = 1000, keep: bool = False, ahead: bool = False) -> None:
         self.runner = Hooked(pages, ahead)
-        self.scheduler = Scheduler(
-            self.runner.allocator, chunk=64, max_running=slots, max_waiting=queue, keep=keep, pieces=2
-        )
+        self.scheduler = Scheduler(self.runner.allocator, chunk=64, max_running=slots, keep=keep, pieces=2)
         self.engine = make_engine(self.runner, self.scheduler, 1e6)
         self.engine.deliver = self._take
         self.accepted: dict[int, Request] = {}
         self.ended: dict[int, Event] = {}
-        self.states: list[dict] = []
         self.names = iter(range(1, 10**6))
 
-    def _take(self, events: list[Event], state: dict | None) -> None:
+    def _take(self, events: list[Event], _: dict | None) -> None:
         self.ended.update((event.request_id, event) for event in events if event.last)
-        self.states += [] if state is None else [state]
 
     @property
     def here(self) -> int:
         """Number of requests that were accepted and have not ended."""
         return len(self.accepted) - len(self.ended)
 
-    def ask(self, prompt: int = 4, max_tokens: int = 4, answers: int = 1) -> bool:
-        """Submit requests; return whether they are accepted."""
+    def ask(self, prompt: int = 4, max_tokens: int = 4, answers: int = 1) -> None:
+        """Submit requests."""
         text = [1 + next(self.names) % 250] * prompt
         requests = [Request(next(self.names), text, max_tokens, stops=frozenset([STOP])) for _ in range(answers)]
-        try:
-            self.engine.submit(requests)
-        except QueueFull:
-            return False
         self.accepted.update((request.id, request) for request in requests)
-        return True
+        self.engine.submit(requests)
 
     def run(self) -> None:
         """Run until all accepted requests have ended, without failure."""
@@ -84,105 +75,29 @@ class Bench:
             assert request.tokens[len(request.prompt) :][: len(whole)] == whole
 
 
-def status_of(client: EngineClient) -> int:
-    """Status that a client would get before its request is read."""
-    try:
-        client.check()
-    except RequestError as error:
-        return error.status
-    return 200
-
-
-def test_an_idle_server_accepts_running_plus_waiting_requests_and_no_more():
-    for slots, queue in ((1, 1), (4, 2), (3, 5)):
-        bench = Bench(slots, queue)
-        assert [bench.ask() for _ in range(2 * (slots + queue))] == [True] * (slots + queue) + [False] * (slots + queue)
-        bench.run()
-
-
 def test_requests_without_pages_wait_although_slots_are_free():
-    bench = Bench(64, 2, pages=8)  # 16 pages of 4
-    assert [bench.ask(20, 20) for _ in range(4)] == [True, True, True, False]  # 10 pages each
-    # in order: nobody small overtakes who waits
-    assert not bench.ask(1, 1)
+    bench = Bench(64, pages=8)  # 16 pages of 4
+    for _ in range(3):
+        bench.ask(20, 20)  # 10 pages each
+    seen: list[tuple[int, int]] = []
+    bench.runner.during = lambda: seen.append((len(bench.scheduler.running), len(bench.scheduler.waiting)))
     bench.run()
-
-
-def test_a_removed_request_makes_room():
-    bench = Bench(1, 2)
-    bench.scheduler.add([Request(name, [name] * 4, 4) for name in (1, 2, 3)])
-    bench.scheduler.plan()
-    assert bench.scheduler.admission_queue().waiting == 2
-    bench.scheduler.remove(3)
-    assert bench.scheduler.admission_queue().waiting == 1
-    bench.scheduler.remove(1)
-    assert (bench.scheduler.admission_queue().waiting, bench.scheduler.admission_queue().slots) == (
-        0,
-        0,
-    )  # the second one's
-
-
-def test_requests_during_a_step_are_refused_from_the_first_that_may_not_wait():
-    bench = Bench(3, 2)
-    assert bench.ask(max_tokens=30)
-    seen: list[list[bool]] = []
-
-    def flood() -> None:
-        if len(seen) < 5:
-            seen.append([bench.ask(max_tokens=30) for _ in range(50)])
-
-    # each while one step is computed: nobody has counted anew, and no state was said in between
-    bench.runner.during = flood
-    bench.run()
-    assert seen == [[True] * 4 + [False] * 46] + [[False] * 50] * 4
-
-
-def test_the_slot_is_free_when_the_end_of_a_request_is_delivered():
-    bench = Bench(1, 1)
-    assert bench.ask(4, 3)
-    assert bench.ask(4, 3)
-    asked: list[bool] = []
-    take = bench.engine.deliver
-
-    def ask_again(events: list[Event], state: dict | None) -> None:
-        take(events, state)
-        asked.extend(bench.ask(4, 3) for event in events if event.last and len(asked) < 20)
-
-    bench.engine.deliver = ask_again
-    bench.run()
-    assert asked == [True] * 20
+    assert (seen[0], max(running for running, _ in seen)) == ((1, 2), 1)
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.integers(0, 2**32),
-    st.integers(1, 4),
-    st.integers(1, 4),
-    st.sampled_from([6, 12, 500]),
-    st.booleans(),
-    st.booleans(),
-)
-def test_the_queue_limit_holds_and_no_request_with_room_is_refused(seed, slots, queue, pages, keep, ahead):
+@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([6, 12, 500]), st.booleans(), st.booleans())
+def test_requests_that_come_during_steps_are_all_answered(seed, slots, pages, keep, ahead):
     draws = random.Random(seed)
-    bench = Bench(slots, queue, pages=pages, keep=keep, ahead=ahead)
+    bench = Bench(slots, pages=pages, keep=keep, ahead=ahead)
     left = 60
 
     def flood() -> None:
         nonlocal left
-        line, bench.scheduler._admission_queue = bench.scheduler.admission_queue(), None
-        assert bench.scheduler.admission_queue() == line
-        if not keep:
-            # what was counted as let in was let in: who is left does wait
-            assert len(bench.scheduler.waiting) <= queue
+        assert len(bench.scheduler.running) <= slots
         for _ in range(min(left, draws.choice([0, 0, 1, 9]))):
             left -= 1
-            before = bench.here
-            answers = draws.choice([1, 1, 2])
-            taken = bench.ask(draws.randrange(1, 13), draws.randrange(1, 9), answers)
-            assert bench.here <= slots + queue
-            # an answer that has ended may still count until the step is over
-            if pages == 500 and before + answers <= slots + queue:
-                assert taken
+            bench.ask(draws.randrange(1, 13), draws.randrange(1, 9), draws.choice([1, 1, 2]))
 
     bench.runner.during = flood
     bench.ask()
@@ -190,58 +105,48 @@ def test_the_queue_limit_holds_and_no_request_with_room_is_refused(seed, slots, 
 
 
 def test_kept_prefixes_leave_all_pages_to_new_requests():
-    bench = Bench(3, 1, pages=32, keep=True)  # 64 pages of 4
-    asked = [[bench.ask(40, 20) for _ in range(5)]]  # 15 pages each
+    bench = Bench(3, pages=32, keep=True)  # 64 pages of 4
     kept: list[int] = []
+    most: list[int] = []
     take = bench.engine.deliver
+
+    def ask() -> None:
+        for _ in range(4):
+            bench.ask(40, 20)  # 15 pages each
 
     def ask_again(events: list[Event], state: dict | None) -> None:
         take(events, state)
-        if not bench.here and len(asked) < 4:
+        if not bench.here and len(kept) < 3:
             kept.append(len(bench.scheduler.kept_prefixes))
-            asked.append([bench.ask(40, 20) for _ in range(5)])
+            ask()
 
     bench.engine.deliver = ask_again
+    bench.runner.during = lambda: most.append(len(bench.scheduler.running))
+    ask()
     bench.run()
-    assert asked == [[True] * 4 + [False]] * 4
+    assert (len(kept), len(bench.ended), max(most)) == (3, 16, 3)
     assert min(kept) > 1
 
 
-def test_requests_that_an_empty_server_could_not_accept_together_are_refused():
-    bench = Bench(4, 2, pages=8)
-    whole = [Request(name, [1] * 40, 20) for name in range(4)]  # 15 of 16 pages each: one runs, two may wait
-    with pytest.raises(
-        NeverFits, match="at most 2 may wait for room, got 3 of 4 behind those that the cache of 64 tokens"
-    ):
-        bench.engine.submit(whole)
-    assert bench.ask(40, 20, answers=3)
-    bench.run()
-
-
-def test_a_busy_engine_delivers_at_once_that_its_queue_has_room(monkeypatch):
-    monkeypatch.setattr(engine, "STATE_S", 0.0)
-    bench = Bench(1, 1)
-    bench.ask(4, 2)
-    bench.ask(4, 40)
+def test_requests_beyond_the_limit_are_refused_until_others_have_ended():
     with contextlib.closing(Link()) as link:
-        client = link.client(bench.scheduler.capacity, bench.engine.state())
-        assert status_of(client) == 200
-        seen: list[tuple[int, int]] = []
-        take = bench.engine.deliver
+        client = link.client(4, {"closed": None})
+        client.check(4)
+        client.submit([1, 2, 3], b"", lambda _: None)
+        client.check()
+        for refused in (lambda: client.check(2), lambda: client.submit([4, 5], b"", lambda _: None)):
+            with pytest.raises(RequestError, match="at most 4 requests may be open, got 2 more beside 3") as caught:
+                refused()
+            assert caught.value.status == 429
+        client.close_requests([2])
+        client.submit([4, 5], b"", lambda _: None)
+        with pytest.raises(RequestError, match="got 1 more beside 4"):
+            client.check()
 
-        def look(events: list[Event], state: dict | None) -> None:
-            take(events, state)
-            if state is not None:
-                client.handle(StepOutput(state=state))
-            if len(bench.ended) < 3:
-                seen.append((status_of(client), bench.engine._admission_queue.waiting))
-                if seen[-1][0] == 429:
-                    monkeypatch.setattr(engine, "STATE_S", float("inf"))
-                else:
-                    bench.ask(4, 20)
 
-        bench.engine.deliver = look
-        bench.run()
-    # whom the client refuses by what it has heard last, the engine would refuse, too
-    assert set(seen) >= {(200, 0), (429, 1)}
-    assert (429, 0) not in seen
+def test_a_client_that_has_its_answer_may_ask_again_at_once():
+    with FakeServer(FakeRunner(), running=1, waiting=1) as served, httpx.Client() as http:
+        body = {"prompt": "a", "max_tokens": 3, "n": 2}
+        for stream in (True, False):
+            answers = [http.post(f"{served.url}/v1/completions", json={**body, "stream": stream}) for _ in range(20)]
+            assert {one.status_code for one in answers} == {200}

@@ -14,34 +14,32 @@ import pytest
 import torch
 import zmq
 
-from ringattn.launch.runtime.distributed import Rank
+from ringattn.launch.runtime.distributed import Session
 from ringattn.launch.serve import rank_liveness
-from ringattn.launch.serve.messages import Hello, RankAddress, StepCommand, Stop, encode
+from ringattn.launch.serve.messages import StepCommand, Stop
 from ringattn.launch.serve.rank_channel import RankChannel, accept_ranks, close_dealer, connect_to_rank_0
 from ringattn.launch.serve.rank_liveness import RankLiveness
 
 
-def rank(index: int, world_size: int = 2) -> Rank:
-    return Rank(index, world_size, torch.device("cpu"), "gloo", os.getppid())
-
-
-class Addresses:
-    """Channel that carries only the address of rank 0 to the others."""
-
-    def __init__(self) -> None:
-        self.sent: queue.Queue[RankAddress] = queue.Queue()
-        self.broadcast = self.sent.put
-
-    def receive(self) -> RankAddress:
-        address = self.sent.get(timeout=10)
-        self.sent.put(address)  # for the next rank
-        return address
+def rank(index: int, world_size: int = 2) -> Session:
+    return Session(index, world_size, torch.device("cpu"), "gloo", os.getppid())
 
 
 @pytest.fixture(autouse=True)
-def local(monkeypatch: pytest.MonkeyPatch) -> None:
+def addresses(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[Any]:
+    """Addresses of rank 0, which a queue brings to the others in place of a process group."""
+    sent: queue.Queue[Any] = queue.Queue()
+
+    def broadcast(_: Session, value: Any) -> Any:
+        if value is None:
+            value = sent.get(timeout=10)
+        sent.put(value)  # for the next rank
+        return value
+
+    monkeypatch.setattr(Session, "broadcast", broadcast)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr(rank_liveness, "BEAT_S", 0.1)
+    return sent
 
 
 def in_thread(body: Callable[[], Any]) -> Callable[[], Any]:
@@ -64,17 +62,17 @@ def wait_for(what: Callable[[], Any], timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_connection_without_the_secret_is_dropped():
-    addresses = Addresses()
-    accepted = in_thread(lambda: accept_ranks(rank(0), addresses.broadcast, 20.0))
-    address = addresses.receive()
+def test_a_connection_without_the_secret_is_dropped(addresses):
+    accepted = in_thread(lambda: accept_ranks(rank(0), 20.0))
+    host, port, secret = addresses.get(timeout=10)
+    addresses.put((host, port, secret))
     with zmq.Context.instance().socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.routing_id = b"guessed/1"
-        stranger.connect(f"tcp://{address.host}:{address.port}")
-        stranger.send(encode(Hello(4711)))
+        stranger.connect(f"tcp://{host}:{port}")
+        stranger.send(b"4711")
         time.sleep(0.2)
-        dealer, _ = connect_to_rank_0(rank(1), address)
+        dealer, _ = connect_to_rank_0(rank(1))
         router, names = accepted()
         assert list(names.values()) == [f"rank 1 (process {os.getpid()})"]
         router.send_multipart([*names, b"command"])
@@ -85,30 +83,20 @@ def test_a_connection_without_the_secret_is_dropped():
 
 
 def test_a_rank_that_does_not_connect_is_named():
-    addresses = Addresses()
-
     def accept() -> str:
         with pytest.raises(RuntimeError) as refused:
-            accept_ranks(rank(0, 3), addresses.broadcast, 0.5)
+            accept_ranks(rank(0, 3), 0.5)
         return str(refused.value)
 
     accepted = in_thread(accept)
-    dealer, _ = connect_to_rank_0(rank(1, 3), addresses.receive())
+    dealer, _ = connect_to_rank_0(rank(1, 3))
     assert accepted() == "ranks [2] must connect to rank 0 within 0.5 s, got nothing from them"
     close_dealer(dealer)
 
 
 @pytest.fixture
-def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankChannel, RankChannel]]:
+def channels() -> Iterator[tuple[RankChannel, RankChannel]]:
     """Channels of two ranks, both in this process."""
-    addresses = Addresses()
-
-    def share(_: RankChannel, address: RankAddress | None = None) -> RankAddress:
-        if address is not None:
-            addresses.broadcast(address)
-        return addresses.receive()
-
-    monkeypatch.setattr(RankChannel, "_share_address", share)
     first = in_thread(lambda: RankChannel(rank(0), 0.5))
     other = RankChannel(rank(1), 0.5)
     yield first(), other
@@ -145,9 +133,8 @@ def test_a_rank_that_is_gone_is_named_by_the_next_send(channels):
 
 def watch(timeout_s: float, lost: list[str]) -> tuple[RankLiveness, Any, Any]:
     """Liveness of rank 0, and the sockets of a rank 1 that sends nothing by itself."""
-    addresses: Any = Addresses()
-    first = in_thread(lambda: RankLiveness(rank(0), addresses, lost.append, timeout_s))
-    dealer, ended = connect_to_rank_0(rank(1), addresses.receive())
+    first = in_thread(lambda: RankLiveness(rank(0), lost.append, timeout_s))
+    dealer, ended = connect_to_rank_0(rank(1))
     return first(), dealer, ended
 
 
@@ -184,9 +171,8 @@ def test_a_rank_that_ends_when_it_is_expected_to_is_not_lost_and_rank_0_waits_fo
 @pytest.mark.parametrize(("closes", "message"), [(True, "is gone"), (False, "has sent no heartbeat for 0.5 s")])
 def test_a_rank_0_that_ends_or_sends_no_heartbeat_is_lost(closes, message):
     lost: list[str] = []
-    addresses: Any = Addresses()
-    accepted = in_thread(lambda: accept_ranks(rank(0), addresses.broadcast, 20.0))
-    other = RankLiveness(rank(1), addresses, lost.append, 0.5)
+    accepted = in_thread(lambda: accept_ranks(rank(0), 20.0))
+    other = RankLiveness(rank(1), lost.append, 0.5)
     router, _ = accepted()
     if closes:
         router.close()

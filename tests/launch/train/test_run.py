@@ -29,8 +29,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ringattn.launch.runtime import distributed
-from ringattn.launch.runtime.distributed import REFUSED, Rank, Refusal, describe_failures, launch_ranks
+from ringattn.launch.runtime.distributed import REFUSED, Refusal, Session, describe_failures, launch_ranks
 from ringattn.launch.train import run
+from ringattn.launch.train.__main__ import RestartPolicy, count_ranks, main, run_rank
 from ringattn.launch.train.checkpoint import (
     Checkpoints,
     check_checkpoint,
@@ -40,19 +41,19 @@ from ringattn.launch.train.checkpoint import (
     read_facts,
     step_of,
 )
-from ringattn.launch.train.cli import RestartPolicy, count_ranks, main, run_rank
 from ringattn.launch.train.config import PRESETS, Config, parse
 from ringattn.launch.train.data import load_corpus
 from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, read_rows, summarise
-from ringattn.launch.train.model import ModelConfig, Transformer
+from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.parallel import make_parallel, single_process_group
 from ringattn.launch.train.pretrained import read_config_json
 from ringattn.launch.train.run import check_continues, check_memory, choose_checkpoint, planned_memory
 from ringattn.launch.train.trainer import Recipe, Trainer
+from ringattn.planning.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")
-ALONE = Rank(0, 1, CPU, "none", os.getppid())
+ALONE = Session(0, 1, CPU, None, os.getppid())
 
 
 # checkpoints and the log
@@ -177,7 +178,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
 
 
 def build() -> Transformer:
-    model = Transformer(ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48))
+    model = Transformer(ModelShape("x", 32, 2, 4, 2, 8, 48, vocab_size=256, tied=True))
     model.initialise_(0)
     return model
 
@@ -186,7 +187,7 @@ def steps_between(folder: Path, mesh: str | None, first: int, last: int) -> list
     """Losses of some steps of a run that continues from a folder, and is saved there."""
     import torch.distributed as dist
 
-    rank = Rank(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
+    rank = Session(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
     checkpoints, trainer = Checkpoints(folder, rank), Trainer(build, Recipe(), make_parallel(CPU, mesh))
     path = find_checkpoint(folder, rank)
     if path is not None:
@@ -288,8 +289,6 @@ def test_a_run_continues_only_with_the_configuration_of_its_model(tmp_path):
         Refusal, match=r"got another one \(num_hidden_layers 4 -> 2, rope_theta None -> 5.0\); put it back"
     ):
         check_continues(config, corpus, facts)
-    del facts["configuration"]
-    assert check_continues(config, corpus, facts) == [], "a checkpoint of 0.16 does not know"
 
 
 def test_the_log_drops_rows_that_are_repeated_or_cut_short(tmp_path):

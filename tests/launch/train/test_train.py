@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ringattn
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.train import metrics
-from ringattn.launch.train.config import PRESETS
+from ringattn.launch.train.config import PRESETS, Config
 from ringattn.launch.train.data import Batches, count_targets, load_corpus, make_rows
 from ringattn.launch.train.loss import IGNORED, cross_entropy_sum
 from ringattn.launch.train.model import (
-    ModelConfig,
+    ROPE_THETA,
     Transformer,
     apply_rope,
     document_positions,
@@ -30,12 +30,13 @@ from ringattn.launch.train.model import (
 from ringattn.launch.train.parallel import Parallel, make_parallel, mesh_sizes, single_process_group
 from ringattn.launch.train.run import compare_results
 from ringattn.launch.train.trainer import Recipe, StepResult, Trainer
+from ringattn.planning.shapes import ModelShape
 
 CPU = torch.device("cpu")
-SMALL = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48)
+SMALL = ModelShape("x", 32, 2, 4, 2, 8, 48, vocab_size=256, tied=True)
 
 
-def make_model(config: ModelConfig = SMALL, recompute: str = "none", seed: int = 0) -> Transformer:
+def make_model(config: ModelShape = SMALL, recompute: str = "none", seed: int = 0) -> Transformer:
     model = Transformer(config)
     model.initialise_(seed)
     recompute_(list(model.blocks), recompute)
@@ -83,41 +84,41 @@ def test_rope_scores_depend_on_the_distance_alone():
 
 def logits_by_definition(model: Transformer, tokens: torch.Tensor) -> torch.Tensor:
     """The whole model written out for a whole sequence, head by head."""
-    config, n = model.config, tokens.shape[1]
+    shape, n = model.shape, tokens.shape[1]
     weights = dict(model.named_parameters())
     i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
     visible = j <= i
-    if config.window is not None:
-        visible &= j > i - config.window
+    if shape.window is not None:
+        visible &= j > i - shape.window
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weights[name]
 
-    tables = rope_tables(torch.arange(n), config.head_dim, config.rope_theta)
+    tables = rope_tables(torch.arange(n), shape.head_dim, ROPE_THETA)
     x = weights["embedding.weight"][tokens]
-    for layer in range(config.num_layers):
+    for layer in range(shape.layers):
         at = f"blocks.{layer}."
         y = norm(x, at + "attention_norm.weight")
         q, k, v = (y @ weights[f"{at}attention.{name}.weight"].T for name in "qkv")
         heads = []
-        for head in range(config.num_heads):
-            group = head * config.num_kv_heads // config.num_heads
-            mine, theirs = (slice(h * config.head_dim, (h + 1) * config.head_dim) for h in (head, group))
+        for head in range(shape.heads):
+            group = head * shape.kv_heads // shape.heads
+            mine, theirs = (slice(h * shape.head_dim, (h + 1) * shape.head_dim) for h in (head, group))
             qh, kh = (apply_rope(t[:, :, None], *tables)[:, :, 0] for t in (q[..., mine], k[..., theirs]))
-            scores = (qh @ kh.transpose(1, 2)) / math.sqrt(config.head_dim)
+            scores = (qh @ kh.transpose(1, 2)) / math.sqrt(shape.head_dim)
             heads.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ v[..., theirs])
         x = x + torch.cat(heads, -1) @ weights[at + "attention.out.weight"].T
         y = norm(x, at + "mlp_norm.weight")
         gate, up = y @ weights[at + "mlp.gate.weight"].T, y @ weights[at + "mlp.up.weight"].T
         x = x + (gate * gate.sigmoid() * up) @ weights[at + "mlp.down.weight"].T
-    head = weights["embedding.weight" if config.tie_embeddings else "head.weight"]
+    head = weights["embedding.weight" if shape.tied else "head.weight"]
     return norm(x, "norm.weight") @ head.T
 
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_follow_the_definition(window, tied):
-    model = make_model(dataclasses.replace(SMALL, window=window, tie_embeddings=tied))
+    model = make_model(dataclasses.replace(SMALL, window=window, tied=tied))
     tokens = some_tokens(2, 19)
     sharding = ringattn.Ring().sharding(19)
     torch.testing.assert_close(model(tokens, sharding), logits_by_definition(model, tokens), atol=2e-5, rtol=1e-5)
@@ -175,15 +176,14 @@ def test_initialisation_depends_on_the_seed_alone():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got 3 and 4"),
+        ({"num_kv_heads": 3}, "kv_heads must divide heads, got 3 and 4"),
         ({"head_dim": 7}, "head_dim must be even, got 7"),
         ({"window": 0}, "window must be at least 1, got 0"),
-        ({"dim": 0}, "dim must be at least 1, got 0"),
     ],
 )
 def test_impossible_models_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SMALL, **change)
+        Config(**change)
 
 
 # the loss
@@ -419,7 +419,7 @@ def test_flops_are_counted_by_visible_pairs(alone):
     pairs = trainer.pairs(windows)
     documents = make_rows(windows, 0).documents or ()
     assert pairs == sum((b - a) * (b - a + 1) // 2 for a, b in itertools.pairwise(documents))
-    assert counted.attention == SMALL.num_layers * 4 * SMALL.head_dim * SMALL.num_heads * pairs
+    assert counted.attention == SMALL.layers * 4 * SMALL.head_dim * SMALL.heads * pairs
 
 
 class FakeEvent:
