@@ -25,10 +25,9 @@ from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ringattn.dispatch import resolve, run_backward, run_forward
+from ringattn.dispatch import resolve, ring_of, run_backward, run_forward
 from ringattn.kernels.interface import accumulation_dtype
 from ringattn.plan.attention_spec import ScoreTensors
-from ringattn.ring_registry import get_ring
 from ringattn.schedule.stepwise_backward import BackwardCall, WantedGrads
 from ringattn.tensor_checks import has_tangent
 
@@ -183,7 +182,7 @@ class _Attention(torch.autograd.Function):
         """Run the forward; without keys of the dispatcher, as a function."""
         *tensors, ctx.dropout_seed, ctx.ring_name, ctx.call = args
         # the graph keeps the ring alive until it is used up
-        ctx.ring = get_ring(ctx.ring_name)
+        ctx.ring = ring_of(ctx.ring_name)
         _side.save, _side.number = ctx.ring.save_gathered_kv and _runs_as_it_is(), 0
         try:
             o, lse = _below_autograd(keys, *args)
@@ -223,7 +222,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *_, ring, _, _ = args
-        ctx.ring = get_ring(ring)
+        ctx.ring = ring_of(ring)
         return tuple(ring_attention_backward_op(*args))
 
     @staticmethod
@@ -285,7 +284,7 @@ def _refuse(ring: str, why: str) -> NoReturn:
     error = NotImplementedError(why)
     # nothing is published while a graph is traced: the other ranks trace the same
     if not torch.compiler.is_compiling():
-        get_ring(ring).raise_on_all_ranks(error)
+        ring_of(ring).raise_on_all_ranks(error)
     raise error
 
 

@@ -22,7 +22,7 @@ from ringattn.plan.device_tables import sides_of, step_tables
 from ringattn.plan.expressions import Mask
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
-from ringattn.ring_registry import get_ring
+from ringattn.ring_registry import RINGS, get_ring
 from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan, resolve_moving
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarchical_forward
@@ -46,7 +46,7 @@ def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping
     """Return the text of a call (`serialize`), cached in the sharding, except with `lengths`; impl None is the ring's."""
     values = tuple(options.values())
     # tracing must not see a table that changes
-    if torch.compiler.is_compiling() or not all(map(_is_value, values)):
+    if torch.compiler.is_compiling() or not all(map(is_value, values)):
         return _serialize(sharding, kv_sharding, options)
     # 1 equals True and 1.0: options of other types have other texts
     key = (None if kv_sharding is None else kv_sharding.text, values, tuple(map(type, values)))
@@ -71,7 +71,7 @@ def resolve(
     text is the call as `serialize` wrote it; forward is the number of the forward whose backward it is, 0 where that is unknown,
     FORWARD in a forward.
     """
-    here: Ring = get_ring(ring)
+    here = ring_of(ring)
     facts = (ring, here.generation, text, *_facts(q, k, v, tensors))
     plan = _plans.get(facts)
     if plan is None:
@@ -142,6 +142,11 @@ def run_backward(call: BackwardCall, *, saved: Tensor | None = None) -> Gradient
     return fused_backward(call, saved=saved)
 
 
+def ring_of(name: str) -> Ring:
+    """Return the live ring of a name, or raise RuntimeError."""
+    return RINGS.get(name) or get_ring(name)
+
+
 def _serialize(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:
     if options.get("impl", "auto") is None:
         options = {**options, "impl": sharding.ring.impl}
@@ -186,7 +191,7 @@ def _keep(facts: Hashable, plan: ExecutionPlan) -> ExecutionPlan:
     return plan
 
 
-def _is_value(x: Any) -> bool:
+def is_value(x: Any) -> bool:
     """Return whether an option has a type whose value, with the type, can be a key."""
     if type(x) is tuple:
         return all(y is None or type(y) is int for y in x)
