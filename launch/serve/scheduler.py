@@ -11,18 +11,6 @@ Note [Scheduling policy]
     oldest prompt, and the rest to those that are closest to their end: a long prompt stalls neither answers nor short prompts,
     and is not starved by them.
 
-Note [Short prompts]). If they cannot share a step they alternate: between two
-    tokens of an answer there is at most one chunk of prompts. Half of a chunk, or more if the others leave some, belongs to the
-    oldest prompt, and the rest to those that are closest to their end: a long prompt stalls neither answers nor short prompts,
-    and is not starved by them.
-
-Note [Waiting requests]
-    A limit bounds the requests that wait beyond those that can run. A request is counted when it arrives, which may be in the
-    middle of a step. It waits if a request before it waits, if all slots of running requests are taken, or if the cache has
-    fewer pages than it needs by itself. The cache has the pages that running requests do not need, each counted as if it shared
-    nothing, and no less than the pages that are neither used nor promised. That is cautious if prefixes are shared: a request
-    that was counted as waiting may be admitted by the next step, after which all are counted again.
-
 Note [Short prompts]
     A packed step computes prompts like decoding, in `pieces`, and takes little longer than a step that decodes; a step around
     the ring takes two to ten times as long. So a prompt whose rest fits into PACKED_STEPS such steps is computed that way, and

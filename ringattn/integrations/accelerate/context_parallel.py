@@ -145,7 +145,10 @@ def context_parallel(
     size: int | None = None,
     *,
     ring: Ring | None = None,
-    **options: Any,
+    layout: str = "zigzag",
+    shift_labels: bool = True,
+    pooling: bool = False,
+    balance: dict[str, Any] | None = None,
 ) -> ContextParallel:
     """Let the processes of an Accelerator share sequences; every process calls it once, before `prepare` of what it returns.
 
@@ -153,7 +156,10 @@ def context_parallel(
         accelerator: Plain, with DDP, or with FSDP2.
         size: Number of consecutive processes that share a sequence; more processes are data parallel rings. Default: all.
         ring: The ranks that share a sequence, instead of a size.
-        options: `layout`, `shift_labels`, `pooling`, `balance` and `pack` of `shard_batch`.
+        layout: See `shard_batch`, as for the next three.
+        shift_labels: Whether models predict the next token; False for encoders.
+        pooling: Whether heads choose rows of the whole sequence.
+        balance: The mask to balance for.
 
     Raises:
         ValueError: The size does not divide the number of processes, both a size and a ring are given, or ranks of the ring are
@@ -176,4 +182,5 @@ def context_parallel(
         raise ValueError(f"a ring must be given, or a size, got both, {size} and {ring!r}; drop one")
     if ring is None:
         ring = make_ring(accelerator.num_processes if size is None else size)
+    options: dict[str, Any] = {"layout": layout, "shift_labels": shift_labels, "pooling": pooling, "balance": balance}
     return ContextParallel(accelerator, ring, options)

@@ -181,8 +181,11 @@ class RingCollator:
     Args:
         collator: Makes whole batches.
         ring: The ranks that share the sequence.
-        layout: See `shard_batch`.
-        options: `shift_labels`, `pooling`, `balance` and `pack` of `shard_batch`.
+        layout: See `shard_batch`, as for the other arguments.
+        shift_labels: See `shard_batch`.
+        pooling: See `shard_batch`.
+        balance: See `shard_batch`.
+        pack: See `shard_batch`.
     """
 
     def __init__(
@@ -190,10 +193,21 @@ class RingCollator:
         collator: Callable[..., Mapping[str, Any]],
         ring: Ring,
         layout: str = "zigzag",
-        **options: Any,
+        *,
+        shift_labels: bool = True,
+        pooling: bool = False,
+        balance: dict[str, Any] | None = None,
+        pack: bool = False,
     ) -> None:
-        self.ring, self.collator = ring, collator
-        self.options = {"layout": layout, **options}
+        self.ring = ring
+        self.collator = collator
+        self.options: dict[str, Any] = {
+            "layout": layout,
+            "shift_labels": shift_labels,
+            "pooling": pooling,
+            "balance": balance,
+            "pack": pack,
+        }
         watch_models()  # workers of a DataLoader call shard_batch where the model is not
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
