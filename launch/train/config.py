@@ -249,7 +249,7 @@ def _with_pack(arguments: Sequence[str]) -> list[str]:
         (['--pack', 'fixed', '--steps', '3'], ['--pack', 'balanced'])
     """
     found: list[str] = []
-    for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for word, following in zip(arguments, (*arguments[1:], "--"), strict=False):
         found += ["--pack", "off"] if word == "--no-pack" else [word]
         if word == "--pack" and following.startswith("-"):
             found.append("fixed")

@@ -366,6 +366,10 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
     assert "out must be a folder that can be written" in capsys.readouterr().err
 
 
+def test_no_flag_is_needed():
+    assert parse([], "train", None).preset in ("cpu", "gpu")
+
+
 def test_flags_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="mesh must be like dp=2,cp=4, got '2x2'"):
         Config(mesh="2x2")
