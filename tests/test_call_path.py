@@ -25,7 +25,7 @@ def files_of(call: Any) -> set[str]:
         del event, arg
         path = Path(frame.f_code.co_filename)
         # a cache that another ring has filled holds an equal mask, not the same one
-        if frame.f_code.co_name == "__eq__":
+        if "__eq__" in (frame.f_code.co_name, frame.f_back and frame.f_back.f_code.co_name):
             return
         if path.is_relative_to(PACKAGE) and not path.is_relative_to(PACKAGE / "kernels"):
             found.add(str(path.relative_to(PACKAGE)))
