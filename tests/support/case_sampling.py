@@ -2,8 +2,8 @@
 
 Owns one table: of the tests named here every nth case runs, in the order of collection; the others are marked slow. These are the
 tests whose many cases meet the same code again (kernels in the emulator and the interpreter, launches compiled offline) and took
-most of the time. What three releases of Triton compile is divided between them: of the tests in `LATER` each release
-compiles other cases.
+most of the time. What several releases of Triton or transformers run is divided between them: of the tests in `LATER` each
+release runs other cases.
 """
 
 from __future__ import annotations
@@ -46,19 +46,31 @@ EVERY = {
     "test_decode_kernel_compile.py::test_pages_stream_past_registers_and_programs_fit_side_by_side": 4,
     "test_decode_kernel_compile.py::test_sixteen_new_tokens_fit": 2,
     "test_ring_cache.py::test_generation_on_ranks_equals_one_process": 2,
+    "test_decode_compile.py::test_layers_share_compiled_code_which_runs_in_steps_of_a_cache_only": 2,
+    "test_decode_compile.py::test_every_kind_of_model_can_be_compiled": 2,
+    "test_images.py::test_generation_after_images_equals_one_process": 2,
+    "test_trainer_models.py::test_ten_steps_equal_one_process": 2,
+    "test_trl.py::test_ten_steps_equal_one_process": 2,
 }
 
 LATER = {
-    "3.6": {
+    "triton 3.6": {
         "test_hopper_compile.py::test_every_launch_fits_and_keeps_its_loops_in_registers": 4,
         "test_hopper_compile.py::test_waiting_for_rows_costs_the_loops_nothing": 3,
     },
-    "3.8": {
+    "triton 3.8": {
         "test_hopper_compile.py::test_every_launch_fits_and_keeps_its_loops_in_registers": 8,
         "test_hopper_compile.py::test_waiting_for_rows_costs_the_loops_nothing": 1,
     },
+    "transformers 4.57": {
+        "test_decode_compile.py::test_layers_share_compiled_code_which_runs_in_steps_of_a_cache_only": 1,
+        "test_decode_compile.py::test_every_kind_of_model_can_be_compiled": 1,
+        "test_images.py::test_generation_after_images_equals_one_process": 1,
+        "test_trainer_models.py::test_ten_steps_equal_one_process": 1,
+        "test_trl.py::test_ten_steps_equal_one_process": 1,
+    },
 }
-"""With these releases of Triton the first case that runs is this one."""
+"""With these releases the first case that runs is this one."""
 
 
 def thin(items: list[pytest.Item]) -> None:
@@ -68,8 +80,10 @@ def thin(items: list[pytest.Item]) -> None:
         items: All that was collected.
     """
     # nothing of `LATER` is collected without it
-    release = getattr(sys.modules.get("triton"), "__version__", "")
-    first = LATER.get(release.rpartition(".")[0], {})
+    first: dict[str, int] = {}
+    for package in ("triton", "transformers"):
+        release = getattr(sys.modules.get(package), "__version__", "").rpartition(".")[0]
+        first |= LATER.get(f"{package} {release}", {})
     seen: Counter[str] = Counter()
     for item in items:
         name = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"

@@ -42,8 +42,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-DEFAULT_TIMEOUT = 60.0
-GROUP_TIMEOUT = 30.0
+DEFAULT_TIMEOUT = 180.0
+GROUP_TIMEOUT = 90.0
 GRACE = 5.0  # seconds the other ranks get to report, once one rank has raised
 
 _context = multiprocessing.get_context("forkserver")
