@@ -106,11 +106,16 @@ def _device_rates(session: Session, sizes: Sizes) -> dict[str, float]:
     times = {name: time.eager_ms for name, time in time_together(calls, session, sizes.rounds, sizes.seconds).items()}
     rate, nearest = 2.0 * rows * columns * inner / times["product"] / 1e9, load_profile(NEAREST)
     return {
-        "matmul_tflops": round(rate, 3),
+        "matmul_tflops": _rounded(rate),
         # the clock of a training step, of seconds, falls as on the nearest GPU
-        "matmul_sustained_tflops": round(rate * nearest.matmul_sustained_tflops / nearest.matmul_tflops, 3),
-        "memory_gbps": round(2 * source.numel() / times["copy"] / 1e6, 3),
+        "matmul_sustained_tflops": _rounded(rate * nearest.matmul_sustained_tflops / nearest.matmul_tflops),
+        "memory_gbps": _rounded(2 * source.numel() / times["copy"] / 1e6),
     }
+
+
+def _rounded(rate: float) -> float:
+    """Return four digits of a rate; a slow one is not rounded to 0, by which nothing could be divided."""
+    return float(f"{rate:.4g}")
 
 
 def _kernel_rows(session: Session, sizes: Sizes) -> list[Row]:
@@ -165,7 +170,7 @@ def _collective_gbps(session: Session, sizes: Sizes) -> float:
     whole = torch.empty(part.numel() * session.world_size, dtype=torch.uint8, device=device)
     calls = {"gather": lambda: dist.all_gather_into_tensor(whole, part)}
     times = time_together(calls, session, sizes.rounds, sizes.seconds)
-    return round((whole.numel() - part.numel()) / times["gather"].eager_ms / 1e6, 3)
+    return _rounded((whole.numel() - part.numel()) / times["gather"].eager_ms / 1e6)
 
 
 def _ring_row(session: Session, sizes: Sizes, ring: Ring, tokens: int) -> Row:
