@@ -59,7 +59,8 @@ class DoctorArgs:
 def list_devices() -> list[dict[str, Any]]:
     """Name, architecture and memory of every GPU that this process can see."""
     rows = []
-    for index in range(torch.cuda.device_count()):
+    # GPUs are counted by their driver, also where torch cannot use it
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         gpu = torch.cuda.get_device_properties(index)
         row = {"index": index, "name": gpu.name, "architecture": f"sm_{gpu.major}{gpu.minor}"}
         row |= {"multiprocessors": gpu.multi_processor_count, "memory_gib": round(gpu.total_memory / 2**30, 1)}
@@ -200,11 +201,12 @@ def examine(session: Session, nodes: int = 0) -> dict[str, Any]:
     where = session.gather((session.rank, socket.gethostname(), str(session.device), attention))
     if not works:
         attention = next(one for *_, one in where if not one["ok"])
-    gpus = range(torch.cuda.device_count())
+    devices = list_devices()
+    gpus = range(len(devices))
     report: dict[str, Any] = {
         "machine": machine(session),
         "versions": {name: installed(name) for name in PACKAGES},
-        "devices": list_devices(),
+        "devices": devices,
         "peer_access": [[x == y or torch.cuda.can_device_access_peer(x, y) for y in gpus] for x in gpus],
         "topology": read_topology(),
         "ranks": [{"rank": rank, "host": host, "device": device} for rank, host, device, _ in where],

@@ -125,6 +125,10 @@ class Config:
             object.__setattr__(self, "pack", "fixed" if self.pack else "off")
         if self.pack == "balanced" and self.layout != "auto":
             raise ValueError(f"layout must be auto with --pack balanced, got {self.layout}; leave it out")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads, got {self.num_kv_heads} and {self.num_heads}; pass another --num-kv-heads"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, got {self.head_dim}; rotary embedding turns pairs")
         if self.window is not None and self.window < 1:

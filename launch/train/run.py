@@ -279,6 +279,7 @@ class Run:
 
         def run() -> list[StepResult]:
             steps: list[StepResult] = []
+            trainer: Trainer | None = None
             try:
                 trainer = Trainer(self.build, self.recipe, single_rank(self._single, self.session.device))
                 for step in range(count):
@@ -289,6 +290,8 @@ class Run:
                 print("one GPU cannot hold this run: its first steps are not compared with one rank", flush=True)
             except FloatingPointError as error:
                 raise Refusal(str(error)) from None
+            # its memory is no part of the ring's peak
+            del trainer
             if self.session.device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(self.session.device)

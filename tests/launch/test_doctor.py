@@ -50,6 +50,18 @@ def test_doctor_finds_a_broken_kernel(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "no such instruction" in capsys.readouterr().out
 
 
+def test_doctor_reports_gpus_that_torch_cannot_use(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # as with a driver that is too old for torch
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    machine = doctor.machine
+    monkeypatch.setattr(doctor, "machine", lambda session: machine(session) | {"driver": "1.0"})
+    assert doctor.main(["--device", "cpu"]) == 1
+    assert "torch must see the GPUs that nvidia-smi sees, got none" in capsys.readouterr().out
+
+
 def _doctor() -> dict[str, Any]:
     with open_session("cpu") as session:
         return doctor.examine(session)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,7 +49,7 @@ from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.parallel import make_parallel, single_process_group
 from ringattn.launch.train.pretrained import read_config_json
 from ringattn.launch.train.run import check_continues, check_memory, choose_checkpoint, planned_memory
-from ringattn.launch.train.trainer import Recipe, Trainer
+from ringattn.launch.train.trainer import Recipe, StepResult, Trainer
 from ringattn.planning.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -329,6 +330,29 @@ def test_the_curve_is_a_picture(tmp_path):
     plot_losses([{"step": 0, "validation_loss": 5.5}, {"step": 1, "loss": 5.0}], tmp_path / "loss.png", "title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_peak_memory_is_that_of_the_ring_and_not_of_the_first_steps_on_one_rank(monkeypatch):
+    class Single:
+        def __init__(self, *_: Any) -> None:
+            made.add(self)
+
+        def seed_dropout(self, step: int) -> None:
+            pass
+
+        def step(self, windows: Any, lr: float) -> StepResult:
+            return StepResult(windows, lr, [])
+
+    made, alive = weakref.WeakSet[Single](), []
+    monkeypatch.setattr(run, "Trainer", Single)
+    monkeypatch.setattr(run, "single_rank", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(len(made)))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: alive.append(len(made)))
+    rank0 = SimpleNamespace(world_size=2, device=torch.device("cuda"), lead=lambda action: action())
+    one: Any = SimpleNamespace(config=Config(compare_steps=2), session=rank0, build=None, recipe=None, _single=None)
+    one.batches = SimpleNamespace(training=float)
+    assert [step.loss for step in run.Run._single_rank_steps(one)] == [0, 1]
+    assert alive == [0, 0]
 
 
 # flags and processes

@@ -176,7 +176,7 @@ def test_initialisation_depends_on_the_seed_alone():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_kv_heads": 3}, "kv_heads must divide heads, got 3 and 4"),
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got 3 and 4; pass another --num-kv-heads"),
         ({"head_dim": 7}, "head_dim must be even, got 7"),
         ({"window": 0}, "window must be at least 1, got 0"),
     ],
