@@ -107,7 +107,7 @@ def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> li
                 "pass another --out to start afresh"
             )
     if config.model is not None:
-        old, new = facts["configuration"], read_config_json(config.model)
+        old, new = facts.get("configuration", {}), read_config_json(config.model)
         if changed := sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)):
             changes = ", ".join(f"{name} {old.get(name)} -> {new.get(name)}" for name in changed)
             raise Refusal(
