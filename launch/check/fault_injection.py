@@ -452,7 +452,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         device = resolve_device(args.device, 0, args.ranks).type
     except ValueError as error:
-        raise SystemExit(str(error)) from None
+        raise SystemExit(f"{str(error).partition(';')[0]}; pass --ranks or --device cpu") from None
     if args.what == "graph" and device == "cpu":
         raise SystemExit("--what graph must have GPUs, which CUDA graphs are of, got the CPU; use --what decode")
     if device == "cpu" and SCHEDULES[args.schedule].get("transport") == "copy_engine":

@@ -244,9 +244,9 @@ def visible_bounds(here: Tensor, starts: Tensor, ends: Any, mask: Mask) -> tuple
         begin = here - torch.remainder(here - starts, chunk_len)
         lo, hi = torch.maximum(lo, begin), (hi - begin).clamp(max=chunk_len) + begin
     if skipped:
-        lo = torch.maximum(lo, starts + skipped)
+        lo = torch.maximum(lo, (ends - starts).clamp(max=min(skipped, MAX_REQUEST_TOKENS)) + starts)
     if most is not None:
-        hi = torch.minimum(hi, starts + most)
+        hi = torch.minimum(hi, (ends - starts).clamp(max=min(most, MAX_REQUEST_TOKENS)) + starts)
     return lo, torch.maximum(lo, hi)
 
 

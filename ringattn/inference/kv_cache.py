@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -24,7 +24,7 @@ def _collective(method: Callable[Concatenate[PageAllocator, P], R]) -> Callable[
     allocate: Callable[..., R] = method
 
     def whole(x: Any) -> Any:
-        return [index(one) for one in x] if isinstance(x, Sequence) else None if x is None else index(x)
+        return None if x is None else index(x)
 
     @functools.wraps(method)
     def call(self: PagedKVCache, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,10 +91,14 @@ class PagedKVCache(KVPool):
         return tuple(self.allocator.pages - free for free in self.allocator.free_pages)
 
     add_request = _collective(PageAllocator.add_request)
-    add_batch = _collective(PageAllocator.add_batch)
     fork = _collective(PageAllocator.fork)
     truncate = _collective(PageAllocator.truncate)
     free = _collective(PageAllocator.free)
+
+    def add_batch(self, reserve: int, firsts: Iterable[int]) -> list[int]:
+        """Add requests that are extended together, `firsts` may be a tensor; see `PageAllocator.add_batch`."""
+        with self._propagate_errors():
+            return self.allocator.add_batch(index(reserve), list(map(index, firsts)))
 
     def length(self, request: int) -> int:
         """Tokens of a request."""

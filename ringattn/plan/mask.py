@@ -99,7 +99,10 @@ class AttentionMask(MaskUnion):
         if self.window is not None:
             parts.append(Window(*self.window))
         restarts = self.chunks_restart and (self.documents is not None or self.lengths is not None)
-        if self.chunk_len is not None and not restarts:
+        if self.chunk_len is not None and not restarts and self.seq_len == self.kv_len:
+            # documents compile faster where chunks are thousands
+            parts.append(Documents((*range(0, self.seq_len, self.chunk_len), self.seq_len)))
+        elif self.chunk_len is not None and not restarts:
             parts.append(Chunks(self.chunk_len))
         elif self.chunk_len is not None:
             starts = [start for start, _ in self.lengths or ((0, 0),)]

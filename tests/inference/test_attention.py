@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import sys
 import weakref
 from typing import Any
 
@@ -797,8 +798,9 @@ def test_static_batches_refuse_trees() -> None:
         attend(static, 0, x, x, x, mask=masks.tree([None], [1]) & masks.spans([(0, 1)]))
 
 
-def test_pages_in_place_show_sink_tokens_to_the_right_of_the_window_too() -> None:
-    mask, found = masks.sinks(10) | masks.window(2, 3), []
+@pytest.mark.parametrize("sink_len", [10, sys.maxsize, 2**63])
+def test_pages_in_place_show_sink_tokens_to_the_right_of_the_window_too(sink_len: int) -> None:
+    mask, found = masks.sinks(sink_len) | masks.window(2, 3), []
     for kv_access in ("copies", "pages"):
         torch.manual_seed(0)
         sizes: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_dim": 16, "pages": 8, "page_size": 16}
@@ -809,3 +811,16 @@ def test_pages_in_place_show_sink_tokens_to_the_right_of_the_window_too() -> Non
         step = cache.extend([request], [36], mode="prefill")
         found.append(attend(step, 0, x[:, 4:], x[:, 4:], x[:, 4:], mask=mask, kv_access=kv_access))
     torch.testing.assert_close(*found)
+
+
+def test_decode_shows_any_number_of_sink_tokens() -> None:
+    found = []
+    for sink_len in (40, 2**31, sys.maxsize):
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_dim": 16, "pages": 8, "page_size": 16}
+        cache = PagedKVCache(Ring(), dtype=torch.float32, device="cpu", **sizes)
+        request, x = cache.add_request(40, first=2), torch.randn(1, 40, 1, 16)
+        cache.extend([request], [39], mode="prefill").put(0, x[:, :39], x[:, :39])
+        step, mask = cache.extend([request], [1]), masks.causal() & (masks.sinks(sink_len) | masks.window(3))
+        found.append(attend(step, 0, x[:, 39:], x[:, 39:], x[:, 39:], mask=mask))
+    assert all(torch.equal(o, found[0]) for o in found)
