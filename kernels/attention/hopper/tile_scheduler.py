@@ -46,7 +46,8 @@ Note [Sources]
     then the others in the order in which their last rows arrive. Tiles of the last group are assigned first: no program then
     holds two of them while another one has none. The other groups follow in order, and tiles of local rows fill up the
     programs. Only launches of short tiles are so ordered (SHORT): long ones wait for a small part of their time, and share
-    the level-two cache best in the order of heads.
+    the level-two cache best in the order of heads. A launch of short tiles that finds all rows there, as that of dq alone in a
+    fused call, has the same order.
 
 Note [Assignment]
     Cost of a tile: its blocks (times `repeats`) + OVERHEAD for prologue and epilogue. Heads form groups that stream no more
