@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from ringattn.launch.runtime.distributed import Refusal, Session, init_ranks
 from ringattn.launch.runtime.model_optimization import optimize_model
@@ -46,6 +46,8 @@ from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.rank_liveness import RankLiveness
 from ringattn.launch.serve.scheduler import Scheduler
 from ringattn.ring import Ring
+
+T = TypeVar("T")
 
 FAREWELL_S = 1.0
 """Seconds in which error answers may be sent before the process exits."""
@@ -97,7 +99,7 @@ def run_rank(args: ServeArgs) -> int:
 
             def start_http() -> None:
                 raise_file_limit(args.max_connections)
-                fatal_exit.process = HttpProcess(bind(args.host, args.port))
+                fatal_exit.process = HttpProcess(_use_port(args, lambda: bind(args.host, args.port)))
                 stack.callback(fatal_exit.process.kill)
 
             def listen() -> None:
@@ -105,7 +107,7 @@ def run_rank(args: ServeArgs) -> int:
                 fatal_exit.process.listen()
 
             try:
-                session.lead(lambda: _use_port(args, start_http))
+                session.lead(start_http)
                 served, model_runner = _prepare(args, session)  # which may take minutes
                 session.lead(lambda: _use_port(args, listen))
                 freeze_gc()
@@ -166,10 +168,10 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
     return served, model_runner
 
 
-def _use_port(args: ServeArgs, use: Callable[[], object]) -> None:
-    """Call a function that needs the port for clients; raise Refusal if the port is taken."""
+def _use_port(args: ServeArgs, use: Callable[[], T]) -> T:
+    """Return what a function returns that needs the port for clients; raise Refusal if the port is taken."""
     try:
-        use()
+        return use()
     except OSError as why:
         raise Refusal(
             f"host and port must be free to listen on, got {args.host} and {args.port}: {why.strerror or why}; "

@@ -468,6 +468,19 @@ def test_a_port_that_is_taken_and_a_cache_without_a_page_are_refused(capsys, mon
     assert "memory must hold a page of 64 tokens at least" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_not_taken_for_a_port_in_use(monkeypatch):
+    def fail(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def end(_: object, why: str) -> None:
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(run, "HttpProcess", fail)
+    monkeypatch.setattr(run.FatalExit, "__call__", end)
+    with pytest.raises(RuntimeError, match="No space left on device"):
+        main(["--model", "tiny", "--device", "cpu", "--nproc", "1", "--port", "0"])
+
+
 def test_a_process_may_open_a_file_for_each_connection_that_is_allowed(monkeypatch):
     limits, found = (1024, 4096), []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
