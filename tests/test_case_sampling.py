@@ -34,17 +34,21 @@ def left_of(name: str, cases: int) -> list[int]:
     return [case for case in range(cases) if case not in marked]
 
 
-def test_releases_of_triton_compile_cases_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    releases = ("3.7.1", *(f"{release}.0" for release in LATER))
-    for first in LATER.values():
-        assert first.keys() <= EVERY.keys()
-    for name, every in EVERY.items():
-        left = {}
-        for release in releases:
-            monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=release))
-            left[release] = left_of(name, 24)
-        assert left["3.7.1"] == list(range(0, 24, every))
-        assert {len(cases) for cases in left.values()} == {len(left["3.7.1"])}
-        divided = all(name in first for first in LATER.values())
-        assert divided == (len({case for cases in left.values() for case in cases}) == sum(map(len, left.values())))
+@pytest.mark.parametrize("name", EVERY)
+def test_every_nth_case_is_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("triton", "transformers"):
+        monkeypatch.delitem(sys.modules, package, raising=False)
+    assert left_of(name, 24) == list(range(0, 24, EVERY[name]))
     assert left_of("test_pool.py::test_what_is_not_in_the_table", 3) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("package", "first_release"), [("triton", "3.7.1"), ("transformers", "5.23.0")])
+def test_each_release_runs_cases_of_its_own(package: str, first_release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    later = {release: first for release, first in LATER.items() if release.split()[0] == package}
+    assert later
+    for name in {name for first in later.values() for name in first}:
+        left = list[int]()
+        for release in (first_release, *(f"{release.split()[1]}.0" for release in later)):
+            monkeypatch.setitem(sys.modules, package, SimpleNamespace(__version__=release))
+            left += left_of(name, 24)
+        assert len(set(left)) == len(left) > 24 // EVERY[name]
