@@ -243,7 +243,8 @@ def test_numbers_given_as_tensors_become_ints() -> None:
     step = cache.extend([number(one)], [number(9)])
     cache.truncate(number(one), number(6), number(15))
     other = cache.fork(number(one), number(3), number(8))
-    for firsts in ([number(1), 0], torch.tensor([1, 0]), torch.tensor([1])):
+    tensors: list[Any] = [[number(1), 0], torch.tensor([1, 0]), torch.tensor([1])]
+    for firsts in tensors:
         cache.add_batch(number(4), firsts)
     cache.extend([one, other], [number(2)] * 2)
     kept = [cache.allocator.rank_spans(x) for x in (one, other)], [cache.length(x) for x in (one, other)]
