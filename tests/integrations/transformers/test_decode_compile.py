@@ -310,7 +310,6 @@ def _compile_on(fault: str) -> tuple[int, list[str], bool]:
 
 @pytest.mark.dist
 def test_a_rank_that_fails_or_gets_other_bits_stops_all(pool: Pools) -> None:
-    assert pool(2).run(_compile_on, "none") == [(3, [], True)] * 2
     here, there = pool(2).run(_compile_on, "fails")
     assert here == (0, ["LlamaForCausalLM decodes without torch.compile: another rank failed"], False)
     assert (there[0], there[2]) == (0, False)
