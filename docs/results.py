@@ -37,8 +37,6 @@ NAMES = {
     "fa4": "FA4",
 }
 """Contenders in the order they are shown."""
-OLD_SCHEDULES = {"gathered": "fused", "kept": "fused_saved_kv", "in_place": "fused_kv_buffer", "staged": "stepwise"}
-"""Names of schedules in rows and commands of before 1.0."""
 RING_PROBLEM = ("world_size", "mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window")
 WAYS = ("forward", "both")
 
@@ -109,7 +107,7 @@ def source(machine: Row) -> str:
 
 
 def runs_of(kind: str) -> list[Any]:
-    """Return the content of every file of one bench, oldest first, with the present names of schedules.
+    """Return the content of every file of one bench, oldest first.
 
     Raises:
         SystemExit: A file was not written by a bench; the message names it.
@@ -121,15 +119,8 @@ def runs_of(kind: str) -> list[Any]:
             raise SystemExit(
                 f"error: docs/results/{path.name} must be what a bench wrote, got no rows, machine and date; remove it"
             )
-        run["rows"] = [_renamed(row) for row in run["rows"]]
         found.append(run)
     return sorted(found, key=lambda one: one["machine"]["date"])
-
-
-def _renamed(row: Row) -> Row:
-    """Return a row whose schedule has its present name."""
-    names = {field: OLD_SCHEDULES.get(row[field], row[field]) for field in ("who", "schedule") if field in row}
-    return {**row, **names}
 
 
 def correctness() -> str:
@@ -147,7 +138,7 @@ def correctness() -> str:
         lines.append(
             [
                 len(machine["gpus"]),
-                OLD_SCHEDULES.get(asked[1], asked[1]) if asked else "auto",
+                asked[1] if asked else "auto",
                 f"{sum(row['ratio'] <= 1 for row in rows)} of {len(rows)}",
                 *(f"{max(ratios):.2f} ({len(ratios)})" if ratios else "-" for ratios in worst),
                 index + 1,

@@ -131,7 +131,7 @@ def test_without_rows_there_is_no_section_and_no_figure(results: ModuleType) -> 
 
 
 def test_rings_and_peers_stand_in_one_line_per_problem(results: ModuleType) -> None:
-    rows = [_ring_row(who, 4, n) for n in (1024, 16384) for who in ("gathered", "staged", "nccl", "torch_cp_alltoall")]
+    rows = [_ring_row(who, 4, n) for n in (1024, 16384) for who in ("fused", "stepwise", "nccl", "torch_cp_alltoall")]
     wrong = _ring_row("ring_flash_attn", 4, 1024, refused="wrong answer: differs from ours in dk by 9%", ours=False)
     rows.append({key: value for key, value in wrong.items() if "_ms" not in key and "_tflops" not in key})
     _keep(results, "ring4.json", "2026-01-01", rows)
@@ -187,13 +187,6 @@ def test_rows_without_names_are_still_shown(results: ModuleType) -> None:
     assert "| causal | zigzag | 1024 | 32/8 | 500 / 500 | 450 (90%) / 400 (80%) |" in text
 
 
-def test_old_names_of_schedules_are_shown_as_the_present_ones(results: ModuleType) -> None:
-    old = ("gathered", "kept", "in_place", "staged")
-    _keep(results, "ring.json", "2026-01-01", [_ring_row(who, 4, 1024) for who in old])
-    names = "ringattn fused | ringattn fused, KV buffer | ringattn fused, saved KV | ringattn stepwise"
-    assert f"| kernel alone | {names} |" in results.ring()
-
-
 def test_softmax_is_shown_from_rows_of_bench_kernels(results: ModuleType) -> None:
     names = ("share_of_copy", "torch_share_of_copy", "backward_share_of_copy", "torch_backward_share_of_copy")
     row = {"group": "softmax", "dtype": "bf16", "n": 1024, **dict.fromkeys(names, 0.873)}
@@ -203,7 +196,7 @@ def test_softmax_is_shown_from_rows_of_bench_kernels(results: ModuleType) -> Non
 
 
 def test_memory_shows_the_prediction_beside_the_peak(results: ModuleType) -> None:
-    row = _ring_row("gathered", 4, 2**18, tensors_gib=20.0, predicted_gib=42.125, peak_gib=43.0)
+    row = _ring_row("fused", 4, 2**18, tensors_gib=20.0, predicted_gib=42.125, peak_gib=43.0)
     full = _ring_row("alone", 1, 2**20, tensors_gib=80.0, predicted_gib=200.0, peak_gib=float("inf"))
     _keep(results, "memory.json", "2026-01-01", [row, full])
     text = results.memory()

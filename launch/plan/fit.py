@@ -28,15 +28,11 @@ ROW_SCHEDULES = {
     "fused": "fused",
     "fused_saved_kv": "fused",
     "fused_kv_buffer": "fused",
-    "gathered": "fused",
-    "in_place": "fused",
-    "kept": "fused",
     "stepwise": "stepwise",
-    "staged": "stepwise",
     "nccl": "process_group",
     "process_group": "process_group",
 }
-"""Schedules by the names of rows, those of before 1.0 included."""
+"""Schedules by the names of rows."""
 
 
 def ring_call(row: Row, world_size: int, schedule: str = "fused") -> RingCall:
@@ -44,7 +40,7 @@ def ring_call(row: Row, world_size: int, schedule: str = "fused") -> RingCall:
     names = ("mask", "seq_len", "batch", "heads", "kv_heads", "head_dim", "dtype", "window", "document")
     problem = Problem(**{name: row[name] for name in names})
     heads = Heads(problem.batch, problem.heads, problem.kv_heads, problem.head_dim)
-    saved = row.get("who") in ("fused_saved_kv", "kept")
+    saved = row.get("who") == "fused_saved_kv"
     layout = row.get("layout", "zigzag")
     return RingCall(mask_of(problem), world_size, heads, layout=layout, schedule=schedule, saved=saved)
 

@@ -101,7 +101,7 @@ def _ring(file: str, machine: Row, row: Row, profile: Profile) -> Iterator[Predi
     yield Prediction(file, f"{name}, forward", "ring", "ms", forward.ms, row["forward_ms"])
     both = max(forward.device_ms + backward.device_ms, forward.host_ms + backward.host_ms)
     yield Prediction(file, f"{name}, both", "ring", "ms", both, row["both_ms"])
-    more = _more_slots(machine) - (row["who"] in ("in_place", "fused_kv_buffer"))
+    more = _more_slots(machine) - (row["who"] == "fused_kv_buffer")
     peak = attention_peak(call, profile) + more * _slot_bytes(call) + (row["who"] == "nccl") * COMMUNICATOR
     yield Prediction(file, f"{name}, peak", "ring memory", "GiB", peak / 2**30, row["peak_gib"])
 

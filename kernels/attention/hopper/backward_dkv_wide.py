@@ -398,7 +398,7 @@ def _make_dk(
     work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
     dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr,
     GRAD_LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """dp, ds and dk of every tile of this program; which pairs are hidden is known from their weights."""
@@ -420,27 +420,19 @@ def _make_dk(
             if grad_buffers is None:
                 mbarrier.arrive(v_free, count=1)
         blocks = (masked_blocks + full_blocks) * group
-        if AHEAD:
-            dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, STAGES, V_PANELS)])
-            for _j in range(blocks - 1):
-                ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
-                dp_token = _slopes(count + 1, do_s, v_s, v, delta_s, do_full, STAGES, V_PANELS)
-                dk_tokens = _begin_dk(count, ds, q_s, dk, q_full, STAGES)
-                dp = warpgroup_mma_wait(len(dk), deps=[dp_token])
-                dk = wait_for_sums(dk_tokens)
-                arrive(FREE + _place(count, STAGES)[0], 288)
-                count += 1
+        dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, STAGES, V_PANELS)])
+        for _j in range(blocks - 1):
             ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
-            dk = wait_for_sums(_begin_dk(count, ds, q_s, dk, q_full, STAGES))
+            dp_token = _slopes(count + 1, do_s, v_s, v, delta_s, do_full, STAGES, V_PANELS)
+            dk_tokens = _begin_dk(count, ds, q_s, dk, q_full, STAGES)
+            dp = warpgroup_mma_wait(len(dk), deps=[dp_token])
+            dk = wait_for_sums(dk_tokens)
             arrive(FREE + _place(count, STAGES)[0], 288)
             count += 1
-        else:
-            for _j in range(blocks):
-                dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, STAGES, V_PANELS)])
-                ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
-                dk = wait_for_sums(_begin_dk(count, ds, q_s, dk, q_full, STAGES))
-                arrive(FREE + _place(count, STAGES)[0], 288)
-                count += 1
+        ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
+        dk = wait_for_sums(_begin_dk(count, ds, q_s, dk, q_full, STAGES))
+        arrive(FREE + _place(count, STAGES)[0], 288)
+        count += 1
         if grad_buffers is None:
             if not HELD:
                 mbarrier.arrive(v_free, count=1)
@@ -500,7 +492,7 @@ def backward_dkv_wide_kernel(
     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows, padded_queries, local_rows,
     grad_buffer_rows, steps, heads_per_group, timeout_us, epochs, lo_st, hi_st, scale, cap, softmax_scale,
     D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    AHEAD: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr,
+    STAGES: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr,
     P_LAYOUT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
@@ -511,8 +503,8 @@ def backward_dkv_wide_kernel(
     dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `64 D` and
     `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the addresses of
     regions `b hk grad_buffer_rows`), `dkey_bias_parts` `slots 64`. What is of fused calls is as in `backward_kernel`.
-    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). AHEAD: dP
-    of the next block is made beside dk of this one.
+    `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). dP of
+    the next block is made beside dk of this one.
     """
     WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
     P_TILES: gl.constexpr = 2 * P_STAGES if SOFTCAP and dkey_bias_out is not None else P_STAGES
@@ -547,7 +539,7 @@ def backward_dkv_wide_kernel(
         (_make_dk, (
             work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
             dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale, D, DV,
-            D_WIDTH, DV_WIDTH, SOFTCAP, AHEAD, STAGES, HELD, ADD, UNIT, GRAD_LAYOUT,
+            D_WIDTH, DV_WIDTH, SOFTCAP, STAGES, HELD, ADD, UNIT, GRAD_LAYOUT,
         )),
         (_produce, (
             work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s,

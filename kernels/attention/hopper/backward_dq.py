@@ -114,7 +114,7 @@ def _tanh(x):
 def _step(
     W: gl.constexpr, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y, origin,
     stride, slope, key_bias, t, scale, cap, MASKED: gl.constexpr, SOFTCAP: gl.constexpr, WANT_ALIBI: gl.constexpr,
-    START: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Adds what a block of keys, rows `y` onwards of the buffer, sends to the 64 queries of a warpgroup."""
     V_PANELS: gl.constexpr = DV // do_s.shape[4]
@@ -135,11 +135,7 @@ def _step(
     mbarrier.wait(k_full.index(k_stage), (count // K_STAGES) & 1)
     s_token = begin_scores(q, k, zero, False)
     mbarrier.wait(v_full.index(v_stage), (count // V_STAGES) & 1)
-    if START:
-        start, _zero = gl.broadcast(gl.expand_dims(-delta, 1), zero)
-        dp_token = begin_scores(do, v, start, True)
-    else:
-        dp_token = begin_scores(do, v, zero, False)
+    dp_token = begin_scores(do, v, zero, False)
     x = gl.arange(0, BLOCK, columns)
     if slope is not None or key_bias is not None:
         x = opaque(x)  # hoisted it would cost registers; masks alone are better off without
@@ -168,10 +164,7 @@ def _step(
 
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     arrive(V_EMPTY + v_stage, 288)
-    if START:
-        ds = p * dp
-    else:
-        ds = p * (dp - gl.expand_dims(delta, 1))
+    ds = p * (dp - gl.expand_dims(delta, 1))
     if WANT_ALIBI:
         # made again: held since the scores it would cost as many registers as they
         here = gl.expand_dims(opaque(q_pos), 1)
@@ -188,7 +181,7 @@ def _consume(
     W: gl.constexpr, work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta_ptr,
     dq_out, dalibi_out, error, part, dalibi_part, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, lse_sb, lse_sh,
     delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t, local_rows,
-    lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D:
+    lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D:
     gl.constexpr, D_WIDTH: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES:
     gl.constexpr,
 ):  # fmt: skip
@@ -243,7 +236,7 @@ def _consume(
             for _j in range(blocks):
                 dq, dalibi = _step(
                     W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y,
-                    origin, stride, slope, of_source, t, scale, cap, True, SOFTCAP, WANT_ALIBI, START, DV, BLOCK,
+                    origin, stride, slope, of_source, t, scale, cap, True, SOFTCAP, WANT_ALIBI, DV, BLOCK,
                     K_STAGES, V_STAGES,
                 )  # fmt: skip
                 y += BLOCK
@@ -259,7 +252,7 @@ def _consume(
             for _j in range(blocks):
                 dq, dalibi = _step(
                     W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, x, x, y, origin,
-                    stride, slope, of_source, t, scale, cap, False, SOFTCAP, WANT_ALIBI, START, DV, BLOCK, K_STAGES,
+                    stride, slope, of_source, t, scale, cap, False, SOFTCAP, WANT_ALIBI, DV, BLOCK, K_STAGES,
                     V_STAGES,
                 )  # fmt: skip
                 y += BLOCK
@@ -296,7 +289,7 @@ def backward_dq_kernel(
     work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse, delta, dq_out, dalibi_out, error, board, part,
     dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh, delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb,
     dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, group, rows, t, local_rows, epochs, lo_st, hi_st, softmax_scale, scale, cap,
-    SOFTCAP: gl.constexpr, START: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
+    SOFTCAP: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D: gl.constexpr, D_WIDTH: gl.constexpr, DV:
     gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
@@ -305,7 +298,7 @@ def backward_dq_kernel(
     `lse` (natural log), `delta` and `dalibi_out` are `b h s`; `dq_out` is `b s h d`, its strides counted in UNIT elements,
     so that the compiler sees when pairs of columns are aligned. `scale` is softmax_scale * log2(e), or under SOFTCAP
     softmax_scale / softcap, `cap` softcap * log2(e). `part` (`slots 128 D`) and `dalibi_part` take unscaled sums of tiles
-    that were split. START: the products of dP start from -delta, otherwise delta is subtracted afterwards.
+    that were split.
     """
     PANELS: gl.constexpr = D // q_desc.block_type.shape[3]
     V_PANELS: gl.constexpr = DV // do_desc.block_type.shape[3]
@@ -329,14 +322,14 @@ def backward_dq_kernel(
             gl.constexpr(0), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
             dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
             delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
-            t, local_rows, lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES,
+            t, local_rows, lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES,
             V_STAGES,
         )),
         (_consume, (
             gl.constexpr(1), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
             dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
             delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
-            t, local_rows, lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP, START, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES,
+            t, local_rows, lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES,
             V_STAGES,
         )),
         (_produce, (

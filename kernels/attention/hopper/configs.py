@@ -15,8 +15,7 @@ class ForwardConfig:
     Attributes:
         consumers: Warpgroups of 64 query rows, 1 to 3.
         block_n: Key rows of a block.
-        stages: Blocks of k, and of v, in shared memory.
-        named: "Stage is empty" goes through named barriers; needs at most four stages.
+        stages: Blocks of k, and of v, in shared memory; at most four.
         early: The first q . k of the next tile runs beneath the end of this one; q then takes two stages.
         store: o leaves through the shared memory of its q tile and the copy engine, where it fits and the engine can address it.
         ahead: The limits of the next tile are computed at the end of this one, beneath its products.
@@ -26,7 +25,6 @@ class ForwardConfig:
     consumers: int
     block_n: int
     stages: int
-    named: bool = True
     early: bool = False
     store: bool = False
     ahead: bool = False
@@ -34,7 +32,7 @@ class ForwardConfig:
 
     def __post_init__(self) -> None:
         """Refuse more stages than there are names."""
-        assert not self.named or self.stages <= 4, "named barriers must be at most eight; take fewer stages"
+        assert self.stages <= 4, "named barriers must be at most eight; take fewer stages"
 
     @property
     def maxnreg(self) -> int:
@@ -72,7 +70,6 @@ class WideDkvConfig:
     """The shape of a launch of the kernel that makes dk and dv of wide heads.
 
     Attributes:
-        ahead: dP of the next block is made beside dk of this one, so that it is there when the weights come.
         split: Tiles may be split among programs.
         held: K and V stay in registers.
         stages: Blocks of q and do in shared memory, 2 to 4; from 3 on dv of a block is made beside the scores of the next.
@@ -81,7 +78,6 @@ class WideDkvConfig:
         persistent: As many programs as multiprocessors.
     """
 
-    ahead: bool = True
     split: bool = True
     held: bool = False
     stages: int = 2
@@ -98,14 +94,12 @@ class DqConfig:
         block: Keys per step.
         k_stages: Blocks of K in flight.
         v_stages: Blocks of V in flight.
-        start: dP starts from -delta instead of having delta subtracted.
         split: Tiles may be split among programs.
     """
 
     block: int
     k_stages: int
     v_stages: int
-    start: bool = False
     split: bool = True
 
 

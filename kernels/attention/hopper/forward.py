@@ -68,29 +68,17 @@ ALL = gl.constexpr(2**31 - 1)  # beyond every place of a flag
 
 
 @gluon.jit
-def _release(empty, stage, name, THREADS: gl.constexpr, NAMED: gl.constexpr):
-    """Release a stage that this partition has read; Note [Pipeline]."""
-    if NAMED:
-        arrive(name + stage, THREADS)
-    else:
-        mbarrier.arrive(empty.index(stage), count=1)
-
-
-@gluon.jit
 def _fill(
-    desc, remote, step, b, h, row, smem, full, empty, stage, parity, used, name, COLUMNS: gl.constexpr, PANELS: gl.constexpr,
-    THREADS: gl.constexpr, NAMED: gl.constexpr,
+    desc, remote, step, b, h, row, smem, full, stage, used, name, COLUMNS: gl.constexpr, PANELS: gl.constexpr,
+    THREADS: gl.constexpr,
 ):  # fmt: skip
     """Copies a block of k or v into a stage once every consumer has left it; `used`: it has been filled before.
 
     From `remote` at ring steps beyond 0; None: there is nothing but the local buffer. (A branch instead of predicates made the
     consumers spill.)
     """
-    if NAMED:
-        if used:
-            sync(name + stage, THREADS)
-    else:
-        mbarrier.wait(empty.index(stage), parity ^ 1)
+    if used:
+        sync(name + stage, THREADS)
     mbarrier.expect(full.index(stage), PANELS * desc.block_type.nbytes)
     for i in gl.static_range(PANELS):
         at = [b, h, row, i * (COLUMNS // PANELS)]
@@ -128,17 +116,16 @@ def _corner(INDEX: gl.constexpr, b, h, row, column, PACK: gl.constexpr):
 def _producer(
     q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    PANELS: gl.constexpr, V_PANELS: gl.constexpr, PACK: gl.constexpr, NAMED: gl.constexpr, Q_STAGES: gl.constexpr,
+    PANELS: gl.constexpr, V_PANELS: gl.constexpr, PACK: gl.constexpr, Q_STAGES: gl.constexpr,
 ):  # fmt: skip
     """One warp that copies, in the order in which the consumers wait: q of the first, k, the other q, v, k, v, ..."""
     threads: gl.constexpr = 128 * CONSUMERS + 32
     work, segments, starts = plan
     flags, error, flag_heads, flag_steps, timeout_us = ready_flags
-    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, _carry_s, _carry_full = shared
+    q_s, k_s, v_s, q_full, q_empty, k_full, v_full, _carry_s, _carry_full = shared
     first = gl.load(starts + gl.program_id(0))
     stop = gl.load(starts + gl.program_id(0) + 1)
     stage = 0
-    parity = 0
     used = False
     step = 0
     seen = 0
@@ -168,23 +155,18 @@ def _producer(
                     if met == EPOCH:
                         met = 0
                         epoch = wait_for_progress(board, epoch, epochs)
-                _fill(
-                    k, k_remote, step, b, h // group, key, k_s, k_full, k_empty, stage, parity, used, EMPTY_K, D, PANELS,
-                    threads, NAMED,
-                )  # fmt: skip
+                _fill(k, k_remote, step, b, h // group, key, k_s, k_full, stage, used, EMPTY_K, D, PANELS, threads)
                 if i == segment:
                     if j == 0:
                         for other in gl.static_range(1, CONSUMERS):
                             _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, place, q_parity, D, PANELS, PACK)
                 _fill(
-                    v, v_remote, step, b, h // group, key, v_s, v_full, v_empty, stage, parity, used, EMPTY_K + STAGES,
-                    DV, V_PANELS, threads, NAMED,
+                    v, v_remote, step, b, h // group, key, v_s, v_full, stage, used, EMPTY_K + STAGES, DV, V_PANELS, threads
                 )  # fmt: skip
                 key += BLOCK_N
                 stage += 1
                 if stage == STAGES:
                     stage = 0
-                    parity ^= 1
                     used = True
     if board is not None:
         exit_barrier(board, epoch, epochs)
@@ -393,9 +375,9 @@ def _first_product(
 
 @gluon.jit
 def _products(
-    q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
+    q, k_s, v_s, k_full, v_full, stage, parity, p, acc, alpha,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PANELS: gl.constexpr,
-    V_PANELS: gl.constexpr, S_LAYOUT: gl.constexpr, THREADS: gl.constexpr, NAMED: gl.constexpr, LAZY: gl.constexpr,
+    V_PANELS: gl.constexpr, S_LAYOUT: gl.constexpr, THREADS: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Issues q . k of the next block and p v of the block in `stage`; (s, p v in flight, next stage, its parity)."""
     v_stage = stage
@@ -415,7 +397,7 @@ def _products(
         acc = _times(acc, alpha)  # here, so that q . k does not wait for it
     products = begin_sums(p, v, acc)
     s = warpgroup_mma_wait(V_PANELS, deps=[qk])
-    _release(k_empty, stage, EMPTY_K, THREADS, NAMED)
+    arrive(EMPTY_K + stage, THREADS)
     return s, products, stage, parity
 
 
@@ -425,12 +407,12 @@ def _consumer(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     PANELS: gl.constexpr, V_PANELS: gl.constexpr, DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr,
     ACC_UNIT: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr,
-    NAMED: gl.constexpr, Q_STAGES: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
+    Q_STAGES: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
     AHEAD: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
     work, segments, starts = plan
-    q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, carry_s, carry_full = shared
+    q_s, k_s, v_s, q_full, q_empty, k_full, v_full, carry_s, carry_full = shared
     o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc = state
     positions = sides[0]
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = (
@@ -465,7 +447,7 @@ def _consumer(
         )  # fmt: skip
         s = warpgroup_mma_wait(0, deps=[qk])
         if first < stop:
-            _release(k_empty, stage, EMPTY_K, threads, NAMED)
+            arrive(EMPTY_K + stage, threads)
     if AHEAD:
         low, high = _first_limits(INDEX, first, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
     for at in range(first, stop):
@@ -508,7 +490,7 @@ def _consumer(
                 ahead = rows_ahead(segments, segment, local_rows)
         if not EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
-            _release(k_empty, stage, EMPTY_K, threads, NAMED)
+            arrive(EMPTY_K + stage, threads)
         q = _panels(q_s, (at - first) % Q_STAGES * CONSUMERS + INDEX, 64, D, PANELS)
         if not DOT_ONLY:
             s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
@@ -535,15 +517,15 @@ def _consumer(
                     ahead = rows_ahead(segments, segment, local_rows)
             v_stage = stage
             s, products, stage, parity = _products(
-                q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
-                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, NAMED, LAZY,
+                q, k_s, v_s, k_full, v_full, stage, parity, p, acc, alpha,
+                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, LAZY,
             )  # fmt: skip
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             s = hide(s, low, high, key, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, True, LAZY)
             acc = _waited(products, 0)
-            _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
+            arrive(EMPTY_K + STAGES + v_stage, threads)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
@@ -561,14 +543,14 @@ def _consumer(
                         ahead = rows_ahead(segments, segment, local_rows)
             v_stage = stage
             s, products, stage, parity = _products(
-                q, k_s, v_s, k_full, k_empty, v_full, stage, parity, p, acc, alpha,
-                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, NAMED, LAZY,
+                q, k_s, v_s, k_full, v_full, stage, parity, p, acc, alpha,
+                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, LAZY,
             )  # fmt: skip
             if not DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, GUARD, LAZY)
             acc = _waited(products, 0)
-            _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
+            arrive(EMPTY_K + STAGES + v_stage, threads)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
@@ -619,7 +601,7 @@ def _consumer(
         if error is not None:
             in_vain = gl.load(error, volatile=True) != 0
         acc = _waited(products, PANELS if EARLY else 0)
-        _release(v_empty, v_stage, EMPTY_K + STAGES, threads, NAMED)
+        arrive(EMPTY_K + STAGES + v_stage, threads)
         if TILED and not FIRST:
             mbarrier.wait(carry_full.index(INDEX), (at - first) & 1)
 
@@ -670,7 +652,7 @@ def _consumer(
         if EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
             if at + 1 < stop:
-                _release(k_empty, stage, EMPTY_K, threads, NAMED)
+                arrive(EMPTY_K + stage, threads)
         if STORE or (TILED and not LAST):
             tma.store_wait(0)
         if STORE or HALVED:
@@ -795,7 +777,7 @@ def forward_kernel(
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     PANELS: gl.constexpr, V_PANELS: gl.constexpr, DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr,
     ACC_UNIT: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr,
-    NAMED: gl.constexpr, Q_STAGES: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
+    Q_STAGES: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
     AHEAD: gl.constexpr, LAZY: gl.constexpr, num_warps: gl.constexpr,  # noqa: ARG001
 ):  # fmt: skip
     """Works through starts[p] .. starts[p + 1] of `work`; absent tensors are None.
@@ -812,9 +794,7 @@ def forward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     carry_s = q_s
     carry_full = q_full
     if acc_desc is not None:
@@ -827,11 +807,9 @@ def forward_kernel(
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
 
-    shared = (q_s, k_s, v_s, q_full, q_empty, k_full, k_empty, v_full, v_empty, carry_s, carry_full)
+    shared = (q_s, k_s, v_s, q_full, q_empty, k_full, v_full, carry_s, carry_full)
     plan = (work, segments, starts)
     state = (o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc)
     sides = (positions, lo_ptr, hi_ptr, lo_st, hi_st)
@@ -860,32 +838,32 @@ def forward_kernel(
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
                 key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
-                D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
+                D, DV, PANELS, V_PANELS, PACK, Q_STAGES)),
         ], [1], [24])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
                 key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(1), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
                 key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
-                D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
+                D, DV, PANELS, V_PANELS, PACK, Q_STAGES)),
         ], [4, 1], [240, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (_consumer, (gl.constexpr(0), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
                 key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(1), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
                 key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_consumer, (gl.constexpr(2), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
                 key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, NAMED, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
+                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
             (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
-                D, DV, PANELS, V_PANELS, PACK, NAMED, Q_STAGES)),
+                D, DV, PANELS, V_PANELS, PACK, Q_STAGES)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

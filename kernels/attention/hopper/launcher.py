@@ -322,7 +322,7 @@ def _launch_forward(
             "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
             "DV": v_columns, "PANELS": columns // panel, "V_PANELS": v_columns // v_panel, "DV_WIDTH": dv, "PACK": pack,
             "O_UNIT": o_unit, "ACC_UNIT": acc_unit, "FIRST": first, "LAST": last, "DOT_ONLY": dot_only,
-            "SOFTCAP": score.softcap > 0, "NAMED": config.named, "Q_STAGES": 2 if config.early else 1,
+            "SOFTCAP": score.softcap > 0, "Q_STAGES": 2 if config.early else 1,
             "EARLY": config.early, "STORE": store, "AHEAD": config.ahead, "LAZY": config.lazy,
         },
         num_warps=4,
@@ -469,7 +469,7 @@ def launch_dkv(
     else:
         kernel = backward_dkv_wide_kernel
         switches = {
-            "AHEAD": config.ahead, "STAGES": config.stages, "HELD": config.held,
+            "STAGES": config.stages, "HELD": config.held,
             "P_LAYOUT": layout_of((tile, block), q.dtype), "GRAD_LAYOUT": layout_of((tile, 32), torch.float32),
         }  # fmt: skip
     bound_launch.launch(
@@ -574,7 +574,7 @@ def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = 
             lo_st, hi_st, score.softmax_scale, *scale_and_cap(score),
         ),
         {
-            "SOFTCAP": score.softcap > 0, "START": config.start, "ADD": add, "UNIT": unit, "D": columns[0], "D_WIDTH": d,
+            "SOFTCAP": score.softcap > 0, "ADD": add, "UNIT": unit, "D": columns[0], "D_WIDTH": d,
             "DV": columns[1], "BLOCK": config.block, "K_STAGES": config.k_stages, "V_STAGES": config.v_stages,
         },
         num_warps=4,

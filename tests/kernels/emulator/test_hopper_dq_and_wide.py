@@ -23,7 +23,7 @@ from tests.support.kernel_conformance import CASES, Case, make_side, run_case
 
 CAUSAL: dict[str, Any] = {"causal": True}
 SERVED = [case for case in CASES if case.bias is None and case.dropout_p == 0]
-NARROW = DqConfig(block=16, k_stages=3, v_stages=1, start=True)
+NARROW = DqConfig(block=16, k_stages=3, v_stages=1)
 """Many blocks where the lengths of the suite leave room for one."""
 
 LONG = (
@@ -83,7 +83,7 @@ def test_rows_and_wide_keys_stay_within_budget(case: Case):
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_switches_and_float16_stay_within_budget(case: Case):
-    run_case(kernels(NARROW, WideDkvConfig(ahead=False, split=False)), case, torch.float16, "cpu")
+    run_case(kernels(NARROW, WideDkvConfig(split=False)), case, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize(

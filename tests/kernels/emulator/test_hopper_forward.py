@@ -81,10 +81,9 @@ def test_any_number_of_consumers_computes_the_same_attention(case: Case, consume
     run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
 
 
-@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_any_number_of_stages_computes_the_same_attention(stages: int, named: bool):
-    config = configs.ForwardConfig(2, 32, stages, named=named)
+def test_any_number_of_stages_computes_the_same_attention(stages: int):
+    config = configs.ForwardConfig(2, 32, stages)
     run_case(hopper_forward(config=config), TILES, torch.bfloat16, "cpu")
 
 
