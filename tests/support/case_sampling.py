@@ -52,7 +52,6 @@ EVERY = {
     "test_ring_cache.py::test_generation_on_ranks_equals_one_process": 2,
     "test_decode_compile.py::test_layers_share_compiled_code_which_runs_in_steps_of_a_cache_only": 2,
     "test_decode_compile.py::test_every_kind_of_model_can_be_compiled": 2,
-    "test_images.py::test_generation_after_images_equals_one_process": 2,
     "test_trainer_models.py::test_ten_steps_equal_one_process": 2,
     "test_trl.py::test_ten_steps_equal_one_process": 2,
 }
@@ -69,7 +68,6 @@ LATER = {
     "transformers 4.57": {
         "test_decode_compile.py::test_layers_share_compiled_code_which_runs_in_steps_of_a_cache_only": 1,
         "test_decode_compile.py::test_every_kind_of_model_can_be_compiled": 1,
-        "test_images.py::test_generation_after_images_equals_one_process": 1,
         "test_trainer_models.py::test_ten_steps_equal_one_process": 1,
         "test_trl.py::test_ten_steps_equal_one_process": 1,
     },
