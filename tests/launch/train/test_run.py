@@ -290,6 +290,9 @@ def test_a_run_continues_only_with_the_configuration_of_its_model(tmp_path):
         Refusal, match=r"got another one \(num_hidden_layers 4 -> 2, rope_theta None -> 5.0\); put it back"
     ):
         check_continues(config, corpus, facts)
+    del facts["configuration"]  # as in checkpoints of 0.16
+    with pytest.raises(Refusal, match="num_hidden_layers None -> 2"):
+        check_continues(config, corpus, facts)
 
 
 def test_the_log_drops_rows_that_are_repeated_or_cut_short(tmp_path):
