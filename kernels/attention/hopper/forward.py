@@ -74,6 +74,8 @@ def _fill(
 ):  # fmt: skip
     """Copies a block of k or v into a stage once every consumer has left it; `used`: it has been filled before.
 
+    `name` is the named barrier of the first stage, by which consumers release it (Note [Pipeline]).
+
     From `remote` at ring steps beyond 0; None: there is nothing but the local buffer. (A branch instead of predicates made the
     consumers spill.)
     """
