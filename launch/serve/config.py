@@ -51,7 +51,7 @@ class ServeArgs:
             warned of.
         page_size: Tokens of a page.
         kv_dtype: auto is the dtype; fp8 keeps keys and values in half of bfloat16's bytes, which changes answers a little.
-        chunk: Tokens of prompts per step.
+        chunk: Tokens of prompts in a step that delays answers; other steps take as many on each rank.
         max_running: Requests that are computed at a time.
         queue: Requests that may be open beyond --max-running; more get status 429.
         max_connections: Connections that may be open, asking or not; one more gets status 503.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WARM_UP_PROMPTS = (
     *((0, 24), (0, 56), (0, 120), (0, 520), (0, 1024)),
-    *((1024, 350), (8192, 12), (8192, 50), (8192, 200), (8192, 550)),
+    *((1024, 350), (8192, 12), (8192, 50), (8192, 200), (8192, 550), (8192, 4096)),
 )
 """Prompts that are computed before the first request: cached tokens on each rank, and new ones. They select how kernels pack heads
 into tiles, whether keys or queries are exchanged, and how pages are read."""

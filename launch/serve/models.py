@@ -145,8 +145,9 @@ def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
     weights = sum(x.numel() * x.element_size() for x in model.parameters())
     if files := list(Path(args.model).expanduser().glob("*.safetensors")):
         weights = min(weights, sum(file.stat().st_size for file in files))  # quantised ones are smaller
-    call = RingCall(AttentionMask(args.chunk, args.chunk, causal=True), world_size, heads_of(shape))
-    fixed = serving_memory(shape, args.chunk, 0, args.chunk, call, reserve=RESERVE)
+    rows = args.chunk * world_size  # of the longest steps
+    call = RingCall(AttentionMask(rows, rows, causal=True), world_size, heads_of(shape))
+    fixed = serving_memory(shape, rows, 0, rows, call, reserve=RESERVE)
     fixed = replace(fixed, weights=weights)
     sizes, row = _cache_sizes(model), 1 if args.kv_dtype == "fp8" else dtype.itemsize
     token = sizes["layers"] * sizes["kv_heads"] * (sizes["head_dim"] + sizes["v_head_dim"]) * row / world_size

@@ -7,7 +7,8 @@ Note [Scheduling policy]
     requests are kept until their pages are needed, and are evicted in the order of their last use.
 
     A step computes prompts, or decodes, or both (Note [Short prompts]). If they cannot share a step they alternate: between two
-    tokens of an answer there is at most one chunk of prompts. Half of a chunk, or more if the others leave some, belongs to the
+    tokens of an answer there is at most one chunk of prompts. Where no answer waits, a step has a chunk for each rank: a chunk
+    divided among ranks leaves each too few rows to be fast. Half of a step, or more if the others leave some, belongs to the
     oldest prompt, and the rest to those that are closest to their end: a long prompt stalls neither answers nor short prompts,
     and is not starved by them.
 
@@ -165,6 +166,7 @@ class Scheduler:
     """Plans every step (Note [Scheduling policy]).
 
     Args:
+        chunk: Tokens of prompts, longer than short ones, that a step computes while answers wait; otherwise so many for each rank.
         keep: Whether prefixes are shared, and kept when their requests have ended.
         pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps.
         rows: Tokens that a mixed step has room for; 0: there are no such steps.
@@ -257,7 +259,7 @@ class Scheduler:
                 pieces = max(1, min(self.pieces, self.chunk // PIECE))
                 shares = self._split_step(self._fit_packed(short), pieces * PIECE, PIECE)
             else:
-                shares = self._split_step(long, self.chunk, 1)
+                shares = self._split_step(long, self.chunk if answers else self.chunk * self.allocator.world_size, 1)
         else:
             return plan if plan.changes else None
         for request, share in shares:

@@ -162,7 +162,7 @@ def test_every_request_gets_its_answer_alone_and_all_pages_are_freed(seed, page_
 def test_short_prompts_are_packed_and_take_turns_with_answers_and_long_ones():
     bench = Bench(pages=800, page_size=4, chunk=100, pieces=4)
     short, long = [7] * 40, list(range(1, 251)) * 4
-    bench.scheduler.add([request(0, [3]), request(1, long)])
+    bench.scheduler.add([request(0, [3], 60), request(1, long)])
     bench.step()
     bench.scheduler.add([request(2 + name, [name + 10, *short], 3) for name in range(3)])
     bench.drain()
@@ -331,6 +331,14 @@ def test_long_prompts_stall_neither_answers_nor_short_prompts():
     assert first - seen <= 6
     # and the long one got at least half of each chunk: 1000 / 16 chunks at most
     assert sum(any(request.id == 1 for request in plan.requests) for plan in bench.plans) <= 1000 / 16 + 1
+
+
+def test_a_prompt_that_delays_no_answer_gets_a_chunk_of_each_rank():
+    bench = Bench(pages=400, page_size=4, chunk=32)
+    bench.scheduler.add([request(1, [5] * 640, 1)])
+    while not bench.ended:
+        bench.step()
+    assert [sum(plan.counts) for plan in bench.plans if plan.counts] == [64] * 10
 
 
 def test_a_request_may_be_as_large_as_the_cache():
