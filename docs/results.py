@@ -1025,8 +1025,9 @@ def serving() -> str:
         return ""
     parts = [
         "### The server\n\nStreamed greedy answers over HTTP, from a client beside the server; median / 95th percentile. Prompts "
-        "are random tokens, each one new. `launch/bench/server.py` has the definitions. m8 and m32 have the shape of Llama 3 8B "
-        "with 8 and 4 layers and random weights, whose scores lie close together: in bfloat16 other batches round to other tokens.",
+        "are random tokens, each one new. `launch/bench/server.py` has the definitions. m32 has the shape of Llama 3 8B, "
+        "with 1.92 billion parameters four of its layers, and random weights, whose scores lie close together: in bfloat16 other "
+        "batches, and prompts whose beginning is cached, round to other tokens; in float32 they do not.",
         *(
             f"Run {index + 1}, {server_told(run['machine'])}; {source(run['machine'])}"
             for index, run in enumerate(runs)

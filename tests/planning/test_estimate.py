@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from ringattn.planning.attention_launch import Heads
 from ringattn.planning.ring_time import RingCall
 from ringattn.planning.shapes import ModelShape
 from ringattn.planning.step import token_ms
+from tests.support.timing import least_seconds
 
 LLAMA = {
     "hidden_size": 4096,
@@ -122,9 +122,9 @@ def test_serving_gives_first_token_and_token():
 
 
 def test_a_thousand_gpus_are_planned_within_seconds():
-    began = time.process_time()
-    assert estimate("llama3-70b", 2**20, gpus=1024).best is not None
-    assert time.process_time() - began < 5
+    found = []
+    assert least_seconds(lambda: found.append(estimate("llama3-70b", 2**20, gpus=1024)), times=1) < 5
+    assert found[0].best is not None
 
 
 def test_one_attention_is_estimated():
