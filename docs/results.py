@@ -642,17 +642,10 @@ def training() -> str:
     )
     shown = {row["run"] for row in rows}
     said = " ".join(f"Run {index + 1}: {source(run['machine'])}" for index, run in enumerate(runs) if index in shown)
-    old = sorted({row["run"] + 1 for row in rows if row.get("replicated")})
-    caution = (
-        f" Run(s) {', '.join(map(str, old))}: a version that replicated the parameters and computed under autocast, with 2 GiB of "
-        "weights, gradients and optimizer state on every GPU."
-        if old
-        else ""
-    )
     return (
         f"### Training\n\nThe training job, {_millions(rows)} parameters. Tokens/s are of all GPUs together, the median "
         "of the steps; memory is of the fullest GPU; [the page on training](training.md) defines MFU and exposed "
-        f"communication.{caution} {said}\n\n{body}"
+        f"communication. {said}\n\n{body}"
     )
 
 

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
 import io
 import re
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -27,6 +24,7 @@ import torch.distributed as dist
 import ringattn
 from ringattn import attention_reference
 from ringattn.kernels import registry
+from tests.support.pages import load
 from tests.support.pool import Pools
 
 ROOT = Path(__file__).parents[1]
@@ -35,19 +33,6 @@ PAGES = sorted(DOCS.glob("*.md"))
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)|src=\"([^\"]+)\"")
 HEADING = re.compile(r"^#+ (.+?)$", re.MULTILINE)
-
-
-@cache
-def load(name: str) -> ModuleType:
-    """Return a script of docs/, which is no package, as a module."""
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # dataclasses look their module up
-    with patch.dict("sys.modules", {spec.name: module}):
-        spec.loader.exec_module(module)
-    return module
 
 
 def blocks(page: str) -> list[tuple[str, str, str | None]]:

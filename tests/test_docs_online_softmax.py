@@ -1,13 +1,12 @@
 """Every number on the page about the online softmax is what its script computes."""
 
-import importlib.util
 import re
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+from tests.support.pages import DOCS, load
+
 PAGE = (DOCS / "online_softmax.md").read_text()
 TABLES = dict(re.findall(r"<!-- table: (\w+) -->\n```text\n(.*?)\n```", PAGE, flags=re.S))
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
@@ -15,12 +14,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_online_softmax", DOCS / "online_softmax.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("online_softmax")
 
 
 def is_rounding_noise(token: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.drawing import figures
+from tests.support.pages import load
 
 ROOT = Path(__file__).parents[1]
 ELSEWHERE = {"accelerate", "diffusers", "linear", "transformers", "trl"}
@@ -27,7 +27,7 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", [*MODULES, "figures"])
 def test_examples_of_docstrings_are_true(name: str) -> None:
-    result = doctest.testmod(figures if name == "figures" else importlib.import_module(name))
+    result = doctest.testmod(load(name) if name == "figures" else importlib.import_module(name))
     assert result.attempted > 0
     assert result.failed == 0
 

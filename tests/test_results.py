@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.support.pages import load
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = (2048, 4096)
@@ -42,11 +43,7 @@ def _row(who: str, direction: str, mask: str = "full", n: int = 16384, **other: 
 
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_results", ROOT / "docs/results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load("results")
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(module, "HERE", tmp_path)
     return module
@@ -338,16 +335,10 @@ def _trained(gpus: int, speed: float, **more: Any) -> dict[str, Any]:
 def test_training_runs_stand_in_one_table_and_the_latest_of_several_alike(results):
     assert results.training() == ""
     _keep(results, "train1.json", "2026-01-02", [_trained(1, 50_000.0, mfu=None)])
-    _keep(
-        results,
-        "train4-old.json",
-        "2026-01-01",
-        [_trained(4, 111.0, replicated=True), _trained(2, 90_000.0, replicated=True)],
-    )
+    _keep(results, "train4-old.json", "2026-01-01", [_trained(4, 111.0), _trained(2, 90_000.0)])
     _keep(results, "train4.json", "2026-01-03", [_trained(4, 190_000.0, exposed_ms=12.34)])
     text = results.training()
     assert "| 1 | 131,072 | 5.3200 | 4.0000 (8) | 50,000 | - | - | 2.0 | 2 |" in text
     assert "| 2 | 131,072 | 5.3200 | 4.0000 (8) | 90,000 | 41.0% | - | 2.0 | 1 |" in text
     assert "| 4 | 131,072 | 5.3200 | 4.0000 (8) | 190,000 | 41.0% | 12.3 | 2.0 | 3 |" in text
     assert "111" not in text
-    assert "Run(s) 1: a version that replicated the parameters" in text

@@ -19,7 +19,7 @@ from ringattn.launch.bench.inference_model import full_cache, local_bytes
 from ringattn.launch.check import cache_scenarios
 from ringattn.launch.runtime.session import open_session
 from ringattn.planning.shapes import ModelShape
-from tests.support.drawing import figures
+from tests.support.pages import load
 
 SHAPE = ModelShape("test", dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
 WORDS = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--mlp-dim", "48", "--vocab-size", "61"]
@@ -62,7 +62,7 @@ def test_every_part_of_attention_has_its_rows_and_their_numbers_agree(pool, tmp_
         assert row["bound_us"] == pytest.approx(row["kv_bytes"] / bandwidth["read_gbps"] / 1e3)
         assert row["ratio"] == pytest.approx(row["us_per_layer"] / row["bound_us"])
         assert row["ratio_with_15us"] == pytest.approx(row["us_per_layer"] / (row["bound_us"] + 15))
-    assert list(figures.inference_lines(rows)) == ["attention", "prefill"]
+    assert list(load("figures").inference_lines(rows)) == ["attention", "prefill"]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -140,7 +140,7 @@ def test_lines_take_graphs_and_chunks_where_there_are_any() -> None:
         for n in (32768, 65536)
         for who, percent in (("ring", 100.0), ("attend", 97.0), ("attend_chunked", 93.0))
     ]
-    assert figures.inference_lines(rows) == {
+    assert load("figures").inference_lines(rows) == {
         "token": {"4 GPUs, batch 1": [(32768, 3.0), (65536, 3.0)]},
         "prefill": {"4 GPUs, batch 1": [(32768, 93.0), (65536, 93.0)]},
     }

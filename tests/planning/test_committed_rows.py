@@ -13,7 +13,7 @@ from ringattn.launch.plan.fit import WAYS, ring_call
 from ringattn.planning.profile import Profile, load_profile
 from ringattn.planning.ring_time import attention_time
 from tests.planning.committed_rows import Prediction, predict_rows, read_rows
-from tests.planning.pages import load
+from tests.support.pages import load
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 FITTED_RINGS = {"ring2-peers.json", "ring4.json"}

@@ -10,7 +10,7 @@ import pytest
 from ringattn.launch.bench.workloads import pack_documents
 from ringattn.plan.layouts import Run, shard_len
 from ringattn.planning.packing import compare, pack, place
-from tests.planning.pages import load
+from tests.support.pages import load
 
 
 def lengths_of(mix: str, count: int) -> list[int]:

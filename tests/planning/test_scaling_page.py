@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.planning.pages import DOCS, load
+from tests.support.pages import DOCS, load
 
 
 @pytest.mark.parametrize("name", ["published", "packing", pytest.param("rings", marks=pytest.mark.slow)])
