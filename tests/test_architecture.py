@@ -49,7 +49,6 @@ def _modules() -> dict[str, Path]:
 
 
 MODULES = _modules()
-everywhere = pytest.mark.parametrize("module", sorted(MODULES))
 
 
 @cache
@@ -72,6 +71,7 @@ def _statements(tree: ast.Module, top_level: bool) -> Iterator[ast.AST]:
             stack.extend(ast.iter_child_nodes(node))
 
 
+@cache
 def imports(module: str, path: Path, *, top_level: bool = False) -> set[str]:
     """The dotted names a file imports, relative ones resolved; `from a import b` gives both a and a.b.
 
@@ -114,30 +114,30 @@ def test_the_reader_sees_every_kind_of_import(tmp_path):
     assert "late" not in imports("pkg.sub.mod", file, top_level=True)
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if _within(m, "ringattn.kernels")))
-def test_kernels_know_neither_the_ring_nor_processes(module):
-    for name in imports(module, MODULES[module]):
-        assert not _within(name, "ringattn") or _within(name, "ringattn.kernels"), f"{module} imports {name}"
-        assert not _within(name, *DISTRIBUTED), f"{module} uses {name}"
+def test_kernels_know_neither_the_ring_nor_processes():
+    for module in (m for m in MODULES if _within(m, "ringattn.kernels")):
+        for name in imports(module, MODULES[module]):
+            assert not _within(name, "ringattn") or _within(name, "ringattn.kernels"), f"{module} imports {name}"
+            assert not _within(name, *DISTRIBUTED), f"{module} uses {name}"
 
 
-@pytest.mark.parametrize("module", sorted(m for m in MODULES if not _within(m, "ringattn.launch")))
-def test_nothing_below_launch_imports_launch(module):
-    assert not [name for name in imports(module, MODULES[module]) if _within(name, "ringattn.launch")]
+def test_nothing_below_launch_imports_launch():
+    for module in (m for m in MODULES if not _within(m, "ringattn.launch")):
+        assert not [name for name in imports(module, MODULES[module]) if _within(name, "ringattn.launch")], module
 
 
-@pytest.mark.parametrize("module", INTEGERS)
-def test_the_plan_is_integers_and_standard_library_only(module):
-    allowed = {f"ringattn.{earlier}" for earlier in INTEGERS[: INTEGERS.index(module)]}
-    for name in imports(f"ringattn.{module}", MODULES[f"ringattn.{module}"]):
-        own = any(_within(name, earlier) for earlier in allowed)
-        assert own or name.partition(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
+def test_the_plan_is_integers_and_standard_library_only():
+    for module in INTEGERS:
+        allowed = {f"ringattn.{earlier}" for earlier in INTEGERS[: INTEGERS.index(module)]}
+        for name in imports(f"ringattn.{module}", MODULES[f"ringattn.{module}"]):
+            own = any(_within(name, earlier) for earlier in allowed)
+            assert own or name.partition(".")[0] in sys.stdlib_module_names, f"{module} imports {name}"
 
 
-@everywhere
-def test_only_transports_the_ring_and_launch_touch_process_groups(module):
-    if not _within(module, "ringattn.transport", "ringattn.ring", "ringattn.launch"):
-        assert not [name for name in imports(module, MODULES[module]) if _within(name, *DISTRIBUTED)]
+def test_only_transports_the_ring_and_launch_touch_process_groups():
+    for module in MODULES:
+        if not _within(module, "ringattn.transport", "ringattn.ring", "ringattn.launch"):
+            assert not [name for name in imports(module, MODULES[module]) if _within(name, *DISTRIBUTED)], module
 
 
 def _needs_triton(module: str) -> bool:
@@ -150,27 +150,26 @@ def _needs_triton(module: str) -> bool:
     )
 
 
-@everywhere
-def test_triton_is_imported_at_the_top_of_triton_kernels_only(module):
-    if not _needs_triton(module):
-        names = imports(module, MODULES[module], top_level=True)
-        assert not [name for name in names if _within(name, "triton") or _needs_triton(name)]
+def test_triton_is_imported_at_the_top_of_triton_kernels_only():
+    for module in MODULES:
+        if not _needs_triton(module):
+            names = imports(module, MODULES[module], top_level=True)
+            assert not [name for name in names if _within(name, "triton") or _needs_triton(name)], module
 
 
-@pytest.mark.parametrize("module", DECISIONS)
-def test_what_is_decided_about_hopper_launches_needs_no_triton(module):
-    assert not [x for x in imports(module, MODULES[module]) if _within(x, "triton")]
+def test_what_is_decided_about_hopper_launches_needs_no_triton():
+    for module in DECISIONS:
+        assert not [x for x in imports(module, MODULES[module]) if _within(x, "triton")], module
 
 
-@everywhere
-def test_gluon_is_known_to_the_hopper_kernels_only(module):
-    if not _within(module, "ringattn.kernels.attention.hopper"):
-        names = imports(module, MODULES[module])
-        assert not [name for name in names if _within(name, "triton.experimental", "triton._C")]
+def test_gluon_is_known_to_the_hopper_kernels_only():
+    for module in MODULES:
+        if not _within(module, "ringattn.kernels.attention.hopper"):
+            names = imports(module, MODULES[module])
+            assert not [name for name in names if _within(name, "triton.experimental", "triton._C")], module
 
 
-@everywhere
-def test_optional_packages_are_imported_where_they_are_used(module):
+def test_optional_packages_are_imported_where_they_are_used():
     optional = (
         "transformers",
         "diffusers",
@@ -184,50 +183,52 @@ def test_optional_packages_are_imported_where_they_are_used(module):
         "accelerate",
         "aiohttp",
     )
-    if not _within(module, "ringattn.launch", "ringattn.integrations"):
-        assert not [name for name in imports(module, MODULES[module], top_level=True) if _within(name, *optional)]
+    for module in MODULES:
+        if not _within(module, "ringattn.launch", "ringattn.integrations"):
+            names = imports(module, MODULES[module], top_level=True)
+            assert not [name for name in names if _within(name, *optional)], module
 
 
 def _library(module: str) -> bool:
     return not _within(module, "ringattn.launch")
 
 
-@pytest.mark.parametrize("module", sorted(filter(_library, MODULES)))
-def test_the_library_does_not_print(module):
-    calls = [node for node in ast.walk(_tree(MODULES[module])) if isinstance(node, ast.Call)]
-    printed = [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
-    assert not printed, f"{module} prints in lines {printed}"
+def test_the_library_does_not_print():
+    for module in filter(_library, MODULES):
+        calls = [node for node in ast.walk(_tree(MODULES[module])) if isinstance(node, ast.Call)]
+        printed = [c.lineno for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+        assert not printed, f"{module} prints in lines {printed}"
 
 
 FACTORIES = "arange as_tensor asarray empty eye full linspace ones rand randint randn randperm tensor zeros".split()
 
 
-@pytest.mark.parametrize("module", sorted(filter(_library, MODULES)))
-def test_tensors_are_made_where_the_code_says_not_where_the_caller_defaults_to(module):
+def test_tensors_are_made_where_the_code_says_not_where_the_caller_defaults_to():
     """Under torch.set_default_device what names no device is on a GPU, where host memory is meant too."""
-    for node in ast.walk(_tree(MODULES[module])):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in [f"torch.{name}" for name in FACTORIES]:
-            where = f"{MODULES[module]}:{node.lineno}"
-            assert any(x.arg == "device" for x in node.keywords), f"{where} makes a tensor on the default device"
+    for module in filter(_library, MODULES):
+        for node in ast.walk(_tree(MODULES[module])):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in [f"torch.{name}" for name in FACTORIES]:
+                where = f"{MODULES[module]}:{node.lineno}"
+                assert any(x.arg == "device" for x in node.keywords), f"{where} makes a tensor on the default device"
 
 
-@everywhere
-def test_every_module_says_what_it_owns(module):
-    assert ast.get_docstring(_tree(MODULES[module])), f"{MODULES[module]} has no docstring"
+def test_every_module_says_what_it_owns():
+    for module in MODULES:
+        assert ast.get_docstring(_tree(MODULES[module])), f"{MODULES[module]} has no docstring"
 
 
-@pytest.mark.parametrize("module", sorted(filter(_library, MODULES)))
-def test_every_refusal_says_something(module):
-    for node in ast.walk(_tree(MODULES[module])):
-        if not isinstance(node, ast.Raise) or node.exc is None:
-            continue
-        call = node.exc
-        name = ast.unparse(call.func if isinstance(call, ast.Call) else call)
-        if name in ("ValueError", "NotImplementedError", "RuntimeError", "TypeError"):
-            where = f"{MODULES[module]}:{node.lineno}"
-            assert isinstance(call, ast.Call), f"{where} raises {name} without a message"
-            assert call.args, f"{where} raises {name} without a message"
-            assert ast.unparse(call.args[0]) not in ("''", "f''"), f"{where} raises {name} with an empty message"
+def test_every_refusal_says_something():
+    for module in filter(_library, MODULES):
+        for node in ast.walk(_tree(MODULES[module])):
+            if not isinstance(node, ast.Raise) or node.exc is None:
+                continue
+            call = node.exc
+            name = ast.unparse(call.func if isinstance(call, ast.Call) else call)
+            if name in ("ValueError", "NotImplementedError", "RuntimeError", "TypeError"):
+                where = f"{MODULES[module]}:{node.lineno}"
+                assert isinstance(call, ast.Call), f"{where} raises {name} without a message"
+                assert call.args, f"{where} raises {name} without a message"
+                assert ast.unparse(call.args[0]) not in ("''", "f''"), f"{where} raises {name} with an empty message"
 
 
 def _public() -> dict[str, ast.AST | None]:
@@ -354,12 +355,10 @@ def _imported_modules(module: str) -> set[str]:
     return {name for name in names if name in MODULES and name != module and MODULES[name].name != "__init__.py"}
 
 
-@everywhere
-def test_folders_import_those_below_them_only(module):
-    if module == "ringattn":
-        return  # its lazy names come from everywhere
-    above = [name for name in _imported_modules(module) if _level(name) > _level(module)]
-    assert not above, f"{module} imports {above}, which stand above it"
+def test_folders_import_those_below_them_only():
+    for module in MODULES.keys() - {"ringattn"}:  # its lazy names come from everywhere
+        above = [name for name in _imported_modules(module) if _level(name) > _level(module)]
+        assert not above, f"{module} imports {above}, which stand above it"
 
 
 def _run_by(module: str) -> set[str]:
