@@ -86,11 +86,11 @@ def test_layers_share_compiled_code_which_runs_in_steps_of_a_cache_only(kind: st
     assert backend.calls == before + 4 * (4 * layers + 1)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_linear_layers_of_the_same_rows_are_one_product_and_keep_their_weights(kind: str) -> None:
+@pytest.fixture(scope="module")
+def compiled() -> tuple[Any, list[int]]:
+    """A compiled model that has biases in some of its linear layers, and the number of products in each piece of code."""
     torch._dynamo.reset()
-    model, other, products = small(kind), small(kind), list[int]()
+    model, products = small("qwen2"), list[int]()
 
     def backend(graph: Any, inputs: Any) -> Any:
         del inputs
@@ -98,13 +98,66 @@ def test_linear_layers_of_the_same_rows_are_one_product_and_keep_their_weights(k
         return graph.forward
 
     assert compile_for_decode(model, Ring(), backend=backend) == 3
+    return model, products
+
+
+@torch.no_grad()
+def test_linear_layers_of_the_same_rows_are_one_product_and_keep_their_weights(compiled: tuple[Any, list[int]]) -> None:
+    (model, products), other = compiled, small("qwen2")
     # per variant: no products in norms, then q with k and v, o, gate with up, and down
     assert sorted(products) == sorted(3 * [0, 0, 1, 1, 2])
     assert all(x.equal(y) for x, y in zip(model.parameters(), other.parameters(), strict=True))
-    layer = model.model.layers[1]
-    layer.self_attn.k_proj.weight.mul_(2)  # in place, where the product reads it
-    other.model.layers[1].self_attn.k_proj.weight.mul_(2)
+    for one in (model, other):
+        one.model.layers[1].self_attn.k_proj.weight.mul_(2)  # in place, where the product reads it
     torch.testing.assert_close(decode(model), decode(other))
+    model.model.layers[1].self_attn.k_proj.weight.div_(2)
+
+
+def test_a_compiled_model_is_not_copied(compiled: tuple[Any, list[int]], tmp_path: Path) -> None:
+    """A copy would run the weights of the first one."""
+    model, _ = compiled
+    for way in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(RuntimeError, match="copied or saved whole before its layers are compiled"):
+            way(model)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(x.equal(y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_compiled_model_learns_as_before(compiled: tuple[Any, list[int]]) -> None:
+    (model, _), other, ids = compiled, small("qwen2"), torch.arange(14).view(2, 7)
+    for one in (model, other):
+        one(ids, labels=ids, use_cache=False).loss.backward()
+    for (name, x), y in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert x.grad is not None, name
+        torch.testing.assert_close(x.grad, y.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class _Adapted(nn.Module):
+    """A linear layer and something more, as adapters are put in."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * self.base(x)
+
+
+@torch.no_grad()
+def test_weights_and_modules_that_are_put_in_later_count(compiled: tuple[Any, list[int]]) -> None:
+    # the last test of this model
+    (model, _), other = compiled, small("qwen2")
+    for x in other.parameters():
+        x.mul_(1.5)
+    model.load_state_dict({name: x.clone() for name, x in other.state_dict().items()}, assign=True)
+    torch.testing.assert_close(decode(model), decode(other))
+    for one in (model, other):
+        for layer in one.model.layers:
+            layer.mlp.gate_proj = _Adapted(layer.mlp.gate_proj)
+            layer.self_attn.q_proj = _Adapted(layer.self_attn.q_proj)
+    torch.testing.assert_close(decode(model), decode(other))
+    torch.testing.assert_close(decode(model.double()), decode(other.double()))
 
 
 @torch.no_grad()
@@ -127,19 +180,6 @@ def test_inductor_compiles_a_model() -> None:
     torch.testing.assert_close(decode(model), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_compiled_model_is_not_copied(tmp_path: Path) -> None:
-    """A copy would run the weights of the first one."""
-    torch._dynamo.reset()
-    model = small("llama")
-    assert compile_for_decode(model, Ring(), backend="eager") == 3
-    for way in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(RuntimeError, match="copied or saved whole before its layers are compiled"):
-            way(model)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert all(x.equal(y) for x, y in zip(model.parameters(), again.parameters(), strict=True))
-
-
 @torch.no_grad()
 def test_layers_that_someone_observes_stay_as_they_are() -> None:
     torch._dynamo.reset()
@@ -153,67 +193,29 @@ def test_layers_that_someone_observes_stay_as_they_are() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["self_attn", "mlp"])
-def test_a_wrapper_around_a_forward_stays_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrappers_around_forwards_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    model = small("llama")
-    kind = type(getattr(model.model.layers[0], name))
-    plain, factor = kind.forward, [1.0]
+    model, factor = small("llama"), [1.0]
 
-    @functools.wraps(plain)
-    def steered(*given: Any, **named: Any) -> Any:
-        found = plain(*given, **named)
-        return factor[0] * found if name == "mlp" else (factor[0] * found[0], *found[1:])
+    def steered(plain: Any) -> Any:
+        @functools.wraps(plain)
+        def forward(*given: Any, **named: Any) -> Any:
+            found = plain(*given, **named)
+            return factor[0] * found if isinstance(found, Tensor) else (factor[0] * found[0], *found[1:])
 
-    monkeypatch.setattr(kind, "forward", steered)
+        return forward
+
+    for part in (model.model.layers[0].self_attn, model.model.layers[0].mlp):
+        monkeypatch.setattr(type(part), "forward", steered(type(part).forward))
     assert compile_for_decode(model, Ring(), backend="eager") == 3
     factor[0] = 3.0
     found = decode(model)
     monkeypatch.undo()
     other = small("llama")
     for layer in other.model.layers:
-        last = layer.self_attn.o_proj if name == "self_attn" else layer.mlp.down_proj
-        last.weight *= 3
+        layer.self_attn.o_proj.weight *= 3
+        layer.mlp.down_proj.weight *= 3
     torch.testing.assert_close(found, decode(other))
-
-
-def test_a_compiled_model_learns_as_before() -> None:
-    torch._dynamo.reset()
-    model, other, ids = small("qwen2"), small("qwen2"), torch.arange(14).view(2, 7)
-    assert compile_for_decode(model, Ring(), backend="eager") == 3
-    for one in (model, other):
-        one(ids, labels=ids, use_cache=False).loss.backward()
-    for (name, x), y in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert x.grad is not None, name
-        torch.testing.assert_close(x.grad, y.grad, msg=lambda text, name=name: f"{name}: {text}")
-
-
-class _Adapted(nn.Module):
-    """A linear layer and something more, as adapters are put in."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 3 * self.base(x)
-
-
-@torch.no_grad()
-def test_weights_and_modules_that_are_put_in_later_count() -> None:
-    torch._dynamo.reset()
-    model, other = small("llama"), small("llama")
-    assert compile_for_decode(model, Ring(), backend="eager") == 3
-    for x in other.parameters():
-        x.mul_(1.5)
-    model.load_state_dict({name: x.clone() for name, x in other.state_dict().items()}, assign=True)
-    torch.testing.assert_close(decode(model), decode(other))
-    for one in (model, other):
-        for layer in one.model.layers:
-            layer.mlp.gate_proj = _Adapted(layer.mlp.gate_proj)
-            layer.self_attn.q_proj = _Adapted(layer.self_attn.q_proj)
-    torch.testing.assert_close(decode(model), decode(other))
-    torch.testing.assert_close(decode(model.double()), decode(other.double()))
 
 
 def _wrong(graph: Any, inputs: Any) -> Any:
