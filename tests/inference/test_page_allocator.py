@@ -472,7 +472,7 @@ def test_an_allocator_has_at_least_one_page(sizes: tuple[int, int, int]) -> None
 
 
 def test_every_history_reads_back_its_tokens() -> None:
-    run_state_machine_as_test(Model, settings=settings(max_examples=200, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(Model, settings=settings(max_examples=100, stateful_step_count=40, deadline=None))
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def _fresh_cache() -> Iterator[None]:
     table_cache.clear()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(masks(), st.sampled_from(["keys", "queries"]))
 def test_tensors_and_integers_obey_one_formula(mask: AttentionMask, reading: MaskAxis) -> None:
     rows = mask.seq_len if reading == "keys" else mask.kv_len
@@ -36,7 +36,7 @@ def test_tensors_and_integers_obey_one_formula(mask: AttentionMask, reading: Mas
     assert torch.stack([lo, hi], -1).tolist() == [[list(pair) for pair in element] for element in expected]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(masks(max_len=20), st.data(), st.integers(1, 5), st.sampled_from(["keys", "queries"]))
 def test_sides_hold_the_runs_positions_and_intervals_of_a_visit(
     mask: AttentionMask, data: st.DataObject, world_size: int, moving: str

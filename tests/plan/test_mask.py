@@ -54,7 +54,7 @@ def assert_rows_see_what_the_definitions_allow(mask: AttentionMask) -> None:
                 assert [bound.total(end) for end in range(len(table) + 1)] == sums, mask
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(masks())
 def test_rows_see_what_the_definitions_allow_and_bounds_never_decrease(mask: AttentionMask) -> None:
     assert_rows_see_what_the_definitions_allow(mask)
@@ -86,7 +86,7 @@ def test_straight_bounds_are_one_piece() -> None:
     assert (upper.values, upper.slopes) == ([1], [1])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(masks(), st.data())
 def test_pairs_of_a_stretch_are_counted_exactly(mask: AttentionMask, data: st.DataObject) -> None:
     a = data.draw(st.integers(0, mask.seq_len))
@@ -98,7 +98,7 @@ def test_pairs_of_a_stretch_are_counted_exactly(mask: AttentionMask, data: st.Da
     assert mask.work(a, e) == sum(per_element)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(masks(), st.data())
 def test_pairs_between_two_runs_are_counted_exactly(mask: AttentionMask, data: st.DataObject) -> None:
     q_run, k_run = data.draw(runs(mask.seq_len)), data.draw(runs(mask.kv_len))
@@ -107,7 +107,7 @@ def test_pairs_between_two_runs_are_counted_exactly(mask: AttentionMask, data: s
         assert count_pairs(bounds_of(mask, "keys", b), [(q_run,)], [(k_run,)]) == [[visible]]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(masks(), st.data(), st.integers(1, 6))
 def test_both_readings_count_the_same_pairs(mask: AttentionMask, data: st.DataObject, world_size: int) -> None:
     queries = data.draw(layouts(mask.seq_len, world_size))
@@ -118,7 +118,7 @@ def test_both_readings_count_the_same_pairs(mask: AttentionMask, data: st.DataOb
         assert forth == [list(column) for column in zip(*back, strict=True)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(masks(), st.data(), st.sampled_from(["keys", "queries"]))
 def test_reach_spans_what_the_rows_of_a_shard_see(mask: AttentionMask, data: st.DataObject, reading: MaskAxis) -> None:
     rows, limit = (mask.seq_len, mask.kv_len) if reading == "keys" else (mask.kv_len, mask.seq_len)

@@ -78,13 +78,13 @@ def packed_positions(ring_step: RingStep) -> list[int]:
     return [start + stride * x for _, length, start, stride in ring_step.runs for x in range(length)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(cases())
 def test_every_visible_pair_is_computed_exactly_once(case: Case) -> None:
     case.assert_computes_every_visible_pair_once(case.plan())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(cases())
 def test_rows_move_from_the_first_to_the_last_that_is_seen_in_each_run(case: Case) -> None:
     plan, (stay, _) = case.plan(), case.sides
@@ -102,7 +102,7 @@ def test_rows_move_from_the_first_to_the_last_that_is_seen_in_each_run(case: Cas
             assert ring_step is None or (ring_step.step, ring_step.owner) == (step, owner)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(cases())
 def test_pairs_of_a_visit_are_exact(case: Case) -> None:
     plan, (stay, move) = case.plan(), case.sides
@@ -113,7 +113,7 @@ def test_pairs_of_a_visit_are_exact(case: Case) -> None:
             assert (0 if ring_step is None else ring_step.pairs) == pairs
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_runs_are_the_rows_packed(case: Case) -> None:
     plan, (_, move) = case.plan(), case.sides
@@ -130,7 +130,7 @@ def test_runs_are_the_rows_packed(case: Case) -> None:
         assert all(end < begin for end, (begin, _) in zip(ends, ring_step.rows[1:], strict=False))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_sends_mirror_visits(case: Case) -> None:
     plan = case.plan()
@@ -146,7 +146,7 @@ def test_sends_mirror_visits(case: Case) -> None:
                 assert ring_step.owner == part.rank
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_step_0_holds_the_whole_shard(case: Case) -> None:
     plan, (_, move) = case.plan(), case.sides
@@ -170,7 +170,7 @@ def node_of(rank: int, nodes: Nodes) -> tuple[int, ...]:
     return next(node for node in nodes if rank in node)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(cases(), st.data())
 def test_a_double_ring_computes_every_visible_pair_exactly_once(case: Case, data: st.DataObject) -> None:
     plan, flat = case.plan(nodes_of(data, len(case.queries))), case.plan()
@@ -180,7 +180,7 @@ def test_a_double_ring_computes_every_visible_pair_exactly_once(case: Case, data
         assert work == same
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(cases(), st.data())
 def test_rows_cross_between_nodes_at_most_once_per_node(case: Case, data: st.DataObject) -> None:
     nodes = nodes_of(data, len(case.queries))
@@ -203,7 +203,7 @@ def test_rows_cross_between_nodes_at_most_once_per_node(case: Case, data: st.Dat
     assert all(times == 1 for times in crossed.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(cases(), st.data())
 def test_every_ring_step_gets_its_rows_from_their_holder(case: Case, data: st.DataObject) -> None:
     plan, (_, move) = case.plan(nodes_of(data, len(case.queries))), case.sides
@@ -229,7 +229,7 @@ def test_every_ring_step_gets_its_rows_from_their_holder(case: Case, data: st.Da
     assert sum(part.received_rows for part in plan.ranks) == given_rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_a_ring_of_one_node_is_the_ring(case: Case) -> None:
     assert case.plan((tuple(range(len(case.queries))),)) == case.plan()

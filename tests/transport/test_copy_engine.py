@@ -551,7 +551,7 @@ def play(ranks: Ranks, kind: str, shape: Shape, salt: int) -> None:
         zero_copy_kv(ranks, shape, salt, kind)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), world_size=st.integers(2, 5), seed=st.integers(0, 2**32))
 def test_every_kernel_sees_the_owners_rows_in_any_interleaving(data: st.DataObject, world_size: int, seed: int) -> None:
     ranks = Ranks(world_size, seed)
@@ -561,7 +561,7 @@ def test_every_kernel_sees_the_owners_rows_in_any_interleaving(data: st.DataObje
     ranks.world.drain()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), world_size=st.integers(2, 4), seed=st.integers(0, 2**32))
 def test_a_captured_call_is_replayed_any_number_of_times_between_others(
     data: st.DataObject, world_size: int, seed: int
@@ -680,7 +680,7 @@ class Again:
         send_marks_home(self.ranks, rank, gather_plan, coming, self.now)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), world_size=st.integers(2, 4), seed=st.integers(0, 2**32))
 def test_calls_that_come_again_are_right_whichever_ranks_repeat_them(
     data: st.DataObject, world_size: int, seed: int
@@ -831,7 +831,7 @@ def test_a_callers_own_capture_enqueues_piece_by_piece() -> None:
     assert again.enqueued == [3 + 1 + 1] * 2
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32), backward=st.booleans(), late=st.integers(0, 150))
 def test_survivors_of_a_rank_that_is_lost_in_a_call_that_came_again_end_in_nan(
     world_size: int, seed: int, backward: bool, late: int
@@ -867,7 +867,7 @@ def test_survivors_of_a_rank_that_is_lost_in_a_call_that_came_again_end_in_nan(
             attend(rank)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), world_size=st.integers(2, 6), seed=st.integers(0, 2**32), most=st.integers(1, 30))
 def test_a_message_is_read_before_its_box_is_used_again(
     data: st.DataObject, world_size: int, seed: int, most: int
@@ -899,7 +899,7 @@ def test_a_message_is_read_before_its_box_is_used_again(
     ranks.world.drain()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32))
 def test_a_gather_may_begin_between_a_post_and_its_wait(world_size: int, seed: int) -> None:
     """Both start the side stream by one word, which it must have taken in between."""
@@ -988,7 +988,7 @@ def get_out(ranks: Ranks, alive: list[int]) -> None:
     assert let_time_pass(ranks, alive, 4000), [ranks.ends[rank].watchdog.failure for rank in alive]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     world_size=st.integers(2, 4),
     seed=st.integers(0, 2**32),
@@ -1093,7 +1093,7 @@ class Attention:
         self.results[rank, salt] = total
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     world_size=st.integers(2, 4),
     seed=st.integers(0, 2**32),
@@ -1122,7 +1122,7 @@ def test_survivors_of_a_rank_that_is_lost_in_a_replay_end_in_nan(
         assert tiles[-1] != tiles[-1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     world_size=st.integers(2, 4),
     seed=st.integers(0, 2**32),
@@ -1233,7 +1233,7 @@ class Keeping:
         coming.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     world_size=st.integers(2, 4),
     seed=st.integers(0, 2**32),
@@ -1254,7 +1254,7 @@ def test_no_number_leaves_a_failed_ring_from_kept_rows(world_size: int, seed: in
     assert all(ranks.ends[rank].watchdog.failure for rank in alive)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     world_size=st.integers(2, 4),
     seed=st.integers(0, 2**32),
@@ -1283,7 +1283,7 @@ def test_kept_rows_that_were_overwritten_are_never_taken_for_a_layers_own(
     get_out(ranks, list(range(world_size)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(world_size=st.integers(2, 4), seed=st.integers(0, 2**32))
 def test_rows_that_a_lost_rank_never_sent_are_nan(world_size: int, seed: int) -> None:
     ranks = Ranks(world_size, seed)

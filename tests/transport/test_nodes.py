@@ -204,7 +204,7 @@ def calls(draw: st.DrawFn, ranks: int) -> tuple[Shape, tuple[Shard, ...], Attent
     return Shape(draw(st.integers(1, 2)), heads, dims, groups, (), (), dtype), shards, mask
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data(), size=st.sampled_from(SHAPES), seed=st.integers(0, 2**32))
 def test_every_kernel_reads_the_remote_shards_of_its_node_in_any_interleaving(
     data: st.DataObject, size: tuple[int, int], seed: int
@@ -290,7 +290,7 @@ def test_a_wait_for_a_lost_rank_of_another_node_is_named() -> None:
             ring.ranks.ends[rank].remote_shard_buffer(1, (1, 4, 2), 4, (2, 2), torch.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), size=st.sampled_from([(4, 2), (6, 3), (6, 2), (4, 1)]))
 def test_rows_fetched_in_a_node_step_are_those_of_its_ring_steps(data: st.DataObject, size: tuple[int, int]) -> None:
     _, shards, mask = data.draw(calls(size[0]))

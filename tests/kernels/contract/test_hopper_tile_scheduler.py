@@ -157,7 +157,7 @@ def test_plans_of_the_conformance_cases_are_lawful(case: Case) -> None:
                 assert_lawful(make_plan(stationary, streamed, shape), stationary, streamed, shape, seen)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=125, deadline=None)
 @given(masks(max_len=40), st.data())
 def test_plans_of_any_runs_are_lawful(mask: AttentionMask, data: st.DataObject) -> None:
     visible = torch.tensor(
@@ -191,7 +191,7 @@ def test_plans_of_any_runs_are_lawful(mask: AttentionMask, data: st.DataObject) 
     assert_lawful(make_plan(*sides, shape), *sides, shape, visible)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=125, deadline=None)
 @given(any_term_mask(), st.data())
 def test_plans_of_any_union_of_terms_meet_every_visible_pair_once(mask: TermMask, data: st.DataObject) -> None:
     q_runs, k_runs = (
@@ -521,7 +521,7 @@ def assert_gathered_keys_are_met(
     assert met == dict.fromkeys(wanted, 1), "every visible pair is met once"
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(masks(max_len=40), st.data())
 def test_plans_of_gathered_keys_are_lawful(mask: AttentionMask, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(2, min(4, max(2, mask.kv_len, mask.seq_len))))

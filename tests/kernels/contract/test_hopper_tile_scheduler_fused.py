@@ -102,7 +102,7 @@ def runs_of(shards: object) -> tuple[Runs, ...]:
     return tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in shards)  # type: ignore[attr-defined]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(masks(max_len=40, cross=False), st.data())
 def test_plans_of_any_sources_are_lawful(mask: AttentionMask, data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 4))
@@ -136,7 +136,7 @@ def test_plans_of_any_sources_are_lawful(mask: AttentionMask, data: st.DataObjec
     assert_order_of_arrival(plan, sources, shape)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(any_term_mask(cross=False), st.data())
 def test_plans_of_any_sources_under_any_union_are_lawful(mask: TermMask, data: st.DataObject) -> None:
     n, world = mask.terms.shape[-1], data.draw(st.integers(1, 4))
@@ -184,7 +184,7 @@ def streamed_arrivals(plan: WorkPlan, shape: Shape) -> list[list[tuple[int, int]
     return [found[begin:end] for begin, end in pairwise(plan.starts.tolist())]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(masks(max_len=40, cross=False), st.data())
 def test_tiles_take_rows_that_arrive_in_order_and_each_tile_once(mask: AttentionMask, data: st.DataObject) -> None:
     world = data.draw(st.integers(2, 4))

@@ -77,7 +77,7 @@ def bounds(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return lo, hi
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(bounds())
 def test_every_visible_pair_is_computed_exactly_once(drawn: tuple[list[int], list[int]]) -> None:
     assert_exactly_once(*drawn)
@@ -94,7 +94,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return ([sum(j < lo for j in keys) for lo, _ in seen], [sum(j < hi for j in keys) for _, hi in seen])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(steps())
 def test_every_visible_pair_of_a_ring_step_is_computed_exactly_once(drawn: tuple[list[int], list[int]]) -> None:
     assert_exactly_once(*drawn)

@@ -85,7 +85,7 @@ def test_requests_without_pages_wait_although_slots_are_free():
     assert (seen[0], max(running for running, _ in seen)) == ((1, 2), 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([6, 12, 500]), st.booleans(), st.booleans())
 def test_requests_that_come_during_steps_are_all_answered(seed, slots, pages, keep, ahead):
     draws = random.Random(seed)

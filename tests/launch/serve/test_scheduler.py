@@ -108,7 +108,7 @@ class Bench:
             assert runner.allocator.requests == ()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([1, 3, 8]),
