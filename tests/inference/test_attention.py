@@ -60,12 +60,12 @@ def judge(history: History, by_rank: list[list[Answer]]) -> None:
 @pytest.mark.parametrize("comm_mode", ["keys", "queries"])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, comm_mode: str) -> None:
-    # every option meets every history, and both of them either movement
+    # every option meets every history, either movement and every number of ranks
     turn = comm_mode == "queries"
     for (row, named), (column, ops) in itertools.product(
         enumerate(OPTIONS.values()), enumerate((CHUNKS, CROWD, PACKED, PADDED))
     ):
-        if (row + column) % 2 == turn:
+        if (row // 3 + column) % 2 == turn and (row + column) % 3 == WORLDS.index(world_size):
             history = History(Sizes(), ops, comm_mode=comm_mode, **named)
             judge(history, pool(world_size).run(play_on_ring, history))
 
@@ -83,10 +83,9 @@ def test_attention_over_pages_in_place_equals_attention_over_copies(pool: Pools,
 @pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
-    for comm_mode in ("keys", "queries"):
-        for ops in (CHUNKS, CROWD, PACKED, PADDED):
-            history = History(Sizes(dtype=dtype), ops, comm_mode=comm_mode, features=("sinks", "alibi_slopes"))
-            judge(history, pool(2).run(play_on_ring, history))
+    for comm_mode, ops in (("keys", CHUNKS), ("queries", CROWD), ("keys", PACKED), ("queries", PADDED)):
+        history = History(Sizes(dtype=dtype), ops, comm_mode=comm_mode, features=("sinks", "alibi_slopes"))
+        judge(history, pool(2).run(play_on_ring, history))
 
 
 @pytest.mark.dist
@@ -104,7 +103,7 @@ def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
 def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
     if sizes.page_size == 1:
         sizes = dataclasses.replace(sizes, pages=400)
-    for comm_mode, ops in (("keys", CROWD), ("queries", CROWD), ("auto", CROWD), ("auto", PACKED)):
+    for comm_mode, ops in (("keys", CROWD), ("queries", CROWD), ("auto", PACKED)):
         history = History(sizes, ops, comm_mode=comm_mode)
         judge(history, pool(4).run(play_on_ring, history))
 
@@ -166,7 +165,7 @@ def histories(draw: st.DrawFn) -> History:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", WORLDS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(history=histories())
 def test_any_history_is_right(pool: Pools, world_size: int, history: History) -> None:
     judge(history, pool(world_size).run(play_on_ring, history))
