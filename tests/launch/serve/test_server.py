@@ -35,6 +35,8 @@ from ringattn.launch.serve.messages import Heartbeat, StepCommand, ToRank
 from ringattn.launch.serve.models import load_model
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.tokenizer import ByteTokenizer
+from tests.test_docs import blocks
+from tests.test_docs import run as run_block
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.dist
@@ -118,8 +120,8 @@ FLAGS += ["--grace", "25"]  # for busy machines
 
 @pytest.fixture(scope="module")
 def doomed() -> Iterator[Process]:
-    """A server that will lose a rank; it starts at the same time as the other."""
-    process = Process(*FLAGS)
+    """A server with the flags of the page, which will lose a rank; it starts at the same time as the other."""
+    process = Process("--model", "tiny")
     yield process
     process.close()
 
@@ -308,6 +310,12 @@ def test_the_bench_finds_equal_answers_alone_and_beside_others(server, tmp_path,
 def test_longer_loads(server):
     for _ in range(2):
         load_and_check(server, 400, prompts(80, 1500), 40)
+
+
+def test_the_client_of_the_page_prints_what_it_shows(doomed):
+    (_, code, shown), _ = blocks("serve_in_ten_minutes.md")
+    url = doomed.wait_until_ready()
+    assert run_block(code.replace("http://127.0.0.1:8000", url), "client.py", {"__name__": "__main__"}) == shown
 
 
 def test_a_killed_rank_takes_the_server_down_and_is_named(doomed, server):
