@@ -66,7 +66,10 @@ def test_the_quickstart_runs_on_two_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("example", "losses"),
-    [("trl_sft", [6.3177, 6.2645, 6.2718, 6.2538]), ("accelerate_loop", [5.0143, 3.7898, 3.1223, 2.8435])],
+    [
+        ("trl_sft", [6.3177, 6.2645, 6.2718, 6.2538]),
+        pytest.param("accelerate_loop", [5.0143, 3.7898, 3.1223, 2.8435], marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_of_accelerate_print_the_losses_of_one_process(example: str, losses: list[float]) -> None:
     first, second = run_on_ranks(example, launcher=ACCELERATE).splitlines()[-2:]
