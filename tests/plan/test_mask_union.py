@@ -48,7 +48,7 @@ def compiled(n, m, expression, documents=None):
     return mask
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=1500, deadline=None)
 @given(problems())
 def test_terms_show_each_visible_pair_once_from_both_sides(problem):
     n, m, expression = problem
@@ -64,7 +64,7 @@ def test_terms_show_each_visible_pair_once_from_both_sides(problem):
             assert eval(repr(expression), dict(vars(masks))) == expression
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     problems(),
     st.integers(1, 5),
