@@ -121,7 +121,8 @@ class Engine:
                     events += self._end(step)
             busy = plan is not None or before is not None
             before = started if self.runner.ahead else None
-            self._deliver(events, self._update_state(force=not busy))
+            # with the end of the last answer comes the state after it
+            self._deliver(events, self._update_state(force=not (busy and self.scheduler.running)))
             if busy:
                 continue
             if self._stop_deadline is not None and not self._submitted:

@@ -75,6 +75,21 @@ class Bench:
             assert request.tokens[len(request.prompt) :][: len(whole)] == whole
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_end_of_the_last_answer_comes_with_the_state_after_it(ahead):
+    bench = Bench(4, ahead=ahead)
+    bench.ask(answers=2)
+    seen: list[tuple[bool, int | None]] = []
+
+    def take(events: list[Event], state: dict | None) -> None:
+        seen.append((any(event.last for event in events), None if state is None else state["running"]))
+        bench._take(events, state)
+
+    bench.engine.deliver = take
+    bench.run()
+    assert [running for last, running in seen if last][-1] == 0
+
+
 def test_requests_without_pages_wait_although_slots_are_free():
     bench = Bench(64, pages=8)  # 16 pages of 4
     for _ in range(3):
