@@ -166,7 +166,7 @@ class Scheduler:
     """Plans every step (Note [Scheduling policy]).
 
     Args:
-        chunk: Tokens of prompts, longer than short ones, that a step computes while answers wait; otherwise so many for each rank.
+        chunk: Tokens of prompts in a step around the ring that delays answers; other steps have as many for each rank.
         keep: Whether prefixes are shared, and kept when their requests have ended.
         pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps.
         rows: Tokens that a mixed step has room for; 0: there are no such steps.

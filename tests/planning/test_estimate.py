@@ -123,7 +123,7 @@ def test_serving_gives_first_token_and_token():
 
 def test_a_thousand_gpus_are_planned_within_seconds():
     found = []
-    assert least_seconds(lambda: found.append(estimate("llama3-70b", 2**20, gpus=1024)), times=1) < 10
+    assert least_seconds(lambda: found.append(estimate("llama3-70b", 2**20, gpus=1024)), times=1) < 5
     assert found[0].best is not None
 
 

@@ -176,7 +176,7 @@ WORLDS = [1, 2, 4, 8]
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulated_ring_is_attention_at_every_world_size(name: str, world_size: int) -> None:
     # another layout at each world size and for the next case: a case meets each of them
-    layout = LAYOUTS[(WORLDS.index(world_size) + [*CASES].index(name)) % 4]
+    layout = LAYOUTS[(WORLDS.index(world_size) + [*CASES].index(name)) % len(LAYOUTS)]
     Standard(CASES[name]).check(simulate(CASES[name], layout, world_size))
 
 
@@ -270,7 +270,7 @@ def test_the_backward_moves_the_side_of_which_the_busiest_rank_moves_fewer_bytes
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_equal_the_simulated_ring_to_the_bit(pool: Pools, name: str, world_size: int) -> None:
     # another layout for each number of ranks and for the next case: a case meets each of them
-    layout = LAYOUTS[(world_size + [*CASES].index(name)) % 4]
+    layout = LAYOUTS[(world_size + [*CASES].index(name)) % len(LAYOUTS)]
     expected = simulate(CASES[name], layout, world_size)
     for found in pool(world_size).run(attend, CASES[name], layout):
         for key, x in expected.items():
