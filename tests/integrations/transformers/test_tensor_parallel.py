@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 
 from ringattn.inference import PagedKVCache
@@ -304,7 +303,6 @@ def _compiled_graphs(layers: int) -> tuple[int, int]:
 
 
 @pytest.mark.dist
-@pytest.mark.skipif(not transformers.__version__.startswith("5."), reason="once is enough")
 def test_compiled_layers_share_the_code_of_their_shards(pool: Pools):
     """Behind attention the output projection, the norm, the shard of the MLP, and the residual."""
     few, many = pool(2).run(_compiled_graphs, 2)[0], pool(2).run(_compiled_graphs, 5)[0]
