@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.pool import RankError
-from tests.support.timing import least_seconds
+from tests.support.timing import assert_quick
 
 pytestmark = pytest.mark.dist
 
@@ -106,14 +106,14 @@ def test_every_call_starts_from_the_same_seed(pool):
     assert torch.equal(first, pool(2).run(draw)[1])
 
 
-def test_fifty_calls_take_less_than_a_second_of_this_process(pool):
+def test_fifty_calls_take_little_of_this_process(pool):
     pids = {p[3] for p in pool(2).run(place)}
 
     def fifty() -> None:
         for _ in range(50):
             pool(2).run(all_reduce, torch.ones(5))
 
-    assert least_seconds(fifty) < 1.0
+    assert_quick(fifty, 5)
     assert {p[3] for p in pool(2).run(place)} == pids
 
 

@@ -22,7 +22,7 @@ from ringattn.plan.layouts import (
 )
 from ringattn.plan.mask import AttentionMask
 from tests.support.random_masks import few_long_documents, layouts, log_normal_documents, positions, runs
-from tests.support.timing import least_seconds
+from tests.support.timing import assert_quick
 
 MIXES = {
     "log-normal, mean 1000, sigma 1.2": lambda n: log_normal_documents(n, 1000, 1.2, seed=1),
@@ -167,7 +167,7 @@ def test_balanced_is_fast_for_a_million_tokens() -> None:
         mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents)
         return make_shards("balanced", seq_len, 8, mask)
 
-    assert least_seconds(cut) < 0.25  # about 15 ms on a quiet core
+    assert_quick(cut, 0.25)  # about 15 ms on a quiet core
     assert work_ratio(AttentionMask(seq_len, seq_len, causal=True, documents=documents), cut()) <= 1.02
 
 

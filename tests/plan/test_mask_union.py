@@ -11,7 +11,7 @@ from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask_union import MaskUnion
 from ringattn.plan.ring_plan import make_plan
 from tests.support.mask_expressions import expressions
-from tests.support.timing import least_seconds
+from tests.support.timing import assert_quick
 
 
 @st.composite
@@ -134,14 +134,14 @@ def test_common_masks_have_the_fewest_terms(expression, number):
     assert len(MaskUnion(12, 12, expression).intervals("keys", 0)) == number
 
 
-def test_a_tree_of_a_million_tokens_is_planned_in_a_second():
+def test_a_tree_of_a_million_tokens_is_planned_in_seconds():
     leaves_ = 64
     parents = [None, *([0] * leaves_)]
     lengths = [2**20 - leaves_ * 8192, *([8192] * leaves_)]
     shards = make_shards("zigzag", 2**20, 64)
     plans = []
     mask = MaskUnion(2**20, 2**20, masks.tree(parents, lengths))
-    assert least_seconds(lambda: plans.append(make_plan(shards, shards, mask, "keys")), times=1) < 1
+    assert_quick(lambda: plans.append(make_plan(shards, shards, mask, "keys")), 5)
     plan = plans[0]
     assert (
         sum(step.pairs for part in plan.ranks for step in part.ring_steps if step)

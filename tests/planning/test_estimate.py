@@ -15,7 +15,7 @@ from ringattn.planning.attention_launch import Heads
 from ringattn.planning.ring_time import RingCall
 from ringattn.planning.shapes import ModelShape
 from ringattn.planning.step import token_ms
-from tests.support.timing import least_seconds
+from tests.support.timing import assert_quick
 
 LLAMA = {
     "hidden_size": 4096,
@@ -123,7 +123,7 @@ def test_serving_gives_first_token_and_token():
 
 def test_a_thousand_gpus_are_planned_within_seconds():
     found = []
-    assert least_seconds(lambda: found.append(estimate("llama3-70b", 2**20, gpus=1024)), times=1) < 5
+    assert_quick(lambda: found.append(estimate("llama3-70b", 2**20, gpus=1024)), 20)
     assert found[0].best is not None
 
 

@@ -1,29 +1,28 @@
-"""How long something takes at best: owns the clock of tests that say "quick"; knows nothing of what it times.
+"""Whether something is quick: owns the clock of tests that say so; knows nothing of what it times.
 
-One measurement says little of the code: the collector of garbage may walk all that a test process holds just then (0.7 s once, in
-a process of two thousand tests), and cores are shared. The least of a few says what the code needs. A loop of plain Python that
-is timed beside each says how slow the machine is at that moment.
+A limit is ten times what a quiet core takes or more, which tells a pass over documents from one over tokens, and holds no speed:
+cores are shared, and some are slow. One call may meet a burst of work of others, so a few are tried. The collector of garbage stays
+out of it: it may walk all that a test process holds (0.7 s once, in a process of two thousand tests).
 """
 
+import gc
 import time
 from collections.abc import Callable
 
-LOOP_SECONDS = 0.055  # what `_loop` takes on a quiet core
 
-
-def least_seconds(call: Callable[[], object], times: int = 3) -> float:
-    """CPU seconds that the quickest of `times` calls takes on a quiet core; `call` must do all of its work anew each time."""
-    taken = [(_seconds(call), _seconds(_loop)) for _ in range(times)]
-    return min(seconds for seconds, _ in taken) * LOOP_SECONDS / min(loop for _, loop in taken)
-
-
-def _loop() -> None:
-    total = 0
-    for i in range(1_000_000):
-        total += i * i
+def assert_quick(call: Callable[[], object], limit: float) -> None:
+    """One of five calls takes less than `limit` CPU seconds; each must do all of its work anew."""
+    taken: list[float] = []
+    while len(taken) < 5 and min(taken, default=limit) >= limit:
+        taken.append(_seconds(call))
+    assert min(taken) < limit, f"{len(taken)} calls took {', '.join(f'{x:.3g}' for x in taken)} s each"
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    begin = time.process_time()
-    call()
-    return time.process_time() - begin
+    gc.disable()
+    try:
+        begin = time.process_time()
+        call()
+        return time.process_time() - begin
+    finally:
+        gc.enable()

@@ -26,7 +26,7 @@ from ringattn.plan.ring_plan import make_plan as make_ring
 from tests.support.kernel_conformance import CASES, Case, make_side, positions_of
 from tests.support.random_masks import is_visible, layouts, masks, positions, run_shards
 from tests.support.term_masks import TermMask, any_term_mask
-from tests.support.timing import least_seconds
+from tests.support.timing import assert_quick
 
 PROGRAMS = 132  # multiprocessors of the device these kernels are for
 
@@ -240,10 +240,10 @@ def test_a_table_of_blocks_that_fit_the_tiles_has_full_blocks_of_its_true_entrie
     assert plan.work[:, 5].sum() == 0
 
 
-def test_a_plan_of_a_large_table_takes_less_than_a_second() -> None:
+def test_a_plan_of_a_large_table_takes_seconds_at_most() -> None:
     queries, keys = block_sides(32768, 0.5)
     shape = device_shape(heads=32)
-    assert least_seconds(lambda: planning._meet([(queries, 0)], [(keys, 0)], shape)) < 0.5
+    assert_quick(lambda: planning._meet([(queries, 0)], [(keys, 0)], shape), 2)
 
 
 @pytest.mark.parametrize("repeats", [1, 4])
@@ -455,7 +455,7 @@ def test_a_tile_across_two_distant_runs_skips_what_lies_between_them() -> None:
         assert (second[0], second[1]) == (6744 if align == 4 else 6745, 3), "24 rows from position 7000 on see 279"
 
 
-def test_65536_entries_are_planned_in_well_under_a_second() -> None:
+def test_65536_entries_are_planned_in_seconds() -> None:
     queries, keys = make_sides(AttentionMask(131072, 131072, causal=True))
     shape = device_shape(heads=64, streamed_bytes=2**26)
 
@@ -463,7 +463,7 @@ def test_65536_entries_are_planned_in_well_under_a_second() -> None:
         planning._plans.clear()
         assert make_plan(queries, keys, shape).work.shape[0] == 65536
 
-    assert least_seconds(plan) < 0.5
+    assert_quick(plan, 2)
 
 
 def assert_gathered_keys_are_met(
