@@ -132,7 +132,7 @@ def forward(
         if found.row_gaps is not None:
             for launch in found.launches:
                 _merge(begun, _forward(backend, q, k, v, scale, launch), done, (launch.batch, launch.rows))
-            for gap in found.row_gaps:
+            for gap in found.row_gaps if begun is not done else ():
                 _merge(begun, None, done, gap)
             return
         # the last step leaves the carry alone

@@ -13,7 +13,7 @@ from ringattn import Ring, attention_reference, masks, ring_attention, ring_atte
 from ringattn.kernels.attention.torch_ops import api, operators
 from ringattn.kernels.attention.torch_ops.bands import Line, calls
 from ringattn.kernels.attention.torch_ops.delta_output import output_for
-from ringattn.kernels.interface import Grads, Score
+from ringattn.kernels.interface import Grads, Score, SoftmaxState
 from ringattn.kernels.registry import select_kernels
 from ringattn.numerics.reference import visible_pairs
 from tests.support.budget import assert_within_budget
@@ -118,6 +118,23 @@ def test_a_simulated_ring_is_attention_within_budget(layout: str, backward: str)
     found = [ring.o, *(ring.grads[name] for name in ("q", "k", "v"))]
     for name, x, exact, low in zip(("o", "dq", "dk", "dv"), found, wide, plain, strict=True):
         assert_within_budget(x, exact, low, name, torch.float32)
+
+
+def test_rows_that_a_step_does_not_compute_are_left_alone_until_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    untouched, finished = [], []
+
+    def merge(carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out: Any) -> None:
+        if partial is None and carry is not None:
+            (untouched if isinstance(out, SoftmaxState) else finished).append(carry)
+        partials_merge(carry, partial, out)
+
+    partials_merge = api.partials.merge
+    monkeypatch.setattr(api.partials, "merge", merge)
+    q, k, v = (torch.randn(1, 32, 2, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    found = simulate_ring(q, k, v, world_size=4, layout="zigzag", impl="torch", causal=True)
+    torch.testing.assert_close(found.o, attention_reference(q, k, v, causal=True))
+    assert not untouched
+    assert finished, "keys of the last step that only later rows see"
 
 
 @pytest.mark.parametrize("backward", ["keys", "queries"])
