@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.support.pages import load
+from tests.support.scripts import ROOT, run_on_ranks
 
-ROOT = Path(__file__).parents[1]
 ELSEWHERE = {"accelerate", "diffusers", "linear", "transformers", "trl"}
 """Integrations whose packages only the stages of their tests have."""
 MODULES = sorted(
@@ -32,49 +28,10 @@ def test_examples_of_docstrings_are_true(name: str) -> None:
     assert result.failed == 0
 
 
-TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc_per_node")
-ACCELERATE = ("accelerate.commands.launch", "--multi_gpu", "--main_process_port", "0", "--num_processes")
-
-
-def run_on_ranks(example: str, *flags: str, ranks: int = 2, launcher: tuple[str, ...] = TORCHRUN) -> str:
-    """What a program of examples/ prints on CPU ranks."""
-    return run_script(ROOT / f"examples/{example}.py", *flags, ranks=ranks, launcher=launcher)
-
-
-def run_script(script: Path, *flags: str, ranks: int = 2, launcher: tuple[str, ...] = TORCHRUN) -> str:
-    """What a script prints on CPU ranks."""
-    launch = [sys.executable, "-m", *launcher, str(ranks)]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [*launch, str(script), *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_quickstart_runs_on_two_ranks() -> None:
     printed = run_on_ranks("quickstart")
     assert "rank 0 of 2: output (1, 501, 8, 64)" in printed
     assert "rank 1 of 2: output (1, 500, 8, 64)" in printed
-
-
-@pytest.mark.parametrize(
-    ("example", "losses"),
-    [
-        ("trl_sft", [6.3177, 6.2645, 6.2718, 6.2538]),
-        pytest.param("accelerate_loop", [5.0143, 3.7898, 3.1223, 2.8435], marks=pytest.mark.slow),
-    ],
-)
-def test_two_ranks_of_accelerate_print_the_losses_of_one_process(example: str, losses: list[float]) -> None:
-    first, second = run_on_ranks(example, launcher=ACCELERATE).splitlines()[-2:]
-    assert first == "2 process(es)"
-    assert [float(x) for x in second.rpartition(": ")[2].split()] == pytest.approx(losses, abs=2e-3)
 
 
 @pytest.mark.slow

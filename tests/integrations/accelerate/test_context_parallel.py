@@ -19,6 +19,7 @@ from tests.integrations.processes import assert_same, processes
 from tests.integrations.transformers.models import make
 from tests.integrations.transformers.test_trainer_models import samples
 from tests.support.pool import Pools
+from tests.support.scripts import run_on_ranks
 
 
 def loop(folder: str, cp: int, fsdp: bool = False, resumed: bool = False) -> Any:
@@ -137,3 +138,10 @@ def test_deepspeed_under_accelerate_is_refused() -> None:
     accelerator: Any = SimpleNamespace(parallelism_config=None, distributed_type=DistributedType.DEEPSPEED)
     with pytest.raises(NotImplementedError, match="must be plain, with DDP or with FSDP2, got DEEPSPEED"):
         context_parallel(accelerator, ring=Ring())
+
+
+def test_the_example_learns_on_two_ranks_what_one_process_learns() -> None:
+    printed = run_on_ranks("accelerate_loop")
+    assert "2 process(es)" in printed
+    losses = printed.splitlines()[-1].rpartition(": ")[2].split()
+    assert [float(x) for x in losses] == pytest.approx([5.0143, 3.7898, 3.1223, 2.8435], abs=2e-3)

@@ -50,6 +50,12 @@ def decode(model: Any, ring: Ring | None = None, shapes: tuple[tuple[int, int], 
     return found
 
 
+def compare_little(monkeypatch: pytest.MonkeyPatch, tried: tuple[int, ...] = (1,), prompt: int = 1) -> None:
+    """Compile fewer kinds of steps before they are compared: tracing takes seconds for each."""
+    monkeypatch.setattr(decode_compile, "TRIED", tried)
+    monkeypatch.setattr(decode_compile, "TRIED_PROMPT", prompt)
+
+
 class CountingBackend:
     """Counts the graphs that it compiles, and the calls of them; runs them as they are."""
 
@@ -162,9 +168,10 @@ def test_weights_and_modules_that_are_put_in_later_count(compiled: tuple[Any, li
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "llama4", "glm"])
-def test_every_kind_of_model_can_be_compiled(kind: str) -> None:
+def test_every_kind_of_model_can_be_compiled(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, experts, layers without rotary embeddings, rotations of neighbours; several new tokens of each request, too."""
     torch._dynamo.reset()
+    compare_little(monkeypatch, (4,), 200)
     model = make(kind, NAME, torch.float32).eval() if kind in CONFIGS else small(kind, pad_token_id=0, eos_token_id=2)
     expected = decode(model, shapes=((4, 1), (2, 3)))
     assert compile_for_decode(model, Ring(), backend="eager") == 3
@@ -181,8 +188,9 @@ def test_inductor_compiles_a_model() -> None:
 
 
 @torch.no_grad()
-def test_layers_that_someone_observes_stay_as_they_are() -> None:
+def test_layers_that_someone_observes_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    compare_little(monkeypatch)
     model, seen = small("llama"), list[Any]()
     model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *given: seen.append(given[-1]))
     assert compile_for_decode(model, Ring(), backend="eager") == 2
@@ -195,6 +203,7 @@ def test_layers_that_someone_observes_stay_as_they_are() -> None:
 @torch.no_grad()
 def test_wrappers_around_forwards_stay_there(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    compare_little(monkeypatch)
     model, factor = small("llama"), [1.0]
 
     def steered(plain: Any) -> Any:
@@ -209,13 +218,13 @@ def test_wrappers_around_forwards_stay_there(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(type(part), "forward", steered(type(part).forward))
     assert compile_for_decode(model, Ring(), backend="eager") == 3
     factor[0] = 3.0
-    found = decode(model)
+    found = decode(model, shapes=((1, 1),))
     monkeypatch.undo()
     other = small("llama")
     for layer in other.model.layers:
         layer.self_attn.o_proj.weight *= 3
         layer.mlp.down_proj.weight *= 3
-    torch.testing.assert_close(found, decode(other))
+    torch.testing.assert_close(found, decode(other, shapes=((1, 1),)))
 
 
 def _wrong(graph: Any, inputs: Any) -> Any:
@@ -243,7 +252,7 @@ def test_a_model_that_cannot_be_compiled_stays_as_it_is_with_a_warning(
     backend: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(decode_compile, "TRIED", (1,))  # what is compared is compiled first
+    compare_little(monkeypatch)
     model = small("llama")
     expected = decode(model)
     with pytest.warns(UserWarning, match=why):
@@ -253,8 +262,9 @@ def test_a_model_that_cannot_be_compiled_stays_as_it_is_with_a_warning(
 
 
 @torch.no_grad()
-def test_later_compile_errors_fall_back_to_eager_and_warn() -> None:
+def test_later_compile_errors_fall_back_to_eager_and_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    compare_little(monkeypatch)
     model, fails = small("llama"), list[bool]()
     expected = decode(model, shapes=((2, 3),))
 
@@ -306,7 +316,7 @@ def _compile_on(fault: str) -> tuple[int, list[str], bool]:
 
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patched:
         warnings.simplefilter("always")
-        patched.setattr(decode_compile, "TRIED", (1,))  # what is compared is compiled first
+        compare_little(patched)
         count = compile_for_decode(model, ring, backend=backend)
     decode(model, ring, ((1, 1),))
     ring.close()

@@ -15,7 +15,7 @@ from ringattn.integrations.transformers import register
 from tests.integrations.transformers import test_images as images
 from tests.integrations.transformers.models import make, tokens
 from tests.support.pool import Pools
-from tests.test_examples import run_on_ranks
+from tests.support.scripts import run_on_ranks
 
 ROOT = Path(__file__).parents[3]
 

@@ -72,7 +72,13 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "electra": {**SIZES, "embedding_size": 32},
     "xlm-roberta": SIZES,
 }
-GEMMA_4 = {**GROUPED, "head_dim": 8, "sliding_window": 6}
+GEMMA_4 = {
+    **GROUPED,
+    "head_dim": 8,
+    "sliding_window": 6,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+}
 LENGTH = 41
 NEW_TOKENS = 6
 

@@ -15,7 +15,7 @@ from ringattn.integrations.transformers import pack_answers, shard_batch
 from tests.integrations.transformers.models import gradients, learn, make, tokens
 from tests.integrations.transformers.test_models import assert_equal
 from tests.support.pool import Pools
-from tests.test_examples import run_on_ranks
+from tests.support.scripts import run_on_ranks
 
 
 def samples() -> list[tuple[Tensor, list[Tensor]]]:

@@ -21,6 +21,7 @@ from tests.integrations.trainer_rows import ROWS
 from tests.integrations.transformers.models import CONFIGS, make
 from tests.integrations.trl.tiny import completions, preferences, tokenizer
 from tests.support.pool import Pools
+from tests.support.scripts import run_on_ranks
 
 STACKS: dict[str, tuple[Any, Any, Any]] = {
     "RingSFTTrainer": (SFTTrainer, RingSFTTrainer, SFTConfig),
@@ -150,3 +151,10 @@ def refusal(folder: str, stack: str, kind: str) -> str:
 def test_what_is_refused_is_refused_on_every_rank(pool: Pools, tmp_path: Path, row: ModelRow) -> None:
     for told in pool(2).run(refusal, str(tmp_path), row.stack, row.kind):
         assert told.startswith(row.refusal)
+
+
+def test_the_example_learns_on_two_ranks_what_one_process_learns() -> None:
+    printed = run_on_ranks("trl_sft")
+    assert "2 process(es)" in printed
+    losses = printed.splitlines()[-1].rpartition(": ")[2].split()
+    assert [float(x) for x in losses] == pytest.approx([6.3177, 6.2645, 6.2718, 6.2538], abs=2e-3)
