@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.test_docs import blocks, run
 from tests.support.scripts import run_on_ranks
+from tests.test_docs import blocks, run
 
 
 def test_a_pipeline_on_two_ranks_generates_the_image_of_one_process() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_docs import blocks
 from tests.support.scripts import run_script
+from tests.test_docs import blocks
 
 pytestmark = pytest.mark.dist
 _, GENERATE = blocks("serve_in_ten_minutes.md")  # test_server.py runs the client
