@@ -1,5 +1,7 @@
 """Random expressions of masks, for property tests."""
 
+import functools
+
 from hypothesis import strategies as st
 
 from ringattn import masks
@@ -47,6 +49,7 @@ def leaves(draw, n, m):
     return getattr(masks, kind)(draw(st.integers(1, 6)))
 
 
+@functools.cache  # to build a strategy takes longer than to draw from it
 def expressions(n, m):
     """Masks of up to four parts over n queries and m keys."""
     return st.recursive(
