@@ -24,19 +24,12 @@ from ringattn.launch.check import attention as check
 from ringattn.launch.runtime.session import Session
 from ringattn.numerics.error_budget import Budget
 from tests.launch.common import ROOT, _off_by_a_little
+from tests.support.scripts import run_module
 
 
 @pytest.fixture
 def _wrong_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "forward", _off_by_a_little(eager.forward, "o"))
-
-
-def _torchrun(world_size: int, *words: str) -> subprocess.CompletedProcess[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world_size)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*start, "-m", *words], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
 
 
 def test_check_is_green_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,10 +51,9 @@ def test_check_is_green_in_one_process(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.dist
 def test_check_is_green_under_torchrun() -> None:
-    done = _torchrun(2, "ringattn.launch.check", "--device", "cpu", "--only", "in")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "green: " in done.stdout
-    assert "2 rank(s), gloo" in done.stdout
+    said = run_module("ringattn.launch.check", "--device", "cpu", "--only", "in")
+    assert "green: " in said
+    assert "2 rank(s), gloo" in said
 
 
 def test_check_is_green_on_the_kernels_of_torch_and_says_what_they_refuse(capsys: pytest.CaptureFixture[str]) -> None:

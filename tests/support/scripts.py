@@ -28,6 +28,11 @@ def run_on_ranks(example: str, *flags: str, ranks: int = 2) -> str:
 
 def run_script(script: Path, *flags: str, ranks: int = 2) -> str:
     """Return what a script prints on CPU ranks, rank after rank."""
+    return run_module(str(script), *flags, ranks=ranks)
+
+
+def run_module(module: str, *flags: str, ranks: int = 2) -> str:
+    """Return what `torchrun -m module flags` prints on CPU ranks, rank after rank; `module` may be a file, too."""
     context = multiprocessing.get_context("forkserver")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: the system picks
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -38,7 +43,7 @@ def run_script(script: Path, *flags: str, ranks: int = 2) -> str:
         for rank in range(ranks):
             mine = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             place = f"{folder}/{rank}"
-            started.append(context.Process(target=_run_rank, args=([str(script), *flags], mine, place), daemon=True))
+            started.append(context.Process(target=_run_rank, args=([module, *flags], mine, place), daemon=True))
             started[-1].start()
         for one in started:
             one.join(max(0.0, deadline - time.monotonic()))
@@ -59,6 +64,9 @@ def _run_rank(argv: list[str], environment: dict[str, str], place: str) -> None:
     os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
-    sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
-    runpy.run_path(argv[0], run_name="__main__")
-    sys.stdout.flush()
+    sys.argv = argv
+    if argv[0].endswith(".py"):
+        sys.path[0] = str(Path(argv[0]).parent)
+        runpy.run_path(argv[0], run_name="__main__")
+    else:
+        runpy.run_module(argv[0], run_name="__main__", alter_sys=True)
