@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -240,6 +241,7 @@ def _load(module: str, file: str) -> ModuleType:
 
 def _serve(connection: Connection, stacks: str, rank: int, world_size: int, port: int) -> None:
     """A worker's life: join the group, answer calls until the pipe closes, leave the group."""
+    gc.freeze()  # what the server has imported lives as long as this process
     threading.Thread(target=_die_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c goes to the whole terminal; the test process decides
     with open(stacks, "w") as file:
