@@ -359,6 +359,8 @@ def _gather_queries(in_flight: InFlightQueries, context: RingContext) -> Tensor:
 
 def _return_partials(carry: SoftmaxState, s: int, context: RingContext, query_plan: QueryPlan) -> Tensor:
     """Exchange partials: return those of this rank's rows from all ranks, a stack of packed parts in the order of ranks."""
+    # a maximum on the GPU passes over NaN: a row of NaN alone would have the m of a row that saw nothing
+    carry = dataclasses.replace(carry, m=carry.m.where(carry.l == carry.l, carry.l))
     b, _, h, dv = carry.acc.shape
     wide, device, me = carry.acc.dtype, carry.acc.device, context.rank
     plan, returning = query_plan.plan.ranks[me], []
@@ -411,8 +413,7 @@ def _pack_partial(carry: SoftmaxState, segment: QuerySegment, part: Tensor) -> N
     b, _, h, dv = carry.acc.shape
     m, l, acc = views(part, b * segment.count * h, dv)  # noqa: E741
     torch.index_select(carry.acc, 1, segment.indices, out=acc.view(b, segment.count, h, dv))
-    # a maximum on the GPU passes over NaN: a row of NaN alone would have the m of a row that saw nothing
-    for packed, x in ((m, carry.m.where(carry.l == carry.l, carry.l)), (l, carry.l)):
+    for packed, x in ((m, carry.m), (l, carry.l)):
         packed.view(b, segment.count, h).copy_(x.index_select(2, segment.indices).transpose(1, 2))
 
 
