@@ -272,7 +272,15 @@ def with_wrapper(kind: str, batch: dict[str, Any], wrapper: str) -> tuple[Tensor
 
 @pytest.mark.dist
 @pytest.mark.skipif(not FIVE, reason="once is enough")
-@pytest.mark.parametrize(("kind", "wrapper"), [("bamba", "fsdp"), ("mamba2", "fsdp"), ("qwen3_next", "compile")])
+@pytest.mark.parametrize(
+    ("kind", "wrapper"),
+    [
+        ("bamba", "fsdp"),
+        ("mamba2", "fsdp"),
+        ("mamba2", "compile"),
+        pytest.param("qwen3_next", "compile", marks=pytest.mark.slow),
+    ],
+)
 def test_fsdp_and_compiled_models_equal_one_process(pool: Pools, kind: str, wrapper: str) -> None:
     ids = tokens(37)
     batch = {"input_ids": ids, "labels": ids}
