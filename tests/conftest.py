@@ -31,6 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported and collected out of garbage collections, which would walk it time and again: 8% of unit tests."""
+    """Keep what was imported and collected out of garbage collections, which would walk it time and again."""
     gc.collect()
     gc.freeze()

@@ -100,7 +100,7 @@ def test_looking_up_the_server_is_not_in_the_time_to_the_first_token(monkeypatch
         answer = ask(served.url.replace("127.0.0.1", "localhost"), [5, 6, 7], 2)
     assert answer.good, answer.failure
     assert answer.began - asked > 1.5
-    assert answer.first_s < 1.5
+    assert answer.first_s < 1
 
 
 def test_no_request_waits_in_the_client_for_another():

@@ -50,8 +50,8 @@ def test_check_is_green_in_one_process(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.dist
-def test_check_is_green_under_torchrun() -> None:
-    said = run_module("ringattn.launch.check", "--device", "cpu", "--only", "window")
+def test_check_is_green_on_two_ranks() -> None:
+    said = run_module("ringattn.launch.check", "--device", "cpu", "--only", "in")
     assert "green: " in said
     assert "2 rank(s), gloo" in said
 

@@ -314,7 +314,7 @@ def test_plans_of_a_million_tokens_are_quick(moving: str) -> None:
         make_plan.cache_clear()
         return make_plan(shards, shards, AttentionMask(seq_len, seq_len, causal=True, documents=documents), moving)
 
-    assert_quick(plan, 1)  # about 50 ms on a quiet core
+    assert_quick(plan, 0.5)  # about 50 ms on a quiet core
     assert sum(ring_step.pairs for _, ring_step in visits_of(plan())) == mask.pairs(0, seq_len)
 
 
@@ -335,7 +335,7 @@ def test_a_hundred_thousand_documents_are_planned_in_seconds(layout: str, window
             call.plan(moving)
 
     scales = itertools.count(1.0)
-    assert_quick(plan, 20)  # about 0.5 s on a quiet core
+    assert_quick(plan, 5)  # about 0.5 s on a quiet core
 
 
 def test_the_plan_of_a_zigzag_takes_milliseconds() -> None:
@@ -345,7 +345,7 @@ def test_the_plan_of_a_zigzag_takes_milliseconds() -> None:
         make_plan.cache_clear()
         make_plan(shards, shards, AttentionMask(1 << 20, 1 << 20, causal=True), "keys")
 
-    assert_quick(plan, 0.05)
+    assert_quick(plan, 0.02)  # about 2 ms on a quiet core
 
 
 def test_describe_names_moving_rows_and_the_work_of_ranks() -> None:

@@ -1,6 +1,6 @@
 """Whether something is quick: owns the clock of tests that say so; knows nothing of what it times.
 
-A limit is ten times what a quiet core takes or more, which tells a pass over documents from one over tokens, and holds no speed:
+A limit is some ten times what a quiet core takes, which tells a pass over documents from one over tokens, and holds no speed:
 cores are shared, and some are slow. One call may meet a burst of work of others, so a few are tried. The collector of garbage stays
 out of it: it may walk all that a test process holds (0.7 s once, in a process of two thousand tests).
 """

@@ -243,7 +243,7 @@ def test_a_table_of_blocks_that_fit_the_tiles_has_full_blocks_of_its_true_entrie
 def test_a_plan_of_a_large_table_takes_seconds_at_most() -> None:
     queries, keys = block_sides(32768, 0.5)
     shape = device_shape(heads=32)
-    assert_quick(lambda: planning._meet([(queries, 0)], [(keys, 0)], shape), 2)
+    assert_quick(lambda: planning._meet([(queries, 0)], [(keys, 0)], shape), 1)
 
 
 @pytest.mark.parametrize("repeats", [1, 4])
@@ -463,7 +463,7 @@ def test_65536_entries_are_planned_in_seconds() -> None:
         planning._plans.clear()
         assert make_plan(queries, keys, shape).work.shape[0] == 65536
 
-    assert_quick(plan, 2)
+    assert_quick(plan, 1)
 
 
 def assert_gathered_keys_are_met(

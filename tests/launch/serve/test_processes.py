@@ -144,7 +144,7 @@ def test_unread_messages_are_sent_later_in_order_and_the_sender_never_waits():
         began = time.monotonic()
         for event in sent:
             server._deliver([event], None)
-        assert time.monotonic() - began < 20.0
+        assert time.monotonic() - began < 2.0
         server.stop()
         with receive_at(link.folder, "http") as pull:
             found = []
