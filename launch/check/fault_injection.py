@@ -52,6 +52,8 @@ What = Literal["training", "decode", "graph"]
 FAULTS: tuple[Fault, ...] = ("kill", "absent", "shape")
 GRACE_S = 5.0
 """Time to end a process after the timeout: communicators are aborted, memory is freed."""
+LATE_S = 20.0
+"""Time beyond it that a process is given to tell one that ends late from one that never does."""
 START_S = 120.0
 """Time to join and to make the first good step: contexts, communicators, compilation."""
 NAMES_A_RANK = re.compile(r"\branks? \[?\d", re.IGNORECASE)
@@ -169,7 +171,8 @@ def run_rank(
     with open(log, "wb", buffering=0) as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-        faulthandler.register(signal.SIGUSR1, file)
+        # the stacks of a rank that hangs, whatever holds the interpreter
+        faulthandler.dump_traceback_later(START_S)
         try:
             _run_steps(args, trial, rank, port, device, clock, ready)
         except BaseException:
@@ -227,6 +230,7 @@ def _run_steps(args: FaultArgs, trial: Trial, rank: int, port: int, device: str,
             threading.Event().wait()
         else:
             step(kv_heads=4)
+    faulthandler.dump_traceback_later(args.timeout + GRACE_S)
     # a survivor may need more than one step to see the fault
     while True:
         step()
@@ -350,17 +354,12 @@ class _TrialProcesses:
         if all(rank in self.ends for rank in range(len(self.processes)) if rank != absent):
             return True
         began = self.clock.value
-        return now > (began + self.timeout + GRACE_S if began else self.started + 1.5 * START_S)
+        return now > (began + self.timeout + GRACE_S + LATE_S if began else self.started + 1.5 * START_S)
 
     def finish(self) -> Verdict:
         """Kill the processes that still run, and judge."""
         began, outcomes = self.clock.value, []
         alive = [process.is_alive() for process in self.processes]
-        for process in self.processes:
-            if process.is_alive() and process.pid is not None:
-                # prints the stack where it hangs
-                os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.1 if any(alive) else 0.0)
         for process in self.processes:
             if process.is_alive():
                 process.kill()
