@@ -192,6 +192,9 @@ class Watchdog:
             f"ring rank {self._rank} of ring {self._name!r}: {self._describe(seen)}: {why}; look for an earlier error on the "
             "ranks named (results since then are NaN, and this ring can not be used any more)"
         )
+        # first: a driver that is stuck as well never returns from what follows
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
         # all of it, in this order, before the failure is published
         with self._recording_failure():
             gates = (self._control[GATE], *self.recovery.gates)
@@ -201,8 +204,6 @@ class Watchdog:
             negative = [Write(address, -1) for address in raised]
             self._streams.rescue([*closed, *negative, *(Write(word, 1) for word in errors)])
         self.failure = text
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
 
     def _unblock_streams(self, now: float) -> None:
         """Take one step of Note [Recovery]."""
