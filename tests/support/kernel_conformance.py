@@ -474,18 +474,14 @@ def positions_of(runs: Runs) -> list[int]:
 
 def _intervals(visible: Tensor) -> Tensor:
     """(lo, hi) of every row of a mask `b n m`, as `2 b n` int32: empty rows are placed so that neither decreases."""
-    per_batch: list[list[tuple[int, int]]] = []
-    for mask in visible.tolist():
-        seen = [[y for y, visible_pair in enumerate(row) if visible_pair] for row in mask]
-        empty_at = next((row[0] for row in seen if row), 0)
-        intervals: list[tuple[int, int]] = []
-        for row in seen:
-            lo, hi = (row[0], row[-1] + 1) if row else (empty_at, empty_at)
-            assert not row or len(row) == hi - lo, "visibility is an interval"
-            intervals.append((lo, hi))
-            empty_at = hi
-        per_batch.append(intervals)
-    bounds = torch.tensor(per_batch, dtype=torch.int32).view(*visible.shape[:2], 2).permute(2, 0, 1)
+    count, columns = visible.sum(-1), visible.shape[-1]
+    lo, hi = visible.int().argmax(-1), columns - visible.flip(-1).int().argmax(-1)
+    full = count > 0
+    assert (hi - lo == count)[full].all(), "visibility is an interval"
+    first = lo.where(full, columns).amin(1, keepdim=True) * full.any(1, keepdim=True)
+    before = hi.where(full, -1).cummax(1).values
+    empty_at = before.where(before >= 0, first)
+    bounds = torch.stack((lo.where(full, empty_at), hi.where(full, empty_at))).int()
     assert (bounds.diff(dim=2) >= 0).all(), "bounds do not decrease"
     return bounds
 
