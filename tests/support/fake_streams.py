@@ -194,6 +194,9 @@ class FakeStreams:
     def compile(self, ops: Sequence[Op]) -> list[Op]:
         return list(ops)
 
+    def wait_until_idle(self, seconds: float) -> bool:
+        return True
+
     def record(self, work: Callable[[], object]) -> Recording:
         assert self.recording is None, "a capture begins in no other one"
         self.recording = recording = Recording()

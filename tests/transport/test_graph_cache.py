@@ -46,6 +46,7 @@ class Idle:
     Attributes:
         seen: What is launched.
         recorded: Graphs that were made.
+        busy: The caller's stream has something to do all the same.
     """
 
     copy_stream, flag_stream = 2, 3
@@ -53,7 +54,7 @@ class Idle:
 
     def __init__(self) -> None:
         self.recorded = 0
-        self._recording = False
+        self.busy = self._recording = False
 
     def main(self) -> int:
         return 1
@@ -76,6 +77,9 @@ class Idle:
 
     def call(self, work: Callable[[], object]) -> None:
         work()
+
+    def wait_until_idle(self, seconds: float) -> bool:
+        return not self.busy
 
     def record(self, work: Callable[[], object]) -> tuple[Launch, ...]:
         before, self._recording = len(self.seen), True
@@ -444,6 +448,19 @@ def test_calls_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         known.find((i,), (x,), (), ())
     assert known.find((0,), (x,), (), ()) is first, "the one that was used last stays"
     assert known.find((1,), (x,), (), ()) is not second
+
+
+def test_a_call_is_captured_on_an_idle_stream_only() -> None:
+    known, x, streams = graph_cache.GraphCache(), torch.zeros(1), Idle()
+    call = known.find((0,), (x,), (), ())
+    for _ in range(graph_cache.SEEN):
+        call.count()
+    streams.seen, streams.busy = [], True
+    assert known.graph(call, None, streams, lambda: None) is None
+    assert (streams.recorded, call.can_capture) == (0, True)
+    streams.busy = False
+    assert known.graph(call, None, streams, lambda: None) is not None
+    assert streams.recorded == known.launched == 1
 
 
 def test_a_profiler_sees_a_graph_under_the_name_of_its_call(launches: list[Launch], steady: Callable[[], None]) -> None:

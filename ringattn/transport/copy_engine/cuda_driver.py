@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_ulonglong, c_void_p
 from dataclasses import dataclass
@@ -218,6 +219,15 @@ class CudaStreams:
     def call(self, work: Callable[[], object]) -> None:
         """See `Streams.call`."""
         work()
+
+    def wait_until_idle(self, seconds: float) -> bool:
+        """See `Streams.wait_until_idle`."""
+        stream, deadline = torch.cuda.current_stream(self._index), time.monotonic() + seconds
+        while not stream.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-4)
+        return True
 
     def record(self, work: Callable[[], object]) -> _Calls:
         """See `Streams.record`."""

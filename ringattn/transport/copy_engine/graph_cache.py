@@ -7,6 +7,8 @@ Note [Graph cache]
     again. The semaphores are the same either way, so each rank decides for itself whether it captures a call.
     Two states of the host change from call to call: which buffers of gradients are next, and which padding rows of the remote
     buffer are zero. They select one of the graphs of a call, and each launch updates them.
+    A capture takes memory, for which the driver may wait for work in flight. Behind a rank that is lost this work never ends, and
+    the watchdog would wait for the driver too. So a capture begins when the stream is idle, or not at all this time.
     A graph holds addresses, so the cache is emptied when a buffer grows or `kv_buffer` makes one. A graph keeps its tables and
     programs alive. Temporary tensors of a captured call live in a memory pool of the ring's graphs (`Streams.record`), which
     share it because all calls of a ring are ordered on the device.
@@ -31,6 +33,8 @@ WORTH = 4
 """Launches of a graph that repay its capture."""
 SEEN = 2
 """Times that a call is enqueued operation by operation before it is captured."""
+IDLE_S = 1.0
+"""Most seconds that a capture waits for an idle stream."""
 
 
 @dataclass(eq=False)
@@ -101,7 +105,7 @@ class GraphCache:
         found = call.graphs.get(which)
         if found is None:
             # addresses may come back a few times and then never again
-            if self.captured >= FREE + self.launched // WORTH:
+            if self.captured >= FREE + self.launched // WORTH or not streams.wait_until_idle(IDLE_S):
                 return None
             kept = [] if kept is None else kept
             call.can_capture = False

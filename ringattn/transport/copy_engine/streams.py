@@ -87,6 +87,10 @@ class Streams(Protocol):
         """Enqueue torch work on the caller's stream."""
         ...
 
+    def wait_until_idle(self, seconds: float) -> bool:
+        """Wait until the caller's stream has nothing to do; False: it still has after so many seconds."""
+        ...
+
     def record(self, work: Callable[[], object]) -> Program:
         """Record the work that a function enqueues, on the caller's stream and beside it, as one program; nothing runs yet.
 
