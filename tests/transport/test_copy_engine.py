@@ -26,8 +26,10 @@ from ringattn.plan.ring_plan import GatherPlan, Nodes, RecvSpec, make_gather_pla
 from ringattn.transport.base import GradMessage, KVGatherHandle
 from ringattn.transport.copy_engine import cuda_driver, graph_cache, streams
 from ringattn.transport.copy_engine import transport as copy_engine
+from ringattn.transport.copy_engine.streams import Write
 from ringattn.transport.copy_engine.transport import CopyEngineTransport
-from ringattn.transport.copy_engine.watchdog import PLACE, PLACES
+from ringattn.transport.copy_engine.watchdog import ERROR, HOST_INTS, KERNEL, PLACE, PLACES, Watchdog
+from ringattn.transport.copy_engine.watchdog import FLAG as FLAGGING
 from ringattn.transport.select import PROBE_BYTES, measure_push, node_of
 from tests.support.fake_streams import FLAG, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
 
@@ -1450,6 +1452,24 @@ def test_contributions_never_come_before_those_of_the_backward_before_last_are_a
     shape = full(2, causal=True)  # rank 0 reads nothing of rank 1, and so nothing but words holds rank 1 up
     kept(ranks, [shape] * 3, 0, between=lambda: come_home(ranks, shape, 100))
     ranks.world.drain()
+
+
+def test_a_kernel_that_starts_after_the_failure_finds_the_error_word_set() -> None:
+    """Its packing resets the word, and its flags rise once the watchdog lets the other streams run through."""
+    ranks, ready = Ranks(1, 0), 7
+    written: list[Any] = []
+    streams, control, progress = ranks.streams[0], range(100, 120), torch.zeros(HOST_INTS, dtype=torch.int32)
+    streams.rescue = written.extend  # type: ignore[method-assign]
+    watchdog = Watchdog(0, "ring", progress, tuple(control), streams, 10.0)
+    watchdog.recovery.ready.add(ready)
+    progress[PLACE], progress[FLAGGING] = KERNEL, 1
+    for now in (0.0, 1.0, 12.0, 13.0):
+        watchdog.poll(now)
+    assert watchdog.failure is not None
+    assert Write(ready, 1) not in written
+    written.clear()
+    watchdog.poll(24.0)
+    assert written.index(Write(control[ERROR], 1)) < written.index(Write(ready, 1))
 
 
 @pytest.mark.parametrize("kept_keys", [True, False])

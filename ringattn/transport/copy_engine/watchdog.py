@@ -13,8 +13,9 @@ Note [Recovery]
     The caller's stream reports its place. While a kernel may be waiting for rows, its flags are made negative and the gate
     stays closed: it ends, in NaN. Everywhere else the other streams run through first, and the gate is closed behind them. Then,
     before the caller's stream may pass a join whose data never arrived, the memory that it would read is set to NaN: this rank's
-    own contribution to its gradients, and the buffers that posts receive into. Then it may take one step. So the gate is never
-    open while a kernel waits, and every join finds either the data that was sent or NaN.
+    own contribution to its gradients, and the buffers that posts receive into. Then it may take one step. So every join finds either
+    the data that was sent or NaN. A kernel that has not ended after another timeout, because it cannot start yet, shares the
+    device's queues with the other streams: they run through, with the error word set once more.
     The start of the next call resets the error word and lowers all flags; none rises again behind the closed gate. Flags of saved
     rows are made negative before any wait ends. The process group ends a transfer between nodes (`BETWEEN_NODES`).
 """
@@ -223,7 +224,9 @@ class Watchdog:
                 self._streams.rescue([Write(address, -1) for address in flags])
                 return
             if self._is_copying():
-                self._streams.rescue([Write(word, 1) for word in (*list(here.ready), *list(here.turn), gate)])
+                # packing in front of a kernel that has yet to start may have reset the error word
+                opened = (self._control[ERROR], *list(here.ready), *list(here.turn), gate)
+                self._streams.rescue([Write(word, 1) for word in opened])
                 return
             self._streams.rescue([Write(gate, 0)])
             if place in (KERNEL, BETWEEN_NODES) or self._is_copying():
