@@ -474,6 +474,8 @@ def positions_of(runs: Runs) -> list[int]:
 
 def _intervals(visible: Tensor) -> Tensor:
     """(lo, hi) of every row of a mask `b n m`, as `2 b n` int32: empty rows are placed so that neither decreases."""
+    if not visible.numel():
+        return torch.zeros(2, *visible.shape[:2], dtype=torch.int32)
     count, columns = visible.sum(-1), visible.shape[-1]
     lo, hi = visible.int().argmax(-1), columns - visible.flip(-1).int().argmax(-1)
     full = count > 0
