@@ -13,8 +13,8 @@ Note [Recovery]
     The caller's stream reports its place. While a kernel may be waiting for rows, its flags are made negative and the gate
     stays closed: it ends, in NaN. Everywhere else the other streams run through first, and the gate is closed behind them. Then,
     before the caller's stream may pass a join whose data never arrived, the memory that it would read is set to NaN: this rank's
-    own contribution to its gradients, and the buffers that posts receive into. Then it may take one step. So every join finds either
-    the data that was sent or NaN. A kernel that has not ended after another timeout, because it cannot start yet, shares the
+    own contribution to its gradients, and the buffers that posts receive into. Then it may take one step. So every join finds
+    either the data that was sent or NaN. A kernel that has not ended after another timeout, because it cannot start yet, shares the
     device's queues with the other streams: they run through, with the error word set once more.
     The start of the next call resets the error word and lowers all flags; none rises again behind the closed gate. Flags of saved
     rows are made negative before any wait ends. The process group ends a transfer between nodes (`BETWEEN_NODES`).
