@@ -385,7 +385,7 @@ def _define_both(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Every output and gradient in fp64, and in `low` with gradients whose delta reads the o that was stored.
 
-    Where rows see few keys that rounding is most of the error of any flash attention; one key cancels it in plain torch alone.
+    Where rows see one key that rounding is most of the error of any flash attention, and plain torch has none.
     """
     exact, rounded = define(case, tensors, torch.float64), define(case, tensors, low)
     # an error of delta enters all gradients as one of -dlse does
