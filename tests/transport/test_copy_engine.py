@@ -1463,8 +1463,8 @@ def test_a_kernel_that_starts_after_the_failure_finds_the_error_word_set() -> No
     watchdog = Watchdog(0, "ring", progress, tuple(control), streams, 10.0)
     watchdog.recovery.ready.add(ready)
     progress[PLACE], progress[FLAGGING] = KERNEL, 1
-    for now in (0.0, 1.0, 12.0, 13.0):
-        watchdog.poll(now)
+    for seconds in (0.0, 1.0, 12.0, 13.0):
+        watchdog.poll(seconds)
     assert watchdog.failure is not None
     assert Write(ready, 1) not in written
     written.clear()
