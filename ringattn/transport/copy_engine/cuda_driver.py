@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_ulonglong, c_void_p
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from ringattn.transport.copy_engine.streams import Copy, Op, Wait, Write, Write64
+from ringattn.transport.timeout import record_events, wait_until_done
 
 BATCH = 200
 """Operations of one driver call; the driver takes fewer than 256."""
@@ -222,12 +222,7 @@ class CudaStreams:
 
     def wait_until_idle(self, seconds: float) -> bool:
         """See `Streams.wait_until_idle`."""
-        stream, deadline = torch.cuda.current_stream(self._index), time.monotonic() + seconds
-        while not stream.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(1e-4)
-        return True
+        return wait_until_done(record_events(self._device), seconds)
 
     def record(self, work: Callable[[], object]) -> _Calls:
         """See `Streams.record`."""
