@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ CPU = ["--device", "cpu", "--impl", "eager"]
 HERE = Session(0, 1, torch.device("cpu"), None)
 
 
-def _reds(seeds: range) -> dict[int, str]:
-    tallies = [fuzz.fuzz(0.0, seed, "eager", HERE) for seed in seeds]
+def _reds(seeds: Iterable[int], impl: str = "eager") -> dict[int, str]:
+    tallies = [fuzz.fuzz(0.0, seed, impl, HERE) for seed in seeds]
     return {row["seed"]: row["why"] for tally in tallies for row in tally.red}
 
 
@@ -103,6 +104,17 @@ def test_a_wrong_kernel_is_red_and_its_seed_replays_it(
         for kept in ("fuzz.json", "fuzz-rank0.red.json"):
             assert tensor in json.loads((tmp_path / kept).read_text())["red"][0]["why"]
     assert check.main([*CPU, *again]) == 0
+
+
+def test_rows_that_see_one_key_have_room_for_the_rounding_of_o_and_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds, right = (2000335, 2003599, 2008432), eager.delta
+    assert _reds(seeds, "auto") == {}
+
+    def wrong(o: torch.Tensor, *args: Any) -> torch.Tensor:
+        return right(o * (1 + 4 * torch.finfo(o.dtype).eps), *args)
+
+    monkeypatch.setattr(eager, "delta", wrong)
+    assert set(_reds(seeds, "auto")) == set(seeds)
 
 
 def test_a_kernel_that_raises_is_red(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
