@@ -66,6 +66,7 @@ CALLS = {
     "backward_192_128": Call("backward", 192, 128),
     "backward_192_128_every_feature": Call("backward", 192, 128, features=FEATURES),
     "backward_192_128_gathered": Call("backward", 192, 128, gathered=True),
+    "backward_192_gathered": Call("backward", 192, gathered=True),
     "backward_192_gathered_every_feature": Call("backward", 192, gathered=True, features=FEATURES),
     "backward_192_terms_accumulated": Call("backward", 192, terms=True, accumulate=True, group=4),
     "backward_96_deterministic": Call("backward", 96, deterministic=True),
