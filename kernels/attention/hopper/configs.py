@@ -175,9 +175,8 @@ def choose_dkv(
     if max(head_dim, v_head_dim) > FUSED_MAX_HEAD_DIM:
         held = max(head_dim, v_head_dim) <= 192
         both = columns_of(head_dim, WIDE_COLUMNS) + columns_of(v_head_dim, WIDE_COLUMNS)
-        # beside three terms of the score, three stages of 192/192 columns keep two numbers of a loop in local memory
-        three = held and both <= 320 if extras else both <= 384
-        return WideDkvConfig(held=held, stages=3 if three else 2)
+        # with a soft cap, three stages of 192/192 columns keep two numbers of a loop in local memory
+        return WideDkvConfig(held=held, stages=3 if both <= (320 if extras else 384) else 2)
     dims = padded_dims(head_dim, v_head_dim)
     if extras == 3 and dims[0] == 128 and not want_dq:
         return _EVERY_TERM
