@@ -59,9 +59,9 @@ Note [Fused call]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -76,12 +76,14 @@ class BlockPatterns:
             and of the other side's positions from j * block_size on.
         tables_host: The content of `tables` on the CPU.
         of_term: For each term the index of its table, or -1: it is not cut.
+        of_term_table: The same, int32 on the device.
         block_size: Positions of a block, on both sides.
     """
 
     tables: Tensor
     tables_host: Tensor
     of_term: tuple[int, ...]
+    of_term_table: Tensor
     block_size: int
 
 
@@ -89,7 +91,7 @@ class BlockPatterns:
 class RowMetadata:
     """The rows of one side (queries, or keys) of a step: their positions, and their bounds on the other side.
 
-    Compared and hashed by identity, so that a kernel set may keep what it derives from a side as long as the side lives.
+    Compared and hashed by identity. What a kernel set derives from two sides is kept in `derived` of one of them.
 
     Attributes:
         runs: `r 4` int32 on the device: (offset, length, start, stride). Rows offset .. offset + length - 1 of the buffer
@@ -104,6 +106,7 @@ class RowMetadata:
         hi_host: The content of `hi` on the CPU, for the same use.
         terms: Terms of the mask, at least 1.
         patterns: Tables that cut terms by blocks; None: no term is cut.
+        derived: By the other side and a key of the kernel set: work plans, lists of launches. Both sides may be dropped.
     """
 
     runs: Tensor
@@ -115,6 +118,7 @@ class RowMetadata:
     hi_host: Tensor
     terms: int = 1
     patterns: BlockPatterns | None = None
+    derived: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False)
 
 
 @dataclass(frozen=True)
@@ -159,11 +163,12 @@ class SoftmaxState:
 
 @dataclass(frozen=True)
 class Grads:
-    """Gradients that a backward step writes, all in the accumulation dtype (fp32, or fp64 for fp64 inputs).
+    """Gradients that a backward writes, in the accumulation dtype (fp32, or fp64 for fp64 inputs); None: not wanted.
 
-    `accumulate_rows` / `accumulate_keys` say whether the step adds to what is there or overwrites it (every element is
-    then written, zeros included, so the buffer may be uninitialised). None: not wanted. Buffers for dq, dk and dv that are
-    only overwritten may have the dtype of the inputs instead.
+    `accumulate_rows` / `accumulate_keys` say whether a step adds to what is there or overwrites it (every element is
+    then written, zeros included, so the buffer may be uninitialised). Buffers for dq, dk and dv that are only overwritten may
+    have the dtype of the inputs instead. A fused call overwrites all, and sends the gradients of keys to their owners
+    (`Returns`): it has neither dk, dv nor dkey_bias here.
 
     Attributes:
         dq: `b s h d`; rows.
@@ -174,18 +179,16 @@ class Grads:
         dbias: `b h s n`, dense. Each step writes only its own visible pairs; the caller zeroes it once.
         accumulate_rows: Add to dq and dalibi instead of overwriting.
         accumulate_keys: Add to dk, dv and dkey_bias instead of overwriting.
-        deterministic: Sum in a fixed order: the same bits from run to run. A kernel set that always does may ignore it.
     """
 
     dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    dk: Tensor | None = None
+    dv: Tensor | None = None
     dkey_bias: Tensor | None = None
     dalibi: Tensor | None = None
     dbias: Tensor | None = None
-    accumulate_rows: bool = field(default=False)
-    accumulate_keys: bool = field(default=False)
-    deterministic: bool = field(default=False)
+    accumulate_rows: bool = False
+    accumulate_keys: bool = False
 
 
 PAD_ROWS = 128
@@ -208,6 +211,7 @@ class GatheredKeys:
             of the sides are views of it.
         lo: `terms*b|terms*1 local_rows+remote_rows` int32, in the same order; terms and patterns are those of each side.
         hi: Like lo.
+        derived: See `RowMetadata`.
     """
 
     sides: tuple[RowMetadata, ...]
@@ -217,6 +221,7 @@ class GatheredKeys:
     positions: Tensor
     lo: Tensor
     hi: Tensor
+    derived: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False)
 
 
 @dataclass(frozen=True)
@@ -239,185 +244,155 @@ class ReadyFlags:
         return self.flags.shape[0]
 
 
-class KernelSet(Protocol):
-    """One implementation of attention. A kernel set is a module with these functions; it holds no state."""
+class Step(NamedTuple):
+    """The forward of one ring step, or of a fused call.
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: RowMetadata,
-        keys: RowMetadata,
-        score: Score,
-        *,
-        carry: SoftmaxState | None,
-        first: bool,
-        last: bool,
-        o: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """Attend to one buffer of keys.
+    Attributes:
+        q: `b s h d`; any strides with a contiguous last dim.
+        k: `b t hk d`, strides as of q; of a fused call, this rank's own keys.
+        v: `b t hk dv`, as k.
+        rows: The query side.
+        keys: The key side; of a fused call, all key sides.
+        score: Options of the score; without bias in a fused call.
+        o: `b s h dv`, q's dtype (of a fused call, or fp32): written when last.
+        lse: `b h s`, natural log, accumulation dtype: written when last.
+        carry: Running partial, updated in place; None only when first and last.
+        first: Start from the identity (or from the sinks) instead of reading the carry, which may be uninitialised.
+        last: Normalise into `o` and `lse` and leave the carry alone; otherwise write the carry.
+        sm_margin: Multiprocessors to leave to what runs beside it, where programs would stay on all of them.
+    """
 
-        Args:
-            q: `b s h d`; any strides with a contiguous last dim.
-            k: `b t hk d`, strides as of q.
-            v: `b t hk dv`, strides as of q.
-            rows: The query side.
-            keys: The key side.
-            score: Options of the score.
-            carry: Running partial, updated in place; None only when first and last.
-            first: Start from the identity (or from the sinks) instead of reading the carry, which may be uninitialised.
-            last: Normalise into `o` and `lse` and leave the carry alone; otherwise write the carry.
-            o: `b s h dv`, q's dtype: written when last.
-            lse: `b h s`, natural log, accumulation dtype: written when last.
-        """
-        ...
-
-    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """rowsum(o * do) - dlse, in out if given: `b h s` in the accumulation dtype; o, do `b s h dv`, dlse `b h s`."""
-        ...
-
-    def backward(
-        self,
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        rows: RowMetadata,
-        keys: RowMetadata,
-        score: Score,
-        grads: Grads,
-        *,
-        o: Tensor | None = None,
-        dlse: Tensor | None = None,
-        delta_made: bool = False,
-    ) -> None:
-        """Gradients of one ring step. With ds = p * (dp - delta): dq = scale * ds k, dk = scale * ds^T q, dv = p^T do.
-
-        Args:
-            do: `b s h dv`, contiguous last dim.
-            q: See `forward`; also k, v, rows, keys and score.
-            lse: `b h s`, natural log: of the finished rows, over all ring steps.
-            delta: `b h s`, from `delta`; where o is given it is made here, and written, unless delta_made.
-            grads: Outputs.
-            o: `b s h dv`, contiguous last dim, of the finished rows; None: delta is given.
-            dlse: `b h s`, contiguous last dim, the gradient of lse, with o; None: zero.
-            delta_made: delta was made from this o and dlse, which are for kernels that take them in its place.
-        """
-        ...
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: RowMetadata
+    keys: RowMetadata | GatheredKeys
+    score: Score
+    o: Tensor
+    lse: Tensor
+    carry: SoftmaxState | None = None
+    first: bool = True
+    last: bool = True
+    sm_margin: int = 0
 
 
-class FusedKernelSet(KernelSet, Protocol):
-    """A kernel set that can also compute all ring steps of a rank in one launch (Note [Fused call])."""
+class BackwardStep(NamedTuple):
+    """The backward of one ring step, or of a fused call: its inputs.
+
+    Attributes:
+        do: `b s h dv`, contiguous last dim.
+        q: See `Step`; also k, v, rows, keys, score and sm_margin.
+        lse: `b h s`, natural log, contiguous last dim: of the finished rows, over all ring steps.
+        delta: `b h s`, contiguous last dim, from `KernelSet.delta`; where o is given it is made here, and written, unless
+            delta_made.
+        o: `b s h dv`, contiguous last dim, of the finished rows; None: delta is given.
+        dlse: `b h s`, contiguous last dim, the gradient of lse, with o; None: zero.
+        delta_made: delta was made from this o and dlse, which are for kernels that take them in its place.
+    """
+
+    do: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    delta: Tensor
+    rows: RowMetadata
+    keys: RowMetadata | GatheredKeys
+    score: Score
+    o: Tensor | None = None
+    dlse: Tensor | None = None
+    delta_made: bool = False
+    sm_margin: int = 0
+
+
+class Arrivals(NamedTuple):
+    """The remote rows of a fused call (Note [Fused call]).
+
+    Attributes:
+        k: `b remote_rows hk d`, a view of one `b remote_rows hk (d + dv)` buffer.
+        v: `b remote_rows hk dv`, likewise a view of it.
+        ready_flags: None when all remote rows have arrived.
+    """
+
+    k: Tensor
+    v: Tensor
+    ready_flags: ReadyFlags | None
+
+
+class Returns(NamedTuple):
+    """Regions to which a fused backward sends dk, dv and dkey_bias of every source (Note [Fused call]).
+
+    Attributes:
+        grad_buffers: int64, on the device: the address of the region of each of `keys.sides`, in their order; multiples of 16.
+        rows: Rows of a region, the same for all.
+        bias_grad_buffers: Like grad_buffers, of the regions of dkey_bias. None: not wanted.
+    """
+
+    grad_buffers: Tensor
+    rows: int
+    bias_grad_buffers: Tensor | None = None
+
+
+class CallShape(NamedTuple):
+    """All that a kernel set is bound to: what is the same at each call of a kind.
+
+    Attributes:
+        heads: Query heads.
+        score: Options of the score; which of its tensors are present counts, not their content.
+        deterministic: Gradients are summed in a fixed order: the same bits from run to run.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    score: Score
+    deterministic: bool = False
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, score: Score, *, deterministic: bool = False) -> CallShape:
+        """Return the shape of a call with q `b s h d`, k `b t hk d` and v `b t hk dv`."""
+        return cls(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score, deterministic)
+
+
+class KernelSet:
+    """One implementation of attention, bound to a `CallShape`: what follows from that is found when it is made.
+
+    A subclass refuses a shape that it does not serve. The fused functions are for sets whose `can_fuse` is True.
+    """
+
+    def __init__(self, call: CallShape) -> None:
+        self.call = call
 
     def can_capture(self) -> bool:
         """Return whether a CUDA graph of the launches of this set may replace further calls."""
-        ...
+        return False
 
-    def can_fuse(self, head_dim: int, v_head_dim: int, score: Score) -> bool:
-        """Return whether `forward_fused` and `backward_fused` serve such a call; other calls go step by step."""
-        ...
+    def can_fuse(self) -> bool:
+        """Return whether the fused functions serve this call; other calls go step by step."""
+        return False
 
-    def forward_fused(
-        self,
-        q: Tensor,
-        local_kv: tuple[Tensor, Tensor],
-        remote_kv: tuple[Tensor, Tensor],
-        rows: RowMetadata,
-        keys: GatheredKeys,
-        score: Score,
-        ready_flags: ReadyFlags | None,
-        *,
-        o: Tensor,
-        lse: Tensor,
-        sm_margin: int = 0,
-    ) -> None:
-        """Compute the finished attention of q over all sources.
+    def forward(self, step: Step) -> None:
+        """Attend to one buffer of keys."""
+        raise NotImplementedError
 
-        Args:
-            q: `b s h d`; any strides with a contiguous last dim.
-            local_kv: k `b t hk d` and v `b t hk dv` of this rank, strides as of q.
-            remote_kv: k `b remote_rows hk d` and v `b remote_rows hk dv`: views of one `b remote_rows hk (d + dv)` buffer.
-            rows: The query side.
-            keys: The key sides.
-            score: Options of the score; bias is absent.
-            ready_flags: None when all remote rows have arrived.
-            o: `b s h dv`, q's dtype or fp32; written.
-            lse: `b h s`, natural log, fp32; written.
-            sm_margin: Multiprocessors to leave to what runs beside it, where programs would stay on all of them.
-        """
-        ...
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """rowsum(o * do) - dlse, in out if given: `b h s` in the accumulation dtype; o, do `b s h dv`, dlse `b h s`."""
+        raise NotImplementedError
 
-    def backward_fused(
-        self,
-        do: Tensor,
-        q: Tensor,
-        local_kv: tuple[Tensor, Tensor],
-        remote_kv: tuple[Tensor, Tensor],
-        lse: Tensor,
-        delta: Tensor,
-        rows: RowMetadata,
-        keys: GatheredKeys,
-        score: Score,
-        ready_flags: ReadyFlags | None,
-        grad_buffers: Tensor,
-        grad_buffer_rows: int,
-        *,
-        dq: Tensor,
-        dalibi: Tensor | None,
-        bias_grad_buffers: Tensor | None,
-        deterministic: bool,
-        sm_margin: int = 0,
-        o: Tensor | None = None,
-        dlse: Tensor | None = None,
-    ) -> None:
-        """Compute dq of this rank's queries, and send dk, dv and dkey_bias of every source to their owners.
+    def backward(self, step: BackwardStep, grads: Grads) -> None:
+        """Gradients of one ring step. With ds = p * (dp - delta): dq = scale * ds k, dk = scale * ds^T q, dv = p^T do."""
+        raise NotImplementedError
 
-        Args:
-            do: `b s h dv`, contiguous last dim.
-            q: See `forward_fused`; also local_kv, remote_kv, rows, score, ready_flags and sm_margin.
-            lse: `b h s`, natural log.
-            delta: `b h s`, from `delta`; where o is given it is made here, and written.
-            keys: The key sides, with the bounds of every key row.
-            grad_buffers: int64, on the device: the address of the region of each of `keys.sides`, in their order.
-            grad_buffer_rows: Rows of a region, the same for all.
-            dq: `b s h d`, q's dtype or fp32; overwritten.
-            dalibi: `b h s` fp32, one partial sum per query row; overwritten. None: not wanted.
-            bias_grad_buffers: Like grad_buffers, of the regions of dkey_bias. None: not wanted.
-            deterministic: Sum in a fixed order.
-            o: See `backward`; also dlse.
-        """
-        ...
+    def forward_fused(self, step: Step, arrivals: Arrivals) -> None:
+        """Compute the finished attention of q over all sources, in one launch."""
+        raise NotImplementedError
 
-    def reduce_kv_grads(
-        self, dk: Tensor, dv: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor
-    ) -> None:
-        """Sum dk and dv of this rank's keys: its own contribution and, in order, those of other ranks.
-
-        Args:
-            dk: `b t hk d`, contiguous, any floating dtype; written.
-            dv: `b t hk dv`, like dk.
-            local_grads: `b grad_buffer_rows hk (d + dv)` fp32: row x belongs to key row x.
-            remote_grads: Like local_grads, one per rank that read these keys, in ring order.
-            rows: int32 `remote_grads t` on the device: the row of a part that belongs to a key row, or -1.
-        """
-        ...
-
-    def reduce_key_bias_grads(
-        self, dkey_bias: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor
-    ) -> None:
-        """Sum dkey_bias of this rank's keys over ranks and key heads.
-
-        Args:
-            dkey_bias: `b t` fp32, contiguous; written.
-            local_grads: `b hk grad_buffer_rows` fp32: row x belongs to key row x.
-            remote_grads: Like local_grads, one per rank that read these keys, in ring order.
-            rows: See `reduce_kv_grads`.
-        """
-        ...
+    def backward_fused(self, step: BackwardStep, arrivals: Arrivals, returns: Returns, grads: Grads) -> None:
+        """Compute dq and dalibi of this rank's queries, and send dk, dv and dkey_bias of every source to their owners."""
+        raise NotImplementedError
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

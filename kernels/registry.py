@@ -44,12 +44,12 @@ Steps = Callable[[], Iterable[tuple[RowMetadata, RowMetadata]]]
 
 
 @dataclass(frozen=True)
-class Choice(Generic[K]):
-    """The kernels that serve a call; `print(choice)` shows the reasons.
+class SelectedKernels(Generic[K]):
+    """The kernels that serve a call; `print(selected)` shows the reasons.
 
     Attributes:
         name: "hopper", "torch", "portable" or "eager".
-        kernels: Their module.
+        kernels: Their class or function.
         reason: Reason for these.
         rejected: (name, reason against it) of every faster one.
     """
@@ -65,14 +65,20 @@ class Choice(Generic[K]):
 
 @dataclass(frozen=True)
 class Candidate(Generic[R]):
-    """A row of a table of kernels: their name, their module, and (serves, reason) for a request."""
+    """A row of a table of kernels: their name, where they are ("module:class", or a module), and (serves, reason) for a request."""
 
     name: str
-    module: str
+    place: str
     answer: Callable[[R], tuple[bool, str]]
 
+    def load(self) -> Any:
+        """Import the kernels."""
+        module, _, name = self.place.partition(":")
+        found = importlib.import_module(f"ringattn.kernels.{module}")
+        return getattr(found, name) if name else found
 
-def select(kind: str, table: tuple[Candidate[R], ...], request: R, impl: str, cast: str) -> Choice[Any]:
+
+def select(kind: str, table: tuple[Candidate[R], ...], request: R, impl: str, cast: str) -> SelectedKernels[Any]:
     """Return the first candidate that serves a request, or the one named `impl`; `cast` is the remedy if none does."""
     rejected: list[tuple[str, str]] = []
     for row in table:
@@ -80,7 +86,7 @@ def select(kind: str, table: tuple[Candidate[R], ...], request: R, impl: str, ca
             continue
         serves, why = row.answer(request)
         if serves:
-            return Choice(row.name, importlib.import_module(row.module), why, tuple(rejected))
+            return SelectedKernels(row.name, row.load(), why, tuple(rejected))
         rejected.append((row.name, why))
     if impl == "auto":
         reasons = "; ".join(f"{name}: {why}" for name, why in rejected)
@@ -207,10 +213,10 @@ def _eager(request: _Request) -> tuple[bool, str]:
 
 
 _TABLE = (
-    Candidate("hopper", "ringattn.kernels.attention.hopper.api", _hopper),
-    Candidate("torch", "ringattn.kernels.attention.torch_ops.api", _torch),
-    Candidate("portable", "ringattn.kernels.attention.portable.api", _portable),
-    Candidate("eager", "ringattn.kernels.attention.eager", _eager),
+    Candidate("hopper", "attention.hopper.api:HopperKernels", _hopper),
+    Candidate("torch", "attention.torch_ops.api:TorchKernels", _torch),
+    Candidate("portable", "attention.portable.api:PortableKernels", _portable),
+    Candidate("eager", "attention.eager:EagerKernels", _eager),
 )
 
 
@@ -234,7 +240,7 @@ def select_kernels(
     impl: str = "auto",
     features: Collection[str] = (),
     steps: Steps | None = None,
-) -> Choice[KernelSet]:
+) -> SelectedKernels[type[KernelSet]]:
     """Return the fastest kernel set that serves a call, or the one that is asked for.
 
     Args:

@@ -164,7 +164,7 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> tuple[Hash
 
 def _validate(
     q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, text: str, context: RingContext
-) -> tuple[AttentionSpec, KernelSet]:
+) -> tuple[AttentionSpec, type[KernelSet]]:
     spec = AttentionSpec.deserialize(text, context.rank)
     check_call(q, k, v, spec, tensors)
 

@@ -33,7 +33,7 @@ from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.ring_registry import RINGS, get_ring
-from ringattn.transport.base import Buffers, Choice, RingContext, Transport
+from ringattn.transport.base import Buffers, RingContext, SelectedTransport, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.local import LocalTransport
@@ -132,8 +132,10 @@ class Ring:
         alone = self.world_size == 1
         self._wanted_transport, self._memory_budget = transport, memory_budget
         self._has_transport = alone
-        undecided = Choice("undecided", f"transport={transport!r} is decided at the first call with tensors on a GPU")
-        self._choice = Choice("none", "one rank: every key is here already") if alone else undecided
+        undecided = SelectedTransport(
+            "undecided", f"transport={transport!r} is decided at the first call with tensors on a GPU"
+        )
+        self._choice = SelectedTransport("none", "one rank: every key is here already") if alone else undecided
         self._consensus = (
             None if alone else RankConsensus(self._group_name, self.rank, self.world_size, self.name, timeout)
         )
@@ -164,7 +166,7 @@ class Ring:
         register_flops()
 
     @property
-    def transport(self) -> Choice:
+    def transport(self) -> SelectedTransport:
         """The way in which shards move between the ranks, and the reason; prints as text."""
         return self._choice
 

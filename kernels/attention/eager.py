@@ -11,15 +11,30 @@ of a tile. Inside, tensors are head-major: queries `c (g x) d`, keys `c y d`, lo
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn.kernels.attention.dropout import keep_mask
-from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState, accumulation_dtype
+from ringattn.kernels.interface import (
+    Arrivals,
+    BackwardStep,
+    GatheredKeys,
+    Grads,
+    KernelSet,
+    Returns,
+    RowMetadata,
+    Score,
+    SoftmaxState,
+    Step,
+    accumulation_dtype,
+)
 
 # measured on one CPU core over head_dim 32 and 64: the logits of a tile stay in its caches, matmuls are still large
 TILE_ROWS = 256
@@ -30,8 +45,8 @@ LN2 = math.log(2.0)
 
 
 @contextlib.contextmanager
-def _without_tf32(device: torch.device) -> Iterator[None]:
-    """Keeps autograd out, and an ambient autocast from lowering the matmuls."""
+def _plain(device: torch.device) -> Iterator[None]:
+    """Keep autograd out, and an ambient autocast from lowering the matmuls."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
@@ -54,7 +69,7 @@ def _row_tiles(rows: RowMetadata, keys: RowMetadata) -> Iterator[tuple[slice, li
 
 
 @dataclass(frozen=True)
-class _Step:
+class _HeadMajor:
     """One ring step, head-major and in the accumulation dtype, as far as every tile needs it."""
 
     shape: tuple[int, int, int]  # b hk g
@@ -66,7 +81,7 @@ class _Step:
     score: Score
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, score: Score) -> _Step:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, score: Score) -> _HeadMajor:
         dtype = accumulation_dtype(q.dtype)
         b, _, hk, _ = k.shape
         shape = (b, hk, q.shape[2] // hk)
@@ -159,44 +174,32 @@ def _by_key_head(x: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> 
     return x.transpose(1, 2).to(dtype).reshape(b * hk, x.shape[1], x.shape[3])
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: RowMetadata,
-    keys: RowMetadata,
-    score: Score,
-    *,
-    carry: SoftmaxState | None,
-    first: bool,
-    last: bool,
-    o: Tensor,
-    lse: Tensor,
-) -> None:
-    """Attend to one buffer of keys (`KernelSet.forward`)."""
+def _forward(step: Step) -> None:
+    q, k, v, rows, keys, score, o, lse, carry, first, last, _ = step
+    assert isinstance(keys, RowMetadata), "a fused call is computed source by source"
     assert carry is not None or (first and last), "only a ring step that is first and last has no carry"
-    with _without_tf32(q.device):
-        step = _Step.of(q, k, v, rows, keys, score)
-        b, hk, g = step.shape
+    with _plain(q.device):
+        heads = _HeadMajor.of(q, k, v, rows, keys, score)
+        b, hk, g = heads.shape
         for x, tiles in _row_tiles(rows, keys):
             num = x.stop - x.start
             if not (first or last or tiles):
                 continue  # the carry stays as it is
             if first:
-                m = step.keys_h.new_full((b * hk, g * num, 1), -math.inf)
+                m = heads.keys_h.new_full((b * hk, g * num, 1), -math.inf)
                 if score.sinks is not None:
-                    step.grouped(m).copy_(step.per_head(score.sinks) * LOG2E)
+                    heads.grouped(m).copy_(heads.per_head(score.sinks) * LOG2E)
                 l = (m > -math.inf).to(m.dtype)  # noqa: E741
                 acc = m.new_zeros(b * hk, g * num, v.shape[3])
             else:
                 assert carry is not None
-                m = step.statistic(carry.m[:, :, x])
-                l = step.statistic(carry.l[:, :, x])  # noqa: E741
-                acc = step.by_head(carry.acc[:, x])
+                m = heads.statistic(carry.m[:, :, x])
+                l = heads.statistic(carry.l[:, :, x])  # noqa: E741
+                acc = heads.by_head(carry.acc[:, x])
 
-            q_h = step.by_head(q[:, x])
+            q_h = heads.by_head(q[:, x])
             for y, masked in tiles:
-                s = step.logits(step.capped(q_h, y), x, y, masked)
+                s = heads.logits(heads.capped(q_h, y), x, y, masked)
                 m_new = torch.maximum(m, s.amax(-1, keepdim=True))
                 # rows that have seen nothing: exponentials are taken against 0, so that 2^-inf is 0 and never NaN
                 m_safe = m_new.masked_fill(m_new == -math.inf, 0.0)
@@ -204,23 +207,23 @@ def forward(
                 rescale = (m - m_safe).exp2_()
                 l = l * rescale + p.sum(-1, keepdim=True)  # noqa: E741
                 if score.dropout_p:
-                    p.mul_(step.kept(x, y))
-                acc = torch.baddbmm(acc * rescale, p, step.values_h[:, y])
+                    p.mul_(heads.kept(x, y))
+                acc = torch.baddbmm(acc * rescale, p, heads.values_h[:, y])
                 m = m_new
 
             if last:
                 # a row without weight has acc = 0, and log2(0) = -inf is its lse
-                o[:, x] = step.by_token(acc / l.masked_fill(l == 0, 1.0)).to(o.dtype)
+                o[:, x] = heads.by_token(acc / l.masked_fill(l == 0, 1.0)).to(o.dtype)
                 m_safe = m.masked_fill(m == -math.inf, 0.0)
-                lse[:, :, x] = step.grouped(LN2 * m_safe + l.log())[..., 0]
+                lse[:, :, x] = heads.grouped(LN2 * m_safe + l.log())[..., 0]
             else:
                 assert carry is not None
-                carry.m[:, :, x] = step.grouped(m)[..., 0]
-                carry.l[:, :, x] = step.grouped(l)[..., 0]
-                carry.acc[:, x] = step.by_token(acc)
+                carry.m[:, :, x] = heads.grouped(m)[..., 0]
+                carry.l[:, :, x] = heads.grouped(l)[..., 0]
+                carry.acc[:, x] = heads.by_token(acc)
 
 
-def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+def eager_delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """rowsum(o * do) - dlse as `b h s` (`KernelSet.delta`)."""
     dtype = accumulation_dtype(o.dtype)
     rowsum = (o.detach().to(dtype) * do.detach().to(dtype)).sum(-1).transpose(1, 2).contiguous()
@@ -228,69 +231,54 @@ def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None)
     return found if out is None else out.copy_(found)
 
 
-_delta = delta  # an argument of `backward` has the name
-
-
-def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    rows: RowMetadata,
-    keys: RowMetadata,
-    score: Score,
-    grads: Grads,
-    *,
-    o: Tensor | None = None,
-    dlse: Tensor | None = None,
-    delta_made: bool = False,
-) -> None:
-    """Gradients of one ring step (`KernelSet.backward`); bitwise the same from run to run."""
+def _backward(step: BackwardStep, grads: Grads) -> None:
+    do, q, k, v, lse, delta, rows, keys, score, o, dlse, delta_made, _ = step
+    assert isinstance(keys, RowMetadata), "a fused call is computed source by source"
     if o is not None and not delta_made:
-        _delta(o, do, dlse, delta)
-    with _without_tf32(q.device):
-        step = _Step.of(q, k, v, rows, keys, score)
-        dk, dv = torch.zeros_like(step.keys_h), torch.zeros_like(step.values_h)
+        eager_delta(o, do, dlse, delta)
+    with _plain(q.device):
+        heads = _HeadMajor.of(q, k, v, rows, keys, score)
+        dk, dv = torch.zeros_like(heads.keys_h), torch.zeros_like(heads.values_h)
         dkey_bias = None if grads.dkey_bias is None else torch.zeros_like(grads.dkey_bias)
         for x, tiles in _row_tiles(rows, keys):
-            q_h, do_h = step.by_head(q[:, x]), step.by_head(do[:, x])
-            lse2 = step.statistic(lse[:, :, x]) * LOG2E
+            q_h, do_h = heads.by_head(q[:, x]), heads.by_head(do[:, x])
+            lse2 = heads.statistic(lse[:, :, x]) * LOG2E
             # a row that saw nothing has weights exp(s - inf) = 0
             lse2 = lse2.masked_fill(lse2 == -math.inf, math.inf)
-            delta_h = step.statistic(delta[:, :, x])
+            delta_h = heads.statistic(delta[:, :, x])
             dq = torch.zeros_like(q_h)
             dalibi = torch.zeros_like(lse2)
             for y, masked in tiles:
-                capped = step.capped(q_h, y)
-                p = step.logits(capped, x, y, masked).sub_(lse2).exp2_()
-                dp = torch.bmm(do_h, step.values_h[:, y].transpose(1, 2))
+                capped = heads.capped(q_h, y)
+                p = heads.logits(capped, x, y, masked).sub_(lse2).exp2_()
+                dp = torch.bmm(do_h, heads.values_h[:, y].transpose(1, 2))
                 if score.dropout_p:
-                    kept = step.kept(x, y)
+                    kept = heads.kept(x, y)
                     dp.mul_(kept)
                     dv[:, y].baddbmm_((p * kept).transpose(1, 2), do_h)
                 else:
                     dv[:, y].baddbmm_(p.transpose(1, 2), do_h)
                 ds = dp.sub_(delta_h).mul_(p)
                 if dkey_bias is not None:
-                    dkey_bias[:, y] += step.grouped(ds).sum((1, 2))
+                    dkey_bias[:, y] += heads.grouped(ds).sum((1, 2))
                 if grads.dalibi is not None:
-                    dalibi -= (step.grouped(ds) * step.distance(x, y)).sum(-1).view_as(dalibi)
+                    dalibi -= (heads.grouped(ds) * heads.distance(x, y)).sum(-1).view_as(dalibi)
                 if grads.dbias is not None:
                     # zero on invisible pairs, so adding writes the visible ones only
-                    grads.dbias[:, :, x].index_add_(3, keys.positions[y], step.grouped(ds).to(grads.dbias.dtype))
+                    grads.dbias[:, :, x].index_add_(3, keys.positions[y], heads.grouped(ds).to(grads.dbias.dtype))
                 if score.softcap:
                     ds = ds.mul_(1 - capped.square_())
-                dq.baddbmm_(ds, step.keys_h[:, y])
+                dq.baddbmm_(ds, heads.keys_h[:, y])
                 dk[:, y].baddbmm_(ds.transpose(1, 2), q_h)
 
-            _store(grads.dq[:, x], step.by_token(dq.mul_(score.softmax_scale)), grads.accumulate_rows)
+            _store(grads.dq[:, x], heads.by_token(dq.mul_(score.softmax_scale)), grads.accumulate_rows)
             if grads.dalibi is not None:
-                _store(grads.dalibi[:, :, x], step.grouped(dalibi)[..., 0], grads.accumulate_rows)
+                _store(grads.dalibi[:, :, x], heads.grouped(dalibi)[..., 0], grads.accumulate_rows)
 
-        b, hk, _ = step.shape
+        b, hk, _ = heads.shape
         dk.mul_(score.softmax_scale)
+        assert grads.dk is not None, "a step writes dk and dv"
+        assert grads.dv is not None, "a step writes dk and dv"
         _store(grads.dk, dk.view(b, hk, *dk.shape[1:]).transpose(1, 2), grads.accumulate_keys)
         _store(grads.dv, dv.view(b, hk, *dv.shape[1:]).transpose(1, 2), grads.accumulate_keys)
         if grads.dkey_bias is not None and dkey_bias is not None:
@@ -303,3 +291,77 @@ def _store(target: Tensor, found: Tensor, accumulate: bool) -> None:
         target += found
     else:
         target.copy_(found)
+
+
+class EagerKernels(KernelSet):
+    """`KernelSet` in plain torch; bitwise the same from run to run.
+
+    A fused call is the same loop over sources that a ring makes over steps. It is served on CPUs, where regions of gradients are
+    in the memory of this process.
+    """
+
+    def can_fuse(self) -> bool:
+        """`KernelSet.can_fuse`."""
+        call = self.call
+        return call.device.type == "cpu" and call.dtype != torch.float64 and call.score.bias is None
+
+    def forward(self, step: Step) -> None:
+        """`KernelSet.forward`."""
+        _forward(step)
+
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """`KernelSet.delta`."""
+        return eager_delta(o, do, dlse, out)
+
+    def backward(self, step: BackwardStep, grads: Grads) -> None:
+        """`KernelSet.backward`."""
+        _backward(step, grads)
+
+    def forward_fused(self, step: Step, arrivals: Arrivals) -> None:
+        """`KernelSet.forward_fused`."""
+        lse, sources = step.lse, list(_sources(step, arrivals))
+        carry = SoftmaxState(torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(step.o, dtype=lse.dtype))
+        for number, source in enumerate(sources):
+            _forward(step._replace(**source, carry=carry, first=number == 0, last=number == len(sources) - 1))
+
+    def backward_fused(self, step: BackwardStep, arrivals: Arrivals, returns: Returns, grads: Grads) -> None:
+        """`KernelSet.backward_fused`."""
+        if step.o is not None:
+            eager_delta(step.o, step.do, step.dlse, step.delta)
+        dq = torch.empty_like(grads.dq, dtype=step.lse.dtype)
+        for number, source in enumerate(_sources(step, arrivals)):
+            k, v = source["k"], source["v"]
+            (b, t, hk, d), wide = k.shape, {"dtype": torch.float32}
+            region = _region(returns.grad_buffers, number, (b, returns.rows, hk, d + v.shape[-1]))[:, :t]
+            biased = returns.bias_grad_buffers is not None
+            dkey_bias = torch.empty(b, t, **wide) if biased else None
+            some = Grads(dq, region[..., :d], region[..., d:], dkey_bias, grads.dalibi, accumulate_rows=number > 0)
+            _backward(step._replace(**source, o=None), some)
+            if returns.bias_grad_buffers is not None and dkey_bias is not None:
+                # heads are summed already: the sum stands with the first
+                region = _region(returns.bias_grad_buffers, number, (b, hk, returns.rows))[..., :t]
+                region.zero_()
+                region[:, 0] = dkey_bias
+        grads.dq.copy_(dq)
+
+
+def _sources(step: Step | BackwardStep, arrivals: Arrivals) -> Iterator[dict[str, Any]]:
+    """Yield k, v, keys and score of each source of a fused call, as those of a step of its own; NaN if it never arrived."""
+    keys, score, flags = step.keys, step.score, arrivals.ready_flags
+    assert isinstance(keys, GatheredKeys), "a fused call has all key sides"
+    for side, number in zip(keys.sides, keys.steps, strict=True):
+        at, rows = (side.run_list[0][0] if side.run_list else 0), side.positions.shape[0]
+        k, v = (step.k, step.v) if number == 0 else (x[:, at : at + rows] for x in (arrivals.k, arrivals.v))
+        if number and flags is not None:
+            assert bool((flags.flags[:, number] == 1).all()), "on CPUs rows arrive before the call"
+        runs = tuple((offset - at, *run) for offset, *run in side.run_list)
+        own = dataclasses.replace(side, runs=torch.tensor(runs, dtype=torch.int32).view(-1, 4), run_list=runs)
+        first = at + (keys.local_rows if number else 0)
+        bias = None if score.key_bias is None else score.key_bias[:, first : first + rows]
+        yield {"k": k, "v": v, "keys": own, "score": dataclasses.replace(score, key_bias=bias)}
+
+
+def _region(addresses: Tensor, number: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the fp32 memory at an address."""
+    memory = (ctypes.c_float * math.prod(shape)).from_address(int(addresses[number]))
+    return torch.frombuffer(memory, dtype=torch.float32).view(shape)

@@ -84,7 +84,9 @@ def _reduce_key_bias_grads_kernel(
     tl.store(dkey_bias + b * t + x, total, mask=inside)
 
 
-def reduce_key_bias_grads(dkey_bias: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor) -> None:
+def reduce_key_bias_grads_on_gpu(
+    dkey_bias: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor
+) -> None:
     """`kernels.comm.grad_reduce.reduce_key_bias_grads` on a GPU."""
     b, t = dkey_bias.shape
     if b * t == 0:
@@ -98,7 +100,9 @@ def reduce_key_bias_grads(dkey_bias: Tensor, local_grads: Tensor, remote_grads: 
     )
 
 
-def reduce_kv_grads(dk: Tensor, dv: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor) -> None:
+def reduce_kv_grads_on_gpu(
+    dk: Tensor, dv: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor
+) -> None:
     """`kernels.comm.grad_reduce.reduce_kv_grads` on a GPU; fp32 regions."""
     b, t, heads, d = dk.shape
     if dk.numel() + dv.numel() == 0:

@@ -27,7 +27,7 @@ from torch import Tensor
 from ringattn.kernels.decode import configs as decode_configs
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.packed import size as parts_len
-from ringattn.kernels.registry import Candidate, Choice, check_dims, check_dtype, check_triton_device, select
+from ringattn.kernels.registry import Candidate, SelectedKernels, check_dims, check_dtype, check_triton_device, select
 
 MAX_TOKENS = 128
 """Rows of a request that one call takes. More are several requests with the same blocks."""
@@ -238,8 +238,8 @@ def _eager(request: _Request) -> tuple[bool, str]:
 
 
 _TABLE = (
-    Candidate("portable", "ringattn.kernels.decode.decode_triton", _portable),
-    Candidate("eager", "ringattn.kernels.decode.eager", _eager),
+    Candidate("portable", "decode.decode_triton", _portable),
+    Candidate("eager", "decode.eager", _eager),
 )
 
 
@@ -253,7 +253,7 @@ def select_decode_kernel(
     page_size: int,
     *,
     impl: str = "auto",
-) -> Choice[ModuleType]:
+) -> SelectedKernels[ModuleType]:
     """Return the fastest decode kernel that serves a call, or the one that is asked for: a module with `decode` and `plan_splits`.
 
     Args:

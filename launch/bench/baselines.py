@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
-from ringattn.kernels.interface import Grads, SoftmaxState, accumulation_dtype
+from ringattn.kernels.interface import BackwardStep, CallShape, Grads, SoftmaxState, Step, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.launch.bench.workloads import UNIONS, Inputs, document_of, union_rule
@@ -92,21 +92,23 @@ def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender
     assert tables.moving[0] is not None, "a ring of one computes its only step"
     rows, keys = find(tables.stationary), find(tables.moving[0])
     score = spec.score(q.dtype, 0, ScoreTensors())
-    o, grads = torch.empty_like(do), Grads(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+    o, dk, dv = torch.empty_like(do), torch.empty_like(k), torch.empty_like(v)
+    grads = Grads(torch.empty_like(q), dk, dv)
+    kernels = choice.kernels(CallShape.of(q, k, v, score))
     b, s, h, _ = q.shape
     lse, delta = torch.empty(2, b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
 
     def forward() -> None:
-        choice.kernels.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
+        kernels.forward(Step(q, k, v, rows, keys, score, o, lse))
 
     def backward() -> None:
-        choice.kernels.backward(do, q, k, v, lse, delta, rows, keys, score, grads, o=o)
+        kernels.backward(BackwardStep(do, q, k, v, lse, delta, rows, keys, score, o), grads)
 
     def answers() -> Iterator[tuple[str, Tensor]]:
         forward()
         yield "o", o
         backward()
-        yield from zip(("dq", "dk", "dv"), (grads.dq, grads.dk, grads.dv), strict=True)
+        yield from (("dq", grads.dq), ("dk", dk), ("dv", dv))
 
     return Contender(forward, backward, answers, choice.name)
 
@@ -123,6 +125,7 @@ class _RankSteps:
         self.rows, self.keys = self.sides[0][0].positions.long(), [keys.positions.long() for _, keys in self.sides]
         self.q, self.do = q[:, self.rows], do[:, self.rows]
         self.held = [(k[:, at], v[:, at]) for at in self.keys]
+        self.kernels = self.choice.kernels(CallShape.of(self.q, *self.held[0], self.score))
         wide, (b, s, h, _) = accumulation_dtype(q.dtype), self.q.shape
         self.o, self.dq = torch.empty_like(self.do), torch.empty_like(self.q, dtype=wide)
         self.sums = [tuple(torch.empty_like(x, dtype=wide) for x in pair) for pair in self.held]
@@ -132,15 +135,15 @@ class _RankSteps:
     def forward(self) -> None:
         last = len(self.sides) - 1
         for step, ((rows, keys), (k, v)) in enumerate(zip(self.sides, self.held, strict=True)):
-            state = {"carry": self.carry, "first": step == 0, "last": step == last, "o": self.o, "lse": self.lse}
-            self.choice.kernels.forward(self.q, k, v, rows, keys, self.score, **state)
+            given = self.q, k, v, rows, keys, self.score, self.o, self.lse, self.carry
+            self.kernels.forward(Step(*given, step == 0, step == last))
 
     def backward(self) -> None:
-        delta = self.choice.kernels.delta(self.o, self.do, None)
+        delta = self.kernels.delta(self.o, self.do, None)
         for step, ((rows, keys), (k, v), sums) in enumerate(zip(self.sides, self.held, self.sums, strict=True)):
             grads = Grads(self.dq, *sums, accumulate_rows=step > 0)
-            given = (self.do, self.q, k, v, self.lse, delta, rows, keys, self.score, grads)
-            self.choice.kernels.backward(*given, o=self.o, delta_made=True)
+            given = self.do, self.q, k, v, self.lse, delta, rows, keys, self.score, self.o
+            self.kernels.backward(BackwardStep(*given, delta_made=True), grads)
 
 
 def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:

@@ -25,7 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
+from ringattn.kernels.interface import (
+    BackwardStep,
+    CallShape,
+    Grads,
+    KernelSet,
+    RowMetadata,
+    Score,
+    SoftmaxState,
+    Step,
+    accumulation_dtype,
+)
 from ringattn.kernels.registry import select_kernels
 from ringattn.kernels.runtime import table_cache
 from ringattn.launch.check.inference import DTYPES, budget_dtypes
@@ -296,8 +306,8 @@ def sides_of(case: FuzzCase, device: torch.device) -> list[tuple[RowMetadata, Ro
 class KernelCalls:
     """The calls that a rank would make to a kernel set for one case; `tensors` are the inputs, contiguous."""
 
-    def __init__(self, case: FuzzCase, kernels: KernelSet, device: torch.device) -> None:
-        self.case, self._kernels = case, kernels
+    def __init__(self, case: FuzzCase, kernels: type[KernelSet], device: torch.device) -> None:
+        self.case = case
         self.tensors = x = draw_tensors(case, case.seed, device)
         sides = sides_of(case, device)
         self._rows, self._keys = sides[0][0], [keys for _, keys in sides]
@@ -308,9 +318,12 @@ class KernelCalls:
         numbers = (case.softmax_scale, case.softcap, case.dropout_p, case.seed)
         score = Score(*numbers, sinks=x.get("sinks"), alibi_slopes=x.get("alibi"), bias=x.get("bias"))
         self._scores = [score] * len(widths)
+        shape = CallShape.of(self._q, self._k[0], self._v[0], score, deterministic=case.deterministic)
         if "key_bias" in x:
+            shape = shape._replace(score=dataclasses.replace(score, key_bias=x["key_bias"]))
             biases = [one.contiguous() for one in x["key_bias"].split(widths, 1)]
             self._scores = [dataclasses.replace(score, key_bias=one) for one in biases]
+        self._kernels = kernels(shape)
 
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         dtype = accumulation_dtype(self._q.dtype) if dtype is None else dtype
@@ -327,8 +340,8 @@ class KernelCalls:
         state = SoftmaxState(self._empty(b, h, s), self._empty(b, h, s), self._empty(b, s, h, dv))
         last = len(self._keys) - 1
         for step, side, k, v, score in self._steps():
-            ends: dict[str, Any] = {"first": step == 0, "last": step == last, "carry": state if last else None}
-            self._kernels.forward(self._q, k, v, self._rows, side, score, o=o, lse=lse, **ends)
+            ends = state if last else None, step == 0, step == last
+            self._kernels.forward(Step(self._q, k, v, self._rows, side, score, o, lse, *ends))
         return {"o": o, "lse": lse}
 
     def backward(self, answer: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -363,9 +376,9 @@ class KernelCalls:
                 dbias=dbias,
                 accumulate_rows=case.accumulate or step > 0,
                 accumulate_keys=case.accumulate,
-                deterministic=case.deterministic,
             )
-            self._kernels.backward(self._do, self._q, k, v, answer["lse"], delta, self._rows, side, score, grads)
+            given = self._do, self._q, k, v, answer["lse"], delta, self._rows, side, score
+            self._kernels.backward(BackwardStep(*given), grads)
             for name, (found, before) in keys.items():
                 parts[name].append(found - before)
         grads = {name: found - before for name, (found, before) in rows.items()}
@@ -396,7 +409,7 @@ def _define_both(
     return exact, rounded
 
 
-def examine(case: FuzzCase, kernels: KernelSet, device: torch.device) -> dict[str, float]:
+def examine(case: FuzzCase, kernels: type[KernelSet], device: torch.device) -> dict[str, float]:
     """Run a case; return the part of its budget that every tensor uses up, at most 1 where it is right."""
     calls = KernelCalls(case, kernels, device)
     answer = calls.forward()

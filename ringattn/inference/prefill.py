@@ -33,7 +33,7 @@ from torch import Tensor
 from ringattn.dispatch import run_forward
 from ringattn.inference.forward_batch import ForwardBatch, Mask
 from ringattn.inference.paged_prefill import PagedRows, plan_paged_rows
-from ringattn.kernels.interface import RowMetadata, Score, SoftmaxState, accumulation_dtype
+from ringattn.kernels.interface import RowMetadata, Score, SoftmaxState, Step, accumulation_dtype
 from ringattn.kernels.partials.packed import clear, finish_parts, size, views
 from ringattn.kernels.runtime.table_cache import Key, find
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
@@ -112,21 +112,19 @@ class Prefill:
 
         def attend_copies(queries: Tensor, carry: SoftmaxState) -> None:
             b, total, h, d = queries.shape
-            plan.kernels.forward(
+            # the sink is added once, where partials are merged
+            given = (
                 queries,
                 keys,
                 values,
                 query_plan.side,
                 find(query_plan.keys),
-                # the sink is added once, where partials are merged
                 dataclasses.replace(score, sinks=None),
-                carry=carry,
-                first=True,
-                last=False,
-                # with last=False o is not written
-                o=queries if d == dv else take("prefill o", (b, total, h, dv), queries.dtype, queries.device),
-                lse=take("prefill lse", (b, h, total), carry.m.dtype, queries.device),
             )
+            # with last=False o and lse are not written
+            o = queries if d == dv else take("prefill o", (b, total, h, dv), queries.dtype, queries.device)
+            lse = take("prefill lse", (b, h, total), carry.m.dtype, queries.device)
+            plan.kernels.forward(Step(*given, o, lse, carry, last=False))
 
         return _attend_and_merge(in_flight, cache.v_head_dim, score, context, attend_copies)
 

@@ -179,7 +179,8 @@ def _patterns_key(patterns: tuple[BlockPattern | None, ...], device: torch.devic
     def make(place: torch.device) -> BlockPatterns:
         host = torch.tensor([table.rows() for table in tables], dtype=torch.int32, device="cpu")
         of_term = tuple(-1 if pattern is None else tables.index(pattern) for pattern in patterns)
-        return BlockPatterns(upload([host], place)[0], host, of_term, tables[0].block_size)
+        on_device = upload([host, torch.tensor(of_term, device="cpu")], place)
+        return BlockPatterns(on_device[0], host, of_term, on_device[1], tables[0].block_size)
 
     return Key(device, patterns, make)
 
@@ -234,7 +235,8 @@ def _make_gathered(
         )
         for (_, runs), place, table in zip(sources, places, on_device[3:], strict=True)
     )
-    return GatheredKeys(sides, tuple(step for step, _ in sources), local_rows, remote_rows, *on_device[:3])
+    positions, lo, hi = on_device[:3]
+    return GatheredKeys(sides, tuple(step for step, _ in sources), local_rows, remote_rows, positions, lo, hi)
 
 
 def _positions(runs: Runs, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.attention.hopper.configs import FUSED_MAX_HEAD_DIM, choose_dkv, choose_forward, columns_of
-from ringattn.kernels.attention.hopper.tile_scheduler import AnyRows, Shape, WorkPlan, make_plan
+from ringattn.kernels.attention.hopper.tile_scheduler import AnyRows, Shape, WorkPlan, schedule_tiles
 from ringattn.kernels.interface import GatheredKeys
 from ringattn.planning.profile import KernelCost, Profile
 
@@ -92,7 +92,7 @@ def make_launch(
             streamed_bytes=rows_of(keys) * heads.width * 2 // group,
             groups=groups,
         )
-        return Launch(make_plan(rows, keys, shape), shape, False, profile.launch_us, times)
+        return Launch(schedule_tiles(rows, keys, shape), shape, False, profile.launch_us, times)
     tiles = choose_dkv(heads.head_dim, heads.head_dim, True)
     accumulates = heads.head_dim <= FUSED_MAX_HEAD_DIM
     shape = Shape(
@@ -110,7 +110,7 @@ def make_launch(
     # the kernels before and after it stream o, do, dq and its fp32 sums once
     row_bytes = heads.batch * rows_of(rows) * heads.heads * times * 14 * heads.head_dim
     other_us = row_bytes / profile.memory_gbps / 1e3 + 3 * profile.launch_us
-    return Launch(make_plan(keys, rows, shape), shape, True, other_us, times)
+    return Launch(schedule_tiles(keys, rows, shape), shape, True, other_us, times)
 
 
 def _fewer(heads: Heads, rows: int, groups: int) -> tuple[Heads, int]:

@@ -13,11 +13,10 @@ on all ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
 
 from torch import Tensor
 
-from ringattn.kernels.interface import FusedKernelSet, KernelSet, Score, accumulation_dtype
+from ringattn.kernels.interface import CallShape, KernelSet, Score, accumulation_dtype
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.buffers import count_groups, gather_bytes
 from ringattn.plan.device_tables import FusedTables, StepTables, fused_tables, step_tables
@@ -36,7 +35,6 @@ KERNEL_RATE = 5e14
 class FusedPlan:
     """One direction of a call that is computed in one launch per node."""
 
-    kernels: FusedKernelSet
     gather_plan: GatherPlan
     tables: FusedTables
     groups: int
@@ -80,25 +78,27 @@ def make_execution_plan(
     k: Tensor,
     v: Tensor,
     tensors: ScoreTensors,
-    kernels: KernelSet,
+    kernels: type[KernelSet],
     context: RingContext,
 ) -> ExecutionPlan:
-    """Return the plan of a validated call; of the tensors only shapes, dtypes and devices are read."""
+    """Return the plan of a validated call, bound to its kernels; of the tensors only shapes, dtypes and devices are read."""
+    score = spec.score(q.dtype, 0, tensors)
+    bound = kernels(CallShape.of(q, k, v, score, deterministic=spec.deterministic))
     ring_plan = spec.plan("keys", context.nodes)
     steps = [step for step, ring_step in enumerate(ring_plan.ranks[context.rank].ring_steps) if ring_step is not None]
     has_no_tensors = all(x is None for x in tensors)
     moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
-    fused = [_fuse(spec, q, k, v, tensors, kernels, context, backward=backward) for backward in (False, True)]
+    fused = [_fuse(spec, q, k, v, tensors, bound, context, backward=backward) for backward in (False, True)]
     tables = step_tables(spec, "keys", q.device, context.nodes)
     # pairs are counted for kernels that a graph can hold
     b, _, h, d = q.shape
-    pairs = spec.pairs(b) if hasattr(kernels, "can_capture") else float("inf")
+    pairs = spec.pairs(b) if bound.can_capture() else float("inf")
     seconds = 2 * pairs * h * (d + v.shape[-1]) / KERNEL_RATE
     return ExecutionPlan(
         spec=spec,
-        kernels=kernels,
+        kernels=bound,
         tables=tables,
-        score=spec.score(q.dtype, 0, tensors) if has_no_tensors and spec.dropout_p == 0 else None,
+        score=score if has_no_tensors and spec.dropout_p == 0 else None,
         ring_plan=ring_plan,
         first_step=steps[0] if steps else -1,
         last_step=steps[-1] if steps else -1,
@@ -147,17 +147,15 @@ def _fuse(
     backward: bool,
 ) -> FusedPlan | None:
     """Return the fused plan of a direction; None: the stepwise schedule serves it."""
-    serves: Any = getattr(kernels, "can_fuse", None)
     nodes, key_bias = context.nodes, tensors.key_bias
     members = context.world_size if nodes is None else len(nodes[0])
     # a node of one rank has no peer to gather from, and a bias of keys does not cross between nodes
-    if members == 1 or serves is None or (nodes is not None and key_bias is not None):
+    if members == 1 or not kernels.can_fuse() or (nodes is not None and key_bias is not None):
         return None
     if (backward and spec.backward == "queries") or context.transport.kv_gather() is None:
         return None
-    score = spec.score(q.dtype, 0, tensors)
     shards = (*spec.sharding.shards, *spec.kv_sharding.shards)
-    if not serves(k.shape[-1], v.shape[-1], score) or not all(shard_len(shard) for shard in shards):
+    if not all(shard_len(shard) for shard in shards):
         return None
     gather_plan = spec.gather_plan(nodes)
     bias_bytes = 0 if key_bias is None else accumulation_dtype(q.dtype).itemsize
@@ -168,4 +166,4 @@ def _fuse(
         return None
     groups = count_groups(*sizes, gather_plan.slot_rows, context.push_rate)
     tables = fused_tables(spec, q.device, nodes)
-    return FusedPlan(cast(FusedKernelSet, kernels), gather_plan, tables, groups, num_bytes)
+    return FusedPlan(gather_plan, tables, groups, num_bytes)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Score, accumulation_dtype
+from ringattn.kernels.comm.grad_reduce import reduce_key_bias_grads, reduce_kv_grads
+from ringattn.kernels.interface import Arrivals, BackwardStep, Grads, Returns, Score, Step, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan, FusedPlan
 from ringattn.schedule.short_calls import enqueue_or_replay, present
@@ -42,10 +43,8 @@ def fused_forward(
         nonlocal saved
         rows, keys = find(fused.tables.rows), find(fused.tables.keys[0])
         handle = kv_gather.gather(k, v, fused.gather_plan, fused.groups, "forward", key_bias=score.key_bias, keep=keep)
-        remote, joint = (handle.k, handle.v), _with_bias(score, handle)
-        fused.kernels.forward_fused(
-            q, (k, v), remote, rows, keys, joint, handle.ready_flags, o=o, lse=lse, sm_margin=kv_gather.sm_margin
-        )
+        step = Step(q, k, v, rows, keys, _with_bias(score, handle), o, lse, sm_margin=kv_gather.sm_margin)
+        plan.kernels.forward_fused(step, Arrivals(handle.k, handle.v, handle.ready_flags))
         handle.close()
         saved = handle.saved
         return rows, keys
@@ -83,38 +82,21 @@ def fused_backward(call: BackwardCall, *, saved: Tensor | None = None) -> Gradie
             handle = kv_gather.gather(
                 k, v, fused.gather_plan, fused.groups, "backward", key_bias=score.key_bias, grad_return=grad_return
             )
-            remote, ready_flags, joint = (handle.k, handle.v), handle.ready_flags, _with_bias(score, handle)
+            arrivals, joint = Arrivals(handle.k, handle.v, handle.ready_flags), _with_bias(score, handle)
         else:
-            remote = saved[..., :d], saved[..., d:]
             ready_flags = kv_gather.saved_ready_flags(fused.gather_plan, fused.groups)
+            arrivals = Arrivals(saved[..., :d], saved[..., d:], ready_flags)
             grad_return.begin()
-        fused.kernels.backward_fused(
-            do,
-            q,
-            (k, v),
-            remote,
-            lse,
-            delta,
-            rows,
-            keys,
-            joint,
-            ready_flags,
-            grad_return.addresses,
-            grad_return.rows,
-            dq=dq,
-            dalibi=dalibi,
-            bias_grad_buffers=grad_return.bias_addresses,
-            deterministic=plan.spec.deterministic,
-            sm_margin=kv_gather.sm_margin,
-            o=o,
-            dlse=dlse,
-        )
+        margin = kv_gather.sm_margin
+        step = BackwardStep(do, q, k, v, lse, delta, rows, keys, joint, o, dlse, sm_margin=margin)
+        returns = Returns(grad_return.addresses, grad_return.rows, grad_return.bias_addresses)
+        plan.kernels.backward_fused(step, arrivals, returns, Grads(dq, dalibi=dalibi))
         if not is_short:
             dk, dv = _like(k, v)
         parts, bias_parts = grad_return.receive()
-        fused.kernels.reduce_kv_grads(dk, dv, grad_return.local_grads, parts, returning)
+        reduce_kv_grads(dk, dv, grad_return.local_grads, parts, returning)
         if dkey_bias is not None and grad_return.local_bias_grads is not None:
-            fused.kernels.reduce_key_bias_grads(dkey_bias, grad_return.local_bias_grads, bias_parts, returning)
+            reduce_key_bias_grads(dkey_bias, grad_return.local_bias_grads, bias_parts, returning)
         grad_return.close()
         return rows, keys, returning
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Score, accumulation_dtype
+from ringattn.kernels.comm.grad_reduce import reduce_kv_grads
+from ringattn.kernels.interface import Arrivals, BackwardStep, Grads, Returns, Score, Step, accumulation_dtype
 from ringattn.kernels.kv.pack import pack
 from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.runtime.table_cache import find
@@ -57,18 +58,17 @@ def hierarchical_forward(
         if node_step in seeing:
             place = seeing.index(node_step)
             with span("ring forward: all ring steps of node step {} in one launch", node_step):
-                fused.kernels.forward_fused(
+                step = Step(
                     q,
-                    held,
-                    (handle.k, handle.v),
+                    *held,
                     rows,
                     find(fused.tables.keys[node_step]),
                     score if place == 0 else dataclasses.replace(score, sinks=None),
-                    handle.ready_flags,
-                    o=outs[place],
-                    lse=sums[place],
+                    outs[place],
+                    sums[place],
                     sm_margin=max(kv_gather.sm_margin, COMM_SMS * remote_shards.in_flight),
                 )
+                plan.kernels.forward_fused(step, Arrivals(handle.k, handle.v, handle.ready_flags))
         handle.close()
     if len(seeing) > 1:
         _merge(outs, sums, o, lse)
@@ -80,9 +80,9 @@ def hierarchical_backward(call: BackwardCall) -> Gradients:
     do, dlse, q, k, v, o, lse, score, plan, context, wanted = call
     fused, kv_gather = gather_of(plan.fused_backward, context)
     nodes, device = context.nodes, q.device
-    kernels, mine = fused.kernels, plan.ring_plan.ranks[context.rank]
+    mine = plan.ring_plan.ranks[context.rank]
     b, _, hk, d = k.shape
-    delta = kernels.delta(o, do, dlse)
+    delta = plan.kernels.delta(o, do, dlse)
     rows = find(fused.tables.rows)
     dq = torch.empty(q.shape, dtype=torch.float32, device=device)
     dalibi = torch.empty(lse.shape, dtype=torch.float32, device=device) if wanted.alibi_slopes else None
@@ -105,25 +105,12 @@ def hierarchical_backward(call: BackwardCall) -> Gradients:
             if dalibi is not None and node_step:
                 slopes = buffers.take("dalibi", dalibi.shape, dalibi.dtype, device)
             with span("ring backward: all ring steps of node step {} in one launch", node_step):
-                kernels.backward_fused(
-                    do,
-                    q,
-                    held,
-                    (handle.k, handle.v),
-                    lse,
-                    delta,
-                    rows,
-                    find(fused.tables.keys[node_step]),
-                    score,
-                    handle.ready_flags,
-                    grad_return.addresses,
-                    grad_return.rows,
-                    dq=part,
-                    dalibi=slopes,
-                    bias_grad_buffers=None,
-                    deterministic=plan.spec.deterministic,
-                    sm_margin=max(kv_gather.sm_margin, COMM_SMS * (remote_shards.in_flight or node_sums.in_flight)),
-                )
+                margin = max(kv_gather.sm_margin, COMM_SMS * (remote_shards.in_flight or node_sums.in_flight))
+                keys = find(fused.tables.keys[node_step])
+                backward_step = BackwardStep(do, q, *held, lse, delta, rows, keys, score, sm_margin=margin)
+                arrivals = Arrivals(handle.k, handle.v, handle.ready_flags)
+                returns = Returns(grad_return.addresses, grad_return.rows)
+                plan.kernels.backward_fused(backward_step, arrivals, returns, Grads(part, dalibi=slopes))
             if node_step:
                 dq.add_(part)
             if node_step and dalibi is not None and slopes is not None:
@@ -131,7 +118,7 @@ def hierarchical_backward(call: BackwardCall) -> Gradients:
         else:
             grad_return.local_grads[:, : mine.held(node_step).num_rows].zero_()
         into = node_sums.grads(node_step)
-        kernels.reduce_kv_grads(
+        reduce_kv_grads(
             into[0],
             into[1],
             grad_return.local_grads,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Grads, Score, accumulation_dtype
+from ringattn.kernels.interface import BackwardStep, Grads, Score, Step, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.short_calls import enqueue_or_replay, present
@@ -31,7 +31,7 @@ def local_forward(
 
     def enqueue() -> tuple[Any, ...]:
         rows, keys = find(plan.tables.stationary), find(keys_table)
-        plan.kernels.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
+        plan.kernels.forward(Step(q, k, v, rows, keys, score, o, lse))
         return rows, keys
 
     if s:
@@ -57,10 +57,8 @@ def local_backward(call: BackwardCall) -> Gradients:
     def enqueue() -> tuple[Any, ...]:
         assert keys_table is not None, "a call without visible pairs is never computed"
         rows, keys = find(plan.tables.stationary), find(keys_table)
-        grads = Grads(
-            dq=dq, dk=dk, dv=dv, dkey_bias=dkey_bias, dalibi=dalibi, dbias=dbias, deterministic=plan.spec.deterministic
-        )
-        plan.kernels.backward(do, q, k, v, lse, delta, rows, keys, score, grads, o=o, dlse=dlse)
+        step = BackwardStep(do, q, k, v, lse, delta, rows, keys, score, o, dlse)
+        plan.kernels.backward(step, Grads(dq, dk, dv, dkey_bias, dalibi, dbias))
         return rows, keys
 
     if keys_table is None:

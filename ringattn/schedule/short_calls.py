@@ -22,10 +22,9 @@ def enqueue_or_replay(
     enqueue: Callable[[], object],
 ) -> None:
     """Enqueue one direction of a call, or replay it as a graph where it is short and its kernels and options allow it."""
-    can_capture = getattr(plan.kernels, "can_capture", None)
     # biases are no part of the key, and a seed is another one each time
     varies = score.key_bias is not None or score.bias is not None or score.dropout_p > 0
-    if not is_short or varies or can_capture is None or not can_capture():
+    if not is_short or varies or not plan.kernels.can_capture():
         enqueue()
         return
     key = (*key, id(plan), score.sinks is None, score.alibi_slopes is None)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Grads, Score, accumulation_dtype
+from ringattn.kernels.interface import BackwardStep, Grads, Score, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import GradReturner, KVPrefetcher, moving_tensors, reserve
@@ -114,31 +114,23 @@ def stepwise_backward(call: BackwardCall) -> Gradients:
         moved_rows = find(moved)
         if moving == "keys":
             keys_out, rows_out = contribution, stay
-            args = (do, q, held[0], held[1], lse, delta, stationary, moved_rows)
-            given: dict[str, Any] = {"o": o, "dlse": dlse, "delta_made": True}
             here = score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2])
+            given = BackwardStep(do, q, held[0], held[1], lse, delta, stationary, moved_rows, here, o, dlse, delta_made=True)
         else:
             keys_out, rows_out = stay, contribution
-            args = (held[1], held[0], k, v, held[2], held[3], moved_rows, stationary)
-            given = {}
-            here = score
+            given = BackwardStep(held[1], held[0], k, v, held[2], held[3], moved_rows, stationary, score)
         stay_started = step > 0
-        kernels.backward(
-            *args,
-            here,
-            Grads(
-                dq=rows_out[0],
-                dk=keys_out[0],
-                dv=keys_out[1],
-                dkey_bias=keys_out[2] if wanted.key_bias else None,
-                dalibi=rows_out[1] if wanted.alibi_slopes else None,
-                dbias=dbias,
-                accumulate_rows=stay_started and moving == "keys",
-                accumulate_keys=stay_started and moving == "queries",
-                deterministic=plan.spec.deterministic,
-            ),
-            **given,
+        out = Grads(
+            dq=rows_out[0],
+            dk=keys_out[0],
+            dv=keys_out[1],
+            dkey_bias=keys_out[2] if wanted.key_bias else None,
+            dalibi=rows_out[1] if wanted.alibi_slopes else None,
+            dbias=dbias,
+            accumulate_rows=stay_started and moving == "keys",
+            accumulate_keys=stay_started and moving == "queries",
         )
+        kernels.backward(given, out)
 
     returned = list(zip(moving_grads, row_dims, strict=False))
     reserve(plan.backward_plan, context, payload, returned)

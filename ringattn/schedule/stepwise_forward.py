@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Score, SoftmaxState, accumulation_dtype
+from ringattn.kernels.interface import Score, SoftmaxState, Step, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import KVPrefetcher, moving_tensors, reserve
@@ -36,7 +36,7 @@ def stepwise_forward(
         # this rank sees no key at all: one step over an empty buffer writes the empty rows
         empty = score if score.key_bias is None else dataclasses.replace(score, key_bias=score.key_bias[:, :0])
         keys = find(plan.tables.nothing)
-        plan.kernels.forward(q, k[:, :0], v[:, :0], rows, keys, empty, carry=None, first=True, last=True, o=o, lse=lse)
+        plan.kernels.forward(Step(q, k[:, :0], v[:, :0], rows, keys, empty, o, lse))
     moving = moving_tensors("keys", q, k, v, score)
     reserve(plan.ring_plan, context, moving)
     prefetcher = KVPrefetcher(moving, plan.ring_plan.ranks[context.rank], context, "forward, keys")
@@ -46,17 +46,7 @@ def stepwise_forward(
         if ring_step is None or keys is None or s == 0:
             continue
         with span("ring step {}: keys of rank {}", step, ring_step.owner):
-            plan.kernels.forward(
-                q,
-                held[0],
-                held[1],
-                rows,
-                find(keys),
-                score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2]),
-                carry=state,
-                first=step == plan.first_step,
-                last=step == plan.last_step,
-                o=o,
-                lse=lse,
-            )
+            here = score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2])
+            first, last = step == plan.first_step, step == plan.last_step
+            plan.kernels.forward(Step(q, held[0], held[1], rows, find(keys), here, o, lse, state, first, last))
     return o, lse

@@ -39,7 +39,7 @@ COMM_SMS = 4
 
 
 @dataclass(frozen=True)
-class Choice:
+class SelectedTransport:
     """The name of a transport or of a reducer of partials ("undecided" before the first call), and the reason in one clause."""
 
     name: str

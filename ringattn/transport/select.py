@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ringattn.plan.ring_plan import Nodes
-from ringattn.transport.base import Choice, RingContext, Transport
+from ringattn.transport.base import RingContext, SelectedTransport, Transport
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.symmetric_memory import Memory
 from ringattn.transport.gpu_sharing import SHARE, may_share_gpus, ranks_per_gpu, sm_margin_of
@@ -124,7 +124,7 @@ def choose(
     memory_budget: int | None,
     fallback: Transport,
     nodes: Nodes | None = None,
-) -> tuple[Transport, Choice, int, float]:
+) -> tuple[Transport, SelectedTransport, int, float]:
     """Choose the transport of a ring; every rank calls it. Errors are raised on every rank.
 
     wanted is one of `TRANSPORTS`, fallback the transport over the process group. memory_budget is in bytes; None for a quarter of
@@ -135,7 +135,7 @@ def choose(
     """
     rank, world_size, timeout = consensus.rank, consensus.world_size, consensus.timeout
     if wanted == "process_group":
-        return fallback, Choice("process_group", "asked for"), memory_budget or 0, 0.0
+        return fallback, SelectedTransport("process_group", "asked for"), memory_budget or 0, 0.0
     here = look(device) | {"memory_budget": memory_budget}
     found = consensus.share("place", here)
     budgets = [other["memory_budget"] for other in found]
@@ -174,18 +174,18 @@ def choose(
         if nodes is not None:
             why = f"the {world_size // len(nodes)} GPUs of each of {len(nodes)} nodes reach each other"
         why = "asked for" if wanted == "copy_engine" else why
-        return transport, Choice("copy_engine", f"{why}, {rate / 1e9:.0f} GB/s"), budget, rate
+        return transport, SelectedTransport("copy_engine", f"{why}, {rate / 1e9:.0f} GB/s"), budget, rate
     if wanted == "copy_engine":
         raise RuntimeError(
             f"transport 'copy_engine' must have GPUs of one host that reach each other, in every node, got: {obstacle}; "
             "use transport='auto' or 'process_group'"
         )
-    return fallback, Choice("process_group", f"{obstacle}"), budget, 0.0
+    return fallback, SelectedTransport("process_group", f"{obstacle}"), budget, 0.0
 
 
 def choose_reducer(
     device: torch.device,
-    choice: Choice,
+    choice: SelectedTransport,
     consensus: RankConsensus | None,
     context: RingContext,
     bounded_wait: BoundedWait,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.transport.base import Choice, RingContext
+from ringattn.transport.base import SelectedTransport, RingContext
 from ringattn.transport.reduce import stacked
 from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.simulated import run_ranks
@@ -24,7 +24,7 @@ class SimulatedReducer(PartialReducer):
     """The reducer of one of `run_ranks`, with one post per peer."""
 
     def __init__(self, context: RingContext) -> None:
-        super().__init__(Choice("simulated", "all ranks are in one process"), None, context.world_size)
+        super().__init__(SelectedTransport("simulated", "all ranks are in one process"), None, context.world_size)
         self._context = context
 
     def _stack(self, mine: Tensor, what: str) -> Tensor:

@@ -1,87 +1,84 @@
-"""The Hopper kernel set: `FusedKernelSet` of interface.py in Gluon, for fp16 and bf16 on compute capability 9.0.
+"""The Hopper kernel set: `KernelSet` of interface.py in Gluon, for fp16 and bf16 on compute capability 9.0.
 
 Products are of fp16 or bf16 operands, everything else is fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from ringattn.kernels.attention.hopper.launcher import BackwardInputs, GradOutputs, RemoteGradArgs, launch_backward
-from ringattn.kernels.attention.hopper.launcher import can_fuse as can_fuse
-from ringattn.kernels.attention.hopper.launcher import forward as forward
-from ringattn.kernels.attention.hopper.launcher import forward_fused as forward_fused
-from ringattn.kernels.attention.portable.api import delta as delta
-from ringattn.kernels.comm import grad_reduce, grad_reduce_triton
-from ringattn.kernels.interface import GatheredKeys, Grads, ReadyFlags, RowMetadata, Score
+from ringattn.kernels.attention.hopper.configs import MAX_HEAD_DIM
+from ringattn.kernels.attention.hopper.launcher import BoundCall, launch_backward, launch_forward
+from ringattn.kernels.attention.portable.api import PortableKernels, portable_delta
+from ringattn.kernels.interface import (
+    Arrivals,
+    BackwardStep,
+    CallShape,
+    GatheredKeys,
+    Grads,
+    KernelSet,
+    Returns,
+    Step,
+)
 from ringattn.kernels.runtime import bound_launch
 
 
-def can_capture() -> bool:
-    """`FusedKernelSet.can_capture`: hooks on launches would miss a replay."""
-    return not bound_launch.is_hooked()
+class HopperKernels(KernelSet):
+    """`KernelSet` of Gluon kernels.
 
+    Attributes:
+        bound: Kernels and the shapes of their launches; a measurement may change them.
+    """
 
-def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    rows: RowMetadata,
-    keys: RowMetadata,
-    score: Score,
-    grads: Grads,
-    *,
-    o: Tensor | None = None,
-    dlse: Tensor | None = None,
-    delta_made: bool = False,
-) -> None:
-    """`KernelSet.backward`."""
-    x = BackwardInputs(do, q, k, v, lse, delta, rows, keys, score, o=None if delta_made else o, dlse=dlse)
-    launch_backward(x, GradOutputs.of(grads), deterministic=grads.deterministic)
+    def __init__(self, call: CallShape) -> None:
+        super().__init__(call)
+        self.bound = BoundCall(call)
 
+    def can_capture(self) -> bool:
+        """`KernelSet.can_capture`: hooks on launches would miss a replay."""
+        return not bound_launch.is_hooked()
 
-def backward_fused(
-    do: Tensor,
-    q: Tensor,
-    local_kv: tuple[Tensor, Tensor],
-    remote_kv: tuple[Tensor, Tensor],
-    lse: Tensor,
-    delta: Tensor,
-    rows: RowMetadata,
-    keys: GatheredKeys,
-    score: Score,
-    ready_flags: ReadyFlags | None,
-    grad_buffers: Tensor,
-    grad_buffer_rows: int,
-    *,
-    dq: Tensor,
-    dalibi: Tensor | None,
-    bias_grad_buffers: Tensor | None,
-    deterministic: bool,
-    sm_margin: int = 0,
-    o: Tensor | None = None,
-    dlse: Tensor | None = None,
-) -> None:
-    """`FusedKernelSet.backward_fused`; regions of grad_buffers begin at multiples of 16 bytes."""
-    remote = RemoteGradArgs(remote_kv, ready_flags, grad_buffers, grad_buffer_rows, bias_grad_buffers)
-    x = BackwardInputs(
-        do, q, *local_kv, lse, delta, rows, keys, score, o=o, dlse=dlse, remote=remote, sm_margin=sm_margin
-    )
-    launch_backward(x, GradOutputs(dq, dalibi=dalibi), deterministic=deterministic)
+    def can_fuse(self) -> bool:
+        """`KernelSet.can_fuse`: the copy engine reads whole words of the remote buffer."""
+        d, dv = self.call.head_dim, self.call.v_head_dim
+        return self.call.score.bias is None and max(d, dv) <= MAX_HEAD_DIM and d % 8 == dv % 8 == 0
 
+    def forward(self, step: Step) -> None:
+        """`KernelSet.forward`."""
+        if step.q.numel() == 0 or not (step.first or step.last or step.k.shape[1]):
+            return
+        if step.k.shape[1] == 0:
+            # nothing is multiplied: the identity, the sinks or the carry become the result
+            PortableKernels(self.call).forward(step)
+            return
+        launch_forward(self.bound, step, None)
 
-def reduce_key_bias_grads(dkey_bias: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor) -> None:
-    """`FusedKernelSet.reduce_key_bias_grads`."""
-    module = grad_reduce_triton if dkey_bias.is_cuda else grad_reduce
-    module.reduce_key_bias_grads(dkey_bias, local_grads, remote_grads, rows)
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """`KernelSet.delta`."""
+        return portable_delta(o, do, dlse, out)
 
+    def backward(self, step: BackwardStep, grads: Grads) -> None:
+        """`KernelSet.backward`."""
+        launch_backward(self.bound, step, grads)
 
-def reduce_kv_grads(dk: Tensor, dv: Tensor, local_grads: Tensor, remote_grads: Sequence[Tensor], rows: Tensor) -> None:
-    """`FusedKernelSet.reduce_kv_grads`."""
-    module = grad_reduce_triton if dk.is_cuda else grad_reduce
-    module.reduce_kv_grads(dk, dv, local_grads, remote_grads, rows)
+    def forward_fused(self, step: Step, arrivals: Arrivals) -> None:
+        """`KernelSet.forward_fused`."""
+        keys = step.keys
+        assert isinstance(keys, GatheredKeys), "a fused call has all key sides"
+        assert self.can_fuse(), "a fused call must satisfy can_fuse"
+        if step.q.numel() == 0:
+            return
+        if len(keys.sides) == 1:
+            self.forward(step._replace(keys=keys.sides[0]))
+            return
+        if step.k.shape[1] == 0:
+            # hidden blocks are read from the local buffer: one row of zeros stands for none
+            k, v = (x.new_zeros(x.shape[0], 1, *x.shape[2:]) for x in (step.k, step.v))
+            step = step._replace(k=k, v=v)
+        # a copy of the remote buffer would be made before it is filled
+        assert all(map(self.bound.descriptors.describable, arrivals[:2])), "remote rows are whole words of 16 bytes"
+        launch_forward(self.bound, step, arrivals)
+
+    def backward_fused(self, step: BackwardStep, arrivals: Arrivals, returns: Returns, grads: Grads) -> None:
+        """`KernelSet.backward_fused`."""
+        launch_backward(self.bound, step, grads, arrivals, returns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -139,7 +138,6 @@ def columns_of(head_dim: int, among: Iterable[int] = BUCKETS) -> int:
     return next(columns for columns in among if head_dim <= columns)
 
 
-@functools.lru_cache
 def choose_forward(
     head_dim: int, v_head_dim: int, dot_only: bool, *, patterned: bool = False
 ) -> tuple[tuple[int, int], ForwardConfig]:
@@ -167,7 +165,6 @@ _DKV: dict[tuple[int, int], tuple[DkvConfig, DkvConfig]] = {
 _EVERY_TERM = DkvConfig(32)  # without dq at 128 columns: three terms spill in blocks of 64
 
 
-@functools.lru_cache
 def choose_dkv(
     head_dim: int, v_head_dim: int, dot_only: bool, extras: int = 0, *, want_dq: bool = True
 ) -> DkvConfig | WideDkvConfig:

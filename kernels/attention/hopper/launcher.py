@@ -7,10 +7,9 @@ in their tiles, a few arguments and their switches; all else of their launch is 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,12 +30,9 @@ from ringattn.kernels.attention.hopper.backward_dq import add_parts_kernel, back
 from ringattn.kernels.attention.hopper.backward_pre_post import clear_grad_buffer_kernel, finish_kernel, prepare_kernel
 from ringattn.kernels.attention.hopper.configs import (
     FUSED_MAX_HEAD_DIM,
-    MAX_HEAD_DIM,
     PANELS,
     WIDE_COLUMNS,
     DkvConfig,
-    DqConfig,
-    ForwardConfig,
     WideDkvConfig,
     choose_dkv,
     choose_dq,
@@ -47,15 +43,8 @@ from ringattn.kernels.attention.hopper.configs import (
     scored_columns,
 )
 from ringattn.kernels.attention.hopper.descriptors import (
-    addressable,
-    addressable_kv,
-    describable,
-    groups_of,
-    kv_rows_of,
-    layout_of,
+    Descriptors,
     multiprocessors,
-    numbers_of,
-    rows_of,
     store_unit,
     timeout_us_of,
     workspace,
@@ -63,12 +52,21 @@ from ringattn.kernels.attention.hopper.descriptors import (
 from ringattn.kernels.attention.hopper.forward import forward_kernel
 from ringattn.kernels.attention.hopper.forward_combine import combine_kernel
 from ringattn.kernels.attention.hopper.progress_barrier import progress_board
-from ringattn.kernels.attention.hopper.tile_scheduler import L2_BYTES, AnyRows, Shape, WorkPlan, make_plan
-from ringattn.kernels.attention.portable import api as portable
-from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, Grads, ReadyFlags, RowMetadata, Score, SoftmaxState
+from ringattn.kernels.attention.hopper.tile_scheduler import L2_BYTES, Shape, WorkPlan, schedule_tiles
+from ringattn.kernels.interface import (
+    PAD_ROWS,
+    Arrivals,
+    BackwardStep,
+    CallShape,
+    GatheredKeys,
+    Grads,
+    ReadyFlags,
+    Returns,
+    Score,
+    Step,
+)
 from ringattn.kernels.runtime import bound_launch
 
-DTYPES = (torch.float16, torch.bfloat16)
 MAX_PACK = 64  # heads in the rows of one warpgroup
 TINIEST_SCALE = 1e-6  # lse over a smaller softmax_scale may overflow
 HIDDEN = -1.0e30
@@ -77,224 +75,92 @@ CHUNK = 16  # rows of a program that adds up the parts of a split tile of rows
 CARRY_COLUMNS = 64  # of a carry that have shared memory of their own
 ROWS = 32  # of a program before or after the kernels of dk and dv
 
-_ABSENT = (None,) * 8
 
-
-@dataclass(frozen=True, eq=False)
-class RemoteGradArgs:
-    """Keys of other owners, and where their gradients go (Note [Fused call] of interface.py).
+class BoundCall:
+    """The choices of a call that do not change: kernels, the shapes of their launches, descriptors.
 
     Attributes:
-        grad_buffers: Addresses of the regions of dk and dv.
-        bias_grad_buffers: Addresses of the regions of dkey_bias; None: it is not wanted.
+        forward: The shape of the forward launch; dq: of the launch of dq alone; dkv: of that of dk and dv, by whether it makes dq,
+            too. A measurement may put others in their place.
+        pack: Heads that share a tile; None: by `choose_pack`.
+        programs: Programs that run side by side on the device.
     """
 
-    remote_kv: tuple[Tensor, Tensor]
-    ready_flags: ReadyFlags | None
-    grad_buffers: Tensor
-    grad_buffer_rows: int
-    bias_grad_buffers: Tensor | None = None
+    def __init__(self, call: CallShape) -> None:
+        d, dv = call.head_dim, call.v_head_dim
+        self.dims, self.group, self.deterministic = (d, dv), call.heads // call.kv_heads, call.deterministic
+        self.programs, self.descriptors = multiprocessors(call.device), Descriptors()
+        self.dot_only, self.extras = is_dot_only(call.score), _extras(call.score)
+        self.forward_columns, self.forward = choose_forward(d, dv, self.dot_only)
+        self.pack: int | None = None
+        self.is_plain = is_dot_only(call.score, TINIEST_SCALE)
+        self.dkv = {
+            want_dq: choose_dkv(d, dv, self.is_plain, self.extras, want_dq=want_dq) for want_dq in (False, True)
+        }
+        self.dq = choose_dq(max(columns_of(d, PANELS), columns_of(dv, PANELS)), self.extras)
+
+    def needs_pair(self, wants_extra_grads: bool) -> bool:
+        """Return whether two kernels make the gradients: one dk and dv, one dq, both in a fixed order."""
+        wide = max(self.dims) > FUSED_MAX_HEAD_DIM
+        return self.deterministic or wide or is_for_pair(*self.dims, self.extras, wants_extra_grads)
 
 
-@dataclass(frozen=True, eq=False)
-class BackwardInputs:
-    """Tensors that every backward kernel reads; see `KernelSet.backward`.
-
-    Attributes:
-        do: `b s h dv`.
-        q: `b s h d`.
-        k: `b t hk d`.
-        v: `b t hk dv`.
-        lse: `b h s`, natural log; contiguous last dim.
-        delta: `b h s`; contiguous last dim. Written where `o` is given.
-        o: Makes delta = rowsum(o * do) - dlse; None: delta is given.
-        dlse: `b h s`, contiguous last dim; None: zero.
-        remote: Of a fused call; None: of one step.
-    """
-
-    do: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    lse: Tensor
-    delta: Tensor
-    rows: RowMetadata
-    keys: AnyRows
-    score: Score
-    o: Tensor | None = None
-    dlse: Tensor | None = None
-    remote: RemoteGradArgs | None = None
-    sm_margin: int = 0
-
-    @property
-    def ready_flags(self) -> ReadyFlags | None:
-        """Flags of remote rows; None: all rows are there."""
-        return None if self.remote is None else self.remote.ready_flags
-
-    @property
-    def error(self) -> Tensor | None:
-        """The error word of kernels that wait; where it is set, results are NaN."""
-        return None if self.ready_flags is None else self.ready_flags.error
-
-    @property
-    def key_rows(self) -> list[int]:
-        """Rows of each source of keys."""
-        if isinstance(self.keys, GatheredKeys):
-            return [side.lo_host.shape[1] for side in self.keys.sides]
-        return [self.v.shape[1]]
-
-
-@dataclass(frozen=True, eq=False)
-class GradOutputs:
-    """Tensors that gradients are written to: as in `Grads`, but no dk and dv in a fused call, which sends them to their owners."""
-
-    dq: Tensor
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-    dkey_bias: Tensor | None = None
-    dalibi: Tensor | None = None
-    accumulate_rows: bool = False
-    accumulate_keys: bool = False
-
-    @classmethod
-    def of(cls, grads: Grads) -> GradOutputs:
-        """Those of one step."""
-        rows, keys = grads.accumulate_rows, grads.accumulate_keys
-        return cls(grads.dq, grads.dk, grads.dv, grads.dkey_bias, grads.dalibi, rows, keys)
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: RowMetadata,
-    keys: RowMetadata,
-    score: Score,
-    *,
-    carry: SoftmaxState | None,
-    first: bool,
-    last: bool,
-    o: Tensor,
-    lse: Tensor,
-    sm_margin: int = 0,
-    config: ForwardConfig | None = None,
-    pack: int | None = None,
-) -> None:
-    """`KernelSet.forward`, with a configuration and packing of the caller's choice in place of the table's."""
-    _check(q, v, score)
-    t = k.shape[1]
-    if q.numel() == 0 or not (first or last or t):
-        return
-    if t == 0:
-        # nothing is multiplied: the identity, the sinks or the carry become the result
-        portable.forward(q, k, v, rows, keys, score, carry=carry, first=first, last=last, o=o, lse=lse)
-        return
-    _launch_forward(q, k, v, rows, keys, _ABSENT, score, t, carry, first, last, o, lse, config, pack, sm_margin)
-
-
-def forward_fused(
-    q: Tensor,
-    local_kv: tuple[Tensor, Tensor],
-    remote_kv: tuple[Tensor, Tensor],
-    rows: RowMetadata,
-    keys: GatheredKeys,
-    score: Score,
-    ready_flags: ReadyFlags | None,
-    *,
-    o: Tensor,
-    lse: Tensor,
-    sm_margin: int = 0,
-    config: ForwardConfig | None = None,
-    pack: int | None = None,
-) -> None:
-    """`FusedKernelSet.forward_fused`, with a configuration and packing of the caller's choice."""
-    batch, s, h, d = q.shape
-    (k, v), hk = local_kv, local_kv[0].shape[2]
-    _check(q, v, score)
-    assert can_fuse(d, v.shape[-1], score), "a fused call must satisfy can_fuse"
-    if batch * s * h == 0:
-        return
-    if len(keys.sides) == 1:
-        options: dict[str, Any] = {"sm_margin": sm_margin, "config": config, "pack": pack}
-        alone = keys.sides[0]
-        forward(q, k, v, rows, alone, score, carry=None, first=True, last=True, o=o, lse=lse, **options)
-        return
-    if k.shape[1] == 0:
-        # hidden blocks are read from the local buffer: one row of zeros stands for none
-        k, v = (x.new_zeros(batch, 1, *x.shape[2:]) for x in local_kv)
-    # a copy of the remote buffer would be made before it is filled
-    assert all(describable(x) for x in remote_kv), "rows of the remote buffer are whole words of 16 bytes"
-    if ready_flags is not None:
-        assert ready_flags.flags.is_contiguous(), "flags stand in rows of one step each"
-    local_rows = None if score.key_bias is None else keys.local_rows
-    fused = (*remote_kv, *_flags_of(ready_flags), *_waits_of(ready_flags, hk), local_rows)
-    streamed = keys.local_rows + keys.remote_rows
-    _launch_forward(q, k, v, rows, keys, fused, score, streamed, None, True, True, o, lse, config, pack, sm_margin)
-
-
-def can_fuse(head_dim: int, v_head_dim: int, score: Score) -> bool:
-    """`FusedKernelSet.can_fuse`: the copy engine reads whole words of the remote buffer."""
-    return score.bias is None and max(head_dim, v_head_dim) <= MAX_HEAD_DIM and head_dim % 8 == v_head_dim % 8 == 0
-
-
-def _launch_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: RowMetadata,
-    keys: AnyRows,
-    fused: tuple[Any, ...],
-    score: Score,
-    streamed_rows: int,
-    carry: SoftmaxState | None,
-    first: bool,
-    last: bool,
-    o: Tensor,
-    lse: Tensor,
-    config: ForwardConfig | None,
-    pack: int | None,
-    sm_margin: int,
-) -> None:
-    """One launch, and one that adds up split tiles.
-
-    fused: k and v of the remote buffer, flags, error, key heads and steps of the flags, timeout, and where remote rows begin in
-        a bias of
-    keys; None where absent.
-    """
+def launch_forward(bound: BoundCall, step: Step, arrivals: Arrivals | None) -> None:
+    """One launch, and one that adds up split tiles; arrivals: the remote rows of a fused call."""
+    q, k, v, rows, keys, score, o, lse, carry, first, last, sm_margin = step
+    flags = error = local_rows = None
+    remote_kv, flag_numbers, streamed_rows = None, (None,) * 3, k.shape[1]
+    if arrivals is not None and isinstance(keys, GatheredKeys):
+        remote_kv, ready_flags = arrivals[:2], arrivals.ready_flags
+        flags, error = _flags_of(ready_flags)
+        flag_numbers = _waits_of(ready_flags, k.shape[2])
+        local_rows = None if score.key_bias is None else keys.local_rows
+        streamed_rows = keys.local_rows + keys.remote_rows
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
-    remote_kv, (flags, error, *flag_numbers, local_rows) = fused[:2], fused[2:]
     keys_in_all = t if score.key_bias is None else score.key_bias.shape[1]
-    dot_only = is_dot_only(score)
-    (columns, v_columns), chosen = choose_forward(d, dv, dot_only, patterned=rows.patterns is not None)
-    config = config or chosen
+    descriptors, (columns, v_columns), config = bound.descriptors, bound.forward_columns, bound.forward
+    if rows.patterns is not None and config.consumers == 3:
+        config = replace(config, consumers=2)  # 192 rows straddle blocks of 128
     panel, v_panel = PANELS[columns], PANELS[v_columns]
     assert config.block_n <= PAD_ROWS, "a block that begins in a source ends before the next one"
     tile = 64 * config.consumers
-    pack = pack or choose_pack(s, h // hk, tile)
+    pack = bound.pack or choose_pack(s, bound.group, tile)
     shape = Shape(
         batch=batch,
         heads=h // pack,
         tile=tile // pack,
         block=config.block_n,
-        programs=max(1, multiprocessors(q.device) - sm_margin),
+        programs=max(1, bound.programs - sm_margin),
         streamed_bytes=streamed_rows * (d + dv) * k.element_size() * hk * pack // h,
         every_tile=first or last,
         groups=1 if flags is None else flags.shape[0],
     )
-    plan = make_plan(rows, keys, shape)
+    plan = schedule_tiles(rows, keys, shape)
     if plan.work.shape[0] == 0:
         return
-    board, epochs = progress_board(plan, shape, (d + dv) * k.element_size(), q)
+    board, epochs = progress_board(plan, shape, (d + dv) * k.element_size(), q.device, bound.programs)
     q, k, v = (
-        addressable(x) if x.shape[-1] % 8 == 0 else torch.nn.functional.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v)
+        descriptors.addressable(x) if x.shape[-1] % 8 == 0 else torch.nn.functional.pad(x, (0, -x.shape[-1] % 8))
+        for x in (q, k, v)
     )
-    store = config.store and last and o.dtype == q.dtype and dv <= columns and v_panel % panel == 0 and describable(o)
+    store = (
+        config.store
+        and last
+        and o.dtype == q.dtype
+        and dv <= columns
+        and v_panel % panel == 0
+        and descriptors.describable(o)
+    )
     acc = None if carry is None or (first and last) else carry.acc
     # the carry passes through shared memory where columns beyond CARRY_COLUMNS fit into the q tile
-    tiled = acc is not None and config.store and panel == columns == v_columns <= 128 and describable(acc)
+    tiled = acc is not None and config.store and panel == columns == v_columns <= 128 and descriptors.describable(acc)
     queries, outputs, carries = (
-        None if x is None else rows_of(x, 64, width) if pack == 1 else groups_of(x, 64 // pack, pack, width)
+        None
+        if x is None
+        else descriptors.rows(x, 64, width)
+        if pack == 1
+        else descriptors.groups(x, 64 // pack, pack, width)
         for x, width in ((q, panel), (o if store else None, panel), (acc if tiled else None, CARRY_COLUMNS))
     )
     # absent tensors of the carry and of the workspace are never touched; lse is a pointer of their kind
@@ -310,10 +176,10 @@ def _launch_forward(
         forward_kernel,
         (plan.programs,),
         (
-            queries, *kv_rows_of((k, v), config.block_n, (panel, v_panel)),
+            queries, *descriptors.kv_rows((k, v), config.block_n, (panel, v_panel)),
             outputs, carries, plan.work, plan.segments, plan.starts, o, lse, *state, *parts,
             rows.positions, rows.lo, rows.hi, score.sinks, score.alibi_slopes, score.key_bias,
-            *kv_rows_of(None if remote_kv[0] is None else remote_kv, config.block_n, (panel, v_panel)), flags, error, board,
+            *descriptors.kv_rows(remote_kv, config.block_n, (panel, v_panel)), flags, error, board,
             *strides(o, o_unit), *strides(acc, acc_unit), *pairs, lo_sb, hi_sb,
             per_batch(score.key_bias),
             h // pack, h // hk // pack, s, keys_in_all, *flag_numbers, local_rows, epochs, lo_st, hi_st, *scale_and_cap(score),
@@ -321,7 +187,7 @@ def _launch_forward(
         {
             "CONSUMERS": config.consumers, "BLOCK_N": config.block_n, "STAGES": config.stages, "D": columns,
             "DV": v_columns, "PANELS": columns // panel, "V_PANELS": v_columns // v_panel, "DV_WIDTH": dv, "PACK": pack,
-            "O_UNIT": o_unit, "ACC_UNIT": acc_unit, "FIRST": first, "LAST": last, "DOT_ONLY": dot_only,
+            "O_UNIT": o_unit, "ACC_UNIT": acc_unit, "FIRST": first, "LAST": last, "DOT_ONLY": bound.dot_only,
             "SOFTCAP": score.softcap > 0, "Q_STAGES": 2 if config.early else 1,
             "EARLY": config.early, "STORE": store, "AHEAD": config.ahead, "LAZY": config.lazy,
         },
@@ -343,7 +209,6 @@ def _launch_forward(
         )  # fmt: skip
 
 
-@functools.lru_cache
 def choose_pack(s: int, group: int, tile: int) -> int:
     """Number of neighbouring heads that share a tile: one, unless more save at least an eighth of the tiles."""
     powers = [1 << i for i in range(MAX_PACK.bit_length()) if group % (1 << i) == 0 and tile % (1 << i) == 0]
@@ -352,46 +217,48 @@ def choose_pack(s: int, group: int, tile: int) -> int:
     return best if tiles[best] <= 0.875 * tiles[1] else 1
 
 
-def launch_backward(x: BackwardInputs, out: GradOutputs, *, deterministic: bool) -> None:
-    """All gradients of a call.
+def launch_backward(
+    bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals | None = None, returns: Returns | None = None
+) -> None:
+    """All gradients of a call; arrivals and returns are those of a fused one.
 
     One kernel makes them, whose dq and dalibi are sums in an order that changes from run to run; or a pair does, one that makes
     dk and dv and one that makes dq, in a fixed order: beyond a head_dim of 128, where `deterministic` asks for it, and where it
     suits the score better (`is_for_pair` of configs.py).
     """
-    d, dv = x.q.shape[-1], x.v.shape[-1]
-    remote_bias = x.remote is not None and x.remote.bias_grad_buffers is not None
-    wants_extra_grads = out.dalibi is not None or out.dkey_bias is not None or remote_bias
-    two = deterministic or max(d, dv) > FUSED_MAX_HEAD_DIM or is_for_pair(d, dv, _extras(x.score), wants_extra_grads)
-    launch_dkv(x, out, want_dq=not two)
+    remote_bias = returns is not None and returns.bias_grad_buffers is not None
+    two = bound.needs_pair(out.dalibi is not None or out.dkey_bias is not None or remote_bias)
+    launch_dkv(bound, x, out, arrivals, returns, want_dq=not two)
     if two:
-        launch_dq(x, out)
+        launch_dq(bound, x, out, arrivals)
 
 
 def launch_dkv(
-    x: BackwardInputs,
-    out: GradOutputs,
+    bound: BoundCall,
+    x: BackwardStep,
+    out: Grads,
+    arrivals: Arrivals | None = None,
+    returns: Returns | None = None,
     *,
     want_dq: bool = False,
-    config: DkvConfig | WideDkvConfig | None = None,
 ) -> None:
     """Makes dk, dv and dkey_bias in a fixed order of sums, and under `want_dq` dq and dalibi in the same launch.
 
     Args:
         out: Where gradients go; without `want_dq`, dq and dalibi are left as they are.
     """
-    do, q, k, v, score, remote, ready_flags = x.do, x.q, x.k, x.v, x.score, x.remote, x.ready_flags
+    do, q, k, v, score, descriptors = x.do, x.q, x.k, x.v, x.score, bound.descriptors
+    ready_flags = None if arrivals is None else arrivals.ready_flags
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
-    _check(q, x.v, score, 8)
-    config = config or choose_dkv(d, dv, is_dot_only(score, TINIEST_SCALE), _extras(score), want_dq=want_dq)
+    config = bound.dkv[want_dq]
     is_wide = isinstance(config, WideDkvConfig)
     assert not (is_wide and want_dq), "the kernel for wide heads makes no dq"
-    dot_only = not is_wide and is_dot_only(score, TINIEST_SCALE)
+    dot_only = not is_wide and bound.is_plain
     tile, block = config.tile, config.block
     columns = (columns_of(d, WIDE_COLUMNS), columns_of(dv, WIDE_COLUMNS)) if is_wide else padded_dims(d, dv)
     panels = PANELS[columns[0]], PANELS[columns[1]]
-    lengths = x.key_rows
+    lengths = key_rows(x)
     plan = shape = None
     if batch * s * sum(lengths) * h > 0:
         size = q.element_size()
@@ -401,7 +268,7 @@ def launch_dkv(
             heads=hk,
             tile=tile,
             block=block,
-            programs=max(1, multiprocessors(q.device) - x.sm_margin) if config.persistent else tiles,
+            programs=max(1, bound.programs - x.sm_margin) if config.persistent else tiles,
             streamed_bytes=h // hk * s * ((d + dv) * size + (0 if is_wide else 4 * d)),
             repeats=h // hk,
             align=4,  # bulk loads begin at multiples of 16 bytes
@@ -409,37 +276,38 @@ def launch_dkv(
             split=config.split,
             groups=1 if ready_flags is None else ready_flags.groups,
         )
-        plan = make_plan(x.keys, x.rows, shape)
+        plan = schedule_tiles(x.keys, x.rows, shape)
     if plan is None or shape is None or plan.programs == 0:
         _write_zeros(out, want_dq=want_dq)
-        if x.o is not None and x.delta.numel():
+        if x.o is not None and not x.delta_made and x.delta.numel():
             _prepare(x, None, columns[0], LOG2E, math.inf)
-        if remote is not None:
-            _clear_grad_buffers(remote.grad_buffers, remote.grad_buffer_rows, lengths, batch, hk * (d + dv))
-            if remote.bias_grad_buffers is not None:
-                _clear_grad_buffers(remote.bias_grad_buffers, remote.grad_buffer_rows, lengths, batch * hk, 1)
+        if returns is not None:
+            _clear_grad_buffers(returns.grad_buffers, returns.rows, lengths, batch, hk * (d + dv))
+            if returns.bias_grad_buffers is not None:
+                _clear_grad_buffers(returns.bias_grad_buffers, returns.rows, lengths, batch * hk, 1)
         return
 
-    board, epochs = progress_board(plan, shape, (d + dv) * q.element_size() + 4 * d * want_dq, q)
-    do, q = addressable(do), addressable(q)
-    local_kv, remote_kv = addressable_kv((k, v), None if remote is None else remote.remote_kv)
+    board, epochs = progress_board(plan, shape, (d + dv) * q.element_size() + 4 * d * want_dq, q.device, bound.programs)
+    do, q = descriptors.addressable(do), descriptors.addressable(q)
+    local_kv, remote_kv = descriptors.addressable_kv((k, v), None if arrivals is None else arrivals[:2])
     # sums that may turn out to be lost are finished by a kernel that knows
-    direct = out.dq.dtype == torch.float32 and describable(out.dq) and ready_flags is None
+    direct = out.dq.dtype == torch.float32 and descriptors.describable(out.dq) and ready_flags is None
     total = (out.dq if direct else workspace(q, batch, s, h, d)) if want_dq else None
     zeroed = None if direct and out.accumulate_rows else total
     factor, empty = (-1 / score.softmax_scale, HIDDEN) if dot_only else (LOG2E, math.inf)
     start_s, start_dp = _prepare(x, zeroed, columns[0], factor, empty)
     parts = workspace(q, plan.slots, tile * sum(columns)) if plan.slots else None
-    bias = _bias_sums(x, out, plan, tile, start_s)
+    bias = _bias_sums(x, out, returns, plan, tile, start_s)
     dalibi = out.dalibi if want_dq else None
     if dalibi is not None and not out.accumulate_rows:
         dalibi.zero_()
     sums = [total_of for total_of in (out.dk, out.dv) if total_of is not None]
     sums_strides = [stride for total_of in sums for stride in strides(total_of)]
     unit = 8 if all(stride % 8 == 0 for stride in sums_strides) else 1
-    grad_buffers, grad_buffer_rows = (None, None) if remote is None else (remote.grad_buffers, remote.grad_buffer_rows)
+    grad_buffers, grad_buffer_rows = (None, None) if returns is None else (returns.grad_buffers, returns.rows)
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) else None
     heads_per_group, steps, timeout_us = _waits_of(ready_flags, hk)
+    flags, error = _flags_of(ready_flags)
     (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(x.keys.lo, x.keys), bound_strides(x.keys.hi, x.keys)
     # what only the kernel with dq is given: tiles of its sums, dalibi, and the rows of q
     of_tiles: tuple[Any, ...] = ()
@@ -448,39 +316,39 @@ def launch_dkv(
     of_order: tuple[int, ...] = ()
     if isinstance(config, DkvConfig):
         # rounded sums of a whole tile leave through the buffer of dq and the copy engine
-        staged = want_dq and remote is None and not out.accumulate_keys
-        staged = staged and all(total_of.dtype == q.dtype and describable(total_of) for total_of in sums)
+        staged = want_dq and returns is None and not out.accumulate_keys
+        staged = staged and all(total_of.dtype == q.dtype and descriptors.describable(total_of) for total_of in sums)
         half = columns[0] * block // 128
         of_tiles = (
-            None if total is None else rows_of(total, 64, half),
-            *([rows_of(*of) for of in zip(sums, (64, 64), columns, strict=True)] if staged else (None, None)),
+            None if total is None else descriptors.rows(total, 64, half),
+            *([descriptors.rows(*of) for of in zip(sums, (64, 64), columns, strict=True)] if staged else (None, None)),
         )
         of_dalibi, of_rows = (dalibi,), (s,)
         of_order = (int(plan.shares_ends and shape.streamed_bytes > L2_BYTES),)
         kernel = backward_kernel
         switches: dict[str, Any] = {
             "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct,
-            "LATE_ADDRESSES": config.late_addresses, "DS_LAYOUT": layout_of((tile, block), q.dtype),
+            "LATE_ADDRESSES": config.late_addresses, "DS_LAYOUT": descriptors.layout((tile, block), q.dtype),
             "HELD": config.held if dot_only else 0, "SCORED": scored_columns(d, columns[0]),
             "V_SCORED": scored_columns(dv, columns[1]),
             # elsewhere the words would make loops without a mask spill
-            "MASK_BITS": dot_only and block == 128 and want_dq and remote is None,
+            "MASK_BITS": dot_only and block == 128 and want_dq and returns is None,
         }  # fmt: skip
     else:
         kernel = backward_dkv_wide_kernel
         switches = {
             "STAGES": config.stages, "HELD": config.held,
-            "P_LAYOUT": layout_of((tile, block), q.dtype), "GRAD_LAYOUT": layout_of((tile, 32), torch.float32),
+            "P_LAYOUT": descriptors.layout((tile, block), q.dtype), "GRAD_LAYOUT": descriptors.layout((tile, 32), torch.float32),
         }  # fmt: skip
     bound_launch.launch(
         kernel,
         (plan.programs,),
         (
-            plan.work, plan.segments, plan.starts, None if remote is None else plan.tiles,
-            rows_of(q, block, panels[0]), rows_of(do, block, panels[1]),
-            *kv_rows_of(local_kv, tile, panels), *kv_rows_of(remote_kv, tile, panels),
-            numbers_of(start_s, block), numbers_of(start_dp, block), *of_tiles,
-            out.dk, out.dv, grad_buffers, *_flags_of(ready_flags), board,
+            plan.work, plan.segments, plan.starts, None if returns is None else plan.tiles,
+            descriptors.rows(q, block, panels[0]), descriptors.rows(do, block, panels[1]),
+            *descriptors.kv_rows(local_kv, tile, panels), *descriptors.kv_rows(remote_kv, tile, panels),
+            descriptors.numbers(start_s, block), descriptors.numbers(start_dp, block), *of_tiles,
+            out.dk, out.dv, grad_buffers, flags, error, board,
             # a kernel asks at run time whether a tile was split: what it would then write to must be a pointer of its kind
             start_s if parts is None else parts, *((None, None) if bias is None else bias[:2]), *of_dalibi,
             x.keys.positions, x.keys.lo, x.keys.hi, score.alibi_slopes, score.key_bias,
@@ -499,12 +367,12 @@ def launch_dkv(
     )  # fmt: skip
     row_sums = None
     if total is not None and not direct:
-        row_sums = RowSums(total, out.dq, dalibi, x.error, columns[0], score.softmax_scale, out.accumulate_rows)
+        row_sums = RowSums(total, out.dq, dalibi, error, columns[0], score.softmax_scale, out.accumulate_rows)
     key_sums = None
-    if parts is not None and remote is not None:
+    if parts is not None and returns is not None:
         width = d + dv
-        buffer_strides = (remote.grad_buffer_rows * hk * width, hk * width, width)
-        target = (None, None, plan.split_tiles, remote.grad_buffers, *buffer_strides, *buffer_strides, hk, 0)
+        buffer_strides = (returns.rows * hk * width, hk * width, width)
+        target = (None, None, plan.split_tiles, returns.grad_buffers, *buffer_strides, *buffer_strides, hk, 0)
         key_sums = KeySums(plan, parts, tile, columns, (d, dv), target)
     elif parts is not None:
         target = (out.dk, out.dv, None, None, *sums_strides, hk, t)
@@ -514,13 +382,13 @@ def launch_dkv(
         bias[2]()
 
 
-def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = None) -> None:
+def launch_dq(bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals | None = None) -> None:
     """Makes dq and dalibi of keys that are all there, the same bits from run to run; other gradients are left alone."""
     q, score, dq, dalibi, add = x.q, x.score, out.dq, out.dalibi, out.accumulate_rows
+    descriptors, config, (_, error) = bound.descriptors, bound.dq, _flags_of(arrivals and arrivals.ready_flags)
     batch, s, h, d = q.shape
     hk, dv = x.v.shape[2:]
-    t = sum(x.key_rows)
-    _check(q, x.v, score, 8)
+    t = sum(key_rows(x))
     if batch * s * h == 0:
         return
     if t == 0:
@@ -532,23 +400,22 @@ def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = 
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) and score.key_bias is not None else None
     columns = columns_of(d, PANELS), columns_of(dv, PANELS)
     panels = PANELS[columns[0]], PANELS[columns[1]]
-    config = config or choose_dq(max(columns), _extras(score))
-    do, q = addressable(x.do), addressable(q)
-    local_kv, remote_kv = addressable_kv((x.k, x.v), None if x.remote is None else x.remote.remote_kv)
+    do, q = descriptors.addressable(x.do), descriptors.addressable(q)
+    local_kv, remote_kv = descriptors.addressable_kv((x.k, x.v), None if arrivals is None else arrivals[:2])
     shape = Shape(
         batch=batch,
         heads=h,
         tile=DQ_TILE,
         block=config.block,
-        programs=max(1, multiprocessors(q.device) - x.sm_margin),
+        programs=max(1, bound.programs - x.sm_margin),
         streamed_bytes=t * (d + dv) * q.element_size() * hk // h,
         every_tile=not add,
         split=config.split,
     )
-    plan = make_plan(x.rows, x.keys, shape)
+    plan = schedule_tiles(x.rows, x.keys, shape)
     if plan.programs == 0:
         return
-    board, epochs = progress_board(plan, shape, (d + dv) * q.element_size(), q)
+    board, epochs = progress_board(plan, shape, (d + dv) * q.element_size(), q.device, bound.programs)
     (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(x.rows.lo, x.rows), bound_strides(x.rows.hi, x.rows)
     part = dalibi_part = None
     if plan.slots:
@@ -562,9 +429,9 @@ def launch_dq(x: BackwardInputs, out: GradOutputs, *, config: DqConfig | None = 
         (plan.programs,),
         (
             plan.work, plan.starts, plan.segments,
-            rows_of(q, DQ_TILE // 2, panels[0]), rows_of(do, DQ_TILE // 2, panels[1]),
-            *kv_rows_of(local_kv, config.block, panels), *kv_rows_of(remote_kv, config.block, panels),
-            x.lse, x.delta, dq, dalibi, x.error, board,
+            descriptors.rows(q, DQ_TILE // 2, panels[0]), descriptors.rows(do, DQ_TILE // 2, panels[1]),
+            *descriptors.kv_rows(local_kv, config.block, panels), *descriptors.kv_rows(remote_kv, config.block, panels),
+            x.lse, x.delta, dq, dalibi, error, board,
             # lse stands in for the workspace of a plan that splits nothing: it is not touched
             x.lse if part is None else part, dalibi if dalibi_part is None else dalibi_part,
             x.rows.positions, x.rows.lo, x.rows.hi, score.alibi_slopes, score.key_bias,
@@ -663,7 +530,7 @@ def finish_sums(keys: KeySums | None, rows: RowSums | None = None) -> None:
 
 
 def _bias_sums(
-    x: BackwardInputs, out: GradOutputs, plan: WorkPlan, tile: int, beside: Tensor
+    x: BackwardStep, out: Grads, returns: Returns | None, plan: WorkPlan, tile: int, beside: Tensor
 ) -> tuple[Tensor, Tensor, Callable[[], None]] | None:
     """Return (sums of each key head, sums of split tiles, finish) of dkey_bias; None: it is not wanted.
 
@@ -676,9 +543,9 @@ def _bias_sums(
         make = torch.zeros if out.accumulate_keys else torch.empty
         per_head = make((batch, heads, t), dtype=torch.float32, device=x.k.device)
         target = (per_head, None, None, None, *(heads * t, 1, t), 0, 0, 0, heads, t)
-    elif x.remote is not None and x.remote.bias_grad_buffers is not None:
-        per_head, grad_buffer_rows = x.remote.bias_grad_buffers, x.remote.grad_buffer_rows
-        buffer_strides = (heads * grad_buffer_rows, 1, grad_buffer_rows)
+    elif returns is not None and returns.bias_grad_buffers is not None:
+        per_head = returns.bias_grad_buffers
+        buffer_strides = (heads * returns.rows, 1, returns.rows)
         target = (None, None, plan.split_tiles, per_head, *buffer_strides, 0, 0, 0, heads, 0)
     else:
         return None
@@ -696,13 +563,14 @@ def _bias_sums(
 
 
 def _prepare(
-    x: BackwardInputs, zeroed: Tensor | None, columns: int, factor: float, empty: float
+    x: BackwardStep, zeroed: Tensor | None, columns: int, factor: float, empty: float
 ) -> tuple[Tensor, Tensor]:
     """(lse * factor, -delta) as `b h padded_rows`, `empty` where a row saw nothing; `zeroed`, `b s h d`, becomes zero.
 
     delta is given, or written where there is an o; do is read only then.
     """
-    lse, delta, o, dlse = x.lse, x.delta, x.o, None if x.o is None else x.dlse
+    lse, delta, o = x.lse, x.delta, None if x.delta_made else x.o
+    dlse = None if o is None else x.dlse
     batch, h, s = lse.shape
     do = None if o is None else x.do
     v_width = columns if o is None else o.shape[-1]
@@ -744,7 +612,7 @@ def _clear_grad_buffers(
             )
 
 
-def _write_zeros(out: GradOutputs, *, want_dq: bool) -> None:
+def _write_zeros(out: Grads, *, want_dq: bool) -> None:
     """Writes the gradients of a call in which nothing is seen."""
     owed: list[Tensor | None] = []
     if want_dq and not out.accumulate_rows:
@@ -771,19 +639,8 @@ def _extras(score: Score) -> int:
     return (score.softcap > 0) + (score.alibi_slopes is not None) + (score.key_bias is not None)
 
 
-def _check(q: Tensor, v: Tensor, score: Score, multiple: int = 1) -> None:
-    d, dv = q.shape[-1], v.shape[-1]
-    if q.dtype not in DTYPES:
-        raise NotImplementedError(
-            f"q must be float16 or bfloat16 for the hopper kernels, got {str(q.dtype).removeprefix('torch.')}; "
-            'use impl="portable" or "auto"'
-        )
-    if max(d, dv) > MAX_HEAD_DIM or d % multiple or dv % multiple:
-        kind = f" and multiples of {multiple}" if multiple > 1 else ""
-        raise NotImplementedError(
-            f"head dims must be at most {MAX_HEAD_DIM}{kind} for the hopper kernels, got {d} and {dv}; "
-            'use impl="portable" or "auto"'
-        )
-    if score.bias is not None or score.dropout_p > 0:
-        what = "bias" if score.bias is not None else "dropout"
-        raise NotImplementedError(f'the hopper kernels take no {what}, got one; use impl="portable" or "auto"')
+def key_rows(x: BackwardStep) -> list[int]:
+    """Return the rows of each source of keys."""
+    if isinstance(x.keys, GatheredKeys):
+        return [side.lo_host.shape[1] for side in x.keys.sides]
+    return [x.v.shape[1]]

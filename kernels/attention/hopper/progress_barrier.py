@@ -13,15 +13,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringattn.kernels.attention.hopper.descriptors import multiprocessors
 from ringattn.kernels.attention.hopper.primitives import EPOCH
 from ringattn.kernels.attention.hopper.tile_scheduler import L2_BYTES, Shape, WorkPlan
 
 
-def progress_board(plan: WorkPlan, shape: Shape, row_bytes: int, beside: Tensor) -> tuple[Tensor | None, int | None]:
-    """(board, epochs) of a launch; None for both where no program waits."""
+def progress_board(
+    plan: WorkPlan, shape: Shape, row_bytes: int, device: torch.device, most_programs: int
+) -> tuple[Tensor | None, int | None]:
+    """(board, epochs) of a launch; None for both where no program waits. most_programs: those that run side by side."""
     streamed = plan.deepest * shape.block * row_bytes
     epochs = plan.longest // int(EPOCH)
-    if streamed < L2_BYTES or epochs < 2 or not 1 < plan.programs <= multiprocessors(beside.device):
+    if streamed < L2_BYTES or epochs < 2 or not 1 < plan.programs <= most_programs:
         return None, None
-    return torch.zeros(epochs, dtype=torch.int32, device=beside.device), epochs
+    return torch.zeros(epochs, dtype=torch.int32, device=device), epochs

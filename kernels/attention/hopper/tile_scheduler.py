@@ -64,7 +64,7 @@ import threading
 from bisect import bisect_right
 from dataclasses import dataclass
 from heapq import heapreplace
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,7 +93,6 @@ _BEYOND = 2**31 - 1  # beyond every position
 AnyRows = RowMetadata | GatheredKeys
 """One side of a launch."""
 
-_plans: WeakKeyDictionary[AnyRows, WeakKeyDictionary[AnyRows, dict[Shape, WorkPlan]]] = WeakKeyDictionary()
 _lock = threading.Lock()  # the ranks of a simulated ring are threads
 
 
@@ -127,8 +126,7 @@ class WorkPlan:
     shares_ends: bool
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Parameters of a plan besides its sides.
 
     Attributes:
@@ -158,7 +156,7 @@ class Shape:
     groups: int = 1
 
 
-def make_plan(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
+def schedule_tiles(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
     """The plan of a launch whose tiles are rows of `stationary` and whose blocks are rows of `streamed`; cached.
 
     Visibility is read from `stationary.lo_host` and `hi_host`, positions from both run lists. A plan without work has no
@@ -166,8 +164,7 @@ def make_plan(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
     """
     wait_for_uploads(_sources(stationary)[0][0].runs.device)
     with _lock:
-        of_stationary = _plans.setdefault(stationary, WeakKeyDictionary())
-        of_pair = of_stationary.setdefault(streamed, {})
+        of_pair = stationary.derived.setdefault(streamed, {})
         plan = of_pair.get(shape)
         if plan is None:
             # a plan outlives the call that makes it: its tensors must be ordinary even when made under inference mode

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,11 +27,9 @@ from ringattn.kernels.attention.arguments import (
 )
 from ringattn.kernels.attention.portable import configs
 from ringattn.kernels.attention.portable.backward import delta_kernel, keys_kernel, rows_kernel
-from ringattn.kernels.attention.portable.configs import Config
 from ringattn.kernels.attention.portable.forward import forward_kernel
-from ringattn.kernels.interface import BlockPatterns, Grads, RowMetadata, Score, SoftmaxState
+from ringattn.kernels.interface import BackwardStep, CallShape, Grads, KernelSet, RowMetadata, Score, Step
 from ringattn.kernels.runtime import bound_launch
-from ringattn.kernels.runtime.host_to_device import upload
 
 # the type of a @triton.jit function knows neither [grid] nor plain values for constants
 _forward: Any = forward_kernel
@@ -45,54 +42,128 @@ FARTHEST = 2**24  # elements from row to row: a tile has up to 128 rows, whose o
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: RowMetadata,
-    keys: RowMetadata,
-    score: Score,
-    *,
-    carry: SoftmaxState | None,
-    first: bool,
-    last: bool,
-    o: Tensor,
-    lse: Tensor,
-    config: Config | None = None,
-) -> None:
-    """`KernelSet.forward`, with a configuration of the caller's choice in place of the table's."""
-    batch, s, h, d = q.shape
-    t, hk, dv = v.shape[1:]
-    _check(q, d, dv)
-    q, k, v = _compact(q), _compact(k), _compact(v)
-    if batch * s * h == 0 or not (first or last or t):
-        return
-    kind = configs.kind_of(q.device)
-    dot_only = is_dot_only(score)
-    if config is None:
-        config = configs.choose(kind, q.element_size(), max(padded(d), padded(dv)), "forward", dot_only)
-    tma = config.tma and _describable(k) and _describable(v)
-    if config.tma and not tma:
-        config = configs.without_tma(config)
-    tiles = -(-s // config.block_m)
-    per_head = t * (d + dv) * k.element_size() * hk // h
-    carry_m, carry_l, carry_acc = (carry.m, carry.l, carry.acc) if carry is not None else (None, None, None)
-    with _device(q):
-        _forward[(tiles * batch * h,)](
-            q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), o, lse, carry_m, carry_l, carry_acc,
-            rows.positions, rows.lo, rows.hi, keys.runs, score.sinks, score.alibi_slopes, score.key_bias, score.bias,
-            *strides(q), *strides(k), *strides(v), *strides(o), *strides(carry_acc),
-            *pair(lse), *pair(carry_m), *pair(carry_l), *_per_batch(rows), per_batch(score.key_bias),
-            *_bias_strides(score.bias),
-            batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
-            *scale_and_cap(score), *_dropout(score), *_cuts(rows),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
-            FIRST=first, LAST=last, DOT_ONLY=dot_only, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0,
-            TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+class PortableKernels(KernelSet):
+    """`KernelSet` in plain Triton.
+
+    Attributes:
+        configs: The shape of each launch; a measurement may put others in their place.
+    """
+
+    def __init__(self, call: CallShape) -> None:
+        super().__init__(call)
+        kind, d, dv = configs.kind_of(call.device), call.head_dim, call.v_head_dim
+        if call.dtype not in DTYPES:
+            raise NotImplementedError(
+                f"the portable kernels take float16, bfloat16 or float32, got {call.dtype}; use the eager kernels"
+            )
+        if max(d, dv) > MAX_HEAD_DIM:
+            raise NotImplementedError(
+                f"the portable kernels take head_dim up to {MAX_HEAD_DIM}, got {max(d, dv)}; use the eager kernels"
+            )
+        self.configs = configs.choose(kind, call.dtype.itemsize, max(padded(d), padded(dv)), is_dot_only(call.score))
+        # three TF32 products where tensor cores have them keep 21 bits
+        self._precision = "tf32x3" if call.dtype == torch.float32 and kind.startswith("sm") else "ieee"
+
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """`KernelSet.delta`."""
+        return portable_delta(o, do, dlse, out)
+
+    def forward(self, step: Step) -> None:
+        """`KernelSet.forward`."""
+        q, k, v, rows, keys, score, o, lse, carry, first, last, _ = step
+        assert isinstance(keys, RowMetadata), "fused calls are not served"
+        batch, s, h, d = q.shape
+        t, hk, dv = v.shape[1:]
+        q, k, v = _compact(q), _compact(k), _compact(v)
+        if batch * s * h == 0 or not (first or last or t):
+            return
+        config = self.configs["forward"]
+        tma = config.tma and _describable(k) and _describable(v)
+        if config.tma and not tma:
+            config = configs.without_tma(config)
+        tiles = -(-s // config.block_m)
+        per_head = t * (d + dv) * k.element_size() * hk // h
+        carry_m, carry_l, carry_acc = (carry.m, carry.l, carry.acc) if carry is not None else (None, None, None)
+        with _device(q):
+            _forward[(tiles * batch * h,)](
+                q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), o, lse, carry_m, carry_l, carry_acc,
+                rows.positions, rows.lo, rows.hi, keys.runs, score.sinks, score.alibi_slopes, score.key_bias, score.bias,
+                *strides(q), *strides(k), *strides(v), *strides(o), *strides(carry_acc),
+                *pair(lse), *pair(carry_m), *pair(carry_l), *_per_batch(rows), per_batch(score.key_bias),
+                *_bias_strides(score.bias),
+                batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
+                *scale_and_cap(score), *_dropout(score), *_cuts(rows),
+                BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
+                FIRST=first, LAST=last, DOT_ONLY=is_dot_only(score), SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0,
+                TMA=tma, SAME_STRIDE=_same_stride(k, v), PRECISION=self._precision, num_warps=config.num_warps, num_stages=config.num_stages,
+            )  # fmt: skip
+
+    def backward(self, step: BackwardStep, grads: Grads) -> None:
+        """`KernelSet.backward`."""
+        do, q, k, v, lse, delta, rows, keys, score, o, dlse, delta_made, _ = step
+        assert isinstance(keys, RowMetadata), "fused calls are not served"
+        assert grads.dk is not None, "a step writes dk and dv"
+        assert grads.dv is not None, "a step writes dk and dv"
+        if o is not None and not delta_made:
+            portable_delta(o, do, dlse, delta)
+        batch, s, h, d = q.shape
+        t, hk, dv = v.shape[1:]
+        do, q, k, v = _compact(do), _compact(q), _compact(k), _compact(v)
+        if batch * t * hk and (batch * s * h or not grads.accumulate_keys):
+            config = self.configs["keys"]
+            # coordinates of a descriptor have 32 bits
+            tma = config.tma and _describable(q) and _describable(do) and batch * h * (s + 3) < 2**31
+            # times log2(e) once here, not once per tile of keys
+            lse2, each_delta = lse.contiguous() * LOG2E, delta.contiguous()
+            if tma:
+                # bulk loads begin at multiples of 16 bytes, so every head does
+                lse2, each_delta = (_padded_rows(x) for x in (lse2, each_delta))
+            tiles = -(-t // config.block_n)
+            per_head = s * (d + dv) * q.element_size()
+            partial = None
+            if grads.dkey_bias is not None:
+                partial = torch.empty((batch, hk, t), dtype=torch.float32, device=q.device)
+                if grads.accumulate_keys:
+                    partial.zero_()  # tiles that see nothing return at once
+            with _device(q):
+                _keys[(tiles * batch * hk,)](
+                    _streamed(do, config.block_m, tma), _streamed(q, config.block_m, tma), k, v,
+                    _listed(lse2, config.block_m, tma), _listed(each_delta, config.block_m, tma), grads.dk, grads.dv,
+                    partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
+                    *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dk), *strides(grads.dv),
+                    lse2.shape[2], *_per_batch(keys), per_batch(score.key_bias), *_bias_strides(score.bias),
+                    batch * hk, hk, h // hk, t, len(rows.run_list) * keys.terms if s else 0, tiles, _sweep(per_head, batch * hk),
+                    score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(keys),
+                    BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
+                    ADD=grads.accumulate_keys, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
+                    SAME_STRIDE=_same_stride(q, do), PRECISION=self._precision, num_warps=config.num_warps, num_stages=config.num_stages,
+                )  # fmt: skip
+            if grads.dkey_bias is not None and partial is not None:
+                if grads.accumulate_keys:
+                    grads.dkey_bias.add_(partial.sum(1))
+                else:
+                    torch.sum(partial, 1, out=grads.dkey_bias)
+        if batch * s * h and (t or not grads.accumulate_rows):
+            config = self.configs["rows"]
+            tma = config.tma and _describable(k) and _describable(v)
+            tiles = -(-s // config.block_m)
+            per_head = t * (d + dv) * k.element_size() * hk // h
+            with _device(q):
+                _rows[(tiles * batch * h,)](
+                    do, q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), lse, delta, grads.dq, grads.dalibi,
+                    grads.dbias, rows.positions, rows.lo, rows.hi, keys.runs, score.alibi_slopes, score.key_bias, score.bias,
+                    *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dq),
+                    *pair(lse), *pair(delta), *pair(grads.dalibi), *_per_batch(rows), per_batch(score.key_bias),
+                    *_bias_strides(score.bias), *_bias_strides(grads.dbias),
+                    batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
+                    score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(rows),
+                    BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
+                    ADD=grads.accumulate_rows, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
+                    SAME_STRIDE=_same_stride(k, v), PRECISION=self._precision, num_warps=config.num_warps, num_stages=config.num_stages,
+                )  # fmt: skip
 
 
-def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+def portable_delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """`KernelSet.delta`."""
     (batch, s, h, dv), do = o.shape, _compact(do)
     found = torch.empty((batch, h, s), dtype=torch.float32, device=o.device) if out is None else out
@@ -106,104 +177,6 @@ def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None)
             num_warps=4,
         )
     return found
-
-
-_delta = delta  # an argument of `backward` has the name
-
-
-def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    rows: RowMetadata,
-    keys: RowMetadata,
-    score: Score,
-    grads: Grads,
-    *,
-    o: Tensor | None = None,
-    dlse: Tensor | None = None,
-    delta_made: bool = False,
-    keys_config: Config | None = None,
-    rows_config: Config | None = None,
-) -> None:
-    """`KernelSet.backward`, with configurations of the caller's choice in place of the table's."""
-    if o is not None and not delta_made:
-        _delta(o, do, dlse, delta)
-    batch, s, h, d = q.shape
-    t, hk, dv = v.shape[1:]
-    _check(q, d, dv)
-    do, q, k, v = _compact(do), _compact(q), _compact(k), _compact(v)
-    kind = configs.kind_of(q.device)
-    keys_config, rows_config = (
-        config or configs.choose(kind, q.element_size(), max(padded(d), padded(dv)), name, is_dot_only(score))
-        for name, config in (("keys", keys_config), ("rows", rows_config))
-    )
-    if batch * t * hk and (batch * s * h or not grads.accumulate_keys):
-        config = keys_config
-        # coordinates of a descriptor have 32 bits
-        tma = config.tma and _describable(q) and _describable(do) and batch * h * (s + 3) < 2**31
-        # times log2(e) once here, not once per tile of keys
-        lse2, each_delta = lse.contiguous() * LOG2E, delta.contiguous()
-        if tma:
-            # bulk loads begin at multiples of 16 bytes, so every head does
-            lse2, each_delta = (_padded_rows(x) for x in (lse2, each_delta))
-        tiles = -(-t // config.block_n)
-        per_head = s * (d + dv) * q.element_size()
-        partial = None
-        if grads.dkey_bias is not None:
-            partial = torch.empty((batch, hk, t), dtype=torch.float32, device=q.device)
-            if grads.accumulate_keys:
-                partial.zero_()  # tiles that see nothing return at once
-        with _device(q):
-            _keys[(tiles * batch * hk,)](
-                _streamed(do, config.block_m, tma), _streamed(q, config.block_m, tma), k, v,
-                _listed(lse2, config.block_m, tma), _listed(each_delta, config.block_m, tma), grads.dk, grads.dv,
-                partial, keys.positions, keys.lo, keys.hi, rows.runs, score.alibi_slopes, score.key_bias, score.bias,
-                *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dk), *strides(grads.dv),
-                lse2.shape[2], *_per_batch(keys), per_batch(score.key_bias), *_bias_strides(score.bias),
-                batch * hk, hk, h // hk, t, len(rows.run_list) * keys.terms if s else 0, tiles, _sweep(per_head, batch * hk),
-                score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(keys),
-                BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
-                ADD=grads.accumulate_keys, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-                SAME_STRIDE=_same_stride(q, do), PRECISION=_precision(q, kind), num_warps=config.num_warps, num_stages=config.num_stages,
-            )  # fmt: skip
-        if grads.dkey_bias is not None and partial is not None:
-            if grads.accumulate_keys:
-                grads.dkey_bias.add_(partial.sum(1))
-            else:
-                torch.sum(partial, 1, out=grads.dkey_bias)
-    if batch * s * h and (t or not grads.accumulate_rows):
-        config = rows_config
-        tma = config.tma and _describable(k) and _describable(v)
-        tiles = -(-s // config.block_m)
-        per_head = t * (d + dv) * k.element_size() * hk // h
-        with _device(q):
-            _rows[(tiles * batch * h,)](
-                do, q, _streamed(k, config.block_n, tma), _streamed(v, config.block_n, tma), lse, delta, grads.dq, grads.dalibi,
-                grads.dbias, rows.positions, rows.lo, rows.hi, keys.runs, score.alibi_slopes, score.key_bias, score.bias,
-                *strides(do), *strides(q), *strides(k), *strides(v), *strides(grads.dq),
-                *pair(lse), *pair(delta), *pair(grads.dalibi), *_per_batch(rows), per_batch(score.key_bias),
-                *_bias_strides(score.bias), *_bias_strides(grads.dbias),
-                batch * h, h, h // hk, s, len(keys.run_list) * rows.terms if t else 0, tiles, _sweep(per_head, batch * h),
-                score.softmax_scale, *scale_and_cap(score), *_dropout(score), *_cuts(rows),
-                BLOCK_M=config.block_m, BLOCK_N=config.block_n, D=padded(d), D_WIDTH=d, DV=padded(dv), DV_WIDTH=dv,
-                ADD=grads.accumulate_rows, SOFTCAP=score.softcap > 0, DROPOUT=score.dropout_p > 0, TMA=tma,
-                SAME_STRIDE=_same_stride(k, v), PRECISION=_precision(q, kind), num_warps=config.num_warps, num_stages=config.num_stages,
-            )  # fmt: skip
-
-
-def _check(q: Tensor, d: int, dv: int) -> None:
-    if q.dtype not in DTYPES:
-        raise NotImplementedError(
-            f"the portable kernels take float16, bfloat16 or float32, got {q.dtype}; use the eager kernels"
-        )
-    if max(d, dv) > MAX_HEAD_DIM:
-        raise NotImplementedError(
-            f"the portable kernels take head_dim up to {MAX_HEAD_DIM}, got {max(d, dv)}; use the eager kernels"
-        )
 
 
 def _compact(x: Tensor) -> Tensor:
@@ -225,9 +198,6 @@ def _per_batch(side: RowMetadata) -> tuple[int, int]:
     return bound_strides(side.lo, side)[0], bound_strides(side.hi, side)[0]
 
 
-_of_terms: WeakKeyDictionary[BlockPatterns, Tensor] = WeakKeyDictionary()
-
-
 def _cuts(side: RowMetadata) -> tuple[Any, ...]:
     """The kernels' `term_count` to `block_size`; None where absent."""
     if side.terms == 1 and side.patterns is None:
@@ -236,21 +206,12 @@ def _cuts(side: RowMetadata) -> tuple[Any, ...]:
     patterns = side.patterns
     if patterns is None:
         return side.terms, *strides, *(None,) * 5
-    of_term = _of_terms.get(patterns)
-    if of_term is None:
-        host = torch.tensor(patterns.of_term, dtype=torch.int32, device="cpu")
-        _of_terms[patterns] = of_term = upload([host], patterns.tables.device)[0]
     _, length, width = patterns.tables.shape
-    return side.terms, *strides, patterns.tables, of_term, length * width, width, patterns.block_size
+    return side.terms, *strides, patterns.tables, patterns.of_term_table, length * width, width, patterns.block_size
 
 
 def _signed(word: int) -> int:
     return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)
-
-
-def _precision(q: Tensor, kind: str) -> str:
-    """Precision of fp32 products: three TF32 products where tensor cores have them, which keeps 21 bits."""
-    return "tf32x3" if q.dtype == torch.float32 and kind.startswith("sm") else "ieee"
 
 
 def _sweep(bytes_per_head: int, heads: int) -> int:

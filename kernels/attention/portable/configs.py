@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import dataclass, replace
 
@@ -25,8 +24,6 @@ class Config:
 
 
 INTERPRETER = "interpreter"  # small tiles: many tiles and edges in a small test
-
-_KERNELS = ("forward", "keys", "rows")
 
 # (kind of device, bytes per element, largest padded head_dim) -> forward, keys (dk and dv), rows (dq)
 _TABLE: dict[tuple[str, int, int], tuple[Config, Config, Config]] = {
@@ -72,7 +69,6 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, Config, Config]] = {
 }
 
 
-@functools.lru_cache
 def kind_of(device: torch.device) -> str:
     """The kind of device whose configurations serve a tensor's device."""
     if device.type == "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
@@ -89,20 +85,17 @@ def kind_of(device: torch.device) -> str:
     return "sm86"
 
 
-@functools.lru_cache
-def choose(kind: str, itemsize: int, head_dim: int, kernel: str, dot_only: bool) -> Config:
-    """The configuration of one kernel.
+def choose(kind: str, itemsize: int, head_dim: int, dot_only: bool) -> dict[str, Config]:
+    """Return the configurations of "forward", "keys" (dk and dv) and "rows" (dq).
 
     Args:
         kind: From `kind_of`.
         itemsize: Bytes per element of q, k and v.
-        kernel: "forward", "keys" or "rows".
     """
-    bucket = next(b for b in (64, 128, 256) if head_dim <= b)
-    config = _TABLE[kind, itemsize, bucket][_KERNELS.index(kernel)]
-    if dot_only or kind == INTERPRETER:
-        return config
-    return replace(config, block_n=min(config.block_n, 64), num_stages=min(config.num_stages, 2))
+    found = _TABLE[kind, itemsize, next(b for b in (64, 128, 256) if head_dim <= b)]
+    if not dot_only and kind != INTERPRETER:
+        found = [replace(x, block_n=min(x.block_n, 64), num_stages=min(x.num_stages, 2)) for x in found]
+    return dict(zip(("forward", "keys", "rows"), found, strict=True))
 
 
 def without_tma(config: Config) -> Config:

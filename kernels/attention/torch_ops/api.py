@@ -9,18 +9,27 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.attention import eager
 from ringattn.kernels.attention.arguments import LEAST_SCALE
+from ringattn.kernels.attention.eager import eager_delta
 from ringattn.kernels.attention.torch_ops import operators
 from ringattn.kernels.attention.torch_ops.bands import Line, calls, lines, tiles
 from ringattn.kernels.attention.torch_ops.delta_output import output_for
 from ringattn.kernels.attention.torch_ops.operators import Launch, launch_of_call, launch_of_tile
-from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState, accumulation_dtype
+from ringattn.kernels.interface import (
+    BackwardStep,
+    CallShape,
+    Grads,
+    KernelSet,
+    RowMetadata,
+    Score,
+    SoftmaxState,
+    Step,
+    accumulation_dtype,
+)
 from ringattn.kernels.partials import carry as partials
 from ringattn.kernels.runtime.optional_triton import import_optional
 
@@ -89,10 +98,6 @@ def _gaps(parts: Sequence[Part], batch: int, num: int) -> tuple[Part, ...] | Non
     return tuple(((b, b + 1), gap) for b, found in enumerate(gaps) for gap in found)
 
 
-_steps: WeakKeyDictionary[RowMetadata, WeakKeyDictionary[RowMetadata, dict[int, _Step]]] = WeakKeyDictionary()
-"""Steps by rows, keys and batch elements."""
-
-
 def refuse_steps(backends: Sequence[str], steps: Iterable[tuple[RowMetadata, RowMetadata]]) -> str | None:
     """Return the reason against ring steps of (rows, keys); None: one of the backends serves each of them."""
     for rows, keys in steps:
@@ -105,97 +110,89 @@ def refuse_steps(backends: Sequence[str], steps: Iterable[tuple[RowMetadata, Row
     return None
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: RowMetadata,
-    keys: RowMetadata,
-    score: Score,
-    *,
-    carry: SoftmaxState | None,
-    first: bool,
-    last: bool,
-    o: Tensor,
-    lse: Tensor,
-) -> None:
-    """Attend to one buffer of keys (`KernelSet.forward`)."""
-    assert carry is not None or (first and last), "only a ring step that is first and last has no carry"
-    _check(score, rows)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        q, k, v, scale, _ = _scaled(q, k, v, score)
-        backend, found = _choose(q, k, v, rows, keys)
-        begun = (
-            partials.of_sinks(score.sinks, o, lse) if first and score.sinks is not None else None if first else carry
-        )
-        done = (o, lse) if last or carry is None else carry
-        if found.row_gaps is not None:
+class TorchKernels(KernelSet):
+    """`KernelSet` over torch's own attention operators."""
+
+    def __init__(self, call: CallShape) -> None:
+        super().__init__(call)
+        score = call.score
+        given = {
+            "softcap": score.softcap > 0,
+            "dropout": score.dropout_p > 0,
+            "alibi_slopes": score.alibi_slopes is not None,
+        }
+        given |= {"key_bias": score.key_bias is not None, "bias": score.bias is not None}
+        if found := [name for name, on in given.items() if on]:
+            raise NotImplementedError(
+                f"scores must be softmax_scale * (q . k) for torch's operators, got {', '.join(found)}; use other kernels"
+            )
+
+    def forward(self, step: Step) -> None:
+        """`KernelSet.forward`."""
+        q, k, v, rows, keys, score, o, lse, carry, first, last, _ = step
+        assert isinstance(keys, RowMetadata), "fused calls are not served"
+        assert carry is not None or (first and last), "only a ring step that is first and last has no carry"
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            q, k, v, scale, _ = _scaled(q, k, v, score)
+            backend, found = _choose(q, k, v, rows, keys)
+            begun = (
+                partials.of_sinks(score.sinks, o, lse)
+                if first and score.sinks is not None
+                else None
+                if first
+                else carry
+            )
+            done = (o, lse) if last or carry is None else carry
+            if found.row_gaps is not None:
+                for launch in found.launches:
+                    _merge(begun, _forward(backend, q, k, v, scale, launch), done, (launch.batch, launch.rows))
+                for gap in found.row_gaps if begun is not done else ():
+                    _merge(begun, None, done, gap)
+                return
+            # the last step leaves the carry alone
+            state = _fresh(o, lse) if last or carry is None else carry
+            if state is not begun:
+                partials.merge(begun, None, state)
             for launch in found.launches:
-                _merge(begun, _forward(backend, q, k, v, scale, launch), done, (launch.batch, launch.rows))
-            for gap in found.row_gaps if begun is not done else ():
-                _merge(begun, None, done, gap)
-            return
-        # the last step leaves the carry alone
-        state = _fresh(o, lse) if last or carry is None else carry
-        if state is not begun:
-            partials.merge(begun, None, state)
-        for launch in found.launches:
-            _merge(state, _forward(backend, q, k, v, scale, launch), state, (launch.batch, launch.rows))
-        if last:
-            partials.merge(state, None, done)
+                _merge(state, _forward(backend, q, k, v, scale, launch), state, (launch.batch, launch.rows))
+            if last:
+                partials.merge(state, None, done)
 
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """`KernelSet.delta`."""
+        fast = import_optional("ringattn.kernels.attention.portable.api") if o.is_cuda else None
+        return eager_delta(o, do, dlse, out) if fast is None else fast.portable_delta(o, do, dlse, out)
 
-def delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """rowsum(o * do) - dlse as `b h s` (`KernelSet.delta`)."""
-    fast = import_optional("ringattn.kernels.attention.portable.api") if o.is_cuda else None
-    return (eager if fast is None else fast).delta(o, do, dlse, out)
-
-
-_delta = delta  # an argument of `backward` has the name
-
-
-def backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    rows: RowMetadata,
-    keys: RowMetadata,
-    score: Score,
-    grads: Grads,
-    *,
-    o: Tensor | None = None,
-    dlse: Tensor | None = None,
-    delta_made: bool = False,
-) -> None:
-    """Gradients of one ring step (`KernelSet.backward`)."""
-    _check(score, rows)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        if o is not None and not delta_made:
-            _delta(o, do, dlse, delta)
-        q, k, v, scale, sign = _scaled(q, k, v, score)
-        backend, found = _choose(q, k, v, rows, keys, deterministic=grads.deterministic)
-        launches, do, start = found.launches, _aligned(do), 0
-        if launches and (o is None or dlse is not None):
-            # only for the rows that a launch reads
-            start, end = min(launch.rows[0] for launch in launches), max(launch.rows[1] for launch in launches)
-            o, do = output_for(do[:, start:end], delta[:, :, start:end])
-        dq = _Sum(grads.dq, grads.accumulate_rows, found.row_gaps)
-        dk, dv = (_Sum(x, grads.accumulate_keys, found.key_gaps) for x in (grads.dk, grads.dv))
-        for launch in launches:
-            (b0, b1), (x0, x1), (y0, y1) = launch.batch, launch.rows, launch.keys
-            assert o is not None, "an output was given or made"
-            found_q, found_k, found_v = operators.backward(
-                backend, do[b0:b1, x0 - start : x1 - start], q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1],
-                o[b0:b1, x0 - start : x1 - start], lse[b0:b1, :, x0:x1], scale, launch,
-            )  # fmt: skip
-            dq.add((launch.batch, launch.rows), found_q if sign == 1 else found_q * sign)
-            dk.add((launch.batch, launch.keys), found_k)
-            dv.add((launch.batch, launch.keys), found_v)
-        for total in (dq, dk, dv):
-            total.store()
+    def backward(self, step: BackwardStep, grads: Grads) -> None:
+        """`KernelSet.backward`."""
+        do, q, k, v, lse, delta, rows, keys, score, o, dlse, delta_made, _ = step
+        assert isinstance(keys, RowMetadata), "fused calls are not served"
+        assert grads.dk is not None, "a step writes dk and dv"
+        assert grads.dv is not None, "a step writes dk and dv"
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            if o is not None and not delta_made:
+                self.delta(o, do, dlse, delta)
+            q, k, v, scale, sign = _scaled(q, k, v, score)
+            backend, found = _choose(q, k, v, rows, keys, deterministic=self.call.deterministic)
+            launches, do, start = found.launches, _aligned(do), 0
+            if launches and (o is None or dlse is not None):
+                # only for the rows that a launch reads
+                start, end = min(launch.rows[0] for launch in launches), max(launch.rows[1] for launch in launches)
+                o, do = output_for(do[:, start:end], delta[:, :, start:end])
+            dq = _Sum(grads.dq, grads.accumulate_rows, found.row_gaps)
+            dk, dv = (_Sum(x, grads.accumulate_keys, found.key_gaps) for x in (grads.dk, grads.dv))
+            for launch in launches:
+                (b0, b1), (x0, x1), (y0, y1) = launch.batch, launch.rows, launch.keys
+                assert o is not None, "an output was given or made"
+                found_q, found_k, found_v = operators.backward(
+                    backend, do[b0:b1, x0 - start : x1 - start], q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1],
+                    o[b0:b1, x0 - start : x1 - start], lse[b0:b1, :, x0:x1], scale, launch,
+                )  # fmt: skip
+                dq.add((launch.batch, launch.rows), found_q if sign == 1 else found_q * sign)
+                dk.add((launch.batch, launch.keys), found_k)
+                dv.add((launch.batch, launch.keys), found_v)
+            for total in (dq, dk, dv):
+                total.store()
 
 
 class _Sum:
@@ -277,16 +274,6 @@ def _fresh(o: Tensor, lse: Tensor) -> SoftmaxState:
     return SoftmaxState(m, l, torch.empty(o.shape, dtype=lse.dtype, device=o.device))
 
 
-def _check(score: Score, rows: RowMetadata) -> None:
-    """Refuse what the operators do not compute; calls of the library are refused earlier, by the registry."""
-    given = {"softcap": score.softcap > 0, "dropout": score.dropout_p > 0, "a block pattern": rows.patterns is not None}
-    given |= {name: getattr(score, name) is not None for name in ("alibi_slopes", "key_bias", "bias")}
-    if found := [name for name, on in given.items() if on]:
-        raise NotImplementedError(
-            f"scores must be softmax_scale * (q . k) on intervals for torch's operators, got {', '.join(found)}; use other kernels"
-        )
-
-
 def _choose(
     q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, *, deterministic: bool = False
 ) -> tuple[str, _Calls]:
@@ -311,10 +298,14 @@ def _choose(
 
 def _find_step(rows: RowMetadata, keys: RowMetadata, batch: int) -> _Step:
     """Return the launches of a step, kept as long as its tables are."""
-    known = _steps.setdefault(rows, WeakKeyDictionary()).setdefault(keys, {})
-    if batch not in known:
-        known[batch] = _make_step(rows, keys, batch)
-    return known[batch]
+    if rows.patterns is not None:
+        raise NotImplementedError(
+            "masks must be intervals for torch's operators, got a block pattern; use other kernels"
+        )
+    known = rows.derived.setdefault(keys, {})
+    if ("torch", batch) not in known:
+        known["torch", batch] = _make_step(rows, keys, batch)
+    return known["torch", batch]
 
 
 def _make_step(rows: RowMetadata, keys: RowMetadata, batch: int) -> _Step:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.partials.packed import finish_parts, merge_parts, size
-from ringattn.transport.base import Choice
+from ringattn.transport.base import SelectedTransport
 from ringattn.transport.consensus import RankConsensus
 
 SHARED = (torch.float32, torch.bfloat16, torch.float16)
@@ -167,7 +167,7 @@ class PartialReducer:
 
     capturable: bool = False
 
-    def __init__(self, choice: Choice, consensus: RankConsensus | None, world_size: int) -> None:
+    def __init__(self, choice: SelectedTransport, consensus: RankConsensus | None, world_size: int) -> None:
         self.choice = choice
         self._world_size = world_size
         self._consensus = consensus

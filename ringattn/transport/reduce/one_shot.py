@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ringattn.transport.base import Choice
+from ringattn.transport.base import SelectedTransport
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.streams import Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory, Region, aligned
@@ -53,7 +53,7 @@ class OneShotReducer(PartialReducer):
         timeout: float,
         why: str,
     ) -> None:
-        super().__init__(Choice("one_shot", why), consensus, world_size)
+        super().__init__(SelectedTransport("one_shot", why), consensus, world_size)
         self._rank = rank
         self._name = name
         self._streams = streams

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.kernels.partials.packed import finish_parts
-from ringattn.transport.base import Choice
+from ringattn.transport.base import SelectedTransport
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.process_group import resolve_group
 from ringattn.transport.reduce.base import MergeCall, PartialReducer
@@ -23,7 +23,7 @@ class LocalReducer(PartialReducer):
     capturable = True
 
     def __init__(self) -> None:
-        super().__init__(Choice("alone", "one rank: every key is here already"), None, 1)
+        super().__init__(SelectedTransport("alone", "one rank: every key is here already"), None, 1)
 
     def _run_merge(self, call: MergeCall) -> None:
         finish_parts(call.splits, call.rows, call.dv, call.sinks, call.o, call.lse)
@@ -37,7 +37,7 @@ class ProcessGroupReducer(PartialReducer):
     """Reducer with one collective of the process group per call: NCCL between GPUs, gloo between CPU processes."""
 
     def __init__(self, consensus: RankConsensus, bounded_wait: BoundedWait, why: str) -> None:
-        super().__init__(Choice("group", why), consensus, consensus.world_size)
+        super().__init__(SelectedTransport("group", why), consensus, consensus.world_size)
         self._group_name, self._rank = consensus.group_name, consensus.rank
         self._bounded_wait = bounded_wait
         # gloo's collectives run on the host
