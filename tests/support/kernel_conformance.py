@@ -12,13 +12,24 @@ budget of `ringattn.numerics.error_budget`. Lengths of CASES stay below 80 rows:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Grads, KernelSet, RowMetadata, Score, SoftmaxState, accumulation_dtype
+from ringattn.kernels.interface import (
+    BackwardStep,
+    CallShape,
+    Grads,
+    KernelSet,
+    RowMetadata,
+    Score,
+    SoftmaxState,
+    Step,
+    accumulation_dtype,
+)
 from ringattn.numerics.reference import dense_attention, visible_pairs
 from tests.support import term_masks
 from tests.support.budget import assert_within_budget
@@ -611,7 +622,9 @@ def _oracle(case: Case, inputs: _Inputs, i: list[int], j: list[int], visible: Te
     return found
 
 
-def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.device | str) -> None:
+def run_case(
+    kernels: Callable[[CallShape], KernelSet], case: Case, dtype: torch.dtype, device: torch.device | str
+) -> None:
     """Runs forward over all visits, delta and backward, and asserts every output and gradient within the error budget.
 
     Asserts besides that a visit writes all it owns (buffers start as NaN) and nothing else: no o and lse before the
@@ -678,6 +691,9 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
         for step in range(len(ring_steps))
     ]
 
+    shape = CallShape.of(inputs.q, inputs.k, inputs.v, scores[0], deterministic=case.deterministic)
+    bound = kernels(shape)
+
     def poisoned(*shape: int, dtype: torch.dtype = stat_dtype) -> Tensor:
         return torch.full(shape, math.nan, dtype=dtype, device=device)
 
@@ -688,19 +704,8 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
     for step, side in enumerate(sides):
         first, last = step == 0, step == len(sides) - 1
         before = [x.clone() for x in (carry.m, carry.l, carry.acc)]
-        kernels.forward(
-            inputs.q,
-            buffers_k[step],
-            buffers_v[step],
-            rows,
-            side,
-            scores[step],
-            carry=None if first and last else carry,
-            first=first,
-            last=last,
-            o=o,
-            lse=lse,
-        )
+        given = inputs.q, buffers_k[step], buffers_v[step], rows, side, scores[step], o, lse
+        bound.forward(Step(*given, None if first and last else carry, first, last))
         if last:
             for old, new in zip(before, (carry.m, carry.l, carry.acc), strict=True):
                 assert torch.equal(old.nan_to_num(7.0), new.nan_to_num(7.0)), "the last visit leaves the carry alone"
@@ -715,7 +720,7 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
 
     # one visit alone may make delta itself
     makes = len(sides) == 1
-    delta = torch.full_like(lse, float("nan")) if makes else kernels.delta(o, inputs.do, inputs.dlse)
+    delta = torch.full_like(lse, float("nan")) if makes else bound.delta(o, inputs.do, inputs.dlse)
     products = o.double() * inputs.do.double()
     expected = products.sum(-1).transpose(1, 2) - inputs.dlse.double()
     slack = torch.finfo(stat_dtype).eps * v_head_dim * (products.abs().sum(-1).transpose(1, 2) + inputs.dlse.abs())
@@ -757,30 +762,18 @@ def run_case(kernels: KernelSet, case: Case, dtype: torch.dtype, device: torch.d
         outside = torch.ones(kv_len, dtype=torch.bool, device=device)
         outside[side.positions.long()] = False
         others = None if dbias is None else dbias[..., outside].clone()
-        kernels.backward(
-            inputs.do,
-            inputs.q,
-            buffers_k[step],
-            buffers_v[step],
-            lse,
-            delta,
-            rows,
-            side,
-            scores[step],
-            Grads(
-                dq=dq,
-                dk=mine["dk"],
-                dv=mine["dv"],
-                dkey_bias=mine.get("dkey_bias"),
-                dalibi=dalibi,
-                dbias=dbias,
-                accumulate_rows=case.accumulate or step > 0,
-                accumulate_keys=case.accumulate,
-                deterministic=case.deterministic,
-            ),
-            o=o if makes else None,
-            dlse=inputs.dlse if makes else None,
+        given = inputs.do, inputs.q, buffers_k[step], buffers_v[step], lse, delta, rows, side, scores[step]
+        grads = Grads(
+            dq=dq,
+            dk=mine["dk"],
+            dv=mine["dv"],
+            dkey_bias=mine.get("dkey_bias"),
+            dalibi=dalibi,
+            dbias=dbias,
+            accumulate_rows=case.accumulate or step > 0,
+            accumulate_keys=case.accumulate,
         )
+        bound.backward(BackwardStep(*given, *((o, inputs.dlse) if makes else ())), grads)
         delta_within_slack()
         if dbias is not None and others is not None:
             assert torch.equal(dbias[..., outside], others), "a visit writes the bias gradient of its own keys only"

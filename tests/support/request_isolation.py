@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache, attend
-from ringattn.kernels.interface import KernelSet, Score, accumulation_dtype
+from ringattn.kernels.interface import CallShape, KernelSet, Score, Step, accumulation_dtype
 from ringattn.kernels.kv.pages import contain
 from ringattn.numerics.reference import visible_pairs
 from tests.support.kernel_conformance import make_side
@@ -28,7 +28,7 @@ def spoil(x: Tensor, rows: slice, bad: float) -> Tensor:
 
 
 def assert_kernels_isolate(
-    kernels: KernelSet,
+    kernels: Callable[[CallShape], KernelSet],
     lengths: Sequence[int],
     spoilt: str,
     bad: float,
@@ -67,7 +67,8 @@ def assert_kernels_isolate(
         o = torch.full_like(given["q"], math.nan)
         lse = torch.full((1, heads, n), math.nan, dtype=accumulation_dtype(dtype), device=device)
         score = Score(head_dim**-0.5)
-        kernels.forward(given["q"], k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
+        bound = kernels(CallShape.of(given["q"], k, v, score))
+        bound.forward(Step(given["q"], k, v, rows, keys, score, o, lse))
         found.append((o, lse))
     (o, lse), (other, other_lse) = found
     for i, (a, b) in enumerate(pairwise(edges)):

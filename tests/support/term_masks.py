@@ -58,7 +58,8 @@ class TermMask:
         if self.tables is None:
             return None
         tables = self.tables.int()
-        return BlockPatterns(tables.to(device), tables, self.of_term, self.block_size)
+        of_term = torch.tensor(self.of_term, dtype=torch.int32, device=device)
+        return BlockPatterns(tables.to(device), tables, self.of_term, of_term, self.block_size)
 
 
 TermMaskMaker = Callable[[int], TermMask]

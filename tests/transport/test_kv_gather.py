@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import dispatch, simulate
-from ringattn.kernels.attention import eager
+from ringattn import simulate
+from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.kernels.interface import PAD_ROWS
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.numerics.reference import attention_reference
@@ -21,8 +21,8 @@ from ringattn.plan.layouts import make_shards
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
+from ringattn.schedule import fused
 from ringattn.simulate import simulate_ring
-from tests.support import fused_eager_kernels
 
 PLENTY = 2**40
 CASES = {
@@ -37,19 +37,22 @@ CASES = {
 
 @pytest.fixture
 def gathering(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The eager kernels, with gathered visits; says which were asked for."""
+    """The launches and sums of fused calls."""
     asked: list[str] = []
 
-    def noted(name: str):
-        def call(*args, **kwargs):
+    def note(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
             asked.append(name)
-            return getattr(fused_eager_kernels, name)(*args, **kwargs)
+            return call(*args)
 
-        return call
+        monkeypatch.setattr(owner, name, noted)
 
-    monkeypatch.setattr(dispatch, "_plans", {})
-    for name in "can_fuse can_capture forward_fused backward_fused reduce_kv_grads reduce_key_bias_grads".split():
-        monkeypatch.setattr(eager, name, noted(name), raising=False)
+    for name in ("forward_fused", "backward_fused"):
+        note(EagerKernels, name)
+    for name in ("reduce_kv_grads", "reduce_key_bias_grads"):
+        note(fused, name)
     return asked
 
 
@@ -163,12 +166,13 @@ def test_ranks_without_rows_are_visited_one_by_one(gathering):
 def test_one_launch_leaves_room_for_copies_that_need_it(gathering, monkeypatch):
     found = []
     for name in ("forward_fused", "backward_fused"):
+        launch = getattr(EagerKernels, name)
 
-        def noted(*args, name=name, **kwargs):
-            found.append((name, kwargs["sm_margin"]))
-            return getattr(fused_eager_kernels, name)(*args, **kwargs)
+        def noted(kernels, step, *rest, name=name, call=launch):
+            found.append((name, step.sm_margin))
+            return call(kernels, step, *rest)
 
-        monkeypatch.setattr(eager, name, noted, raising=False)
+        monkeypatch.setattr(EagerKernels, name, noted)
     q, k, v, do = draw(61, 4, 2)
     simulate_ring(q, k, v, 2, memory_budget=PLENTY, do=do, causal=True)
     assert Counter(found) == {("forward_fused", 0): 2, ("backward_fused", 0): 2}

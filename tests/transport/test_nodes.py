@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import Shard, make_shards
 from ringattn.plan.mask import AttentionMask
@@ -29,7 +29,6 @@ from ringattn.transport.base import COMM_SMS, Buffers, Message, RingContext, Tra
 from ringattn.transport.gpu_sharing import SHARE, ranks_per_gpu, sm_margin_of
 from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.transport.select import find_obstacle, most_on_one_gpu
-from tests.support import fused_eager_kernels
 from tests.support.fake_streams import MAIN, OTHER, Item
 from tests.support.pool import Pools
 from tests.transport.test_copy_engine import Ranks, Shape, letters, picked, reducer, reserve, run_kernel, send_home
@@ -357,14 +356,16 @@ def test_one_launch_per_node_step_makes_scores_alike(gathering: list[str]) -> No
 
 def test_launches_leave_sms_for_transfers_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     found: Counter[tuple[str, int]] = Counter()
-    for name in ("can_fuse", "can_capture", "forward_fused", "backward_fused", "reduce_kv_grads"):
+    for name in ("forward_fused", "backward_fused"):
+        launch = getattr(EagerKernels, name)
 
-        def noted(*args: Any, name: str = name, **kwargs: Any) -> Any:
-            if "sm_margin" in kwargs:
-                found[name, kwargs["sm_margin"]] += 1
-            return getattr(fused_eager_kernels, name)(*args, **kwargs)
+        def noted(
+            kernels: Any, step: Any, *rest: Any, name: str = name, call: Any = launch
+        ) -> Any:
+            found[name, step.sm_margin] += 1
+            return call(kernels, step, *rest)
 
-        monkeypatch.setattr(eager, name, noted, raising=False)
+        monkeypatch.setattr(EagerKernels, name, noted)
     q, k, v, do = draw(61, 4, 2)
     simulate_ring(q, k, v, 6, nodes=3, memory_budget=PLENTY, do=do, causal=True)
     # the last launch of a forward has nothing beside it; that of a backward has the sums of the one before

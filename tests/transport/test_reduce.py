@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn import Ring
-from ringattn.transport.base import SelectedTransport, RingContext
+from ringattn.transport.base import RingContext, SelectedTransport
 from ringattn.transport.reduce import stacked
 from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.simulated import run_ranks

@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from ringattn import Ring, autograd, dispatch, ring_attention, simulate_ring
-from ringattn.kernels.attention import eager
+from ringattn import Ring, autograd, ring_attention, simulate_ring
 from ringattn.transport.base import RingContext
 from ringattn.transport.simulated import SimulatedTransport, run_ranks
-from tests.support import fused_eager_kernels
 from tests.support.pool import Pools
 
 PLENTY = 2**40
@@ -29,11 +27,8 @@ RANKS = 3
 
 @pytest.fixture
 def gathers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many gathers there were of each direction, over all ranks; kernels are eager ones that gather."""
+    """How many gathers there were of each direction, over all ranks."""
     counted: Counter[str] = Counter()
-    monkeypatch.setattr(dispatch, "_plans", {})
-    for name in ("can_fuse", "can_capture", "forward_fused", "backward_fused", "reduce_kv_grads"):
-        monkeypatch.setattr(eager, name, getattr(fused_eager_kernels, name), raising=False)
     gather = SimulatedTransport.gather
 
     def counting(self: SimulatedTransport, *args: Any, **kwargs: Any) -> Any:

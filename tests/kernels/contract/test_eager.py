@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn.kernels.attention import eager
-from ringattn.kernels.interface import Grads, RowMetadata, Score
+from ringattn.kernels.attention.eager import EagerKernels
+from ringattn.kernels.interface import BackwardStep, CallShape, Grads, RowMetadata, Score, Step
 from ringattn.numerics.reference import visible_pairs
 from tests.support.kernel_conformance import CASES, Case, make_side, run_case
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
@@ -20,7 +21,7 @@ F64 = torch.float64
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_backward_stay_within_budget(case: Case, dtype: torch.dtype):
-    run_case(eager, case, dtype, "cpu")
+    run_case(EagerKernels, case, dtype, "cpu")
 
 
 @pytest.mark.parametrize("tile", [(256, 256), (16, 24), (7, 5)], ids=str)
@@ -28,13 +29,13 @@ def test_forward_and_backward_stay_within_budget(case: Case, dtype: torch.dtype)
 def test_tiles_of_any_size_stay_within_budget(case: Case, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(eager, "TILE_ROWS", tile[0])
     monkeypatch.setattr(eager, "TILE_KEYS", tile[1])
-    run_case(eager, case, F64, "cpu")
+    run_case(EagerKernels, case, F64, "cpu")
 
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float):
-    assert_kernels_isolate(eager, (300, 170, 90), spoilt, bad, torch.float32, "cpu")
+    assert_kernels_isolate(EagerKernels, (300, 170, 90), spoilt, bad, torch.float32, "cpu")
 
 
 def _sides(seq_len: int, **mask: Any) -> tuple[RowMetadata, RowMetadata]:
@@ -51,9 +52,11 @@ def _ring_step(
     q, k, v, do = (torch.randn(1, seq_len, heads, 16, generator=generator).to(dtype) for _ in range(4))
     rows, keys = _sides(seq_len, **mask)
     o, lse = torch.empty_like(q), torch.empty(1, heads, seq_len)
-    eager.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
+    kernels = EagerKernels(CallShape.of(q, k, v, score))
+    kernels.forward(Step(q, k, v, rows, keys, score, o, lse))
     dq, dk, dv = (torch.empty(1, seq_len, heads, 16) for _ in range(3))
-    eager.backward(do, q, k, v, lse, eager.delta(o, do, None), rows, keys, score, Grads(dq, dk, dv))
+    step = BackwardStep(do, q, k, v, lse, kernels.delta(o, do, None), rows, keys, score)
+    kernels.backward(step, Grads(dq, dk, dv))
     return [o, lse, dq, dk, dv]
 
 
@@ -138,8 +141,9 @@ def test_nothing_larger_than_a_tile_or_the_inputs_is_held(monkeypatch: pytest.Mo
     dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.empty_like(q)
     grads = Grads(dq, dk, dv, dkey_bias=torch.empty(1, n), dalibi=torch.empty(1, 2, n))
     with _Watch() as watch:
-        eager.forward(q, q, q, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
-        eager.backward(q, q, q, q, lse, eager.delta(o, q, None), rows, keys, score, grads)
+        kernels = EagerKernels(CallShape.of(q, q, q, score))
+        kernels.forward(Step(q, q, q, rows, keys, score, o, lse))
+        kernels.backward(BackwardStep(q, q, q, q, lse, kernels.delta(o, q, None), rows, keys, score), grads)
     assert watch.largest == q.numel()
 
 
@@ -186,6 +190,6 @@ def test_distances_between_far_positions_are_exact():
     q, v = torch.zeros(1, 3, 1, 16), torch.eye(3, 16)[None, :, None].contiguous()
     o, lse = torch.empty(1, 3, 1, 16), torch.empty(1, 1, 3)
     score = Score(1.0, alibi_slopes=torch.ones(1))
-    eager.forward(q, q, v, side, side, score, carry=None, first=True, last=True, o=o, lse=lse)
+    EagerKernels(CallShape.of(q, q, v, score)).forward(Step(q, q, v, side, side, score, o, lse))
     distance = torch.tensor([[0.0, 1, 3], [1, 0, 2], [3, 2, 0]])
     torch.testing.assert_close(o[0, :, 0, :3], torch.softmax(-distance, 1), rtol=1e-6, atol=1e-7)

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels.attention.hopper import tile_scheduler as planning
-from ringattn.kernels.attention.hopper.tile_scheduler import EPILOGUE, MIN_PART, OVERHEAD, Shape, WorkPlan, make_plan
+from ringattn.kernels.attention.hopper.tile_scheduler import (
+    EPILOGUE,
+    MIN_PART,
+    OVERHEAD,
+    Shape,
+    WorkPlan,
+    schedule_tiles,
+)
 from ringattn.kernels.interface import PAD_ROWS, BlockPatterns, GatheredKeys, RowMetadata
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.numerics.reference import visible_pairs
@@ -154,7 +161,7 @@ def test_plans_of_the_conformance_cases_are_lawful(case: Case) -> None:
             for tile, block, align in ((16, 8, 4), (8, 16, 1), (128, 128, 4)):
                 every_tile = bool(streamed.run_list)
                 shape = Shape(case.batch, case.heads, tile, block, 5, 2**23, align=align, every_tile=every_tile)
-                assert_lawful(make_plan(stationary, streamed, shape), stationary, streamed, shape, seen)
+                assert_lawful(schedule_tiles(stationary, streamed, shape), stationary, streamed, shape, seen)
 
 
 @settings(max_examples=125, deadline=None)
@@ -188,7 +195,7 @@ def test_plans_of_any_runs_are_lawful(mask: AttentionMask, data: st.DataObject) 
         split=data.draw(st.booleans()),
     )
     visible = visible.expand(shape.batch, -1, -1)
-    assert_lawful(make_plan(*sides, shape), *sides, shape, visible)
+    assert_lawful(schedule_tiles(*sides, shape), *sides, shape, visible)
 
 
 @settings(max_examples=125, deadline=None)
@@ -215,7 +222,7 @@ def test_plans_of_any_union_of_terms_meet_every_visible_pair_once(mask: TermMask
     )
     visible, terms = visible.expand(shape.batch, -1, -1), terms.expand(-1, shape.batch, -1, -1)
     one = len(mask.terms) == 1 and mask.tables is None
-    assert_lawful(make_plan(*sides, shape), *sides, shape, visible, None if one else terms)
+    assert_lawful(schedule_tiles(*sides, shape), *sides, shape, visible, None if one else terms)
 
 
 def block_sides(tokens: int, share: float) -> tuple[RowMetadata, RowMetadata]:
@@ -225,7 +232,7 @@ def block_sides(tokens: int, share: float) -> tuple[RowMetadata, RowMetadata]:
     lo, hi = torch.zeros(1, tokens, dtype=torch.int32), torch.full((1, tokens), tokens, dtype=torch.int32)
     positions, run = torch.arange(tokens, dtype=torch.int32), (0, tokens, 0, 1)
     queries, keys = (
-        RowMetadata(torch.tensor([run]), positions, lo, hi, (run,), lo, hi, 1, BlockPatterns(x, x, (0,), 128))
+        RowMetadata(torch.tensor([run]), positions, lo, hi, (run,), lo, hi, 1, BlockPatterns(x, x, (0,), x, 128))
         for x in (table, table.transpose(1, 2))
     )
     return queries, keys
@@ -235,7 +242,7 @@ def block_sides(tokens: int, share: float) -> tuple[RowMetadata, RowMetadata]:
 def test_a_table_of_blocks_that_fit_the_tiles_has_full_blocks_of_its_true_entries_alone(share: float) -> None:
     queries, keys = block_sides(16384, share)
     assert queries.patterns is not None
-    plan = make_plan(queries, keys, device_shape(heads=1, split=0))
+    plan = schedule_tiles(queries, keys, device_shape(heads=1, split=0))
     assert plan.work[:, 6].sum() == queries.patterns.tables_host.sum()
     assert plan.work[:, 5].sum() == 0
 
@@ -252,7 +259,7 @@ def test_parts_of_a_split_tile_cover_it(rows: int, keys: int, repeats: int) -> N
     visible = visible_pairs(rows, keys, window=(30, None) if rows == keys else None).expand(2, -1, -1)
     queries, keys_side = (make_side(((0, 1, x.shape[1]),), x, "cpu") for x in (visible, visible.transpose(1, 2)))
     shape = Shape(2, 1, tile=16, block=1, programs=23, streamed_bytes=0, repeats=repeats)
-    plan = make_plan(queries, keys_side, shape)
+    plan = schedule_tiles(queries, keys_side, shape)
     assert len(plan.splits)
     assert_lawful(plan, queries, keys_side, shape, visible)
 
@@ -286,7 +293,7 @@ def test_no_program_works_much_longer_than_the_mean(
     for block in (64, 128):
         shape = device_shape(**{**options, "block": block, "streamed_bytes": bytes_of_head})
         for stationary, streamed in ((queries, keys), (keys, queries)):
-            plan = make_plan(stationary, streamed, shape)
+            plan = schedule_tiles(stationary, streamed, shape)
             assert excess(plan, shape) <= bound, name
             assert_parts_are_worth_it(plan, shape)
 
@@ -298,7 +305,7 @@ def test_few_tiles_with_long_key_ranges_are_spread_over_all_programs() -> None:
     queries = RowMetadata(torch.tensor([[0, rows, 0, 1]]), positions, lo, hi, ((0, rows, 0, 1),), lo, hi)
     keys = make_sides(AttentionMask(tokens, tokens))[1]
     shape = device_shape(heads=8)
-    plan = make_plan(queries, keys, shape)
+    plan = schedule_tiles(queries, keys, shape)
     assert plan.programs >= PROGRAMS - 1
     assert excess(plan, shape) <= 1.05
     assert plan.splits[:, 3].max() <= 18, "parts are as long as the programs' shares"
@@ -307,7 +314,7 @@ def test_few_tiles_with_long_key_ranges_are_spread_over_all_programs() -> None:
 def test_a_window_pays_for_its_boundaries_only() -> None:
     queries, keys = make_sides(AttentionMask(16384, 16384, causal=True, window=(4095, None)))
     for align in (1, 4):
-        plan = make_plan(queries, keys, device_shape(heads=1, align=align, split=0))
+        plan = schedule_tiles(queries, keys, device_shape(heads=1, align=align, split=0))
         inner = plan.work[plan.work[:, 1] >= 4096]
         assert inner.shape[0] == 96
         assert (inner[:, 5] == 2).all(), "one masked block at either end"
@@ -319,7 +326,7 @@ def test_the_phase_of_the_blocks_is_the_cheapest() -> None:
     for left, right in product(range(3, 40, 3), (0, 5, None)):
         visible = visible_pairs(tokens, window=(left, right))
         queries, keys = (make_side(((0, 1, tokens),), x, "cpu") for x in (visible, visible.transpose(1, 2)))
-        plan = make_plan(queries, keys, Shape(1, 1, 8, 8, 1, 0))
+        plan = schedule_tiles(queries, keys, Shape(1, 1, 8, 8, 1, 0))
         for _, row, _, _, _, masked_blocks, full_blocks, _ in plan.work.tolist():
             tile = visible[0, row : row + 8]
             seen, by_all = tile.any(0).nonzero().flatten(), tile.all(0)
@@ -334,13 +341,13 @@ def test_the_phase_of_the_blocks_is_the_cheapest() -> None:
 
 
 def test_rows_that_do_not_exist_make_no_block_masked() -> None:
-    plan = make_plan(*make_sides(AttentionMask(128 * 5 + 7, 128 * 5 + 7)), device_shape(heads=1, split=0))
+    plan = schedule_tiles(*make_sides(AttentionMask(128 * 5 + 7, 128 * 5 + 7)), device_shape(heads=1, split=0))
     assert plan.work[:, 5:7].tolist() == [[1, 5]] * 6, "only the last block, which ends beyond the run"
 
 
 def test_heads_that_fit_the_cache_together_come_before_others_and_longest_first() -> None:
     queries, keys = make_sides(AttentionMask(4096, 4096, causal=True))
-    plan = make_plan(queries, keys, device_shape(heads=6, programs=1, streamed_bytes=2**24))
+    plan = schedule_tiles(queries, keys, device_shape(heads=6, programs=1, streamed_bytes=2**24))
     heads, rows = plan.work[:, 0].tolist(), plan.work[:, 1].tolist()
     expected = [
         (head, 128 * tile) for group in (0, 2, 4) for tile in reversed(range(32)) for head in (group, group + 1)
@@ -361,22 +368,22 @@ def test_heads_that_fit_the_cache_together_come_before_others_and_longest_first(
 )
 def test_tiles_of_keys_share_their_last_rows_but_for_windows(mask: AttentionMask, shares: bool) -> None:
     queries, keys = make_sides(mask)
-    assert make_plan(keys, queries, device_shape(heads=2, block=64)).shares_ends == shares
+    assert schedule_tiles(keys, queries, device_shape(heads=2, block=64)).shares_ends == shares
 
 
 def test_a_tile_that_sees_nothing_has_one_hidden_block_or_is_left_out() -> None:
     visible = visible_pairs(20, causal=True)
     queries = make_side(((0, 1, 10),), visible, "cpu")
     keys = make_side(((10, 1, 10),), visible.transpose(1, 2), "cpu")
-    plan = make_plan(queries, keys, Shape(1, 2, 8, 8, 4, 0))
+    plan = schedule_tiles(queries, keys, Shape(1, 2, 8, 8, 4, 0))
     assert plan.work[:, 3:].tolist() == [[1, 0, 1, 0, -1]] * 4
     assert plan.segments.tolist() == [[0, 1, 0, 0, 0, 1, 0, 0]] * 2
-    assert make_plan(queries, keys, Shape(1, 2, 8, 8, 4, 0, every_tile=False)).programs == 0
+    assert schedule_tiles(queries, keys, Shape(1, 2, 8, 8, 4, 0, every_tile=False)).programs == 0
 
 
 def test_a_launch_too_small_to_gain_is_not_split() -> None:
     queries, keys = make_sides(AttentionMask(1024, 1024, causal=True))
-    assert make_plan(queries, keys, device_shape(heads=4)).slots == 0
+    assert schedule_tiles(queries, keys, device_shape(heads=4)).slots == 0
 
 
 def test_the_same_sides_have_the_same_plan_in_all_threads() -> None:
@@ -386,7 +393,7 @@ def test_the_same_sides_have_the_same_plan_in_all_threads() -> None:
 
     def ask() -> None:
         ready.wait()
-        found.append(make_plan(queries, keys, device_shape(heads=2)))
+        found.append(schedule_tiles(queries, keys, device_shape(heads=2)))
 
     threads = [Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -394,14 +401,16 @@ def test_the_same_sides_have_the_same_plan_in_all_threads() -> None:
     for thread in threads:
         thread.join()
     assert len({id(plan) for plan in found}) == 1
-    assert make_plan(queries, keys, device_shape(heads=3)) is not found[0]
-    assert make_plan(keys, queries, device_shape(heads=2)) is not found[0]
+    assert schedule_tiles(queries, keys, device_shape(heads=3)) is not found[0]
+    assert schedule_tiles(keys, queries, device_shape(heads=2)) is not found[0]
 
 
 def test_plans_and_sides_are_collected_when_the_sides_are_dropped() -> None:
     visible = visible_pairs(64, causal=True)
     queries, keys = (make_side(((0, 1, 64),), x, "cpu") for x in (visible, visible.transpose(1, 2)))
-    plans = [weakref.ref(make_plan(*pair, Shape(1, 1, 16, 16, 4, 0))) for pair in ((queries, keys), (keys, queries))]
+    plans = [
+        weakref.ref(schedule_tiles(*pair, Shape(1, 1, 16, 16, 4, 0))) for pair in ((queries, keys), (keys, queries))
+    ]
     sides = [weakref.ref(queries), weakref.ref(keys)]
     assert all(ref() is not None for ref in plans)
     del keys
@@ -416,12 +425,12 @@ def test_plans_and_sides_are_collected_when_the_sides_are_dropped() -> None:
 def test_plans_made_under_inference_mode_serve_training() -> None:
     queries, keys = make_sides(AttentionMask(256, 256))
     with torch.inference_mode():
-        plan = make_plan(queries, keys, device_shape(heads=1))
+        plan = schedule_tiles(queries, keys, device_shape(heads=1))
     assert not any(x.is_inference() for x in (plan.work, plan.segments, plan.starts, plan.splits))
 
 
 def test_tables_begin_at_lines_of_128_bytes_of_one_buffer() -> None:
-    plan = make_plan(*make_sides(AttentionMask(16384, 16384)), device_shape(heads=16))
+    plan = schedule_tiles(*make_sides(AttentionMask(16384, 16384)), device_shape(heads=16))
     tables = (plan.work, plan.segments, plan.starts, plan.splits)
     assert all(x.numel() and x.is_contiguous() for x in tables)
     assert all(x.storage_offset() % 32 == 0 for x in tables)
@@ -433,7 +442,7 @@ def test_a_zigzag_shard_is_planned_like_the_sequence_it_is_cut_from() -> None:
     shard = zigzag(32768, 4)[1]
     queries, keys = (stationary_side(shard, mask, "cpu", reading) for reading in ("keys", "queries"))
     for stationary, streamed in ((queries, keys), (keys, queries)):
-        plan = make_plan(stationary, streamed, device_shape(heads=1))
+        plan = schedule_tiles(stationary, streamed, device_shape(heads=1))
         masked, full = (int(plan.work[:, k].sum()) for k in (5, 6))
         assert masked == 64, "the diagonal of both runs"
         assert full == 64 * 63 // 2
@@ -445,7 +454,7 @@ def test_a_tile_across_two_distant_runs_skips_what_lies_between_them() -> None:
     queries = stationary_side(shard, mask, "cpu", "keys")
     keys = make_sides(mask)[1]
     for align in (1, 4):
-        plan = make_plan(queries, keys, device_shape(heads=1, align=align, split=0))
+        plan = schedule_tiles(queries, keys, device_shape(heads=1, align=align, split=0))
         (tile,) = plan.work[plan.work[:, 1] == 896].tolist()
         first, second = plan.segments[tile[2] : tile[2] + 2].tolist()
         assert tile[3:7] == [2, 0, 6, 0]
@@ -461,7 +470,7 @@ def test_65536_entries_are_planned_in_seconds() -> None:
 
     def plan() -> None:
         planning._plans.clear()
-        assert make_plan(queries, keys, shape).work.shape[0] == 65536
+        assert schedule_tiles(queries, keys, shape).work.shape[0] == 65536
 
     assert_quick(plan, 1)
 
@@ -542,7 +551,7 @@ def test_plans_of_gathered_keys_are_lawful(mask: AttentionMask, data: st.DataObj
         split=data.draw(st.booleans()),
     )
     queries = stationary_side(q_shards[rank], mask, "cpu", "keys")
-    plan = make_plan(queries, keys, shape)
+    plan = schedule_tiles(queries, keys, shape)
     rows = positions(q_shards[rank])
     assert_gathered_keys_are_met(plan, rows, gather_plan, keys, shape, mask)
     if shape.every_tile:

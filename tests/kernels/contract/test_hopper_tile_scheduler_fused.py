@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn.kernels.attention.hopper.tile_scheduler import SHORT, Shape, WorkPlan, make_plan
+from ringattn.kernels.attention.hopper.tile_scheduler import SHORT, Shape, WorkPlan, schedule_tiles
 from ringattn.plan.mask import AttentionMask
 from tests.support.fused_cases import Sources, gather_sources, shards_of
 from tests.support.kernel_conformance import Runs
@@ -131,7 +131,7 @@ def test_plans_of_any_sources_are_lawful(mask: AttentionMask, data: st.DataObjec
         split=data.draw(st.booleans()),
         groups=groups,
     )
-    plan = make_plan(sources.keys, sources.rows, shape)
+    plan = schedule_tiles(sources.keys, sources.rows, shape)
     assert_lawful(plan, sources, shape, visible.expand(shape.batch, -1, -1))
     assert_order_of_arrival(plan, sources, shape)
 
@@ -155,7 +155,7 @@ def test_plans_of_any_sources_under_any_union_are_lawful(mask: TermMask, data: s
         align=align,
         groups=data.draw(st.sampled_from([1, 2])),
     )
-    plan = make_plan(sources.keys, sources.rows, shape)
+    plan = schedule_tiles(sources.keys, sources.rows, shape)
     several = len(mask.terms) > 1 or mask.tables is not None
     terms = mask.terms.expand(-1, shape.batch, -1, -1) if several else None
     assert_lawful(plan, sources, shape, mask.visible.expand(shape.batch, -1, -1), terms)
@@ -167,7 +167,7 @@ def test_half_of_near_is_kept_for_the_end(split: bool) -> None:
     visible = torch.ones(1, 96, 96, dtype=torch.bool)
     sources = gather_sources(shards_of("contiguous", 96, 3), 1, visible)
     shape = Shape(1, 2, tile=8, block=8, programs=1, streamed_bytes=0, split=split, groups=2)
-    plan = make_plan(sources.keys, sources.rows, shape)
+    plan = schedule_tiles(sources.keys, sources.rows, shape)
     order = list(zip(plan.work[:, 0].tolist(), plan.tiles[:, 1].tolist(), strict=True))
     near = [(head, 0) for head in (0, 1)] * 2
     assert order[:4] == near
@@ -210,7 +210,7 @@ def test_tiles_take_rows_that_arrive_in_order_and_each_tile_once(mask: Attention
         split=data.draw(st.booleans()),
         groups=groups,
     )
-    plan = make_plan(sources.rows, sources.keys, shape)
+    plan = schedule_tiles(sources.rows, sources.keys, shape)
     parts = [plan.work[begin:end, 7].tolist() for begin, end in pairwise(plan.starts.tolist())]
     for mine, slots in zip(streamed_arrivals(plan, shape), parts, strict=True):
         # a part of a split tile has the place of the tile, and may wait for less
@@ -227,7 +227,7 @@ def test_no_program_has_two_tiles_of_the_last_rows_while_another_has_none() -> N
     visible = torch.ones(512, 512, dtype=torch.bool).tril()[None]
     sources = gather_sources(shards_of("zigzag", 512, 2), 0, visible)
     shape = Shape(1, 8, tile=16, block=16, programs=34, streamed_bytes=2**23, groups=2)
-    programs = streamed_arrivals(make_plan(sources.rows, sources.keys, shape), shape)
+    programs = streamed_arrivals(schedule_tiles(sources.rows, sources.keys, shape), shape)
     assert sum(len(mine) for mine in programs) == 8 * 16
     for group in (1, 2):
         assert {mine.count((group, 1)) for mine in programs} == {0, 1}, "32 tiles on 34 programs"
@@ -237,7 +237,7 @@ def test_long_tiles_are_taken_in_the_order_of_heads() -> None:
     visible = torch.ones(1536, 1536, dtype=torch.bool).tril()[None]
     sources = gather_sources(shards_of("zigzag", 1536, 2), 0, visible)
     shape = Shape(1, 4, tile=64, block=8, programs=1, streamed_bytes=2**25, groups=2)
-    plan = make_plan(sources.rows, sources.keys, shape)
+    plan = schedule_tiles(sources.rows, sources.keys, shape)
     assert int((plan.work[:, 5] + plan.work[:, 6]).max()) > SHORT
     assert plan.work[:, 0].tolist() == sorted(plan.work[:, 0].tolist())
 
@@ -246,8 +246,11 @@ def test_a_gathered_plan_says_of_every_entry_whose_rows_it_holds_and_others_say_
     visible = torch.ones(1, 40, 40, dtype=torch.bool)
     sources = gather_sources(shards_of("contiguous", 40, 2), 0, visible)
     shape = Shape(1, 1, tile=16, block=8, programs=2, streamed_bytes=0)
-    gathered = make_plan(sources.keys, sources.rows, shape)
+    gathered = schedule_tiles(sources.keys, sources.rows, shape)
     assert gathered.tiles.shape == (len(gathered.work), 4)
     assert gathered.split_tiles.shape == (len(gathered.splits), 4)
-    for other in (make_plan(sources.rows, sources.keys, shape), make_plan(sources.keys.sides[0], sources.rows, shape)):
+    for other in (
+        schedule_tiles(sources.rows, sources.keys, shape),
+        schedule_tiles(sources.keys.sides[0], sources.rows, shape),
+    ):
         assert other.tiles.shape[0] == other.split_tiles.shape[0] == 0

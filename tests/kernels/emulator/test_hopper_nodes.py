@@ -12,11 +12,11 @@ pytest.importorskip("triton")
 if os.environ.get("GLUON_EMULATOR") != "1":
     pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
 
-from ringattn.kernels.attention import eager
-from ringattn.kernels.attention.hopper import api as hopper
+from ringattn.kernels.attention.eager import EagerKernels, _region
+from ringattn.kernels.attention.hopper.api import HopperKernels
+from ringattn.kernels.interface import Arrivals, BackwardStep, Grads, Returns, Step
 from ringattn.simulate import simulate_ring
 from tests.kernels.emulator import gluon as machine
-from tests.support.fused_eager_kernels import _region
 
 
 @pytest.mark.parametrize(
@@ -31,20 +31,21 @@ def test_launches_of_all_node_steps_are_attention(
 ) -> None:
     launches: list[str] = []
 
-    def noted(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            launches.append(name)
-            if name != "backward_fused":
-                return getattr(hopper, name)(*args, **kwargs)
-            (k, v), homes, grad_buffer_rows = args[2], args[10], args[11]
-            shape = (k.shape[0], grad_buffer_rows, k.shape[2], k.shape[3] + v.shape[3])
-            with machine.mode(mapped=tuple(_region(address, shape) for address in homes.tolist())):
-                return hopper.backward_fused(*args, **kwargs)
+    def forward_fused(self: EagerKernels, step: Step, arrivals: Arrivals) -> None:
+        launches.append("forward_fused")
+        HopperKernels(self.call).forward_fused(step, arrivals)
 
-        return call
+    def backward_fused(
+        self: EagerKernels, step: BackwardStep, arrivals: Arrivals, returns: Returns, grads: Grads
+    ) -> None:
+        launches.append("backward_fused")
+        k, v, homes = step.k, step.v, returns.grad_buffers
+        shape = (k.shape[0], returns.rows, k.shape[2], k.shape[3] + v.shape[3])
+        with machine.mode(mapped=tuple(_region(homes, i, shape) for i in range(len(homes)))):
+            HopperKernels(self.call).backward_fused(step, arrivals, returns, grads)
 
-    for name in ("can_fuse", "forward_fused", "backward_fused", "reduce_kv_grads"):
-        monkeypatch.setattr(eager, name, noted(name), raising=False)
+    monkeypatch.setattr(EagerKernels, "forward_fused", forward_fused)
+    monkeypatch.setattr(EagerKernels, "backward_fused", backward_fused)
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 57, h, 16, generator=generator).bfloat16() for h in (2, 1, 1, 2))
     options = {"layout": layout, "deterministic": True, **mask}
