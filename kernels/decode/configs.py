@@ -97,7 +97,6 @@ _TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
 }  # fmt: skip
 
 
-@functools.lru_cache
 def choose(kind: str, itemsize: int, head_dim: int, rows: int) -> Config:
     """The configuration of a call.
 

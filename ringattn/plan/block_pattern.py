@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 MOST_ENTRIES = 2**22
@@ -83,10 +83,10 @@ class BlockPattern:
     @cached_property
     def spans(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Per block of queries the visible key positions as disjoint, ascending [begin, end) of whole blocks."""
-        return tuple(_spans(line, self.block_size) for line in self.lines)
+        found = {line: _spans(line, self.block_size) for line in set(self.lines)}
+        return tuple(map(found.__getitem__, self.lines))
 
 
-@lru_cache(maxsize=8192)
 def _spans(line: int, block_size: int) -> tuple[tuple[int, int], ...]:
     """Return the stretches of ones of an integer's bits, in positions."""
     found, at = [], 0

@@ -5,7 +5,6 @@ Registered when the first ring is made, not at import: torch's counter imports t
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,11 +13,12 @@ from ringattn.plan.attention_spec import AttentionSpec
 from ringattn.ring_registry import get_ring
 
 
-@lru_cache(maxsize=1)
 def register_flops() -> None:
     """Register the operators with `torch.utils.flop_counter`; a counter made later counts them."""
-    from torch.utils.flop_counter import register_flop_formula
+    from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+    if torch.ops.ringattn.forward in flop_registry:
+        return
     register_flop_formula(torch.ops.ringattn.forward)(_forward_flops)
     register_flop_formula(torch.ops.ringattn.backward)(_backward_flops)
 

@@ -167,11 +167,6 @@ def _repeats() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-@cache
-def _major(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
-
-
 def preferred(device: torch.device) -> Sequence[str]:
     """Return the backends of a device, the faster first: an activated flash kernel, cuDNN on data centre GPUs, flash elsewhere.
 
@@ -179,7 +174,8 @@ def preferred(device: torch.device) -> Sequence[str]:
     """
     if device.type == "cpu":
         return ("flash_cpu",)
-    return ("cudnn", "flash") if active_flash() is None and _major(device) in (9, 10) else ("flash", "cudnn")
+    centre = active_flash() is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return ("cudnn", "flash") if centre else ("flash", "cudnn")
 
 
 def active_flash() -> str | None:

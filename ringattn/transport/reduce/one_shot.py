@@ -5,7 +5,6 @@ Owns the mailboxes, and the host's errors. The order of stores is in kernels/com
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,13 +20,6 @@ HALVES = 2
 SMALLEST = 2**14
 """Least numbers of a slot: 126 rows of dv 128."""
 DID_NOT_COME, HAS_FAILED = 1, 2
-
-
-@lru_cache(maxsize=1)
-def _kernel() -> Any:
-    from ringattn.kernels.comm import one_shot_triton
-
-    return one_shot_triton
 
 
 class OneShotReducer(PartialReducer):
@@ -61,10 +53,13 @@ class OneShotReducer(PartialReducer):
         self._watchdog = watchdog
         self._timeout = timeout
         self._timeout_us = min(max(int(timeout * 1e6), 1), 2**31 - 1)
-        words = _kernel().control_size(world_size)
-        self._control: Region | None = memory.region(aligned(words * _kernel().WORD), "exchange flags")
+        from ringattn.kernels.comm import one_shot_triton
+
+        self._kernel = one_shot_triton
+        words = self._kernel.control_size(world_size)
+        self._control: Region | None = memory.region(aligned(words * self._kernel.WORD), "exchange flags")
         # when the ring fails, kernels that wait here end
-        self._failed = (self._control.addresses[rank] + (words - 1) * _kernel().WORD, 1)
+        self._failed = (self._control.addresses[rank] + (words - 1) * self._kernel.WORD, 1)
         watchdog.recovery.raised.add(self._failed)
         self._errors = memory.pinned_ints(world_size)
         self._said = self._errors.numpy()
@@ -120,13 +115,13 @@ class OneShotReducer(PartialReducer):
         return True
 
     def _run_merge(self, call: MergeCall) -> None:
-        _kernel().one_shot(call.splits, call.sinks, call.o, call.lse, self._table, **self._place())
+        self._kernel.one_shot(call.splits, call.sinks, call.o, call.lse, self._table, **self._place())
 
     def _run_sum(self, call: ShareCall) -> None:
-        _kernel().share(call.x, call.out, self._table, adds=True, **self._place())
+        self._kernel.share(call.x, call.out, self._table, adds=True, **self._place())
 
     def _run_columns(self, call: ShareCall) -> None:
-        _kernel().share(call.x, call.out, self._table, adds=False, **self._place())
+        self._kernel.share(call.x, call.out, self._table, adds=False, **self._place())
 
     def _place(self) -> dict[str, int]:
         return {"rank": self._rank, "ranks": self._world_size, "slot": self._slot, "timeout_us": self._timeout_us}
