@@ -14,6 +14,9 @@ from ringattn.plan.block_pattern import BlockPattern
 from ringattn.plan.bounds import Bounds, PiecewiseBound, clamp, constant, from_pieces
 from ringattn.plan.intervals import Term, both, count_term, united
 
+MAX_CHUNKS = 2**20
+"""Chunks of the longest mask: their boundaries take 0.5 GB and 9 s on the host."""
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -210,6 +213,7 @@ class Chunks(Mask):
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n, m, length = frame.seq_len, frame.kv_len, self.length
+        check_chunks(n, length)
         starts = range(0, n, length)
         lower = from_pieces([(min(length, n - a), min(a, m), 0) for a in starts])
         return [Term((lower, from_pieces([(min(length, n - a), min(a + length, m), 0) for a in starts])))]
@@ -729,6 +733,14 @@ def check_mask(mask: Any) -> Mask:
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
     return mask
+
+
+def check_chunks(seq_len: int, length: int) -> None:
+    """Refuse chunks whose boundaries would take gigabytes and minutes on the host."""
+    if seq_len > MAX_CHUNKS * length:
+        raise NotImplementedError(
+            f"chunks must be at most {MAX_CHUNKS:,}, got {-(-seq_len // length):,} of {length} tokens; use longer chunks"
+        )
 
 
 def _natural(name: str, number: Any, least: int) -> int:

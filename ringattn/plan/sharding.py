@@ -6,7 +6,7 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from math import gcd
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -456,18 +456,31 @@ def _check_partition(shards: tuple[Shard, ...], seq_len: int, *, whole: bool) ->
                 )
             end = run.last + 1
     held = sum(shard_len(shard) for shard in shards)
-    if (whole and held != seq_len) or not _is_disjoint(shards, seq_len):
+    if (whole and held != seq_len) or not _is_disjoint(shards):
         raise ValueError(
             f"shards must hold each of {seq_len} positions once, got {held} rows; "
             "make them with ringattn.plan.layouts.make_shards"
         )
 
 
-def _is_disjoint(shards: tuple[Shard, ...], seq_len: int) -> bool:
-    runs = sorted(run for shard in shards for run in shard)
-    if all(run.stride == 1 for run in runs):
-        return all(a.last < b.start for a, b in pairwise(runs))
-    held = bytearray(seq_len)
-    for run in runs:
-        held[run.start : run.last + 1 : run.stride] = b"\1" * run.length
-    return sum(held) == sum(run.length for run in runs)
+def _is_disjoint(shards: tuple[Shard, ...]) -> bool:
+    runs = [run for shard in shards for run in shard]
+    # runs whose positions have different remainders are disjoint: of striped shards none are compared
+    divisor = gcd(*(run.stride for run in runs if run.length > 1)) or 1
+    active: list[Run] = []
+    for run in sorted(runs, key=lambda run: (run.start % divisor, run.start)):
+        remainder = run.start % divisor
+        active = [other for other in active if other.last >= run.start and other.start % divisor == remainder]
+        if any(_meet(other, run) for other in active):
+            return False
+        active.append(run)
+    return True
+
+
+def _meet(a: Run, b: Run) -> bool:
+    """Return whether two runs, of which b starts later, hold a common position (Chinese remainder theorem)."""
+    shared = gcd(a.stride, b.stride)
+    steps, rest = divmod(a.start - b.start, shared)
+    period = a.stride // shared
+    first = b.start + b.stride * (steps * pow(b.stride // shared, -1, period) % period)
+    return not rest and first <= min(a.last, b.last)
