@@ -32,7 +32,7 @@ from ringattn.plan.flops import register_flops
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
-from ringattn.plan.sharding import Sharding, resolve_shards
+from ringattn.plan.sharding import Sharding, check_sharding, resolve_shards
 from ringattn.ring_registry import RINGS, get_ring
 from ringattn.transport.base import Buffers, Choice, RingContext, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
@@ -369,6 +369,7 @@ class Ring:
             K `b t hk d` and v `b t hk dv`, this rank's rows, uninitialised; the last dim is contiguous.
         """
         with self.propagate_errors():
+            check_sharding(sharding)
             if device is None:
                 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
             device = torch.device(device)

@@ -286,6 +286,9 @@ WRONG = {
     "documents": "documents must be boundaries that start at 0 and end at seq_len 9, got 0, ..., 10",
     "rows": "x must have seq_len 9 in dim 1, got 8",
     "buffer": "no device",
+    "buffer's sharding": "sharding must be what ring.sharding(seq_len) gives, got int",
+    "rank": "the sharding must be that of rank 1 of 2",
+    "spec": "layout must be one of",
 }
 
 
@@ -297,11 +300,14 @@ def _make_wrongly(kind: str) -> list[str]:
             documents = [0, 4, 10 if wrong == "documents" else 9]
             sharding = ring.sharding(0 if wrong == "seq_len" else 9, documents=documents)
             x = sharding.shard(torch.ones(1, 8 if wrong == "rows" else 9, 2, 16))
+            spec = (9, "ring" if wrong == "spec" else "zigzag", 2, None, None)
+            Sharding.from_spec(spec, 0 if wrong == "rank" else ring.rank, ring=ring)
             device = "no device" if wrong == "buffer" else "cpu"
-            k, v = ring.kv_buffer(sharding, 1, 2, 16, dtype=x.dtype, name="a", device=device)
+            where: Any = 12 if wrong == "buffer's sharding" else sharding
+            k, v = ring.kv_buffer(where, 1, 2, 16, dtype=x.dtype, name="a", device=device)
             ring_attention(x, k.copy_(x), v.copy_(x), sharding)
             said.append("")
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, TypeError) as error:
             said.append(str(error))
     return said
 
