@@ -194,8 +194,8 @@ def ring_attention_with_lse(
         seed = 0 if dropout_seed is None else dropout_seed
         if type(seed) is not int and not isinstance(seed, torch.SymInt):
             seed = resolve_integer("dropout_seed", seed)
-        if type(seed) is int and not torch.compiler.is_compiling() and not -(2**63) <= seed < 2**63:
-            if not 0 <= seed < 2**64:
+        if _is_true(seed < -(2**63)) or _is_true(seed >= 2**63):
+            if _is_true(seed < 0) or _is_true(seed >= 2**64):
                 raise ValueError(f"dropout_seed must have 64 bits, got {seed}; take it modulo 2**64")
             seed -= 2**64  # the same bits: operators take signed integers
         options = {
@@ -221,6 +221,15 @@ def ring_attention_with_lse(
     # the property raises where there is no ring
     ring = sharding.ring_name or sharding.ring.name
     return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, ring, call)
+
+
+def _is_true(condition: bool | torch.SymBool) -> bool:
+    """Return whether a condition is true; False for one about a seed that is drawn in a trace, which has 63 bits."""
+    if not torch.compiler.is_compiling():
+        return condition is True
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy
+
+    return guard_or_false(condition)
 
 
 def _is_dense_or_none(x: Tensor | None) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from ringattn.plan.flops import register_flops
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
-from ringattn.plan.sharding import Sharding, resolve_shards
+from ringattn.plan.sharding import Sharding, check_sharding, resolve_shards
 from ringattn.ring_registry import RINGS, get_ring
 from ringattn.transport.base import Buffers, RingContext, SelectedTransport, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
@@ -53,7 +54,8 @@ class Ring:
 
     Args:
         group: A ProcessGroup, a one-dimensional DeviceMesh (`mesh["cp"]`), or None for the default group; a ring of one
-            rank when torch.distributed is not initialised.
+            rank when torch.distributed is not initialised and WORLD_SIZE, which torchrun sets, is at most 1. For sequences of
+            its own on each rank pass a group of this rank alone: `torch.distributed.new_subgroups(group_size=1)[0]`.
         impl: Kernel set for calls that do not name one: "auto", "hopper", "torch", "portable" or "eager".
         transport: "copy_engine" (GPUs of one host that reach each other; with several nodes, within each), "process_group"
             (NCCL or gloo), or "auto": the copy engine where it can serve, decided by all ranks together at the first call
@@ -84,6 +86,7 @@ class Ring:
         ValueError: The mesh has more than one dimension, this process is not in the group, the transport or impl is unknown,
             the memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
         TypeError: The timeout is no timedelta, the group is something else, or what counts is no integer.
+        RuntimeError: torch.distributed is not initialised, and WORLD_SIZE is more than 1.
 
     Example:
         >>> ring = Ring()                       # one process: no group needed
@@ -368,6 +371,7 @@ class Ring:
             K `b t hk d` and v `b t hk dv`, this rank's rows, uninitialised; the last dim is contiguous.
         """
         with self.propagate_errors():
+            check_sharding(sharding)
             if device is None:
                 device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
             device = torch.device(device)
@@ -520,6 +524,13 @@ def _resolve_members(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
         raise TypeError(f"group must be a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if group is None and processes not in ("", "0", "1"):
+        raise RuntimeError(
+            f"Ring() must find a process group where WORLD_SIZE is {processes}, got none; call "
+            "torch.distributed.init_process_group() before, and where each rank has sequences of its own, pass the group of this "
+            "rank alone: Ring(torch.distributed.new_subgroups(group_size=1)[0])"
+        )
     return group
 
 

@@ -281,6 +281,19 @@ def test_a_seed_of_64_bits_is_the_same_signed_and_unsigned() -> None:
     torch.testing.assert_close(found, attention_reference(x, x, x, dropout_p=0.5, dropout_seed=2**64 - 3))
 
 
+def test_a_seed_of_64_bits_is_the_same_compiled() -> None:
+    x, sharding = torch.randn(1, 9, 2, 8), Ring().sharding(9)
+
+    def step(seed: int) -> Tensor:
+        return ring_attention(x, x, x, sharding, dropout_p=0.5, dropout_seed=seed)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    # the first is a constant of the graph, others are symbols
+    for seed in (2**64 - 3, 2**64 - 5, 2**63, 5, -3, 2**63 - 1):
+        assert torch.equal(compiled(seed), step(seed))
+
+
 def test_subclasses_of_tensors_see_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     sharding, op = Ring().sharding(9), _Counting(autograd.ring_attention_op)
     monkeypatch.setattr(autograd, "ring_attention_op", op)

@@ -87,7 +87,12 @@ def test_layouts_balance_a_mask_and_counters_count_its_pairs():
 
 
 def test_masks_are_values():
-    for mask in (STREAMING, TREE, masks.blocks(torch.ones(2, 2), 12), masks.per_batch([STREAMING, masks.prefix(3)])):
+    for mask in (
+        STREAMING,
+        TREE,
+        masks.blocks(torch.ones(2, 2).bool(), 12),
+        masks.per_batch([STREAMING, masks.prefix(3)]),
+    ):
         assert pickle.loads(pickle.dumps(mask)) == mask
         assert hash(pickle.loads(pickle.dumps(mask))) == hash(mask)
         assert mask.pairs(N) == sum(mask.visible(i, j) for i in range(N) for j in range(N))
@@ -157,6 +162,10 @@ class TestFromBlockMask:
             masks.from_block_mask(block_mask)
         with pytest.raises(ValueError, match="inside must show what the block mask shows"):
             masks.from_block_mask(block_mask, masks.causal())
+
+    def test_refuses_what_is_no_block_mask(self):
+        with pytest.raises(TypeError, match="block_mask must be a BlockMask of flex_attention, got int"):
+            masks.from_block_mask(3)
 
     def test_refuses_patterns_of_heads(self):
         block_mask = create_block_mask(lambda b, h, i, j: j <= i + h, None, 2, 128, 128, device="cpu", BLOCK_SIZE=32)

@@ -410,6 +410,7 @@ def compile_ahead(cases: Sequence[AnyCase], args: CheckArgs, ranks: int, session
 
 def _init_compiling() -> None:
     """Silence a process of `compile_ahead`, and let it end with its parent."""
+    os.environ.pop("WORLD_SIZE", None)  # its rings are of one rank
     for descriptor in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     parent = multiprocessing.parent_process()

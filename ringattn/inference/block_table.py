@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MAX_REQUEST_TOKENS = 2**31 - 1
-"""Tokens of a request: positions are int32 in kernels."""
+from ringattn.plan.layouts import MAX_SEQ_LEN
+
+MAX_REQUEST_TOKENS = MAX_SEQ_LEN
+"""Tokens of a request."""
 
 
 class RankSpan(NamedTuple):

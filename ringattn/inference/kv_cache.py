@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
+from ringattn.inference.block_table import MAX_REQUEST_TOKENS
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS, ForwardBatch, make_forward_batch
 from ringattn.inference.kv_pool import KVPool
 from ringattn.inference.page_allocator import CacheFull, PageAllocator
@@ -215,8 +216,10 @@ class PagedKVCache(KVPool):
         # it may be written outside of inference mode
         with self._propagate_errors(), torch.inference_mode(False):
             for name, value in numbers.items():
-                if value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}; give the largest that occurs")
+                if not 1 <= value <= MAX_REQUEST_TOKENS:
+                    raise ValueError(
+                        f"{name} must be from 1 to {MAX_REQUEST_TOKENS}, got {value}; give the largest that occurs"
+                    )
             if not 1 <= new <= MAX_DECODE_TOKENS:
                 raise ValueError(f"new must be from 1 to {MAX_DECODE_TOKENS}, got {new}; more new tokens are a prefill")
             most = -(-max_tokens // self.page_size) + 1 if max_blocks is None else max_blocks
@@ -235,7 +238,12 @@ class PagedKVCache(KVPool):
                     pass
             self.allocator.assign(requests, counts, one_by_one=True)
             return
-        firsts = [one.first for one in self.allocator.get_requests(requests)]
+        found = self.allocator.get_requests(requests)
+        firsts, total = [one.first for one in found], sum(one.length for one in found) + sum(counts)
+        if not same_length and total > MAX_REQUEST_TOKENS:
+            raise ValueError(
+                f"requests must have at most {MAX_REQUEST_TOKENS} tokens together, got {total}; prefill them in several calls"
+            )
         if same_length and len(set(requests)) == len(requests) and not self.allocator.have_same_placement(requests):
             raise NotImplementedError(
                 f"a batch of {len(requests)} requests must have equal lengths on the same ranks to be prefilled together, got "

@@ -22,8 +22,15 @@ def from_block_mask(block_mask: Any, inside: Mask | None = None) -> Mask:
 
     Raises:
         NotImplementedError: Heads have patterns of their own, or blocks are not square.
+        TypeError: It is no block mask.
         ValueError: There are partial blocks and no rule, or the rule shows other pairs than the block mask.
     """
+    from torch.nn.attention import flex_attention  # imports the compiler
+
+    if not isinstance(block_mask, flex_attention.BlockMask):
+        raise TypeError(
+            f"block_mask must be a BlockMask of flex_attention, got {type(block_mask).__name__}; make it with create_block_mask"
+        )
     batch, heads, seq_len, kv_len = block_mask.shape
     rows_of_block, keys_of_block = block_mask.BLOCK_SIZE
     if heads != 1:

@@ -33,6 +33,13 @@ class BlockPattern:
                 f"pattern must be a matrix of flags, got {len(rows)} rows of {sorted({len(row) for row in rows})[:3]}; "
                 "pass one flag per pair of blocks"
             )
+        for row in rows:
+            if not ({*map(type, row)} <= {bool, int} and {*row} <= {0, 1}):
+                wrong = next(flag for flag in row if type(flag) not in (bool, int) or flag not in (0, 1))
+                raise ValueError(
+                    f"pattern must be of bool, or of integers 0 and 1, got {wrong!r}; compare first: pattern == 0 is what an "
+                    "additive pattern shows"
+                )
         if len(rows) * len(rows[0]) > MOST_ENTRIES:
             raise ValueError(
                 f"pattern must have at most {MOST_ENTRIES:,} entries, got {len(rows)} x {len(rows[0])}; use larger blocks"

@@ -14,6 +14,9 @@ from ringattn.plan.block_pattern import BlockPattern
 from ringattn.plan.bounds import Bounds, PiecewiseBound, clamp, constant, from_pieces
 from ringattn.plan.intervals import Term, both, count_term, united
 
+MAX_CHUNKS = 2**20
+"""Chunks of the longest mask: their boundaries take 0.5 GB and 9 s on the host."""
+
 
 @dataclass(frozen=True)
 class Frame:
@@ -93,7 +96,7 @@ class Mask(ABC):
             >>> (causal() & (sinks(2) | window(2))).pairs(8)
             30
         """
-        frame = Frame(seq_len, seq_len if kv_len is None else kv_len, b)
+        frame = self._frame(seq_len, kv_len, b)
         return sum(count_term(term, 0, seq_len) for term in self.intervals(frame))
 
     def draw(self, seq_len: int, kv_len: int | None = None, *, b: int = 0) -> str:
@@ -107,8 +110,18 @@ class Mask(ABC):
             x.xx.
             x..xx
         """
-        columns = range(seq_len if kv_len is None else kv_len)
-        return "\n".join("".join("x" if self.visible(i, j, b=b) else "." for j in columns) for i in range(seq_len))
+        frame = self._frame(seq_len, kv_len, b)
+        rows, columns = range(frame.seq_len), range(frame.kv_len)
+        return "\n".join("".join("x" if self.visible(i, j, b=frame.b) else "." for j in columns) for i in rows)
+
+    def _frame(self, seq_len: int, kv_len: int | None, b: int) -> Frame:
+        rows = _natural("seq_len", seq_len, 0)
+        frame = Frame(rows, rows if kv_len is None else _natural("kv_len", kv_len, 0), _natural("b", b, 0))
+        if self.batch_size is not None and frame.b >= self.batch_size:
+            raise ValueError(
+                f"b must be below {self.batch_size}, the batch elements of the mask, got {b}; count from 0"
+            )
+        return frame
 
     @abstractmethod
     def intervals(self, frame: Frame) -> list[Term]:
@@ -210,6 +223,7 @@ class Chunks(Mask):
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n, m, length = frame.seq_len, frame.kv_len, self.length
+        check_chunks(n, length)
         starts = range(0, n, length)
         lower = from_pieces([(min(length, n - a), min(a, m), 0) for a in starts])
         return [Term((lower, from_pieces([(min(length, n - a), min(a + length, m), 0) for a in starts])))]
@@ -542,7 +556,7 @@ def documents(boundaries: Sequence[int]) -> Mask:
     Raises:
         ValueError: The boundaries do not ascend from 0, or one is no integer.
     """
-    found = tuple(_natural("boundaries", boundary, 0) for boundary in _listed(boundaries))
+    found = tuple(_natural("boundaries", boundary, 0) for boundary in _listed("boundaries", boundaries))
     if len(found) < 2 or found[0] != 0 or any(a > b for a, b in pairwise(found)):
         raise ValueError(f"boundaries must ascend from 0 to seq_len, got {boundaries!r}; pass cumulative lengths")
     return Documents(found)
@@ -630,8 +644,8 @@ def tree(parents: Sequence[int | None], lengths: Sequence[int]) -> Tree:
         xx.x.
         xx.xx
     """
-    above = tuple(-1 if parent is None else _natural("parents", parent, -1) for parent in _listed(parents))
-    sizes = tuple(_natural("lengths", length, 1) for length in _listed(lengths))
+    above = tuple(-1 if parent is None else _natural("parents", parent, -1) for parent in _listed("parents", parents))
+    sizes = tuple(_natural("lengths", length, 1) for length in _listed("lengths", lengths))
     if len(above) != len(sizes) or not above:
         raise ValueError(f"parents and lengths must name the same nodes, got {len(above)} and {len(sizes)}")
     path: list[int] = []
@@ -664,7 +678,7 @@ def blocks(pattern: Any, block_size: int = 128) -> Mask:
             f"pattern must have 2 dims, blocks of queries x blocks of keys, got shape {shape}; one pattern serves all heads, "
             "and per_batch([...]) takes one mask per batch element"
         )
-    rows = [list(row) for row in _listed(pattern)]
+    rows = [_listed("pattern", row) for row in _listed("pattern", pattern)]
     return Blocks(BlockPattern.from_rows(rows, _natural("block_size", block_size, 1)))
 
 
@@ -674,7 +688,7 @@ def per_batch(masks: Sequence[Mask]) -> PerBatch:
     Raises:
         ValueError: There are no masks, or one differs between batch elements already.
     """
-    parts = tuple(map(check_mask, masks))
+    parts = tuple(map(check_mask, _listed("masks", masks)))
     if not parts or any(part.batch_size is not None for part in parts):
         raise ValueError(
             f"masks must be one per batch element, each the same for all elements, got {list(parts)!r}; "
@@ -731,6 +745,14 @@ def check_mask(mask: Any) -> Mask:
     return mask
 
 
+def check_chunks(seq_len: int, length: int) -> None:
+    """Refuse chunks whose boundaries would take gigabytes and minutes on the host."""
+    if seq_len > MAX_CHUNKS * length:
+        raise NotImplementedError(
+            f"chunks must be at most {MAX_CHUNKS:,}, got {-(-seq_len // length):,} of {length} tokens; use longer chunks"
+        )
+
+
 def _natural(name: str, number: Any, least: int) -> int:
     try:
         found = least - 1 if isinstance(number, bool) else index(number)
@@ -741,14 +763,17 @@ def _natural(name: str, number: Any, least: int) -> int:
     return found
 
 
-def _listed(values: Any) -> list[Any]:
+def _listed(name: str, values: Any) -> list[Any]:
     """Return the content of a tensor, an array or a sequence."""
-    return values.tolist() if hasattr(values, "tolist") else list(values)
+    found = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(found, Iterable):
+        raise ValueError(f"{name} must be a sequence, got {values!r}; pass a list")
+    return list(found)
 
 
 def _pairs(name: str, values: Any) -> tuple[tuple[int, int], ...]:
-    rows = [_listed(row) for row in _listed(values)]
-    if any(len(row) != 2 for row in rows):
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in _listed(name, values)]
+    if any(not isinstance(row, Sequence) or len(row) != 2 for row in rows):
         raise ValueError(f"{name} must be pairs (start, stop), got {values!r}; (0, n) are the first n tokens")
     return tuple((_natural(name, start, 0), _natural(name, stop, 0)) for start, stop in rows)
 

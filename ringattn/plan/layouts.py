@@ -17,6 +17,8 @@ TOLERANCE = 1.02
 """Greatest work of a rank over the mean at which a balanced layout stops to cut finer."""
 PART = "part"
 """Name of shards that are made by hand and hold only some positions of a sequence."""
+MAX_SEQ_LEN = 2**31 - 1
+"""Tokens of the longest sequence: positions are int32 in kernels."""
 
 
 @dataclass(frozen=True, order=True)
@@ -135,7 +137,8 @@ def segmented(lengths: Sequence[int], world_size: int) -> tuple[Shard, ...]:
         >>> segmented((3, 5), 2)[0]
         (Run(start=0, stride=1, length=2), Run(start=3, stride=1, length=3))
     """
-    check_sizes(min(lengths, default=0), world_size)
+    for length in (min(lengths, default=0), sum(lengths)):
+        check_sizes(length, world_size)
     starts = [0, *accumulate(lengths)]
     edges = [[start + e for e in _edges(n, world_size)] for start, n in zip(starts, lengths, strict=False)]
     return tuple(_merge([(e[r], e[r + 1]) for e in edges]) for r in range(world_size))
@@ -179,9 +182,11 @@ def make_shards(
 
 
 def check_sizes(seq_len: int, world_size: int) -> None:
-    """Refuse sequences without tokens and rings without ranks."""
-    if seq_len < 1:
-        raise ValueError(f"seq_len must be at least 1, got {seq_len}; give the length of the whole sequence")
+    """Refuse sequences without tokens or with positions beyond int32, and rings without ranks."""
+    if not 1 <= seq_len <= MAX_SEQ_LEN:
+        raise ValueError(
+            f"seq_len must be from 1 to {MAX_SEQ_LEN}, got {seq_len}; give the length of the whole sequence, and cut longer ones"
+        )
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}; give the number of ranks of the ring")
 

@@ -11,7 +11,19 @@ from functools import cached_property
 from itertools import pairwise
 from operator import gt
 
-from ringattn.plan.expressions import Causal, Chunks, Documents, Intersection, Lengths, Mask, PerBatch, Prefix, Window
+from ringattn.plan.expressions import (
+    Causal,
+    Chunks,
+    Documents,
+    Intersection,
+    Lengths,
+    Mask,
+    PerBatch,
+    Prefix,
+    Window,
+    check_chunks,
+)
+from ringattn.plan.layouts import MAX_SEQ_LEN
 from ringattn.plan.mask_union import MaskAxis as MaskAxis
 from ringattn.plan.mask_union import MaskUnion
 
@@ -51,9 +63,9 @@ class AttentionMask(MaskUnion):
         for name, numbers in widths.items():
             if any(x is not None and type(x) is not int for x in numbers):
                 raise ValueError(f"{name} must be of integers, got {getattr(self, name)!r}; convert it first")
-        if self.seq_len < 1 or self.kv_len < 1:
+        if not 1 <= min(self.seq_len, self.kv_len) <= max(self.seq_len, self.kv_len) <= MAX_SEQ_LEN:
             raise ValueError(
-                f"seq_len and kv_len must be at least 1, got {self.seq_len} and {self.kv_len}; "
+                f"seq_len and kv_len must be from 1 to {MAX_SEQ_LEN}, got {self.seq_len} and {self.kv_len}; "
                 "give the lengths of the whole sequences"
             )
         if self.window is not None and len(self.window) != 2:
@@ -79,6 +91,8 @@ class AttentionMask(MaskUnion):
         if self.lengths is not None:
             _check_lengths(self.lengths, self.seq_len, self.kv_len)
         longest = max(self.seq_len, self.kv_len)
+        if self.chunk_len is not None:
+            check_chunks(self.seq_len, self.chunk_len)
         if self.window is not None:
             window = tuple(None if side is None else min(side, longest) for side in self.window)
             object.__setattr__(self, "window", window)

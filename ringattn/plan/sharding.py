@@ -6,7 +6,7 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from math import gcd
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -66,7 +66,7 @@ class Sharding:
 
     Raises:
         ValueError: The shards do not hold every position exactly once, an argument is out of range, or the ring is another
-            rank, or of another size.
+            rank, or of another size. Other ranks of the ring find it when they compare their next call.
 
     Example:
         >>> from ringattn.plan.layouts import zigzag
@@ -88,22 +88,24 @@ class Sharding:
         ring: SupportsAllGather | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        check_sizes(seq_len, len(shards))
-        if layout not in (*LAYOUTS, PART):
-            raise ValueError(
-                f"layout must be one of {', '.join(LAYOUTS)}, {PART}, got {layout!r}; 'zigzag' suits causal masks"
-            )
-        if not 0 <= rank < len(shards):
-            raise ValueError(
-                f"rank must be from 0 to {len(shards) - 1}, got {rank}; give one shard per rank of the ring"
-            )
-        if ring is not None and (rank, len(shards)) != (ring.rank, ring.world_size):
-            raise ValueError(
-                f"the sharding must be that of rank {ring.rank} of {ring.world_size}, as its ring is here, got one for rank "
-                f"{rank} of {len(shards)}; make it with ring.sharding(...)"
-            )
-        if documents is not None:
-            check_documents(tuple(documents), seq_len)
+        with _propagate_errors(ring):
+            check_sizes(seq_len, len(shards))
+            if layout not in (*LAYOUTS, PART):
+                raise ValueError(
+                    f"layout must be one of {', '.join(LAYOUTS)}, {PART}, got {layout!r}; 'zigzag' suits causal masks"
+                )
+            if not 0 <= rank < len(shards):
+                raise ValueError(
+                    f"rank must be from 0 to {len(shards) - 1}, got {rank}; give one shard per rank of the ring"
+                )
+            if ring is not None and (rank, len(shards)) != (ring.rank, ring.world_size):
+                raise ValueError(
+                    f"the sharding must be that of rank {ring.rank} of {ring.world_size}, as its ring is here, got one for rank "
+                    f"{rank} of {len(shards)}; make it with ring.sharding(...)"
+                )
+            if documents is not None:
+                check_documents(tuple(documents), seq_len)
+            _check_partition(tuple(shards), seq_len, whole=layout != PART)
         self.seq_len = seq_len
         self.layout = layout
         self.shards = tuple(shards)
@@ -113,7 +115,6 @@ class Sharding:
         self.ring_name = None if ring is None else ring.name
         self.device = torch.device("cpu" if device is None else device)
         self.world_size = len(self.shards)
-        _check_partition(self.shards, seq_len, whole=layout != PART)
         # not cached_property, whose lock torch.compile does not trace
         self.shard_lens = tuple(shard_len(shard) for shard in self.shards)
         self.shard_len = self.shard_lens[rank]
@@ -255,8 +256,7 @@ class Sharding:
         return rows.index_select(0, place.to(x_local.device)).movedim(0, dim).contiguous()
 
     def _propagate_errors(self) -> AbstractContextManager[None]:
-        """Raise the errors of this block on the other ranks of the ring too, if there is one."""
-        return nullcontext() if self._ring is None else self._ring.propagate_errors()
+        return _propagate_errors(self._ring)
 
     @staticmethod
     def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:
@@ -341,11 +341,12 @@ class Sharding:
         Raises:
             ValueError: See `Sharding`.
         """
-        seq_len, layout, world_size, documents, runs = spec
-        if runs is None:
-            shards = make_shards(layout, seq_len, world_size)
-        else:
-            shards = tuple(tuple(Run(*run) for run in shard) for shard in runs)
+        with _propagate_errors(ring):
+            seq_len, layout, world_size, documents, runs = spec
+            if runs is None:
+                shards = make_shards(layout, seq_len, world_size)
+            else:
+                shards = tuple(tuple(Run(*run) for run in shard) for shard in runs)
         return cls(seq_len, layout, shards, rank, documents, ring=ring, device=device)
 
     def __eq__(self, other: object) -> bool:
@@ -369,6 +370,11 @@ class Sharding:
             f"Sharding({self.seq_len} tokens, {self.layout}, rank {self.rank} of {self.world_size}, "
             f"{self.shard_len} rows{documents})"
         )
+
+
+def _propagate_errors(ring: SupportsAllGather | None) -> AbstractContextManager[None]:
+    """Raise the errors of a block on the other ranks of a ring too, if there is one."""
+    return nullcontext() if ring is None else ring.propagate_errors()
 
 
 def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
@@ -456,18 +462,31 @@ def _check_partition(shards: tuple[Shard, ...], seq_len: int, *, whole: bool) ->
                 )
             end = run.last + 1
     held = sum(shard_len(shard) for shard in shards)
-    if (whole and held != seq_len) or not _is_disjoint(shards, seq_len):
+    if (whole and held != seq_len) or not _is_disjoint(shards):
         raise ValueError(
             f"shards must hold each of {seq_len} positions once, got {held} rows; "
             "make them with ringattn.plan.layouts.make_shards"
         )
 
 
-def _is_disjoint(shards: tuple[Shard, ...], seq_len: int) -> bool:
-    runs = sorted(run for shard in shards for run in shard)
-    if all(run.stride == 1 for run in runs):
-        return all(a.last < b.start for a, b in pairwise(runs))
-    held = bytearray(seq_len)
-    for run in runs:
-        held[run.start : run.last + 1 : run.stride] = b"\1" * run.length
-    return sum(held) == sum(run.length for run in runs)
+def _is_disjoint(shards: tuple[Shard, ...]) -> bool:
+    runs = [run for shard in shards for run in shard]
+    # runs whose positions have different remainders are disjoint: of striped shards none are compared
+    divisor = gcd(*(run.stride for run in runs if run.length > 1)) or 1
+    active: list[Run] = []
+    for run in sorted(runs, key=lambda run: (run.start % divisor, run.start)):
+        remainder = run.start % divisor
+        active = [other for other in active if other.last >= run.start and other.start % divisor == remainder]
+        if any(_meet(other, run) for other in active):
+            return False
+        active.append(run)
+    return True
+
+
+def _meet(a: Run, b: Run) -> bool:
+    """Return whether two runs, of which b starts later, hold a common position (Chinese remainder theorem)."""
+    shared = gcd(a.stride, b.stride)
+    steps, rest = divmod(a.start - b.start, shared)
+    period = a.stride // shared
+    first = b.start + b.stride * (steps * pow(b.stride // shared, -1, period) % period)
+    return not rest and first <= min(a.last, b.last)

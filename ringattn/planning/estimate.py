@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ringattn.plan.layouts import MAX_SEQ_LEN
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.options import resolve_window
 from ringattn.planning.memory import Memory, attention_peak, heads_of, serving_memory, training_memory
@@ -139,7 +140,9 @@ class Estimate:
 
         def fits(tokens: int) -> bool:
             job = replace(self.job, tokens=tokens, documents=None)
-            return any(one.memory.total <= capacity for mesh in _meshes(job) for one in _candidates(job, mesh))
+            return tokens <= MAX_SEQ_LEN and any(
+                one.memory.total <= capacity for mesh in _meshes(job) for one in _candidates(job, mesh)
+            )
 
         low = self.job.gpus * 128
         if not fits(low):

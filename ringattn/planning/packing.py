@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from ringattn.plan.layouts import Run, Shard, shard_len, zigzag
+from ringattn.plan.layouts import MAX_SEQ_LEN, Run, Shard, shard_len, zigzag
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import Plan, make_plan
 from ringattn.plan.sharding import Sharding, SupportsAllGather
@@ -127,8 +127,8 @@ def pack(
         >>> [batch.sequences[0].shards for batch in batches][0][0][0]
         Run(start=0, stride=1, length=2)
     """
-    if tokens < 1:
-        raise ValueError(f"tokens must be at least 1, got {tokens}; give the tokens of a batch")
+    if not 1 <= tokens <= MAX_SEQ_LEN:
+        raise ValueError(f"tokens must be from 1 to {MAX_SEQ_LEN}, got {tokens}; give the tokens of a batch")
     found: list[list[int]] = [[]]
     room = tokens
     for index, length in enumerate(lengths):

@@ -31,7 +31,13 @@ from ringattn.transport.base import Done, Message, Transport, Work
 
 def resolve_group(name: str, place: tuple[int, int] | None = None) -> dist.ProcessGroup:
     """Return the live process group of a name, in which this process has this (rank, size), else raise RuntimeError."""
-    group = distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    try:
+        group = distributed_c10d._resolve_process_group(name)  # pyright: ignore
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"a ring must be used while its process group exists, got a call after group {name!r} was destroyed; call "
+            "destroy_process_group() last, or make the Ring again after the next init_process_group()"
+        ) from error
     if _DISOWNED and group in _DISOWNED:
         raise RuntimeError(
             "a ring must be used by the process that made its group, got a call in a process that was forked from it, which "

@@ -721,8 +721,9 @@ def test_rows_that_do_not_belong_there_are_refused() -> None:
         ("decode must bring the same number", lambda: cache.extend([request], [17], mode="decode")),
         ("mode must be", lambda: cache.extend([request], [1], mode="encode")),  # pyright: ignore[reportArgumentType]
         ("must stay within the 20 tokens it reserved, got 5 and 16 more", lambda: cache.extend([request], [16])),
-        ("batch must be at least 1", lambda: cache.static_batch(0, max_tokens=4)),
-        ("max_tokens must be at least 1", lambda: cache.static_batch(1, max_tokens=0)),
+        ("batch must be from 1 to", lambda: cache.static_batch(0, max_tokens=4)),
+        ("max_tokens must be from 1 to 2147483647", lambda: cache.static_batch(1, max_tokens=0)),
+        ("max_tokens must be from 1 to 2147483647", lambda: cache.static_batch(1, max_tokens=2**31)),
         ("new must be from 1 to 16, got 17", lambda: cache.static_batch(1, 17, max_tokens=40)),
     ]  # fmt: skip
     for text, call in cases:
@@ -783,6 +784,8 @@ def test_requests_that_cannot_be_prefilled_together_are_refused_before_pages_are
         match=r"must have equal lengths on the same ranks .* got lengths \[0, 4\]",
     ):
         cache.extend([padded, other], [5, 5], mode="prefill", same_length=True)
+    with pytest.raises(ValueError, match="requests must have at most 2147483647 tokens together, got 2147483652"):
+        cache.extend([other, padded], [2**30, 2**30], mode="prefill")
     assert cache.length(padded) == 0
     assert sum(free) - sum(cache.free_pages) == 1
 

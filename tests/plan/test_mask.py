@@ -224,7 +224,7 @@ def test_fields_that_reach_no_further_are_kept_as_given() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"seq_len": 0}, "seq_len and kv_len must be at least 1, got 0 and 8"),
+        ({"seq_len": 0}, "seq_len and kv_len must be from 1 to 2147483647, got 0 and 8"),
         ({"window": (-1, 0)}, r"window must have sides of at least 0 or None, got \(-1, 0\)"),
         ({"window": (1, 2, 3)}, r"window must be \(left, right\)"),
         ({"documents": (1, 8)}, "documents must be boundaries that start at 0 and end at seq_len 8, got 1, ..., 8"),

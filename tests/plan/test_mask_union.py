@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -167,6 +168,28 @@ def test_masks_of_too_many_intervals_are_refused_with_their_number():
         (lambda: masks.tree([None], [0]), "at least 1"),
         (lambda: masks.documents([1, 4]), "ascend from 0"),
         (lambda: masks.blocks([[True], [True, False]]), "matrix of flags"),
+        (
+            lambda: masks.blocks(torch.tensor([[0.0, float("-inf")]])),
+            "pattern must be of bool, .* got 0.0; compare first",
+        ),
+        (lambda: masks.blocks(torch.ones(2, 2)), "pattern must be of bool, or of integers 0 and 1, got 1.0"),
+        (lambda: masks.blocks([[1, 0], [2, 0]]), "pattern must be of bool, or of integers 0 and 1, got 2"),
+        (lambda: masks.blocks([["no", "yes"]]), "pattern must be of bool, or of integers 0 and 1, got 'no'"),
+        (lambda: masks.blocks([1, 0]), "pattern must be a sequence, got 1"),
+        (lambda: masks.blocks(3), "pattern must be a sequence, got 3"),
+        (lambda: masks.documents(5), "boundaries must be a sequence, got 5"),
+        (lambda: masks.documents(torch.tensor(5)), r"boundaries must be a sequence, got tensor\(5\)"),
+        (lambda: masks.spans(3), "spans must be a sequence, got 3"),
+        (lambda: masks.spans([0, 4]), r"spans must be pairs \(start, stop\), got \[0, 4\]"),
+        (lambda: masks.lengths([0, 4]), r"lengths must be pairs \(start, stop\), got \[0, 4\]"),
+        (lambda: masks.lengths(torch.tensor([0, 4])), r"lengths must be pairs \(start, stop\), got tensor"),
+        (lambda: masks.tree(3, [1]), "parents must be a sequence, got 3"),
+        (lambda: masks.per_batch(masks.causal()), "masks must be a sequence, got causal"),
+        (lambda: masks.causal().pairs(-1), "seq_len must be an integer of at least 0, got -1"),
+        (lambda: masks.causal().pairs(4, -1), "kv_len must be an integer of at least 0, got -1"),
+        (lambda: masks.causal().draw(2.5), "seq_len must be an integer of at least 0, got 2.5"),
+        (lambda: masks.lengths([(0, 4)]).pairs(4, b=1), "b must be below 1, the batch elements of the mask, got 1"),
+        (lambda: masks.lengths([(0, 4)]).pairs(4, b=-1), "b must be an integer of at least 0, got -1"),
         (lambda: masks.causal() & "causal", "made by ringattn.masks"),  # pyright: ignore[reportOperatorIssue]
         (lambda: masks.per_batch([masks.lengths([(0, 1)])]), "one per batch element"),
         (lambda: masks.blocks([[True, False]], 4).pairs(16), "4 x 4 blocks"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -17,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn import Ring, attention_reference, ring_attention
+from ringattn import Ring, attention_reference, masks, ring_attention
 from ringattn.plan.layouts import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
 from ringattn.plan.mask import AttentionMask
 from ringattn.plan.sharding import Sharding
+from ringattn.planning import estimate, pack
 from tests.support.pool import Pools
 from tests.support.random_masks import layouts, positions
 
@@ -218,11 +220,75 @@ def test_parts_are_put_together_whatever_the_default_device_is() -> None:
     assert whole.tolist() == [0, 1, 2, 3, 4]
 
 
+LONG = 2**31
+TOO_LONG: dict[str, Callable[[], object]] = {
+    **{name: lambda name=name: Ring().sharding(LONG, name) for name in ("contiguous", "striped", "zigzag", "balanced")},
+    "balanced chunks": lambda: Ring().sharding(LONG, "balanced", balance={"chunk_len": 4096}),
+    "segments": lambda: Ring().sharding(LONG, "segments", segments=[LONG // 2, LONG // 2]),
+    "spec": lambda: Sharding.from_spec((LONG, "striped", 2, None, None), 0),
+    "spec of runs": lambda: Sharding.from_spec((LONG, "part", 1, None, [[[0, 2, 3]]]), 0),
+    "queries": lambda: AttentionMask(LONG, 8),
+    "keys": lambda: AttentionMask(8, LONG),
+    "plan": lambda: estimate("llama3-8b", LONG),
+    "packing": lambda: pack([1], tokens=LONG, cp=1),
+}
+
+
+@contextmanager
+def peak_below(most: int) -> Iterator[None]:
+    """Fail where more bytes of the host are taken inside."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < most
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", TOO_LONG)
+def test_sequences_whose_positions_are_no_int32_are_refused_before_memory_is_taken(kind: str) -> None:
+    with (
+        peak_below(2**26),
+        pytest.raises(ValueError, match=r"(seq_len|kv_len|tokens) must be from 1 to 2147483647, got"),
+    ):
+        TOO_LONG[kind]()
+
+
+def test_the_longest_sequence_is_checked_without_memory_for_its_tokens() -> None:
+    with peak_below(2**20):
+        for layout in ("striped", "zigzag"):
+            assert Sharding(LONG - 1, layout, make_shards(layout, LONG - 1, 64), 3).shard_len == LONG // 64
+
+
+@pytest.mark.parametrize("mask", [lambda n: AttentionMask(n, n, chunk_len=64), lambda n: masks.chunks(64).pairs(n)])
+def test_masks_of_very_many_chunks_are_refused_before_memory_is_taken(mask: Callable[[int], object]) -> None:
+    with (
+        peak_below(2**20),
+        pytest.raises(NotImplementedError, match="chunks must be at most 1,048,576, got 33,554,432"),
+    ):
+        mask(LONG - 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.builds(Run, *[st.integers(a, b) for a, b in ((0, 20), (1, 7), (1, 6))]), min_size=1, max_size=5))
+def test_shards_that_share_a_position_are_refused(runs: list[Run]) -> None:
+    held = [position for run in runs for position in range(run.start, run.last + 1, run.stride)]
+    shards = [(run,) for run in runs]
+    if len(set(held)) == len(held):
+        Sharding(64, "part", shards, 0)
+        return
+    with pytest.raises(ValueError, match="shards must hold each of 64 positions once"):
+        Sharding(64, "part", shards, 0)
+
+
 WRONG = {
-    "seq_len": "seq_len and kv_len must be at least 1, got 0",
+    "seq_len": "seq_len and kv_len must be from 1 to 2147483647, got 0",
     "documents": "documents must be boundaries that start at 0 and end at seq_len 9, got 0, ..., 10",
     "rows": "x must have seq_len 9 in dim 1, got 8",
     "buffer": "no device",
+    "buffer's sharding": "sharding must be what ring.sharding(seq_len) gives, got int",
+    "rank": "the sharding must be that of rank 1 of 2",
+    "spec": "layout must be one of",
 }
 
 
@@ -234,11 +300,14 @@ def _make_wrongly(kind: str) -> list[str]:
             documents = [0, 4, 10 if wrong == "documents" else 9]
             sharding = ring.sharding(0 if wrong == "seq_len" else 9, documents=documents)
             x = sharding.shard(torch.ones(1, 8 if wrong == "rows" else 9, 2, 16))
+            spec = (9, "ring" if wrong == "spec" else "zigzag", 2, None, None)
+            Sharding.from_spec(spec, 0 if wrong == "rank" else ring.rank, ring=ring)
             device = "no device" if wrong == "buffer" else "cpu"
-            k, v = ring.kv_buffer(sharding, 1, 2, 16, dtype=x.dtype, name="a", device=device)
+            where: Any = 12 if wrong == "buffer's sharding" else sharding
+            k, v = ring.kv_buffer(where, 1, 2, 16, dtype=x.dtype, name="a", device=device)
             ring_attention(x, k.copy_(x), v.copy_(x), sharding)
             said.append("")
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, TypeError) as error:
             said.append(str(error))
     return said
 
@@ -272,7 +341,7 @@ def _settle_wrongly() -> tuple[str, str]:
 @pytest.mark.dist
 def test_ranks_that_settle_how_rows_move_hear_of_one_that_refuses(pool: Pools) -> None:
     for refused, differing in pool(2).run(_settle_wrongly):
-        assert "seq_len and kv_len must be at least 1, got 0" in refused
+        assert "seq_len and kv_len must be from 1 to 2147483647, got 0" in refused
         assert (
             "got Ring(nodes='auto') on ring ranks [0] and the least of all ranks' numbers on ring ranks [1]"
             in differing
@@ -331,4 +400,4 @@ def _refuse_in_a_fork() -> str:
 def test_a_process_that_was_forked_says_what_it_refuses(pool: Pools) -> None:
     """It cannot tell the other ranks, and must not hide what is wrong behind that."""
     for said in pool(2).run(_refuse_in_a_fork):
-        assert said.startswith("ValueError: seq_len and kv_len must be at least 1, got 0")
+        assert said.startswith("ValueError: seq_len and kv_len must be from 1 to 2147483647, got 0")

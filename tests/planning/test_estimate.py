@@ -96,6 +96,8 @@ def test_the_longest_context_fits_and_little_more_does_not():
     longest = estimate("llama3-8b", 131072).longest
     assert estimate("llama3-8b", longest).best is not None
     assert estimate("llama3-8b", int(1.05 * longest)).best is None
+    # positions are int32
+    assert 2**30 < estimate(ModelShape("x", 8, 1, 1, 1, 8, 8, 8), 1024, gpus=64).longest < 2**31
 
 
 def test_a_slower_network_never_makes_a_job_faster():

@@ -78,7 +78,7 @@ def test_work_is_what_the_plan_counts():
     ("words", "options"),
     [
         ("lengths must be from 1 to tokens 4, got 5 at index 1", {"lengths": [4, 5], "tokens": 4, "cp": 1}),
-        ("tokens must be at least 1", {"lengths": [1], "tokens": 0, "cp": 1}),
+        ("tokens must be from 1 to 2147483647, got 0", {"lengths": [1], "tokens": 0, "cp": 1}),
         ("cp must be at least 1", {"lengths": [1], "tokens": 4, "cp": 0}),
         ("dp must be at least 1", {"lengths": [1], "tokens": 4, "cp": 1, "dp": 0}),
         ("tolerance must be at least 1", {"lengths": [1], "tokens": 4, "cp": 1, "tolerance": 0.9}),

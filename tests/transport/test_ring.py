@@ -497,6 +497,48 @@ def test_rings_in_two_threads_keep_to_themselves(pool: Pools) -> None:
         assert not torch.stack(found).any()
 
 
+def use_a_ring_without_its_group() -> None:
+    ring = Ring()
+    sharding = ring.sharding(16)
+    x = torch.ones(1, sharding.shard_len, 2, 16)
+    ring_attention(x, x, x, sharding)
+    dist.barrier()
+    dist.destroy_process_group()
+    calls = (
+        lambda: ring_attention(x, x, x, sharding),
+        lambda: ring_attention(x, x, x, sharding, causal=True),
+        lambda: sharding.unshard(x),
+        lambda: ring.sum(x),
+        lambda: ring.all_reduce_min(1),
+    )
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"a ring must be used while its process group exists, got .* destroyed"):
+            call()
+
+
+@pytest.mark.dist
+def test_a_ring_says_that_its_group_was_destroyed() -> None:
+    pool = Pool(2)
+    try:
+        pool.run(use_a_ring_without_its_group)
+    finally:
+        pool.close(kill=True)
+
+
+@pytest.mark.parametrize(("processes", "refused"), [("4", True), ("1", False), ("", False)])
+def test_a_job_of_several_processes_needs_a_process_group(
+    monkeypatch: pytest.MonkeyPatch, processes: str, refused: bool
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    if not refused:
+        assert Ring().world_size == 1
+        return
+    with pytest.raises(
+        RuntimeError, match=r"Ring\(\) must find a process group where WORLD_SIZE is 4, got none; call torch"
+    ):
+        Ring()
+
+
 def use_a_ring_in_another_group(meeting: str) -> None:
     ring = Ring()
     sharding = ring.sharding(16)
