@@ -3,7 +3,7 @@
     python docs/drawings.py            writes every drawing
     python docs/drawings.py --check    fails when a file is not what the library says
 
-Masks, layouts and ring steps are read from `AttentionMask`, `make_shards` and `make_plan`, on small integers.
+Masks, layouts and ring steps are read from `short_mask`, `make_shards` and `make_plan`, on small integers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Any
 
 from ringattn import masks
 from ringattn.plan.layouts import Shard, balanced, contiguous, make_shards, striped, zigzag
-from ringattn.plan.mask import AttentionMask
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask import MaskUnion, short_mask
 from ringattn.plan.ring_plan import Plan, make_plan
 
 HERE = Path(__file__).parent
@@ -41,7 +40,7 @@ class Mask:
         layout: Layout of queries and keys.
         seq_len: Queries.
         kv_len: Keys.
-        fields: The fields of its `AttentionMask`, or `mask`, a mask of `ringattn.masks`.
+        fields: The fields of its `short_mask`, or `mask`, a mask of `ringattn.masks`.
     """
 
     name: str
@@ -52,11 +51,11 @@ class Mask:
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def mask(self) -> AttentionMask | MaskUnion:
+    def mask(self) -> MaskUnion:
         """Return the mask of the library."""
         if "mask" in self.fields:
             return MaskUnion(self.seq_len, self.kv_len, self.fields["mask"])
-        return AttentionMask(self.seq_len, self.kv_len, **self.fields)
+        return short_mask(self.seq_len, self.kv_len, **self.fields)
 
     def shards(self, of: str) -> tuple[Shard, ...]:
         """Return the shards of "queries" or "keys" of all ranks."""
@@ -232,7 +231,7 @@ class Grid:
         return parts
 
 
-def visible(mask: AttentionMask | MaskUnion) -> dict[int, list[tuple[int, int]]]:
+def visible(mask: MaskUnion) -> dict[int, list[tuple[int, int]]]:
     """Return the keys [lo, hi) of every query that sees any: one stretch or several."""
     found: dict[int, list[tuple[int, int]]] = {}
     for (lower, upper), pattern in mask.intervals("keys", mask.variant(0)):
@@ -245,9 +244,7 @@ def visible(mask: AttentionMask | MaskUnion) -> dict[int, list[tuple[int, int]]]
     return {i: sorted(stretches) for i, stretches in sorted(found.items())}
 
 
-def seen_at(
-    step: int, mask: AttentionMask | MaskUnion, queries: list[int], keys: list[int]
-) -> dict[int, list[tuple[int, int]]]:
+def seen_at(step: int, mask: MaskUnion, queries: list[int], keys: list[int]) -> dict[int, list[tuple[int, int]]]:
     """Return the visible keys of a ring step: at step s, rank r computes with the keys of rank r - s."""
     found: dict[int, list[tuple[int, int]]] = {}
     for i, seen in visible(mask).items():
@@ -309,7 +306,7 @@ def bars(x: float, y: float, work: list[int], height: float, step: float) -> lis
     return parts
 
 
-def work_of(shards: tuple[Shard, ...], mask: AttentionMask | MaskUnion) -> list[int]:
+def work_of(shards: tuple[Shard, ...], mask: MaskUnion) -> list[int]:
     """Return the number of visible pairs of each rank's queries."""
     plan = make_plan(shards, shards, mask, "keys")
     return [sum(ring_step.pairs for ring_step in rank.ring_steps if ring_step is not None) for rank in plan.ranks]
@@ -317,7 +314,7 @@ def work_of(shards: tuple[Shard, ...], mask: AttentionMask | MaskUnion) -> list[
 
 def draw_layouts() -> str:
     """Return the drawing of four layouts under a causal mask, with the work of each rank."""
-    mask = AttentionMask(16, 16, causal=True)
+    mask = short_mask(16, causal=True)
     parts = []
     for place, (name, shards) in enumerate(
         (
@@ -342,7 +339,7 @@ PACKED = (0, 7000, 7600, 8100, 8900, 13000, 14500, 14700, 16384)
 def draw_packed() -> str:
     """Return the drawing of four layouts of packed documents, with the work of each rank."""
     seq_len, left, width = PACKED[-1], 96, 520
-    mask = AttentionMask(seq_len, seq_len, causal=True, documents=PACKED)
+    mask = short_mask(seq_len, causal=True, documents=PACKED)
     scale = width / seq_len
 
     def strip(start: float, length: float, y: float, height: float, color: str) -> str:

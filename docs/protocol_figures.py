@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ringattn.plan.layouts import zigzag
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import short_mask
 from ringattn.plan.ring_plan import GatherPlan, Plan, make_gather_plan, make_plan
 
 HERE = Path(__file__).parent
@@ -207,7 +207,7 @@ def simulate(plan: Plan, gather_plans: Sequence[GatherPlan]) -> Timeline:
 def figure_times() -> Timeline:
     """Return the times of the figure: a causal mask in the zigzag layout."""
     shards = zigzag(SEQ_LEN, WORLD_SIZE)
-    plan = make_plan(shards, shards, AttentionMask(SEQ_LEN, SEQ_LEN, causal=True), "keys")
+    plan = make_plan(shards, shards, short_mask(SEQ_LEN, causal=True), "keys")
     return simulate(plan, [make_gather_plan(plan, rank, 128) for rank in range(WORLD_SIZE)])
 
 

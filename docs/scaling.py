@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringattn.launch.plan.picture import draw
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import short_mask
 from ringattn.planning import Candidate, Profile, estimate, load_profile, load_shape
 from ringattn.planning.attention_launch import Heads
 from ringattn.planning.packing import compare
@@ -112,7 +112,7 @@ def rings() -> str:
     rows = []
     for per_gpu in (8 * K, 32 * K, 128 * K):
         for n in (8, 64, 256, 1024):
-            mask = AttentionMask(n * per_gpu, n * per_gpu, causal=True)
+            mask = short_mask(n * per_gpu, causal=True)
             heads = Heads(1, 32, 8, 128)
             nodes = n // 8
             one = RingCall(mask, n, heads, nodes=n if n > 8 else 1, schedule="process_group" if n > 8 else "fused")
@@ -137,7 +137,7 @@ def published() -> str:
     shape = load_shape("llama3-405b")
     rows = []
     for tokens, seconds in ((M, 77.0), (128 * K, 3.8)):
-        mask = AttentionMask(tokens, tokens, causal=True)
+        mask = short_mask(tokens, causal=True)
         call = RingCall(mask, 16, Heads(1, shape.heads // 8, 1, shape.head_dim), nodes=16, schedule="process_group")
         found = prefill_s(shape, tokens, [(call, shape.layers)], H100, tp=8)
         rows.append(

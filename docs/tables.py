@@ -22,7 +22,7 @@ import torch
 from ringattn.kernels import registry
 from ringattn.kernels.attention.torch_ops import operators
 from ringattn.plan.layouts import make_shards
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import short_mask
 from ringattn.plan.ring_plan import make_plan, moved_rows
 
 HERE = Path(__file__).parent
@@ -51,7 +51,7 @@ def work() -> str:
     }
     layouts, rows = ("contiguous", "striped", "zigzag", "balanced"), []
     for said, fields in masks.items():
-        mask = AttentionMask(SEQ_LEN, SEQ_LEN, **fields)
+        mask = short_mask(SEQ_LEN, **fields)
         cells: list[object] = [said]
         for layout in layouts:
             shards = make_shards(layout, SEQ_LEN, WORLD_SIZE, mask)

@@ -24,7 +24,6 @@ INTEGERS = [  # each may import those before it
     "plan.bounds",
     "plan.intervals",
     "plan.expressions",
-    "plan.mask_union",
     "plan.mask",
     "plan.pairs",
     "plan.ring_plan",

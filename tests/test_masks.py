@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ringattn import Ring, RingMultiheadAttention, attention_reference, masks, ring_attention, simulate_ring
 from ringattn import scaled_dot_product_attention as sdpa
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask import MaskUnion
 
 N = 24
 STREAMING = masks.causal() & (masks.sinks(2) | masks.window(4))

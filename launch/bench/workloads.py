@@ -27,8 +27,7 @@ from ringattn.launch.runtime.session import Session
 from ringattn.launch.train.metrics import mfu, peak_flops
 from ringattn.masks import Mask
 from ringattn.plan.layouts import make_shards
-from ringattn.plan.mask import AttentionMask
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask import MaskUnion, short_mask
 from ringattn.plan.ring_plan import make_plan, moved_rows
 
 MaskName = Literal["full", "causal", "window", "documents", "tree", "sinks", "spans", "blocks_50", "blocks_12"]
@@ -194,11 +193,11 @@ def same_work(problem: Problem, world_size: int) -> Problem:
     return dataclasses.replace(problem, seq_len=low)
 
 
-def mask_of(problem: Problem) -> AttentionMask | MaskUnion:
+def mask_of(problem: Problem) -> MaskUnion:
     """Return the mask of a problem."""
     if problem.mask in UNIONS:
         return MaskUnion(problem.seq_len, problem.seq_len, problem.union, None)
-    return AttentionMask(problem.seq_len, problem.seq_len, documents=problem.documents, **problem.options)
+    return short_mask(problem.seq_len, documents=problem.documents, **problem.options)
 
 
 def best_layout(problem: Problem, world_size: int) -> str:

@@ -44,7 +44,7 @@ from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import dense_attention, visible_pairs
 from ringattn.plan import device_tables
 from ringattn.plan.layouts import LAYOUTS, Run, Shard, make_shards
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import MaskUnion, short_mask
 
 NEIGHBOURS = 8
 """Cases in a row that share their kernels."""
@@ -74,7 +74,7 @@ class FuzzCase:
     heads: int
     kv_heads: int
     batch: int
-    mask: AttentionMask
+    mask: MaskUnion
     rows: Shard
     ring_steps: tuple[Shard, ...]
     softmax_scale: float
@@ -157,7 +157,7 @@ def draw_length(draw: random.Random, longest: int, gpu: bool) -> int:
     return draw.randint(1, longest)
 
 
-def draw_mask(draw: random.Random, seq_len: int, kv_len: int, batch: int) -> AttentionMask:
+def draw_mask(draw: random.Random, seq_len: int, kv_len: int, batch: int) -> MaskUnion:
     """Any mask, with any combination of its features."""
     same = seq_len == kv_len
     causal = draw.random() < 0.6
@@ -176,10 +176,10 @@ def draw_mask(draw: random.Random, seq_len: int, kv_len: int, batch: int) -> Att
     if same and batch > 1 and draw.random() < 0.4:
         ends = [sorted((draw.randint(0, seq_len), draw.randint(0, seq_len))) for _ in range(batch)]
         options["lengths"] = tuple((start, stop) for start, stop in ends)
-    return AttentionMask(seq_len, kv_len, **options)
+    return short_mask(seq_len, kv_len, **options)
 
 
-def draw_split(draw: random.Random, mask: AttentionMask) -> tuple[Shard, tuple[Shard, ...]]:
+def draw_split(draw: random.Random, mask: MaskUnion) -> tuple[Shard, tuple[Shard, ...]]:
     """The rows of one rank and the keys of its ring steps: everything at once, a rank of a ring, or runs of any kind."""
     style = draw.random()
     everything = (Run(0, 1, mask.kv_len),)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ringattn.launch.runtime.session import parse, table, write_json
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import short_mask
 from ringattn.plan.options import resolve_window
 from ringattn.planning import Candidate, Estimate, attention_estimate, estimate, load_profile
 from ringattn.planning.attention_launch import Heads
@@ -209,7 +209,7 @@ def show_attention(args: PlanArgs) -> dict[str, Any]:
     nodes = max(1, args.gpus // args.gpus_per_node)
     documents = None if args.documents is None else read_documents(args.documents, tokens)
     window = resolve_window(args.window)
-    mask = AttentionMask(tokens, tokens, causal=args.mask == "causal", window=window, documents=documents)
+    mask = short_mask(tokens, causal=args.mask == "causal", window=window, documents=documents)
     layout = best_layout(mask) if args.layout == "auto" else args.layout
     rows, content = list[list[Any]](), dict[str, Any]()
     heads = Heads(args.batch or 1, args.heads, args.kv_heads, args.head_dim)

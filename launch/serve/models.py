@@ -18,7 +18,7 @@ from ringattn.launch.runtime.distributed import Refusal, Session
 from ringattn.launch.runtime.planned_memory import RESERVE, check_fits
 from ringattn.launch.serve.config import TINY, ServeArgs, check_model
 from ringattn.launch.serve.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import short_mask
 from ringattn.planning.memory import heads_of, serving_memory
 from ringattn.planning.ring_time import RingCall
 from ringattn.planning.shapes import load_shape
@@ -146,7 +146,7 @@ def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
     if files := list(Path(args.model).expanduser().glob("*.safetensors")):
         weights = min(weights, sum(file.stat().st_size for file in files))  # quantised ones are smaller
     rows = args.chunk * world_size  # of the longest steps
-    call = RingCall(AttentionMask(rows, rows, causal=True), world_size, heads_of(shape))
+    call = RingCall(short_mask(rows, causal=True), world_size, heads_of(shape))
     fixed = serving_memory(shape, rows, 0, rows, call, reserve=RESERVE)
     fixed = replace(fixed, weights=weights)
     sizes, row = _cache_sizes(model), 1 if args.kv_dtype == "fp8" else dtype.itemsize

@@ -35,7 +35,7 @@ from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.parallel import make_parallel, mesh_sizes, single_rank
 from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer, read_config_json
 from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import short_mask
 from ringattn.planning import Memory, load_shape
 from ringattn.planning.memory import heads_of, training_memory
 from ringattn.planning.ring_time import RingCall
@@ -157,7 +157,7 @@ def planned_memory(config: Config, dp: int, cp: int, schedule: str = "fused") ->
     shape = config.shape() if config.model is None else load_shape(config.model)
     sequences = config.batch_size // (config.accumulate * dp)
     window = None if config.window is None else (config.window - 1, 0)
-    mask = AttentionMask(config.seq_len, config.seq_len, causal=True, window=window)
+    mask = short_mask(config.seq_len, causal=True, window=window)
     call = RingCall(mask, cp, heads_of(shape, batch=sequences), schedule=schedule)
     rows = sequences * -(-config.seq_len // cp)
     return training_memory(

@@ -28,7 +28,7 @@ from torch.nn.utils import get_total_norm
 from ringattn.launch.train.data import Rows, count_targets, make_rows
 from ringattn.launch.train.model import recompute_
 from ringattn.launch.train.parallel import Parallel, shard_model_
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import short_mask
 from ringattn.plan.sharding import Sharding
 from ringattn.planning.packing import place
 
@@ -240,7 +240,7 @@ def _mask(window: int | None) -> dict[str, Any]:
 
 def _pairs(rows: Rows, window: int | None) -> int:
     batch, n = rows.tokens.shape
-    return batch * AttentionMask(n, n, documents=rows.documents, **_mask(window)).pairs(0, n)
+    return batch * short_mask(n, documents=rows.documents, **_mask(window)).pairs(0, n)
 
 
 def rounding_tolerance(value: float, dtype: torch.dtype) -> float:

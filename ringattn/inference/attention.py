@@ -43,8 +43,7 @@ from ringattn.plan import expressions
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.expressions import Frame, Mask
 from ringattn.plan.intervals import MOST_TERMS, Term, empty, merged
-from ringattn.plan.mask import AttentionMask
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask import MaskUnion, fold_mask, restarting_chunks
 from ringattn.plan.options import resolve_flag, resolve_real, resolve_window
 from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.validation import check_softcap
@@ -302,18 +301,12 @@ def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: Score
     elif options.sink_len:
         mask = _streaming_mask(step, options, total)
     else:
-        mask = AttentionMask(
-            total,
-            total,
-            causal=options.causal,
-            window=options.window,
-            documents=None if sharding is None else sharding.documents,
-            chunk_len=options.chunk_len,
-            lengths=tuple((first, step.lengths[0]) for first in step.firsts)
-            if sharding is not None and padded
-            else None,
-            chunks_restart=True,
-        )
+        documents = None if sharding is None else sharding.documents
+        lengths = tuple((first, step.lengths[0]) for first in step.firsts) if sharding is not None and padded else None
+        expression = fold_mask(causal=options.causal, window=options.window, lengths=lengths)
+        if options.chunk_len is not None:
+            expression &= restarting_chunks(total, options.chunk_len, documents, lengths)
+        mask = MaskUnion(total, total, expression, documents)
     dims = q.shape[-1], cache.v_head_dim
     if step.mode == "decode" or options.kv_access != "copies":
         select_decode_kernel(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size)

@@ -19,8 +19,7 @@ from torch import Tensor
 from ringattn.kernels.interface import PAD_ROWS, Score, accumulation_dtype
 from ringattn.kernels.registry import resolve_impl
 from ringattn.plan.expressions import Mask, check_mask, from_spec
-from ringattn.plan.mask import AttentionMask
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask import MaskUnion, ShortForms, fold_mask
 from ringattn.plan.options import (
     resolve_chunk_len,
     resolve_flag,
@@ -85,13 +84,12 @@ class AttentionSpec:
         sharding = Sharding.from_spec(json.loads(record["sharding"]), rank)
         keys = record["kv_sharding"]
         kv_sharding = sharding if keys is None else Sharding.from_spec(json.loads(keys), rank)
-        masked = {name: record[name] for name in ("causal", "window", "prefix_len", "chunk_len", "lengths")}
-        sizes = sharding.seq_len, kv_sharding.seq_len
-        if record["mask"] is None:
-            mask = AttentionMask(*sizes, documents=sharding.documents, **masked)
-        else:
-            mask = MaskUnion(*sizes, from_spec(record["mask"]), sharding.documents)
-        others = {name: record[name] for name in record if name not in ("sharding", "kv_sharding", "mask", *masked)}
+        short_forms = {name: record[name] for name in ShortForms.__annotations__}
+        given = fold_mask(**short_forms) if record["mask"] is None else from_spec(record["mask"])
+        mask = MaskUnion(sharding.seq_len, kv_sharding.seq_len, given, sharding.documents)
+        others = {
+            name: record[name] for name in record if name not in ("sharding", "kv_sharding", "mask", *short_forms)
+        }
         return cls(sharding, kv_sharding, mask, **others)
 
     @property

@@ -23,7 +23,7 @@ from ringattn.plan.attention_spec import AttentionSpec
 from ringattn.plan.block_pattern import BlockPattern
 from ringattn.plan.bounds import PiecewiseBound
 from ringattn.plan.layouts import Shard
-from ringattn.plan.mask_union import MaskAxis, MaskUnion
+from ringattn.plan.mask import MaskAxis, MaskUnion
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RingStep, Send, pack
 
 Runs = tuple[tuple[int, int, int, int], ...]

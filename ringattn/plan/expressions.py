@@ -132,6 +132,14 @@ class Mask(ABC):
         """Batch elements with visible pairs of their own; None: all have the same."""
         return None
 
+    def of_element(self, b: int) -> Any:
+        """Return facts that batch elements with the same mask share."""
+        del b
+
+    def check(self, seq_len: int, kv_len: int) -> None:
+        """Raise where the mask does not fit sequences of these lengths, as far as that is seen without `intervals`."""
+        del seq_len, kv_len
+
     @property
     def text(self) -> str:
         """The literal of `spec`, which is part of the text of a call."""
@@ -221,9 +229,20 @@ class Chunks(Mask):
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
         return i // self.length == j // self.length
 
+    def check(self, seq_len: int, kv_len: int) -> None:  # noqa: D102
+        del kv_len
+        if seq_len > MAX_CHUNKS * self.length:
+            raise NotImplementedError(
+                f"chunks must be at most {MAX_CHUNKS:,}, got {-(-seq_len // self.length):,} of {self.length} tokens; "
+                "use longer chunks"
+            )
+
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n, m, length = frame.seq_len, frame.kv_len, self.length
-        check_chunks(n, length)
+        self.check(n, m)
+        if n == m:
+            # documents compile faster where chunks are thousands
+            return Documents((*range(0, n, length), n)).intervals(frame)
         starts = range(0, n, length)
         lower = from_pieces([(min(length, n - a), min(a, m), 0) for a in starts])
         return [Term((lower, from_pieces([(min(length, n - a), min(a + length, m), 0) for a in starts])))]
@@ -241,19 +260,31 @@ class Lengths(Mask):
         return (start <= i) & (i < stop) & (start <= j) & (j < stop)
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
+        self.check(frame.seq_len, frame.kv_len)
         start, stop = self.extents[frame.b]
-        if frame.seq_len != frame.kv_len or stop > frame.seq_len:
-            raise ValueError(
-                f"lengths must bound one sequence, got stop {stop} for {frame.seq_len} queries and {frame.kv_len} keys; "
-                "mask padded keys of cross attention with key_bias"
-            )
         n = frame.seq_len
         lower = from_pieces([(stop, start, 0), (n - stop, stop, 0)])
         return [Term((lower, from_pieces([(start, start, 0), (n - start, stop, 0)])))]
 
+    def check(self, seq_len: int, kv_len: int) -> None:  # noqa: D102
+        if seq_len != kv_len:
+            raise ValueError(
+                f"lengths must bound one sequence, got {seq_len} queries and {kv_len} keys; "
+                "mask padded keys of cross attention with key_bias"
+            )
+        for b, (start, stop) in enumerate(self.extents):
+            if not 0 <= start <= stop <= seq_len:
+                raise ValueError(
+                    f"lengths must be 0 <= start <= stop <= seq_len {seq_len}, got ({start}, {stop}) for element {b}; "
+                    "give positions of the padded sequence"
+                )
+
     @property
     def batch_size(self) -> int | None:  # noqa: D102
         return len(self.extents)
+
+    def of_element(self, b: int) -> Any:  # noqa: D102
+        return self.extents[b]
 
 
 @dataclass(frozen=True, repr=False)
@@ -447,6 +478,13 @@ class _Combined(Mask):
             )
         return sizes.pop() if sizes else None
 
+    def of_element(self, b: int) -> Any:
+        return tuple(part.of_element(b) for part in self.parts)
+
+    def check(self, seq_len: int, kv_len: int) -> None:
+        for part in self.parts:
+            part.check(seq_len, kv_len)
+
     @property
     def spec(self) -> tuple[Any, ...]:
         return (self.word, *(part.spec for part in self.parts))
@@ -517,6 +555,9 @@ class PerBatch(_Combined):
     @property
     def batch_size(self) -> int | None:  # noqa: D102
         return len(self.parts)
+
+    def of_element(self, b: int) -> Any:  # noqa: D102
+        return self.parts[b]
 
     def __repr__(self) -> str:
         return f"per_batch({list(self.parts)!r})"
@@ -743,14 +784,6 @@ def check_mask(mask: Any) -> Mask:
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
     return mask
-
-
-def check_chunks(seq_len: int, length: int) -> None:
-    """Refuse chunks whose boundaries would take gigabytes and minutes on the host."""
-    if seq_len > MAX_CHUNKS * length:
-        raise NotImplementedError(
-            f"chunks must be at most {MAX_CHUNKS:,}, got {-(-seq_len // length):,} of {length} tokens; use longer chunks"
-        )
 
 
 def _natural(name: str, number: Any, least: int) -> int:

@@ -1,143 +1,257 @@
-"""The mask of a call that gives short forms of one: causal, window, documents, prefix_len, chunk_len and lengths.
+"""The mask of a call, and the terms that it compiles to (Note [Mask terms]), for plans and tables.
 
-Owns their meaning, as an expression of masks, and refuses fields that define no mask. Every short form bounds the visible positions
-from below, from above, or both, and no bound decreases with the row. So the expression compiles to one term (Note [Mask terms]).
+A call has one mask: an expression of `ringattn.masks`, or the short forms causal, window, prefix_len, chunk_len and lengths, which
+are folded into one. Every short form bounds the visible positions from below, from above, or both, and no bound decreases with the
+row. So an intersection of them compiles to one term.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import Counter
 from functools import cached_property
 from itertools import pairwise
 from operator import gt
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ringattn.plan.expressions import (
     Causal,
     Chunks,
     Documents,
+    Frame,
     Intersection,
     Lengths,
     Mask,
     PerBatch,
     Prefix,
     Window,
-    check_chunks,
 )
+from ringattn.plan.intervals import MOST_TERMS, Term, count_term, empty, merged, transpose
 from ringattn.plan.layouts import MAX_SEQ_LEN
-from ringattn.plan.mask_union import MaskAxis as MaskAxis
-from ringattn.plan.mask_union import MaskUnion
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+MaskAxis = Literal["keys", "queries"]
+"""The side that the rows of one side see: "keys" (the rows are queries) or "queries" (the rows are keys)."""
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionMask(MaskUnion):
-    """The mask of one attention call.
+class ShortForms(TypedDict, total=False):
+    """Short forms of a mask, as in `ring_attention`; a window is (left, right)."""
 
-    Query i sees key j when all of these hold: causal implies `j <= i` or `j < prefix_len`;
-    `i - left <= j <= i + right`; i and j lie in the same document; `i // chunk_len == j // chunk_len`, where chunks_restart
-    with i and j counted from the beginning of their document or from start, whichever is later; both lie in the batch
-    element's [start, stop).
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    prefix_len: int
+    chunk_len: int | None
+    lengths: tuple[tuple[int, int], ...] | None
 
-    Widths that reach beyond either sequence are kept as those that just do: sums with positions then fit any integer.
 
-    Attributes:
-        window: (left, right): i - left <= j <= i + right; None on a side means unbounded; None: no window.
+def fold_mask(
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    prefix_len: int = 0,
+    chunk_len: int | None = None,
+    lengths: tuple[tuple[int, int], ...] | None = None,
+) -> Mask:
+    """Return the mask that short forms define.
+
+    Query i sees key j when all of these hold: causal implies `j <= i` or `j < prefix_len`; `i - left <= j <= i + right`;
+    `i // chunk_len == j // chunk_len`; both lie in the batch element's [start, stop).
 
     Example:
-        >>> AttentionMask(8, 8, causal=True, documents=(0, 3, 8)).pairs(0, 8)
+        >>> fold_mask(causal=True, window=(3, 0))
+        causal() & window(3, 0)
+    """
+    widths = {"window": window or (), "prefix_len": (prefix_len,), "chunk_len": (chunk_len,)}
+    for name, numbers in widths.items():
+        if any(x is not None and type(x) is not int for x in numbers):
+            raise ValueError(f"{name} must be of integers, got {numbers!r}; convert it first")
+    if window is not None and len(window) != 2:
+        raise ValueError(f"window must be (left, right), got {window}; None on a side means unbounded")
+    if any(side is not None and side < 0 for side in window or ()):
+        raise ValueError(f"window must have sides of at least 0 or None, got {window}; None means unbounded")
+    if prefix_len < 0:
+        raise ValueError(f"prefix_len must be at least 0, got {prefix_len}; 0 means no prefix")
+    if prefix_len and not causal:
+        raise ValueError(
+            f"prefix_len must come with causal=True, got prefix_len={prefix_len} without; every key is visible already"
+        )
+    if chunk_len is not None and chunk_len < 1:
+        raise ValueError(f"chunk_len must be at least 1 or None, got {chunk_len}; None means no chunks")
+    if lengths is not None and not lengths:
+        raise ValueError("lengths must have one (start, stop) per batch element, got none; None means no padding")
+    parts: list[Mask] = []
+    if causal:
+        parts.append(Causal() | Prefix(prefix_len) if prefix_len else Causal())
+    if window is not None:
+        parts.append(Window(*window))
+    if chunk_len is not None:
+        parts.append(Chunks(chunk_len))
+    if lengths is not None:
+        parts.append(Lengths(lengths))
+    return Intersection(tuple(parts or [Window(None, None)]))
+
+
+def restarting_chunks(
+    seq_len: int, chunk_len: int, documents: tuple[int, ...] | None, lengths: tuple[tuple[int, int], ...] | None
+) -> Mask:
+    """Return the mask of chunks that are counted from the beginning of each document, or of a batch element's start if later."""
+
+    def chunks_from(start: int) -> Mask:
+        edges = {0, seq_len}
+        for a, e in pairwise(documents or (0, seq_len)):
+            edges.update((a, *range(max(a, start), e, chunk_len)))
+        return Documents(tuple(sorted(edges)))
+
+    if lengths is None:
+        return Chunks(chunk_len) if documents is None else chunks_from(0)
+    return PerBatch(tuple(chunks_from(start) for start, _ in lengths))
+
+
+class MaskUnion:
+    """A mask over two sequences, as a union of terms.
+
+    Attributes:
+        mask: The mask as given; see `ringattn.masks`.
+        documents: Boundaries of the documents of the sharding, which are a part of the mask; None: one sequence.
+        expression: Both together.
+
+    Example:
+        >>> short_mask(8, causal=True, documents=(0, 3, 8)).pairs(0, 8)
         21
     """
 
-    seq_len: int
-    kv_len: int
-    causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    documents: tuple[int, ...] | None = None
-    prefix_len: int = 0
-    chunk_len: int | None = None
-    lengths: tuple[tuple[int, int], ...] | None = None
-    chunks_restart: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse fields that define no mask."""
-        widths = {"window": self.window or (), "prefix_len": (self.prefix_len,), "chunk_len": (self.chunk_len,)}
-        for name, numbers in widths.items():
-            if any(x is not None and type(x) is not int for x in numbers):
-                raise ValueError(f"{name} must be of integers, got {getattr(self, name)!r}; convert it first")
-        if not 1 <= min(self.seq_len, self.kv_len) <= max(self.seq_len, self.kv_len) <= MAX_SEQ_LEN:
+    def __init__(self, seq_len: int, kv_len: int, mask: Mask, documents: tuple[int, ...] | None = None) -> None:
+        if not 1 <= min(seq_len, kv_len) <= max(seq_len, kv_len) <= MAX_SEQ_LEN:
             raise ValueError(
-                f"seq_len and kv_len must be from 1 to {MAX_SEQ_LEN}, got {self.seq_len} and {self.kv_len}; "
+                f"seq_len and kv_len must be from 1 to {MAX_SEQ_LEN}, got {seq_len} and {kv_len}; "
                 "give the lengths of the whole sequences"
             )
-        if self.window is not None and len(self.window) != 2:
-            raise ValueError(f"window must be (left, right), got {self.window}; None on a side means unbounded")
-        if any(side is not None and side < 0 for side in self.window or ()):
-            raise ValueError(f"window must have sides of at least 0 or None, got {self.window}; None means unbounded")
-        if self.documents is not None:
-            if self.seq_len != self.kv_len:
+        if documents is not None:
+            if seq_len != kv_len:
                 raise ValueError(
-                    f"documents must divide one sequence, got {self.seq_len} queries and {self.kv_len} keys; "
+                    f"documents must divide one sequence, got {seq_len} queries and {kv_len} keys; "
                     "cross attention between sequences of different lengths takes no documents"
                 )
-            check_documents(self.documents, self.seq_len)
-        if self.prefix_len < 0:
-            raise ValueError(f"prefix_len must be at least 0, got {self.prefix_len}; 0 means no prefix")
-        if self.prefix_len and not self.causal:
-            raise ValueError(
-                f"prefix_len must come with causal=True, got prefix_len={self.prefix_len} without; "
-                "every key is visible already"
-            )
-        if self.chunk_len is not None and self.chunk_len < 1:
-            raise ValueError(f"chunk_len must be at least 1 or None, got {self.chunk_len}; None means no chunks")
-        if self.lengths is not None:
-            _check_lengths(self.lengths, self.seq_len, self.kv_len)
-        longest = max(self.seq_len, self.kv_len)
-        if self.chunk_len is not None:
-            check_chunks(self.seq_len, self.chunk_len)
-        if self.window is not None:
-            window = tuple(None if side is None else min(side, longest) for side in self.window)
-            object.__setattr__(self, "window", window)
-        if self.chunk_len is not None:
-            object.__setattr__(self, "chunk_len", min(self.chunk_len, longest))
-        object.__setattr__(self, "prefix_len", min(self.prefix_len, longest))
+            check_documents(documents, seq_len)
+        mask.check(seq_len, kv_len)
+        self.seq_len, self.kv_len, self.mask, self.documents = seq_len, kv_len, mask, documents
+        self.expression = mask if documents is None else mask & Documents(documents)
 
-    def __reduce__(self) -> tuple[type[AttentionMask], tuple[object, ...]]:
-        # copies have the fields alone: the hash of None, and so the cached one, differs from process to process
-        return AttentionMask, tuple(getattr(self, field.name) for field in fields(self))
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks whose intersection is the given one."""
+        return self.mask.parts if isinstance(self.mask, Intersection) else (self.mask,)
+
+    def shortened(self, seq_len: int) -> MaskUnion:
+        """Return the mask over the first tokens of one sequence; documents are cut off at the end."""
+        documents = self.documents and (*(x for x in self.documents if x < seq_len), seq_len)
+        return MaskUnion(seq_len, seq_len, self.mask, documents)
+
+    @property
+    def _content(self) -> tuple[Any, ...]:
+        return self.seq_len, self.kv_len, self.expression
 
     @cached_property
-    def expression(self) -> Mask:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The mask as an expression."""
-        parts: list[Mask] = []
-        if self.causal:
-            parts.append(Causal() | Prefix(self.prefix_len) if self.prefix_len else Causal())
-        if self.window is not None:
-            parts.append(Window(*self.window))
-        restarts = self.chunks_restart and (self.documents is not None or self.lengths is not None)
-        if self.chunk_len is not None and not restarts and self.seq_len == self.kv_len:
-            # documents compile faster where chunks are thousands
-            parts.append(Documents((*range(0, self.seq_len, self.chunk_len), self.seq_len)))
-        elif self.chunk_len is not None and not restarts:
-            parts.append(Chunks(self.chunk_len))
-        elif self.chunk_len is not None:
-            starts = [start for start, _ in self.lengths or ((0, 0),)]
-            chunked = tuple(Documents(self._restarting_chunks(self.chunk_len, start)) for start in starts)
-            parts.append(chunked[0] if self.lengths is None else PerBatch(chunked))
-        if self.lengths is not None:
-            parts.append(Lengths(self.lengths))
-        if self.documents is not None:
-            parts.append(Documents(self.documents))
-        return Intersection(tuple(parts or [Window(None, None)]))
+    def _hash(self) -> int:
+        # plans are looked up on every call, and documents may be thousands of integers
+        return hash(self._content)
 
-    def _restarting_chunks(self, chunk_len: int, start: int) -> tuple[int, ...]:
-        """Return the boundaries of chunks that are counted from the beginning of each document, or from start."""
-        edges = {0, self.seq_len}
-        for a, e in pairwise(self.documents or (0, self.seq_len)):
-            edges.update((a, *range(max(a, start), e, chunk_len)))
-        return tuple(sorted(edges))
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, MaskUnion) and self._content == other._content)
+
+    def __reduce__(self) -> tuple[type[MaskUnion], tuple[object, ...]]:
+        # copies have no cached hash: the hash of None differs from process to process
+        return MaskUnion, (self.seq_len, self.kv_len, self.mask, self.documents)
+
+    def __repr__(self) -> str:
+        return f"MaskUnion({self.seq_len}, {self.kv_len}, {self.expression!r})"
+
+    @cached_property
+    def batch_size(self) -> int:
+        """Batch elements with pairs of their own; 1 when all share one mask."""
+        return self.expression.batch_size or 1
+
+    @property
+    def is_per_batch(self) -> bool:
+        """Whether batch elements have pairs of their own."""
+        return self.expression.batch_size is not None
+
+    @cached_property
+    def _intervals(self) -> dict[int, list[Term]]:
+        """Disjoint terms of each variant: equally many, with the same tables."""
+        found = {b: merged(self.expression.intervals(Frame(self.seq_len, self.kv_len, b))) for b in self.variants}
+        most: dict[Any, int] = {}
+        for terms in found.values():
+            for pattern, number in Counter(term.pattern for term in terms).items():
+                most[pattern] = max(most.get(pattern, 0), number)
+        if not most:
+            most[None] = 1
+        if sum(most.values()) > MOST_TERMS:
+            raise NotImplementedError(
+                f"mask must have at most {MOST_TERMS} intervals per query, got {sum(most.values())} of {self.expression!r}; "
+                "for a deep tree or an irregular mask use masks.blocks, or bias"
+            )
+        return {
+            b: [term for pattern, number in most.items() for term in _padded(terms, pattern, number, self.seq_len)]
+            for b, terms in found.items()
+        }
+
+    @property
+    def is_union(self) -> bool:
+        """Whether there is more than one interval, or a table of blocks."""
+        terms = self._intervals[0]
+        return len(terms) > 1 or terms[0].pattern is not None
+
+    @property
+    def has_pattern(self) -> bool:
+        """Whether a table of blocks cuts the mask."""
+        return any(term.pattern is not None for term in self._intervals[0])
 
     def variant(self, b: int) -> int:
-        """See `MaskUnion.variant`: elements of equal lengths are alike."""
-        return 0 if self.lengths is None else self.lengths.index(self.lengths[b])
+        """Return the first batch element that has the mask of element b."""
+        return self._variants[b]
+
+    @cached_property
+    def _variants(self) -> list[int]:
+        elements = [self.expression.of_element(b) for b in range(self.batch_size)]
+        return list(map(elements.index, elements))
+
+    @cached_property
+    def variants(self) -> Counter[int]:
+        """Batch elements by variant."""
+        return Counter(self._variants)
+
+    def intervals(self, axis: MaskAxis, variant: int) -> list[Term]:
+        """Return the disjoint terms of a variant, seen from the rows of one side."""
+        return (self._intervals if axis == "keys" else self._transposed)[variant]
+
+    @cached_property
+    def _transposed(self) -> dict[int, list[Term]]:
+        return {b: [transpose(term, self.kv_len) for term in terms] for b, terms in self._intervals.items()}
+
+    def pairs(self, a: int, b: int, b_index: int = 0) -> int:
+        """Visible pairs of the queries [a, b) of one batch element, exactly."""
+        return sum(count_term(term, a, b) for term in self._intervals[self.variant(b_index)])
+
+    def work(self, a: int, b: int) -> int:
+        """Visible pairs of the queries [a, b), summed over batch elements."""
+        return sum(times * self.pairs(a, b, variant) for variant, times in self.variants.items())
+
+
+def _padded(given: list[Term], pattern: Any, number: int, rows: int) -> list[Term]:
+    found = [term for term in given if term.pattern == pattern]
+    return found + [empty(rows, pattern)] * (number - len(found))
+
+
+def short_mask(
+    seq_len: int, kv_len: int | None = None, documents: tuple[int, ...] | None = None, **short_forms: Unpack[ShortForms]
+) -> MaskUnion:
+    """Return the mask that short forms and documents define over a sequence, or over two."""
+    return MaskUnion(seq_len, seq_len if kv_len is None else kv_len, fold_mask(**short_forms), documents)
 
 
 def check_documents(documents: tuple[int, ...], seq_len: int) -> None:
@@ -154,19 +268,3 @@ def check_documents(documents: tuple[int, ...], seq_len: int) -> None:
         raise ValueError(
             f"documents must not decrease, got {documents[k]} then {documents[k + 1]} at index {k}; pass cumulative lengths"
         )
-
-
-def _check_lengths(lengths: tuple[tuple[int, int], ...], seq_len: int, kv_len: int) -> None:
-    if seq_len != kv_len:
-        raise ValueError(
-            f"lengths must bound one sequence, got {seq_len} queries and {kv_len} keys; "
-            "mask padded keys of cross attention with key_bias"
-        )
-    if not lengths:
-        raise ValueError("lengths must have one (start, stop) per batch element, got none; None means no padding")
-    for b, (start, stop) in enumerate(lengths):
-        if not 0 <= start <= stop <= seq_len:
-            raise ValueError(
-                f"lengths must be 0 <= start <= stop <= seq_len {seq_len}, got ({start}, {stop}) for element {b}; "
-                "give positions of the padded sequence"
-            )

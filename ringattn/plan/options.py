@@ -147,7 +147,7 @@ _MASK: dict[str, Callable[[Any], Any]] = {
 
 
 def resolve_balance(balance: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the mask to balance for, as keyword arguments of `AttentionMask`; a causal one by default."""
+    """Return the mask to balance for, as keyword arguments of `fold_mask`; a causal one by default."""
     if balance is None:
         return {"causal": True}
     if not isinstance(balance, Mapping):

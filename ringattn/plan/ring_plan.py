@@ -22,7 +22,7 @@ from functools import cached_property, lru_cache
 
 from ringattn.plan.layouts import Shard
 from ringattn.plan.layouts import shard_len as rows_of
-from ringattn.plan.mask_union import MaskAxis, MaskUnion
+from ringattn.plan.mask import MaskAxis, MaskUnion
 from ringattn.plan.pairs import SeenRows, VisibleSpan, count_term_pairs
 
 Rows = tuple[tuple[int, int], ...]
@@ -362,9 +362,9 @@ def describe(plan: Plan) -> str:
 
     Example:
         >>> from ringattn.plan.layouts import contiguous
-        >>> from ringattn.plan.mask import AttentionMask
+        >>> from ringattn.plan.mask import short_mask
         >>> shards = contiguous(8, 2)
-        >>> print(describe(make_plan(shards, shards, AttentionMask(8, 8, causal=True), "keys")))
+        >>> print(describe(make_plan(shards, shards, short_mask(8, causal=True), "keys")))
         2 ranks, keys move
         rank  step 1       pairs
            0       -          10

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ringattn.plan.expressions import Mask
 from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
-from ringattn.plan.mask import AttentionMask, check_documents
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask import MaskUnion, check_documents, short_mask
 from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer, resolve_segments
 from ringattn.ring_registry import RINGS
 from ringattn.tensor_checks import check_tensor
@@ -405,7 +404,7 @@ def resolve_shards(
     if isinstance(balance, Mask):
         mask = MaskUnion(seq_len, seq_len, balance, documents)
     else:
-        mask = AttentionMask(seq_len=seq_len, kv_len=seq_len, documents=documents, **resolve_balance(balance))
+        mask = short_mask(seq_len, documents=documents, **resolve_balance(balance))
     return seq_len, documents, make_shards(layout, seq_len, world_size, mask, resolve_segments(segments))
 
 

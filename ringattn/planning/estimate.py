@@ -12,8 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ringattn.plan.expressions import Causal, Window
 from ringattn.plan.layouts import MAX_SEQ_LEN
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import MaskUnion, ShortForms, short_mask
 from ringattn.plan.options import resolve_window
 from ringattn.planning.memory import Memory, attention_peak, heads_of, serving_memory, training_memory
 from ringattn.planning.profile import Link, Profile, load_profile
@@ -96,17 +97,18 @@ class Job:
     mode: str = "train"
     batch: int | None = None
     documents: tuple[int, ...] | None = None
-    mask: Mapping[str, Any] = field(default_factory=dict)
+    mask: ShortForms = field(default_factory=ShortForms)
     recompute: tuple[str, ...] = RECOMPUTE
     layout: str | None = None
 
     @cached_property
-    def masks(self) -> tuple[tuple[AttentionMask, int], ...]:
+    def masks(self) -> tuple[tuple[MaskUnion, int], ...]:
         """Masks with the number of their layers: those that see all, and those with the model's sliding window."""
-        whole, shape = AttentionMask(self.tokens, self.tokens, documents=self.documents, **self.mask), self.shape
-        if shape.window is None or whole.window is not None:
+        shape = self.shape
+        whole = short_mask(self.tokens, documents=self.documents, **self.mask)
+        if shape.window is None or self.mask.get("window") is not None:
             return ((whole, shape.layers),)
-        windowed = replace(whole, window=(shape.window - 1, 0))
+        windowed = short_mask(self.tokens, documents=self.documents, **(self.mask | {"window": (shape.window - 1, 0)}))
         counts = (shape.layers - shape.window_layers, shape.window_layers)
         return tuple((mask, layers) for mask, layers in zip((whole, windowed), counts, strict=True) if layers)
 
@@ -307,11 +309,11 @@ def _calls(job: Job, mesh: Mesh, schedule: str, *, keep: bool) -> list[tuple[Rin
     ]
 
 
-def best_layout(mask: AttentionMask) -> str:
+def best_layout(mask: MaskUnion) -> str:
     """Return the layout in which ranks have equal work under a mask and move few rows."""
     if mask.documents is not None:
         return "balanced"
-    return "contiguous" if mask.window is not None or not mask.causal else "zigzag"
+    return "contiguous" if Causal() not in mask.parts or any(isinstance(x, Window) for x in mask.parts) else "zigzag"
 
 
 def _schedule(job: Job, mesh: Mesh) -> str:

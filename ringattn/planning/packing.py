@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 
 from ringattn.plan.layouts import MAX_SEQ_LEN, Run, Shard, shard_len, zigzag
-from ringattn.plan.mask import AttentionMask
+from ringattn.plan.mask import short_mask
 from ringattn.plan.ring_plan import Plan, make_plan
 from ringattn.plan.sharding import Sharding, SupportsAllGather
 
@@ -62,7 +62,7 @@ class PackedSequence:
     @cached_property
     def _plan(self) -> Plan:
         window = None if self.window is None else (self.window - 1, 0)
-        mask = AttentionMask(self.seq_len, self.seq_len, causal=True, documents=self.documents, window=window)
+        mask = short_mask(self.seq_len, causal=True, documents=self.documents, window=window)
         return make_plan(self.shards, self.shards, mask, "keys")
 
 

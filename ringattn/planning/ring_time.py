@@ -22,9 +22,9 @@ from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, RowMetadata
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.buffers import count_groups
 from ringattn.plan.device_tables import gathered_key, side_key, stationary_side
+from ringattn.plan.expressions import Chunks, Window
 from ringattn.plan.layouts import Shard, make_shards, shard_len
-from ringattn.plan.mask import AttentionMask
-from ringattn.plan.mask_union import MaskAxis, MaskUnion
+from ringattn.plan.mask import MaskAxis, MaskUnion
 from ringattn.plan.ring_plan import Nodes, Plan, RecvSpec, RingStep, make_gather_plan, make_nodes, make_plan
 from ringattn.planning.attention_launch import Exchange, Heads, launch_ms
 from ringattn.planning.profile import Profile
@@ -93,12 +93,12 @@ class RingCall:
             world_size = MOST_RANKS
         if world_size == self.world_size:
             return self
-        if not isinstance(self.mask, AttentionMask):
+        if self.mask.is_union:
             raise NotImplementedError(
                 f"a mask of several intervals must be on a ring of one node or of up to {MOST_NODES} nodes to be planned, got "
                 f"{self.world_size} ranks on {self.nodes} nodes; plan a smaller ring"
             )
-        mask = shortened(self.mask, max(world_size, self.mask.seq_len * world_size // self.world_size))
+        mask = self.mask.shortened(max(world_size, self.mask.seq_len * world_size // self.world_size))
         return replace(self, mask=mask, world_size=world_size, nodes=nodes)
 
     @cached_property
@@ -129,14 +129,6 @@ class RingCall:
         return self.plan, "keys", *keys
 
 
-def shortened(mask: AttentionMask, seq_len: int) -> AttentionMask:
-    """Return the mask over fewer tokens; documents are cut off at the end."""
-    documents = mask.documents
-    if documents is not None:
-        documents = (*(x for x in documents if x < seq_len), seq_len)
-    return replace(mask, seq_len=seq_len, kv_len=seq_len, documents=documents)
-
-
 @lru_cache(maxsize=512)
 def attention_time(call: RingCall, profile: Profile, direction: str) -> RingTime:
     """Return the time of a call's "forward" or "backward" on its slowest rank."""
@@ -146,10 +138,8 @@ def attention_time(call: RingCall, profile: Profile, direction: str) -> RingTime
 
 def _grows(mask: MaskUnion) -> bool:
     """Return whether the work of a rank grows with the ranks at equal shards."""
-    if not isinstance(mask, AttentionMask):
-        return False
-    bounded = mask.window is not None and mask.window[0] is not None
-    return not bounded and mask.documents is None and mask.chunk_len is None
+    bounded = any(isinstance(x, Chunks) or (isinstance(x, Window) and x.left is not None) for x in mask.parts)
+    return not bounded and mask.documents is None and not mask.is_union
 
 
 def _ranks(call: RingCall) -> Iterator[int]:

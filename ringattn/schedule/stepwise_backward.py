@@ -115,7 +115,9 @@ def stepwise_backward(call: BackwardCall) -> Gradients:
         if moving == "keys":
             keys_out, rows_out = contribution, stay
             here = score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2])
-            given = BackwardStep(do, q, held[0], held[1], lse, delta, stationary, moved_rows, here, o, dlse, delta_made=True)
+            given = BackwardStep(
+                do, q, held[0], held[1], lse, delta, stationary, moved_rows, here, o, dlse, delta_made=True
+            )
         else:
             keys_out, rows_out = stay, contribution
             given = BackwardStep(held[1], held[0], k, v, held[2], held[3], moved_rows, stationary, score)

@@ -1,6 +1,6 @@
 """Validation of a call's tensors against each other and its options, before any communication.
 
-Masks check themselves (`AttentionMask`), kernels are chosen in `kernels.registry`.
+Masks check themselves (`fold_mask`, `MaskUnion`), kernels are chosen in `kernels.registry`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
+from ringattn.plan.expressions import Lengths
 from ringattn.tensor_checks import check_tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -119,7 +120,8 @@ def _check_options(spec: AttentionSpec, dtype: torch.dtype, batch: int, has_bias
     if not 0 <= spec.dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {spec.dropout_p}")
     if spec.mask.is_per_batch and spec.mask.batch_size != batch:
-        what = "lengths must have one (start, stop)" if spec.mask.lengths else "mask must have one part"
+        by_lengths = any(isinstance(part, Lengths) for part in spec.mask.parts)
+        what = "lengths must have one (start, stop)" if by_lengths else "mask must have one part"
         raise ValueError(f"{what} per batch element, {batch}, got {spec.mask.batch_size}")
     if has_bias and spec.backward == "queries":
         raise NotImplementedError(

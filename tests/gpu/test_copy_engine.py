@@ -21,10 +21,10 @@ import torch.multiprocessing as mp
 
 from ringattn import Ring
 from ringattn.launch.runtime.distributed import choose_backend, resolve_device
-from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, make_gather_plan, make_plan
 from ringattn.transport.copy_engine.transport import CopyEngineTransport
 from ringattn.transport.gpu_sharing import may_share_gpus
+from tests.support.short_mask import ShortMask
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 RANKS = max(GPUS, 4) if GPUS and may_share_gpus() else GPUS
@@ -68,7 +68,7 @@ def settle(group: Any = None) -> tuple[Ring, CopyEngineTransport]:
 def gather_plans(ring: Ring, **mask: Any) -> GatherPlan:
     n = ROWS * ring.world_size
     sharding = ring.sharding(n)
-    plan = make_plan(sharding.shards, sharding.shards, AttentionMask(seq_len=n, kv_len=n, **mask), "keys")
+    plan = make_plan(sharding.shards, sharding.shards, ShortMask(seq_len=n, kv_len=n, **mask), "keys")
     return make_gather_plan(plan, ring.rank, PAD_ROWS)
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.plan.layouts import make_shards
-from ringattn.plan.mask import AttentionMask
 from ringattn.plan.sharding import Sharding
+from tests.support.short_mask import ShortMask
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,5 +31,5 @@ class FakeRing:
 
     def sharding(self, seq_len: int, layout: str, documents: Any = None, balance: Any = None) -> Any:
         options: dict[str, Any] = balance or {"causal": True}
-        mask = AttentionMask(seq_len, seq_len, documents=documents, **options)
+        mask = ShortMask(seq_len, seq_len, documents=documents, **options)
         return Sharding(seq_len, layout, make_shards(layout, seq_len, self.world_size, mask), 0, documents)

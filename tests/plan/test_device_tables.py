@@ -15,9 +15,10 @@ from ringattn.kernels.interface import RowMetadata
 from ringattn.kernels.runtime import table_cache
 from ringattn.plan.device_tables import bounds_of, side_key, stationary_side
 from ringattn.plan.layouts import contiguous, zigzag
-from ringattn.plan.mask import AttentionMask, MaskAxis
+from ringattn.plan.mask import MaskAxis
 from ringattn.plan.ring_plan import make_plan
 from tests.support.random_masks import layouts, masks, positions, seen
+from tests.support.short_mask import ShortMask
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def _fresh_cache() -> Iterator[None]:
 
 @settings(max_examples=75, deadline=None)
 @given(masks(), st.sampled_from(["keys", "queries"]))
-def test_tensors_and_integers_obey_one_formula(mask: AttentionMask, reading: MaskAxis) -> None:
+def test_tensors_and_integers_obey_one_formula(mask: ShortMask, reading: MaskAxis) -> None:
     rows = mask.seq_len if reading == "keys" else mask.kv_len
     lo, hi = bounds_of(torch.arange(rows), mask, reading)
     expected = [[seen(mask, reading, x, b) for x in range(rows)] for b in range(mask.batch_size)]
@@ -39,7 +40,7 @@ def test_tensors_and_integers_obey_one_formula(mask: AttentionMask, reading: Mas
 @settings(max_examples=50, deadline=None)
 @given(masks(max_len=20), st.data(), st.integers(1, 5), st.sampled_from(["keys", "queries"]))
 def test_sides_hold_the_runs_positions_and_intervals_of_a_visit(
-    mask: AttentionMask, data: st.DataObject, world_size: int, moving: str
+    mask: ShortMask, data: st.DataObject, world_size: int, moving: str
 ) -> None:
     queries = data.draw(layouts(mask.seq_len, world_size))
     keys = data.draw(layouts(mask.kv_len, world_size))
@@ -62,7 +63,7 @@ def test_sides_hold_the_runs_positions_and_intervals_of_a_visit(
 
 
 def test_sides_are_int32_contiguous_and_aligned() -> None:
-    side = stationary_side(zigzag(50, 3)[0], AttentionMask(50, 50, lengths=((0, 50), (3, 9))), "cpu")
+    side = stationary_side(zigzag(50, 3)[0], ShortMask(50, 50, lengths=((0, 50), (3, 9))), "cpu")
     assert side.runs.shape == (2, 4)
     assert side.lo.shape == side.hi.shape == (2, 17)
     for tensor in (side.runs, side.positions, side.lo, side.hi):
@@ -73,7 +74,7 @@ def test_sides_are_int32_contiguous_and_aligned() -> None:
 
 def test_equal_arguments_share_one_side() -> None:
     def side(length: int = 8, reading: MaskAxis = "keys"):
-        return stationary_side(contiguous(8, 2)[1], AttentionMask(8, length, causal=True), torch.device("cpu"), reading)
+        return stationary_side(contiguous(8, 2)[1], ShortMask(8, length, causal=True), torch.device("cpu"), reading)
 
     assert side() is side()
     assert side() is not side(length=9)
@@ -82,7 +83,7 @@ def test_equal_arguments_share_one_side() -> None:
 
 def test_the_cache_keeps_the_latest_sides_within_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     shards = contiguous(256, 4)
-    mask = AttentionMask(256, 256)
+    mask = ShortMask(256, 256)
     first = stationary_side(shards[0], mask, "cpu")
     monkeypatch.setattr(table_cache, "CACHE_BYTES", 2 * first.runs.untyped_storage().nbytes())
     second = stationary_side(shards[1], mask, "cpu")
@@ -135,12 +136,12 @@ def test_threads_may_make_tables_at_once() -> None:
 
 def test_sides_made_under_inference_mode_are_ordinary_tensors() -> None:
     with torch.inference_mode():
-        side = stationary_side(contiguous(8, 2)[0], AttentionMask(8, 8), "cpu")
+        side = stationary_side(contiguous(8, 2)[0], ShortMask(8, 8), "cpu")
     assert not side.lo.is_inference()
 
 
 def test_a_shard_without_rows_has_an_empty_side() -> None:
-    side = stationary_side((), AttentionMask(2, 2), "cpu")
+    side = stationary_side((), ShortMask(2, 2), "cpu")
     assert side.runs.shape == (0, 4)
     assert side.lo.shape == (1, 0)
     assert side.run_list == ()

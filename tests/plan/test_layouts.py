@@ -20,8 +20,8 @@ from ringattn.plan.layouts import (
     striped,
     zigzag,
 )
-from ringattn.plan.mask import AttentionMask
 from tests.support.random_masks import few_long_documents, layouts, log_normal_documents, positions, runs
+from tests.support.short_mask import ShortMask
 from tests.support.timing import assert_quick
 
 MIXES = {
@@ -32,7 +32,7 @@ MIXES = {
 }
 
 
-def work_ratio(mask: AttentionMask, shards: tuple[Shard, ...]) -> float:
+def work_ratio(mask: ShortMask, shards: tuple[Shard, ...]) -> float:
     """Greatest over mean work of a rank."""
     work = [sum(mask.work(run.start, run.last + 1) for run in shard) for shard in shards]
     return max(work) * len(work) / sum(work)
@@ -77,8 +77,8 @@ def test_zigzag_pairs_the_first_chunk_with_the_last() -> None:
 def test_one_rank_holds_one_run_and_ranks_may_hold_nothing() -> None:
     for name in LAYOUTS:
         parts, whole = ((4, 3), (1,)) if name == "segments" else (None, None)
-        assert make_shards(name, 7, 1, AttentionMask(7, 7), parts) == ((Run(0, 1, 7),),)
-        assert [shard_len(shard) for shard in make_shards(name, 1, 3, AttentionMask(1, 1), whole)] == [1, 0, 0]
+        assert make_shards(name, 7, 1, ShortMask(7, 7), parts) == ((Run(0, 1, 7),),)
+        assert [shard_len(shard) for shard in make_shards(name, 1, 3, ShortMask(1, 1), whole)] == [1, 0, 0]
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(1, 8))
@@ -110,13 +110,13 @@ def test_last_is_the_position_of_the_last_row(run: Run) -> None:
 @pytest.mark.parametrize("world_size", [4, 8, 16])
 def test_balanced_shares_the_work_of_packed_documents(mix: str, world_size: int) -> None:
     seq_len = 1 << 18
-    mask = AttentionMask(seq_len, seq_len, causal=True, documents=MIXES[mix](seq_len))
+    mask = ShortMask(seq_len, seq_len, causal=True, documents=MIXES[mix](seq_len))
     shards = balanced(seq_len, world_size, mask.work)
     assert work_ratio(mask, zigzag(seq_len, world_size)) > 1.2
     assert work_ratio(mask, shards) <= 1.02
     lengths = [shard_len(shard) for shard in shards]
     assert max(lengths) - min(lengths) <= 16  # tokens: one per chunk
-    full = AttentionMask(seq_len, seq_len, documents=mask.documents, window=(4096, 4096))
+    full = ShortMask(seq_len, seq_len, documents=mask.documents, window=(4096, 4096))
     assert work_ratio(full, balanced(seq_len, world_size, full.work)) <= 1.02
 
 
@@ -138,14 +138,14 @@ def test_balanced_gives_every_rank_the_same_number_of_chunks(weights: list[int],
 
 def test_balanced_is_as_coarse_as_the_mask_allows() -> None:
     seq_len = 1 << 17
-    window = AttentionMask(seq_len, seq_len, causal=True, window=(1024, 0))
+    window = ShortMask(seq_len, seq_len, causal=True, window=(1024, 0))
     assert balanced(seq_len, 8, window.work) == contiguous(seq_len, 8)
-    causal = AttentionMask(seq_len, seq_len, causal=True)
+    causal = ShortMask(seq_len, seq_len, causal=True)
     assert set(balanced(seq_len, 8, causal.work)) == set(zigzag(seq_len, 8))
 
 
 def test_balanced_begins_with_the_chunks_asked_for_and_refines_down_to_the_shortest() -> None:
-    work = AttentionMask(8, 8, causal=True).work
+    work = ShortMask(8, 8, causal=True).work
     assert balanced(8, 2, work) == contiguous(8, 2)
     assert balanced(8, 2, work, chunks_per_rank=2) == zigzag(8, 2)
     assert balanced(8, 2, work, min_chunk_len=2) == zigzag(8, 2)
@@ -153,7 +153,7 @@ def test_balanced_begins_with_the_chunks_asked_for_and_refines_down_to_the_short
 
 
 def test_balanced_ranks_are_in_order_of_their_first_position() -> None:
-    mask = AttentionMask(1 << 14, 1 << 14, causal=True, documents=log_normal_documents(1 << 14, 700, 1.5, seed=5))
+    mask = ShortMask(1 << 14, 1 << 14, causal=True, documents=log_normal_documents(1 << 14, 700, 1.5, seed=5))
     firsts = [shard[0].start for shard in balanced(1 << 14, 8, mask.work)]
     assert firsts == sorted(firsts)
 
@@ -164,11 +164,11 @@ def test_balanced_is_fast_for_a_million_tokens() -> None:
     assert len(documents) > 2000
 
     def cut() -> tuple[Shard, ...]:  # for a mask that has counted nothing yet
-        mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents)
+        mask = ShortMask(seq_len, seq_len, causal=True, documents=documents)
         return make_shards("balanced", seq_len, 8, mask)
 
     assert_quick(cut, 0.25)  # about 15 ms on a quiet core
-    assert work_ratio(AttentionMask(seq_len, seq_len, causal=True, documents=documents), cut()) <= 1.02
+    assert work_ratio(ShortMask(seq_len, seq_len, causal=True, documents=documents), cut()) <= 1.02
 
 
 def test_wrong_sizes_and_names_are_refused() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ringattn.plan.bounds import Bounds
 from ringattn.plan.layouts import Run, striped
-from ringattn.plan.mask import AttentionMask, MaskAxis
+from ringattn.plan.mask import MaskAxis
 from ringattn.plan.pairs import Tally, VisibleSpan, count_pairs, floor_sum
 from tests.support.random_masks import (
     is_visible,
@@ -26,16 +26,17 @@ from tests.support.random_masks import (
     runs,
     seen,
 )
+from tests.support.short_mask import ShortMask
 from tests.support.timing import assert_quick
 
 
-def bounds_of(mask: AttentionMask, axis: MaskAxis, b: int = 0) -> Bounds:
+def bounds_of(mask: ShortMask, axis: MaskAxis, b: int = 0) -> Bounds:
     [term] = mask.intervals(axis, mask.variant(b))
     assert term.pattern is None
     return term.bounds
 
 
-def assert_rows_see_what_the_definitions_allow(mask: AttentionMask) -> None:
+def assert_rows_see_what_the_definitions_allow(mask: ShortMask) -> None:
     for b in range(mask.batch_size):
         visible = [[is_visible(mask, i, j, b) for j in range(mask.kv_len)] for i in range(mask.seq_len)]
         tables: dict[MaskAxis, Any] = {"keys": visible, "queries": list(zip(*visible, strict=True))}
@@ -56,11 +57,11 @@ def assert_rows_see_what_the_definitions_allow(mask: AttentionMask) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(masks())
-def test_rows_see_what_the_definitions_allow_and_bounds_never_decrease(mask: AttentionMask) -> None:
+def test_rows_see_what_the_definitions_allow_and_bounds_never_decrease(mask: ShortMask) -> None:
     assert_rows_see_what_the_definitions_allow(mask)
 
 
-def small_masks() -> Iterator[AttentionMask]:
+def small_masks() -> Iterator[ShortMask]:
     """Every combination of features, each in a few sizes, of which a random draw would rarely meet the rarer ones."""
     for seq_len, kv_len in ((11, 11), (11, 8), (8, 11)):
         same = seq_len == kv_len
@@ -72,7 +73,7 @@ def small_masks() -> Iterator[AttentionMask]:
             (None, ((2, 9), (4, 4))) if same else (None,),
         ):
             (causal, prefix_len), window, documents, (chunk_len, restart), lengths = fields
-            yield AttentionMask(seq_len, kv_len, causal, window, documents, prefix_len, chunk_len, lengths, restart)
+            yield ShortMask(seq_len, kv_len, causal, window, documents, prefix_len, chunk_len, lengths, restart)
 
 
 def test_rows_see_what_the_definitions_allow_in_every_combination_of_features() -> None:
@@ -81,14 +82,14 @@ def test_rows_see_what_the_definitions_allow_in_every_combination_of_features() 
 
 
 def test_straight_bounds_are_one_piece() -> None:
-    lower, upper = AttentionMask(1000, 1000, causal=True, documents=(0, 10, 400, 1000)).intervals("keys", 0)[0].bounds
+    lower, upper = ShortMask(1000, 1000, causal=True, documents=(0, 10, 400, 1000)).intervals("keys", 0)[0].bounds
     assert (lower.values, lower.slopes) == ([0, 10, 400], [0, 0, 0])
     assert (upper.values, upper.slopes) == ([1], [1])
 
 
 @settings(max_examples=100, deadline=None)
 @given(masks(), st.data())
-def test_pairs_of_a_stretch_are_counted_exactly(mask: AttentionMask, data: st.DataObject) -> None:
+def test_pairs_of_a_stretch_are_counted_exactly(mask: ShortMask, data: st.DataObject) -> None:
     a = data.draw(st.integers(0, mask.seq_len))
     e = data.draw(st.integers(a, mask.seq_len))
     per_element = [
@@ -100,7 +101,7 @@ def test_pairs_of_a_stretch_are_counted_exactly(mask: AttentionMask, data: st.Da
 
 @settings(max_examples=75, deadline=None)
 @given(masks(), st.data())
-def test_pairs_between_two_runs_are_counted_exactly(mask: AttentionMask, data: st.DataObject) -> None:
+def test_pairs_between_two_runs_are_counted_exactly(mask: ShortMask, data: st.DataObject) -> None:
     q_run, k_run = data.draw(runs(mask.seq_len)), data.draw(runs(mask.kv_len))
     for b in range(mask.batch_size):
         visible = sum(is_visible(mask, i, j, b) for i in positions((q_run,)) for j in positions((k_run,)))
@@ -109,7 +110,7 @@ def test_pairs_between_two_runs_are_counted_exactly(mask: AttentionMask, data: s
 
 @settings(max_examples=100, deadline=None)
 @given(masks(), st.data(), st.integers(1, 6))
-def test_both_readings_count_the_same_pairs(mask: AttentionMask, data: st.DataObject, world_size: int) -> None:
+def test_both_readings_count_the_same_pairs(mask: ShortMask, data: st.DataObject, world_size: int) -> None:
     queries = data.draw(layouts(mask.seq_len, world_size))
     keys = data.draw(layouts(mask.kv_len, world_size))
     for b in range(mask.batch_size):
@@ -120,7 +121,7 @@ def test_both_readings_count_the_same_pairs(mask: AttentionMask, data: st.DataOb
 
 @settings(max_examples=75, deadline=None)
 @given(masks(), st.data(), st.sampled_from(["keys", "queries"]))
-def test_reach_spans_what_the_rows_of_a_shard_see(mask: AttentionMask, data: st.DataObject, reading: MaskAxis) -> None:
+def test_reach_spans_what_the_rows_of_a_shard_see(mask: ShortMask, data: st.DataObject, reading: MaskAxis) -> None:
     rows, limit = (mask.seq_len, mask.kv_len) if reading == "keys" else (mask.kv_len, mask.seq_len)
     shard, run = data.draw(run_shards(rows)), data.draw(runs(limit))
     for b in range(mask.batch_size):
@@ -136,7 +137,7 @@ def test_reach_spans_what_the_rows_of_a_shard_see(mask: AttentionMask, data: st.
 @pytest.mark.parametrize("window", [(0, 0), (1, 0), (0, 2), (2, 1)])
 def test_reach_sees_the_gaps_that_strided_rows_leave(window: tuple[int, int]) -> None:
     left, right = window
-    bounds = bounds_of(AttentionMask(40, 40, window=window), "keys")
+    bounds = bounds_of(ShortMask(40, 40, window=window), "keys")
     for start, stride in itertools.product(range(4), range(1, 8)):
         row_run = Run(start, stride, (39 - start) // stride + 1 - start)
         held = {p for i in positions((row_run,)) for p in range(i - left, i + right + 1)}
@@ -149,7 +150,7 @@ def test_reach_sees_the_gaps_that_strided_rows_leave(window: tuple[int, int]) ->
 
 def test_reach_begins_where_a_widening_interval_is_no_longer_empty() -> None:
     # before `start` rows see nothing at start; the upper bound climbs from there in one straight piece
-    mask = AttentionMask(8, 8, causal=True, lengths=((1, 8),))
+    mask = ShortMask(8, 8, causal=True, lengths=((1, 8),))
     bounds = bounds_of(mask, "keys")
     assert VisibleSpan(bounds, (Run(0, 1, 3),)).spans(Run(0, 1, 8)) == [(1, 2)]
     assert VisibleSpan(bounds, (Run(0, 1, 1),)).spans(Run(0, 1, 8)) == []
@@ -177,10 +178,10 @@ def test_tally_counts_rows_below_a_position(data: st.DataObject, position: int, 
 def test_counting_a_million_tokens_takes_no_pass_over_tokens() -> None:
     seq_len = 1 << 20
     documents = log_normal_documents(seq_len, 400, 1.5, seed=4)
-    mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents, window=(4096, 0))
+    mask = ShortMask(seq_len, seq_len, causal=True, documents=documents, window=(4096, 0))
 
     def count() -> int:  # with a mask that has counted nothing yet
-        mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents, window=(4096, 0))
+        mask = ShortMask(seq_len, seq_len, causal=True, documents=documents, window=(4096, 0))
         shards = striped(seq_len, 4)
         return sum(map(sum, count_pairs(bounds_of(mask, "keys"), shards, shards)))
 
@@ -192,8 +193,8 @@ def test_counting_a_million_tokens_takes_no_pass_over_tokens() -> None:
 
 
 def test_masks_are_equal_by_content_and_copy_without_their_caches() -> None:
-    mask = AttentionMask(8, 8, causal=True, documents=(0, 3, 8))
-    same = AttentionMask(8, 8, causal=True, documents=(0, 3, 8))
+    mask = ShortMask(8, 8, causal=True, documents=(0, 3, 8))
+    same = ShortMask(8, 8, causal=True, documents=(0, 3, 8))
     assert mask.pairs(0, 8) == 21
     assert mask == same
     assert hash(mask) == hash(same)
@@ -201,20 +202,20 @@ def test_masks_are_equal_by_content_and_copy_without_their_caches() -> None:
         assert twin == mask
         assert "_hash" not in vars(twin)
         assert "_intervals" not in vars(twin)
-    assert mask != AttentionMask(8, 8, causal=True, documents=(0, 4, 8))
+    assert mask != ShortMask(8, 8, causal=True, documents=(0, 4, 8))
 
 
 def test_wider_than_both_sequences_is_as_wide_as_the_longer() -> None:
     for seq_len, kv_len in ((5, 9), (9, 5)):
-        wide = AttentionMask(seq_len, kv_len, causal=True, window=(2**70, 9), prefix_len=2**63, chunk_len=2**63 - 1)
-        assert wide == AttentionMask(seq_len, kv_len, causal=True, window=(9, 9), prefix_len=9, chunk_len=9)
+        wide = ShortMask(seq_len, kv_len, causal=True, window=(2**70, 9), prefix_len=2**63, chunk_len=2**63 - 1)
+        narrow = ShortMask(seq_len, kv_len, causal=True, window=(9, 9), prefix_len=9, chunk_len=9)
+        assert wide.intervals("keys", 0) == narrow.intervals("keys", 0)
         assert [seen(wide, "keys", i) for i in range(seq_len)] == [(0, kv_len)] * seq_len
 
 
-def test_fields_that_reach_no_further_are_kept_as_given() -> None:
-    mask = AttentionMask(9, 9, causal=True, window=(3, 2), prefix_len=4, chunk_len=5, lengths=((0, 9), (2, 7)))
-    assert (mask.window, mask.prefix_len, mask.chunk_len) == ((3, 2), 4, 5)
-    assert (mask.batch_size, AttentionMask(9, 9).batch_size) == (2, 1)
+def test_fields_that_reach_no_further_hold_as_given() -> None:
+    mask = ShortMask(9, 9, causal=True, window=(3, 2), prefix_len=4, chunk_len=5, lengths=((0, 9), (2, 7)))
+    assert (mask.batch_size, ShortMask(9, 9).batch_size) == (2, 1)
     assert seen(mask, "keys", 8) == (5, 9)
     assert seen(mask, "queries", 8) == (8, 9)
     assert mask.pairs(0, 9) != mask.pairs(0, 9, 1)
@@ -242,11 +243,11 @@ def test_fields_that_reach_no_further_are_kept_as_given() -> None:
 )
 def test_fields_that_define_no_mask_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        AttentionMask(**{"seq_len": 8, "kv_len": 8, **fields})
+        ShortMask(**{"seq_len": 8, "kv_len": 8, **fields})
 
 
 def test_a_run_of_one_position_counts_like_the_pair() -> None:
-    mask = AttentionMask(6, 6, causal=True, window=(2, None))
+    mask = ShortMask(6, 6, causal=True, window=(2, None))
     for i in range(6):
         for j in range(6):
             row, key = (Run(i, 1, 1),), (Run(j, 1, 1),)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ringattn.plan import expressions as masks
 from ringattn.plan.layouts import make_shards
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask import MaskUnion
 from ringattn.plan.ring_plan import make_plan
 from tests.support.mask_expressions import expressions
 from tests.support.timing import assert_quick

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from ringattn import Ring, attention_reference, masks, ring_attention
 from ringattn.plan.layouts import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
-from ringattn.plan.mask import AttentionMask
 from ringattn.plan.sharding import Sharding
 from ringattn.planning import estimate, pack
 from tests.support.pool import Pools
 from tests.support.random_masks import layouts, positions
+from tests.support.short_mask import ShortMask
 
 
 def ring(seq_len: int, layout: str, world_size: int, documents: tuple[int, ...] | None = None) -> list[Sharding]:
     """The shardings of all ranks."""
-    mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents)
+    mask = ShortMask(seq_len, seq_len, causal=True, documents=documents)
     segments = (3, seq_len - 3) if layout == "segments" else None
     shards = make_shards(layout, seq_len, world_size, mask, segments)
     return [Sharding(seq_len, layout, shards, rank, documents) for rank in range(world_size)]
@@ -227,8 +227,8 @@ TOO_LONG: dict[str, Callable[[], object]] = {
     "segments": lambda: Ring().sharding(LONG, "segments", segments=[LONG // 2, LONG // 2]),
     "spec": lambda: Sharding.from_spec((LONG, "striped", 2, None, None), 0),
     "spec of runs": lambda: Sharding.from_spec((LONG, "part", 1, None, [[[0, 2, 3]]]), 0),
-    "queries": lambda: AttentionMask(LONG, 8),
-    "keys": lambda: AttentionMask(8, LONG),
+    "queries": lambda: ShortMask(LONG, 8),
+    "keys": lambda: ShortMask(8, LONG),
     "plan": lambda: estimate("llama3-8b", LONG),
     "packing": lambda: pack([1], tokens=LONG, cp=1),
 }
@@ -260,7 +260,7 @@ def test_the_longest_sequence_is_checked_without_memory_for_its_tokens() -> None
             assert Sharding(LONG - 1, layout, make_shards(layout, LONG - 1, 64), 3).shard_len == LONG // 64
 
 
-@pytest.mark.parametrize("mask", [lambda n: AttentionMask(n, n, chunk_len=64), lambda n: masks.chunks(64).pairs(n)])
+@pytest.mark.parametrize("mask", [lambda n: ShortMask(n, n, chunk_len=64), lambda n: masks.chunks(64).pairs(n)])
 def test_masks_of_very_many_chunks_are_refused_before_memory_is_taken(mask: Callable[[int], object]) -> None:
     with (
         peak_below(2**20),

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from ringattn.launch.plan.fit import ROW_SCHEDULES, Row, ring_call
 from ringattn.plan.layouts import shard_len
-from ringattn.plan.mask import AttentionMask
 from ringattn.planning.attention_launch import Heads
 from ringattn.planning.memory import attention_peak, training_memory
 from ringattn.planning.profile import Profile, load_profile
 from ringattn.planning.ring_time import RingCall, attention_time
 from ringattn.planning.shapes import ModelShape
 from ringattn.planning.step import prefill_s, training_step
+from tests.support.short_mask import ShortMask
 
 ONE_SLOT_SINCE = "2026-11-22T08:01"
 """Rings of before 5567b57 had two send buffers."""
@@ -79,7 +79,7 @@ def _shape(row: Row) -> ModelShape:
 
 
 def _causal(tokens: int, world_size: int, shape: ModelShape) -> RingCall:
-    mask = AttentionMask(tokens, tokens, causal=True)
+    mask = ShortMask(tokens, tokens, causal=True)
     return RingCall(mask, world_size, Heads(1, shape.heads, shape.kv_heads, shape.head_dim))
 
 
@@ -139,7 +139,7 @@ def _prompt(file: str, _: Row, row: Row, profile: Profile) -> Iterator[Predictio
     world_size, tokens = row["world_size"], row.get("seq_len", 0)
     name = f"{world_size} GPUs, {tokens} tokens"
     if row["part"] == "prefill" and "ms" in row:
-        mask = AttentionMask(tokens, tokens, causal=True)
+        mask = ShortMask(tokens, tokens, causal=True)
         call = RingCall(mask, world_size, Heads(1, row["heads"], row["kv_heads"], row["head_dim"]))
         time = attention_time(call, profile, "forward")
         yield Prediction(file, f"{name}, {row['who']}", "prefill", "ms", time.ms, row["ms"])

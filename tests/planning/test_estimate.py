@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ringattn.launch.train.model import Transformer
-from ringattn.plan.mask import AttentionMask
 from ringattn.planning import PRESETS, Candidate, attention_estimate, estimate, load_profile, load_shape
 from ringattn.planning.attention_launch import Heads
 from ringattn.planning.ring_time import RingCall
 from ringattn.planning.shapes import ModelShape
 from ringattn.planning.step import token_ms
+from tests.support.short_mask import ShortMask
 from tests.support.timing import assert_quick
 
 LLAMA = {
@@ -130,7 +130,7 @@ def test_a_thousand_gpus_are_planned_within_seconds():
 
 
 def test_one_attention_is_estimated():
-    call = RingCall(AttentionMask(65536, 65536, causal=True), 4, Heads(1, 32, 8, 128))
+    call = RingCall(ShortMask(65536, 65536, causal=True), 4, Heads(1, 32, 8, 128))
     found = attention_estimate(call)
     assert found["backward_ms"] > found["forward_ms"] > 0
     assert found["forward_exposed_ms"] < found["forward_ms"]

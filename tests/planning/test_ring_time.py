@@ -9,19 +9,19 @@ import torch
 
 from ringattn.kernels.interface import PAD_ROWS
 from ringattn.plan.buffers import count_groups
-from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_gather_plan
 from ringattn.planning import load_profile, ring_time
 from ringattn.planning.attention_launch import Exchange, Heads, launch_ms, make_launch
 from ringattn.planning.profile import Link
 from ringattn.planning.ring_time import RingCall, attention_time, gathered
+from tests.support.short_mask import ShortMask
 
 H200 = load_profile("h200")
 HEADS = Heads(1, 8, 4, 128)
 
 
 def causal(tokens: int, world_size: int, **options) -> RingCall:
-    return RingCall(AttentionMask(tokens, tokens, causal=True), world_size, options.pop("heads", HEADS), **options)
+    return RingCall(ShortMask(tokens, tokens, causal=True), world_size, options.pop("heads", HEADS), **options)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -134,7 +134,7 @@ def test_head_groups_are_cut_while_pushes_stay_long(kv_heads, rows, groups):
 
 
 def test_more_documents_are_less_work():
-    mask = AttentionMask(16384, 16384, causal=True)
+    mask = ShortMask(16384, 16384, causal=True)
     cut = replace(mask, documents=(0, 4096, 8192, 16384))
     times = [attention_time(RingCall(x, 2, HEADS, "balanced"), H200, "forward").device_ms for x in (cut, mask)]
     assert times[0] < times[1]

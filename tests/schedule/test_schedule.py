@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import Run, Shard, balanced, contiguous, make_shards, striped, zigzag
-from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import Nodes, Plan, RingStep, Rows, describe, make_nodes, make_plan, moved_rows
 from ringattn.plan.sharding import Sharding
 from tests.support.random_masks import layouts, log_normal_documents, masks, positions, visible_times
+from tests.support.short_mask import ShortMask
 from tests.support.timing import assert_quick
 
 DIRECTIONS = ["keys", "queries"]
@@ -24,7 +24,7 @@ DIRECTIONS = ["keys", "queries"]
 class Case(NamedTuple):
     """Mask, shards of both sides and the direction of a plan."""
 
-    mask: AttentionMask
+    mask: ShortMask
     queries: tuple[Shard, ...]
     keys: tuple[Shard, ...]
     moving: str
@@ -236,7 +236,7 @@ def test_a_ring_of_one_node_is_the_ring(case: Case) -> None:
 
 
 def test_a_full_mask_moves_half_as_many_rows_between_nodes_as_one_ring() -> None:
-    shards, mask = contiguous(64, 4), AttentionMask(64, 64)
+    shards, mask = contiguous(64, 4), ShortMask(64, 64)
     plan = make_plan(shards, shards, mask, "keys", make_nodes(4, 2))
     ring_steps = [(v.owner, v.local_root) for v in plan.ranks[0].ring_steps if v is not None]
     assert ring_steps == [(0, None), (1, None), (2, None), (3, 1)]
@@ -247,7 +247,7 @@ def test_a_full_mask_moves_half_as_many_rows_between_nodes_as_one_ring() -> None
 def test_a_window_moves_only_its_halo() -> None:
     seq_len, world_size, left = 4096, 8, 100
     shards = contiguous(seq_len, world_size)
-    plan = make_plan(shards, shards, AttentionMask(seq_len, seq_len, causal=True, window=(left, 0)), "keys")
+    plan = make_plan(shards, shards, ShortMask(seq_len, seq_len, causal=True, window=(left, 0)), "keys")
     for part in plan.ranks:
         received = [0 if ring_step is None else ring_step.num_rows for ring_step in part.ring_steps[1:]]
         assert received == [left if part.rank else 0] + [0] * (world_size - 2)
@@ -256,16 +256,16 @@ def test_a_window_moves_only_its_halo() -> None:
 
 def test_narrow_windows_over_stripes_visit_only_neighbours() -> None:
     shards = striped(64, 8)
-    plan = make_plan(shards, shards, AttentionMask(64, 64, window=(1, 0)), "keys")
+    plan = make_plan(shards, shards, ShortMask(64, 64, window=(1, 0)), "keys")
     for part in plan.ranks:
         assert [ring_step is not None for ring_step in part.ring_steps] == [True, True] + [False] * 6
-    alone = make_plan(shards, shards, AttentionMask(64, 64, window=(0, 0)), "queries")
+    alone = make_plan(shards, shards, ShortMask(64, 64, window=(0, 0)), "queries")
     assert moved_rows(alone) == 0
 
 
 def test_causal_zigzag_shares_the_work_and_skips_nothing_visible() -> None:
     shards = zigzag(64, 4)
-    plan = make_plan(shards, shards, AttentionMask(64, 64, causal=True), "keys")
+    plan = make_plan(shards, shards, ShortMask(64, 64, causal=True), "keys")
     work = [sum(ring_step.pairs for ring_step in part.ring_steps if ring_step) for part in plan.ranks]
     assert work == [64 * 65 // 2 // 4] * 4
     # rank 0 holds the last chunk and so needs all keys; rank 3, in the middle, misses every later second half
@@ -276,13 +276,13 @@ def test_causal_zigzag_shares_the_work_and_skips_nothing_visible() -> None:
 def test_documents_inside_a_shard_move_nothing() -> None:
     shards = contiguous(40, 4)
     for moving in DIRECTIONS:
-        plan = make_plan(shards, shards, AttentionMask(40, 40, documents=(0, 10, 13, 20, 30, 40)), moving)
+        plan = make_plan(shards, shards, ShortMask(40, 40, documents=(0, 10, 13, 20, 30, 40)), moving)
         assert moved_rows(plan) == 0
 
 
 def test_batch_elements_share_the_union_of_their_rows() -> None:
     shards = contiguous(12, 2)
-    plan = make_plan(shards, shards, AttentionMask(12, 12, lengths=((4, 8), (5, 12), (4, 8))), "keys")
+    plan = make_plan(shards, shards, ShortMask(12, 12, lengths=((4, 8), (5, 12), (4, 8))), "keys")
     ring_step = plan.ranks[1].ring_steps[1]
     assert ring_step is not None
     assert ring_step.rows == ((4, 2),)
@@ -291,13 +291,13 @@ def test_batch_elements_share_the_union_of_their_rows() -> None:
 
 def test_shards_need_not_cover_the_sequence() -> None:
     cached, fresh = contiguous(32, 4), tuple((Run(32 + 2 * r, 1, 2),) for r in range(4))
-    plan = make_plan(fresh, cached, AttentionMask(40, 40, causal=True), "keys")
+    plan = make_plan(fresh, cached, ShortMask(40, 40, causal=True), "keys")
     assert [sum(ring_step.pairs for ring_step in part.ring_steps if ring_step) for part in plan.ranks] == [64] * 4
 
 
 def test_plans_are_cached_on_their_arguments() -> None:
     def plan() -> Plan:
-        return make_plan(zigzag(24, 4), zigzag(24, 4), AttentionMask(24, 24, causal=True), "keys")
+        return make_plan(zigzag(24, 4), zigzag(24, 4), ShortMask(24, 24, causal=True), "keys")
 
     assert plan() is plan()
 
@@ -307,12 +307,12 @@ def test_plans_of_a_million_tokens_are_quick(moving: str) -> None:
     seq_len = 1 << 20
     documents = log_normal_documents(seq_len, 500, 1.5, seed=6)
     assert len(documents) > 2000
-    mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents)
+    mask = ShortMask(seq_len, seq_len, causal=True, documents=documents)
     shards = balanced(seq_len, 8, mask.work, chunks_per_rank=64)
 
     def plan() -> Plan:  # of a mask that has counted nothing yet
         make_plan.cache_clear()
-        return make_plan(shards, shards, AttentionMask(seq_len, seq_len, causal=True, documents=documents), moving)
+        return make_plan(shards, shards, ShortMask(seq_len, seq_len, causal=True, documents=documents), moving)
 
     assert_quick(plan, 0.5)  # about 50 ms on a quiet core
     assert sum(ring_step.pairs for _, ring_step in visits_of(plan())) == mask.pairs(0, seq_len)
@@ -327,7 +327,7 @@ def test_a_hundred_thousand_documents_are_planned_in_seconds(layout: str, window
 
     def plan() -> None:  # as a first call does: both directions, of a mask that is read from its text
         make_plan.cache_clear()
-        mask = AttentionMask(seq_len, seq_len, causal=True, documents=documents)
+        mask = ShortMask(seq_len, seq_len, causal=True, documents=documents)
         sharding = Sharding(seq_len, layout, make_shards(layout, seq_len, 8, mask), 0, documents)
         # another scale each time: no text is known already
         call = AttentionSpec.deserialize(serialize(sharding, softmax_scale=next(scales), causal=True, window=window), 0)
@@ -343,14 +343,14 @@ def test_the_plan_of_a_zigzag_takes_milliseconds() -> None:
 
     def plan() -> None:
         make_plan.cache_clear()
-        make_plan(shards, shards, AttentionMask(1 << 20, 1 << 20, causal=True), "keys")
+        make_plan(shards, shards, ShortMask(1 << 20, 1 << 20, causal=True), "keys")
 
     assert_quick(plan, 0.02)  # about 2 ms on a quiet core
 
 
 def test_describe_names_moving_rows_and_the_work_of_ranks() -> None:
     shards = zigzag(16, 2)
-    text = describe(make_plan(shards, shards, AttentionMask(16, 16, causal=True), "keys"))
+    text = describe(make_plan(shards, shards, ShortMask(16, 16, causal=True), "keys"))
     assert text.splitlines() == [
         "2 ranks, keys move",
         "rank  step 1       pairs",
@@ -358,12 +358,12 @@ def test_describe_names_moving_rows_and_the_work_of_ranks() -> None:
         "   1       4          68",
         "work max/mean 1.000, 8 rows received by the busiest rank",
     ]
-    nothing = make_plan(shards, shards, AttentionMask(16, 16, lengths=((3, 3),)), "keys")
+    nothing = make_plan(shards, shards, ShortMask(16, 16, lengths=((3, 3),)), "keys")
     assert describe(nothing).endswith("work max/mean 1.000, 0 rows received by the busiest rank")
 
 
 def test_wrong_arguments_are_refused() -> None:
-    shards, mask = contiguous(8, 2), AttentionMask(8, 8)
+    shards, mask = contiguous(8, 2), ShortMask(8, 8)
     with pytest.raises(ValueError, match="moving must be 'keys' or 'queries', got 'values'"):
         make_plan(shards, shards, mask, "values")
     with pytest.raises(ValueError, match="kv_shards must have the world size of q_shards, 2, got 4"):

@@ -31,9 +31,9 @@ from ringattn import (
 )
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
-from ringattn.plan.mask import AttentionMask
 from ringattn.schedule.validation import check_call
 from tests.support.pool import Pools
+from tests.support.short_mask import ShortMask
 
 RING = Ring()
 SHARDING = RING.sharding(8)
@@ -508,7 +508,7 @@ def test_unknown_options_are_refused() -> None:
 
 
 def test_a_sharding_of_another_ring_is_refused() -> None:
-    shards = make_shards("zigzag", 8, 2, AttentionMask(8, 8))
+    shards = make_shards("zigzag", 8, 2, ShortMask(8, 8))
     with pytest.raises(ValueError, match="must be that of rank 0 of 1, as its ring is here, got one for rank 0 of 2"):
         Sharding(8, "zigzag", shards, 0, ring=RING)
     with pytest.raises(

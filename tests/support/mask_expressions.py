@@ -5,7 +5,7 @@ import functools
 from hypothesis import strategies as st
 
 from ringattn import masks
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask import MaskUnion
 
 
 def stretches(draw, n):

@@ -9,10 +9,11 @@ from itertools import pairwise
 from hypothesis import strategies as st
 
 from ringattn.plan.layouts import Run, Shard, balanced, contiguous, segmented, striped, zigzag
-from ringattn.plan.mask import AttentionMask, MaskAxis
+from ringattn.plan.mask import MaskAxis
+from tests.support.short_mask import ShortMask
 
 
-def is_visible(mask: AttentionMask, i: int, j: int, b: int = 0) -> bool:
+def is_visible(mask: ShortMask, i: int, j: int, b: int = 0) -> bool:
     """Whether query i sees key j, straight from the definitions; knows nothing of intervals."""
     if mask.causal and not (j <= i or j < mask.prefix_len):
         return False
@@ -36,14 +37,14 @@ def is_visible(mask: AttentionMask, i: int, j: int, b: int = 0) -> bool:
     return True
 
 
-def seen(mask: AttentionMask, axis: MaskAxis, x: int, b: int = 0) -> tuple[int, int]:
+def seen(mask: ShortMask, axis: MaskAxis, x: int, b: int = 0) -> tuple[int, int]:
     """The interval [lo, hi) of the one term of a mask that a row sees."""
     [term] = mask.intervals(axis, mask.variant(b))
     lower, upper = term.bounds
     return lower.at(x), upper.at(x)
 
 
-def visible_times(mask: AttentionMask, i: int, j: int) -> int:
+def visible_times(mask: ShortMask, i: int, j: int) -> int:
     """In how many batch elements query i sees key j."""
     return sum(is_visible(mask, i, j, b) for b in range(mask.batch_size))
 
@@ -60,7 +61,7 @@ def boundaries(seq_len: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def masks(draw: st.DrawFn, max_len: int = 32, cross: bool = True) -> AttentionMask:
+def masks(draw: st.DrawFn, max_len: int = 32, cross: bool = True) -> ShortMask:
     """Any mask of up to max_len tokens a side, with all features and their intersections."""
     seq_len = draw(st.integers(1, max_len))
     kv_len = draw(st.integers(1, max_len)) if cross and draw(st.booleans()) else seq_len
@@ -70,7 +71,7 @@ def masks(draw: st.DrawFn, max_len: int = 32, cross: bool = True) -> AttentionMa
     side = st.none() | st.integers(0, 12) | wide
     causal = draw(st.booleans())
     stretch = st.tuples(st.integers(0, seq_len), st.integers(0, seq_len)).map(lambda pair: (min(pair), max(pair)))
-    return AttentionMask(
+    return ShortMask(
         seq_len,
         kv_len,
         causal=causal,

@@ -21,7 +21,6 @@ from ringattn.kernels.interface import ReadyFlags
 from ringattn.kernels.kv.pack import pack
 from ringattn.launch.check.poison import poison_transport
 from ringattn.plan.layouts import Run, Shard, make_shards, shard_len
-from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RecvSpec, make_gather_plan, make_plan
 from ringattn.transport.base import GradMessage, KVGatherHandle
 from ringattn.transport.copy_engine import cuda_driver, graph_cache, streams
@@ -32,6 +31,7 @@ from ringattn.transport.copy_engine.watchdog import ERROR, HOST_INTS, KERNEL, PL
 from ringattn.transport.copy_engine.watchdog import FLAG as FLAGGING
 from ringattn.transport.select import PROBE_BYTES, measure_push, node_of
 from tests.support.fake_streams import FLAG, MAIN, FakeMemory, FakeStreams, Item, Recording, World, read
+from tests.support.short_mask import ShortMask
 
 NAN = float("nan")
 
@@ -111,7 +111,7 @@ def shapes(draw: st.DrawFn, ranks: int) -> Shape:
     )
     cut = draw(st.integers(0, n))
     documents = (0, cut, n) if draw(st.booleans()) else None
-    mask = AttentionMask(seq_len=n, kv_len=n, documents=documents, **options)
+    mask = ShortMask(seq_len=n, kv_len=n, documents=documents, **options)
     shards = make_shards(draw(st.sampled_from(["contiguous", "striped", "zigzag"])), n, ranks, mask)
     plan = make_plan(shards, shards, mask, "keys")
     heads = draw(st.sampled_from([1, 2, 4]))
@@ -962,10 +962,10 @@ def test_a_post_to_two_peers_is_refused_before_anything_moves() -> None:
 def full(ranks: int, groups: int = 1, rows: int = 4, **fields: Any) -> Shape:
     """Contiguous shards, of which everybody reads everybody's, but for what a mask of some fields hides."""
     n = rows * ranks
-    return shape_over(make_shards("contiguous", n, ranks), AttentionMask(n, n, **fields), groups)
+    return shape_over(make_shards("contiguous", n, ranks), ShortMask(n, n, **fields), groups)
 
 
-def shape_over(shards: tuple[Shard, ...], mask: AttentionMask, groups: int = 1) -> Shape:
+def shape_over(shards: tuple[Shard, ...], mask: ShortMask, groups: int = 1) -> Shape:
     plan = make_plan(shards, shards, mask, "keys")
     gather_plans = tuple(make_gather_plan(plan, rank, 4) for rank in range(len(shards)))
     lengths = tuple(shard_len(shard) for shard in shards)
@@ -1337,7 +1337,7 @@ def test_the_missing_rank_and_step_are_named(groups: int) -> None:
 
 def test_a_reader_that_gives_no_turn_is_named_behind_those_that_gave_theirs() -> None:
     """Rank 0 reads nobody; it lets rank 1 begin with rank 2, and is read by ranks 2 and 3; nobody reads rank 3, which is lost."""
-    mask = AttentionMask(seq_len=16, kv_len=16, causal=True, documents=(0, 8, 16))
+    mask = ShortMask(seq_len=16, kv_len=16, causal=True, documents=(0, 8, 16))
     starts = ((0, 2), (10, 12), (4, 8), (6, 14))
     shards = tuple(tuple(Run(start, 1, 2) for start in pair) for pair in starts)
     ranks, shape = Ranks(4, 0), shape_over(shards, mask)

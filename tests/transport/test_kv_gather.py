@@ -18,11 +18,11 @@ from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.buffers import count_groups, gather_bytes
 from ringattn.plan.device_tables import fused_tables, returning_key, step_tables
 from ringattn.plan.layouts import make_shards
-from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule import fused
 from ringattn.simulate import simulate_ring
+from tests.support.short_mask import ShortMask
 
 PLENTY = 2**40
 CASES = {
@@ -145,7 +145,7 @@ def test_calls_that_one_launch_cannot_serve_are_stepwise(gathering, options):
 
 def test_each_direction_is_gathered_where_it_fits(gathering):
     q, k, v, do = draw(61, 4, 2)
-    mask = AttentionMask(61, 61, causal=True)
+    mask = ShortMask(61, 61, causal=True)
     shards = make_shards("zigzag", 61, 3)
     gather_plan = make_gather_plan(make_plan(shards, shards, mask, "keys"), 0, PAD_ROWS)
     forward, backward = (gather_bytes(2, 2, 24, 4, gather_plan, 3, backward=either) for either in (False, True))
@@ -196,7 +196,7 @@ def test_queries_move_step_by_step_on_request(gathering):
 @pytest.mark.parametrize("window", [None, (9, 0), (4, 70)])
 def test_fetched_rows_are_the_rows_that_are_read(layout, window):
     n, world_size = 501, 4
-    mask = AttentionMask(n, n, window=window, causal=window is None)
+    mask = ShortMask(n, n, window=window, causal=window is None)
     shards = make_shards(layout, n, world_size, mask)
     plan = make_plan(shards, shards, mask, "keys")
     parts = [make_gather_plan(plan, rank, PAD_ROWS) for rank in range(world_size)]
@@ -215,7 +215,7 @@ def test_fetched_rows_are_the_rows_that_are_read(layout, window):
 
 def test_one_table_holds_the_bounds_of_all_sources():
     n, world_size = 301, 3
-    shards = make_shards("zigzag", n, world_size, AttentionMask(n, n, causal=True))
+    shards = make_shards("zigzag", n, world_size, ShortMask(n, n, causal=True))
     for rank in range(world_size):
         sharding = Sharding(n, "zigzag", shards, rank)
         call = AttentionSpec.deserialize(serialize(sharding, softmax_scale=1.0, causal=True, window=50), rank)
@@ -240,7 +240,7 @@ def test_one_table_holds_the_bounds_of_all_sources():
 
 def test_every_returning_row_finds_its_own():
     n, world_size = 90, 3
-    mask = AttentionMask(n, n, causal=True, window=(19, 0))
+    mask = ShortMask(n, n, causal=True, window=(19, 0))
     plan = make_plan(*(2 * [make_shards("zigzag", n, world_size, mask)]), mask, "keys")
     sends = make_gather_plan(plan, 1, PAD_ROWS).sends
     table = find(returning_key(sends, 30, "cpu"))

@@ -19,7 +19,6 @@ from torch import Tensor
 from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import Shard, make_shards
-from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RankPlan, make_gather_plan, make_nodes, make_plan
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule.fused_hierarchical import _RemoteShards
@@ -31,6 +30,7 @@ from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.transport.select import find_obstacle, most_on_one_gpu
 from tests.support.fake_streams import MAIN, OTHER, Item
 from tests.support.pool import Pools
+from tests.support.short_mask import ShortMask
 from tests.transport.test_copy_engine import Ranks, Shape, letters, picked, reducer, reserve, run_kernel, send_home
 from tests.transport.test_kv_gather import CASES, PLENTY, draw, gathering
 
@@ -128,7 +128,7 @@ class Double:
         whole = torch.randn(shape.batch, rows, shape.heads, sum(shape.dims), generator=g).to(shape.dtype)
         return whole[..., : shape.dims[0]], whole[..., shape.dims[0] :]
 
-    def attend(self, shape: Shape, shards: Sequence[Shard], mask: AttentionMask, salt: int, backward: bool) -> None:
+    def attend(self, shape: Shape, shards: Sequence[Shard], mask: ShortMask, salt: int, backward: bool) -> None:
         world = len(shards)
         options = {"causal": mask.causal, "window": mask.window}
         n = mask.seq_len
@@ -192,9 +192,9 @@ class Double:
 
 
 @st.composite
-def calls(draw: st.DrawFn, ranks: int) -> tuple[Shape, tuple[Shard, ...], AttentionMask]:
+def calls(draw: st.DrawFn, ranks: int) -> tuple[Shape, tuple[Shard, ...], ShortMask]:
     n = draw(st.integers(ranks, 40))
-    mask = AttentionMask(seq_len=n, kv_len=n, **draw(st.sampled_from(MASKS)))
+    mask = ShortMask(seq_len=n, kv_len=n, **draw(st.sampled_from(MASKS)))
     shards = make_shards(draw(st.sampled_from(["contiguous", "striped", "zigzag"])), n, ranks, mask)
     heads = draw(st.sampled_from([1, 2, 4]))
     groups = draw(st.sampled_from([g for g in (1, 2) if heads % g == 0]))
@@ -217,7 +217,7 @@ def test_every_kernel_reads_the_remote_shards_of_its_node_in_any_interleaving(
 
 def test_a_remote_shard_is_not_overwritten_before_all_readers_have_it() -> None:
     # a halo: who holds the guest fetches nothing from who reads it, so nothing but the slot's own words holds it back
-    mask = AttentionMask(seq_len=16, kv_len=16, causal=True, window=(3, 0))
+    mask = ShortMask(seq_len=16, kv_len=16, causal=True, window=(3, 0))
     shards = make_shards("contiguous", 16, 4, mask)
     for seed in range(10):
         ring = Double(4, 2, seed)
@@ -264,7 +264,7 @@ def test_a_part_of_a_group_is_found_by_its_name(pool: Pools) -> None:
 def test_a_wait_for_a_lost_rank_of_another_node_is_named() -> None:
     ring = Double(4, 2, 0)
     n = 16
-    mask = AttentionMask(seq_len=n, kv_len=n)
+    mask = ShortMask(seq_len=n, kv_len=n)
     shards = make_shards("contiguous", n, 4, mask)
     shape = Shape(1, 2, (2, 2), 2, (), (), torch.float32)
     ring.attend(shape, shards, mask, 0, backward=True)
@@ -359,9 +359,7 @@ def test_launches_leave_sms_for_transfers_between_nodes(monkeypatch: pytest.Monk
     for name in ("forward_fused", "backward_fused"):
         launch = getattr(EagerKernels, name)
 
-        def noted(
-            kernels: Any, step: Any, *rest: Any, name: str = name, call: Any = launch
-        ) -> Any:
+        def noted(kernels: Any, step: Any, *rest: Any, name: str = name, call: Any = launch) -> Any:
             found[name, step.sm_margin] += 1
             return call(kernels, step, *rest)
 

@@ -27,11 +27,11 @@ from ringattn.kernels.runtime.table_cache import find
 from ringattn.numerics.reference import visible_pairs
 from ringattn.plan.device_tables import gathered_key, stationary_side
 from ringattn.plan.layouts import contiguous, shard_len, zigzag
-from ringattn.plan.mask import AttentionMask
 from ringattn.plan.ring_plan import GatherPlan, make_gather_plan
 from ringattn.plan.ring_plan import make_plan as make_ring
 from tests.support.kernel_conformance import CASES, Case, make_side, positions_of
 from tests.support.random_masks import is_visible, layouts, masks, positions, run_shards
+from tests.support.short_mask import ShortMask
 from tests.support.term_masks import TermMask, any_term_mask
 from tests.support.timing import assert_quick
 
@@ -135,7 +135,7 @@ def excess(plan: WorkPlan, shape: Shape) -> float:
     return max(loads) * shape.programs / (int(blocks.sum()) + tiles * OVERHEAD)
 
 
-def make_sides(mask: AttentionMask) -> tuple[RowMetadata, RowMetadata]:
+def make_sides(mask: ShortMask) -> tuple[RowMetadata, RowMetadata]:
     """(queries, keys) of a whole sequence."""
     shard = contiguous(mask.seq_len, 1)[0]
     return stationary_side(shard, mask, "cpu", "keys"), stationary_side(shard, mask, "cpu", "queries")
@@ -166,7 +166,7 @@ def test_plans_of_the_conformance_cases_are_lawful(case: Case) -> None:
 
 @settings(max_examples=125, deadline=None)
 @given(masks(max_len=40), st.data())
-def test_plans_of_any_runs_are_lawful(mask: AttentionMask, data: st.DataObject) -> None:
+def test_plans_of_any_runs_are_lawful(mask: ShortMask, data: st.DataObject) -> None:
     visible = torch.tensor(
         [
             [[is_visible(mask, i, j, b) for j in range(mask.kv_len)] for i in range(mask.seq_len)]
@@ -267,27 +267,25 @@ def test_parts_of_a_split_tile_cover_it(rows: int, keys: int, repeats: int) -> N
 @pytest.mark.parametrize(
     ("name", "mask", "options", "bound"),
     [
-        ("2048 equal tiles", AttentionMask(16384, 16384), {"heads": 16}, 1.006),
-        ("150 equal tiles", AttentionMask(150 * 128, 150 * 128), {"heads": 1}, 1.015),
-        ("100 equal tiles", AttentionMask(100 * 128, 100 * 128), {"heads": 1}, 1.05),
-        ("causal", AttentionMask(16384, 16384, causal=True), {"heads": 16}, 1.003),
-        ("causal, few heads", AttentionMask(16384, 16384, causal=True), {"heads": 1}, 1.04),
-        ("causal, batch", AttentionMask(4096, 4096, causal=True), {"heads": 16, "batch": 4}, 1.01),
-        ("causal, repeats", AttentionMask(16384, 16384, causal=True), {"heads": 4, "repeats": 4}, 1.015),
-        ("window", AttentionMask(32768, 32768, causal=True, window=(4095, None)), {"heads": 16}, 1.015),
-        ("documents", AttentionMask(32768, 32768, causal=True, documents=tuple(range(0, 32769, 4096))), {"heads": 16}, 1.01),
+        ("2048 equal tiles", ShortMask(16384, 16384), {"heads": 16}, 1.006),
+        ("150 equal tiles", ShortMask(150 * 128, 150 * 128), {"heads": 1}, 1.015),
+        ("100 equal tiles", ShortMask(100 * 128, 100 * 128), {"heads": 1}, 1.05),
+        ("causal", ShortMask(16384, 16384, causal=True), {"heads": 16}, 1.003),
+        ("causal, few heads", ShortMask(16384, 16384, causal=True), {"heads": 1}, 1.04),
+        ("causal, batch", ShortMask(4096, 4096, causal=True), {"heads": 16, "batch": 4}, 1.01),
+        ("causal, repeats", ShortMask(16384, 16384, causal=True), {"heads": 4, "repeats": 4}, 1.015),
+        ("window", ShortMask(32768, 32768, causal=True, window=(4095, None)), {"heads": 16}, 1.015),
+        ("documents", ShortMask(32768, 32768, causal=True, documents=tuple(range(0, 32769, 4096))), {"heads": 16}, 1.01),
         (
             "one long document",
-            AttentionMask(65536, 65536, causal=True, documents=(*range(0, 32768, 512), 32768, 65536)),
+            ShortMask(65536, 65536, causal=True, documents=(*range(0, 32768, 512), 32768, 65536)),
             {"heads": 1},
             1.01,
         ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
-def test_no_program_works_much_longer_than_the_mean(
-    name: str, mask: AttentionMask, options: dict, bound: float
-) -> None:
+def test_no_program_works_much_longer_than_the_mean(name: str, mask: ShortMask, options: dict, bound: float) -> None:
     queries, keys = make_sides(mask)
     bytes_of_head = mask.seq_len * 2 * 128 * 2
     for block in (64, 128):
@@ -303,7 +301,7 @@ def test_few_tiles_with_long_key_ranges_are_spread_over_all_programs() -> None:
     lo, hi = torch.zeros(1, rows, dtype=torch.int32), torch.full((1, rows), tokens, dtype=torch.int32)
     positions = torch.arange(rows, dtype=torch.int32)
     queries = RowMetadata(torch.tensor([[0, rows, 0, 1]]), positions, lo, hi, ((0, rows, 0, 1),), lo, hi)
-    keys = make_sides(AttentionMask(tokens, tokens))[1]
+    keys = make_sides(ShortMask(tokens, tokens))[1]
     shape = device_shape(heads=8)
     plan = schedule_tiles(queries, keys, shape)
     assert plan.programs >= PROGRAMS - 1
@@ -312,7 +310,7 @@ def test_few_tiles_with_long_key_ranges_are_spread_over_all_programs() -> None:
 
 
 def test_a_window_pays_for_its_boundaries_only() -> None:
-    queries, keys = make_sides(AttentionMask(16384, 16384, causal=True, window=(4095, None)))
+    queries, keys = make_sides(ShortMask(16384, 16384, causal=True, window=(4095, None)))
     for align in (1, 4):
         plan = schedule_tiles(queries, keys, device_shape(heads=1, align=align, split=0))
         inner = plan.work[plan.work[:, 1] >= 4096]
@@ -341,12 +339,12 @@ def test_the_phase_of_the_blocks_is_the_cheapest() -> None:
 
 
 def test_rows_that_do_not_exist_make_no_block_masked() -> None:
-    plan = schedule_tiles(*make_sides(AttentionMask(128 * 5 + 7, 128 * 5 + 7)), device_shape(heads=1, split=0))
+    plan = schedule_tiles(*make_sides(ShortMask(128 * 5 + 7, 128 * 5 + 7)), device_shape(heads=1, split=0))
     assert plan.work[:, 5:7].tolist() == [[1, 5]] * 6, "only the last block, which ends beyond the run"
 
 
 def test_heads_that_fit_the_cache_together_come_before_others_and_longest_first() -> None:
-    queries, keys = make_sides(AttentionMask(4096, 4096, causal=True))
+    queries, keys = make_sides(ShortMask(4096, 4096, causal=True))
     plan = schedule_tiles(queries, keys, device_shape(heads=6, programs=1, streamed_bytes=2**24))
     heads, rows = plan.work[:, 0].tolist(), plan.work[:, 1].tolist()
     expected = [
@@ -358,15 +356,15 @@ def test_heads_that_fit_the_cache_together_come_before_others_and_longest_first(
 @pytest.mark.parametrize(
     ("mask", "shares"),
     [
-        (AttentionMask(4096, 4096), True),
-        (AttentionMask(4001, 4001, causal=True), True),
-        (AttentionMask(4096, 4096, causal=True, documents=(0, 1100, 2300, 3000, 4096)), True),
-        (AttentionMask(4096, 4096, causal=True, window=(511, 0)), False),
-        (AttentionMask(4001, 4001, window=(300, 300)), False),
+        (ShortMask(4096, 4096), True),
+        (ShortMask(4001, 4001, causal=True), True),
+        (ShortMask(4096, 4096, causal=True, documents=(0, 1100, 2300, 3000, 4096)), True),
+        (ShortMask(4096, 4096, causal=True, window=(511, 0)), False),
+        (ShortMask(4001, 4001, window=(300, 300)), False),
     ],
     ids=["full", "causal", "documents", "window", "window to both sides"],
 )
-def test_tiles_of_keys_share_their_last_rows_but_for_windows(mask: AttentionMask, shares: bool) -> None:
+def test_tiles_of_keys_share_their_last_rows_but_for_windows(mask: ShortMask, shares: bool) -> None:
     queries, keys = make_sides(mask)
     assert schedule_tiles(keys, queries, device_shape(heads=2, block=64)).shares_ends == shares
 
@@ -382,12 +380,12 @@ def test_a_tile_that_sees_nothing_has_one_hidden_block_or_is_left_out() -> None:
 
 
 def test_a_launch_too_small_to_gain_is_not_split() -> None:
-    queries, keys = make_sides(AttentionMask(1024, 1024, causal=True))
+    queries, keys = make_sides(ShortMask(1024, 1024, causal=True))
     assert schedule_tiles(queries, keys, device_shape(heads=4)).slots == 0
 
 
 def test_the_same_sides_have_the_same_plan_in_all_threads() -> None:
-    queries, keys = make_sides(AttentionMask(512, 512, causal=True))
+    queries, keys = make_sides(ShortMask(512, 512, causal=True))
     found: list[WorkPlan] = []
     ready = Barrier(4)
 
@@ -423,14 +421,14 @@ def test_plans_and_sides_are_collected_when_the_sides_are_dropped() -> None:
 
 
 def test_plans_made_under_inference_mode_serve_training() -> None:
-    queries, keys = make_sides(AttentionMask(256, 256))
+    queries, keys = make_sides(ShortMask(256, 256))
     with torch.inference_mode():
         plan = schedule_tiles(queries, keys, device_shape(heads=1))
     assert not any(x.is_inference() for x in (plan.work, plan.segments, plan.starts, plan.splits))
 
 
 def test_tables_begin_at_lines_of_128_bytes_of_one_buffer() -> None:
-    plan = schedule_tiles(*make_sides(AttentionMask(16384, 16384)), device_shape(heads=16))
+    plan = schedule_tiles(*make_sides(ShortMask(16384, 16384)), device_shape(heads=16))
     tables = (plan.work, plan.segments, plan.starts, plan.splits)
     assert all(x.numel() and x.is_contiguous() for x in tables)
     assert all(x.storage_offset() % 32 == 0 for x in tables)
@@ -438,7 +436,7 @@ def test_tables_begin_at_lines_of_128_bytes_of_one_buffer() -> None:
 
 
 def test_a_zigzag_shard_is_planned_like_the_sequence_it_is_cut_from() -> None:
-    mask = AttentionMask(32768, 32768, causal=True)
+    mask = ShortMask(32768, 32768, causal=True)
     shard = zigzag(32768, 4)[1]
     queries, keys = (stationary_side(shard, mask, "cpu", reading) for reading in ("keys", "queries"))
     for stationary, streamed in ((queries, keys), (keys, queries)):
@@ -449,7 +447,7 @@ def test_a_zigzag_shard_is_planned_like_the_sequence_it_is_cut_from() -> None:
 
 
 def test_a_tile_across_two_distant_runs_skips_what_lies_between_them() -> None:
-    mask = AttentionMask(8000, 8000, causal=True, window=(255, None))
+    mask = ShortMask(8000, 8000, causal=True, window=(255, None))
     shard = zigzag(8000, 4)[0]  # chunks of 1000 rows: tile 7 holds rows of both
     queries = stationary_side(shard, mask, "cpu", "keys")
     keys = make_sides(mask)[1]
@@ -465,7 +463,7 @@ def test_a_tile_across_two_distant_runs_skips_what_lies_between_them() -> None:
 
 
 def test_65536_entries_are_planned_in_seconds() -> None:
-    queries, keys = make_sides(AttentionMask(131072, 131072, causal=True))
+    queries, keys = make_sides(ShortMask(131072, 131072, causal=True))
     shape = device_shape(heads=64, streamed_bytes=2**26)
 
     def plan() -> None:
@@ -481,7 +479,7 @@ def assert_gathered_keys_are_met(
     gather_plan: GatherPlan,
     keys: GatheredKeys,
     shape: Shape,
-    mask: AttentionMask,
+    mask: ShortMask,
 ) -> None:
     """Every visible pair is met once, in ring order, and far is read where rows or guards are."""
     place_of = {0: (0, keys.local_rows, 0)}  # first row, rows, guards of each step
@@ -532,7 +530,7 @@ def assert_gathered_keys_are_met(
 
 @settings(max_examples=60, deadline=None)
 @given(masks(max_len=40), st.data())
-def test_plans_of_gathered_keys_are_lawful(mask: AttentionMask, data: st.DataObject) -> None:
+def test_plans_of_gathered_keys_are_lawful(mask: ShortMask, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(2, min(4, max(2, mask.kv_len, mask.seq_len))))
     q_shards, k_shards = (data.draw(layouts(length, world_size)) for length in (mask.seq_len, mask.kv_len))
     rank = data.draw(st.integers(0, world_size - 1))

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels.attention.hopper.tile_scheduler import SHORT, Shape, WorkPlan, schedule_tiles
-from ringattn.plan.mask import AttentionMask
 from tests.support.fused_cases import Sources, gather_sources, shards_of
 from tests.support.kernel_conformance import Runs
 from tests.support.random_masks import is_visible, layouts, masks
+from tests.support.short_mask import ShortMask
 from tests.support.term_masks import TermMask, any_term_mask
 
 
@@ -104,7 +104,7 @@ def runs_of(shards: object) -> tuple[Runs, ...]:
 
 @settings(max_examples=75, deadline=None)
 @given(masks(max_len=40, cross=False), st.data())
-def test_plans_of_any_sources_are_lawful(mask: AttentionMask, data: st.DataObject) -> None:
+def test_plans_of_any_sources_are_lawful(mask: ShortMask, data: st.DataObject) -> None:
     world = data.draw(st.integers(1, 4))
     shards = runs_of(data.draw(layouts(mask.seq_len, world)))
     visible = torch.tensor(
@@ -186,7 +186,7 @@ def streamed_arrivals(plan: WorkPlan, shape: Shape) -> list[list[tuple[int, int]
 
 @settings(max_examples=50, deadline=None)
 @given(masks(max_len=40, cross=False), st.data())
-def test_tiles_take_rows_that_arrive_in_order_and_each_tile_once(mask: AttentionMask, data: st.DataObject) -> None:
+def test_tiles_take_rows_that_arrive_in_order_and_each_tile_once(mask: ShortMask, data: st.DataObject) -> None:
     world = data.draw(st.integers(2, 4))
     shards = runs_of(data.draw(layouts(mask.seq_len, world)))
     visible = torch.tensor(

@@ -14,7 +14,7 @@ from ringattn.kernels.runtime.host_to_device import ALIGNMENT, protect_from_reus
 from ringattn.kernels.runtime.table_cache import Key, clear, find
 from ringattn.plan.device_tables import stationary_side
 from ringattn.plan.layouts import zigzag
-from ringattn.plan.mask import AttentionMask
+from tests.support.short_mask import ShortMask
 
 GPU = torch.device("cuda", 0)
 
@@ -130,7 +130,7 @@ def test_whoever_finds_tables_joins(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[torch.device] = []
     monkeypatch.setattr("ringattn.kernels.runtime.table_cache.wait_for_uploads", joined.append)
     for _ in range(2):
-        stationary_side(zigzag(16, 2)[0], AttentionMask(16, 16, causal=True), "cpu")
+        stationary_side(zigzag(16, 2)[0], ShortMask(16, 16, causal=True), "cpu")
     assert joined == [torch.device("cpu")] * 2
 
 

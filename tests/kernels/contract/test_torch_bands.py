@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.kernels.attention.torch_ops.bands import Call, Line, Tile, calls, lines, tiles
-from ringattn.plan.mask import AttentionMask
 from tests.support.random_masks import layouts, masks, positions
 from tests.support.random_masks import seen as seen_by
+from tests.support.short_mask import ShortMask
 
 Pairs = list[tuple[int, int]]
 
@@ -86,7 +86,7 @@ def test_every_visible_pair_is_computed_exactly_once(drawn: tuple[list[int], lis
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     """Bounds of the rows of one rank in the keys of another, under any mask and layout of the library."""
-    mask: AttentionMask = draw(masks(cross=False))
+    mask: ShortMask = draw(masks(cross=False))
     world_size = draw(st.integers(1, 4))
     shards = draw(layouts(mask.seq_len, world_size))
     rows, keys = (positions(shards[draw(st.integers(0, world_size - 1))]) for _ in range(2))

@@ -16,12 +16,12 @@ from ringattn.numerics.reference import attention_reference
 from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.device_tables import fused_tables
 from ringattn.plan.layouts import Shard, make_shards
-from ringattn.plan.mask import AttentionMask
-from ringattn.plan.mask_union import MaskUnion
+from ringattn.plan.mask import MaskUnion
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule.kv_rotation import slices
 from tests.kernels.emulator import gluon as machine
 from tests.support.budget import assert_within_budget
+from tests.support.short_mask import ShortMask
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Gathering:
     def call(self) -> AttentionSpec:
         """The call of this rank."""
         sizes = self.seq_len, self.seq_len
-        mask = MaskUnion(*sizes, self.mask["mask"]) if "mask" in self.mask else AttentionMask(*sizes, **self.mask)
+        mask = MaskUnion(*sizes, self.mask["mask"]) if "mask" in self.mask else ShortMask(*sizes, **self.mask)
         name, shards = "contiguous", self.layout
         if isinstance(shards, str):
             name, shards = shards, make_shards(shards, self.seq_len, self.world_size, mask)
