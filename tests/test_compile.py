@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import Ring, Sharding, autograd, ring_attention_with_lse
+from ringattn import Ring, Sharding, autograd, ring_attention, ring_attention_with_lse
 from tests.support.pool import Pools
 from tests.support.transformer import CHECKPOINTS, WIDTH, Attention, Block, make_transformer
 
@@ -194,6 +195,26 @@ def test_each_length_is_compiled_once(dynamic: bool | None) -> None:
             assert_close(found, train(attention, lambda x, s=sharding: run(x, s), x))
             seen.append(counter.frame_count)
     assert seen == [1, 1, 2, 2, 2]
+
+
+def test_more_lengths_than_eight_compile_under_a_larger_limit() -> None:
+    # as docs/meshes.md says: no mark of lengths helps, because the text of the sharding is a guard
+    ring = Ring()
+
+    def run(q: Tensor, sharding: Sharding) -> Tensor:
+        return ring_attention(q * 2, q, q, sharding, causal=True)
+
+    def lengths_that_compile() -> int:
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(run, fullgraph=True, backend=counter)
+        for seq_len in range(2, 12):
+            compiled(torch.ones(1, seq_len, 1, 16), ring.sharding(seq_len))
+        return counter.frame_count
+
+    with fresh(), pytest.raises(FailOnRecompileLimitHit, match="fullgraph=True"):
+        lengths_that_compile()
+    with fresh(), torch._dynamo.config.patch(recompile_limit=10):
+        assert lengths_that_compile() == 10
 
 
 @contextmanager

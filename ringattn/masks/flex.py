@@ -41,7 +41,7 @@ def from_block_mask(block_mask: Any, inside: Mask | None = None) -> Mask:
         )
     partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices, block_mask)
     full = torch.zeros_like(partial)
-    if block_mask.full_kv_num_blocks is not None:
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
     if inside is None and bool(partial.any()):
         raise ValueError(
