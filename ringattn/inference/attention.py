@@ -10,13 +10,12 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn.inference.forward_batch import ForwardBatch
-from ringattn.inference.forward_batch import Mask as RowMask
 from ringattn.inference.paged_prefill import KV_ACCESS_MODES, resolve_kv_access
 from ringattn.inference.prefill import (
     COMM_MODES,
@@ -39,38 +38,53 @@ from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.partials.packed import finish_parts, views
 from ringattn.kernels.registry import select_kernels
-from ringattn.plan import expressions
+from ringattn.plan import expressions as masks
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
-from ringattn.plan.expressions import Frame, Mask
+from ringattn.plan.expressions import (
+    Chunks,
+    Frame,
+    Intersection,
+    Lengths,
+    Mask,
+    PerBatch,
+    Prefix,
+    Sinks,
+    Union,
+    Window,
+    check_mask,
+)
 from ringattn.plan.intervals import MOST_TERMS, Term, empty, merged
 from ringattn.plan.mask import MaskUnion, fold_mask, restarting_chunks
-from ringattn.plan.options import resolve_flag, resolve_real, resolve_window
+from ringattn.plan.options import resolve_chunk_len, resolve_flag, resolve_real, resolve_window
 from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.validation import check_softcap
 from ringattn.tensor_checks import check_tensor
 
-Window = tuple[int | None, int | None] | None
+_fold = functools.lru_cache(fold_mask)
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """q, k, v, sinks and alibi_slopes."""
 _TENSORS = ("q", "k", "v", "sinks", "alibi_slopes")
 
 
 class _Options(NamedTuple):
-    causal: bool
-    window: Window
+    mask: Mask
     softmax_scale: float | None
     softcap: float
-    chunk_len: int | None
     comm_mode: str
     kv_access: str
-    sink_len: int = 0
-    mask: Mask | None = None  # what causal, window and sink_len cannot say
 
     @property
-    def masks(self) -> list[RowMask]:
-        """Masks of the intervals that a row sees: the window, and sink tokens before it."""
-        window: RowMask = (self.causal, self.window, self.chunk_len, self.sink_len, None)
-        return [window, (self.causal, None, None, 0, self.sink_len)] if self.sink_len else [window]
+    def has_bounds(self) -> bool:
+        """Whether the mask is evaluated on the device, row by row."""
+        return self.mask.bounds(None, None, None) is not None
+
+    @property
+    def left(self) -> int | None:
+        """Keys before a row that it may see; None: all."""
+        parts = self.mask.parts if isinstance(self.mask, Intersection) else (self.mask,)
+        found = [x.left for x in parts if isinstance(x, Window) and x.left is not None]
+        found += [x.length for x in parts if isinstance(x, Chunks)]
+        return min(found, default=None)
 
     def scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
@@ -151,10 +165,12 @@ def attend(
                 check_tensor(name, x)
         scale = None if softmax_scale is None else resolve_real("softmax_scale", softmax_scale)
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
-        window, sink_len, other = resolve_window(window), 0, None
-        if mask is not None:
-            causal, window, sink_len, other = _resolve_mask(mask, window, chunk_len)
-        options = _Options(causal, window, scale, softcap, chunk_len, comm_mode, kv_access, sink_len, other)
+        window, chunk_len = resolve_window(window), resolve_chunk_len(chunk_len)
+        if mask is None:
+            mask = _fold(causal=causal, window=window, chunk_len=chunk_len)
+        elif window is not None or chunk_len is not None:
+            raise ValueError("mask must come without window and chunk_len, got both; intersect it with masks.window")
+        options = _Options(check_mask(mask), scale, softcap, comm_mode, kv_access)
     except Exception as error:
         step.cache.ring.raise_on_all_ranks(error)
     return run(step, layer, given, options)
@@ -187,7 +203,7 @@ def _attend(step: ForwardBatch, layer: int, given: Given, options: _Options) -> 
             step.cache.ring.raise_on_all_ranks(error)
         step.cache.consistency.check_batch(step, _kind(options, given), q.device)
         known = (
-            _Decode(options, _decode_bounds(step, options.mask))
+            _Decode(options, None if options.has_bounds else _decode_bounds(step, options.mask))
             if spec is None
             else _plan_prefill(step, spec, options, q, tensors)
         )
@@ -210,16 +226,15 @@ def _plan_prefill(
     ).kernels
     wanted = "queries" if several and options.kv_access == "pages" else options.comm_mode
     comm_mode = resolve_comm_mode(wanted, step, spec, q, fresh)
-    left = None if options.window is None else options.window[0]
-    if options.chunk_len is not None:
-        left = options.chunk_len if left is None else min(left, options.chunk_len)
     copied = several and comm_mode == "keys"
     kv_access = (
-        "copies" if copied or options.mask is not None else resolve_kv_access(options.kv_access, step, q, left, fresh)
+        "copies"
+        if copied or not options.has_bounds
+        else resolve_kv_access(options.kv_access, step, q, options.left, fresh)
     )
     send_queries = comm_mode == "queries" and (several or kv_access == "copies")
     query_plan = plan_queries(spec, q.device) if send_queries else None
-    paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2], options.masks) if kv_access == "pages" else None
+    paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2], options.mask) if kv_access == "pages" else None
     # the plan depends on shapes of keys and values, but not on their number of rows
     k, v = (
         torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
@@ -267,7 +282,7 @@ class _Decode:
             ]
         else:
             splits = split(*shape, q.device)
-            terms = [(*step.bounds(*mask), splits) for mask in self.options.masks]
+            terms = [(lo, hi, splits) for lo, hi in step.bounds(self.options.mask)]
         stack = torch.empty(sum(splits for _, _, splits in terms), parts_len(rows, dv), dtype=wide, device=q.device)
         pools, scales = (cache.k[layer], cache.v[layer]), cache.scales(layer)
         parts = stack.split([splits for _, _, splits in terms])
@@ -294,19 +309,10 @@ def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: Score
     _check_tensors(step, q, tensors)
     _check_options(options, q.dtype)
     cache, sharding, kv_sharding = step.cache, step.sharding, step.kv_sharding
-    total, padded = max(1, sum(step.lengths)) if sharding is None else sharding.seq_len, any(step.firsts)
-    if options.mask is not None:
+    total = max(1, sum(step.lengths)) if sharding is None else sharding.seq_len
+    if not options.has_bounds:
         _check_mask(step, options.mask, options.kv_access)
-        mask = MaskUnion(total, total, options.mask, None if sharding is None else sharding.documents)
-    elif options.sink_len:
-        mask = _streaming_mask(step, options, total)
-    else:
-        documents = None if sharding is None else sharding.documents
-        lengths = tuple((first, step.lengths[0]) for first in step.firsts) if sharding is not None and padded else None
-        expression = fold_mask(causal=options.causal, window=options.window, lengths=lengths)
-        if options.chunk_len is not None:
-            expression &= restarting_chunks(total, options.chunk_len, documents, lengths)
-        mask = MaskUnion(total, total, expression, documents)
+    mask = MaskUnion(total, total, _mask_of_batch(step, options.mask, total), sharding and sharding.documents)
     dims = q.shape[-1], cache.v_head_dim
     if step.mode == "decode" or options.kv_access != "copies":
         select_decode_kernel(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size)
@@ -358,10 +364,8 @@ def _intervals_of(step: ForwardBatch, mask: Mask, i: int) -> list[Term]:
     return terms
 
 
-def _decode_bounds(step: ForwardBatch, mask: Mask | None) -> list[tuple[Tensor, Tensor, int]] | None:
+def _decode_bounds(step: ForwardBatch, mask: Mask) -> list[tuple[Tensor, Tensor, int]]:
     """Return `_Decode.terms` of the new rows of a step."""
-    if mask is None:
-        return None
     found = []
     for i, length in enumerate(step.lengths):
         rows = range(length - step.rows, length)
@@ -376,40 +380,21 @@ def _decode_bounds(step: ForwardBatch, mask: Mask | None) -> list[tuple[Tensor, 
     return [(on_device[0, k], on_device[1, k], width) for k, width in enumerate(longest.tolist())]
 
 
-def _resolve_mask(mask: Mask, window: Window, chunk_len: int | None) -> tuple[bool, Window, int, Mask | None]:
-    """Return causal, the window and the number of sink tokens of a mask, or the mask itself where they do not say it."""
-    if not isinstance(mask, Mask):
-        raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
-    if window is not None or chunk_len is not None:
-        raise ValueError("mask must come without window and chunk_len, got both; intersect it with masks.window")
-    causal, sides, sink_len = False, list[Window](), 0
-    found: Any
-    sink: Any
-    for part in mask.parts if isinstance(mask, expressions.Intersection) else (mask,):
-        kinds = {type(one): one for one in part.parts} if isinstance(part, expressions.Union) else {type(part): part}
-        found, sink = kinds.pop(expressions.Window, None), kinds.pop(expressions.Sinks, None)
-        causal = causal or kinds.pop(expressions.Causal, None) is not None
-        if kinds or (sink is None) == isinstance(part, expressions.Union) or (sink is not None and found is None):
-            sides = [None, None]
-            break
-        if found is not None:
-            sides.append((found.left, found.right))
-        sink_len = sink_len or (0 if sink is None else sink.length)
-    if len(sides) > 1:
-        return False, None, 0, mask
-    return causal, sides[0] if sides else None, sink_len, None
-
-
-def _streaming_mask(step: ForwardBatch, options: _Options, total: int) -> MaskUnion:
-    """Return the mask of sink tokens and a window: relative to requests, or to the first token of each batch element."""
-    shown = expressions.sinks(options.sink_len) | expressions.window(*(options.window or (None, None)))
-    if options.causal:
-        shown = expressions.causal() & shown
-    if step.sharding is not None and any(step.firsts):
-        stop = step.lengths[0]
-        elements = [(first, expressions.documents(sorted({0, first, stop, total}))) for first in step.firsts]
-        shown = expressions.per_batch([edges & expressions.spans([(first, stop)]) & shown for first, edges in elements])
-    return MaskUnion(total, total, shown, None if step.sharding is None else step.sharding.documents)
+def _mask_of_batch(step: ForwardBatch, mask: Mask, total: int) -> Mask:
+    """Return a mask that is relative to requests, or to the first token of each batch element, over all tokens of a batch."""
+    if step.sharding is None or mask.bounds(None, None, None) is None:
+        return mask
+    documents, stop = step.sharding.documents, step.lengths[0]
+    lengths = tuple((first, stop) for first in step.firsts) if any(step.firsts) else None
+    parts: list[Mask] = []
+    for part in mask.parts if isinstance(mask, Intersection) else (mask,):
+        if isinstance(part, Chunks):
+            part = restarting_chunks(total, part.length, documents, lengths)
+        elif isinstance(part, (Sinks, Prefix, Union)) and lengths is not None:
+            edges = [masks.documents(sorted({0, first, stop, total})) for first, stop in lengths]
+            part = PerBatch(tuple(edge & part for edge in edges))
+        parts.append(part)
+    return Intersection((*parts, *(() if lengths is None else (Lengths(lengths),))))
 
 
 def _kind(options: _Options, given: Given) -> str:

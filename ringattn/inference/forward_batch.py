@@ -22,18 +22,20 @@ import torch
 from torch import Tensor
 
 from ringattn.inference.batch_metadata import BatchMetadata, PackedBlocks, to_device
-from ringattn.inference.block_table import MAX_REQUEST_TOKENS, BlockTable, RankSpan
+from ringattn.inference.block_table import BlockTable, RankSpan
 from ringattn.inference.kv_pool import KVPool
 from ringattn.inference.page_allocator import PageAllocator
 from ringattn.kernels.decode.dispatch import PageTable
+from ringattn.plan.expressions import Causal, Mask
 from ringattn.plan.layouts import Run, Shard
+from ringattn.plan.mask import fold_mask
 from ringattn.plan.sharding import Sharding
 
 MAX_DECODE_TOKENS = 16
 """Maximum number of new tokens per request in a decode batch."""
-Mask = tuple[bool, tuple[int | None, int | None] | None, int | None, int, int | None]
-"""causal, window, chunk_len; the first tokens of a request that are not seen, and the number of those that are at most."""
-_UPLOADED: tuple[Mask, ...] = tuple((True, window, None, 0, None) for window in (None, (None, None), (None, 0)))
+_UPLOADED = frozenset(
+    {Causal(), *(fold_mask(causal=True, window=window) for window in (None, (None, None), (None, 0)))}
+)
 """Masks whose bounds come with the upload of a batch."""
 
 
@@ -90,7 +92,7 @@ class ForwardBatch:
     starts: Tensor | None = None
     ends: Tensor | None = None
     causal_ends: Tensor | None = None
-    found_bounds: dict[Mask, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    found_bounds: dict[Mask, list[tuple[Tensor, Tensor]]] = field(default_factory=dict, repr=False)
     current_bounds: set[Mask] = field(default_factory=set, repr=False)
     known: int = -1
     compared: bool = False
@@ -168,29 +170,20 @@ class ForwardBatch:
         )
         return f"{self.mode} of {few}, digest {blake2b(facts.encode(), digest_size=8).hexdigest()}"
 
-    def bounds(
-        self,
-        causal: bool,
-        window: tuple[int | None, int | None] | None,
-        chunk_len: int | None = None,
-        skipped: int = 0,
-        most: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Decode: bounds lo <= position < hi of what each row sees, `tiles` int32; computed once for all layers.
-
-        The first `skipped` tokens of a request are not seen, nor those from its token `most` on.
-        """
-        mask = (causal, window, chunk_len, skipped, most)
+    def bounds(self, mask: Mask) -> list[tuple[Tensor, Tensor]]:
+        """Decode: `Mask.bounds` of the new rows, `tiles` int32; computed once for all layers."""
         assert self.starts is not None, "only decode has bounds"
         if mask in _UPLOADED:
             assert self.causal_ends is not None, "only decode has bounds"
-            return self.starts, self.causal_ends
+            return [(self.starts, self.causal_ends)]
         if mask not in self.found_bounds:
             # a static batch writes them again outside of inference mode
             with torch.inference_mode(False):
-                self.found_bounds[mask] = torch.empty_like(self.starts), torch.empty_like(self.starts)
+                self.found_bounds[mask] = [
+                    (torch.empty_like(lo), torch.empty_like(hi)) for lo, hi in self._bounds(mask)
+                ]
         if mask not in self.current_bounds:
-            self._find_bounds(mask, *self.found_bounds[mask])
+            self._write_bounds(mask)
             # nothing runs in a capture
             if not (self.slots.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self.current_bounds.add(mask)
@@ -223,31 +216,15 @@ class ForwardBatch:
                 )
         self.known = allocator.changes
 
-    def _find_bounds(self, mask: Mask, lo: Tensor, hi: Tensor) -> None:
-        here: Any = self.positions32
-        starts: Any = self.starts
-        for target, bound in zip((lo, hi), visible_bounds(here, starts, self.ends, mask), strict=True):
-            target.copy_(bound)
+    def _bounds(self, mask: Mask) -> list[tuple[Tensor, Tensor]]:
+        found = mask.bounds(self.positions32, self.starts, self.ends)
+        assert found is not None, "masks without bounds are evaluated on the host"
+        return found
 
-
-def visible_bounds(here: Tensor, starts: Tensor, ends: Any, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Return bounds lo <= position < hi of what rows at positions `here` see, in requests of tokens `starts` .. `ends` - 1."""
-    causal, window, chunk_len, skipped, most = mask
-    left, right = window or (None, None)
-    right = 0 if causal and (right is None or right > 0) else right
-    # sums of a position and a width may not fit into int32, differences of positions do
-    lo = starts.expand_as(here) if left is None else torch.maximum(starts, here - min(left, MAX_REQUEST_TOKENS))
-    hi = ends.expand_as(here) if right is None else (ends - here).clamp(max=min(right + 1, MAX_REQUEST_TOKENS)) + here
-    if chunk_len is not None:
-        # chunks are counted from the first visible token
-        chunk_len = min(chunk_len, MAX_REQUEST_TOKENS)
-        begin = here - torch.remainder(here - starts, chunk_len)
-        lo, hi = torch.maximum(lo, begin), (hi - begin).clamp(max=chunk_len) + begin
-    if skipped:
-        lo = torch.maximum(lo, (ends - starts).clamp(max=min(skipped, MAX_REQUEST_TOKENS)) + starts)
-    if most is not None:
-        hi = torch.minimum(hi, (ends - starts).clamp(max=min(most, MAX_REQUEST_TOKENS)) + starts)
-    return lo, torch.maximum(lo, hi)
+    def _write_bounds(self, mask: Mask) -> None:
+        for targets, bounds in zip(self.found_bounds[mask], self._bounds(mask), strict=True):
+            for target, bound in zip(targets, bounds, strict=True):
+                target.copy_(bound)
 
 
 def make_forward_batch(

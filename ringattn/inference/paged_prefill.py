@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ringattn.inference.forward_batch import ForwardBatch, Mask, visible_bounds
+from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.kv_pool import KVPool
 from ringattn.kernels.decode.dispatch import (
     DecodeCall,
@@ -43,6 +43,7 @@ from ringattn.kernels.decode.dispatch import (
 )
 from ringattn.kernels.interface import Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.partials.packed import finish_parts, merge_parts, views
+from ringattn.plan.expressions import Mask
 
 KV_ACCESS_MODES = ("auto", "pages", "copies")
 SLOWNESS = 1.6
@@ -167,12 +168,10 @@ class PagedRows:
             target.copy_(found if target is carry.acc else found.transpose(1, 2))
 
 
-def plan_paged_rows(
-    step: ForwardBatch, spans: Sequence[RowSpan], heads: int, masks: Sequence[Mask]
-) -> PagedRows | None:
+def plan_paged_rows(step: ForwardBatch, spans: Sequence[RowSpan], heads: int, mask: Mask) -> PagedRows | None:
     """Plan the attention of rows to this rank's pages; None where there are no rows.
 
-    Spans of a request follow each other and ascend; `masks` are those of the intervals that a row sees, which do not overlap.
+    Spans of a request follow each other and ascend; the mask has `bounds`.
     """
     cache, device = step.cache, step.cache.device
     counts = [0] * len(step.requests)
@@ -198,7 +197,8 @@ def plan_paged_rows(
     starts, ends = (
         torch.tensor(x, device="cpu")[torch.tensor(owners, device="cpu")][:, None] for x in (step.firsts, step.lengths)
     )
-    terms = [visible_bounds(positions, starts, ends, mask) for mask in masks]
+    terms = mask.bounds(positions, starts, ends)
+    assert terms is not None, "masks without bounds read copies"
     # a row of padding sees nothing
     terms = [(low, torch.where(positions < starts, low, high)) for low, high in terms]
     *bounds, positions = torch.stack((*(x for pair in terms for x in pair), positions)).to(device, torch.int32)

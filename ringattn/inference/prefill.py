@@ -31,13 +31,14 @@ import torch
 from torch import Tensor
 
 from ringattn.dispatch import run_forward
-from ringattn.inference.forward_batch import ForwardBatch, Mask
+from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.paged_prefill import PagedRows, plan_paged_rows
 from ringattn.kernels.interface import RowMetadata, Score, SoftmaxState, Step, accumulation_dtype
 from ringattn.kernels.partials.packed import clear, finish_parts, size, views
 from ringattn.kernels.runtime.table_cache import Key, find
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.device_tables import side_key
+from ringattn.plan.expressions import Mask
 from ringattn.plan.ring_plan import Plan, Rows, pack
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import message_bytes, slices
@@ -130,11 +131,11 @@ class Prefill:
 
 
 def find_paged_rows(
-    step: ForwardBatch, spec: AttentionSpec, query_plan: QueryPlan | None, heads: int, masks: Sequence[Mask]
+    step: ForwardBatch, spec: AttentionSpec, query_plan: QueryPlan | None, heads: int, mask: Mask
 ) -> PagedRows | None:
     """Return the rows that attend to this rank's pages: all new rows on one rank, or those that `query_plan` routes here.
 
-    `masks` are those of the intervals that a row sees.
+    The mask has `bounds`.
     """
     documents = spec.sharding.documents
     new = [(length - count, count, i) for i, (length, count) in enumerate(zip(step.lengths, step.counts, strict=True))]
@@ -150,7 +151,7 @@ def find_paged_rows(
                     some = min(length, documents[i + 1] - start)
                     new.append((start - documents[i], some, i))
                     start, length = start + some, length - some
-    return plan_paged_rows(step, new, heads, masks)
+    return plan_paged_rows(step, new, heads, mask)
 
 
 def resolve_comm_mode(wanted: str, step: ForwardBatch, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:

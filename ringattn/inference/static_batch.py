@@ -98,8 +98,8 @@ class StaticBatch(ForwardBatch):
         self.known, self.compared = allocator.changes, False
         self._metadata.write(found, counts, self._rows, allocator.changes)
         # now, so that a graph captured later need not compute them
-        for mask, bounds in self.found_bounds.items():
-            self._find_bounds(mask, *bounds)
+        for mask in self.found_bounds:
+            self._write_bounds(mask)
         self.current_bounds = set(self.found_bounds)
 
     def arrange(self, tokens: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from ringattn.plan.block_pattern import BlockPattern
 from ringattn.plan.bounds import Bounds, PiecewiseBound, clamp, constant, from_pieces
 from ringattn.plan.intervals import Term, both, count_term, united
+from ringattn.plan.layouts import MAX_SEQ_LEN
 
 MAX_CHUNKS = 2**20
 """Chunks of the longest mask: their boundaries take 0.5 GB and 9 s on the host."""
@@ -57,7 +58,7 @@ class Frame:
         return [(a, e, a, e) for a, e in pairwise(self.documents) if a < e]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mask(ABC):
     """Visible pairs of queries and keys, by global position; `&` intersects masks, `|` unites them.
 
@@ -71,6 +72,12 @@ class Mask(ABC):
     def __post_init__(self) -> None:
         # now: torch.compile, which calls with a mask, does not trace the lock of a cached property
         object.__setattr__(self, "_text", repr(self.spec))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Mask) and self._text == other._text)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
 
     def __and__(self, other: Mask) -> Mask:
         return Intersection((*_flat(self, Intersection), *_flat(check_mask(other), Intersection)))
@@ -127,6 +134,15 @@ class Mask(ABC):
     def intervals(self, frame: Frame) -> list[Term]:
         """Return disjoint terms."""
 
+    def bounds(self, here: Any, starts: Any, ends: Any) -> list[tuple[Any, Any]] | None:
+        """Return lo <= position < hi of the disjoint intervals that rows see, or None where only `intervals` knows them.
+
+        For rows at positions `here` of requests whose tokens are `starts` .. `ends` - 1: integer tensors that broadcast, or with
+        None for all of them only whether it is known. Chunks, prefixes and sinks are counted from `starts`.
+        """
+        del here, starts, ends
+        return None
+
     @property
     def batch_size(self) -> int | None:
         """Batch elements with visible pairs of their own; None: all have the same."""
@@ -154,7 +170,7 @@ class Mask(ABC):
         return f"{self.word}({', '.join(map(repr, self.spec[1:]))})"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Causal(Mask):
     """Keys j <= i."""
 
@@ -163,12 +179,15 @@ class Causal(Mask):
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
         return j <= i
 
+    def bounds(self, here: Any, starts: Any, ends: Any) -> list[tuple[Any, Any]] | None:  # noqa: D102
+        return [] if here is None else [(starts.expand_as(here), _reach(here, 1, ends))]
+
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n, m = frame.seq_len, frame.kv_len
         return [Term((constant(n, 0), from_pieces([(min(n, m), 1, 1), (n - m, m, 0)])))]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Window(Mask):
     """Keys `i - left <= j <= i + right`; None: unbounded."""
 
@@ -180,6 +199,12 @@ class Window(Mask):
         before = j == j if self.left is None else i - j <= self.left
         return before if self.right is None else before & (j - i <= self.right)
 
+    def bounds(self, here: Any, starts: Any, ends: Any) -> list[tuple[Any, Any]] | None:  # noqa: D102
+        if here is None:
+            return []
+        lo = starts.expand_as(here) if self.left is None else starts.maximum(here - min(self.left, MAX_SEQ_LEN))
+        return [(lo, ends.expand_as(here) if self.right is None else _reach(here, self.right + 1, ends))]
+
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n, m = frame.seq_len, frame.kv_len
         left, right = (max(n, m) if side is None else min(side, max(n, m)) for side in (self.left, self.right))
@@ -189,7 +214,7 @@ class Window(Mask):
         return [Term((lower, upper))]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Documents(Mask):
     """i and j in the same document."""
 
@@ -204,7 +229,7 @@ class Documents(Mask):
         return frame.inside(self.boundaries).cut([Term(every)])
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Prefix(Mask):
     """Keys j < length."""
 
@@ -214,12 +239,15 @@ class Prefix(Mask):
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
         return (j < self.length) & (i == i)
 
+    def bounds(self, here: Any, starts: Any, ends: Any) -> list[tuple[Any, Any]] | None:  # noqa: D102
+        return [] if here is None else [(starts.expand_as(here), _reach(starts, self.length, ends).expand_as(here))]
+
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n = frame.seq_len
         return [Term((constant(n, 0), constant(n, min(self.length, frame.kv_len))))]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Chunks(Mask):
     """`i // length == j // length`."""
 
@@ -237,6 +265,13 @@ class Chunks(Mask):
                 "use longer chunks"
             )
 
+    def bounds(self, here: Any, starts: Any, ends: Any) -> list[tuple[Any, Any]] | None:  # noqa: D102
+        if here is None:
+            return []
+        length = min(self.length, MAX_SEQ_LEN)
+        begin = here - (here - starts).remainder(length)
+        return [(begin, _reach(begin, length, ends))]
+
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         n, m, length = frame.seq_len, frame.kv_len, self.length
         self.check(n, m)
@@ -248,7 +283,7 @@ class Chunks(Mask):
         return [Term((lower, from_pieces([(min(length, n - a), min(a + length, m), 0) for a in starts])))]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Lengths(Mask):
     """Both i and j in [start, stop) of their batch element."""
 
@@ -287,7 +322,7 @@ class Lengths(Mask):
         return self.extents[b]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Spans(Mask):
     """i and j in the same span; a token outside of all spans neither sees nor is seen."""
 
@@ -307,7 +342,7 @@ class Spans(Mask):
         return [Term(_of_stretches([(a, e, a, e) for a, e in self.stretches], n))]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Sinks(Mask):
     """The first keys of the document of i."""
 
@@ -322,6 +357,9 @@ class Sinks(Mask):
         inside = [(a <= i) & (i < e) & (a <= j) & (j < min(a + self.length, e)) for a, e in pairwise(documents)]
         return reduce(or_, inside)
 
+    def bounds(self, here: Any, starts: Any, ends: Any) -> list[tuple[Any, Any]] | None:  # noqa: D102
+        return [] if here is None else [(starts.expand_as(here), _reach(starts, self.length, ends).expand_as(here))]
+
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         stretches = frame.stretches
         lower = from_pieces([(e - a, first, 0) for a, e, first, _ in stretches])
@@ -329,7 +367,7 @@ class Sinks(Mask):
         return [Term((lower, from_pieces(upper)))]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class GlobalTokens(Mask):
     """Pairs of which one is among the first tokens of their document."""
 
@@ -354,7 +392,7 @@ class GlobalTokens(Mask):
         return [*Sinks(self.length).intervals(frame), Term(_of_stretches(rows, frame.seq_len))]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Tree(Mask):
     """Nodes of tokens in depth-first order: a row sees the nodes above its own, and its own up to itself.
 
@@ -430,7 +468,7 @@ class Tree(Mask):
         return found
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Blocks(Mask):
     """Pairs whose blocks of positions a table shows."""
 
@@ -463,7 +501,7 @@ class Blocks(Mask):
         return f"blocks(<{len(self.pattern.lines)} x {self.pattern.columns}>, {self.pattern.block_size})"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class _Combined(Mask):
     """A mask of parts."""
 
@@ -490,7 +528,7 @@ class _Combined(Mask):
         return (self.word, *(part.spec for part in self.parts))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Intersection(_Combined):
     """Pairs that all parts show."""
 
@@ -501,6 +539,16 @@ class Intersection(_Combined):
             if isinstance(part, Documents):
                 documents = tuple(sorted({*(documents or ()), *part.boundaries}))
         return reduce(and_, (part.visible(i, j, b=b, documents=documents) for part in self.parts))
+
+    def bounds(self, here: Any, starts: Any, ends: Any) -> list[tuple[Any, Any]] | None:  # noqa: D102
+        found = None
+        for part in self.parts:
+            more = part.bounds(here, starts, ends)
+            if more is None:
+                return None
+            pairs = more if found is None else [(a, b) for a in found for b in more]
+            found = more if found is None else [(a[0].maximum(b[0]), a[1].minimum(b[1])) for a, b in pairs]
+        return found and [(lo, lo.maximum(hi)) for lo, hi in found]
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         documents = [part for part in self.parts if isinstance(part, Documents)]
@@ -520,7 +568,7 @@ class Intersection(_Combined):
         return " & ".join(f"({part!r})" if isinstance(part, Union) else repr(part) for part in self.parts)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Union(_Combined):
     """Pairs that one part shows at least."""
 
@@ -528,6 +576,18 @@ class Union(_Combined):
 
     def visible(self, i: Any, j: Any, **context: Any) -> Any:  # noqa: D102
         return reduce(or_, (part.visible(i, j, **context) for part in self.parts))
+
+    def bounds(self, here: Any, starts: Any, ends: Any) -> list[tuple[Any, Any]] | None:  # noqa: D102
+        first = [part for part in self.parts if isinstance(part, (Prefix, Sinks))]
+        others = [part for part in self.parts if part not in first]
+        if len(first) != 1 or len(others) != 1:
+            return None
+        [other], head = others, first[0].bounds(here, starts, ends)
+        found = other.bounds(here, starts, ends)
+        if not head or not found:
+            return found
+        # the head begins at the first token, so what is left of the others begins behind it
+        return [*((lo.maximum(head[0][1]), hi) for lo, hi in found), *head]
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
         found: list[Term] = []
@@ -540,7 +600,7 @@ class Union(_Combined):
         return " | ".join(f"({part!r})" if isinstance(part, Intersection) else repr(part) for part in self.parts)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class PerBatch(_Combined):
     """A mask of its own for each batch element."""
 
@@ -784,6 +844,11 @@ def check_mask(mask: Any) -> Mask:
     if not isinstance(mask, Mask):
         raise TypeError(f"mask must be made by ringattn.masks, got {type(mask).__name__}; for example masks.causal()")
     return mask
+
+
+def _reach(position: Any, width: int, ends: Any) -> Any:
+    """Return position + width, or ends if that is less: sums of positions and widths may not fit into int32, differences do."""
+    return (ends - position).clamp(max=min(width, MAX_SEQ_LEN)) + position
 
 
 def _natural(name: str, number: Any, least: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ringattn import Ring
 from ringattn.inference import ForwardBatch, PagedKVCache, StaticBatch, attend
 from ringattn.kernels.kv import pages
+from ringattn.masks import causal, window
 from tests.support.paging import CASES, Case, assert_put, assert_take
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -112,7 +113,7 @@ def test_a_replayed_graph_decodes_like_new_batches(kv_dtype: torch.dtype | None,
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             o = layers(static, x)
-        addresses = [y.data_ptr() for y in (static.positions, static.slots, *static.bounds(True, (99, 0)))]
+        addresses = [y.data_ptr() for y in (static.positions, static.slots, *static.bounds(causal() & window(99))[0])]
         plain_step = plain.extend([0, 1], [1, 1])
         for seed, requests in enumerate(([0, 1], [0, 1], [2], [1, 2, 0], [2, 0], *[[0, 1, 2]] * 70)):
             new = draw(captured, static, seed)
@@ -130,7 +131,9 @@ def test_a_replayed_graph_decodes_like_new_batches(kv_dtype: torch.dtype | None,
                 torch.equal(a.view(torch.uint8), b.view(torch.uint8))
                 for a, b in ((captured.k, plain.k), (captured.v, plain.v))
             )
-    assert addresses == [y.data_ptr() for y in (static.positions, static.slots, *static.bounds(True, (99, 0)))]
+    assert addresses == [
+        y.data_ptr() for y in (static.positions, static.slots, *static.bounds(causal() & window(99))[0])
+    ]
     assert isinstance(static, StaticBatch)
 
 

@@ -16,22 +16,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn import Ring, ring_attention
+from ringattn import Ring, masks, ring_attention
 from ringattn.inference import CacheFull, ForwardBatch, PagedKVCache, StaticBatch, attend, batch_metadata
 from ringattn.inference.consistency import ConsistencyChecker
 from ringattn.kernels.kv import pages as rows
+from ringattn.plan.mask import fold_mask
 from ringattn.plan.sharding import positions_of
 from tests.support.page_spans import blocks_of, page_spans
 from tests.support.paging import CASES, Case, assert_put, assert_take
 from tests.support.pool import Pools
 
 HEADS, D, DV = 2, 4, 3
-MASKS: list[tuple[bool, tuple[int | None, int | None] | None, int | None]] = [
+SHORT_FORMS: list[tuple[bool, tuple[int | None, int | None] | None, int | None]] = [
     (True, None, None), (False, None, None), (True, (3, 0), None), (True, (0, 5), None), (False, (2, 1), None),
     (False, (None, 2), None), (False, (4, None), None), (True, None, 5), (False, None, 3), (True, (2, 0), 6),
     (False, (2, 2**31 - 5), None), (True, (sys.maxsize - 1, 0), None), (False, (2**40, 2**31), None), (False, None, 2**31),
     (True, (2, 0), 2**31 - 5), (False, (2, sys.maxsize), sys.maxsize),
 ]  # fmt: skip
+MASKS = [fold_mask(causal=causal, window=window, chunk_len=chunk_len) for causal, window, chunk_len in SHORT_FORMS]
 
 
 def make(rank: int = 0, world_size: int = 1, **changes: Any) -> PagedKVCache:
@@ -295,12 +297,11 @@ def test_a_static_batch_equals_a_new_one_at_the_same_addresses() -> None:
             assert torch.equal(step.slots[:n], other.slots)
             assert step.slots[n:].eq(-1).all()
             for mask in MASKS:
-                lo, hi = step.bounds(*mask)
-                other_lo, other_hi = other.bounds(*mask)
+                [(lo, hi)], [(other_lo, other_hi)] = step.bounds(mask), other.bounds(mask)
                 assert torch.equal(lo[:n], other_lo)
                 assert torch.equal(hi[:n], other_hi)
                 assert torch.equal(lo[n:], hi[n:])
-                assert lo is step.bounds(*mask)[0]
+                assert lo is step.bounds(mask)[0][0]
         said.read()
     assert addresses == [[x.data_ptr() for x in tensors(step)] for step in steps]
 
@@ -385,7 +386,7 @@ class Shown:
         columns = [step.positions32, step.slots, step.starts, step.ends]
         said = zip(*[x.flatten().tolist() for x in columns if x is not None], strict=True)
         causal = [(first, max(first, x + 1) if length else 0) for x, _, first, length in tokens]
-        lo, hi = (x.flatten().tolist() for x in step.bounds(True, None))
+        lo, hi = (x.flatten().tolist() for x in step.bounds(masks.causal())[0])
         assert list(zip(lo, hi, strict=True)) == causal + [(0, 0)] * ((batch - some) * new)
         assert list(said) == tokens + [(0, -1, 0, 0)] * ((batch - some) * new)
         assert step.positions.flatten().tolist() == [x[0] for x in tokens] + [0] * ((batch - some) * new)
@@ -416,7 +417,7 @@ def test_rows_of_padding_see_nothing_in_a_static_batch() -> None:
     step = cache.static_batch(2, max_tokens=20)
     for length in range(1, 9):
         cache.extend(requests, [1, 1], into=step)
-        lo, hi = step.bounds(True, None)
+        [(lo, hi)] = step.bounds(masks.causal())
         assert (lo.tolist(), hi.tolist()) == ([[0], [4]], [[length], [max(4, length)]])
 
 
@@ -454,14 +455,14 @@ def tensors(step: ForwardBatch) -> list[Tensor]:
     assert step.starts is not None
     assert step.ends is not None
     table = step.table
-    bounds = [x for mask in MASKS for x in step.bounds(*mask)]
+    bounds = [x for mask in MASKS for pair in step.bounds(mask) for x in pair]
     return [
         step.positions, step.slots, step.positions32, step.starts, step.ends, step.taken, table.pages, table.starts, table.lengths,
         table.counts, *bounds,
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("mask", SHORT_FORMS, ids=str)
 def test_bounds_are_what_each_row_may_see(
     mask: tuple[bool, tuple[int | None, int | None] | None, int | None],
 ) -> None:
@@ -470,7 +471,7 @@ def test_bounds_are_what_each_row_may_see(
     batch = cache.add_batch(30, [4, 0])
     cache.extend(batch, [9, 9], same_length=True)
     step = cache.extend(batch, [3, 3], same_length=True)
-    lo, hi = step.bounds(causal, window, chunk_len)
+    [(lo, hi)] = step.bounds(fold_mask(causal=causal, window=window, chunk_len=chunk_len))
     left, right = (None, None) if window is None else window
     for element, first in enumerate((4, 0)):
         for row, i in enumerate((9, 10, 11)):
