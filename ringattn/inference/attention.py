@@ -60,7 +60,6 @@ from ringattn.schedule.execution_plan import make_execution_plan
 from ringattn.schedule.validation import check_softcap
 from ringattn.tensor_checks import check_tensor
 
-_fold = functools.lru_cache(fold_mask)
 Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 """q, k, v, sinks and alibi_slopes."""
 _TENSORS = ("q", "k", "v", "sinks", "alibi_slopes")
@@ -167,7 +166,7 @@ def attend(
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
         window, chunk_len = resolve_window(window), resolve_chunk_len(chunk_len)
         if mask is None:
-            mask = _fold(causal=causal, window=window, chunk_len=chunk_len)
+            mask = fold_mask(causal=causal, window=window, chunk_len=chunk_len)
         elif window is not None or chunk_len is not None:
             raise ValueError("mask must come without window and chunk_len, got both; intersect it with masks.window")
         options = _Options(check_mask(mask), scale, softcap, comm_mode, kv_access)
