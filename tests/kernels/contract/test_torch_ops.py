@@ -18,14 +18,23 @@ from ringattn.kernels.registry import select_kernels
 from ringattn.numerics.reference import visible_pairs
 from tests.support.budget import assert_within_budget
 from tests.support.flash_operator import flash_operator
-from tests.support.kernel_conformance import CASES, LONG_CASES, TERM_CASES, Case, make_side, run_case, torch_serves
+from tests.support.kernel_conformance import (
+    CASES,
+    LONG_CASES,
+    SMALL_WEIGHT_CASES,
+    TERM_CASES,
+    Case,
+    make_side,
+    run_case,
+    torch_serves,
+)
 from tests.support.pool import Pools
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 CPU = torch.device("cpu")
 STREAMING = masks.causal() & (masks.sinks(2) | masks.window(4))
 TREE = masks.tree([None, 0, 1, 0], [8, 5, 4, 7])
-SERVED = [case for case in (*CASES, *TERM_CASES) if torch_serves(case)]
+SERVED = [case for case in (*CASES, *SMALL_WEIGHT_CASES, *TERM_CASES) if torch_serves(case)]
 FEW_TILES = [
     case for case in LONG_CASES if torch_serves(case) and "window" not in case.name and "runs" not in case.name
 ]
