@@ -504,9 +504,10 @@ def backward_dkv_wide_kernel(
 
     q, do, k and v are described as rows of one head (`descriptors.rows_of`); lse in log2 units (infinity where a row saw
     nothing; in float16 less RAISED_BITS) and -delta as lists with heads of `padded_queries` numbers. dk and dv are written
-    (under ADD: added to) in the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `64 D` and
-    `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the addresses of
-    regions `b hk grad_buffer_rows`), `dkey_bias_parts` `slots 64`. What is of fused calls is as in `backward_kernel`.
+    (under ADD: added to) in the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of
+    split tiles, `64 D` and `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the
+    addresses of regions `b hk grad_buffer_rows`), `dkey_bias_parts` `slots 64`. What is of fused calls is as in
+    `backward_kernel`.
     `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). dP of
     the next block is made beside dk of this one.
     """
