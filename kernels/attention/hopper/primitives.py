@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from ringattn.kernels.attention.arguments import RAISED_BITS
 
+RAISING = gl.constexpr(2.0**RAISED_BITS)
 LOWERING = gl.constexpr(2.0**-RAISED_BITS)
 EPOCH = gl.constexpr(64)  # blocks between two looks at the board; see progress_barrier.py
 LEFT = gl.constexpr(2**30)  # beyond every epoch
@@ -252,6 +253,14 @@ def wait_for_sums(tokens):
 def scaled(sums, factor):
     """Return each panel of sums times a factor."""
     return [x * factor for x in sums]
+
+
+@gluon.jit
+def rounded(p, DTYPE: gl.constexpr):
+    """Return weights as first operands of dv; Note [Raised weights] of arguments.py."""
+    if DTYPE == gl.float16:
+        p = p * RAISING
+    return p.to(DTYPE)
 
 
 @gluon.jit
