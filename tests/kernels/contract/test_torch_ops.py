@@ -134,9 +134,9 @@ def test_lse_has_exact_gradients_in_float16_whatever_the_values_are(
     given = [x.half() for x in (q, k, v + mean * torch.tensor([1.0, -1.0]).repeat(8), do)]
 
     def gradients(*given: Tensor, impl: str) -> tuple[Tensor, ...]:
-        leaves = [x.clone().requires_grad_() for x in given[:3]]
-        o, lse = ring_attention_with_lse(*leaves, Ring().sharding(n), causal=True, impl=impl)
-        return torch.autograd.grad((o, lse), leaves, (given[3].to(o.dtype), dlse_of.to(lse.dtype)))
+        q, k, v = (x.clone().requires_grad_() for x in given[:3])
+        o, lse = ring_attention_with_lse(q, k, v, Ring().sharding(n), causal=True, impl=impl)
+        return torch.autograd.grad((o, lse), (q, k, v), (given[3].to(o.dtype), dlse_of.to(lse.dtype)))
 
     exact = gradients(*(x.double() for x in given), impl="eager")
     # delta is of the rounded o, as in every kernel: that is off by this much, where do is not zero
