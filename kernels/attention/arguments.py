@@ -9,6 +9,11 @@ from torch import Tensor
 from ringattn.kernels.interface import GatheredKeys, RowMetadata, Score
 
 LOG2E = math.log2(math.e)
+RAISED_BITS = 15
+"""Note [Raised weights]
+    Weights of float16 are multiplied by 2^15 before they are rounded for dv += p do: p <= 1, so that they stay below 65504, and
+    keep all digits down to 2^-29 in place of 2^-14. dv is divided by it once, exactly. bfloat16 needs none.
+"""
 LEAST_SCALE = 1e-30  # a smaller softmax_scale may be 0 in fp32, which makes NaN of a hidden pair: -inf times 0
 
 

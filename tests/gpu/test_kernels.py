@@ -16,7 +16,16 @@ from ringattn.launch.check import fuzz
 from ringattn.launch.runtime.session import Session
 from ringattn.launch.runtime.timing import time_calls
 from tests.support.budget import assert_within_budget
-from tests.support.kernel_conformance import CASES, LONG_CASES, LONG_TERM_CASES, TERM_CASES, Case, run_case
+from tests.support.kernel_conformance import (
+    CASES,
+    LONG_CASES,
+    LONG_TERM_CASES,
+    MILLION_KEY_CASES,
+    SMALL_WEIGHT_CASES,
+    TERM_CASES,
+    Case,
+    run_case,
+)
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 pytestmark = [
@@ -30,7 +39,7 @@ FP32_CASES = ("causal", "zigzag_window", "head_dim_128", "everything", "gqa_3", 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 HOPPER_CASES = [
     replace(case, name=f"{case.name}{'_deterministic' if deterministic else ''}", deterministic=deterministic)
-    for case in (*CASES, *LONG_CASES, *TERM_CASES, *LONG_TERM_CASES)
+    for case in (*CASES, *LONG_CASES, *SMALL_WEIGHT_CASES, *TERM_CASES, *LONG_TERM_CASES)
     for deterministic in (False, True)
     if case.bias is None and not case.dropout_p
 ]
@@ -41,6 +50,13 @@ LONG = tuple(case.name for case in (*LONG_CASES, *LONG_TERM_CASES))
 def test_compiled_kernels_stay_within_budget(case: Case) -> None:
     portable = pytest.importorskip("ringattn.kernels.attention.portable.api")
     run_case(portable, case, torch.bfloat16, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", [*SMALL_WEIGHT_CASES, *MILLION_KEY_CASES], ids=str)
+def test_small_weights_keep_their_digits(case: Case, dtype: torch.dtype) -> None:
+    portable = pytest.importorskip("ringattn.kernels.attention.portable.api")
+    run_case(portable, case, dtype, "cuda")
 
 
 @pytest.fixture
@@ -60,6 +76,17 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
 def test_hopper_kernels_stay_within_budget(hopper: KernelSet, case: Case, dtype: torch.dtype) -> None:
+    run_case(hopper, case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 256), (192, 128)], ids=str)
+@pytest.mark.parametrize("case", MILLION_KEY_CASES, ids=str)
+def test_weights_of_a_million_keys_keep_their_digits(
+    hopper: KernelSet, case: Case, dims: tuple[int, int], dtype: torch.dtype
+) -> None:
+    scale = (case.softmax_scale or 0.25) * 4 / dims[0] ** 0.5
+    case = replace(case, head_dim=dims[0], v_head_dim=dims[1], softmax_scale=scale)
     run_case(hopper, case, dtype, "cuda")
 
 

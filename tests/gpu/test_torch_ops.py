@@ -21,6 +21,7 @@ from tests.support.kernel_conformance import (
     CASES,
     LONG_CASES,
     LONG_TERM_CASES,
+    SMALL_WEIGHT_CASES,
     TERM_CASES,
     Case,
     run_case,
@@ -51,6 +52,12 @@ def test_forward_and_backward_stay_within_budget(case: Case, backend: str, dtype
             if backend == "flash" and case.name != "long_runs":  # its strides differ on both sides
                 raise
             pytest.skip(str(refusal))
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS))
+@pytest.mark.parametrize("case", [case for case in SMALL_WEIGHT_CASES if torch_serves(case)], ids=str)
+def test_small_weights_keep_their_digits_in_bfloat16(case: Case, backend: str) -> None:
+    test_forward_and_backward_stay_within_budget(case, backend, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["FA3", "FA4"])

@@ -60,7 +60,9 @@ class Case:
         softcap: As in Score.
         dropout_p: As in Score.
         dropout_seed: As in Score.
-        sinks: With sinks.
+        sinks: With sinks; a number: all of them, which makes weights small where it is high.
+        small_weights: Weights are as small as those of a long sequence, and do is large: all must keep their digits. The yardstick
+            is plain torch in fp32, its results rounded, since in fp16 it loses them too.
         alibi: With ALiBi slopes.
         key_bias: With a bias per key.
         hidden_keys: A key bias of -inf hides the first keys, and all of the last batch element.
@@ -87,7 +89,8 @@ class Case:
     softcap: float = 0.0
     dropout_p: float = 0.0
     dropout_seed: int = 0
-    sinks: bool = False
+    sinks: bool | float = False
+    small_weights: bool = False
     alibi: bool = False
     key_bias: bool = False
     hidden_keys: bool = False
@@ -385,6 +388,54 @@ LONG_CASES: tuple[Case, ...] = (
 )
 """Several tiles of 128 and 192 rows, for kernels whose tiles are larger than CASES."""
 
+FEW: dict[str, Any] = {"seq_len": 4, "kv_len": 2**20, "heads": 1, "kv_heads": 1, "small_weights": True}
+
+SMALL_WEIGHT_CASES: tuple[Case, ...] = (
+    Case("small_weights", small_weights=True, sinks=14.0),
+    Case("small_weights_causal", mask=CAUSAL, heads=4, head_dim=64, v_head_dim=32, small_weights=True, sinks=14.0),
+    Case("small_weights_of_one_key", seq_len=21, mask={"window": (0, 0)}, small_weights=True, sinks=14.0),
+    Case("smaller_weights_64_v_256", seq_len=70, head_dim=64, v_head_dim=256, small_weights=True, sinks=17.0),
+    Case(
+        "small_weights_192_v_128",
+        seq_len=150,
+        mask=CAUSAL,
+        head_dim=192,
+        v_head_dim=128,
+        small_weights=True,
+        sinks=14.0,
+    ),
+    Case("small_weights_256", seq_len=66, head_dim=256, small_weights=True, sinks=14.0),
+    Case("small_weights_128", seq_len=130, head_dim=128, small_weights=True, sinks=14.0),
+    Case(
+        "small_weights_over_visits",
+        q_runs=((20, 1, 20),),
+        ring_steps=(((20, 1, 20),), ((0, 1, 20),)),
+        mask=CAUSAL,
+        small_weights=True,
+        sinks=14.0,
+    ),
+    Case(
+        "small_weights_not_plain",
+        mask=CAUSAL,
+        head_dim=64,
+        softcap=3.0,
+        alibi=True,
+        key_bias=True,
+        small_weights=True,
+        sinks=14.0,
+    ),
+    Case("small_weights_everything", mask=CAUSAL, heads=4, small_weights=True, **{**MANY, "sinks": 14.0}),
+    Case("small_weights_most_dropped", small_weights=True, sinks=14.0, dropout_p=0.99, dropout_seed=3, seq_len=80),
+    Case("large_weights_most_dropped", dropout_p=0.99, dropout_seed=3, softmax_scale=3.0, seq_len=80),
+)
+"""Weights of about 2^-20 and 2^-24: subnormal in fp16."""
+
+MILLION_KEY_CASES: tuple[Case, ...] = (
+    Case("million_keys", **FEW),
+    Case("million_keys_far_apart", softmax_scale=0.75, **FEW),
+)
+"""Weights of about 2^-20 on 2^20 keys, in the second case from 2^-6 down to 2^-46: few rows, for fast kernels."""
+
 TERM_CASES: tuple[Case, ...] = (
     Case("sinks_and_window", seq_len=61, terms=term_masks.sinks_and_window, heads=4, kv_heads=2, sinks=True),
     Case("global_tokens", seq_len=61, terms=term_masks.global_tokens),
@@ -558,6 +609,12 @@ def _make_inputs(case: Case, rows: int, keys: int, dtype: torch.dtype, device: t
             x[-1] = float("-inf")
         return x
 
+    def draw_sinks() -> Tensor | None:
+        if not case.sinks:
+            return None
+        x = draw(case.heads, dtype=stat_dtype)
+        return x if case.sinks is True else torch.full_like(x, case.sinks)
+
     v_head_dim = case.v_head_dim or case.head_dim
     kv_len = case.kv_len or case.seq_len
     bias = None
@@ -569,9 +626,10 @@ def _make_inputs(case: Case, rows: int, keys: int, dtype: torch.dtype, device: t
         q=draw_rows(rows, case.heads, case.head_dim),
         k=draw_rows(keys, case.kv_heads, case.head_dim),
         v=draw_rows(keys, case.kv_heads, v_head_dim),
-        do=draw_rows(rows, case.heads, v_head_dim),
+        # as large as scaled losses make it, where the gradients of small weights shall keep their digits
+        do=draw_rows(rows, case.heads, v_head_dim) * (2**10 if case.small_weights else 1),
         dlse=draw(case.batch, case.heads, rows, dtype=stat_dtype),
-        sinks=draw(case.heads, dtype=stat_dtype) if case.sinks else None,
+        sinks=draw_sinks(),
         alibi_slopes=draw(case.heads, dtype=stat_dtype).abs() * 0.2 if case.alibi else None,
         key_bias=draw_key_bias(),
         bias=bias,
@@ -651,8 +709,10 @@ def run_case(
     inputs = _make_inputs(case, len(i), len(j), dtype, device)
     exact = _oracle(case, inputs, i, j, visible, torch.float64)
     # no dtype is lower than fp64 and exact at that scale: the fp32 error is scaled to fp64's epsilon
-    low_dtype = torch.float32 if dtype == torch.float64 else dtype
+    low_dtype = torch.float32 if dtype == torch.float64 or case.small_weights else dtype
     low = _oracle(case, inputs, i, j, visible, low_dtype)
+    if case.small_weights and dtype != torch.float64:
+        low = {name: x if name == "lse" else x.to(dtype) for name, x in low.items()}
 
     def carry_within_budget(step: int) -> None:
         """The carry is the partial of the keys so far, m in log2 units (the maximum itself is the kernel's choice)."""

@@ -61,10 +61,12 @@ from ringattn.kernels.attention.hopper.primitives import (
     hide,
     limits,
     load_from,
+    lowered,
     opaque,
     pinned,
     reciprocal,
     reduce_add,
+    rounded,
     send_grads,
     sync,
     wait_flag,
@@ -413,7 +415,7 @@ def _step(
         p = gl.exp2(s - start_s)
         if MASKED:
             p = gl.where(visible, p, 0.0)
-    weights = p.to(dtype)
+    weights = rounded(p, dtype)
     if SOFTCAP:
         if WANT_KEY_BIAS or dalibi is not None:
             steepness = 1.0 - t * t
@@ -579,6 +581,7 @@ def _consumer(
         b = head // heads
         h_kv = head % heads
         y = row + WHICH * HALF
+        dv = lowered(dv, q_s.dtype)
         if error is not None:
             health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
             dk = dk * (softmax_scale * health)

@@ -10,7 +10,8 @@ those that do not. Per block, in keys x queries:
     warps 4-7   dp = v do^T   ds = p * (dp - delta)       dk += ds q     ds from registers
     warp 8      loads K and V of a tile, and Q, dO, lse and delta of a block
 
-Only p is passed on, rounded to the dtype of the inputs, through shared memory. Exponentials of one warpgroup run under the
+Only p is passed on, rounded to the dtype of the inputs, through shared memory. lse2 is 15 less in float16, which makes p as in
+Note [Raised weights] of arguments.py; dp takes it back. Exponentials of one warpgroup run under the
 products of the other. With both products from registers a block reads 272 KiB of shared memory where halves of the columns or
 rows for each warpgroup would read 312; see NOTES.md.
 
@@ -44,6 +45,7 @@ from ringattn.kernels.attention.hopper.primitives import (
     held,
     limits,
     load_panels,
+    lowered,
     opaque,
     operand_of,
     packed,
@@ -324,6 +326,7 @@ def _make_dv(
             head, row, _s, _masked, _full, _m, _f, slot = entry(work, again)
             b64 = gl.cast(head // heads, gl.int64)
             h_kv = head % heads
+        dv = [lowered(x, q_s.dtype) for x in dv]
         if error is not None:
             dv = scaled(dv, gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan")))
         if slot >= 0:
@@ -374,6 +377,7 @@ def _take(
     """(ds as an operand, dkey_bias) from the weights of a block, when they come."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     st = count & 1
+    dp = lowered(dp, q_s.dtype)
     sync(P_FULL + st, 256)
     ds = p_s.index(st).load(s_l).to(gl.float32) * dp
     if WANT_KEY_BIAS:
@@ -499,10 +503,11 @@ def backward_dkv_wide_kernel(
     """dk, dv and dkey_bias of one ring step; `rows` are keys, `heads` key heads.
 
     q, do, k and v are described as rows of one head (`descriptors.rows_of`); lse in log2 units (infinity where a row saw
-    nothing) and -delta as lists with heads of `padded_queries` numbers. dk and dv are written (under ADD: added to) in the
-    dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `64 D` and
-    `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the addresses of
-    regions `b hk grad_buffer_rows`), `dkey_bias_parts` `slots 64`. What is of fused calls is as in `backward_kernel`.
+    nothing; in float16 less RAISED_BITS) and -delta as lists with heads of `padded_queries` numbers. dk and dv are written
+    (under ADD: added to) in the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of
+    split tiles, `64 D` and `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the
+    addresses of regions `b hk grad_buffer_rows`), `dkey_bias_parts` `slots 64`. What is of fused calls is as in
+    `backward_kernel`.
     `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). dP of
     the next block is made beside dk of this one.
     """

@@ -33,15 +33,16 @@ def _region(grad_buffers, side):
 
 @triton.jit(
     do_not_specialize=[
-        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dlse_sb", "dlse_sh", "num_heads", "rows", "padded_rows", "factor", "empty",
+        "lse_sb", "lse_sh", "delta_sb", "delta_sh", "dlse_sb", "dlse_sh", "num_heads", "rows", "padded_rows", "factor", "raised",
+        "empty",
     ]
 )  # fmt: skip
 def prepare_kernel(
     lse, delta, o, do, dlse, start_s, start_dp, dq, lse_sb, lse_sh, delta_sb, delta_sh, o_sb, o_ss, o_sh, do_sb, do_ss, do_sh,
-    dlse_sb, dlse_sh, dq_sb, dq_ss, dq_sh, num_heads, rows, padded_rows, factor, empty,
+    dlse_sb, dlse_sh, dq_sb, dq_ss, dq_sh, num_heads, rows, padded_rows, factor, raised, empty,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Stores lse * factor (`empty` where a row saw nothing) and -delta as `b h padded_rows`; dq, unless None, becomes zero.
+    """Stores lse * factor - raised (`empty` where a row saw nothing) and -delta as `b h padded_rows`; dq, if any, becomes zero.
 
     delta is rowsum(o * do) - dlse, made and stored here, or, where o is None, given. A program owns ROWS rows of one head.
     """
@@ -65,7 +66,7 @@ def prepare_kernel(
             delta_i -= tl.load(dlse + b * dlse_sb + h * dlse_sh + x, mask=inside, other=0.0)
         tl.store(deltas, delta_i, mask=inside)
     at = head.to(tl.int64) * padded_rows + x
-    tl.store(start_s + at, tl.where(lse_i == float("-inf"), empty, lse_i * factor), mask=x < padded_rows)
+    tl.store(start_s + at, tl.where(lse_i == float("-inf"), empty, lse_i * factor - raised), mask=x < padded_rows)
     tl.store(start_dp + at, -delta_i, mask=x < padded_rows)
     if dq is not None:
         ptrs = dq + b * dq_sb + h * dq_sh + _offsets(row0, dq_ss, ROWS, COLUMNS)

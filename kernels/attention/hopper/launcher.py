@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringattn.kernels.attention.arguments import (
     LOG2E,
+    RAISED_BITS,
     bound_strides,
     is_dot_only,
     pair,
@@ -280,7 +281,7 @@ def launch_dkv(
     if plan is None or shape is None or plan.programs == 0:
         _write_zeros(out, want_dq=want_dq)
         if x.o is not None and not x.delta_made and x.delta.numel():
-            _prepare(x, None, columns[0], LOG2E, math.inf)
+            _prepare(x, None, columns[0], LOG2E, 0, math.inf)
         if returns is not None:
             _clear_grad_buffers(returns.grad_buffers, returns.rows, lengths, batch, hk * (d + dv))
             if returns.bias_grad_buffers is not None:
@@ -295,7 +296,8 @@ def launch_dkv(
     total = (out.dq if direct else workspace(q, batch, s, h, d)) if want_dq else None
     zeroed = None if direct and out.accumulate_rows else total
     factor, empty = (-1 / score.softmax_scale, HIDDEN) if dot_only else (LOG2E, math.inf)
-    start_s, start_dp = _prepare(x, zeroed, columns[0], factor, empty)
+    raised = RAISED_BITS if is_wide and q.dtype == torch.float16 else 0
+    start_s, start_dp = _prepare(x, zeroed, columns[0], factor, raised, empty)
     parts = workspace(q, plan.slots, tile * sum(columns)) if plan.slots else None
     bias = _bias_sums(x, out, returns, plan, tile, start_s)
     dalibi = out.dalibi if want_dq else None
@@ -563,9 +565,9 @@ def _bias_sums(
 
 
 def _prepare(
-    x: BackwardStep, zeroed: Tensor | None, columns: int, factor: float, empty: float
+    x: BackwardStep, zeroed: Tensor | None, columns: int, factor: float, raised: float, empty: float
 ) -> tuple[Tensor, Tensor]:
-    """(lse * factor, -delta) as `b h padded_rows`, `empty` where a row saw nothing; `zeroed`, `b s h d`, becomes zero.
+    """(lse * factor - raised, -delta) as `b h padded_rows`, `empty` where a row saw nothing; `zeroed`, `b s h d`, becomes zero.
 
     delta is given, or written where there is an o; do is read only then.
     """
@@ -582,7 +584,7 @@ def _prepare(
         (-(-rows_of_head // ROWS) * batch * h,),
         (
             lse, delta, o, do, dlse, start_s, start_dp, zeroed, *pair(lse), *pair(delta), *strides(o), *strides(do),
-            *pair(dlse), *strides(zeroed), h, s, rows_of_head, factor, empty,
+            *pair(dlse), *strides(zeroed), h, s, rows_of_head, factor, float(raised), empty,
         ),
         {"ROWS": ROWS, "COLUMNS": columns, "WIDTH": width, "V_COLUMNS": 1 << (v_width - 1).bit_length(), "V_WIDTH": v_width},
         num_warps=4,

@@ -11,6 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ringattn.kernels.attention.arguments import RAISED_BITS
+
+RAISING = gl.constexpr(2.0**RAISED_BITS)
+LOWERING = gl.constexpr(2.0**-RAISED_BITS)
 EPOCH = gl.constexpr(64)  # blocks between two looks at the board; see progress_barrier.py
 LEFT = gl.constexpr(2**30)  # beyond every epoch
 
@@ -249,6 +253,22 @@ def wait_for_sums(tokens):
 def scaled(sums, factor):
     """Return each panel of sums times a factor."""
     return [x * factor for x in sums]
+
+
+@gluon.jit
+def rounded(p, DTYPE: gl.constexpr):
+    """Return weights as first operands of dv; Note [Raised weights] of arguments.py."""
+    if DTYPE == gl.float16:
+        p = p * RAISING
+    return p.to(DTYPE)
+
+
+@gluon.jit
+def lowered(x, DTYPE: gl.constexpr):
+    """Undo Note [Raised weights] of arguments.py in what was made of weights of a dtype."""
+    if DTYPE == gl.float16:
+        x = x * LOWERING
+    return x
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ key head in turn: a shared key head needs no atomics.
 import triton
 import triton.language as tl
 
+from ringattn.kernels.attention.arguments import RAISED_BITS
 from ringattn.kernels.attention.portable.scores import LOG2E, dropout_key, kept, score
 from ringattn.kernels.attention.portable.tiles import (
     cut_pairs,
@@ -22,6 +23,9 @@ from ringattn.kernels.attention.portable.tiles import (
     swizzle,
     term_bounds,
 )
+
+RAISED = tl.constexpr(RAISED_BITS)
+LOWERING = tl.constexpr(2.0**-RAISED_BITS)
 
 
 @triton.jit(do_not_specialize=["dlse_sb", "dlse_sh", "rows", "num_heads"])
@@ -83,6 +87,8 @@ def _keys_step(
     s, t = score(qk, q_pos[None, :], k_pos[:, None], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISE)
     if key_bias_tile is not None or bias is not None:
         lse2_i = tl.where(lse2_i == float("-inf"), float("inf"), lse2_i)  # a bias of -inf on all that a row sees
+    if q_tile.dtype == tl.float16:
+        lse2_i -= RAISED  # Note [Raised weights] of arguments.py
     p = tl.exp2(s - lse2_i[None, :])
     if MASKED:
         lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
@@ -98,10 +104,13 @@ def _keys_step(
     weights = p
     if DROPOUT:
         keep = kept(key, q_pos[None, :], k_pos[:, None], drop_threshold)
-        weights = tl.where(keep, p * drop_factor, 0.0)
+        weights = tl.where(keep, p, 0.0)  # dv is multiplied in the end
         dp = tl.where(keep, dp * drop_factor, 0.0)
     dv = tl.dot(weights.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
-    ds = p * (dp - delta_i[None, :])
+    if q_tile.dtype == tl.float16:
+        ds = p * (dp * LOWERING - (delta_i * LOWERING)[None, :])
+    else:
+        ds = p * (dp - delta_i[None, :])
     if WANT_KEY_BIAS:
         dkey_bias += tl.sum(ds, 1)
     if SOFTCAP:
@@ -210,6 +219,10 @@ def keys_kernel(
                         SOFTCAP, DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
                     )  # fmt: skip
 
+    if DROPOUT:
+        dv = dv * drop_factor
+    if k_tile.dtype == tl.float16:
+        dv = dv * LOWERING
     store_rows(dv_out + b64 * dv_sb + h_kv64 * dv_sh, dv, row0, rows, dv_ss, BLOCK_N, DV, DV_WIDTH, ADD)
     dk = dk * softmax_scale
     store_rows(dk_out + b64 * dk_sb + h_kv64 * dk_sh, dk, row0, rows, dk_ss, BLOCK_N, D, D_WIDTH, ADD)

@@ -12,14 +12,14 @@ from ringattn.kernels.attention import eager
 from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.kernels.interface import BackwardStep, CallShape, Grads, RowMetadata, Score, Step
 from ringattn.numerics.reference import visible_pairs
-from tests.support.kernel_conformance import CASES, Case, make_side, run_case
+from tests.support.kernel_conformance import CASES, MILLION_KEY_CASES, SMALL_WEIGHT_CASES, Case, make_side, run_case
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
 F64 = torch.float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *SMALL_WEIGHT_CASES], ids=str)
 def test_forward_and_backward_stay_within_budget(case: Case, dtype: torch.dtype):
     run_case(EagerKernels, case, dtype, "cpu")
 
@@ -30,6 +30,11 @@ def test_tiles_of_any_size_stay_within_budget(case: Case, tile: tuple[int, int],
     monkeypatch.setattr(eager, "TILE_ROWS", tile[0])
     monkeypatch.setattr(eager, "TILE_KEYS", tile[1])
     run_case(EagerKernels, case, F64, "cpu")
+
+
+def test_weights_of_a_million_keys_keep_their_digits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(eager, "TILE_KEYS", 2**16)
+    run_case(eager, MILLION_KEY_CASES[1], torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("bad", BAD)

@@ -19,7 +19,7 @@ from ringattn.kernels.interface import Grads, KernelSet, Score
 from ringattn.numerics.reference import visible_pairs
 from tests.kernels.emulator import gluon as machine
 from tests.kernels.emulator.progress import keep_pace_always
-from tests.support.kernel_conformance import CASES, Case, make_side, run_case
+from tests.support.kernel_conformance import CASES, SMALL_WEIGHT_CASES, Case, make_side, run_case
 
 CAUSAL: dict[str, Any] = {"causal": True}
 SERVED = [case for case in CASES if case.bias is None and case.dropout_p == 0]
@@ -79,6 +79,12 @@ def kernels(rows_config: DqConfig | None = None, keys_config: WideDkvConfig | No
 @pytest.mark.parametrize("case", [*SERVED, *LONG], ids=str)
 def test_rows_and_wide_keys_stay_within_budget(case: Case):
     run_case(kernels(), case, torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [x for x in SMALL_WEIGHT_CASES if x.bias is None and x.dropout_p == 0], ids=str)
+def test_small_weights_keep_their_digits(case: Case, dtype: torch.dtype):
+    run_case(kernels(), case, dtype, "cpu")
 
 
 @pytest.mark.parametrize("case", LONG, ids=str)
