@@ -224,7 +224,8 @@ def shares(rows: list[Row]) -> str:
 def masked(row: Row) -> str:
     """Return the mask with its size."""
     sizes = {"window": "window {}".format(row["window"] + 1), "documents": f"documents of {row.get('document')}"}
-    return sizes.get(row["mask"], row["mask"])
+    mask: str = row["mask"]
+    return sizes.get(mask, mask)
 
 
 def inside(rows: list[Row]) -> str:
