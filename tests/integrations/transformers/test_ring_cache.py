@@ -71,6 +71,7 @@ def assert_same(pool: Pools, world_size: int, kind: str, *calls: dict[str, Any],
         assert home
 
 
+@pytest.mark.models
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sampled", "beams"])
@@ -84,6 +85,7 @@ def test_generation_on_ranks_equals_one_process(
 PADDED = prompts(rows=3, length=29, padding=5)
 
 
+@pytest.mark.models
 @pytest.mark.dist
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, BEAMS], ids=["greedy", "sampled", "beams"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "llama4"])
@@ -91,6 +93,7 @@ def test_batches_padded_on_the_left_generate_the_same_tokens(pool: Pools, kind: 
     assert_same(pool, 2, kind, {**PADDED, **options}, batch=9)
 
 
+@pytest.mark.models
 @pytest.mark.dist
 @pytest.mark.parametrize("chunk", [8, 19])
 @pytest.mark.parametrize("kind", ["mistral", "gemma2"])
