@@ -42,7 +42,7 @@ from ringattn.launch.train.checkpoint import (
     read_facts,
     step_of,
 )
-from ringattn.launch.train.config import PRESETS, Config, parse
+from ringattn.launch.train.config import PRESETS, TrainConfig, parse
 from ringattn.launch.train.data import load_corpus
 from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, read_rows, summarise
 from ringattn.launch.train.model import Transformer
@@ -352,7 +352,9 @@ def test_peak_memory_is_that_of_the_ring_and_not_of_the_first_steps_on_one_rank(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(len(made)))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: alive.append(len(made)))
     rank0 = SimpleNamespace(world_size=2, device=torch.device("cuda"), lead=lambda action: action())
-    one: Any = SimpleNamespace(config=Config(compare_steps=2), session=rank0, build=None, recipe=None, _single=None)
+    one: Any = SimpleNamespace(
+        config=TrainConfig(compare_steps=2), session=rank0, build=None, recipe=None, _single=None
+    )
     one.batches = SimpleNamespace(training=float)
     assert [step.loss for step in run.Run._single_rank_steps(one)] == [0, 1]
     assert alive == [0, 0]
@@ -368,9 +370,9 @@ def test_presets_have_their_own_names(name):
 
 def test_impossible_flags_are_refused():
     with pytest.raises(ValueError, match="steps must be at least 1, got 0; pass another --steps"):
-        Config(steps=0)
+        TrainConfig(steps=0)
     with pytest.raises(ValueError, match="nproc must be at least 1, got 0"):
-        Config(nproc=0)
+        TrainConfig(nproc=0)
     impossible: dict[str, tuple[Any, ...]] = {
         "max_grad_norm": (0, -1, math.nan),
         "lr": (-1, math.nan, math.inf),
@@ -382,8 +384,8 @@ def test_impossible_flags_are_refused():
     for name, values in impossible.items():
         for value in values:
             with pytest.raises(ValueError, match=f"{name} must be .*, got {value}; pass another --"):
-                Config(**{name: value})
-    assert Config(max_grad_norm=math.inf).max_grad_norm == math.inf
+                TrainConfig(**{name: value})
+    assert TrainConfig(max_grad_norm=math.inf).max_grad_norm == math.inf
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, capsys):
@@ -399,9 +401,9 @@ def test_no_flag_is_needed():
 
 def test_flags_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="mesh must be like dp=2,cp=4, got '2x2'"):
-        Config(mesh="2x2")
+        TrainConfig(mesh="2x2")
     with pytest.raises(ValueError, match="batch_size must be a multiple of dp x accumulate, got 4 and 2 x 4"):
-        Config(mesh="dp=2", accumulate=4).check_ranks(2)
+        TrainConfig(mesh="dp=2", accumulate=4).check_ranks(2)
     with pytest.raises(Refusal, match="dim must be left to the configuration in --model, got --dim"):
         parse(["--model", "config.json", "--dim", "64", "--preset", "tiny"], "train", None)
 
@@ -421,7 +423,7 @@ def test_a_package_that_is_not_installed_is_named_before_work_begins(name, monke
     [({}, 2), ({"mesh": "dp=2,cp=3"}, 6), ({"mesh": "dp=2"}, 2), ({"mesh": "dp=2", "nproc": 8}, 8), ({"nproc": 1}, 1)],
 )
 def test_the_mesh_gives_the_number_of_ranks(flags, count):
-    assert count_ranks(Config(device="cpu", **flags)) == count
+    assert count_ranks(TrainConfig(device="cpu", **flags)) == count
 
 
 def failure(exitcode: int, timestamp: int) -> SimpleNamespace:
@@ -692,7 +694,7 @@ def test_ctrl_c_saves_and_stops_after_a_step_and_another_number_of_ranks_continu
 
 def test_every_flag_and_preset_is_documented():
     page = (ROOT / "docs" / "training.md").read_text()
-    for field in dataclasses.fields(Config):
+    for field in dataclasses.fields(TrainConfig):
         value = getattr(PRESETS["cpu"], field.name)
         shown = "auto" if field.name == "preset" else f"{value:g}" if isinstance(value, float) else str(value)
         shown = {"None": "none", "True": "on", "False": "off"}.get(shown, shown)
