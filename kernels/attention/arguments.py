@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
+from ringattn.kernels.constants import LOG2E
 from ringattn.kernels.interface import GatheredKeys, RowMetadata, Score
 
-LOG2E = math.log2(math.e)
 LEAST_SCALE = 1e-30  # a smaller softmax_scale may be 0 in fp32, which makes NaN of a hidden pair: -inf times 0
 
 

@@ -52,6 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
+    LOG2E,
     arrive,
     begin_scores,
     bounds_in,
@@ -74,7 +75,6 @@ from ringattn.kernels.attention.hopper.primitives import (
 TILE = gl.constexpr(128)  # keys
 HALF = gl.constexpr(64)  # keys of a consumer
 HIDDEN = gl.constexpr(-1.0e30)  # start value of a score whose weight is zero
-LOG2E = gl.constexpr(1.4426950408889634)
 NEVER = gl.constexpr(2**30)  # beyond every flag
 STAGES = gl.constexpr(2)  # blocks of queries in shared memory
 DS_STORED = gl.constexpr(8)

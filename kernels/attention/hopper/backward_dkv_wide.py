@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
+    LOG2E,
     arrive,
     begin_scores,
     begin_sums,
@@ -60,7 +61,6 @@ from ringattn.kernels.attention.hopper.primitives import (
 
 TILE = gl.constexpr(64)  # keys
 BLOCK = gl.constexpr(64)  # queries
-LOG2E = gl.constexpr(1.4426950408889634)
 P_STAGES = gl.constexpr(2)
 FREE = gl.constexpr(8)
 P_FULL = gl.constexpr(12)

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
+    LOG2E,
     arrive,
     begin_scores,
     begin_sums,
@@ -47,7 +48,6 @@ from ringattn.kernels.attention.hopper.primitives import (
     zero_sums,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
 V_EMPTY = gl.constexpr(8)
 K_EMPTY = gl.constexpr(11)
 ROWS_EMPTY = gl.constexpr(14)

@@ -41,6 +41,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
+    LN2,
+    LOG2E,
     arrive,
     begin_scores,
     begin_sums,
@@ -57,8 +59,6 @@ from ringattn.kernels.attention.hopper.primitives import (
 )
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 GROWTH = gl.constexpr(8.0)  # weights stay below 2^8, which every dtype holds
 # rows x the four threads that share a row: what they hold of an accumulator once its columns are added up
 PER_THREAD = gl.constexpr(

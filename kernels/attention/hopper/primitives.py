@@ -11,6 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ringattn.kernels import constants
+
+LOG2E = gl.constexpr(constants.LOG2E)
+LN2 = gl.constexpr(constants.LN2)
 EPOCH = gl.constexpr(64)  # blocks between two looks at the board; see progress_barrier.py
 LEFT = gl.constexpr(2**30)  # beyond every epoch
 
