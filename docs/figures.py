@@ -58,13 +58,6 @@ PEERS = {"cudnn", "fa2", "flex", "fa4", "torch_cp_allgather", "torch_cp_alltoall
 """Implementations of others, which have thin lines."""
 PALETTE = ("#e5484d", "#f0883e", "#bf8700", "#2da44e", "#388bfd", "#a371f7", "#db61a2", "#6e40c9")
 DIRECTIONS = {"forward": "forward", "both": "forward + backward", "model": "training step"}
-INFERENCE = {
-    "first": ("time to first token", "s"),
-    "token": ("time per token", "ms"),
-    "attention": ("attention of a token", "times its bytes / bandwidth"),
-    "prefill": ("attention of a prompt", "% of training's forward"),
-}
-"""Panels of inference, in this order, and their units."""
 INK = "#7d8590"
 """Gray that stands out from white and from near black alike."""
 STYLE: Any = {
@@ -121,34 +114,6 @@ def draw_lengths(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> 
     return _draw({key: found[key] for key in order}, path, note, title, "tokens", "TFLOP/s", NAMES, COLORS)
 
 
-def draw_unions(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draw TFLOP/s over visible pairs by mask, a panel per direction and a bar per contender; see `draw_lengths`."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    speeds = {(row["direction"], row["who"], row["mask"]): row["tflops"] for row in rows if "tflops" in row}
-    if not speeds:
-        return False
-    ways, order = ("forward", "backward"), [who for who in NAMES if any(key[1] == who for key in speeds)]
-    masks = list(dict.fromkeys(row["mask"] for row in rows))
-    with mpl.rc_context(STYLE):
-        figure, axes = plt.subplots(1, 2, figsize=(7.4, 2.9), sharey=True)
-        shown = {}
-        for axis, way in zip(axes, ways, strict=True):
-            for i, who in enumerate(order):
-                places = [m + (i - (len(order) - 1) / 2) * 0.38 for m in range(len(masks))]
-                heights = [speeds.get((way, who, mask), 0.0) for mask in masks]
-                shown[NAMES[who]] = axis.bar(places, heights, 0.36, color=COLORS[who])
-            axis.set_xticks(range(len(masks)), masks, rotation=20)
-            axis.set_title(way, fontsize=9)
-            axis.grid(color=INK, alpha=0.25, linewidth=0.6, axis="y")
-        axes[0].set_ylabel("TFLOP/s, visible pairs")
-        _finish(figure, shown, path, note)
-    return True
-
-
 def thousands(n: int) -> str:
     """Return a length with a unit.
 
@@ -168,12 +133,11 @@ def _draw(
     note: str,
     title: Callable[[Any, str], str],
     x: str,
-    y: str | Mapping[str, str],
+    y: str,
     names: Mapping[str, str],
     colors: Mapping[str, str],
     *,
     top: float | None = None,
-    log: Sequence[str] = (),
 ) -> bool:
     """Draw a grid of panels, which are keyed by row and column; return whether there is any.
 
@@ -183,11 +147,10 @@ def _draw(
         note: Kept in an SVG as its description.
         title: Returns the title of a panel.
         x: Label of the horizontal axes.
-        y: Label of each row's vertical axis, or labels by column.
+        y: Label of the vertical axes.
         names: Labels of lines, in order; other lines follow under their names.
         colors: Of lines; others have those of PALETTE.
         top: End of the vertical axes.
-        log: Columns with a logarithmic vertical axis.
     """
     if not panels:
         return False
@@ -209,28 +172,21 @@ def _draw(
                 lines = panels.get((row, column), {})
                 for who in order:
                     if who in lines:
-                        thin = who in PEERS or who.startswith("transformers")
                         axis.plot(
                             *zip(*lines[who], strict=True),
-                            color=INK if who.startswith("transformers") else palette[who],
+                            color=palette[who],
                             marker="o",
                             markersize=3,
-                            linewidth=1.2 if thin else 2.0,
+                            linewidth=1.2 if who in PEERS else 2.0,
                             label=names.get(who, who),
                         )
                 axis.set_xscale("log", base=2)
-                if column in log:
-                    axis.set_yscale("log")
-                else:
-                    axis.set_ylim(bottom=0, top=top)
+                axis.set_ylim(bottom=0, top=top)
                 axis.grid(color=INK, alpha=0.25, linewidth=0.6)
                 axis.set_title(title(row, column), fontsize=9)
                 axis.set_xticks(ticks, [thousands(n) for n in ticks])
                 axis.minorticks_off()
-                if not isinstance(y, str):
-                    axis.set_ylabel(y[column])
-            if isinstance(y, str):
-                axes[i][0].set_ylabel(y)
+            axes[i][0].set_ylabel(y)
         for axis in axes[-1]:
             axis.set_xlabel(x)
         shown = {line.get_label(): line for axis in axes.flat for line in axis.get_lines()}
@@ -269,18 +225,6 @@ def ring_lines(rows: Sequence[dict[str, Any]]) -> Panels:
     return _with_a_line(panels)
 
 
-def scaling_lines(rows: Sequence[dict[str, Any]]) -> Panels:
-    """Per (direction, heads and mask), per length per GPU of our rings: (GPUs, TFLOP/s per GPU)."""
-    panels: Panels = {}
-    for row in rows:
-        if row.get("ours", True) and "refused" not in row:
-            for way in ("forward", "both"):
-                lines = panels.setdefault((way, f"{row['mask']}, {row['heads']}/{row['kv_heads']} heads"), {})
-                points = lines.setdefault(f"{thousands(row['tokens_per_rank'])} tokens per GPU", [])
-                points.append((row["world_size"], row[f"{way}_tflops"]))
-    return _with_a_line(panels)
-
-
 def model_lines(rows: Sequence[dict[str, Any]]) -> Panels:
     """One panel per number of GPUs: per attention, (context, MFU in percent)."""
     panels: Panels = {}
@@ -302,11 +246,6 @@ def draw_ring(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> boo
     return _draw_rings(ring_lines(rows), path, note, "tokens per GPU", "% of the kernel alone", 105.0)
 
 
-def draw_scaling(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draw TFLOP/s per GPU over the number of GPUs, a line per length per GPU; see `draw_lengths`."""
-    return _draw_rings(scaling_lines(rows), path, note, "GPUs", "TFLOP/s per GPU", None)
-
-
 def draw_model(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
     """Draw the MFU of training steps over the context, a line per attention; see `draw_lengths`."""
     return _draw_rings(model_lines(rows), path, note, "tokens of context", "MFU, %", None)
@@ -316,46 +255,4 @@ def _draw_rings(panels: Panels, path: Path, note: str, x: str, y: str, top: floa
     ordered = {key: panels[key] for way in DIRECTIONS for key in panels if key[0] == way}
     return _draw(
         ordered, path, note, lambda way, kind: f"{DIRECTIONS[way]}, {kind}", x, y, RING_NAMES, RING_COLORS, top=top
-    )
-
-
-def inference_lines(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Per panel of INFERENCE, per line: (tokens of context, number), shortest first; what has one point is left out.
-
-    A time per token is a graph's where there is one; a prompt's attention is that in chunks where there is one. Times of
-    models with different numbers of layers are no line.
-    """
-    numbers = {"first": "ttft_s", "token": "ms_per_token", "attention": "ratio", "prefill": "percent_of_training"}
-    better = {"eager": 0, "graph": 1, "attend": 0, "attend_chunked": 1}
-    told = {row["layers"] for row in rows if row["part"] in ("first", "token", "generate") and "layers" in row}
-    chosen: dict[tuple[str, str, int], tuple[int, float]] = {}
-    for row in rows:
-        ranks, deep = row["world_size"], f", {row['layers']} layers" if len(told) > 1 and "layers" in row else ""
-        where = f"{ranks} GPU{'s' if ranks > 1 else ''}, batch {row.get('batch', 1)}"
-        points = []
-        if row["part"] == "generate" and row.get("who") == "ringattn":
-            continue  # beside "first" and "token", which measure the same without it
-        if row["part"] == "generate":
-            points = [(part, f"transformers, 1 GPU{deep}", row.get(numbers[part])) for part in ("first", "token")]
-        elif row["part"] in numbers and row.get("who") != "ring":
-            label = where + (deep if row["part"] in ("first", "token") else "")
-            points = [(row["part"], label, row.get(numbers[row["part"]]))]
-        for part, label, value in points:
-            rank = better.get(str(row.get("who" if part == "prefill" else "how")), 0)
-            key = (part, label, row.get("seq_len", 0))
-            if value is not None and rank >= chosen.get(key, (0, 0.0))[0]:
-                chosen[key] = (rank, value)
-    panels: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for (part, label, length), (_, value) in sorted(chosen.items()):
-        panels.setdefault(part, {}).setdefault(label, []).append((length, value))
-    found = {part: {label: x for label, x in lines.items() if len(x) > 1} for part, lines in panels.items()}
-    return {part: found[part] for part in INFERENCE if found.get(part)}
-
-
-def draw_inference(rows: Sequence[dict[str, Any]], path: Path, note: str = "") -> bool:
-    """Draw times of prompts and tokens over the context, a panel per quantity; see `draw_lengths`."""
-    panels = {(0, part): dict(sorted(lines.items())) for part, lines in inference_lines(rows).items()}
-    units = {part: unit for part, (_, unit) in INFERENCE.items()}
-    return _draw(
-        panels, path, note, lambda _, part: INFERENCE[part][0], "tokens of context", units, {}, {}, log=("first",)
     )

@@ -66,7 +66,7 @@ def datasheet_h200() -> Profile:
         assumed=(
             "schedules that are not fused: host, slowdowns and NCCL's rate of four H100",
             "copy_engine: 318 GB/s per push between four GPUs (docs/transport.md)",
-            "semaphores_us: a turn costs 15 us beyond its bytes, with the latency of a push (kernels/attention/hopper/NOTES.md)",
+            "semaphores_us: a turn costs 15 us beyond its bytes, with the latency of a push (docs/kernel_notes.md)",
             "network: 400 Gb/s per GPU by its datasheet, 48 GB/s of it for messages",
         ),
     )

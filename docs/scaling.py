@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ringattn.launch.plan.picture import draw
 from ringattn.plan.mask import short_mask
-from ringattn.planning import Candidate, Profile, estimate, load_profile, load_shape
+from ringattn.planning import MeshEstimate, Profile, estimate, load_profile, load_shape
 from ringattn.planning.attention_launch import Heads
 from ringattn.planning.packing import compare
 from ringattn.planning.ring_time import RingCall, attention_time
@@ -82,7 +82,7 @@ def short(tokens: int) -> str:
     return f"{tokens // M}M" if tokens >= M else f"{tokens // K}K"
 
 
-def cell(one: Candidate | None) -> str:
+def cell(one: MeshEstimate | None) -> str:
     """Return time, MFU and mesh of a candidate; a dash where nothing fits."""
     if one is None or one.seconds is None or one.mfu is None:
         return "-"
@@ -194,7 +194,7 @@ def bottlenecks() -> str:
     return table(["tokens", "GPUs", "time goes to", "most memory", "what would help"], rows)
 
 
-def next_to_build(best: Candidate) -> str:
+def next_to_build(best: MeshEstimate) -> str:
     """Return what the largest exposed part of a step asks for."""
     assert best.seconds is not None, "the best was simulated"
     exposed = {

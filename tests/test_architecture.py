@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.case_sampling import EVERY
-
 ROOT = Path(__file__).parents[1]
 ROOMS = {"ringattn": ROOT / "ringattn", "ringattn.kernels": ROOT / "kernels", "ringattn.launch": ROOT / "launch"}
 INTEGERS = [  # each may import those before it
@@ -316,12 +314,6 @@ def test_no_file_names_a_machine():
         found = folder.findall(text) + host.findall(text)
         found += [a for a in address.findall(text) if a not in ("127.0.0.1", "0.0.0.0")]
         assert not found, f"{path.relative_to(ROOT)} names a machine: {found}"
-
-
-def test_what_is_thinned_exists():
-    for name in EVERY:
-        file, _, test = name.partition("::")
-        assert any(f"def {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file)), name
 
 
 FOLDERS = [

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
+from ringattn.kernels.constants import LOG2E
 from ringattn.kernels.interface import GatheredKeys, RowMetadata, Score
 
-LOG2E = math.log2(math.e)
 RAISED_BITS = 15
 """Note [Raised weights]
     Weights of float16 are multiplied by 2^15 before they are rounded for dv += p do: p <= 1, so that they stay below 65504, and

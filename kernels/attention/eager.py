@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.attention.dropout import keep_mask
+from ringattn.kernels.constants import LN2, LOG2E
 from ringattn.kernels.interface import (
     Arrivals,
     BackwardStep,
@@ -39,9 +40,6 @@ from ringattn.kernels.interface import (
 # measured on one CPU core over head_dim 32 and 64: the logits of a tile stay in its caches, matmuls are still large
 TILE_ROWS = 256
 TILE_KEYS = 256
-
-LOG2E = math.log2(math.e)
-LN2 = math.log(2.0)
 
 
 @contextlib.contextmanager

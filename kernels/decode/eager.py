@@ -7,11 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from ringattn.kernels.constants import LOG2E
 from ringattn.kernels.decode.dispatch import DecodeCall, check_decode
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.packed import views
-
-LOG2E = math.log2(math.e)
 
 
 def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None) -> None:

@@ -14,10 +14,9 @@ import math
 import torch
 from torch import Tensor
 
+from ringattn.kernels.constants import LOG2E
 from ringattn.kernels.interface import SoftmaxState
 from ringattn.kernels.runtime.optional_triton import import_optional
-
-LOG2E = math.log2(math.e)
 
 
 def of_sinks(sinks: Tensor, o: Tensor, lse: Tensor) -> SoftmaxState:

@@ -14,16 +14,14 @@ Note [Packed parts]
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ringattn.kernels.constants import LOG2E
 from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.runtime.optional_triton import import_optional
-
-LOG2E = 1.0 / math.log(2.0)
 
 
 def size(rows: int, dv: int) -> int:

@@ -16,31 +16,38 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.bench.inference import Inference, bench_inference
-from ringattn.launch.bench.kernels import Kernels, bench_kernels
-from ringattn.launch.bench.model import Model, bench_model
-from ringattn.launch.bench.ring import Ring, bench_ring
+from ringattn.launch.bench.inference import InferenceFlags, bench_inference
+from ringattn.launch.bench.kernels import KernelsFlags, bench_kernels
+from ringattn.launch.bench.model import ModelFlags, bench_model
+from ringattn.launch.bench.ring import RingFlags, bench_ring
 from ringattn.launch.bench.rows import failures, print_tables
-from ringattn.launch.bench.server import Server, bench_server, red_rows
-from ringattn.launch.bench.trainer import Trainer, bench_trainer
+from ringattn.launch.bench.server import ServerFlags, bench_server, red_rows
+from ringattn.launch.bench.trainer import TrainerFlags, bench_trainer
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Keep, Session, describe, keeper, machine, open_session, parse, write_json
 
-BENCHES: dict[type, Callable[[Any, Session, Keep], list[dict[str, Any]] | None]] = {
-    Kernels: bench_kernels,
-    Ring: bench_ring,
-    Model: bench_model,
-    Trainer: bench_trainer,
-    Inference: bench_inference,
+FLAGS: dict[str, type] = {
+    "kernels": KernelsFlags,
+    "ring": RingFlags,
+    "model": ModelFlags,
+    "trainer": TrainerFlags,
+    "inference": InferenceFlags,
+    "server": ServerFlags,
+}
+BENCHES: dict[str, Callable[[Any, Session, Keep], list[dict[str, Any]] | None]] = {
+    "kernels": bench_kernels,
+    "ring": bench_ring,
+    "model": bench_model,
+    "trainer": bench_trainer,
+    "inference": bench_inference,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code: 1 when a check is red, and then no speed is shown, or when nothing was timed."""
     argv = sys.argv[1:] if arguments is None else list(arguments)
-    kinds = Kernels | Ring | Model | Trainer | Inference | Server
-    args: Any = parse(kinds, argv, "bench", "Measures speed; answers are checked first.")
-    if isinstance(args, Server):
+    args: Any = parse(FLAGS, argv, "bench", "Measures speed; answers are checked first.")
+    if isinstance(args, ServerFlags):
         return _run_server(args)
     with open_session(args.device) as session:
         line = machine(session)
@@ -48,12 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run_ranks(args, session, line)
 
 
-def _run_ranks(args: Kernels | Ring | Model | Trainer | Inference, session: Session, line: dict[str, Any]) -> int:
-    name = args.name or ("host" if isinstance(args, Ring) and args.host else type(args).__name__.lower())
+def _run_ranks(args: Any, session: Session, line: dict[str, Any]) -> int:
+    bench = next(name for name, flags in FLAGS.items() if type(args) is flags)
+    name = args.name or ("host" if isinstance(args, RingFlags) and args.host else bench)
     path = args.out / f"{name}.json"
     keep = keeper(path, session, line)
     try:
-        rows = BENCHES[type(args)](args, session, keep)
+        rows = BENCHES[bench](args, session, keep)
     except Refusal as error:
         return _fail([str(error)], session)
     if rows is None:
@@ -65,7 +73,7 @@ def _run_ranks(args: Kernels | Ring | Model | Trainer | Inference, session: Sess
     return _fail(failures(rows) if rows and "ours" in rows[0] else [], session)
 
 
-def _run_server(args: Server) -> int:
+def _run_server(args: ServerFlags) -> int:
     path = args.out / f"{args.name}.json"
     session = Session(0, 1, torch.device("cpu"), None)
     try:

@@ -72,7 +72,7 @@ PEER_FLOPS = 2.5e14
 
 
 @dataclass(frozen=True)
-class Inference(ContextArgs):
+class InferenceFlags(ContextArgs):
     """All ranks: prompts and tokens over a sharded cache, by context.
 
     Attributes:
@@ -110,7 +110,7 @@ class Inference(ContextArgs):
     name: str = "inference"
 
 
-def bench_inference(args: Inference, session: Session, keep: Keep) -> list[Row] | None:
+def bench_inference(args: InferenceFlags, session: Session, keep: Keep) -> list[Row] | None:
     """Return the rows of all parts, the same on every rank; None when a check is red."""
     bench = _Bench(args, session, keep)
     contexts = args.contexts
@@ -137,7 +137,7 @@ def bench_inference(args: Inference, session: Session, keep: Keep) -> list[Row] 
 class _Bench:
     """State of a run: one way to build, time, keep and leave out each case."""
 
-    def __init__(self, args: Inference, session: Session, keep: Keep) -> None:
+    def __init__(self, args: InferenceFlags, session: Session, keep: Keep) -> None:
         self.args, self.session, self.ring = args, session, ringattn.Ring()
         self.dtype = DTYPES[args.dtype]
         self.kv_dtype = torch.float8_e4m3fn if args.kv_dtype == "fp8" else None
@@ -226,7 +226,7 @@ class _Model:
         return {"part": part, "who": "ringattn", "seq_len": length, "batch": 1, **facts, **more}
 
 
-def measure_bandwidth(args: Inference, session: Session) -> Row:
+def measure_bandwidth(args: InferenceFlags, session: Session) -> Row:
     """Return how fast memory is read, on the slowest rank (Note [Bounds of tokens])."""
     size = PASS_BYTES if session.device.type == "cuda" else 2**24
     x = torch.zeros(size // 2, dtype=torch.bfloat16, device=session.device).normal_()

@@ -45,7 +45,7 @@ PEER_BUDGET = 4.0
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelsFlags:
     """One GPU: our kernel sets beside cuDNN, FlashAttention-2 and FlexAttention as torch ships them, and FlashAttention-4.
 
     Attributes:
@@ -112,7 +112,7 @@ class Kernels:
             )
 
 
-def schedule(args: Kernels) -> list[tuple[Group, Problem]]:
+def schedule(args: KernelsFlags) -> list[tuple[Group, Problem]]:
     """Return the problems, most important first, each with the first group that lists it."""
     causal: tuple[MaskName, ...] = ("causal", "full")
     # under these masks a short sequence is just a causal one
@@ -163,7 +163,7 @@ def check_answers(entry: _Entry, expected: Expected) -> None:
 
 
 def measure(
-    args: Kernels, group: Group, problem: Problem, ring: ringattn.Ring, session: Session
+    args: KernelsFlags, group: Group, problem: Problem, ring: ringattn.Ring, session: Session
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of one problem: all contenders checked on it, then timed in turns.
 
@@ -227,7 +227,7 @@ def _check_device(who: str, session: Session) -> None:
             ) from error
 
 
-def bench_kernels(args: Kernels, session: Session, keep: Keep) -> list[dict[str, Any]]:
+def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict[str, Any]]:
     """Return the rows of all problems, measured in one process, as far as the budget goes."""
     if session.world_size > 1:
         raise SystemExit("bench kernels must run in one process; start it with python -m, and bench ring with torchrun")

@@ -39,7 +39,7 @@ Attention = Literal["ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_a
 
 
 @dataclass(frozen=True)
-class Model(ContextArgs):
+class ModelFlags(ContextArgs):
     """All ranks: training steps of a Llama-shaped model by context, with our attention and with torch's.
 
     Attributes:
@@ -58,7 +58,7 @@ class Model(ContextArgs):
     name: str = "model"
 
 
-def open_model(args: Model, layers: int, session: Session) -> tuple[Transformer, torch.optim.Optimizer]:
+def open_model(args: ModelFlags, layers: int, session: Session) -> tuple[Transformer, torch.optim.Optimizer]:
     """Make a model of random weights sharded over all ranks, and its optimizer; no rank ever holds it whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -143,7 +143,7 @@ class Batch:
         return model(self.tokens, self.sharding, self.targets) * (self.sharding.world_size / self.sharding.seq_len)
 
 
-def disagreement(args: Model, model: Transformer, ring: ringattn.Ring, session: Session) -> dict[str, str]:
+def disagreement(args: ModelFlags, model: Transformer, ring: ringattn.Ring, session: Session) -> dict[str, str]:
     """Return the implementations whose loss or gradients differ from ours at a short length, and how far."""
     batch = Batch.draw(ring, 1024 * session.world_size, args.vocab_size, session.device)
     found: dict[str, list[float]] = {}
@@ -170,7 +170,7 @@ def disagreement(args: Model, model: Transformer, ring: ringattn.Ring, session: 
     return wrong | {who: why for who, why in differ.items() if why}
 
 
-def bench_model(args: Model, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
+def bench_model(args: ModelFlags, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
     """Return the rows of training steps, one per length and attention; None when the check is red.
 
     Raises:
@@ -207,7 +207,7 @@ def bench_model(args: Model, session: Session, keep: Keep) -> list[dict[str, Any
 
 
 def _measure(
-    args: Model, model: Transformer, optimizer: torch.optim.Optimizer, batch: Batch, session: Session
+    args: ModelFlags, model: Transformer, optimizer: torch.optim.Optimizer, batch: Batch, session: Session
 ) -> dict[str, Any]:
     if session.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -46,7 +46,7 @@ CHAIN = 8
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingFlags:
     """All ranks: the ring by tokens per GPU, as a share of the kernel alone at the same work.
 
     Attributes:
@@ -120,7 +120,7 @@ def bytes_received(problem: Problem, sharding: ringattn.Sharding) -> dict[str, i
     return found
 
 
-def bench_ring(args: Ring, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
+def bench_ring(args: RingFlags, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
     """Return the rows of the ring, one per problem, layout and implementation; None when the check is red.
 
     Raises:
@@ -167,7 +167,7 @@ def bench_ring(args: Ring, session: Session, keep: Keep) -> list[dict[str, Any]]
 
 
 def measure(
-    args: Ring,
+    args: RingFlags,
     problem: Problem,
     layout: str,
     rings: dict[str, ringattn.Ring],
@@ -277,7 +277,9 @@ def peak_gib(make: Callable[[], RingContender], ring: ringattn.Ring | None, sess
     return found if all(session.gather(fits)) else float("inf")
 
 
-def measure_host(args: Ring, problem: Problem, layout: str, ring: ringattn.Ring, session: Session) -> dict[str, float]:
+def measure_host(
+    args: RingFlags, problem: Problem, layout: str, ring: ringattn.Ring, session: Session
+) -> dict[str, float]:
     """Return the host's microseconds per call on an idle device.
 
     "inference" is a forward without autograd, "forward" one with it, "both" a forward and backward, "layer" one of a chain

@@ -45,7 +45,7 @@ BUSY_PERCENT = 70.0
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerFlags:
     """A running server: its speed over HTTP, for one client and for many.
 
     Attributes:
@@ -153,7 +153,7 @@ def _object(content: Any) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-async def query_server(client: ServerClient, args: Server) -> Target:
+async def query_server(client: ServerClient, args: ServerFlags) -> Target:
     """Return the model, limits and flags of a server.
 
     Raises:
@@ -260,7 +260,7 @@ async def run_load(bench: Bench, clients: int, wanted: int) -> Load:
 class Bench:
     """State of a run."""
 
-    args: Server
+    args: ServerFlags
     client: ServerClient
     target: Target
     random: random.Random
@@ -415,7 +415,7 @@ async def measure(bench: Bench) -> None:
 
 
 def bench_server(
-    args: Server, session: Session, line: dict[str, Any], keep: Callable[[dict[str, Any]], None]
+    args: ServerFlags, session: Session, line: dict[str, Any], keep: Callable[[dict[str, Any]], None]
 ) -> list[dict[str, Any]]:
     """Return the rows of a running server.
 

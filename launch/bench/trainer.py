@@ -30,7 +30,7 @@ Who = Literal["sdpa", "flash", "ringattn", "ring_trainer"]
 
 
 @dataclass(frozen=True)
-class Trainer(ModelArgs):
+class TrainerFlags(ModelArgs):
     """One GPU: steps of transformers' Trainer by context and attention.
 
     Attributes:
@@ -53,7 +53,7 @@ class Trainer(ModelArgs):
     name: str = "trainer"
 
 
-def bench_trainer(args: Trainer, session: Session, keep: Keep) -> list[dict[str, Any]]:
+def bench_trainer(args: TrainerFlags, session: Session, keep: Keep) -> list[dict[str, Any]]:
     """Return the rows of steps, one per length and implementation.
 
     Raises:
@@ -85,7 +85,7 @@ def bench_trainer(args: Trainer, session: Session, keep: Keep) -> list[dict[str,
     return rows.rows
 
 
-def _measure(args: Trainer, who: str, length: int, session: Session) -> dict[str, Any]:
+def _measure(args: TrainerFlags, who: str, length: int, session: Session) -> dict[str, Any]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers import Trainer as HFTrainer
     from transformers import TrainerCallback, TrainingArguments, default_data_collator

@@ -46,7 +46,7 @@ def run_fuzz(args: CheckArgs, session: Session, line: dict[str, Any]) -> Outcome
         for why, times in tally.skipped.items():
             print(f"not served: {times} x {why}")
     text = (
-        f"{cases - len(red)} of {cases} random visits inside the budget, worst ratio "
+        f"{cases - len(red)} of {cases} random ring steps inside the budget, worst ratio "
         f"{max((ratio for ratio, _ in worst.values()), default=0.0):.2f}, {tally.seconds:.1f} s, seeds from {args.fuzz_seed}"
     )
     kept = {"impl": args.impl, "fuzz_seed": args.fuzz_seed, "cases": cases, "worst": worst, "red": red}

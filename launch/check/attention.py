@@ -69,8 +69,8 @@ class CheckArgs:
         soak: Random calls on one ring instead of the cases, without a pause between them; all ranks.
         delay: While soaking, hosts pause at random, up to 20 ms.
         poison: While soaking, the ring's buffers are filled with NaN between calls.
-        fuzz: Seconds of random visits of the kernels alone instead of the cases; 0 for a single one.
-        fuzz_seed: Seed of the first random visit.
+        fuzz: Seconds of random ring steps of the kernels alone instead of the cases; 0 for a single one.
+        fuzz_seed: Seed of the first random ring step.
         ahead: On GPUs, fill the compiler's cache from many processes first; not under a tool that watches one process.
         nodes: Nodes of equal size that the ranks share; more than one makes a ring of two levels.
         nccl_max_ctas: Thread blocks that NCCL may use for a transfer; 0 for the group's own communicator.

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ringattn.launch.runtime.session import parse, table, write_json
 from ringattn.plan.mask import short_mask
 from ringattn.plan.options import resolve_window
-from ringattn.planning import Candidate, Estimate, attention_estimate, estimate, load_profile
+from ringattn.planning import Estimate, MeshEstimate, attention_estimate, estimate, load_profile
 from ringattn.planning.attention_launch import Heads
 from ringattn.planning.estimate import best_layout, check_nodes, with_link
 from ringattn.planning.ring_time import SCHEDULES, RingCall
@@ -141,7 +141,7 @@ def options_of(args: PlanArgs) -> dict[str, Any]:
     }
 
 
-def describe(one: Candidate) -> dict[str, Any]:
+def describe(one: MeshEstimate) -> dict[str, Any]:
     """Return a candidate as JSON."""
     names = ("layout", "schedule", "recompute", "sequences", "token_ms", "mfu", "tokens_per_s", "reason")
     return {
@@ -185,7 +185,7 @@ def show(found: Estimate, *, longest: bool, every: bool) -> None:
         print(f"assumed: {text}")
 
 
-def _show_best(best: Candidate, step: str) -> None:
+def _show_best(best: MeshEstimate, step: str) -> None:
     assert best.seconds is not None, "the best was simulated"
     memory = [[MEMORY_NAMES.get(name, name), f"{value:.2f}"] for name, value in best.memory.gib().items() if value]
     table("memory per GPU at its peak", ["what", "GiB"], [*memory, ["total", f"{best.memory.total / 2**30:.2f}"]])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ringattn.planning import Candidate, Estimate
+from ringattn.planning import Estimate, MeshEstimate
 from ringattn.planning.estimate import estimate_job
 
 INK = "#7d8590"
@@ -45,7 +45,7 @@ def draw(found: Estimate, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _seconds(one: Candidate) -> dict[str, float]:
+def _seconds(one: MeshEstimate) -> dict[str, float]:
     assert one.seconds is not None, "bars are of simulated meshes"
     return {name.replace("_", ", "): value / one.sequences for name, value in vars(one.seconds).items()}
 

@@ -8,6 +8,7 @@ import datetime
 import functools
 import json
 import math
+import operator
 import os
 import platform
 import shlex
@@ -16,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -54,11 +55,15 @@ def open_session(device: str = "auto", timeout_s: float = 120.0) -> Iterator[Ses
 
 
 def parse(kind: Any, arguments: Sequence[str] | None, prog: str, description: str) -> Any:
-    """The command line as the dataclass `kind` (or a union of dataclasses: one sub-command each)."""
+    """The command line as the dataclass `kind`, or as one of several by the names of their sub-commands."""
     try:
         import tyro
     except ModuleNotFoundError as error:
         raise SystemExit(f"{prog} needs {error.name}; install it with: pip install 'ringattn[launch]'") from error
+    if isinstance(kind, dict):
+        kind = functools.reduce(
+            operator.or_, (Annotated[one, tyro.conf.subcommand(name)] for name, one in kind.items())
+        )
     args = tyro.cli(kind, args=arguments, prog=f"python -m ringattn.launch.{prog}", description=description)
     try:
         check_numbers(args)

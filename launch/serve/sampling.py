@@ -29,11 +29,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ringattn.kernels.constants import LOG2E
+
 MIN_TEMPERATURE = 1e-6
 """Temperatures below it choose the same, and might be 0 in fp32."""
 ONE = 2.0**40
 """The weight of the likeliest token."""
-LOG2E = 1.0 / math.log(2.0)
 MAX_SCALE = 2.0**100
 """Upper bound of the factor of logit differences, and inverse of the lower bound: 0 times infinity is NaN."""
 MAX_LOGITS = 2**22

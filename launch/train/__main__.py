@@ -21,7 +21,7 @@ from ringattn.launch.runtime.distributed import (
     run_command,
 )
 from ringattn.launch.train.checkpoint import newest_step
-from ringattn.launch.train.config import Config, parse
+from ringattn.launch.train.config import TrainConfig, parse
 from ringattn.launch.train.data import Batches, load_corpus
 from ringattn.launch.train.parallel import mesh_sizes, single_process_group
 from ringattn.launch.train.run import Run
@@ -54,7 +54,7 @@ def _lock_folder(folder: Path, timeout_s: float = 30.0) -> Iterator[None]:
         yield
 
 
-def run_rank(config: Config) -> int:
+def run_rank(config: TrainConfig) -> int:
     """Run one rank; return its exit code: 0, or 130 when the run was interrupted."""
     with init_ranks(config.device, config.timeout) as session, contextlib.ExitStack() as stack:
         session.check_count(config.nproc)
@@ -80,14 +80,14 @@ def run_rank(config: Config) -> int:
         return 0
 
 
-def count_ranks(config: Config) -> int:
+def count_ranks(config: TrainConfig) -> int:
     """Return the number of ranks to start: --nproc, else the size of the mesh, else the default."""
     dp, cp = mesh_sizes(config.mesh, None)
     named = (config.mesh or "").count("=")
     return config.nproc or (dp * cp if named == 2 else default_ranks(config.device))
 
 
-def check(config: Config) -> None:
+def check(config: TrainConfig) -> None:
     """Raise Refusal for flags that cannot work on this machine."""
     try:
         nproc = count_ranks(config)

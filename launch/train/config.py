@@ -24,7 +24,7 @@ SHAPE = "dim num_layers num_heads num_kv_heads head_dim mlp_dim window tie_embed
 
 
 @dataclass(frozen=True)
-class Config:
+class TrainConfig:
     """Flags of the training job. Values shown as defaults are those of the chosen preset.
 
     Attributes:
@@ -179,8 +179,8 @@ class Config:
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
-_CPU = Config(preset="cpu")
-_GPU = Config(
+_CPU = TrainConfig(preset="cpu")
+_GPU = TrainConfig(
     preset="gpu",
     steps=1000,
     seq_len=32_768,
@@ -216,7 +216,7 @@ _GPU_128K = replace(
     checkpoint_interval=50,
 )
 PRESETS = {
-    "tiny": Config(
+    "tiny": TrainConfig(
         preset="tiny",
         steps=20,
         seq_len=64,
@@ -260,7 +260,7 @@ def _with_pack(arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def parse(arguments: Sequence[str], prog: str, description: str | None) -> Config:
+def parse(arguments: Sequence[str], prog: str, description: str | None) -> TrainConfig:
     """Return the flags, with the defaults of the preset that they choose; raise Refusal for contradictions or a missing package."""
     check_installed(PACKAGES, "train", "launch")
     import tyro
@@ -274,7 +274,7 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Confi
         preset = "gpu" if early.device != "cpu" and torch.cuda.is_available() else "cpu"
     # the defaults are of the preset, and tyro refuses an unknown one
     default = replace(PRESETS.get(preset, _CPU), preset="auto")
-    parsed = tyro.cli(Config, args=_with_pack(arguments), default=default, prog=prog, description=description)
+    parsed = tyro.cli(TrainConfig, args=_with_pack(arguments), default=default, prog=prog, description=description)
     if parsed.model is not None:
         check_installed(("transformers",), "train", "transformers")
         for name in SHAPE:

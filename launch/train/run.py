@@ -27,7 +27,7 @@ from ringattn.launch.train.checkpoint import (
     read_facts,
     step_of,
 )
-from ringattn.launch.train.config import SHAPE, Config
+from ringattn.launch.train.config import SHAPE, TrainConfig
 from ringattn.launch.train.data import NUM_BYTES, Batches, Corpus
 from ringattn.launch.train.metrics import AttentionTimer, ForwardFlops, mfu, peak_flops, peak_memory_mib
 from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, summarise
@@ -96,7 +96,7 @@ def _is_same_or_earlier(path: Path, chosen: Path) -> bool:
     return path == chosen or (path.parent == chosen.parent and step_of(path) < step_of(chosen))
 
 
-def check_continues(config: Config, corpus: Corpus, facts: dict[str, Any]) -> list[str]:
+def check_continues(config: TrainConfig, corpus: Corpus, facts: dict[str, Any]) -> list[str]:
     """Return the flags that changed since a checkpoint, as text; raise Refusal if the model or the data changed."""
     before, now = facts["config"], dataclasses.asdict(config)
     shape = {*SHAPE, "model"}
@@ -148,7 +148,7 @@ def compare_results(
     return f"{text}\nequal within rounding"
 
 
-def planned_memory(config: Config, dp: int, cp: int, schedule: str = "fused") -> Memory:
+def planned_memory(config: TrainConfig, dp: int, cp: int, schedule: str = "fused") -> Memory:
     """Return the memory of a rank that the planner expects of a run on GPUs.
 
     Raises:
@@ -165,7 +165,7 @@ def planned_memory(config: Config, dp: int, cp: int, schedule: str = "fused") ->
     )
 
 
-def check_memory(config: Config, world_size: int, whole: int) -> str:
+def check_memory(config: TrainConfig, world_size: int, whole: int) -> str:
     """Return the planned memory of a run in words; raise Refusal if GPUs of `whole` bytes cannot hold one of our own model.
 
     Plans of models of transformers are not compared with measurements, so they only warn.
@@ -202,7 +202,7 @@ def check_memory(config: Config, world_size: int, whole: int) -> str:
 class Run:
     """State of a run on one rank: flags, data, trainer and progress."""
 
-    def __init__(self, config: Config, session: Session, corpus: Corpus) -> None:
+    def __init__(self, config: TrainConfig, session: Session, corpus: Corpus) -> None:
         self.config, self.session = config, session
         self.out = Path(config.out)
         self.tokenizer: Any = None if config.model is None else load_tokenizer(config.model)

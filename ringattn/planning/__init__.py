@@ -1,6 +1,6 @@
 """Memory, time and the best mesh of a job before it runs: a cost model of measured parts over the plans of the library."""
 
-from ringattn.planning.estimate import Candidate, Estimate, Mesh, attention_estimate, estimate
+from ringattn.planning.estimate import Estimate, Mesh, MeshEstimate, attention_estimate, estimate
 from ringattn.planning.memory import Memory
 from ringattn.planning.packing import PackedBatch, PackedSequence, pack, place
 from ringattn.planning.profile import Profile, load_profile, write_profile
@@ -9,10 +9,10 @@ from ringattn.planning.step import Seconds
 
 __all__ = [
     "PRESETS",
-    "Candidate",
     "Estimate",
     "Memory",
     "Mesh",
+    "MeshEstimate",
     "ModelShape",
     "PackedBatch",
     "PackedSequence",

@@ -42,7 +42,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Launch:
+class PredictedLaunch:
     """One launch: the work of its programs, and microseconds of the kernels beside it.
 
     Attributes:
@@ -74,7 +74,7 @@ class Exchange:
 
 def make_launch(
     rows: AnyRows, keys: AnyRows, heads: Heads, profile: Profile, direction: str, groups: int = 1, sm_margin: int = 0
-) -> Launch | None:
+) -> PredictedLaunch | None:
     """Return the launch of a "forward" or "backward"; None: it has no rows."""
     if rows_of(rows) == 0 or rows_of(keys) == 0:
         return None
@@ -92,7 +92,7 @@ def make_launch(
             streamed_bytes=rows_of(keys) * heads.width * 2 // group,
             groups=groups,
         )
-        return Launch(schedule_tiles(rows, keys, shape), shape, False, profile.launch_us, times)
+        return PredictedLaunch(schedule_tiles(rows, keys, shape), shape, False, profile.launch_us, times)
     tiles = choose_dkv(heads.head_dim, heads.head_dim, True)
     accumulates = heads.head_dim <= FUSED_MAX_HEAD_DIM
     shape = Shape(
@@ -110,7 +110,7 @@ def make_launch(
     # the kernels before and after it stream o, do, dq and its fp32 sums once
     row_bytes = heads.batch * rows_of(rows) * heads.heads * times * 14 * heads.head_dim
     other_us = row_bytes / profile.memory_gbps / 1e3 + 3 * profile.launch_us
-    return Launch(schedule_tiles(keys, rows, shape), shape, True, other_us, times)
+    return PredictedLaunch(schedule_tiles(keys, rows, shape), shape, True, other_us, times)
 
 
 def _fewer(heads: Heads, rows: int, groups: int) -> tuple[Heads, int]:
@@ -175,7 +175,7 @@ def split_bytes(rows: AnyRows, keys: AnyRows, heads: Heads, profile: Profile) ->
     return 0.0 if launch is None else launch.work.slots * launch.shape.tile * heads.width * 4.0
 
 
-def _entries(launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
+def _entries(launch: PredictedLaunch) -> tuple[Tensor, Tensor, Tensor]:
     """Return the program, the blocks and the masked blocks of every entry, repeats counted."""
     table = launch.work.work.to(torch.float64)
     counts = (launch.work.starts[1:] - launch.work.starts[:-1]).to(torch.int64)
@@ -185,7 +185,7 @@ def _entries(launch: Launch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def programs_us(
-    launch: Launch, cost: KernelCost, heads: Heads, keys: AnyRows, exchange: Exchange | None = None
+    launch: PredictedLaunch, cost: KernelCost, heads: Heads, keys: AnyRows, exchange: Exchange | None = None
 ) -> float:
     """Return the microseconds of the program that ends last."""
     work = launch.work

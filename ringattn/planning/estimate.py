@@ -51,7 +51,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class MeshEstimate:
     """One mesh with its options, its memory and, where it fits and is fast enough to be simulated, its time.
 
     Attributes:
@@ -128,10 +128,10 @@ class Estimate:
     """
 
     job: Job
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[MeshEstimate, ...]
 
     @property
-    def best(self) -> Candidate | None:
+    def best(self) -> MeshEstimate | None:
         """The fastest candidate; None: nothing fits."""
         return next((one for one in self.candidates if one.seconds is not None), None)
 
@@ -257,7 +257,7 @@ def estimate_job(job: Job) -> Estimate:
     """Return the candidates of a job, best first."""
     capacity = job.profile.memory_gib * 2**30
     # of a mesh only the least recomputation that fits can be the best
-    fitting, beyond = dict[Mesh, Candidate](), dict[Mesh, Candidate]()
+    fitting, beyond = dict[Mesh, MeshEstimate](), dict[Mesh, MeshEstimate]()
     candidates = [one for mesh in _meshes(job) for one in _candidates(job, mesh)]
     for one in sorted(candidates, key=lambda one: one.bound_s / one.sequences):
         if one.memory.total <= capacity:
@@ -323,7 +323,7 @@ def _schedule(job: Job, mesh: Mesh) -> str:
     return schedule if within else "process_group"
 
 
-def _candidates(job: Job, mesh: Mesh) -> Iterator[Candidate]:
+def _candidates(job: Job, mesh: Mesh) -> Iterator[MeshEstimate]:
     """Yield the candidates of a mesh with their memory, fastest first."""
     schedule, reserve = _schedule(job, mesh), job.profile.reserve_gib * 2**30
     trains = job.mode == "train"
@@ -345,7 +345,7 @@ def _candidates(job: Job, mesh: Mesh) -> Iterator[Candidate]:
             else:
                 memory = serving_memory(job.shape, job.tokens, sequences, CHUNK, call, reserve=reserve)
             bound = _bound(job, mesh, recompute, sequences)
-            yield Candidate(mesh, call.layout, schedule, recompute, keep, sequences, memory, bound)
+            yield MeshEstimate(mesh, call.layout, schedule, recompute, keep, sequences, memory, bound)
 
 
 def _bound(job: Job, mesh: Mesh, recompute: str, sequences: int) -> float:
@@ -357,7 +357,7 @@ def _bound(job: Job, mesh: Mesh, recompute: str, sequences: int) -> float:
     return sequences * (matmul + attention) / job.gpus / 1e12 * (1 + 0.02 * (mesh.tp > 1))
 
 
-def _simulate(job: Job, one: Candidate) -> Candidate:
+def _simulate(job: Job, one: MeshEstimate) -> MeshEstimate:
     """Return a candidate with its times."""
     shape, profile, mesh, ms = job.shape, job.profile, one.mesh, None
     calls = _calls(job, mesh, one.schedule, keep=one.keep)
@@ -384,12 +384,12 @@ def _simulate(job: Job, one: Candidate) -> Candidate:
     return replace(one, seconds=seconds, token_ms=ms, mfu=mfu, tokens_per_s=rate)
 
 
-def _per_sequence(one: Candidate) -> float:
+def _per_sequence(one: MeshEstimate) -> float:
     assert one.seconds is not None, "a simulated candidate has seconds"
     return one.seconds.total / one.sequences
 
 
-def _reason(one: Candidate, best: Candidate | None) -> str:
+def _reason(one: MeshEstimate, best: MeshEstimate | None) -> str:
     """Return why a candidate that fits loses."""
     assert best is not None, "something is better"
     if one.seconds is None:

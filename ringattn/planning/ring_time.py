@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from ringattn.kernels.constants import COMM_SMS
 from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, RowMetadata
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.buffers import count_groups
@@ -34,8 +35,6 @@ MOST_RANKS = 16
 """Steps of larger rings of one level are those of a ring of this many ranks with shards as long, repeated."""
 MOST_NODES = 3
 """The same of nodes of hierarchical rings."""
-COMM_SMS = 4
-"""Multiprocessors that a launch leaves to transfers between nodes, as in transport/base.py."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.comm.grad_reduce import reduce_kv_grads
+from ringattn.kernels.constants import COMM_SMS
 from ringattn.kernels.interface import Arrivals, BackwardStep, Grads, Returns, Score, Step, accumulation_dtype
 from ringattn.kernels.kv.pack import pack
 from ringattn.kernels.partials.merge import merge_stack
@@ -30,7 +31,7 @@ from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.fused import gather_of
 from ringattn.schedule.kv_rotation import NodeGradSums, slices
 from ringattn.schedule.stepwise_backward import BackwardCall, Gradients
-from ringattn.transport.base import COMM_SMS, Buffers, KVGather, Message, RingContext, Work, span
+from ringattn.transport.base import Buffers, KVGather, Message, RingContext, Work, span
 
 
 def hierarchical_forward(

@@ -34,10 +34,6 @@ def span(name: str, *values: object) -> AbstractContextManager[Any]:
     return profiler.record_function(name.format(*values)) if profiler._is_profiler_enabled else _NO_SPAN
 
 
-COMM_SMS = 4
-"""SMs that a launch leaves to transfers beside it: as many as a ring's NCCL communicator may use."""
-
-
 @dataclass(frozen=True)
 class SelectedTransport:
     """The name of a transport or of a reducer of partials ("undecided" before the first call), and the reason in one clause."""

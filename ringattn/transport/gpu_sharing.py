@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from ringattn.transport.base import COMM_SMS
+from ringattn.kernels.constants import COMM_SMS
 
 SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """What torch reads: 1 lets several ranks have one GPU, in whose memory they then reach each other."""

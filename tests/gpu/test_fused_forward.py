@@ -39,7 +39,7 @@ SECOND = 10**9  # nanoseconds
 DEVICE = torch.device("cuda")
 
 
-class Launch:
+class FusedLaunch:
     """A gathered forward on the GPU, before its rows are there."""
 
     def __init__(self, case: Gathering, patience: int = 5 * SECOND) -> None:
@@ -105,7 +105,7 @@ def warm() -> Any:
     """Compiles a launch with everything there, so that no delay is one of the compiler's."""
 
     def warmed(case: Gathering) -> tuple[Tensor, Tensor]:
-        launch = Launch(case)
+        launch = FusedLaunch(case)
         launch.bring(0.0)
         torch.cuda.synchronize()
         found = launch.start()
@@ -120,8 +120,8 @@ def warm() -> Any:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_that_come_late_are_waited_for(case: Gathering, delay: float, warm: Any) -> None:
     expected = warm(case)
-    assert_right(Launch(case).finished(), *(x.cpu() for x in expected))
-    launch = Launch(case)
+    assert_right(FusedLaunch(case).finished(), *(x.cpu() for x in expected))
+    launch = FusedLaunch(case)
     torch.cuda.synchronize()
     found = launch.start()
     launch.bring(delay)
@@ -151,7 +151,7 @@ def test_tiles_are_split_in_the_case_that_says_so(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("case", [case for case in CASES if not case.mask], ids=str)
 def test_rows_that_never_come_leave_no_number_behind(case: Gathering, kind: str, warm: Any) -> None:
     expected = warm(case)
-    launch = Launch(case, patience=SECOND // 20)
+    launch = FusedLaunch(case, patience=SECOND // 20)
     torch.cuda.synchronize()
     began = time.perf_counter()
     found = launch.start()
@@ -161,7 +161,7 @@ def test_rows_that_never_come_leave_no_number_behind(case: Gathering, kind: str,
     assert time.perf_counter() - began < 2.0
     assert int(launch.error) == 1
     assert all(x.isnan().all() for x in found), "every row sees all keys"
-    again = Launch(case)
+    again = FusedLaunch(case)
     again.bring(0.0)
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for x, y in zip(again.start(), expected, strict=True)), "the GPU is as before"

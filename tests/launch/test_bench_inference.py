@@ -14,7 +14,7 @@ from ringattn import Ring
 from ringattn.inference import attend
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import inference
-from ringattn.launch.bench.inference import Inference
+from ringattn.launch.bench.inference import InferenceFlags
 from ringattn.launch.bench.inference_model import full_cache, local_bytes
 from ringattn.launch.check import cache_scenarios
 from ringattn.launch.runtime.session import open_session
@@ -62,7 +62,6 @@ def test_every_part_of_attention_has_its_rows_and_their_numbers_agree(pool, tmp_
         assert row["bound_us"] == pytest.approx(row["kv_bytes"] / bandwidth["read_gbps"] / 1e3)
         assert row["ratio"] == pytest.approx(row["us_per_layer"] / row["bound_us"])
         assert row["ratio_with_15us"] == pytest.approx(row["us_per_layer"] / (row["bound_us"] + 15))
-    assert list(load("figures").inference_lines(rows)) == ["attention", "prefill"]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -117,12 +116,12 @@ def test_a_full_cache_is_full_of_finite_numbers_on_all_its_pages() -> None:
 
 
 def test_layers_belong_to_lengths() -> None:
-    assert Inference(lengths=(8, 16), layers=(3, 4)).contexts == {8: 3, 16: 4}
-    assert Inference(lengths=(8, 16), layers=(3,)).contexts == {8: 3, 16: 3}
+    assert InferenceFlags(lengths=(8, 16), layers=(3, 4)).contexts == {8: 3, 16: 4}
+    assert InferenceFlags(lengths=(8, 16), layers=(3,)).contexts == {8: 3, 16: 3}
     with pytest.raises(ValueError, match="layers must be one number or one per length"):
-        Inference(lengths=(1, 2, 3), layers=(4, 5))
+        InferenceFlags(lengths=(1, 2, 3), layers=(4, 5))
     with pytest.raises(ValueError, match="chunk must be at least 1"):
-        Inference(chunk=0)
+        InferenceFlags(chunk=0)
 
 
 def test_lines_take_graphs_and_chunks_where_there_are_any() -> None:

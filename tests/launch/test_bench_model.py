@@ -13,7 +13,7 @@ from torch import Tensor
 import ringattn
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import model as model_bench
-from ringattn.launch.bench.model import Batch, Model
+from ringattn.launch.bench.model import Batch, ModelFlags
 from ringattn.launch.train.model import Transformer, recompute_
 from ringattn.planning.shapes import ModelShape
 
@@ -30,7 +30,9 @@ def _bench(out: str) -> int:
 def test_every_attention_has_a_row_and_only_those_that_run_have_a_speed(pool, tmp_path: Path) -> None:
     assert pool(2).run(_bench, str(tmp_path)) == [0, 0]
     rows = json.loads((tmp_path / "model.json").read_text())["rows"]
-    assert [(row["seq_len"], row["who"]) for row in rows] == [(n, who) for n in (63, 128) for who in Model().attentions]
+    assert [(row["seq_len"], row["who"]) for row in rows] == [
+        (n, who) for n in (63, 128) for who in ModelFlags().attentions
+    ]
     for row in rows:
         if row["who"].startswith("ring"):
             assert row["tokens_per_s_per_gpu"] == pytest.approx(row["seq_len"] / row["step_s"] / 2)
@@ -66,7 +68,7 @@ def _cut_off(out: str) -> None:
 def test_a_run_that_is_cut_off_leaves_what_it_has_measured(pool, tmp_path: Path) -> None:
     pool(2).run(_cut_off, str(tmp_path))
     rows = json.loads((tmp_path / "model.json").read_text())["rows"]
-    assert [(row["seq_len"], row["who"]) for row in rows] == [(63, who) for who in Model().attentions]
+    assert [(row["seq_len"], row["who"]) for row in rows] == [(63, who) for who in ModelFlags().attentions]
 
 
 def _wrong(q: Tensor, k: Tensor, v: Tensor, sharding: ringattn.Sharding, **mask: object) -> Tensor:
@@ -76,7 +78,7 @@ def _wrong(q: Tensor, k: Tensor, v: Tensor, sharding: ringattn.Sharding, **mask:
 def _disagree() -> dict[str, str]:
     from ringattn.launch.runtime.session import open_session
 
-    args = Model(
+    args = ModelFlags(
         lengths=(64,), layers=(1,), dtype="fp32", dim=16, heads=4, kv_heads=2, head_dim=8, mlp_dim=24, vocab_size=11
     )
     with open_session("cpu") as session:
@@ -126,4 +128,4 @@ def test_model_flops_are_counted_by_hand() -> None:
 
 def test_layers_fit_the_lengths() -> None:
     with pytest.raises(ValueError, match="layers must be one number or one per length"):
-        Model(lengths=(1, 2, 3), layers=(4, 5))
+        ModelFlags(lengths=(1, 2, 3), layers=(4, 5))

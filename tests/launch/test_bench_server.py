@@ -24,7 +24,7 @@ from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import server as server_bench
 from ringattn.launch.bench.http_client import Answer, Events, ServerClient
 from ringattn.launch.bench.rows import Rows
-from ringattn.launch.bench.server import Bench, Load, Server, Target, holds, run_load
+from ringattn.launch.bench.server import Bench, Load, ServerFlags, Target, holds, run_load
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.runtime.session import Session
 from tests.support.serving import VOCAB, FakeRunner, FakeServer, follow
@@ -245,7 +245,7 @@ def test_a_latency_is_held_by_complete_loads_within_it():
 
 @pytest.mark.parametrize("clients", [1, 5])
 def test_a_load_has_all_its_clients_under_way_and_never_more(clients: int):
-    args, target = Server(tokens=6, requests=4, prompt_lengths=(3, 9)), Target("fake", None, VOCAB, {})
+    args, target = ServerFlags(tokens=6, requests=4, prompt_lengths=(3, 9)), Target("fake", None, VOCAB, {})
 
     async def run(url: str) -> Load:
         async with ServerClient(url) as client:
@@ -418,7 +418,7 @@ def test_unexpected_json_of_another_server_is_an_error_with_a_reason(models: Any
 
     client: Any = Other()
     with pytest.raises(Refusal) as caught:
-        asyncio.run(server_bench.query_server(client, server_bench.Server(model="m")))
+        asyncio.run(server_bench.query_server(client, server_bench.ServerFlags(model="m")))
     assert said in str(caught.value)
 
 

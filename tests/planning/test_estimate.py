@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringattn.launch.train.model import Transformer
-from ringattn.planning import PRESETS, Candidate, attention_estimate, estimate, load_profile, load_shape
+from ringattn.planning import PRESETS, MeshEstimate, attention_estimate, estimate, load_profile, load_shape
 from ringattn.planning.attention_launch import Heads
 from ringattn.planning.ring_time import RingCall
 from ringattn.planning.shapes import ModelShape
@@ -28,7 +28,7 @@ LLAMA = {
 }
 
 
-def best_of(model: str, tokens: int, **options: Any) -> Candidate:
+def best_of(model: str, tokens: int, **options: Any) -> MeshEstimate:
     best = estimate(model, tokens, **options).best
     assert best is not None
     return best

@@ -208,7 +208,7 @@ CASES = {
 }
 
 
-class Ring:
+class FakeRing:
     """Rank 1 of a ring whose other ranks are not there."""
 
     def __init__(self, case: Case, ranks: int = 3) -> None:
@@ -266,7 +266,7 @@ def named(launches: list[Launch], results: list[Tensor]) -> tuple[list[Any], lis
     return [(kernel, grid, [name(x) for x in flat]) for kernel, grid, flat in launches], list(numbers)
 
 
-def ranges(ring: Ring, inputs: list[dict[str, Tensor]]) -> list[tuple[int, int]]:
+def ranges(ring: FakeRing, inputs: list[dict[str, Tensor]]) -> list[tuple[int, int]]:
     """Where memory lies that a call is given or its ring holds."""
     transport = ring.transport
     tensors = [x for one in inputs for x in one.values()]
@@ -299,9 +299,9 @@ def steady(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> Callable[
     return taken.clear
 
 
-def called_often(case: Case, steady: Callable[[], None]) -> tuple[Ring, dict[str, Tensor]]:
+def called_often(case: Case, steady: Callable[[], None]) -> tuple[FakeRing, dict[str, Tensor]]:
     """A ring whose calls over these inputs are graphs, where they may be."""
-    ring = Ring(case)
+    ring = FakeRing(case)
     inputs = ring.inputs()
     for _ in range(6):
         steady()
@@ -313,7 +313,7 @@ def called_often(case: Case, steady: Callable[[], None]) -> tuple[Ring, dict[str
 def test_a_graph_launches_the_work_of_its_call(
     launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
-    ring = Ring(case)
+    ring = FakeRing(case)
     inputs = ring.inputs()
 
     def run() -> tuple[list[Any], list[int]]:
@@ -359,7 +359,7 @@ def test_tensors_that_graphs_read_live_as_long_as_they_do(launches: list[Launch]
 def test_a_listener_of_launches_gets_all(
     launches: list[Launch], steady: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring = Ring(Case())
+    ring = FakeRing(Case())
     inputs, asked = ring.inputs(), list[int]()
     forward = hopper.forward_fused
     monkeypatch.setattr(hopper, "forward_fused", lambda *args, **kwargs: (asked.append(1), forward(*args, **kwargs)))
@@ -389,7 +389,7 @@ def test_another_call_over_the_same_memory_is_another_graph(
     """What a key leaves out would be launched as it was."""
     case = Case(kv_heads=4, features=("alibi_slopes",))
     differs = {"call": {"scale": 0.25}, "presence": {"features": ("sinks",)}}.get(change, {})
-    first, other = Ring(case), Ring(dataclasses.replace(case, **differs))
+    first, other = FakeRing(case), FakeRing(dataclasses.replace(case, **differs))
     other.transport, other.context = first.transport, first.context
     mine = first.inputs()
     theirs = dict(mine)
@@ -401,7 +401,7 @@ def test_another_call_over_the_same_memory_is_another_graph(
     elif change == "presence":
         theirs["sinks"] = theirs.pop("alibi_slopes")
 
-    def run(ring: Ring, inputs: dict[str, Tensor]) -> list[Launch]:
+    def run(ring: FakeRing, inputs: dict[str, Tensor]) -> list[Launch]:
         launches.clear()
         steady()
         ring.both(inputs)

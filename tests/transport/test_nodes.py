@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ringattn.kernels.attention.eager import EagerKernels
+from ringattn.kernels.constants import COMM_SMS
 from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import Shard, make_shards
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RankPlan, make_gather_plan, make_nodes, make_plan
@@ -24,7 +25,7 @@ from ringattn.plan.sharding import Sharding
 from ringattn.schedule.fused_hierarchical import _RemoteShards
 from ringattn.simulate import simulate_ring
 from ringattn.transport import select
-from ringattn.transport.base import COMM_SMS, Buffers, Message, RingContext, Transport
+from ringattn.transport.base import Buffers, Message, RingContext, Transport
 from ringattn.transport.gpu_sharing import SHARE, ranks_per_gpu, sm_margin_of
 from ringattn.transport.process_group import name_part, resolve_group
 from ringattn.transport.select import find_obstacle, most_on_one_gpu

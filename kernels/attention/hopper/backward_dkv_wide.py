@@ -13,7 +13,7 @@ those that do not. Per block, in keys x queries:
 Only p is passed on, rounded to the dtype of the inputs, through shared memory. lse2 is 15 less in float16, which makes p as in
 Note [Raised weights] of arguments.py; dp takes it back. Exponentials of one warpgroup run under the
 products of the other. With both products from registers a block reads 272 KiB of shared memory where halves of the columns or
-rows for each warpgroup would read 312; see NOTES.md.
+rows for each warpgroup would read 312; see docs/kernel_notes.md.
 
 Where three stages of q and do fit, warps 0-3 begin s of a block before they add to dv what the block before sends.
 Named barriers, each + stage: FREE: both consumers are done with its q and do. P_FULL, P_FREE: between them.

@@ -38,6 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
+    LN2,
     LOG2E,
     Plan,
     Score,
@@ -58,7 +59,6 @@ from ringattn.kernels.attention.hopper.primitives import (
 )
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
-LN2 = gl.constexpr(0.6931471805599453)
 GROWTH = gl.constexpr(8.0)  # weights stay below 2^8, which every dtype holds
 # rows x the four threads that share a row: what they hold of an accumulator once its columns are added up
 PER_THREAD = gl.constexpr(

@@ -7,8 +7,10 @@ Parts are merged in the order of their slots; the carry or the sinks join once, 
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from ringattn.kernels import constants
+
+LOG2E = tl.constexpr(constants.LOG2E)
+LN2 = tl.constexpr(constants.LN2)
 
 
 @triton.jit

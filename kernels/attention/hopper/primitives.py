@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ringattn.kernels import constants
 from ringattn.kernels.attention.arguments import RAISED_BITS
 
 RAISING = gl.constexpr(2.0**RAISED_BITS)
@@ -33,7 +34,8 @@ Inputs = namedtuple(
 )  # fmt: skip
 """Of the kernels of dk and dv."""
 
-LOG2E = gl.constexpr(1.4426950408889634)
+LOG2E = gl.constexpr(constants.LOG2E)
+LN2 = gl.constexpr(constants.LN2)
 EPOCH = gl.constexpr(64)  # blocks between two looks at the board; see progress_barrier.py
 LEFT = gl.constexpr(2**30)  # beyond every epoch
 

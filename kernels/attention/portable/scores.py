@@ -9,10 +9,12 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from ringattn.kernels import constants
+
 Score = namedtuple("Score", "scale cap slope key_bias bias bias_stride dropout_key drop_threshold drop_factor")
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(constants.LOG2E)
+LN2 = tl.constexpr(constants.LN2)
 
 
 @triton.jit

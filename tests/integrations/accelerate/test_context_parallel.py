@@ -72,6 +72,7 @@ def loop(folder: str, cp: int, fsdp: bool = False, resumed: bool = False) -> Any
         return history, moved
 
 
+@pytest.mark.models
 @pytest.mark.dist
 @pytest.mark.parametrize(("ranks", "resumed"), [(1, False), (2, True), (4, False)])
 def test_a_loop_makes_the_steps_of_one_process(pool: Pools, tmp_path: Path, ranks: int, resumed: bool) -> None:
@@ -140,6 +141,7 @@ def test_deepspeed_under_accelerate_is_refused() -> None:
         context_parallel(accelerator, ring=Ring())
 
 
+@pytest.mark.models
 def test_the_example_learns_on_two_ranks_what_one_process_learns() -> None:
     printed = run_on_ranks("accelerate_loop")
     assert "2 process(es)" in printed

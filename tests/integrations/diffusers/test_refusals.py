@@ -31,17 +31,17 @@ def on_ring(case: Denoiser = CASES["flux"]) -> tuple[Any, dict[str, Any]]:
 
 
 def test_what_is_no_transformer_or_no_ring_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"ring must be a ringattn.Ring, got int"):
+    with pytest.raises(TypeError, match="ring must"):
         enable_ring(nn.Linear(1, 1), 2)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"transformer must be a module, got str; pass pipe.transformer"):
+    with pytest.raises(TypeError, match="transformer must"):
         enable_ring("flux", Ring())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(NotImplementedError, match=r"transformer must be one of FluxTransformer2DModel, .*, got Linear"):
+    with pytest.raises(NotImplementedError, match="transformer must"):
         enable_ring(nn.Linear(1, 1), Ring())
 
 
 def test_a_second_ring_is_refused() -> None:
     model, _ = on_ring()
-    with pytest.raises(ValueError, match="transformer must not be on a ring yet"):
+    with pytest.raises(ValueError, match="transformer must"):
         enable_ring(model, Ring())
 
 
@@ -93,7 +93,7 @@ def test_diffusers_refuses_names_of_other_backends() -> None:
 def test_dropout_and_a_second_call_of_attention_are_refused() -> None:
     x = torch.randn(1, 2, 4, 8)
     with RingAttentionMode(Ring().sharding(4)):
-        with pytest.raises(NotImplementedError, match=r"dropout_p must be 0 on a ring, got 0.5"):
+        with pytest.raises(NotImplementedError, match="dropout_p must"):
             F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
         with pytest.raises(RuntimeError, match="got a second call"):
             F.scaled_dot_product_attention(x, x, x)

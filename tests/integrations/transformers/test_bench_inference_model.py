@@ -15,7 +15,6 @@ from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import correctness, inference_model
 from ringattn.planning.shapes import ModelShape
 from tests.support.graph_recorder import Reruns
-from tests.support.pages import load
 
 SHAPE = ModelShape("test", dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
 WORDS = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--mlp-dim", "48", "--vocab-size", "61"]
@@ -62,9 +61,6 @@ def test_every_part_has_its_rows_and_their_numbers_agree(pool, tmp_path: Path) -
     told = [(row["seq_len"], row["who"]) for row in parts["generate"]]
     assert told == [(n, who) for n in (130, 260) for who in ("ringattn", "transformers")]
     assert all(row["ttft_s"] > 0 and row["ms_per_token"] > 0 for row in parts["generate"])
-    drawn = load("figures").inference_lines(rows)
-    assert list(drawn) == ["first", "token"]
-    assert set(drawn["token"]) == {"2 GPUs, batch 1", "2 GPUs, batch 2", "transformers, 1 GPU"}
 
 
 def test_throughput_ends_at_the_latency(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class CountingBackend:
         return run
 
 
+@pytest.mark.models
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "layers"), [("llama", 2), ("qwen3", 5)])
 def test_layers_share_compiled_code_which_runs_in_steps_of_a_cache_only(kind: str, layers: int) -> None:
@@ -166,6 +167,7 @@ def test_weights_and_modules_that_are_put_in_later_count(compiled: tuple[Any, li
     torch.testing.assert_close(decode(model.double()), decode(other.double()))
 
 
+@pytest.mark.models
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss", "llama4", "glm"])
 def test_every_kind_of_model_can_be_compiled(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,6 +311,7 @@ def turns(model: Any, batch: dict[str, Any], options: dict[str, Any]) -> Tensor:
     return model.generate(**batch, max_new_tokens=12, eos_token_id=-1, pad_token_id=0, **options)
 
 
+@pytest.mark.models
 @pytest.mark.dist
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", [row.kind for row in works(ROWS, "RingCache") if row.kind not in WITHOUT_POSITIONS])

@@ -134,6 +134,7 @@ def _generate(calls: list[dict[str, Any]]) -> tuple[int, list[Tensor]]:
     return parts, found
 
 
+@pytest.mark.models
 def test_generation_with_tensor_parallelism_equals_one_process(pool: Pools):
     calls = [{**prompts(), **GREEDY}, {**prompts(rows=2, padding=3), **BEAMS}]
     expected = [alone("llama", [call])[0] for call in calls]
@@ -306,6 +307,7 @@ def _compiled_graphs(layers: int) -> tuple[int, int]:
     return graphs, backend.calls
 
 
+@pytest.mark.models
 @pytest.mark.dist
 def test_compiled_layers_share_the_code_of_their_shards(pool: Pools):
     """Behind attention the output projection, the norm, the shard of the MLP, and the residual."""

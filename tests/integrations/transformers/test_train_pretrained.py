@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.train.__main__ import check, run_rank
-from ringattn.launch.train.config import PRESETS, Config
+from ringattn.launch.train.config import PRESETS, TrainConfig
 from ringattn.launch.train.data import load_corpus
 from ringattn.launch.train.metrics_log import read_rows
 from ringattn.launch.train.parallel import Parallel, make_parallel, single_process_group
@@ -155,7 +155,7 @@ def test_weights_and_tokenizer_of_a_folder_are_used(tmp_path):
 
 def test_inexact_training_is_refused(tmp_path):
     with pytest.raises(Refusal, match=r"model must be a config.json or a folder with one, got absent"):
-        check(Config(model="absent", device="cpu"))
+        check(TrainConfig(model="absent", device="cpu"))
     with pytest.raises(Refusal, match="the model must have at least 256 tokens, got a vocab_size of 100"):
         build_causal_lm(write_config(tmp_path, vocab_size=100), 0, CPU)
     scaled = write_config(tmp_path, model_type="granite", logits_scaling=8.0)

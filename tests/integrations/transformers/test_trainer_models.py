@@ -105,6 +105,7 @@ def expected(kind: str, *options: tuple[str, Any]) -> Any:
     return train("unused", kind, 0, **dict(options))
 
 
+@pytest.mark.models
 @pytest.mark.dist
 @pytest.mark.parametrize("row", [row for row in works(ROWS, "RingTrainer") if row.kind in CONFIGS], ids=str)
 @pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 2), (4, 4), pytest.param(4, 2, marks=OF_FIVE)])
@@ -139,6 +140,7 @@ def test_bf16_on_two_ranks_is_as_near_to_fp32_as_on_one(pool: Pools, tmp_path: P
             assert 0 < (found[name] - x).norm() <= 2 * (alone[name] - x).norm(), name
 
 
+@pytest.mark.models
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "options",

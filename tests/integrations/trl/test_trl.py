@@ -94,6 +94,7 @@ CASES = [
 CASES += [(row, *ranks) for row in TRAINED if row.kind == "llama" for ranks in (WIDE if FIVE else WIDE[:1])]
 
 
+@pytest.mark.models
 @pytest.mark.dist
 @pytest.mark.parametrize(("row", "ranks", "cp"), CASES, ids=lambda x: getattr(x, "stack", "") + str(x))
 def test_ten_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
@@ -111,6 +112,7 @@ def kept(history: History) -> History:
     return [{name: row[name] for name in ("loss", "grad_norm", "step") if name in row} for row in history]
 
 
+@pytest.mark.models
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("stack", "options"),
@@ -153,6 +155,7 @@ def test_what_is_refused_is_refused_on_every_rank(pool: Pools, tmp_path: Path, r
         assert told.startswith(row.refusal)
 
 
+@pytest.mark.models
 def test_the_example_learns_on_two_ranks_what_one_process_learns() -> None:
     printed = run_on_ranks("trl_sft")
     assert "2 process(es)" in printed

@@ -88,6 +88,7 @@ def chosen(arch: int, itemsize: int, head_dim: int, rows: int) -> Config:
     return decode_configs.choose(f"sm{arch}", itemsize, head_dim, rows)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("arch", "head_dim", "fp8"),
     [(arch, d, fp8) for arch in SHARED for d, fp8 in ((128, False), (128, True))] + [(90, 64, False), (90, 256, False)],
@@ -107,6 +108,7 @@ def test_pages_stream_past_registers_and_programs_fit_side_by_side(arch: int, he
     assert not any(re.search(r"LDS\.[US]8|LDG\.E\.[US]", line) for line in built.loop.body)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_sixteen_new_tokens_fit(arch: int, head_dim: int) -> None:

@@ -119,6 +119,7 @@ def constants_of(report: Report) -> dict[str, int]:
     }
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", CALLS)
 def test_every_launch_fits_and_keeps_its_loops_in_registers(name: str):
     found = compile_or_say(CALLS[name])
@@ -136,6 +137,7 @@ def test_every_launch_fits_and_keeps_its_loops_in_registers(name: str):
             assert {products for products, _ in report.loops} == each, f"{report}: {each} per round"
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("features", [(), FEATURES], ids=["plain", "every_feature"])
 @pytest.mark.parametrize("head_dim", BUCKETS)
 def test_waiting_for_rows_costs_the_loops_nothing(head_dim: int, features: tuple[str, ...]):
@@ -153,6 +155,7 @@ def test_waiting_for_rows_costs_the_loops_nothing(head_dim: int, features: tuple
         assert after.loop_spills == 0
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("kernel", "head_dim"), [("forward", 128), ("backward", 128), ("backward", 256)])
 def test_keeping_pace_costs_the_loops_nothing(kernel: str, head_dim: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(progress_barrier, "L2_BYTES", 0)

@@ -71,6 +71,7 @@ def compiled(kernel: str, arch: int, head_dim: int, features: tuple[str, ...] = 
     return built
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(("kernel", "arch", "head_dim"), PLAIN)
 def test_plain_kernels_fit_and_do_not_spill_in_their_loops(kernel: str, arch: int, head_dim: int):
     built = compiled(kernel, arch, head_dim)

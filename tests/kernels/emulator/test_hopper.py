@@ -49,16 +49,19 @@ def named(name: str) -> Case:
     return next(case for case in LONG if case.name == name)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", [*SERVED, *LONG], ids=str)
 def test_forward_and_backward_stay_within_budget(case: Case):
     run_case(hopper, case, torch.bfloat16, "cpu")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", IN_FIXED_ORDER, ids=str)
 def test_the_backward_of_fixed_order_stays_within_budget(case: Case):
     run_case(hopper, case, torch.bfloat16, "cpu")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", OF_TERMS, ids=str)
 def test_masks_of_several_terms_stay_within_budget(case: Case):
     run_case(hopper, case, torch.bfloat16, "cpu")
@@ -84,6 +87,7 @@ def test_the_widest_softcap_stays_within_budget(head_dim: int, dtype: torch.dtyp
     run_case(hopper, replace(case, deterministic=True), dtype, "cpu")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("name", "mode"), UNORDERED, ids=str)
 def test_no_order_of_events_changes_what_is_computed(name: str, mode: dict[str, Any]):
     with machine.mode(**mode):

@@ -79,6 +79,7 @@ def kernels(config: DkvConfig | None = None) -> KernelSet:
     return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=launch_delta, backward=backward))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_backward_stays_within_budget(case: Case):
     run_case(kernels(), case, torch.bfloat16, "cpu")
@@ -118,6 +119,7 @@ def ring_step(
     return grads
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 64), (40, 64), (128, 128), (128, 64), (96, 72)])
 @pytest.mark.parametrize("mode", [{}, {"seed": 0}, {"seed": 1, "eager": True}], ids=str)
 def test_gradients_in_the_dtype_of_the_inputs_are_the_rounded_ones(

@@ -76,17 +76,20 @@ def kernels(rows_config: DqConfig | None = None, keys_config: WideDkvConfig | No
     return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=eager.delta, backward=backward))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", [*SERVED, *LONG], ids=str)
 def test_rows_and_wide_keys_stay_within_budget(case: Case):
     run_case(kernels(), case, torch.bfloat16, "cpu")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [x for x in SMALL_WEIGHT_CASES if x.bias is None and x.dropout_p == 0], ids=str)
 def test_small_weights_keep_their_digits(case: Case, dtype: torch.dtype):
     run_case(kernels(), case, dtype, "cpu")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_switches_and_float16_stay_within_budget(case: Case):
     run_case(kernels(NARROW, WideDkvConfig(split=False)), case, torch.float16, "cpu")

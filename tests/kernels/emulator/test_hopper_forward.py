@@ -74,6 +74,7 @@ def hopper_forward(**options: Any) -> KernelSet:
     return types.SimpleNamespace(forward=forward, delta=eager.delta, backward=backward)  # type: ignore[return-value]
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 @pytest.mark.parametrize("case", [TILES, CARRIES, SCORES, *OF_TERMS], ids=str)
 def test_any_number_of_consumers_computes_the_same_attention(case: Case, consumers: int):
@@ -87,6 +88,7 @@ def test_any_number_of_stages_computes_the_same_attention(stages: int):
     run_case(hopper_forward(config=config), TILES, torch.bfloat16, "cpu")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("switch", ["early", "store", "ahead", "lazy"])
 @pytest.mark.parametrize(("case", "seed"), [(TILES, None), (TILES, 1), (SCORES, 2)], ids=str)
 def test_no_switch_changes_what_is_computed(case: Case, switch: str, seed: int | None):
@@ -95,6 +97,7 @@ def test_no_switch_changes_what_is_computed(case: Case, switch: str, seed: int |
         run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("case", [TILES, CARRIES, OF_TERMS[1], *OF_PANELS], ids=str)
 def test_all_switches_together_compute_the_same_attention(case: Case, seed: int | None):
@@ -103,6 +106,7 @@ def test_all_switches_together_compute_the_same_attention(case: Case, seed: int 
         run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("pack", [1, 2])
 @pytest.mark.parametrize("head_dim", [40, 128])
@@ -127,6 +131,7 @@ def test_a_carry_has_the_same_bits_on_every_way_through_memory(head_dim: int, pa
     assert all(torch.equal(x.view(torch.int8), y.view(torch.int8)) for x, y in zip(*found, strict=True))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("switches", [{}, {"early": True, "store": True, "ahead": True, "lazy": True}], ids=["", "all"])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
@@ -135,6 +140,7 @@ def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float, swit
     assert_kernels_isolate(kernels, (150, 61, 80), spoilt, bad, torch.bfloat16, "cpu")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("pack", [1, 2, 8])
 @pytest.mark.parametrize(
     "case",
@@ -145,6 +151,7 @@ def test_packing_heads_computes_the_same_attention(case: Case, pack: int):
     run_case(hopper_forward(pack=pack), case, torch.bfloat16, "cpu")
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize(
     "case",
     [*SPLIT, TILES, CARRIES, FEW_ROWS, SCORES, PANELS_OF_SCORES, *OF_TERMS, PACKED_TERMS, *OF_PANELS[1:4:2]],

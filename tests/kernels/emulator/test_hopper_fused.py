@@ -69,6 +69,7 @@ def named(name: str) -> Gathering:
     return next(case for case in CASES if case.name == name)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_all_visits_in_one_launch_are_attention(case: Gathering):
     scene = make_scene(case)
@@ -76,6 +77,7 @@ def test_all_visits_in_one_launch_are_attention(case: Gathering):
     assert int(scene.error) == 0
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_moment_of_arrival_changes_a_bit(case: Gathering):
     scene = make_scene(case)
@@ -88,6 +90,7 @@ def test_no_moment_of_arrival_changes_a_bit(case: Gathering):
         assert int(scene.error) == 0
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("name", ["zigzag", "groups", "holes", "two_sided_window"])
 def test_no_switch_needs_rows_before_their_flag(name: str, seed: int | None):
@@ -150,6 +153,7 @@ def assert_no_number_is_wrong(case: Gathering, o: torch.Tensor, lse: torch.Tenso
     return int(lost.sum())
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("kind", ["lost", "refused"])
 @pytest.mark.parametrize("name", ["zigzag", "full", "groups_of_two", "scores", "key_bias"])

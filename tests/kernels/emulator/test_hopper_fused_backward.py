@@ -126,17 +126,20 @@ def assert_gradients_within_budget(scene: Scene, **options: Any) -> None:
         assert_within_budget(x, whole.exact[name], whole.low[name], f"{scene}: {name}", scene.dtype)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("scene", SCENES, ids=str)
 def test_gradients_come_home_and_stay_within_budget(scene: Scene):
     assert_gradients_within_budget(scene)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("scene", OF_TERMS, ids=str)
 def test_gradients_of_several_terms_stay_within_budget(scene: Scene):
     assert_gradients_within_budget(scene)
     assert_gradients_within_budget(scene, deterministic=True)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("scene", OF_TERMS, ids=str)
 def test_outputs_of_several_terms_stay_within_budget(scene: Scene):
     whole = make_whole(scene)
@@ -158,11 +161,13 @@ def test_outputs_of_several_terms_stay_within_budget(scene: Scene):
             assert_within_budget(found, exact, low, f"{scene}: {name}", scene.dtype)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", ["zigzag", "documents", "window", "lengths", "slopes", "group"])
 def test_gradients_in_fixed_order_stay_within_budget(name: str):
     assert_gradients_within_budget(named(name), deterministic=True)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("mode", [{"seed": 0}, {"seed": 1, "eager": True}], ids=str)
 @pytest.mark.parametrize("name", ["zigzag", "group"])
 def test_no_order_of_events_changes_what_is_computed(name: str, mode: dict[str, Any]):
@@ -176,6 +181,7 @@ def test_gradients_stay_within_budget_with_heads_side_by_side(name: str, monkeyp
         assert_gradients_within_budget(named(name))
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
 @pytest.mark.parametrize("name", ["lengths", "narrow_columns", "wide_groups"])
 def test_delta_is_made_as_it_would_be_given(name: str, deterministic: bool):
@@ -225,6 +231,7 @@ def test_what_is_there_need_not_be_waited_for():
     assert_gradients_within_budget(named("window"), waits=False)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", ["zigzag", "documents", "lengths", "narrow_columns", "slopes_wide"])
 @pytest.mark.parametrize("both", [True, False], ids=["fused", "keys"])
 def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
@@ -254,6 +261,7 @@ def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
             assert torch.equal(region[:, : len(places), :, scene.head_dim :], grads.dv)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("name", ["wide_terms", "wide_groups"])
 def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str):
     """Likewise, dkey_bias too."""
@@ -298,6 +306,7 @@ def test_dq_by_rows_over_near_alone_is_the_bits_of_one_visit():
     assert torch.equal(wanted, found)
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
 @pytest.mark.parametrize("lost", ["negative", "never"])
 @pytest.mark.parametrize("name", ["group", "slopes", "slopes_window", "key_bias", "wide"])

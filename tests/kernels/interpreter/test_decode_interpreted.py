@@ -23,6 +23,7 @@ def run(case: Case, dtype: torch.dtype) -> tuple[Scene, torch.Tensor]:
     return scene, parts
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_kernel_stays_within_budget(case: Case) -> None:
     run(case, torch.float32)
@@ -33,6 +34,7 @@ def test_half_precision_stays_within_budget(case: Case) -> None:
     run(case, torch.float16)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("spoilt", ["q", "k", "v"])
 def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float) -> None:
@@ -105,6 +107,7 @@ def test_a_long_request_gets_the_programs_that_short_ones_do_not_need() -> None:
     assert_exact(scene, parts)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("lengths", "found"), [((100,) * 9, [4] * 9), ((100,) * 8, [1] * 8), ((200, *(4,) * 8), [8] + [1] * 8)]
 )

@@ -195,6 +195,7 @@ def test_a_rank_that_does_not_come_leaves_nan_and_its_name_and_later_launches_st
 SHAPES = [(1, 1), (3, 5), (2, 24), (1, 4096), (7, 129), (5, 136), (2, 2040)]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("ranks", "dtype"), [(1, torch.float16), (2, torch.bfloat16), (3, torch.bfloat16), (3, torch.float32)]
 )

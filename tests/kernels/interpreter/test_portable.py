@@ -44,22 +44,26 @@ def side(n: int, lo: torch.Tensor, hi: torch.Tensor) -> RowMetadata:
     return RowMetadata(runs, torch.arange(n, dtype=torch.int32), lo, hi, whole(n), lo, hi)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_backward_stay_within_budget(case: Case):
     run_case(portable, case, torch.float32, "cpu")
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("case", TERM_CASES, ids=str)
 def test_masks_of_several_terms_stay_within_budget(case: Case):
     run_case(portable, case, torch.float32, "cpu")
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float):
     assert_kernels_isolate(portable, (90, 71, 50), spoilt, bad, torch.float32, "cpu")
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in HALF_CASES], ids=str)
 def test_half_precision_stays_within_budget(case: Case):
     run_case(portable, case, torch.float16, "cpu")
@@ -79,6 +83,7 @@ def test_the_widest_softcap_stays_within_budget():
     run_case(portable, replace(WIDEST, softcap=SOFTCAPS[torch.float16]), torch.float16, "cpu")
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("case", [case for case in (*CASES, *TERM_CASES) if case.name in BULK_CASES], ids=str)
 def test_bulk_loads_stay_within_budget_at_any_offset(case: Case, monkeypatch: pytest.MonkeyPatch):
     choose = configs.choose

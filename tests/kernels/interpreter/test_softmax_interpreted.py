@@ -31,6 +31,7 @@ def assert_inside_budget(got: Tensor, low: Tensor, exact: Tensor, largest: Tenso
     assert (got.double() - exact).abs().max() <= 2 * (low.double() - exact).abs().max() + band
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("shape", "dim", "block_size", "dtype"),
     [(*case, torch.float32) for case in CASES] + [(*case, torch.float16) for case in CASES[1::3]],

@@ -21,8 +21,8 @@ from ringattn.launch.serve.http import connections
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters, answer, follow, text_of
 
 
-def fatal_exit(stem: str, least: int, most: int) -> str:
-    """A prompt whose answer ends by itself after some tokens."""
+def ending(stem: str, least: int, most: int) -> str:
+    """A prompt whose answer ends by itself after `least` to `most` tokens."""
     for x in range(10**6):
         length = len(answer(Letters().encode(f"{stem}{x}"), most + 1))
         if least <= length <= most:
@@ -84,7 +84,7 @@ def test_completions_of_every_form_of_prompt(client):
 
 
 def test_finish_reason_is_stop_or_length(client):
-    prompt = fatal_exit("end", 2, 30)
+    prompt = ending("end", 2, 30)
     text = text_of(prompt, 31)
     whole = client.completions.create(model="fake", prompt=prompt, max_tokens=31, temperature=0).choices[0]
     assert (whole.text, whole.finish_reason) == (text, "stop")

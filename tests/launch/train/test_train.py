@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ringattn
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.train import metrics
-from ringattn.launch.train.config import PRESETS, Config
+from ringattn.launch.train.config import PRESETS, TrainConfig
 from ringattn.launch.train.data import Batches, count_targets, load_corpus, make_rows
 from ringattn.launch.train.loss import IGNORED, cross_entropy_sum
 from ringattn.launch.train.model import (
@@ -183,7 +183,7 @@ def test_initialisation_depends_on_the_seed_alone():
 )
 def test_impossible_models_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        Config(**change)
+        TrainConfig(**change)
 
 
 # the loss
