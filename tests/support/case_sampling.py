@@ -64,6 +64,7 @@ EVERY = {
     "test_decode_compile.py::test_every_kind_of_model_can_be_compiled": 2,
     "test_ring_cache.py::test_prompts_may_come_in_chunks": 2,
     "test_images.py::test_generation_after_images_equals_one_process": 2,
+    "test_refusals.py::test_families_that_cannot_attend_around_the_ring_are_refused_before_they_run": 3,
     "test_context_parallel.py::test_a_loop_makes_the_steps_of_one_process": 2,
     "test_trainer_models.py::test_ten_steps_equal_one_process": 4,
     "test_trainer_models.py::test_options_change_ten_steps_as_on_one_process": 2,
