@@ -73,6 +73,12 @@ class _SideValues(threading.local):
 
 
 _side = _SideValues()
+_num_forwards = [0]
+
+
+def num_forwards() -> int:
+    """Return how many forwards of ring attention this process has begun, in compiled code too."""
+    return _num_forwards[0]
 
 
 def _forward(
@@ -92,6 +98,7 @@ def _forward(
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _forward(*args)
+    _num_forwards[0] += 1
     tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
     here, plan, score, _side.number = resolve(q, k, v, tensors, dropout_seed, ring, call)
     o, lse, _side.saved = run_forward(_rows(q), _rows(k), _rows(v), score, plan, here.context, keep=_side.save)

@@ -26,6 +26,7 @@ _UNAWARE = {
     "openai-gpt": "OpenAI GPT",
     "mamba": "Mamba",
 }
+_REFUSED = ("attends by itself", "tokens must interact in attention only")
 
 ROWS = [
     *(
@@ -33,7 +34,14 @@ ROWS = [
         for kind, (name, advice) in _NAMES.items()
     ),
     *(
-        ModelRow(name, "shard_batch", _ALONE, kind, "attends by itself|unexpected keyword", "run it on one process")
+        ModelRow(
+            name,
+            "shard_batch",
+            _ALONE,
+            kind,
+            f"{_REFUSED[kind == 'mamba']}|unexpected keyword",
+            "run it on one process",
+        )
         for kind, name in _UNAWARE.items()
     ),
 ]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.integrations.call_counter import count_sharded_call
 from ringattn.integrations.linear.ops import KERNELS, causal_conv1d, gated_delta_rule, mamba2_scan
 from ringattn.plan.layouts import contiguous
 from ringattn.plan.sharding import Sharding, check_sharding
@@ -106,7 +105,6 @@ class _RecurrentLayer(nn.Module):
             _check_unshared()
             return super().forward(hidden_states, *args, **kwargs)
         sharding, tokens = rows.sharding, rows.tokens
-        count_sharded_call()
         with sharding.ring.propagate_errors():
             if (args and args[0] is not None) or kwargs.get("cache_params") is not None:
                 raise NotImplementedError(

@@ -17,7 +17,6 @@ from transformers import AttentionInterface
 from ringattn.api import ring_attention
 from ringattn.inference import ForwardBatch
 from ringattn.inference import attend as attend_step
-from ringattn.integrations.call_counter import count_sharded_call
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.model_forward import attended_before, untraced
 from ringattn.integrations.transformers.positions import (
@@ -107,7 +106,6 @@ def attend(
     if is_tower(module):
         options = {"dropout": dropout, "scaling": scaling}
         return _attend_whole(module, (query, key, value), attention_mask, is_causal, **options), None
-    count_sharded_call()
     owner = step.cache if isinstance(step, ForwardBatch) else sharding if isinstance(sharding, Sharding) else None
     lengths = key_bias = tokens = shown = None
     # an error raised here on one rank is raised on the others too

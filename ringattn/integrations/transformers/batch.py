@@ -64,8 +64,8 @@ def shard_batch(
     Args:
         batch: Output of a collator: `input_ids` `b n` or `inputs_embeds` `b n e`, and any of `labels`, `shift_labels`,
             `position_ids` (`b n` or `1 n`), `attention_mask` (`b n`), `token_type_ids`, `cu_seq_lens_q`, `cu_seq_lens_k`,
-            `max_length_q`, `max_length_k`. Without an attention mask, positions that restart mean packed documents. With images
-            (`pixel_values`, `image_grid_thw`, ...) `position_ids` may also be `3 b n`, or `4 b n` with those of the text first.
+            `max_length_q`, `max_length_k`. Without an attention mask, positions that restart mean packed documents. For M-RoPE
+            `position_ids` may also be `3 b n`, or `4 b n` with those of the text first.
         ring: The ranks that share the sequence.
         layout: As in `ring.sharding`: "zigzag", "contiguous", "striped" or "balanced".
         shift_labels: Whether the model predicts the next token; False for models that predict tokens in place, as encoders.
@@ -109,14 +109,19 @@ def shard_batch(
                     "pooling=True"
                 )
         positions = batch.get("position_ids")
-        several = positions is not None and positions.dim() == 3 and len(positions) in (3, 4) and bool(images)
+        several = positions is not None and positions.dim() == 3 and len(positions) in (3, 4)
         if positions is not None and (
             positions.dim() != 2 + several or positions.shape[-2] not in (1, b) or positions.shape[-1] != n
         ):
             raise ValueError(
-                f"position_ids must have shape {(b, n)} or {(1, n)}, or {(3, b, n)} or {(4, b, n)} with images, got "
-                f"{tuple(positions.shape)}; leave them out, or pass what the processor made"
+                f"position_ids must have shape {(b, n)}, {(1, n)}, {(3, b, n)} or {(4, b, n)}, got {tuple(positions.shape)}; "
+                "leave them out, or pass what the processor made"
             )
+        if positions is not None and several:
+            # those of text are equal: then they are documents too
+            apart, mask = positions != positions[0], batch.get("attention_mask")
+            several = bool((apart if mask is None else apart & mask.to(torch.bool)).any())
+            positions = positions if several else positions[0]
         text = positions if not several else positions[0] if positions is not None and len(positions) == 4 else None
         documents = None if tree is not None else _documents(batch, text, n)
         if tree is not None:
@@ -155,7 +160,7 @@ def shard_batch(
     if positions is None and not images:  # a model with images counts in its own way
         positions = document_positions(torch.arange(n, device="cpu"), documents or (0,)).to(tokens.device)[None]
     if positions is not None:
-        part["position_ids"] = positions if whole else sharding.shard(positions, dim=1)
+        part["position_ids"] = positions if whole else sharding.shard(positions, dim=positions.dim() - 1)
     if batch.get("attention_mask") is not None:
         part["attention_mask"] = batch["attention_mask"]
     if pooling:

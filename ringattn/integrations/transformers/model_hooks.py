@@ -25,11 +25,12 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from ringattn.autograd import num_forwards
 from ringattn.inference import ForwardBatch
-from ringattn.integrations.call_counter import num_sharded_calls
+from ringattn.integrations.linear.transformers_layers import PENDING
 from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
 from ringattn.integrations.transformers.positions import document_positions, has_sections
-from ringattn.integrations.transformers.support import NAME, check_supported, file_of, is_tower
+from ringattn.integrations.transformers.support import NAME, check_supported, is_tower, layers_that_attend
 from ringattn.plan.sharding import Sharding
 
 LOSS_ROWS = 1024
@@ -40,7 +41,7 @@ _LAST = ("cache_position", "position_ids")  # tokens are their last dim
 _WHOLE = ("input_ids", "inputs_embeds", "token_type_ids", "visual_pos_masks", *_LAST)
 
 _loss_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_calls_before: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_forwards_before: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 _watching: list[bool] = []
 
 
@@ -87,8 +88,14 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     with sharding.ring.propagate_errors():
         check_supported((module, kwargs), "sharded call")
-    if not torch.compiler.is_compiling():
-        _calls_before[module] = num_sharded_calls()
+        if torch.compiler.is_compiling():
+            replaced = hasattr(module, PENDING) or not _is_innermost(module)
+        else:
+            replaced = any(hasattr(part, PENDING) for part in module.modules())
+        check_supported(module.config, "recurrent model" if replaced else "model")
+        if not torch.compiler.is_compiling():
+            check_attention(module)
+            _forwards_before[module] = num_forwards()
     if not _is_innermost(module):
         return None
     taken = _take(args, kwargs, sharding.seq_len, sharding.shard)
@@ -143,7 +150,7 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
         return None
     with sharding.ring.propagate_errors():
         if not torch.compiler.is_compiling():
-            _check_attention(module)
+            check_attention(module, _forwards_before.pop(module, None))
     gather = bool(kwargs.get("gather_outputs"))
     if _is_innermost(module):
         _gather(module, output, sharding, gather)
@@ -155,31 +162,23 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     return output
 
 
-def _check_attention(module: nn.Module) -> None:
-    """Raise when a model did not attend with ringattn in this call. Compiled layers do not count their calls."""
-    if num_sharded_calls() != _calls_before.pop(module, -1):
+def check_attention(model: nn.Module, forwards: int | None = None) -> None:
+    """Raise when a model has no layer that may attend with ringattn, or none did after so many forwards of it had begun."""
+    if forwards is not None and num_forwards() != forwards:
         return
-    if not _asks_for_ring(module) or not any(
-        "ALL_ATTENTION_FUNCTIONS" in file_of(kind) for kind in {type(part) for part in module.modules()}
-    ):
-        raise unattended(module)
-
-
-def unattended(model: Any) -> RuntimeError:
-    """Return the error of a model that was called with a sharding and did not attend with ringattn."""
-    return RuntimeError(
+    by_name, directly = layers_that_attend(model)
+    if forwards is None if by_name else directly:
+        return
+    config: Any = getattr(model, "config", None)
+    named = config is not None and getattr(config.get_text_config(), "_attn_implementation", None) == NAME
+    raise RuntimeError(
         f"a model that is called with a sharding must attend with ringattn, got {type(model).__name__}, "
         + (
             "which takes the name and attends by itself, or not at all; run this model on one process"
-            if _asks_for_ring(model)
+            if named
             else "which did not; make it with attn_implementation='ringattn', or call model.set_attn_implementation('ringattn')"
         )
     )
-
-
-def _asks_for_ring(model: Any) -> bool:
-    config: Any = getattr(model, "config", None)
-    return config is not None and getattr(config.get_text_config(), "_attn_implementation", None) == NAME
 
 
 def _gather(module: nn.Module, output: Any, sharding: Sharding, gather: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import MaxTimeCriteria, PreTrainedModel
+from transformers import AttentionInterface, MaxTimeCriteria, PreTrainedModel
 
 NAME = "ringattn"
 """Name of ring attention as an attention implementation."""
@@ -26,7 +26,11 @@ ATTENTION_LAYERS = frozenset(
 """Kinds of layers, as configs name them, in which tokens interact by attention or not at all."""
 
 ROW_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+ROW_HEADS += ("SplinterForQuestionAnswering", "SplinterForPreTraining")
 """Ends of the names of models whose heads choose a row."""
+
+MASK_HEADS = ("BioGptForTokenClassification", "ElectraForPreTraining", "XLMRobertaXLForTokenClassification")
+"""Models whose losses leave out labels by the attention mask, which is that of the whole sequence."""
 
 POSITIONS_FROM_PADDING = "create_position_ids_from_input_ids"
 """Function by which RoBERTa and similar models number tokens from padding_idx + 1 on."""
@@ -168,6 +172,23 @@ def file_of(kind: type[nn.Module]) -> Mapping[str, Any]:
     return vars(sys.modules[kind.__module__]) if kind.__module__ in sys.modules else {}
 
 
+def layers_that_attend(model: nn.Module) -> tuple[bool, bool]:
+    """Return whether layers of a model ask for attention by its name, and whether any call ringattn themselves."""
+    found = [_uses(type(part)) for part in model.modules() if not is_tower(part)]
+    return any(by_name for by_name, _ in found), any(directly for _, directly in found)
+
+
+@functools.cache
+def _uses(kind: type[nn.Module]) -> tuple[bool, bool]:
+    forward: Any = inspect.unwrap(kind.forward)
+    known = getattr(forward, "__globals__", {})
+    # layers of transformers ask in their forward, other code maybe in a function that it calls
+    names = forward.__code__.co_names if forward.__module__.startswith("transformers.") else known
+    used = [known[name] for name in names if name in known]
+    by_name = any(isinstance(x, AttentionInterface) for x in used)
+    return by_name, any(str(getattr(x, "__module__", "")).startswith("ringattn.") for x in used)
+
+
 @functools.cache
 def _takes_positions(kind: type[nn.Module]) -> bool:
     """Return whether a model in the file of a kind of layer takes positions; True when the file has no model."""
@@ -186,6 +207,11 @@ def _counts_from_padding(kind: type[nn.Module]) -> bool:
 def _chooses_rows(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
     name = type(call[0]).__name__
     return name if name.endswith(ROW_HEADS) and not call[1].get("gather_outputs") else None
+
+
+def _masked_labels(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
+    name, given = type(call[0]).__name__, (call[1].get(x) is not None for x in ("labels", "attention_mask"))
+    return name if name in MASK_HEADS and all(given) else None
 
 
 def _counted_sequences(call: tuple[nn.Module, Mapping[str, Any]]) -> Any:
@@ -252,6 +278,12 @@ TABLE = (
         "a model whose head chooses a row must get whole tokens where ranks share a sequence, got {got} with the rows of a rank; "
         "pass pooling=True to shard_batch or RingCollator",
         ValueError,
+    ),
+    Unsupported(
+        "sharded call",
+        _masked_labels,
+        "labels must be left out with an attention_mask where ranks share a sequence, got both for {got}, whose loss takes "
+        "the mask for that of these rows; compute the loss from its logits",
     ),
     Unsupported(
         "sharded call",

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import DynamoBackend, recursively_apply
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from ringattn.autograd import num_forwards
 from ringattn.integrations.accelerate.context_parallel import check_parallelism, make_ring, replica_of, share_batches
-from ringattn.integrations.call_counter import num_sharded_calls
 from ringattn.integrations.transformers import register
 from ringattn.integrations.transformers.batch import IGNORE_INDEX, RingCollator, shard_batch
 from ringattn.integrations.transformers.model_forward import untraced
-from ringattn.integrations.transformers.model_hooks import unattended
+from ringattn.integrations.transformers.model_hooks import check_attention
 from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
 from ringattn.integrations.transformers.support import check_supported
 from ringattn.plan.sharding import Sharding
@@ -175,10 +175,9 @@ class RingTrainerMixin(_Base):
                 self.label_smoother.num_items = count if scaled else inputs["num_items_in_batch"]
             elif not self._loss_checked and "num_items_in_batch" in inputs:
                 self._check_count(model, inputs, count)
-        before = num_sharded_calls()
+        before = num_forwards()
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if num_sharded_calls() == before and self.accelerator.state.dynamo_plugin.backend is DynamoBackend.NO:
-            raise unattended(self.model)  # compiled code hides its calls
+        check_attention(self.model, before)
         return result
 
     def prediction_step(

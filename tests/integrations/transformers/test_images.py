@@ -264,13 +264,13 @@ def test_images_that_differ_between_ranks_are_refused(pool: Pools) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "images"), [((3, 1, 26), False), ((2, 1, 26), True), ((3, 1, 25), True), ((3, 2, 26), True)]
+    ("shape", "images"), [((5, 1, 26), False), ((2, 1, 26), True), ((3, 1, 25), True), ((3, 2, 26), True)]
 )
 def test_positions_that_do_not_fit_the_tokens_are_refused(shape: tuple[int, ...], images: bool) -> None:
     batch = with_images("qwen2_vl")
     if not images:
         batch = {"input_ids": batch["input_ids"]}
-    with pytest.raises(ValueError, match=r"position_ids must have shape .* or \(3, 1, 26\)"):
+    with pytest.raises(ValueError, match=r"position_ids must have shape .*\(3, 1, 26\) or \(4, 1, 26\)"):
         shard_batch({**batch, "position_ids": torch.zeros(shape, dtype=torch.long)}, Ring())
 
 
@@ -283,6 +283,43 @@ def test_positions_of_several_dimensions_may_be_given(pool: Pools, rows: int) ->
     sections = torch.stack([torch.arange(n), torch.arange(n) // 2, torch.arange(n) // 3])[:, None]
     text = torch.arange(n)[None, None]
     batch["position_ids"] = sections if rows == 3 else torch.cat([text, sections])
+    expected = alone("qwen2_5_vl", batch)
+    for found in pool(2).run(learn, "qwen2_5_vl", batch, "zigzag"):
+        assert_equal(found, expected)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("padding", ["", "left", "documents"])
+def test_text_may_have_positions_of_several_dimensions(pool: Pools, rows: int, padding: str) -> None:
+    batch = text_alone(1 if padding == "documents" else 2)
+    n = batch["input_ids"].shape[1]
+    positions = torch.arange(n)[None].expand(len(batch["input_ids"]), n)
+    if padding == "documents":
+        positions = positions % 11
+    expected = alone("qwen2_5_vl", {**batch, "position_ids": positions.expand(4, *positions.shape)})
+    if padding == "left":
+        mask = torch.ones_like(positions)
+        mask[1, :5] = 0
+        batch |= {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+        positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+        expected = alone("qwen2_5_vl", batch)
+    several = positions.expand(rows, *positions.shape).clone()
+    if padding == "left":
+        several[0, 1, :5] = 7  # padding is not compared
+    for found in pool(2).run(learn, "qwen2_5_vl", {**batch, "position_ids": several}, "zigzag"):
+        assert_equal(found, expected)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("rows", [3, 4])
+def test_embeddings_may_come_with_the_positions_of_their_images(pool: Pools, rows: int) -> None:
+    batch: dict[str, Tensor] = text_alone(1)
+    n = batch["input_ids"].shape[1]
+    embeds = torch.randn(1, n, TEXT["hidden_size"], generator=torch.Generator().manual_seed(3))
+    sections = torch.stack([torch.arange(n), torch.arange(n) // 2, torch.arange(n) // 3])[:, None]
+    positions = sections if rows == 3 else torch.cat([torch.arange(n)[None, None], sections])
+    batch = {"inputs_embeds": embeds, "labels": batch["labels"], "position_ids": positions}
     expected = alone("qwen2_5_vl", batch)
     for found in pool(2).run(learn, "qwen2_5_vl", batch, "zigzag"):
         assert_equal(found, expected)

@@ -479,7 +479,7 @@ def call_wrongly(how: str) -> str:
         ),
         pytest.param(
             "no attention",
-            "a model that is called with a sharding must attend with ringattn",
+            "call ringattn.integrations.transformers.replace_recurrent_layers(model) first",
             marks=pytest.mark.skipif(not FIVE, reason="Mamba-2 of 4.57 takes no sharding"),
         ),
         ("no sharding", "a model with recurrent layers must be called with a sharding among 2 ranks, got none"),
