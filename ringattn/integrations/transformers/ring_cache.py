@@ -33,7 +33,7 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from ringattn.inference import PagedKVCache
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, GraphCapturer, select_capturer
-from ringattn.integrations.transformers.model_forward import BoundPatch, forward_step
+from ringattn.integrations.transformers.model_forward import CACHE_KEYWORDS, BoundPatch, cache_keyword, forward_step
 from ringattn.integrations.transformers.positions import has_sections, max_learned_positions
 from ringattn.integrations.transformers.support import (
     IMAGE_KEYWORDS,
@@ -50,7 +50,7 @@ COPY_REFUSAL = "a model must be copied or saved whole outside of `with RingCache
 
 MAX_SHOWN = 400
 """Characters of the arguments of generate that an error message has."""
-_PER_RANK = ("past_key_values", "streamer")
+_PER_RANK = (*CACHE_KEYWORDS, "streamer")
 """Arguments of generate that may differ between ranks: a streamer may be on one rank only."""
 _PASSED_ON = ("output_router_logits", "output_attentions")
 
@@ -58,9 +58,9 @@ _PASSED_ON = ("output_router_logits", "output_attentions")
 class RingCache(Cache):
     """KV cache of `model.generate`, sharded between the ranks of a ring.
 
-    Inside of `with`, calls of the model with this cache as past_key_values share their work: every rank makes the same calls with
-    the whole inputs, computes its rows of a prompt, and gets the same logits. Calls without it are as before. A second call
-    continues where the first ended; `reset` empties the cache.
+    Inside of `with`, calls of the model with this cache as past_key_values, or as cache (since transformers 5.24), share their
+    work: every rank makes the same calls with the whole inputs, computes its rows of a prompt, and gets the same logits. Calls
+    without it are as before. A second call continues where the first ended; `reset` empties the cache.
 
     Args:
         model: A causal language model with `attn_implementation="ringattn"`, whole on every rank, in eval mode.
@@ -304,7 +304,6 @@ class RingCache(Cache):
             self._crop(before)
             kv.consistency.discard()
             raise
-        out.past_key_values = self
         self._calling = False
         return out
 
@@ -428,38 +427,42 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
     original, original_generate = model.forward, getattr(model, "generate", None)
     signature = inspect.signature(original)
     spread = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    keyword = cache_keyword(signature.parameters)
     generating: list[RingCache] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs
-        if args or isinstance(kwargs.get("past_key_values"), RingCache):
+        given = kwargs = _rename_cache(kwargs, keyword)
+        if args or isinstance(kwargs.get(keyword), RingCache):
             given = dict(signature.bind(*args, **kwargs).arguments)
             given |= given.pop(spread, {}) if spread is not None else {}
-        cache, error = given.get("past_key_values"), None
+        cache, error = given.get(keyword), None
         if not isinstance(cache, RingCache):
             if cache is not None or not generating:
                 return original(*args, **kwargs)
             cache = generating[-1]
             error = NotImplementedError(
-                f"generation must pass the RingCache to every call of the model, got one of {type(model).__name__} without, "
-                "which drops a cache at this length to compute all tokens anew (Phi 3 and similar models do beyond "
-                "original_max_position_embeddings); keep sequences shorter, or use attn_implementation='sdpa' on one process"
+                f"generation must pass the RingCache to every call of the model, got a call of {type(model).__name__} without it, "
+                f"after {cache.get_seq_length()} tokens; generate with attn_implementation='sdpa' on one process"
             )
         elif cache._model is not model:
             error = ValueError(
-                f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
+                f"a RingCache must be of the model that is called, a {type(model).__name__}, got one of "
                 f"another {type(cache._model).__name__}; make each model a RingCache of its own"
             )
         if error is not None:
             cache._calling = True
             cache.ring.raise_on_all_ranks(error)
-        return cache._call(original, given)
+        out = cache._call(original, given)
+        setattr(out, keyword, cache)
+        return out
 
     wrapped: dict[str, Callable[..., Any]] = {"forward": BoundPatch(forward, original, COPY_REFUSAL)}
     if callable(original_generate):
+        keyword_of_generate = cache_keyword(inspect.signature(original_generate).parameters)
 
         def generate(*args: Any, **kwargs: Any) -> Any:
-            cache = kwargs.get("past_key_values")
+            kwargs = _rename_cache(kwargs, keyword_of_generate)
+            cache = kwargs.get(keyword_of_generate)
             if isinstance(cache, RingCache) and cache._model is model:
                 generating.append(cache)
                 cache._generating += 1
@@ -487,6 +490,19 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
                 model.__dict__[name] = own
 
     return unwrap
+
+
+def _rename_cache(kwargs: dict[str, Any], keyword: str) -> dict[str, Any]:
+    """Pass a RingCache by the keyword that a function has for it; releases of transformers differ."""
+    given = {name: x for name in CACHE_KEYWORDS if (x := kwargs.get(name)) is not None}
+    cache = next((x for x in given.values() if isinstance(x, RingCache)), None)
+    if cache is None:
+        return kwargs
+    if len(given) > 1:
+        cache.ring.raise_on_all_ranks(
+            ValueError("a cache must be passed once, got cache and past_key_values; leave one out")
+        )
+    return {**{name: x for name, x in kwargs.items() if name not in CACHE_KEYWORDS}, keyword: cache}
 
 
 def _drop_cached(given: dict[str, Any], name: str, paddings: list[int], before: int) -> dict[str, Any]:

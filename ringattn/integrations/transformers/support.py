@@ -44,7 +44,7 @@ IMAGE_KEYWORDS = frozenset(
 """Entries of a batch that models with images read whole on every rank."""
 
 RING_CACHE_KEYWORDS = frozenset(
-    "attention_mask cache_position input_ids inputs_embeds logits_to_keep output_attentions output_hidden_states "
+    "attention_mask cache cache_position input_ids inputs_embeds logits_to_keep output_attentions output_hidden_states "
     "output_router_logits past_key_values position_ids return_dict use_cache".split()
 )
 """Keywords of a model call with a RingCache."""
@@ -327,7 +327,7 @@ TABLE = (
             _option(name, lambda value: value is False),
             f"{name} must be True in a call with a RingCache, got False; leave {remedy} out",
         )
-        for name, remedy in (("use_cache", "past_key_values"), ("return_dict", "it"))
+        for name, remedy in (("use_cache", "the cache"), ("return_dict", "it"))
     ),
     Unsupported(
         "RingCache call",

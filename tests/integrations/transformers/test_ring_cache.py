@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -756,6 +757,38 @@ def test_a_failed_call_leaves_the_cache_unchanged() -> None:
         assert model(tokens(20, rows=2), past_key_values=cache).logits.shape[0] == 2
 
 
+@pytest.mark.parametrize("keyword", ["cache", "past_key_values"])
+def test_a_cache_is_passed_by_the_keyword_of_any_release(keyword: str) -> None:
+    model = make("llama", "ringattn", torch.float32).eval()
+    expected = make("llama", "sdpa", torch.float32).eval().generate(**FEW, **GREEDY)
+    with torch.no_grad(), RingCache(model, Ring(), max_tokens=40) as cache, warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        found = model.generate(**FEW, **GREEDY, **{keyword: cache}, return_dict_in_generate=True)
+        assert found.sequences.tolist() == expected.tolist()
+        assert found.past_key_values is cache
+        assert model(tokens(1), **{keyword: cache}).past_key_values is cache
+        assert cache.get_seq_length() == expected.shape[1]
+        both: Any = {"cache": cache, "past_key_values": transformers.DynamicCache()}
+        for call in (model, partial(model.generate, **GREEDY)):
+            with pytest.raises(ValueError, match="must be passed once, got cache and past_key_values"):
+                call(tokens(50), **both)
+
+
+def test_a_call_without_the_cache_is_refused_without_a_guess_why() -> None:
+    """The message spoke of Phi 3 whatever had left the cache out."""
+    model = make("llama", "ringattn", torch.float32).eval()
+    prepare = model.prepare_inputs_for_generation
+
+    def without(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: x for name, x in prepare(*args, **kwargs).items() if not isinstance(x, RingCache)}
+
+    model.prepare_inputs_for_generation = without
+    with RingCache(model, Ring(), max_tokens=40) as cache:
+        with pytest.raises(NotImplementedError, match="got a call of LlamaForCausalLM without it, after 0") as caught:
+            model.generate(tokens(20), **GREEDY, past_key_values=cache)
+        assert "Phi" not in str(caught.value)
+
+
 def test_other_caches_are_refused() -> None:
     model = make("llama", "ringattn", torch.float32).eval()
     with pytest.raises(NotImplementedError, match="generate with a RingCache"):
@@ -794,9 +827,7 @@ def crossed() -> list[str]:
 @pytest.mark.dist
 def test_a_cache_of_another_model_is_refused(pool: Pools) -> None:
     """Its decoding would call the model that it was made of."""
-    told = (
-        "past_key_values must be a RingCache of the model that is called, a Qwen3ForCausalLM, got one of another Llama"
-    )
+    told = "a RingCache must be of the model that is called, a Qwen3ForCausalLM, got one of another Llama"
     for found in [crossed(), *pool(2).run(crossed)]:
         assert [said.startswith(told) for said in found] == [True, True, False]
         assert found[2] == "0"
@@ -898,5 +929,6 @@ def test_models_that_drop_the_cache_are_refused_by_name(pool: Pools) -> None:
     """Ranks were told that they call a model without a sharding."""
     for length in (20, 30):
         for told in (dropping(length), *pool(2).run(dropping, length)):
-            assert told.startswith("generation must pass the RingCache to every call of the model, got one of Phi3")
+            assert told.startswith("generation must pass the RingCache to every call of the model, got a call of Phi3")
+            assert f"after {24 if length == 20 else 0} tokens" in told
     assert dropping(18) == "torch.Size([1, 24])"
