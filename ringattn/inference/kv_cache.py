@@ -93,6 +93,7 @@ class PagedKVCache(KVPool):
 
     add_request = _collective(PageAllocator.add_request)
     fork = _collective(PageAllocator.fork)
+    set_padding = _collective(PageAllocator.set_padding)
     truncate = _collective(PageAllocator.truncate)
     free = _collective(PageAllocator.free)
 

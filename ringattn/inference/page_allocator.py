@@ -193,6 +193,17 @@ class PageAllocator:
         self._reserve(child)
         return child.name
 
+    def set_padding(self, request: int, first: int) -> None:
+        """Change the padding in front of a request; ValueError if it has other tokens, or could not grow to its padding."""
+        one = self.find(request)
+        self._check_reserve(one.reserved_tokens, first)
+        if first != one.first and min(first, one.first) < one.length:
+            raise ValueError(
+                f"padding of request {request} must stay {one.first} tokens, as it has {one.length} tokens, got {first}; "
+                "truncate it first"
+            )
+        one.first = first
+
     def truncate(self, request: int, length: int, reserve: int | None = None) -> None:
         """Keep the first `length` tokens of a request, which may then grow to `reserve` tokens (None: as before).
 

@@ -106,9 +106,12 @@ class _RecurrentLayer(nn.Module):
             return super().forward(hidden_states, *args, **kwargs)
         sharding, tokens = rows.sharding, rows.tokens
         with sharding.ring.propagate_errors():
-            if (args and args[0] is not None) or kwargs.get("cache_params") is not None:
+            # the name of earlier releases than 5.24 comes last
+            if (args and args[0] is not None) or any(
+                kwargs.get(name) is not None for name in ("cache", "cache_params")
+            ):
                 raise NotImplementedError(
-                    "cache_params must be left out where ranks share a sequence, whose states are not stored; pass "
+                    "a cache must be left out where ranks share a sequence, whose states are not stored; pass "
                     "use_cache=False, as shard_batch does"
                 )
         stretches = _stretches(sharding)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import accumulate
@@ -15,7 +15,7 @@ from typing import Any, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, GenerationMixin
 
 from ringattn.inference import ForwardBatch
 from ringattn.ring import Ring
@@ -71,8 +71,19 @@ def attended_before(layer: int) -> bool:
     return again
 
 
+CACHE_KEYWORDS = ("cache", "past_key_values")
+"""Keywords of a call's cache: since transformers 5.24, and before."""
+_BY_RELEASE = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+
+
+def cache_keyword(parameters: Container[str]) -> str:
+    """Return the keyword by which a function with these parameters takes its cache; that of the release if it names none."""
+    named = (name for known in (parameters, _BY_RELEASE) for name in CACHE_KEYWORDS if name in known)
+    return next(named)
+
+
 class PassthroughCache(Cache):
-    """The past_key_values of a call with a step: returns new keys and values unchanged; attention stores them.
+    """The cache of a call with a step: returns new keys and values unchanged; attention stores them.
 
     With one, models neither create a cache of their own nor search positions for packed documents.
     """
@@ -172,14 +183,15 @@ def forward_step(
     new = new_tokens(step)
     wanted = range(new) if wanted is None else wanted
     keep, places = _kept_rows(step, new, wanted, device)
-    can_keep = "logits_to_keep" in inspect.signature(getattr(forward, "forward", forward)).parameters
+    parameters = inspect.signature(getattr(forward, "forward", forward)).parameters
+    others[cache_keyword(parameters)] = PassthroughCache()
+    can_keep = "logits_to_keep" in parameters
     if can_keep:
         others["logits_to_keep"] = keep
     with one_forward(), replicated_rows(step.cache.ring if step.mode == "decode" else None), step.one_call():
         out = forward(
             **rows,
             position_ids=positions,
-            past_key_values=PassthroughCache(),
             use_cache=True,
             step=step,
             return_dict=True,

@@ -33,13 +33,20 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from ringattn.inference import PagedKVCache
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, GraphCapturer, select_capturer
-from ringattn.integrations.transformers.model_forward import BoundPatch, forward_step
+from ringattn.integrations.transformers.model_forward import (
+    CACHE_KEYWORDS,
+    BoundPatch,
+    cache_keyword,
+    forward_step,
+    untraced,
+)
 from ringattn.integrations.transformers.positions import has_sections, max_learned_positions
 from ringattn.integrations.transformers.support import (
     IMAGE_KEYWORDS,
     GenerateCall,
     cache_sizes,
     check_supported,
+    inner_model,
 )
 from ringattn.ring import Ring
 
@@ -50,7 +57,7 @@ COPY_REFUSAL = "a model must be copied or saved whole outside of `with RingCache
 
 MAX_SHOWN = 400
 """Characters of the arguments of generate that an error message has."""
-_PER_RANK = ("past_key_values", "streamer")
+_PER_RANK = (*CACHE_KEYWORDS, "streamer")
 """Arguments of generate that may differ between ranks: a streamer may be on one rank only."""
 _PASSED_ON = ("output_router_logits", "output_attentions")
 
@@ -58,12 +65,13 @@ _PASSED_ON = ("output_router_logits", "output_attentions")
 class RingCache(Cache):
     """KV cache of `model.generate`, sharded between the ranks of a ring.
 
-    Inside of `with`, calls of the model with this cache as past_key_values share their work: every rank makes the same calls with
-    the whole inputs, computes its rows of a prompt, and gets the same logits. Calls without it are as before. A second call
-    continues where the first ended; `reset` empties the cache.
+    Inside of `with`, calls of the model with this cache as past_key_values, or as cache (since transformers 5.24), share their
+    work: every rank makes the same calls with the whole inputs, computes its rows of a prompt, and gets the same logits. Calls
+    without it are as before. A second call continues where the first ended; `reset` empties the cache.
 
     Args:
-        model: A causal language model with `attn_implementation="ringattn"`, whole on every rank, in eval mode.
+        model: A causal language model with `attn_implementation="ringattn"`, whole on every rank, in eval mode. It may be in
+            `torch.compile(model)`, or in a PeftModel with LoRA or other adapters that change rows independently.
         ring: The ranks that share the work.
         max_tokens: Maximum length of a sequence: prompt, padding and answer.
         batch: Sequences at a time: prompts times beams or returned sequences.
@@ -79,7 +87,8 @@ class RingCache(Cache):
     Raises:
         ValueError: A number is less than 1, max_tokens exceeds the learned positions of the model, memory is missing, or graphs
             are required where there can be none; raised on every rank.
-        NotImplementedError: Tokens interact in some layers other than by attention, or layers have keys of different sizes.
+        NotImplementedError: Tokens interact in some layers other than by attention, layers have keys of different sizes, or the
+            model is in a wrapper that is not known to call it unchanged.
         RuntimeError: In use: it is entered twice, or used outside of its `with`.
 
     Example:
@@ -102,6 +111,7 @@ class RingCache(Cache):
             for name, value in (("max_tokens", max_tokens), ("batch", batch), ("page_size", page_size)):
                 if value < 1:
                     raise ValueError(f"{name} must be at least 1, got {value}")
+            model = inner_model(model)
             sizes = cache_sizes(model)
             positions = max_learned_positions(model)
             if positions is not None and max_tokens > positions:
@@ -179,7 +189,12 @@ class RingCache(Cache):
         return self.get_seq_length() + new, 0
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
-        """Raise: the model was called outside of `with`."""
+        """Raise: the model was called outside of `with`, or another model was."""
+        if self._unwrap is not None and self.kv is not None:
+            raise RuntimeError(
+                f"a RingCache must be passed to the {type(self._model).__name__} that it was made of, got one passed to another "
+                "model; make each model a RingCache of its own"
+            )
         raise RuntimeError(
             "a RingCache must be entered before its model is called: with RingCache(model, ring, max_tokens=...) as cache"
         )
@@ -270,6 +285,7 @@ class RingCache(Cache):
         for request in self._requests:
             self._open().truncate(request, length)
 
+    @untraced
     def _call(self, forward: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Call the model, whose own forward is given, with this cache and these arguments."""
         kv = self._open()
@@ -283,7 +299,11 @@ class RingCache(Cache):
         if compared and not self._generating:
             _share_generators(self.ring, kv.device)
         if not self._requests:
-            self._requests, self._paddings = kv.add_batch(self.max_tokens, paddings), paddings
+            self._requests = kv.add_batch(self.max_tokens, paddings)
+        elif paddings != self._paddings:
+            for request, padding in zip(self._requests, paddings, strict=True):
+                kv.set_padding(request, padding)
+        self._paddings = paddings
         keep = given.get("logits_to_keep", 0)
         wanted = [x % n for x in keep.tolist()] if isinstance(keep, Tensor) else list(range(n)[-keep:])
         positions = given.get("position_ids")
@@ -304,7 +324,6 @@ class RingCache(Cache):
             self._crop(before)
             kv.consistency.discard()
             raise
-        out.past_key_values = self
         self._calling = False
         return out
 
@@ -344,14 +363,14 @@ class RingCache(Cache):
         continues = self._requests and n <= few and name == "input_ids" and (self._compared or not self._generating)
         options = [keep if isinstance(keep, int) else keep.tolist(), *(bool(given.get(one)) for one in _PASSED_ON)]
         placed = [] if positions is None else [positions]
-        text = f"{b} sequences, {n} new tokens after {self.get_seq_length()}, options {options}"
+        text = f"{b} sequences, {n} new tokens after {self.get_seq_length()}, padding {paddings}, options {options}"
         if continues:
             self._open().consistency.record(text, new, *(x.to(new.device) for x in placed))
             return paddings, False
         placed += [x for _, x in sorted(_images(given).items()) if isinstance(x, Tensor)]
-        numbers = [int(_hash(x)) for x in (new, torch.tensor(paddings, device="cpu"), *placed)]
+        numbers = [int(_hash(x)) for x in (new, *placed)]
         self.ring.assert_equal_across_ranks(
-            "what the model is called with", f"{text}, digests of tokens, padding and positions {numbers}"
+            "what the model is called with", f"{text}, digests of tokens and positions {numbers}"
         )
         self._compared = True
         return paddings, True
@@ -400,9 +419,10 @@ class RingCache(Cache):
                 f"a sequence must stay within max_tokens={self.max_tokens}, got {before} tokens and {n} more; "
                 "make the RingCache with more, or call reset() between prompts"
             )
-        known = self._paddings or [0] * b
+        known = [min(padding, before) for padding in self._paddings] or [0] * b
         paddings = known if mask is None else _padding(mask, b, before + n)
-        if self._requests and paddings != known:
+        # a sequence that is padding alone so far may have more of it
+        if any(now < then or now > then < before for now, then in zip(paddings, known, strict=True)):
             raise ValueError(
                 f"attention_mask must begin with the padding of the earlier calls, {known} tokens by sequence, got {paddings}; "
                 "call reset() before other prompts"
@@ -421,45 +441,54 @@ class _Layer:
 
 
 def _wrap(model: PreTrainedModel) -> Callable[[], None]:
-    """Route calls of a model with a RingCache through that cache; return a function that undoes it.
+    """Route calls of a model with a RingCache through that cache; return a function that undoes it and never raises.
 
-    Forward is patched on the instance, because parts of generation call `self.forward`, which hooks do not see.
+    Forward is patched on the instance, because parts of generation call `self.forward`, which hooks do not see. RingCaches of one
+    model share the patch, which the last one removes.
     """
+    if isinstance(shared := model.__dict__.get("forward"), _SharedPatch):
+        shared.users += 1
+        return shared.unwrap
     original, original_generate = model.forward, getattr(model, "generate", None)
     signature = inspect.signature(original)
     spread = next((name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    keyword = cache_keyword(signature.parameters)
     generating: list[RingCache] = []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = kwargs
-        if args or isinstance(kwargs.get("past_key_values"), RingCache):
+        given = kwargs = _rename_cache(kwargs, keyword)
+        if args or isinstance(kwargs.get(keyword), RingCache):
             given = dict(signature.bind(*args, **kwargs).arguments)
             given |= given.pop(spread, {}) if spread is not None else {}
-        cache, error = given.get("past_key_values"), None
+        cache, error = given.get(keyword), None
         if not isinstance(cache, RingCache):
             if cache is not None or not generating:
                 return original(*args, **kwargs)
             cache = generating[-1]
             error = NotImplementedError(
-                f"generation must pass the RingCache to every call of the model, got one of {type(model).__name__} without, "
-                "which drops a cache at this length to compute all tokens anew (Phi 3 and similar models do beyond "
-                "original_max_position_embeddings); keep sequences shorter, or use attn_implementation='sdpa' on one process"
+                f"generation must pass the RingCache to every call of the model, got a call of {type(model).__name__} without it, "
+                f"after {cache.get_seq_length()} tokens; generate with attn_implementation='sdpa' on one process"
             )
         elif cache._model is not model:
             error = ValueError(
-                f"past_key_values must be a RingCache of the model that is called, a {type(model).__name__}, got one of "
+                f"a RingCache must be of the model that is called, a {type(model).__name__}, got one of "
                 f"another {type(cache._model).__name__}; make each model a RingCache of its own"
             )
         if error is not None:
             cache._calling = True
             cache.ring.raise_on_all_ranks(error)
-        return cache._call(original, given)
+        out = cache._call(original, given)
+        setattr(out, keyword, cache)
+        return out
 
-    wrapped: dict[str, Callable[..., Any]] = {"forward": BoundPatch(forward, original, COPY_REFUSAL)}
+    patch = _SharedPatch(forward, original, COPY_REFUSAL)
+    wrapped: dict[str, Callable[..., Any]] = {"forward": patch}
     if callable(original_generate):
+        keyword_of_generate = cache_keyword(inspect.signature(original_generate).parameters)
 
         def generate(*args: Any, **kwargs: Any) -> Any:
-            cache = kwargs.get("past_key_values")
+            kwargs = _rename_cache(kwargs, keyword_of_generate)
+            cache = kwargs.get(keyword_of_generate)
             if isinstance(cache, RingCache) and cache._model is model:
                 generating.append(cache)
                 cache._generating += 1
@@ -476,17 +505,37 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
         setattr(model, name, call)
 
     def unwrap() -> None:
-        if model.__dict__.get("forward") is not wrapped["forward"]:
-            raise RuntimeError(
-                "RingCaches of one model must be left in the reverse order in which they were entered; nest them"
-            )
+        patch.users -= 1
         for name, own in owns.items():
-            if own is None:
-                del model.__dict__[name]
-            else:
-                model.__dict__[name] = own
+            # a method that replaced the patch calls it, and it passes calls without a RingCache on
+            if patch.users == 0 and model.__dict__.get(name) is wrapped[name]:
+                if own is None:
+                    del model.__dict__[name]
+                else:
+                    model.__dict__[name] = own
 
+    patch.unwrap = unwrap
     return unwrap
+
+
+class _SharedPatch(BoundPatch):
+    """The forward of a model with RingCaches, `users` of them."""
+
+    users = 1
+    unwrap: Callable[[], None]
+
+
+def _rename_cache(kwargs: dict[str, Any], keyword: str) -> dict[str, Any]:
+    """Pass a RingCache by the keyword that a function has for it; releases of transformers differ."""
+    given = {name: x for name in CACHE_KEYWORDS if (x := kwargs.get(name)) is not None}
+    cache = next((x for x in given.values() if isinstance(x, RingCache)), None)
+    if cache is None:
+        return kwargs
+    if len(given) > 1:
+        cache.ring.raise_on_all_ranks(
+            ValueError("a cache must be passed once, got cache and past_key_values; leave one out")
+        )
+    return {**{name: x for name, x in kwargs.items() if name not in CACHE_KEYWORDS}, keyword: cache}
 
 
 def _drop_cached(given: dict[str, Any], name: str, paddings: list[int], before: int) -> dict[str, Any]:
@@ -534,12 +583,12 @@ def _padding(mask: Tensor, b: int, length: int) -> list[int]:
             f"{tuple(mask.shape)}; pass that of the whole sequences"
         )
     held = mask != 0
-    first = held.int().argmax(-1)
+    first = (held.cumsum(-1) == 0).sum(-1)
     *paddings, others = torch.cat([first, (held.sum(-1) + first != length).sum()[None]]).tolist()
     if others:
         raise NotImplementedError(
             f"attention_mask must have padding on the left only, got other padding in {others} of {b} sequences; "
-            "set tokenizer.padding_side='left'"
+            "pass masks whose zeros come before all ones, as a tokenizer with padding_side='left' does"
         )
     return paddings
 

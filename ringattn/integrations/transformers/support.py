@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 from transformers import AttentionInterface, MaxTimeCriteria, PreTrainedModel
 
 NAME = "ringattn"
@@ -48,10 +49,13 @@ IMAGE_KEYWORDS = frozenset(
 """Entries of a batch that models with images read whole on every rank."""
 
 RING_CACHE_KEYWORDS = frozenset(
-    "attention_mask cache_position input_ids inputs_embeds logits_to_keep output_attentions output_hidden_states "
+    "attention_mask cache cache_position input_ids inputs_embeds logits_to_keep output_attentions output_hidden_states "
     "output_router_logits past_key_values position_ids return_dict use_cache".split()
 )
 """Keywords of a model call with a RingCache."""
+
+ROW_ADAPTERS = frozenset("ADALORA BOFT FOURIERFT HRA IA3 LN_TUNING LOHA LOKR LORA OFT VERA".split())
+"""Adapters of PEFT that change the rows of a layer independently of each other, and add none."""
 
 RECURRENT_LAYERS = frozenset({"hybrid", "linear_attention", "mamba"})
 """Kinds of layers with a recurrence, which `replace_recurrent_layers` may let work over sharded rows."""
@@ -231,6 +235,26 @@ def _unequal_layers(config: Any) -> list[tuple[int, int, int]] | None:
     return sorted(sizes) if len(sizes) > 1 else None
 
 
+def inner_model(model: Any) -> PreTrainedModel:
+    """Return the model of transformers that a compiled model or a model with adapters calls; raises for other wrappers."""
+    while not isinstance(model, PreTrainedModel):
+        compiled = isinstance(model, OptimizedModule)
+        adapters = {} if compiled else getattr(model, "peft_config", {})
+        others = [one for one in adapters.values() if one.peft_type not in ROW_ADAPTERS or _chooses_tokens(one)]
+        if others or not (compiled or hasattr(model, "get_base_model")):
+            raise NotImplementedError(
+                "model must be one of transformers, or that in torch.compile(model) or in a PeftModel whose adapters change rows "
+                f"independently (LoRA and similar), got {type(model).__name__} "
+                f"{[type(one).__name__ for one in others] or ''}; pass the model inside, or merge adapters with merge_and_unload()"
+            )
+        model = model._orig_mod if compiled else model.get_base_model()
+    return model
+
+
+def _chooses_tokens(adapter: Any) -> bool:
+    return getattr(adapter, "alora_invocation_tokens", None) is not None
+
+
 def cache_sizes(model: PreTrainedModel) -> dict[str, Any]:
     """Return the sizes of `PagedKVCache` for a model; raises for models that one cache cannot serve."""
     config = model.config.get_text_config(decoder=True)
@@ -359,7 +383,7 @@ TABLE = (
             _option(name, lambda value: value is False),
             f"{name} must be True in a call with a RingCache, got False; leave {remedy} out",
         )
-        for name, remedy in (("use_cache", "past_key_values"), ("return_dict", "it"))
+        for name, remedy in (("use_cache", "the cache"), ("return_dict", "it"))
     ),
     Unsupported(
         "RingCache call",

@@ -486,7 +486,7 @@ def call_wrongly(how: str) -> str:
         ("z loss", "z_loss_coefficient must be 0 where ranks share a sequence, got 0.1"),
         ("tree", "tree must be left out for a model with recurrent layers"),
         ("step", "step must be left out of a call of a model with recurrent layers"),
-        ("cache", "cache_params must be left out where ranks share a sequence"),
+        ("cache", "a cache must be left out where ranks share a sequence"),
     ],
 )
 def test_wrong_calls_are_refused_on_every_rank(pool: Pools, how: str, match: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -101,6 +102,62 @@ def test_prompts_may_come_in_chunks(pool: Pools, kind: str, chunk: int) -> None:
     """Of few tokens, which every rank computes, and of more, which ranks share."""
     for world_size in (2, 4):
         assert_same(pool, world_size, kind, {**prompts(rows=2), **GREEDY, "prefill_chunk_size": chunk})
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "llama4"])
+@pytest.mark.parametrize("chunk", [8, 19])
+def test_padding_may_be_longer_than_a_chunk(pool: Pools, kind: str, chunk: int) -> None:
+    """Rows whose first chunks are padding alone were refused as padding on the right."""
+    given = {**prompts(rows=3, length=43, padding=23), **GREEDY, "prefill_chunk_size": chunk}
+    for world_size in (1, 2):
+        assert_same(pool, world_size, kind, given, batch=3)
+
+
+def padded_alone(mask: Tensor, turns: int) -> tuple[list[list[int]], list[int]]:
+    """Answers to prompts of which some are padding alone, and the padding of each sequence then."""
+    model = make("llama", "ringattn", torch.float32).eval()
+    with torch.no_grad(), RingCache(model, Ring(), max_tokens=64, batch=2, page_size=4) as cache:
+        ids = tokens(29, rows=2).masked_fill(mask == 0, 0)
+        for seed in range(turns):
+            ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **{**GREEDY, "max_new_tokens": 3})
+            ids = torch.cat([ids, tokens(5, rows=2, seed=seed)], 1)
+            mask = torch.nn.functional.pad(mask, (0, 8), value=1)
+        return ids.tolist(), cache._paddings
+
+
+@pytest.mark.dist
+def test_a_row_of_padding_alone_changes_no_other_row(pool: Pools) -> None:
+    mask = torch.ones(2, 29, dtype=torch.long)
+    expected, _ = padded_alone(mask, 2)
+    mask[0] = 0
+    for found, paddings in (padded_alone(mask, 2), *pool(2).run(padded_alone, mask, 2)):
+        assert found[1] == expected[1]
+        assert paddings == [29, 0]
+
+
+def test_padding_grows_only_where_there_is_nothing_else() -> None:
+    model = make("llama", "ringattn", torch.float32).eval()
+    mask = (torch.arange(40) >= torch.tensor([[12], [3]])).long()
+    with torch.no_grad(), RingCache(model, Ring(), max_tokens=40, batch=2, page_size=4) as cache:
+
+        def call(start: int, stop: int, padding: int = 0) -> None:
+            given = mask[:, :stop].clone()
+            given[1, :padding] = 0
+            model(tokens(40, rows=2)[:, start:stop], attention_mask=given, past_key_values=cache)
+
+        call(0, 8)
+        assert cache._paddings == [8, 3]
+        with pytest.raises(ValueError, match=r"attention_mask must begin with .* \[8, 3\] .* \[12, 5\]"):
+            call(8, 20, padding=5)
+        call(8, 20)
+        assert cache._paddings == [12, 3]
+        with pytest.raises(ValueError, match=r"padding of request 0 must stay 12 tokens"):
+            cache.kv.set_padding(cache._requests[0], 13)  # pyright: ignore[reportOptionalMemberAccess]
+        cache.crop(-10)
+        mask[0, 10:] = 1
+        call(10, 20)
+        assert cache._paddings == [10, 3]
 
 
 def several_turns(kind: str, implementation: str) -> list[Tensor]:
@@ -720,9 +777,86 @@ def test_the_model_gets_its_forward_back() -> None:
     first, second = (RingCache(model, Ring(), max_tokens=20) for _ in range(2))
     first.__enter__()
     second.__enter__()
-    with pytest.raises(RuntimeError, match="must be left in the reverse order"):
-        first.__exit__(None, None, None)
+    first.__exit__(None, None, None)
+    with torch.no_grad():
+        model(tokens(9), past_key_values=second)
     second.__exit__(None, None, None)
+    assert (model.forward, model.generate) == (own, own_generate)
+    assert first.kv is second.kv is None
+
+
+def test_an_error_inside_is_raised_whatever_became_of_the_model() -> None:
+    model = make("llama", "ringattn", torch.float32).eval()
+    cache = RingCache(model, Ring(), max_tokens=20)
+
+    def fail() -> None:
+        with cache:
+            del model.generate
+            model.forward = lambda *_: None
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert cache.kv is None
+
+
+def wrapped(how: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens of a wrapped model with a RingCache of it, and of the model alone."""
+    peft = pytest.importorskip("peft")
+    model = make("llama", "ringattn", torch.float32).eval()
+    plain = make("llama", "sdpa", torch.float32).eval()
+    if how != "compile":
+        torch.manual_seed(0)
+        options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "r": 2}
+        model = peft.get_peft_model(model, peft.LoraConfig(**options)).eval()
+        torch.manual_seed(0)
+        plain = peft.get_peft_model(plain, peft.LoraConfig(**options)).eval()
+    if how != "peft":
+        model = torch.compile(model, backend="eager")
+    expected = plain.generate(**FEW, **GREEDY)
+    with torch.no_grad(), RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:  # pyright: ignore[reportArgumentType]
+        found = model.generate(**FEW, **GREEDY, past_key_values=cache)
+        cache.reset()
+        first = model(**FEW, past_key_values=cache).logits[:, -1].argmax(-1)
+        assert cache.get_seq_length() == 21
+        assert first.tolist() == expected[:, 21].tolist()
+    assert "forward" not in vars(getattr(model, "_orig_mod", model))
+    return found.tolist(), expected.tolist()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["peft", "compile", "both"])
+def test_a_cache_serves_the_model_inside_a_wrapper(pool: Pools, how: str) -> None:
+    for found, expected in (wrapped(how), *pool(2).run(wrapped, how)):
+        assert found == expected
+
+
+def test_other_wrappers_are_refused_by_type() -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(config: Any) -> Any:
+        return peft.get_peft_model(make("llama", "ringattn", torch.float32), config)
+
+    tokens_of_its_own = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    from_a_token_on = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[3])
+    for model, named in (
+        (adapted(tokens_of_its_own), r"got PeftModelForCausalLM \['PromptTuningConfig'\]; pass"),
+        (adapted(from_a_token_on), r"got PeftModelForCausalLM \['LoraConfig'\]; pass"),
+        (torch.nn.Sequential(make("llama", "ringattn")), "got Sequential"),
+    ):
+        with pytest.raises(NotImplementedError, match=named):
+            RingCache(model, Ring(), max_tokens=20)
+
+
+def test_a_cache_passed_to_another_model_is_refused_as_such() -> None:
+    """The message asked to enter a cache that was entered."""
+    model, other = (make("llama", "ringattn", torch.float32).eval() for _ in range(2))
+    with (
+        torch.no_grad(),
+        RingCache(model, Ring(), max_tokens=20) as cache,
+        pytest.raises((RuntimeError, NotImplementedError), match="got one passed to another model"),
+    ):
+        other(tokens(9), past_key_values=cache)
 
 
 def test_a_model_is_copied_before_it_is_wrapped_or_not_at_all() -> None:
@@ -757,6 +891,38 @@ def test_a_failed_call_leaves_the_cache_unchanged() -> None:
         hook.remove()
         assert cache.batch_size == -1, "other sequences may come next"
         assert model(tokens(20, rows=2), past_key_values=cache).logits.shape[0] == 2
+
+
+@pytest.mark.parametrize("keyword", ["cache", "past_key_values"])
+def test_a_cache_is_passed_by_the_keyword_of_any_release(keyword: str) -> None:
+    model = make("llama", "ringattn", torch.float32).eval()
+    expected = make("llama", "sdpa", torch.float32).eval().generate(**FEW, **GREEDY)
+    with torch.no_grad(), RingCache(model, Ring(), max_tokens=40) as cache, warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        found = model.generate(**FEW, **GREEDY, **{keyword: cache}, return_dict_in_generate=True)
+        assert found.sequences.tolist() == expected.tolist()
+        assert found.past_key_values is cache
+        assert model(tokens(1), **{keyword: cache}).past_key_values is cache
+        assert cache.get_seq_length() == expected.shape[1]
+        both: Any = {"cache": cache, "past_key_values": transformers.DynamicCache()}
+        for call in (model, partial(model.generate, **GREEDY)):
+            with pytest.raises(ValueError, match="must be passed once, got cache and past_key_values"):
+                call(tokens(50), **both)
+
+
+def test_a_call_without_the_cache_is_refused_without_a_guess_why() -> None:
+    """The message spoke of Phi 3 whatever had left the cache out."""
+    model = make("llama", "ringattn", torch.float32).eval()
+    prepare = model.prepare_inputs_for_generation
+
+    def without(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: x for name, x in prepare(*args, **kwargs).items() if not isinstance(x, RingCache)}
+
+    model.prepare_inputs_for_generation = without
+    with RingCache(model, Ring(), max_tokens=40) as cache:
+        with pytest.raises(NotImplementedError, match="got a call of LlamaForCausalLM without it, after 0") as caught:
+            model.generate(tokens(20), **GREEDY, past_key_values=cache)
+        assert "Phi" not in str(caught.value)
 
 
 def test_other_caches_are_refused() -> None:
@@ -797,7 +963,7 @@ def crossed() -> list[str]:
 @pytest.mark.dist
 def test_a_cache_of_another_model_is_refused(pool: Pools) -> None:
     """Its decoding would call the model that it was made of."""
-    told = "past_key_values must"
+    told = "a RingCache must be of the model that is called, a Qwen3ForCausalLM, got one of another Llama"
     for found in [crossed(), *pool(2).run(crossed)]:
         assert [said.startswith(told) for said in found] == [True, True, False]
         assert found[2] == "0"
@@ -899,5 +1065,6 @@ def test_models_that_drop_the_cache_are_refused_by_name(pool: Pools) -> None:
     """Ranks were told that they call a model without a sharding."""
     for length in (20, 30):
         for told in (dropping(length), *pool(2).run(dropping, length)):
-            assert told.startswith("generation must")
+            assert told.startswith("generation must pass the RingCache to every call of the model, got a call of Phi3")
+            assert f"after {24 if length == 20 else 0} tokens" in told
     assert dropping(18) == "torch.Size([1, 24])"
