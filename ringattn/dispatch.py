@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import KernelSet, RowMetadata, Score
 from ringattn.kernels.registry import select_kernels
-from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, parse, serialize
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.device_tables import sides_of, step_tables
 from ringattn.plan.expressions import Mask
 from ringattn.plan.sharding import Sharding
@@ -77,10 +77,10 @@ def resolve(
     if plan is None:
         given = (q, k, v, *tensors)
         with here.propagate_errors():
-            record = parse(text)
-        shares_seed = record["dropout_p"] > 0 and record["backward"] != "keys"
+            spec = AttentionSpec.deserialize(text, here.rank)
+        shares_seed = spec.dropout_p > 0 and spec.backward != "keys"
         with here.consistent_call(text, given, dropout_seed if shares_seed else 0):
-            spec, kernels = _validate(q, k, v, tensors, text, here.context)
+            kernels = _validate(q, k, v, tensors, spec, here.context)
         # the first call of a ring decides its transport, which begins a generation
         facts = (ring, here.generation, *facts[2:])
         plan = make_execution_plan(spec, q, k, v, tensors, kernels, here.context)
@@ -101,7 +101,8 @@ def resolve_simulated(
     facts = (place, text, *_facts(q, k, v, tensors))
     plan = _plans.get(facts)
     if plan is None:
-        spec, kernels = _validate(q, k, v, tensors, text, context)
+        spec = AttentionSpec.deserialize(text, context.rank)
+        kernels = _validate(q, k, v, tensors, spec, context)
         plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, context))
     return plan, _score(plan, q, dropout_seed, tensors)
 
@@ -163,9 +164,8 @@ def _facts(q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> tuple[Hash
 
 
 def _validate(
-    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, text: str, context: RingContext
-) -> tuple[AttentionSpec, type[KernelSet]]:
-    spec = AttentionSpec.deserialize(text, context.rank)
+    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, spec: AttentionSpec, context: RingContext
+) -> type[KernelSet]:
     check_call(q, k, v, spec, tensors)
 
     def steps() -> list[tuple[RowMetadata, RowMetadata]]:
@@ -177,7 +177,7 @@ def _validate(
         ]
 
     features, dims = spec.features(tensors), (q.shape[-1], v.shape[-1])
-    return spec, select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=features, steps=steps).kernels
+    return select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=features, steps=steps).kernels
 
 
 def _score(plan: ExecutionPlan, q: Tensor, dropout_seed: int, tensors: ScoreTensors) -> Score:

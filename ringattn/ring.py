@@ -13,7 +13,7 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -43,6 +43,9 @@ from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.row_collectives import exchange_rows, gather_rows
 from ringattn.transport.select import TRANSPORTS, choose, choose_reducer, group_by_host
 from ringattn.transport.timeout import BoundedWait, EventPair, record_events
+
+MOST_SHARDINGS = 64
+"""Shardings that a ring keeps; beyond it all are dropped, and made again as they are asked for."""
 
 _COUNTS: Counter[str] = Counter()
 
@@ -163,6 +166,7 @@ class Ring:
         self._bounded_wait = BoundedWait(self.rank, self.world_size, self.name, timeout.total_seconds(), release)
         self._agreed: set[bytes] = set()  # digests: a job with packed documents makes a new call in every step
         self._warm: set[torch.device] = set()
+        self._shardings: dict[Hashable, Sharding] = {}
         self._reducers: dict[torch.device, PartialReducer] = {}
         RINGS[self.name] = self
         # not at import: torch's FLOP counter imports triton
@@ -190,7 +194,7 @@ class Ring:
         segments: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> Sharding:
-        """Return the sharding of a sequence over the ring, seen from this rank.
+        """Return the sharding of a sequence over the ring, seen from this rank; the same one for the same arguments.
 
         Args:
             seq_len: Tokens of the whole sequence, at least 1; nothing has to divide it.
@@ -207,12 +211,22 @@ class Ring:
                 next call.
             TypeError: The length, a boundary or a segment is no integer, or balance no dict.
         """
+        key = (seq_len, layout, balance, segments, device)
+        # documents differ from batch to batch; 1 equals True; a trace must not see a table that changes
+        usual = documents is None and type(seq_len) is int and not torch.compiler.is_compiling()
+        usual = usual and all(x is None or isinstance(x, (str, Mask)) for x in key[1:])
+        if usual and (found := self._shardings.get(key)) is not None:
+            return found
         with self.propagate_errors():
             size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, segments, self.world_size)
             sharding = Sharding(size, layout, shards, self.rank, boundaries, ring=self, device=device)
             # torch.compile reads what is there, and cannot make it: cached_property takes a lock
             _ = sharding.positions, sharding.shard_lens
-            return sharding
+        if usual:
+            if len(self._shardings) >= MOST_SHARDINGS:
+                self._shardings.clear()
+            self._shardings[key] = sharding
+        return sharding
 
     @property
     def failures(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.attention.dropout import keep_mask
-from ringattn.kernels.interface import accumulation_dtype
+from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.plan.expressions import Mask
 from ringattn.plan.options import (
     resolve_chunk_len,
@@ -103,6 +103,19 @@ def mask_pairs(
     return torch.stack([mask.visible(i, j, b=b, documents=documents).expand(seq_len, kv_len) for b in elements])
 
 
+class _ScoreOptions(TypedDict, total=False):
+    """Options of the score."""
+
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    key_bias: Tensor | None
+    bias: Tensor | None
+    dropout_p: float
+    dropout_seed: int
+
+
 def dense_attention(
     q: Tensor,
     k: Tensor,
@@ -111,14 +124,7 @@ def dense_attention(
     *,
     q_positions: Tensor,
     k_positions: Tensor,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    key_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: int = 0,
+    **options: Unpack[_ScoreOptions],
 ) -> tuple[Tensor, Tensor]:
     """Return o and lse of any rows over any keys under a mask, boolean `b s t` or `1 s t`.
 
@@ -127,26 +133,26 @@ def dense_attention(
     """
     b, _, h, d = q.shape
     hk = k.shape[2]
-    stat_dtype = accumulation_dtype(q.dtype)
+    stat_dtype, scale = accumulation_dtype(q.dtype), options.pop("softmax_scale", None)
+    score = Score(d**-0.5 if scale is None else scale, **options)
     with torch.autocast(q.device.type, enabled=False):
         k = k.repeat_interleave(h // hk, dim=2)
         v = v.repeat_interleave(h // hk, dim=2)
-        scale = d**-0.5 if softmax_scale is None else softmax_scale
-        s = (torch.einsum("bshd,bthd->bhst", q, k) * scale).to(stat_dtype)
-        if softcap:
-            s = softcap * torch.tanh(s / softcap)
-        if alibi_slopes is not None:
+        s = (torch.einsum("bshd,bthd->bhst", q, k) * score.softmax_scale).to(stat_dtype)
+        if score.softcap:
+            s = score.softcap * torch.tanh(s / score.softcap)
+        if score.alibi_slopes is not None:
             distance = (q_positions.long()[:, None] - k_positions.long()[None, :]).abs().to(stat_dtype)
-            slopes = alibi_slopes.to(stat_dtype)
+            slopes = score.alibi_slopes.to(stat_dtype)
             s = s - (slopes.view(1, h, 1, 1) if slopes.dim() == 1 else slopes[..., None]) * distance
-        if key_bias is not None:
-            s = s + key_bias.to(stat_dtype)[:, None, None, :]
-        if bias is not None:
-            s = s + bias.to(stat_dtype)
+        if score.key_bias is not None:
+            s = s + score.key_bias.to(stat_dtype)[:, None, None, :]
+        if score.bias is not None:
+            s = s + score.bias.to(stat_dtype)
         s = s.masked_fill(~visible[:, None], -math.inf)
 
         # the sink is one more column whose value is never read; with it every row has at least one
-        sink = s.new_full((h,), -math.inf) if sinks is None else sinks.to(stat_dtype)
+        sink = s.new_full((h,), -math.inf) if score.sinks is None else score.sinks.to(stat_dtype)
         s = torch.cat([s, sink.view(1, h, 1, 1).expand(b, h, s.shape[2], 1)], dim=3)
         m = s.detach().amax(3, keepdim=True)
         weight = torch.exp(s - m.masked_fill(m == -math.inf, 0.0))
@@ -155,21 +161,21 @@ def dense_attention(
         total = total.masked_fill(empty, 1.0)
         lse = (m.masked_fill(empty, 0.0) + total.log()).masked_fill(empty, -math.inf).squeeze(3)
         p = (weight / total)[..., :-1]
-        if dropout_p:
+        if score.dropout_p:
             keep = keep_mask(
-                dropout_seed,
+                score.dropout_seed,
                 torch.arange(b, device=q.device)[:, None, None, None],
                 torch.arange(h, device=q.device)[:, None, None],
                 q_positions[:, None],
                 k_positions,
                 h,
-                dropout_p,
+                score.dropout_p,
             )
-            p = torch.where(keep, p / (1 - dropout_p), 0.0)
+            p = torch.where(keep, p / (1 - score.dropout_p), 0.0)
         return torch.einsum("bhst,bthd->bshd", p.to(v.dtype), v), lse
 
 
-class _Options(TypedDict, total=False):
+class _Options(_ScoreOptions, total=False):
     """Options of `attention_reference`."""
 
     causal: bool
@@ -179,14 +185,6 @@ class _Options(TypedDict, total=False):
     chunk_len: int | None
     lengths: Sequence[tuple[int, int]] | None
     mask: Mask | None
-    softmax_scale: float | None
-    softcap: float
-    sinks: Tensor | None
-    alibi_slopes: Tensor | None
-    key_bias: Tensor | None
-    bias: Tensor | None
-    dropout_p: float
-    dropout_seed: int
 
 
 @overload

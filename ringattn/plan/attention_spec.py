@@ -10,8 +10,7 @@ import ast
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -31,6 +30,9 @@ from ringattn.plan.options import (
 )
 from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MOVEMENTS = ("auto", "keys", "queries")
 
@@ -77,14 +79,13 @@ class AttentionSpec:
     )
 
     @classmethod
-    @lru_cache(maxsize=512)
     def deserialize(cls, text: str, rank: int) -> AttentionSpec:
-        """Return the record that `serialize` wrote, seen from a rank; cached."""
+        """Return the record that `serialize` wrote, seen from a rank."""
         record = parse(text)
         sharding = Sharding.from_spec(json.loads(record["sharding"]), rank)
         keys = record["kv_sharding"]
         kv_sharding = sharding if keys is None else Sharding.from_spec(json.loads(keys), rank)
-        short_forms = {name: record[name] for name in ShortForms.__annotations__}
+        short_forms = {name: record[name] for name in _SHORT_FORMS}
         given = fold_mask(**short_forms) if record["mask"] is None else from_spec(record["mask"])
         mask = MaskUnion(sharding.seq_len, kv_sharding.seq_len, given, sharding.documents)
         others = {
@@ -140,22 +141,44 @@ class AttentionSpec:
         return total if self.mask.is_per_batch else total * batch
 
 
+class CallOptions(TypedDict, total=False):
+    """Options of a call with a default, as in `ring_attention`."""
+
+    causal: bool
+    window: int | Sequence[int | None] | None
+    prefix_len: int
+    chunk_len: int | None
+    lengths: Sequence[Sequence[int]] | Tensor | None
+    mask: Mask | None
+    softcap: float
+    dropout_p: float
+    impl: str
+    backward: str
+    deterministic: bool
+
+
+_SHORT_FORMS = tuple(ShortForms.__annotations__)
+_DEFAULTS: dict[str, Any] = {
+    "causal": False,
+    "window": None,
+    "prefix_len": 0,
+    "chunk_len": None,
+    "lengths": None,
+    "mask": None,
+    "softcap": 0.0,
+    "dropout_p": 0.0,
+    "impl": "auto",
+    "backward": "auto",
+    "deterministic": False,
+}
+
+
 def serialize(
     sharding: Sharding,
     kv_sharding: Sharding | None = None,
     *,
     softmax_scale: float,
-    causal: bool = False,
-    window: int | Sequence[int | None] | None = None,
-    prefix_len: int = 0,
-    chunk_len: int | None = None,
-    lengths: Sequence[Sequence[int]] | Tensor | None = None,
-    mask: Mask | None = None,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    impl: str = "auto",
-    backward: str = "auto",
-    deterministic: bool = False,
+    **options: Unpack[CallOptions],
 ) -> str:
     """Return the text of a call, equal on all ranks, which `AttentionSpec.deserialize` reads; options as in `ring_attention`.
 
@@ -166,21 +189,21 @@ def serialize(
             f"kv_sharding must be that of rank {sharding.rank} of {sharding.world_size}, like sharding, got one for rank "
             f"{kv_sharding.rank} of {kv_sharding.world_size}; make both with the same ring"
         )
+    given = _DEFAULTS | options
     mask_text = "None"
-    if mask is not None:
-        mask_text = check_mask(mask).text
-        short_forms = causal or prefix_len, window, chunk_len, lengths
-        if any(option is not None and option is not False and option != 0 for option in short_forms):
+    if given["mask"] is not None:
+        mask_text = check_mask(given["mask"]).text
+        if any(given[name] is not None and given[name] is not False and given[name] != 0 for name in _SHORT_FORMS):
             raise ValueError(
                 "mask must come without causal, window, prefix_len, chunk_len and lengths, got both; intersect them: "
                 "mask=mask & masks.causal()"
             )
-    window, lengths = resolve_window(window), resolve_lengths(lengths)
-    prefix_len, chunk_len = resolve_width("prefix_len", prefix_len), resolve_chunk_len(chunk_len)
-    causal, deterministic = resolve_flag("causal", causal), resolve_flag("deterministic", deterministic)
-    softmax_scale, softcap = resolve_real("softmax_scale", softmax_scale), resolve_real("softcap", softcap)
-    dropout_p = resolve_real("dropout_p", dropout_p)
-    impl, backward = resolve_impl(impl), resolve_word("backward", backward, MOVEMENTS)
+    window, lengths = resolve_window(given["window"]), resolve_lengths(given["lengths"])
+    prefix_len, chunk_len = resolve_width("prefix_len", given["prefix_len"]), resolve_chunk_len(given["chunk_len"])
+    causal, deterministic = (resolve_flag(name, given[name]) for name in ("causal", "deterministic"))
+    softmax_scale, softcap = resolve_real("softmax_scale", softmax_scale), resolve_real("softcap", given["softcap"])
+    dropout_p = resolve_real("dropout_p", given["dropout_p"])
+    impl, backward = resolve_impl(given["impl"]), resolve_word("backward", given["backward"], MOVEMENTS)
     keys = None if kv_sharding is None else kv_sharding.text
     return (
         f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {causal}, 'window': {window}, "
@@ -205,12 +228,11 @@ def describe_record(record: Mapping[str, Any]) -> str:
     if record["kv_sharding"] is not None:
         words.append(f"{json.loads(record['kv_sharding'])[0]} keys")
     # a list of lengths is too long for a message
-    defaults = {name: default for name, default in (serialize.__kwdefaults__ or {}).items() if name != "lengths"}
-    words += [f"{name}={record[name]}" for name in record if name in defaults and record[name] != defaults[name]]
+    named = [name for name in record if name in _DEFAULTS and name != "lengths"]
+    words += [f"{name}={record[name]}" for name in named if record[name] != _DEFAULTS[name]]
     return f"ring_attention({', '.join(words)})"
 
 
-@lru_cache(maxsize=4)
 def parse(text: str) -> Mapping[str, Any]:
     """Return the record that `serialize` wrote, as plain Python values."""
     return ast.literal_eval(text)

@@ -10,17 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ringattn.plan.expressions import Causal, Window
 from ringattn.plan.layouts import MAX_SEQ_LEN
 from ringattn.plan.mask import MaskUnion, ShortForms, short_mask
-from ringattn.plan.options import resolve_window
+from ringattn.plan.options import resolve_balance
 from ringattn.planning.memory import Memory, attention_peak, heads_of, serving_memory, training_memory
 from ringattn.planning.profile import Link, Profile, load_profile
 from ringattn.planning.ring_time import RingCall, attention_time
 from ringattn.planning.shapes import ModelShape, load_shape
 from ringattn.planning.step import Seconds, prefill_s, token_ms, training_step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 SIMULATED = 6
 """Meshes that are simulated, best bounds first."""
@@ -169,12 +173,9 @@ def estimate(
     mode: str = "train",
     batch: int | None = None,
     documents: Sequence[int] | None = None,
-    causal: bool = True,
-    window: int | Sequence[int | None] | None = None,
-    prefix_len: int = 0,
-    chunk_len: int | None = None,
     recompute: str | None = None,
     layout: str | None = None,
+    **mask: Unpack[ShortForms],
 ) -> Estimate:
     """Return memory and time of a job on every mesh, best first. Needs no GPU.
 
@@ -188,9 +189,9 @@ def estimate(
         mode: "train": a step with FSDP; "serve": a prompt and tokens, with all weights on every rank.
         batch: Sequences of a step of all ranks, or requests when serving; None: one per data-parallel rank, one request.
         documents: Boundaries (0, ..., tokens) of packed documents.
-        causal: See `ring_attention`; also window, prefix_len and chunk_len.
         recompute: "none", "selective" or "full"; None: all are tried.
         layout: Layout of the shards; None: the best for the mask.
+        mask: causal, by default True, window, prefix_len and chunk_len; see `ring_attention`.
 
     Returns:
         The candidates, each with its memory in bytes, and with seconds where it was simulated.
@@ -218,7 +219,6 @@ def estimate(
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}; None tries all")
     if recompute is not None and mode == "serve":
         raise ValueError(f"recompute must be None when serving, got {recompute!r}; nothing is kept for a backward")
-    options = {"causal": causal, "window": resolve_window(window), "prefix_len": prefix_len, "chunk_len": chunk_len}
     job = Job(
         load_shape(model),
         tokens,
@@ -228,7 +228,7 @@ def estimate(
         mode,
         batch,
         None if documents is None else tuple(documents),
-        options,
+        ShortForms(**resolve_balance({"causal": True, **mask})),
         RECOMPUTE if recompute is None else (recompute,),
         layout,
     )
