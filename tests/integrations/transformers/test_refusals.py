@@ -282,11 +282,11 @@ def test_families_that_cannot_attend_around_the_ring_are_refused_before_they_run
 def share_head(kind: str, given: dict[str, Any], pooling: bool) -> tuple[float, str]:
     """Return the distance of a head's logits from those of one process, and what was refused."""
     register()
-    config = getattr(transformers, kind).config_class(vocab_size=61, pad_token_id=0, **_SMALL)
-    if kind.startswith("Splinter"):
-        config.question_token_id = 60
     models = []
     for attention in ("eager", "ringattn"):
+        config = getattr(transformers, kind).config_class(vocab_size=61, pad_token_id=0, **_SMALL)
+        if kind.startswith("Splinter"):
+            config.question_token_id = 60
         torch.manual_seed(0)
         models.append(getattr(transformers, kind)._from_config(config, attn_implementation=attention).eval())
     part = shard_batch(given, Ring(), shift_labels=False, pooling=pooling)
