@@ -19,11 +19,9 @@ ROOMS = {"ringattn": ROOT / "ringattn", "ringattn.kernels": ROOT / "kernels", "r
 INTEGERS = [  # each may import those before it
     "plan.layouts",
     "plan.block_pattern",
-    "plan.bounds",
     "plan.intervals",
     "plan.expressions",
     "plan.mask",
-    "plan.pairs",
     "plan.ring_plan",
 ]
 DECISIONS = ("ringattn.kernels.attention.hopper.tile_scheduler", "ringattn.kernels.attention.hopper.configs")

@@ -19,22 +19,12 @@ from ringattn.kernels.interface import PAD_ROWS, Score, accumulation_dtype
 from ringattn.kernels.registry import resolve_impl
 from ringattn.plan.expressions import Mask, check_mask, from_spec
 from ringattn.plan.mask import MaskUnion, ShortForms, fold_mask
-from ringattn.plan.options import (
-    resolve_chunk_len,
-    resolve_flag,
-    resolve_lengths,
-    resolve_real,
-    resolve_width,
-    resolve_window,
-    resolve_word,
-)
+from ringattn.plan.options import resolve_call
 from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-MOVEMENTS = ("auto", "keys", "queries")
 
 
 class ScoreTensors(NamedTuple):
@@ -198,12 +188,10 @@ def serialize(
                 "mask must come without causal, window, prefix_len, chunk_len and lengths, got both; intersect them: "
                 "mask=mask & masks.causal()"
             )
-    window, lengths = resolve_window(given["window"]), resolve_lengths(given["lengths"])
-    prefix_len, chunk_len = resolve_width("prefix_len", given["prefix_len"]), resolve_chunk_len(given["chunk_len"])
-    causal, deterministic = (resolve_flag(name, given[name]) for name in ("causal", "deterministic"))
-    softmax_scale, softcap = resolve_real("softmax_scale", softmax_scale), resolve_real("softcap", given["softcap"])
-    dropout_p = resolve_real("dropout_p", given["dropout_p"])
-    impl, backward = resolve_impl(given["impl"]), resolve_word("backward", given["backward"], MOVEMENTS)
+    causal, window, prefix_len, chunk_len, lengths, softmax_scale, softcap, dropout_p, backward, deterministic = (
+        resolve_call(given | {"softmax_scale": softmax_scale})
+    )
+    impl = resolve_impl(given["impl"])
     keys = None if kv_sharding is None else kv_sharding.text
     return (
         f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {causal}, 'window': {window}, "

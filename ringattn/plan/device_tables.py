@@ -21,7 +21,7 @@ from ringattn.kernels.runtime.host_to_device import upload
 from ringattn.kernels.runtime.table_cache import Key, find
 from ringattn.plan.attention_spec import AttentionSpec
 from ringattn.plan.block_pattern import BlockPattern
-from ringattn.plan.bounds import PiecewiseBound
+from ringattn.plan.intervals import PiecewiseBound
 from ringattn.plan.layouts import Shard
 from ringattn.plan.mask import MaskAxis, MaskUnion
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RingStep, Send, pack

@@ -11,8 +11,7 @@ from operator import and_, index, or_
 from typing import Any, ClassVar
 
 from ringattn.plan.block_pattern import BlockPattern
-from ringattn.plan.bounds import Bounds, PiecewiseBound, clamp, constant, from_pieces
-from ringattn.plan.intervals import Term, both, count_term, united
+from ringattn.plan.intervals import Bounds, PiecewiseBound, Term, both, clamp, constant, count_term, from_pieces, united
 from ringattn.plan.layouts import MAX_SEQ_LEN
 
 MAX_CHUNKS = 2**20

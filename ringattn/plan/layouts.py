@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,16 +23,20 @@ MAX_SEQ_LEN = 2**31 - 1
 
 @dataclass(frozen=True, order=True)
 class Run:
-    """Positions `start + stride * i` for `0 <= i < length`."""
+    """Positions `start + stride * i` for `0 <= i < length`.
+
+    Attributes:
+        last: The greatest position (start - stride when the run is empty).
+    """
 
     start: int
     stride: int
     length: int
+    last: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def last(self) -> int:
-        """The greatest position (start - stride when the run is empty)."""
-        return self.start + self.stride * (self.length - 1)
+    def __post_init__(self) -> None:
+        """Compute what is read most."""
+        object.__setattr__(self, "last", self.start + self.stride * (self.length - 1))
 
     def position(self, i: int) -> int:
         """The position of row i of the run."""

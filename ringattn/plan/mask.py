@@ -138,7 +138,7 @@ class MaskUnion:
         self.seq_len, self.kv_len, self.mask, self.documents = seq_len, kv_len, mask, documents
         self.expression = mask if documents is None else mask & Documents(documents)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Mask, ...]:
         """The masks whose intersection is the given one."""
         return self.mask.parts if isinstance(self.mask, Intersection) else (self.mask,)
@@ -175,7 +175,7 @@ class MaskUnion:
         """Batch elements with pairs of their own; 1 when all share one mask."""
         return self.expression.batch_size or 1
 
-    @property
+    @cached_property
     def is_per_batch(self) -> bool:
         """Whether batch elements have pairs of their own."""
         return self.expression.batch_size is not None
@@ -200,13 +200,13 @@ class MaskUnion:
             for b, terms in found.items()
         }
 
-    @property
+    @cached_property
     def is_union(self) -> bool:
         """Whether there is more than one interval, or a table of blocks."""
         terms = self._intervals[0]
         return len(terms) > 1 or terms[0].pattern is not None
 
-    @property
+    @cached_property
     def has_pattern(self) -> bool:
         """Whether a table of blocks cuts the mask."""
         return any(term.pattern is not None for term in self._intervals[0])

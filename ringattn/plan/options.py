@@ -137,6 +137,25 @@ def resolve_segments(segments: Sequence[int] | None) -> tuple[int, ...] | None:
     return tuple(resolve_integer("segments", length, "of integers") for length in segments)
 
 
+MOVEMENTS = ("auto", "keys", "queries")
+
+
+def resolve_call(given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the options of a call, apart from mask and impl, in the order of its text (`attention_spec.serialize`)."""
+    return (
+        resolve_flag("causal", given["causal"]),
+        resolve_window(given["window"]),
+        resolve_width("prefix_len", given["prefix_len"]),
+        resolve_chunk_len(given["chunk_len"]),
+        resolve_lengths(given["lengths"]),
+        resolve_real("softmax_scale", given["softmax_scale"]),
+        resolve_real("softcap", given["softcap"]),
+        resolve_real("dropout_p", given["dropout_p"]),
+        resolve_word("backward", given["backward"], MOVEMENTS),
+        resolve_flag("deterministic", given["deterministic"]),
+    )
+
+
 _MASK: dict[str, Callable[[Any], Any]] = {
     "causal": partial(resolve_flag, "causal"),
     "window": resolve_window,

@@ -20,10 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from ringattn.plan.intervals import SeenRows, VisibleSpan, count_term_pairs
 from ringattn.plan.layouts import Shard
 from ringattn.plan.layouts import shard_len as rows_of
 from ringattn.plan.mask import MaskAxis, MaskUnion
-from ringattn.plan.pairs import SeenRows, VisibleSpan, count_term_pairs
 
 Rows = tuple[tuple[int, int], ...]
 """Row ranges of a shard, as (offset, length): ascending, disjoint, never empty, joined where they touch."""

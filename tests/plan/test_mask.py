@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.plan.bounds import Bounds
+from ringattn.plan.intervals import Bounds, Tally, VisibleSpan, count_pairs, floor_sum
 from ringattn.plan.layouts import Run, striped
 from ringattn.plan.mask import MaskAxis
-from ringattn.plan.pairs import Tally, VisibleSpan, count_pairs, floor_sum
 from tests.support.random_masks import (
     is_visible,
     layouts,
