@@ -234,7 +234,7 @@ class Grid:
 def visible(mask: MaskUnion) -> dict[int, list[tuple[int, int]]]:
     """Return the keys [lo, hi) of every query that sees any: one stretch or several."""
     found: dict[int, list[tuple[int, int]]] = {}
-    for (lower, upper), pattern in mask.intervals("keys", mask.variant(0)):
+    for (lower, upper), pattern in mask.intervals("keys", mask.variant_of[0]):
         for i in range(mask.seq_len):
             spans = ((0, mask.kv_len),) if pattern is None else pattern.spans[i // pattern.block_size]
             for begin, end in spans:

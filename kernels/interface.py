@@ -398,3 +398,7 @@ class KernelSet:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of partials, lse and gradient accumulators: fp64 for fp64 inputs, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+ACCUMULATION_DTYPES = {x: accumulation_dtype(x) for x in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+"""`accumulation_dtype` of the dtypes that are served."""

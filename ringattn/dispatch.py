@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -40,20 +41,29 @@ _VALUES = frozenset({int, float, bool, str, type(None)})
 """Types of options by whose value a text can be found."""
 
 _plans: dict[Hashable, ExecutionPlan] = {}
+_specs: WeakValueDictionary[tuple[str, int], AttentionSpec] = WeakValueDictionary()
+"""Records of calls by text and rank, as long as their sharding is there."""
 
 
 def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:
-    """Return the text of a call (`serialize`), cached in the sharding, except with `lengths`; impl None is the ring's."""
+    """Return the text of a call (`serialize`), whose record the sharding keeps, except with `lengths`; impl None is the ring's."""
     values = tuple(options.values())
     # tracing must not see a table that changes
     if torch.compiler.is_compiling() or not all(map(is_value, values)):
-        return _serialize(sharding, kv_sharding, options)
+        return serialize(sharding, kv_sharding, **_with_impl(sharding, options))
     # 1 equals True and 1.0: options of other types have other texts
     key = (None if kv_sharding is None else kv_sharding.text, values, tuple(map(type, values)))
-    text = sharding.texts.get(key)
-    if text is None:
-        text = sharding.texts[key] = _serialize(sharding, kv_sharding, options)
-    return text
+    spec = sharding.calls.get(key)
+    if spec is None:
+        spec = AttentionSpec.resolve(sharding, kv_sharding, _with_impl(sharding, options))
+        sharding.calls[key] = _specs[spec.text, sharding.rank] = spec
+    return spec.text
+
+
+def _with_impl(sharding: Sharding, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    if options.get("impl", "auto") is not None:
+        return options
+    return {**options, "impl": ring_of(sharding.ring_name or sharding.ring.name).impl}
 
 
 def resolve(
@@ -76,15 +86,22 @@ def resolve(
     plan = _plans.get(facts)
     if plan is None:
         given = (q, k, v, *tensors)
-        with here.propagate_errors():
-            spec = AttentionSpec.deserialize(text, here.rank)
+        spec = _specs.get((text, here.rank))
+        if spec is None:
+            with here.propagate_errors():
+                spec = AttentionSpec.deserialize(text, here.rank)
         shares_seed = spec.dropout_p > 0 and spec.backward != "keys"
         with here.consistent_call(text, given, dropout_seed if shares_seed else 0):
             kernels = _validate(q, k, v, tensors, spec, here.context)
         # the first call of a ring decides its transport, which begins a generation
         facts = (ring, here.generation, *facts[2:])
         plan = make_execution_plan(spec, q, k, v, tensors, kernels, here.context)
-        plan = _keep(facts, replace(plan, mark=here.mark_call(text, given), shares_seed=shares_seed))
+        plan = _keep(
+            facts,
+            replace(
+                plan, mark=None if here.call_order is None else here.mark_call(text, given), shares_seed=shares_seed
+            ),
+        )
     if plan.shares_seed and plan.spec.backward == "queries":
         here.assert_equal_once("dropout_seed", str(dropout_seed))
     number = 0
@@ -101,7 +118,7 @@ def resolve_simulated(
     facts = (place, text, *_facts(q, k, v, tensors))
     plan = _plans.get(facts)
     if plan is None:
-        spec = AttentionSpec.deserialize(text, context.rank)
+        spec = _specs.get((text, context.rank)) or AttentionSpec.deserialize(text, context.rank)
         kernels = _validate(q, k, v, tensors, spec, context)
         plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, context))
     return plan, _score(plan, q, dropout_seed, tensors)
@@ -146,12 +163,6 @@ def run_backward(call: BackwardCall, *, saved: Tensor | None = None) -> Gradient
 def ring_of(name: str) -> Ring:
     """Return the live ring of a name, or raise RuntimeError."""
     return RINGS.get(name) or get_ring(name)
-
-
-def _serialize(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> str:
-    if options.get("impl", "auto") is None:
-        options = {**options, "impl": sharding.ring.impl}
-    return serialize(sharding, kv_sharding, **options)
 
 
 def _facts(q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> tuple[Hashable, ...]:

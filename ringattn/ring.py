@@ -266,8 +266,6 @@ class Ring:
 
     def mark_call(self, call: str, tensors: Sequence[Tensor | None]) -> CallMark:
         """Return the mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `consistent_call`."""
-        if self.call_order is None:
-            return CallMark(0, "")
         text = json.dumps([call, _without_rows(tensors)])
         digest = hashlib.blake2b(text.encode(), digest_size=7)
         return CallMark(

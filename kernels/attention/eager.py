@@ -26,6 +26,7 @@ from ringattn.kernels.constants import LN2, LOG2E
 from ringattn.kernels.interface import (
     Arrivals,
     BackwardStep,
+    CallShape,
     GatheredKeys,
     Grads,
     KernelSet,
@@ -79,8 +80,9 @@ class _HeadMajor:
     score: Score
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, score: Score) -> _HeadMajor:
-        dtype = accumulation_dtype(q.dtype)
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, score: Score, dtype: torch.dtype
+    ) -> _HeadMajor:
         b, _, hk, _ = k.shape
         shape = (b, hk, q.shape[2] // hk)
         return cls(shape, dtype, _by_key_head(k, shape, dtype), _by_key_head(v, shape, dtype), rows, keys, score)
@@ -177,7 +179,7 @@ def _forward(step: Step) -> None:
     assert isinstance(keys, RowMetadata), "a fused call is computed source by source"
     assert carry is not None or (first and last), "only a ring step that is first and last has no carry"
     with _plain(q.device):
-        heads = _HeadMajor.of(q, k, v, rows, keys, score)
+        heads = _HeadMajor.of(q, k, v, rows, keys, score, lse.dtype)
         b, hk, g = heads.shape
         for x, tiles in _row_tiles(rows, keys):
             num = x.stop - x.start
@@ -235,7 +237,7 @@ def _backward(step: BackwardStep, grads: Grads) -> None:
     if o is not None and not delta_made:
         eager_delta(o, do, dlse, delta)
     with _plain(q.device):
-        heads = _HeadMajor.of(q, k, v, rows, keys, score)
+        heads = _HeadMajor.of(q, k, v, rows, keys, score, lse.dtype)
         dk, dv = torch.zeros_like(heads.keys_h), torch.zeros_like(heads.values_h)
         dkey_bias = None if grads.dkey_bias is None else torch.zeros_like(grads.dkey_bias)
         for x, tiles in _row_tiles(rows, keys):
@@ -297,6 +299,13 @@ class EagerKernels(KernelSet):
     A fused call is the same loop over sources that a ring makes over steps. It is served on CPUs, where regions of gradients are
     in the memory of this process.
     """
+
+    def __init__(self, call: CallShape) -> None:
+        self.call = call
+
+    def can_capture(self) -> bool:
+        """`KernelSet.can_capture`: torch allocates."""
+        return False
 
     def can_fuse(self) -> bool:
         """`KernelSet.can_fuse`."""

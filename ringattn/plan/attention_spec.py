@@ -19,7 +19,7 @@ from ringattn.kernels.interface import PAD_ROWS, Score, accumulation_dtype
 from ringattn.kernels.registry import resolve_impl
 from ringattn.plan.expressions import Mask, check_mask, from_spec
 from ringattn.plan.mask import MaskUnion, ShortForms, fold_mask
-from ringattn.plan.options import resolve_call
+from ringattn.plan.options import resolve_options
 from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
 
@@ -51,6 +51,8 @@ class AttentionSpec:
         softcap: 0.0 for none.
         impl: Kernel set: "auto", or a name that `kernels.registry` knows.
         backward: Side that moves in a stepwise backward: "keys", "queries", or "auto" for the one of fewer bytes.
+        text: The text of the call (`serialize`), where it has one.
+        rank: The ring rank whose rows these shardings describe.
     """
 
     sharding: Sharding
@@ -63,6 +65,8 @@ class AttentionSpec:
     backward: str
     deterministic: bool
     forward_only: bool = False
+    text: str = ""
+    rank: int = field(init=False)
     _plans: dict[tuple[str, Nodes | None], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
     _gather_plans: dict[tuple[Nodes | None, int], GatherPlan] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -75,18 +79,28 @@ class AttentionSpec:
         sharding = Sharding.from_spec(json.loads(record["sharding"]), rank)
         keys = record["kv_sharding"]
         kv_sharding = sharding if keys is None else Sharding.from_spec(json.loads(keys), rank)
-        short_forms = {name: record[name] for name in _SHORT_FORMS}
-        given = fold_mask(**short_forms) if record["mask"] is None else from_spec(record["mask"])
-        mask = MaskUnion(sharding.seq_len, kv_sharding.seq_len, given, sharding.documents)
-        others = {
-            name: record[name] for name in record if name not in ("sharding", "kv_sharding", "mask", *short_forms)
-        }
-        return cls(sharding, kv_sharding, mask, **others)
+        mask = None if record["mask"] is None else from_spec(record["mask"])
+        return cls.of(sharding, kv_sharding, record | {"mask": mask}, text)
 
-    @property
-    def rank(self) -> int:
-        """The ring rank whose rows these shardings describe."""
-        return self.sharding.rank
+    @classmethod
+    def resolve(cls, sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> AttentionSpec:
+        """Return the record of options as users give them."""
+        record = resolve_call(options)
+        return cls.of(sharding, kv_sharding or sharding, record, write_call(sharding, kv_sharding, record))
+
+    @classmethod
+    def of(cls, sharding: Sharding, kv_sharding: Sharding, record: Mapping[str, Any], text: str) -> AttentionSpec:
+        """Return the record of resolved options (`resolve_call`), whose short forms of a mask become one."""
+        given = record["mask"]
+        if given is None:
+            given = fold_mask(**{name: record[name] for name in _SHORT_FORMS})
+        mask = MaskUnion(sharding.seq_len, kv_sharding.seq_len, given, sharding.documents)
+        others = {name: record[name] for name in _OTHERS}
+        return cls(sharding, kv_sharding, mask, **others, text=text)
+
+    def __post_init__(self) -> None:
+        """Compute what is read most."""
+        object.__setattr__(self, "rank", self.sharding.rank)
 
     def plan(self, moving: str, nodes: Nodes | None = None) -> Plan:
         """Return the ring plan in which keys or queries move, in one node or several."""
@@ -107,8 +121,7 @@ class AttentionSpec:
 
     def score(self, dtype: torch.dtype, dropout_seed: int, tensors: ScoreTensors) -> Score:
         """Return the score that kernels compute; small tensors in the accumulation dtype of `dtype`, bias as it is."""
-        wide = accumulation_dtype(dtype)
-        small = (None if x is None else x.to(wide) for x in tensors[:3])
+        small = [None if x is None else x.to(accumulation_dtype(dtype)) for x in tensors[:3]]
         return Score(self.softmax_scale, self.softcap, self.dropout_p, dropout_seed, *small, bias=tensors.bias)
 
     def features(self, tensors: ScoreTensors) -> frozenset[str]:
@@ -148,6 +161,7 @@ class CallOptions(TypedDict, total=False):
 
 
 _SHORT_FORMS = tuple(ShortForms.__annotations__)
+_OTHERS = ("softmax_scale", "softcap", "dropout_p", "impl", "backward", "deterministic")
 _DEFAULTS: dict[str, Any] = {
     "causal": False,
     "window": None,
@@ -174,30 +188,37 @@ def serialize(
 
     A dict literal: `torch.compile` traces formatting of constants, and the literal keeps tuples and floats as they are.
     """
-    if kv_sharding is not None and (kv_sharding.rank, kv_sharding.world_size) != (sharding.rank, sharding.world_size):
-        raise ValueError(
-            f"kv_sharding must be that of rank {sharding.rank} of {sharding.world_size}, like sharding, got one for rank "
-            f"{kv_sharding.rank} of {kv_sharding.world_size}; make both with the same ring"
-        )
+    return write_call(sharding, kv_sharding, resolve_call({"softmax_scale": softmax_scale, **options}))
+
+
+def resolve_call(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a call as Python's own values, those that are not given by their defaults."""
     given = _DEFAULTS | options
-    mask_text = "None"
     if given["mask"] is not None:
-        mask_text = check_mask(given["mask"]).text
+        check_mask(given["mask"])
         if any(given[name] is not None and given[name] is not False and given[name] != 0 for name in _SHORT_FORMS):
             raise ValueError(
                 "mask must come without causal, window, prefix_len, chunk_len and lengths, got both; intersect them: "
                 "mask=mask & masks.causal()"
             )
-    causal, window, prefix_len, chunk_len, lengths, softmax_scale, softcap, dropout_p, backward, deterministic = (
-        resolve_call(given | {"softmax_scale": softmax_scale})
-    )
-    impl = resolve_impl(given["impl"])
+    return resolve_options(given) | {"impl": resolve_impl(given["impl"])}
+
+
+def write_call(sharding: Sharding, kv_sharding: Sharding | None, record: Mapping[str, Any]) -> str:
+    """Return the text of a call with resolved options."""
+    if kv_sharding is not None and (kv_sharding.rank, kv_sharding.world_size) != (sharding.rank, sharding.world_size):
+        raise ValueError(
+            f"kv_sharding must be that of rank {sharding.rank} of {sharding.world_size}, like sharding, got one for rank "
+            f"{kv_sharding.rank} of {kv_sharding.world_size}; make both with the same ring"
+        )
     keys = None if kv_sharding is None else kv_sharding.text
+    mask = None if record["mask"] is None else record["mask"].text
     return (
-        f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {causal}, 'window': {window}, "
-        f"'prefix_len': {prefix_len}, 'chunk_len': {chunk_len}, 'lengths': {lengths}, 'mask': {mask_text}, "
-        f"'softmax_scale': {softmax_scale}, 'softcap': {softcap}, 'dropout_p': {dropout_p}, 'impl': '{impl}', "
-        f"'backward': '{backward}', 'deterministic': {deterministic}}}"
+        f"{{'sharding': {sharding.text}, 'kv_sharding': {keys}, 'causal': {record['causal']}, 'window': {record['window']}, "
+        f"'prefix_len': {record['prefix_len']}, 'chunk_len': {record['chunk_len']}, 'lengths': {record['lengths']}, "
+        f"'mask': {mask}, 'softmax_scale': {record['softmax_scale']}, 'softcap': {record['softcap']}, "
+        f"'dropout_p': {record['dropout_p']}, 'impl': '{record['impl']}', 'backward': '{record['backward']}', "
+        f"'deterministic': {record['deterministic']}}}"
     )
 
 

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.interface import BlockPatterns, GatheredKeys, RowMetadata
-from ringattn.kernels.runtime.host_to_device import upload
-from ringattn.kernels.runtime.table_cache import Key, find
+from ringattn.kernels.runtime.table_cache import Key, find, upload
 from ringattn.plan.attention_spec import AttentionSpec
 from ringattn.plan.block_pattern import BlockPattern
 from ringattn.plan.intervals import PiecewiseBound
 from ringattn.plan.layouts import Shard
 from ringattn.plan.mask import MaskAxis, MaskUnion
-from ringattn.plan.ring_plan import GatherPlan, Nodes, RingStep, Send, pack
+from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, RingStep, Send, pack
 
 Runs = tuple[tuple[int, int, int, int], ...]
 
@@ -47,13 +46,15 @@ class FusedTables:
     returning: tuple[Key[Tensor], ...]
 
 
-def step_tables(spec: AttentionSpec, moving: str, device: torch.device, nodes: Nodes | None = None) -> StepTables:
+def step_tables(
+    spec: AttentionSpec, moving: str, device: torch.device, nodes: Nodes | None = None, plan: Plan | None = None
+) -> StepTables:
     """Return the keys of the tables of a stepwise loop in which "keys" or "queries" move."""
     of_keys: MaskAxis | None = None if spec.forward_only else "queries"
     shards, stays, moves = (
         (spec.sharding.shards, "keys", of_keys) if moving == "keys" else (spec.kv_sharding.shards, of_keys, "keys")
     )
-    ring_steps = spec.plan(moving, nodes).ranks[spec.rank].ring_steps
+    ring_steps = (plan or spec.plan(moving, nodes)).ranks[spec.rank].ring_steps
     return StepTables(
         side_key(pack(shards[spec.rank]), spec.mask, device, stays),
         tuple(
@@ -150,7 +151,7 @@ def bounds_of(positions: Tensor, mask: MaskUnion, axis: MaskAxis | None) -> tupl
         for variant in mask.variants
     }
     # terms 2 b s
-    lines = torch.stack([found[mask.variant(b)] for b in range(mask.batch_size)], 2)
+    lines = torch.stack([found[b] for b in mask.variant_of], 2)
     return lines[:, 0].flatten(0, 1), lines[:, 1].flatten(0, 1)
 
 
@@ -168,7 +169,7 @@ def _cuts(mask: MaskUnion, device: torch.device, axis: MaskAxis | None) -> tuple
     """Return the number of terms and the tables that cut them; without bounds (Note [Forward only]) there is one."""
     if axis is None or not mask.is_union:
         return 1, None
-    patterns = [term.pattern for term in mask.intervals(axis, mask.variant(0))]
+    patterns = [term.pattern for term in mask.intervals(axis, 0)]
     cut = any(pattern is not None for pattern in patterns)
     return len(patterns), find(_patterns_key(tuple(patterns), device)) if cut else None
 

@@ -89,7 +89,7 @@ def fold_mask(
         parts.append(Chunks(chunk_len))
     if lengths is not None:
         parts.append(Lengths(lengths))
-    return Intersection(tuple(parts or [Window(None, None)]))
+    return Intersection(tuple(parts)) if len(parts) > 1 else parts[0] if parts else Window(None, None)
 
 
 def restarting_chunks(
@@ -211,19 +211,16 @@ class MaskUnion:
         """Whether a table of blocks cuts the mask."""
         return any(term.pattern is not None for term in self._intervals[0])
 
-    def variant(self, b: int) -> int:
-        """Return the first batch element that has the mask of element b."""
-        return self._variants[b]
-
     @cached_property
-    def _variants(self) -> list[int]:
+    def variant_of(self) -> list[int]:
+        """For each batch element the first one that has its mask."""
         elements = [self.expression.of_element(b) for b in range(self.batch_size)]
         return list(map(elements.index, elements))
 
     @cached_property
     def variants(self) -> Counter[int]:
         """Batch elements by variant."""
-        return Counter(self._variants)
+        return Counter(self.variant_of)
 
     def intervals(self, axis: MaskAxis, variant: int) -> list[Term]:
         """Return the disjoint terms of a variant, seen from the rows of one side."""
@@ -235,7 +232,7 @@ class MaskUnion:
 
     def pairs(self, a: int, b: int, b_index: int = 0) -> int:
         """Visible pairs of the queries [a, b) of one batch element, exactly."""
-        return sum(count_term(term, a, b) for term in self._intervals[self.variant(b_index)])
+        return sum(count_term(term, a, b) for term in self._intervals[self.variant_of[b_index]])
 
     def work(self, a: int, b: int) -> int:
         """Visible pairs of the queries [a, b), summed over batch elements."""

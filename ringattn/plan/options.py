@@ -140,20 +140,21 @@ def resolve_segments(segments: Sequence[int] | None) -> tuple[int, ...] | None:
 MOVEMENTS = ("auto", "keys", "queries")
 
 
-def resolve_call(given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the options of a call, apart from mask and impl, in the order of its text (`attention_spec.serialize`)."""
-    return (
-        resolve_flag("causal", given["causal"]),
-        resolve_window(given["window"]),
-        resolve_width("prefix_len", given["prefix_len"]),
-        resolve_chunk_len(given["chunk_len"]),
-        resolve_lengths(given["lengths"]),
-        resolve_real("softmax_scale", given["softmax_scale"]),
-        resolve_real("softcap", given["softcap"]),
-        resolve_real("dropout_p", given["dropout_p"]),
-        resolve_word("backward", given["backward"], MOVEMENTS),
-        resolve_flag("deterministic", given["deterministic"]),
-    )
+def resolve_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a call as Python's own values; mask and impl are left as they are."""
+    return {
+        **given,
+        "causal": resolve_flag("causal", given["causal"]),
+        "window": resolve_window(given["window"]),
+        "prefix_len": resolve_width("prefix_len", given["prefix_len"]),
+        "chunk_len": resolve_chunk_len(given["chunk_len"]),
+        "lengths": resolve_lengths(given["lengths"]),
+        "softmax_scale": resolve_real("softmax_scale", given["softmax_scale"]),
+        "softcap": resolve_real("softcap", given["softcap"]),
+        "dropout_p": resolve_real("dropout_p", given["dropout_p"]),
+        "backward": resolve_word("backward", given["backward"], MOVEMENTS),
+        "deterministic": resolve_flag("deterministic", given["deterministic"]),
+    }
 
 
 _MASK: dict[str, Callable[[Any], Any]] = {

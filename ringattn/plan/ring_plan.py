@@ -22,7 +22,6 @@ from functools import cached_property, lru_cache
 
 from ringattn.plan.intervals import SeenRows, VisibleSpan, count_term_pairs
 from ringattn.plan.layouts import Shard
-from ringattn.plan.layouts import shard_len as rows_of
 from ringattn.plan.mask import MaskAxis, MaskUnion
 
 Rows = tuple[tuple[int, int], ...]
@@ -387,7 +386,7 @@ def _ring_step(
     step: int, owner: int, shard: Shard, visible: list[VisibleSpan | SeenRows], pairs: int
 ) -> RingStep | None:
     if step == 0:
-        return RingStep(0, owner, ((0, rows_of(shard)),), pack(shard), pairs) if shard else None
+        return RingStep(0, owner, ((0, sum(run.length for run in shard)),), pack(shard), pairs) if shard else None
     if not pairs:
         return None
     rows: list[tuple[int, int]] = []

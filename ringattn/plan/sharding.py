@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import gcd
 from typing import Any, NoReturn, Protocol
 
@@ -60,7 +60,7 @@ class Sharding:
         shard_lens: Rows of every rank's shard.
         shard_len: Rows of this rank's shard; may be 0.
         text: `spec` as JSON in a Python literal: equal on all ranks, and read within milliseconds however long it is.
-        texts: The texts of attention calls with this sharding, by their options as given (`dispatch.call_text`).
+        calls: The records of attention calls with this sharding, by their options as given (`dispatch.call_text`).
         ring_name: The name of the ring that made it; None: it was made without one.
 
     Raises:
@@ -118,7 +118,8 @@ class Sharding:
         self.shard_lens = tuple(shard_len(shard) for shard in self.shards)
         self.shard_len = self.shard_lens[rank]
         self.text = repr(json.dumps(self.spec))
-        self.texts: dict[Hashable, str] = {}
+        self.calls: dict[Hashable, Any] = {}
+        self._exchanges: dict[str, tuple[Tensor, list[int], list[int], Tensor]] = {}
 
     @property
     def ring(self) -> SupportsAllGather:
@@ -243,7 +244,10 @@ class Sharding:
                     f"reshard must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
                     "make it with Ring.sharding"
                 )
-        take, sends, receives, place = _exchange_plan(self.shards, other.shards, self.rank)
+        exchange = self._exchanges.get(other.text)
+        if exchange is None:
+            exchange = self._exchanges[other.text] = _exchange_plan(self.shards, other.shards, self.rank)
+        take, sends, receives, place = exchange
         rows = x_local.movedim(dim, 0).index_select(0, take.to(x_local.device))
         if self._ring is not None and self.world_size > 1:
             if not torch.compiler.is_compiling():  # a trace has no other ranks
@@ -415,7 +419,6 @@ def positions_of(shard: Shard) -> Tensor:
     return torch.cat([torch.arange(run.start, run.last + 1, run.stride, device="cpu") for run in shard])
 
 
-@lru_cache(maxsize=64)
 def _exchange_plan(
     before: tuple[Shard, ...], after: tuple[Shard, ...], rank: int
 ) -> tuple[Tensor, list[int], list[int], Tensor]:

@@ -12,17 +12,19 @@ on all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import CallShape, KernelSet, Score, accumulation_dtype
+from ringattn.kernels.interface import ACCUMULATION_DTYPES, CallShape, KernelSet, Score, accumulation_dtype
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.buffers import count_groups, gather_bytes
 from ringattn.plan.device_tables import FusedTables, StepTables, fused_tables, step_tables
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, moved_rows
-from ringattn.transport.base import RingContext
+from ringattn.transport.base import RingContext, Transport
 from ringattn.transport.call_order import CallMark
 
 SHORT_SECONDS = 1e-3
@@ -46,6 +48,7 @@ class ExecutionPlan:
     """A validated call, resolved once and found again at each later call of its kind.
 
     Attributes:
+        wide: Dtype of lse and of gradient accumulators.
         score: The score, where it needs no tensor and no seed; None: it is made for each call.
         first_step: The first ring step at which this rank computes; -1: it sees no key at all.
         fused_forward: None: the forward goes step by step; fused_backward is the same of the backward.
@@ -56,6 +59,7 @@ class ExecutionPlan:
 
     spec: AttentionSpec
     kernels: KernelSet
+    wide: torch.dtype
     tables: StepTables
     score: Score | None
     ring_plan: Plan
@@ -83,13 +87,14 @@ def make_execution_plan(
 ) -> ExecutionPlan:
     """Return the plan of a validated call, bound to its kernels; of the tensors only shapes, dtypes and devices are read."""
     score = spec.score(q.dtype, 0, tensors)
-    bound = kernels(CallShape.of(q, k, v, score, deterministic=spec.deterministic))
+    dims = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+    bound = kernels(CallShape(q.device, q.dtype, *dims, score, spec.deterministic))
     ring_plan = spec.plan("keys", context.nodes)
     steps = [step for step, ring_step in enumerate(ring_plan.ranks[context.rank].ring_steps) if ring_step is not None]
     has_no_tensors = all(x is None for x in tensors)
     moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
     fused = [_fuse(spec, q, k, v, tensors, bound, context, backward=backward) for backward in (False, True)]
-    tables = step_tables(spec, "keys", q.device, context.nodes)
+    tables = step_tables(spec, "keys", q.device, context.nodes, ring_plan)
     # pairs are counted for kernels that a graph can hold
     b, _, h, d = q.shape
     pairs = spec.pairs(b) if bound.can_capture() else float("inf")
@@ -97,6 +102,7 @@ def make_execution_plan(
     return ExecutionPlan(
         spec=spec,
         kernels=bound,
+        wide=ACCUMULATION_DTYPES[q.dtype],
         tables=tables,
         score=score if has_no_tensors and spec.dropout_p == 0 else None,
         ring_plan=ring_plan,
@@ -120,7 +126,7 @@ def resolve_moving(
     Keys move with bias, whose rows cannot leave their rank, and with dropout unless the call says otherwise (Note [Seeds] in
     dropout.py).
     """
-    if has_bias:
+    if has_bias or len(spec.sharding.shards) == 1:
         return "keys"
     if spec.backward != "auto":
         return spec.backward
@@ -167,3 +173,29 @@ def _fuse(
     groups = count_groups(*sizes, gather_plan.slot_rows, context.push_rate)
     tables = fused_tables(spec, q.device, nodes)
     return FusedPlan(gather_plan, tables, groups, num_bytes)
+
+
+def enqueue_or_replay(
+    transport: Transport,
+    plan: ExecutionPlan,
+    is_short: bool,
+    key: tuple[Hashable, ...],
+    score: Score,
+    given: tuple[Tensor, ...],
+    made: tuple[Tensor, ...],
+    enqueue: Callable[[], object],
+) -> None:
+    """Enqueue one direction of a call, or replay it as a graph where it is short and its kernels and options allow it."""
+    # biases are no part of the key, and a seed is another one each time
+    varies = score.key_bias is not None or score.bias is not None or score.dropout_p > 0
+    if not is_short or varies or not plan.kernels.can_capture():
+        enqueue()
+        return
+    key = (*key, id(plan), score.sinks is None, score.alibi_slopes is None)
+    given += present(score.sinks) + present(score.alibi_slopes)
+    transport.replay_or_enqueue(key, given, made, enqueue, (plan,))
+
+
+def present(x: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the tensor as a tuple; empty where there is none."""
+    return () if x is None else (x,)

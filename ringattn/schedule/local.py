@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import BackwardStep, Grads, Score, Step, accumulation_dtype
+from ringattn.kernels.interface import BackwardStep, Grads, Score, Step
 from ringattn.kernels.runtime.table_cache import find
-from ringattn.schedule.execution_plan import ExecutionPlan
-from ringattn.schedule.short_calls import enqueue_or_replay, present
+from ringattn.schedule.execution_plan import ExecutionPlan, enqueue_or_replay, present
 from ringattn.schedule.stepwise_backward import BackwardCall, Gradients
 from ringattn.transport.base import RingContext, span
 
@@ -22,7 +21,7 @@ def local_forward(
     """Return o and lse of all rows. See `stepwise_forward`."""
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
+    lse = torch.empty(b, h, s, dtype=plan.wide, device=q.device)
     keys_table = plan.tables.moving[0]
     if keys_table is None:
         # no row sees a key: a launch over an empty buffer writes the empty rows
@@ -45,7 +44,7 @@ def local_forward(
 def local_backward(call: BackwardCall) -> Gradients:
     """Return the gradients of `local_forward`."""
     do, dlse, q, k, v, o, lse, score, plan, context, wanted = call
-    wide = accumulation_dtype(q.dtype)
+    wide = plan.wide
     # one step adds to no other, so gradients are rounded at once
     delta, dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (lse, q, k, v))
     dalibi = torch.empty_like(delta) if wanted.alibi_slopes else None

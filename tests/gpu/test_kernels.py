@@ -11,7 +11,7 @@ import torch
 
 from ringattn import Ring, attention_reference, masks, ring_attention_with_lse
 from ringattn.kernels.interface import KernelSet
-from ringattn.kernels.runtime.host_to_device import protect_from_reuse, upload, wait_for_uploads
+from ringattn.kernels.runtime.table_cache import protect_from_reuse, upload, wait_for_uploads
 from ringattn.launch.check import fuzz
 from ringattn.launch.runtime.session import Session
 from ringattn.launch.runtime.timing import time_calls

@@ -30,7 +30,7 @@ from tests.support.timing import assert_quick
 
 
 def bounds_of(mask: ShortMask, axis: MaskAxis, b: int = 0) -> Bounds:
-    [term] = mask.intervals(axis, mask.variant(b))
+    [term] = mask.intervals(axis, mask.variant_of[b])
     assert term.pattern is None
     return term.bounds
 

@@ -39,7 +39,7 @@ def is_visible(mask: ShortMask, i: int, j: int, b: int = 0) -> bool:
 
 def seen(mask: ShortMask, axis: MaskAxis, x: int, b: int = 0) -> tuple[int, int]:
     """The interval [lo, hi) of the one term of a mask that a row sees."""
-    [term] = mask.intervals(axis, mask.variant(b))
+    [term] = mask.intervals(axis, mask.variant_of[b])
     lower, upper = term.bounds
     return lower.at(x), upper.at(x)
 

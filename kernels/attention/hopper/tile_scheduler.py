@@ -70,7 +70,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.interface import GatheredKeys, RowMetadata
-from ringattn.kernels.runtime.host_to_device import upload, wait_for_uploads
+from ringattn.kernels.runtime.table_cache import upload, wait_for_uploads
 
 L2_BYTES = 32 * 2**20
 """Of the level-two cache, what one group of heads may stream."""

@@ -9,9 +9,16 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from ringattn.kernels.runtime import host_to_device as uploads
-from ringattn.kernels.runtime.host_to_device import ALIGNMENT, protect_from_reuse, upload, wait_for_uploads
-from ringattn.kernels.runtime.table_cache import Key, clear, find
+from ringattn.kernels.runtime import table_cache as uploads
+from ringattn.kernels.runtime.table_cache import (
+    ALIGNMENT,
+    Key,
+    clear,
+    find,
+    protect_from_reuse,
+    upload,
+    wait_for_uploads,
+)
 from ringattn.plan.device_tables import stationary_side
 from ringattn.plan.layouts import zigzag
 from tests.support.short_mask import ShortMask
