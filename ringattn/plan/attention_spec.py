@@ -96,7 +96,7 @@ class AttentionSpec:
             given = fold_mask(**{name: record[name] for name in _SHORT_FORMS})
         mask = MaskUnion(sharding.seq_len, kv_sharding.seq_len, given, sharding.documents)
         others = {name: record[name] for name in _OTHERS}
-        return cls(sharding, kv_sharding, mask, **others, text=text)
+        return cls(sharding.detached, kv_sharding.detached, mask, **others, text=text)
 
     def __post_init__(self) -> None:
         """Compute what is read most."""

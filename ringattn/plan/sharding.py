@@ -60,6 +60,7 @@ class Sharding:
         shard_lens: Rows of every rank's shard.
         shard_len: Rows of this rank's shard; may be 0.
         text: `spec` as JSON in a Python literal: equal on all ranks, and read within milliseconds however long it is.
+        detached: The same without the ring.
         calls: The records of attention calls with this sharding, by their options as given (`dispatch.call_text`).
         ring_name: The name of the ring that made it; None: it was made without one.
 
@@ -119,7 +120,15 @@ class Sharding:
         self.shard_len = self.shard_lens[rank]
         self.text = repr(json.dumps(self.spec))
         self.calls: dict[Hashable, Any] = {}
+        # what is kept of a call must not keep its ring
+        self.detached = self if ring is None else self._without_ring()
         self._exchanges: dict[str, tuple[Tensor, list[int], list[int], Tensor]] = {}
+
+    def _without_ring(self) -> Sharding:
+        found = object.__new__(Sharding)
+        found.__dict__.update(self.__dict__, _ring=None, ring_name=None)
+        found.detached = found
+        return found
 
     @property
     def ring(self) -> SupportsAllGather:
