@@ -40,6 +40,8 @@ Note [Tiles of several owners]
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
 # pyright: reportOperatorIssue=false, reportIndexIssue=false, reportAssignmentType=false, reportPossiblyUnboundVariable=false
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -52,6 +54,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
+    LOG2E,
+    Inputs,
+    Plan,
+    Score,
     arrive,
     begin_scores,
     bounds_in,
@@ -65,7 +71,9 @@ from ringattn.kernels.attention.hopper.primitives import (
     pinned,
     reciprocal,
     reduce_add,
+    segment_of,
     send_grads,
+    slope_of,
     sync,
     wait_flag,
     wait_for_progress,
@@ -74,7 +82,6 @@ from ringattn.kernels.attention.hopper.primitives import (
 TILE = gl.constexpr(128)  # keys
 HALF = gl.constexpr(64)  # keys of a consumer
 HIDDEN = gl.constexpr(-1.0e30)  # start value of a score whose weight is zero
-LOG2E = gl.constexpr(1.4426950408889634)
 NEVER = gl.constexpr(2**30)  # beyond every flag
 STAGES = gl.constexpr(2)  # blocks of queries in shared memory
 DS_STORED = gl.constexpr(8)
@@ -88,21 +95,33 @@ RUNTIME = (
     "timeout_us", "epochs", "lo_st", "hi_st", "near",
 )  # fmt: skip
 
+# arguments of the partitions; Note [Structs] of primitives.py
+Outputs = namedtuple(
+    "Outputs", "dq_desc dk_desc dv_desc dk dv grad_buffers grad_buffer_rows error parts dkey_bias dkey_bias_parts dalibi queries "
+    "dk_sb dk_ss dk_sh dv_sb dv_ss dv_sh dalibi_sb dalibi_sh",
+)  # fmt: skip
+Memory = namedtuple("Memory", "q do k v lse delta ds dq columns kv_full kv_free q_full do_full")
+Config = namedtuple(
+    "Config", "D DV D_WIDTH DV_WIDTH BM DOT_ONLY SOFTCAP ADD WANT_DQ WANT_KEY_BIAS SCALE_DQ LATE_ADDRESSES UNIT HELD MASK_BITS "
+    "SCORED V_SCORED",
+)  # fmt: skip
+Keys = namedtuple("Keys", "positions bias v_held queries")
+
 
 @gluon.jit
-def _end(tiles, at, rows):
+def _end(plan, at):
     """One past the last key of the tile's source, or of the buffer."""
-    end = rows
-    if tiles is not None:
-        end = gl.load(tiles + at * 4 + 3)
+    end = plan.rows
+    if plan.tiles is not None:
+        end = gl.load(plan.tiles + at * 4 + 3)
     return end
 
 
 @gluon.jit
-def _tile(work, tiles, at, rows):
+def _tile(plan, at):
     """(head, row, segment, masked, full, masked_blocks, full_blocks, slot); all blocks of a tile that the end cuts are masked."""
-    head, row, segment, masked, full, masked_blocks, full_blocks, slot = entry(work, at)
-    cut = row + TILE > _end(tiles, at, rows)
+    head, row, segment, masked, full, masked_blocks, full_blocks, slot = entry(plan.work, at)
+    cut = row + TILE > _end(plan, at)
     masked = gl.where(cut, masked + full, masked)
     full = gl.where(cut, 0, full)
     masked_blocks = gl.where(cut, masked_blocks + full_blocks, masked_blocks)
@@ -123,8 +142,9 @@ def _runs(masked, full, group, turned):
 
 
 @gluon.jit
-def _run(segments, number, segment, masked, full, group, turned, BM: gl.constexpr):
+def _run(plan, number, segment, masked, full, turned, BM: gl.constexpr):
     """(segment, query head of the group, heads, first row, step, blocks) of run `number`; Note [Order of blocks]."""
+    group = plan.group
     late = number - masked * group
     of_mask, of_full = gl.maximum(masked, 1), gl.maximum(full, 1)
     aside = (late >= 0) & (turned >= 0)
@@ -134,8 +154,8 @@ def _run(segments, number, segment, masked, full, group, turned, BM: gl.constexp
     )
     head = gl.where(late < 0, number // of_mask, gl.where(aside, 0, late // of_full))
     heads = gl.where(aside, group, 1)
-    row = gl.load(segments + part * 8)
-    blocks = gl.load(segments + part * 8 + 1)
+    row = gl.load(plan.segments + part * 8)
+    blocks = gl.load(plan.segments + part * 8 + 1)
     return part, head, heads, gl.where(back, row + (blocks - 1) * BM, row), gl.where(back, -BM, BM), blocks * heads
 
 
@@ -147,83 +167,79 @@ def _next(x, h, first_head, heads, step):
 
 
 @gluon.jit
-def _producer(
-    work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
-    lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error, heads, group, rows, padded_queries, steps,
-    heads_per_group, timeout_us, board, epochs, near, BM: gl.constexpr,
-):  # fmt: skip
-    at = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+def _producer(plan, src, mem, BM: gl.constexpr):
+    at = gl.load(plan.starts + gl.program_id(0))
+    last = gl.load(plan.starts + gl.program_id(0) + 1)
     count = 0
     taken = 0
     seen = 0
     met = 0
     epoch = 0
     for i in range(at, last):
-        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(work, tiles, i, rows)
-        b = head // heads
-        h_kv = head % heads
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = _tile(plan, i)
+        b = head // plan.heads
+        h_kv = head % plan.heads
         step = 0
-        if tiles is not None:
-            step = gl.load(tiles + i * 4 + 1)
-        if flags is not None:
-            flag = h_kv // heads_per_group * steps + step
+        if plan.tiles is not None:
+            step = gl.load(plan.tiles + i * 4 + 1)
+        if src.flags is not None:
+            flag = h_kv // src.heads_per_group * src.steps + step
             if step > 0 and flag > seen:
-                there = wait_flag(flags + flag, error, timeout_us)
+                there = wait_flag(src.flags + flag, src.error, src.timeout_us)
                 seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
         if taken > 0:
-            mbarrier.wait(kv_free.index(0), (taken & 1) ^ 1)
-        mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes)
-        load_from(k_desc, k_remote, step, [b, h_kv, row, 0], kv_full.index(0), k_s.index(0))
+            mbarrier.wait(mem.kv_free.index(0), (taken & 1) ^ 1)
+        kv_full = mem.kv_full
+        mbarrier.expect(kv_full.index(0), src.k.block_type.nbytes)
+        load_from(src.k, src.k_remote, step, [b, h_kv, row, 0], kv_full.index(0), mem.k.index(0))
         fresh = True
-        turned = _turned(near, taken)
-        for number in range(_runs(masked, full, group, turned)):
-            _part, g, span, x, pace, blocks = _run(segments, number, segment, masked, full, group, turned, BM)
-            h = h_kv * group + g
+        turned = _turned(plan.near, taken)
+        for number in range(_runs(masked, full, plan.group, turned)):
+            _part, g, span, x, pace, blocks = _run(plan, number, segment, masked, full, turned, BM)
+            h = h_kv * plan.group + g
             for _j in range(blocks):
-                if board is not None:
+                if src.board is not None:
                     met += 1
                     if met == EPOCH:
                         met = 0
-                        epoch = wait_for_progress(board, epoch, epochs)
+                        epoch = wait_for_progress(src.board, epoch, src.epochs)
                 st = count & 1
                 if count >= STAGES:
                     sync(STAGE_FREE + st, 288)
-                stat = (b * heads * group + h) * padded_queries + x
-                mbarrier.expect(q_full.index(st), q_desc.block_type.nbytes + BM * 8)
-                tma.async_copy_global_to_shared(q_desc, [b, h, x, 0], q_full.index(st), q_s.index(st))
-                tma.async_copy_global_to_shared(lse_desc, [stat], q_full.index(st), lse_s.index(st))
-                tma.async_copy_global_to_shared(delta_desc, [stat], q_full.index(st), delta_s.index(st))
-                mbarrier.expect(do_full.index(st), do_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(do_desc, [b, h, x, 0], do_full.index(st), do_s.index(st))
+                stat = (b * plan.heads * plan.group + h) * src.padded_queries + x
+                q_full = mem.q_full.index(st)
+                do_full = mem.do_full.index(st)
+                mbarrier.expect(q_full, src.q.block_type.nbytes + BM * 8)
+                tma.async_copy_global_to_shared(src.q, [b, h, x, 0], q_full, mem.q.index(st))
+                tma.async_copy_global_to_shared(src.lse, [stat], q_full, mem.lse.index(st))
+                tma.async_copy_global_to_shared(src.delta, [stat], q_full, mem.delta.index(st))
+                mbarrier.expect(do_full, src.do.block_type.nbytes)
+                tma.async_copy_global_to_shared(src.do, [b, h, x, 0], do_full, mem.do.index(st))
                 if fresh:
                     # after the first block: S needs K and Q, and only then does dP need V and dO
-                    mbarrier.expect(kv_full.index(1), v_desc.block_type.nbytes)
-                    load_from(v_desc, v_remote, step, [b, h_kv, row, 0], kv_full.index(1), v_s.index(0))
+                    mbarrier.expect(kv_full.index(1), src.v.block_type.nbytes)
+                    load_from(src.v, src.v_remote, step, [b, h_kv, row, 0], kv_full.index(1), mem.v.index(0))
                     fresh = False
-                x, h = _next(x, h, h_kv * group + g, span, pace)
+                x, h = _next(x, h, h_kv * plan.group + g, span, pace)
                 count += 1
         taken += 1
-    if board is not None:
-        exit_barrier(board, epoch, epochs)
+    if src.board is not None:
+        exit_barrier(src.board, epoch, src.epochs)
 
 
 @gluon.jit
-def _storer(
-    work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, near, D: gl.constexpr, DV: gl.constexpr,
-    BM: gl.constexpr, GRAD_BUFFERS: gl.constexpr,
-):  # fmt: skip
-    COLUMNS: gl.constexpr = D * BM // 128
-    at = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+def _storer(plan, out, dq_s, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr):
+    dq_desc, dk_desc, dv_desc = out.dq_desc, out.dk_desc, out.dv_desc
+    at = gl.load(plan.starts + gl.program_id(0))
+    last = gl.load(plan.starts + gl.program_id(0) + 1)
     for i in range(at, last):
-        head, row, segment, masked, full, _masked_blocks, _full_blocks, slot = _tile(work, tiles, i, rows)
-        b = head // heads
-        h_kv = head % heads
-        turned = _turned(near, i - at)
-        for number in range(_runs(masked, full, group, turned)):
-            _part, g, span, x, pace, blocks = _run(segments, number, segment, masked, full, group, turned, BM)
-            h = h_kv * group + g
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, slot = _tile(plan, i)
+        b = head // plan.heads
+        h_kv = head % plan.heads
+        turned = _turned(plan.near, i - at)
+        for number in range(_runs(masked, full, plan.group, turned)):
+            _part, g, span, x, pace, blocks = _run(plan, number, segment, masked, full, turned, BM)
+            h = h_kv * plan.group + g
             for _j in range(blocks):
                 tma.store_wait(1)
                 arrive(DQ_FREE, 160)
@@ -233,11 +249,11 @@ def _storer(
                 reduce_add(dq_desc, [b, h, x, 0], dq_s.index(0))
                 sync(DQ_FULL + 1, 160)
                 if BM == 64:
-                    reduce_add(dq_desc, [b, h, x, COLUMNS], dq_s.index(1))
+                    reduce_add(dq_desc, [b, h, x, D * BM // 128], dq_s.index(1))
                 else:
                     reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
-                x, h = _next(x, h, h_kv * group + g, span, pace)
-        if GRAD_BUFFERS:
+                x, h = _next(x, h, h_kv * plan.group + g, span, pace)
+        if out.grad_buffers is not None:
             if slot < 0:
                 # no full half follows, so that the meeting itself keeps this warp from running ahead
                 tma.store_wait(0)
@@ -344,99 +360,96 @@ def _put_sums(WHICH: gl.constexpr, sums, half, DTYPE: gl.constexpr, LAYOUT: gl.c
 
 @gluon.jit
 def _step(
-    WHICH: gl.constexpr, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi, queries,
-    q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale,
-    MASKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr, DOT_ONLY: gl.constexpr,
-    SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr, WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr,
-    LATE_ADDRESSES: gl.constexpr, HELD: gl.constexpr, MASK_BITS: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr,
+    WHICH: gl.constexpr, count, dk, dv, dkey_bias, low, high, x, origin, stride, keys, slope, dalibi, dq_half, mem,
+    score, c, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds what one block of queries sends to 64 keys, and makes this warpgroup's half of the block's dq.
 
     `low`, `high`: limits of each key (`limits` of primitives.py). `x`: first query row of the block; row y sits at the
-    global position origin + stride * y. `slope` and `key_bias` are in log2 units.
+    global position origin + stride * y. `slope` and `keys.bias` are in log2 units.
     """
-    dtype: gl.constexpr = q_s.dtype
-    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    dtype: gl.constexpr = mem.q.dtype
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BM, 16])
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.D, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.DV, 16])
     columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
     st = count & 1
     phase = (count >> 1) & 1
-    COLUMNS: gl.constexpr = D * BM // 128
+    COLUMNS: gl.constexpr = c.D * c.BM // 128
     # K and V stay, so the compiler would keep descriptors of all their slices in registers that the products need; an index
     # that it cannot see through makes them where they are used
-    tile = opaque(gl.to_tensor(0)) if LATE_ADDRESSES else 0
-    k = k_s.index(tile).reshape([TILE, D])
+    tile = opaque(gl.to_tensor(0)) if c.LATE_ADDRESSES else 0
+    k = mem.k.index(tile).reshape([TILE, c.D])
     k_w = k.slice(WHICH * HALF, HALF, 0)
-    v_w = v_s.index(tile).reshape([TILE, DV]).slice(WHICH * HALF, HALF, 0)
-    k_h = k.slice(WHICH * COLUMNS, COLUMNS, 1) if BM == 64 else k
-    q = q_s.index(st).reshape([BM, D])
-    do = do_s.index(st).reshape([BM, DV])
+    v_w = mem.v.index(tile).reshape([TILE, c.DV]).slice(WHICH * HALF, HALF, 0)
+    k_h = k.slice(WHICH * COLUMNS, COLUMNS, 1) if c.BM == 64 else k
+    q = mem.q.index(st).reshape([c.BM, c.D])
+    do = mem.do.index(st).reshape([c.BM, c.DV])
 
-    mbarrier.wait(q_full.index(st), phase)
-    if MASKED and not MASK_BITS:
-        column = x + gl.expand_dims(columns_s.slice(0, BM).load(columns_l), 0)
+    mbarrier.wait(mem.q_full.index(st), phase)
+    if MASKED and not c.MASK_BITS:
+        column = x + gl.expand_dims(mem.columns.slice(0, c.BM).load(columns_l), 0)
         visible = (column >= gl.expand_dims(low, 1)) & (column < gl.expand_dims(high, 1))
-    start_s = _spread(lse_s.index(st), BM)
-    start_dp = _spread(delta_s.index(st), BM)
-    if DOT_ONLY:
+    start_s = _spread(mem.lse.index(st), c.BM)
+    start_dp = _spread(mem.delta.index(st), c.BM)
+    if c.DOT_ONLY:
         if MASKED:
-            start_s = hide(start_s, low, high, x, columns_l) if MASK_BITS else gl.where(visible, start_s, HIDDEN)
+            start_s = hide(start_s, low, high, x, columns_l) if c.MASK_BITS else gl.where(visible, start_s, HIDDEN)
             # behind the selects of a mask the compiler would wait for S before it issues dP
             start_s = pinned(start_s)
             start_dp = pinned(start_dp)
-        s_token = begin_scores(_scored(k_w, SCORED), _scored(q, SCORED), start_s, True)
+        s_token = begin_scores(_scored(k_w, c.SCORED), _scored(q, c.SCORED), start_s, True)
     else:
-        zero = gl.zeros([HALF, BM], gl.float32, s_l)
-        s_token = begin_scores(_scored(k_w, SCORED), _scored(q, SCORED), zero, False)
-    mbarrier.wait(do_full.index(st), phase)
-    if HELD == 0:
-        dp_token = begin_scores(_scored(v_w, V_SCORED), _scored(do, V_SCORED), start_dp, True)
-    elif HELD >= DV:
-        dp_token = begin_scores((v_held,), (do,), start_dp, True)
+        zero = gl.zeros([HALF, c.BM], gl.float32, s_l)
+        s_token = begin_scores(_scored(k_w, c.SCORED), _scored(q, c.SCORED), zero, False)
+    mbarrier.wait(mem.do_full.index(st), phase)
+    if c.HELD == 0:
+        dp_token = begin_scores(_scored(v_w, c.V_SCORED), _scored(do, c.V_SCORED), start_dp, True)
+    elif c.HELD >= c.DV:
+        dp_token = begin_scores((keys.v_held,), (do,), start_dp, True)
     else:
-        v_panels = v_held, v_w.slice(HELD, V_SCORED - HELD, 1)
-        do_panels = do.slice(0, HELD, 1), do.slice(HELD, V_SCORED - HELD, 1)
+        v_panels = keys.v_held, v_w.slice(c.HELD, c.V_SCORED - c.HELD, 1)
+        do_panels = do.slice(0, c.HELD, 1), do.slice(c.HELD, c.V_SCORED - c.HELD, 1)
         dp_token = begin_scores(v_panels, do_panels, start_dp, True)
     s = warpgroup_mma_wait(1, deps=[s_token])
-    if DOT_ONLY:
-        p = gl.exp2(s * scale)
+    if c.DOT_ONLY:
+        p = gl.exp2(s * score.scale)
     else:
-        s = s * scale
-        if SOFTCAP:
+        s = s * score.scale
+        if c.SOFTCAP:
             t = _tanh(s)
-            s = t * cap
+            s = t * score.cap
         if slope is not None:
-            s -= slope * _away(origin + stride * (x + columns_s.slice(0, BM).load(columns_l)), k_pos)
-        if key_bias is not None:
-            s += gl.expand_dims(key_bias, 1)
+            s -= slope * _away(origin + stride * (x + mem.columns.slice(0, c.BM).load(columns_l)), keys.positions)
+        if keys.bias is not None:
+            s += gl.expand_dims(keys.bias, 1)
         p = gl.exp2(s - start_s)
         if MASKED:
             p = gl.where(visible, p, 0.0)
     weights = p.to(dtype)
-    if SOFTCAP:
-        if WANT_KEY_BIAS or dalibi is not None:
+    if c.SOFTCAP:
+        if c.WANT_KEY_BIAS or dalibi is not None:
             steepness = 1.0 - t * t
         else:
             p = p * (1.0 - t * t)  # now, so that the tanh is not kept until dp is there
     dp = warpgroup_mma_wait(0, deps=[dp_token])
     ds = p * dp
-    if WANT_KEY_BIAS:
+    if c.WANT_KEY_BIAS:
         dkey_bias += gl.sum(ds, 1)
     if dalibi is not None:
-        column = x + columns_s.slice(0, BM).load(columns_l)
+        column = x + mem.columns.slice(0, c.BM).load(columns_l)
         # distances once more: kept until dp is there they would not fit into registers
-        away = _away(origin + stride * column, opaque(k_pos))
-        gl.atomic_add(dalibi + column, -gl.sum(ds * away, 0), mask=column < queries, sem="relaxed")
-    if SOFTCAP:
-        if WANT_KEY_BIAS or dalibi is not None:
+        away = _away(origin + stride * column, opaque(keys.positions))
+        gl.atomic_add(dalibi + column, -gl.sum(ds * away, 0), mask=column < keys.queries, sem="relaxed")
+    if c.SOFTCAP:
+        if c.WANT_KEY_BIAS or dalibi is not None:
             ds = ds * steepness
     ds = ds.to(dtype)
-    if WANT_DQ:
-        dv_token, dq_token, dk_token = _send(WHICH, st, weights, ds, dk, dv, q, do, k_h, ds_s, D, DV, BM)
+    if c.WANT_DQ:
+        dv_token, dq_token, dk_token = _send(WHICH, st, weights, ds, dk, dv, q, do, k_h, mem.ds, c.D, c.DV, c.BM)
         dv = warpgroup_mma_wait(2, deps=[dv_token])
         dq = warpgroup_mma_wait(1, deps=[dq_token])
-        _put_dq(WHICH, dq, dq_half, softmax_scale, SCALE_DQ)
+        _put_dq(WHICH, dq, dq_half, score.softmax_scale, c.SCALE_DQ)
     else:
         dv_token = warpgroup_mma(gl.convert_layout(weights, gl.DotOperandLayout(0, dv_l, 2)), do, dv, is_async=True)
         dk_token = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_l, 2)), q, dk, is_async=True)
@@ -463,170 +476,181 @@ def _put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS
 
 
 @gluon.jit
-def _consumer(
-    WHICH: gl.constexpr, work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s,
-    kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts, dkey_bias_out, dkey_bias_parts, dalibi_out,
-    positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr,
-    dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh, heads, group, rows, queries,
-    local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
-    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, BM: gl.constexpr,
-    DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr, ADD: gl.constexpr,
-    WANT_DQ: gl.constexpr, SCALE_DQ: gl.constexpr, LATE_ADDRESSES: gl.constexpr, SUMS_LAYOUT: gl.constexpr,
-    UNIT: gl.constexpr, HELD: gl.constexpr, MASK_BITS: gl.constexpr, SCORED: gl.constexpr, V_SCORED: gl.constexpr,
-):  # fmt: skip
-    COLUMNS: gl.constexpr = D * BM // 128
-    WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
-    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+def _dalibi(out, b, h):
+    """Sums of dalibi of a query head, or None."""
+    at = gl.cast(b, gl.int64) * out.dalibi_sb + gl.cast(h, gl.int64) * out.dalibi_sh
+    return out.dalibi + at if out.dalibi is not None else None
+
+
+@gluon.jit
+def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
+    COLUMNS: gl.constexpr = c.D * c.BM // 128
+    s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BM, 16])
+    dk_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.D, 16])
+    dv_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.DV, 16])
     rows_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    at = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+    at = gl.load(plan.starts + gl.program_id(0))
+    last = gl.load(plan.starts + gl.program_id(0) + 1)
     count = 0
     taken = 0
-    dq_half = dq_s.index(WHICH).reshape([64, COLUMNS]) if WANT_DQ else None
+    dq_half = mem.dq.index(WHICH).reshape([64, COLUMNS]) if c.WANT_DQ else None
     for i in range(at, last):
-        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(work, tiles, i, rows)
-        b = head // heads
-        h_kv = head % heads
+        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = _tile(plan, i)
+        b = head // plan.heads
+        h_kv = head % plan.heads
         y = row + WHICH * HALF
-        dk = gl.zeros([HALF, D], gl.float32, dk_l)
-        dv = gl.zeros([HALF, DV], gl.float32, dv_l)
+        dk = gl.zeros([HALF, c.D], gl.float32, dk_l)
+        dv = gl.zeros([HALF, c.DV], gl.float32, dv_l)
         y_own = y + opaque(gl.arange(0, HALF, rows_l))
-        exists = y_own < _end(tiles, i, rows)
+        exists = y_own < _end(plan, i)
         y_table = y_own
-        if tiles is not None:
+        if plan.tiles is not None:
             # positions and bounds of local and remote rows stand behind one another
-            y_table = y_own + gl.where(gl.load(tiles + i * 4 + 1) > 0, local_rows, 0)
+            y_table = y_own + gl.where(gl.load(plan.tiles + i * 4 + 1) > 0, score.local_rows, 0)
         dkey_bias = gl.zeros([HALF], gl.float32, rows_l)
         key_bias = None
-        if key_bias_ptr is not None:
-            bias_at = key_bias_ptr + gl.cast(b, gl.int64) * key_bias_sb + y_table
-            if tiles is None:
+        if score.key_bias is not None:
+            bias_at = score.key_bias + gl.cast(b, gl.int64) * score.key_bias_sb + y_table
+            if plan.tiles is None:
                 key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
         k_pos = None
-        if alibi_slopes is not None:
-            k_pos = gl.load(positions + y_table, mask=exists, other=0)
-        lo = gl.load(lo_ptr + gl.cast(b, gl.int64) * lo_sb + y_table, mask=exists, other=0)
-        hi = gl.load(hi_ptr + gl.cast(b, gl.int64) * hi_sb + y_table, mask=exists, other=0)
-        mbarrier.wait(kv_full.index(0), taken & 1)
-        mbarrier.wait(kv_full.index(1), taken & 1)
+        if score.alibi_slopes is not None:
+            k_pos = gl.load(score.positions + y_table, mask=exists, other=0)
+        lo = gl.load(score.lo + gl.cast(b, gl.int64) * score.lo_sb + y_table, mask=exists, other=0)
+        hi = gl.load(score.hi + gl.cast(b, gl.int64) * score.hi_sb + y_table, mask=exists, other=0)
+        mbarrier.wait(mem.kv_full.index(0), taken & 1)
+        mbarrier.wait(mem.kv_full.index(1), taken & 1)
         v_held = None
-        if HELD > 0:
-            v_own = v_s.index(0).reshape([TILE, DV]).slice(WHICH * HALF, HALF, 0)
-            if HELD < DV:
-                v_own = v_own.slice(0, HELD, 1)
+        if c.HELD > 0:
+            v_own = mem.v.index(0).reshape([TILE, c.DV]).slice(WHICH * HALF, HALF, 0)
+            if c.HELD < c.DV:
+                v_own = v_own.slice(0, c.HELD, 1)
             v_held = v_own.load(gl.DotOperandLayout(0, s_l, 2))
-        if key_bias_ptr is not None:
-            if tiles is not None:
+        if score.key_bias is not None:
+            if plan.tiles is not None:
                 key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
+        keys = Keys(k_pos, key_bias, v_held, out.queries)
 
-        for g in range(group):
-            h = h_kv * group + g
-            slope = gl.load(alibi_slopes + h) * LOG2E if alibi_slopes is not None else None
-            dalibi = None
-            if dalibi_out is not None:
-                dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
+        for g in range(plan.group):
+            slope, dalibi = slope_of(score, h_kv * plan.group + g), _dalibi(out, b, h_kv * plan.group + g)
             for part in range(segment, segment + masked):
-                x, blocks, begin, end, origin, stride = _segment(segments, part)
+                x, blocks, begin, end, origin, stride = segment_of(plan.segments, part)
                 own_lo, own_hi = bounds_in(
-                    lo, hi, lo_ptr + gl.cast(b, gl.int64) * lo_sb, hi_ptr + gl.cast(b, gl.int64) * hi_sb, lo_st, hi_st, segments,
-                    part, y_own - row, y_table, exists,
+                    lo, hi, score.lo + gl.cast(b, gl.int64) * score.lo_sb, score.hi + gl.cast(b, gl.int64) * score.hi_sb,
+                    score.lo_st, score.hi_st, plan.segments, part, y_own - row, y_table, exists,
                 )  # fmt: skip
                 low, high = limits(own_lo, own_hi, begin, end, origin, stride)
                 for _j in range(blocks):
                     dk, dv, dkey_bias = _step(
-                        WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, k_pos, slope, key_bias, dalibi,
-                        queries, q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap,
-                        softmax_scale, True, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, LATE_ADDRESSES,
-                        HELD, MASK_BITS, SCORED, V_SCORED,
+                        WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, keys, slope, dalibi, dq_half, mem,
+                        score, c, True,
                     )  # fmt: skip
-                    x += BM
+                    x += c.BM
                     count += 1
-        if DOT_ONLY:
-            for _j in range(full_blocks * group):
+        if c.DOT_ONLY:
+            for _j in range(full_blocks * plan.group):
                 dk, dv, dkey_bias = _step(
-                    WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, None, None, None, None, queries, q_s, do_s, k_s,
-                    v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full, scale, cap, softmax_scale, False,
-                    D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ, LATE_ADDRESSES, HELD, MASK_BITS, SCORED,
-                    V_SCORED,
-                )  # fmt: skip
+                    WHICH,
+                    count,
+                    dk,
+                    dv,
+                    dkey_bias,
+                    None,
+                    None,
+                    0,
+                    0,
+                    0,
+                    keys,
+                    None,
+                    None,
+                    dq_half,
+                    mem,
+                    score,
+                    c,
+                    False,
+                )
                 count += 1
         else:
-            turned = _turned(near, taken)
-            for number in range(masked * group, _runs(masked, full, group, turned)):
-                part, g, span, x, pace, blocks = _run(segments, number, segment, masked, full, group, turned, BM)
-                _row, _blocks, begin, end, origin, stride = _segment(segments, part)
-                h = h_kv * group + g
+            turned = _turned(plan.near, taken)
+            for number in range(masked * plan.group, _runs(masked, full, plan.group, turned)):
+                part, g, span, x, pace, blocks = _run(plan, number, segment, masked, full, turned, c.BM)
+                _row, _blocks, begin, end, origin, stride = segment_of(plan.segments, part)
+                h = h_kv * plan.group + g
                 for _j in range(blocks):
-                    slope = gl.load(alibi_slopes + h) * LOG2E if alibi_slopes is not None else None
-                    dalibi = None
-                    if dalibi_out is not None:
-                        dalibi = dalibi_out + gl.cast(b, gl.int64) * dalibi_sb + gl.cast(h, gl.int64) * dalibi_sh
+                    slope, dalibi = slope_of(score, h), _dalibi(out, b, h)
                     dk, dv, dkey_bias = _step(
-                        WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, k_pos, slope, key_bias, dalibi,
-                        queries, q_s, do_s, k_s, v_s, v_held, lse_s, delta_s, ds_s, dq_half, columns_s, q_full, do_full,
-                        scale, cap, softmax_scale, False, D, DV, BM, DOT_ONLY, SOFTCAP, WANT_KEY_BIAS, WANT_DQ, SCALE_DQ,
-                        LATE_ADDRESSES, HELD, MASK_BITS, SCORED, V_SCORED,
+                        WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, keys, slope, dalibi, dq_half, mem,
+                        score, c, False,
                     )  # fmt: skip
-                    x, h = _next(x, h, h_kv * group + g, span, pace)
+                    x, h = _next(x, h, h_kv * plan.group + g, span, pace)
                     count += 1
 
-        mbarrier.arrive(kv_free.index(0), count=1)
+        mbarrier.arrive(mem.kv_free.index(0), count=1)
         # read again: kept through the loops it would cost registers there
         again = opaque(gl.to_tensor(i))
-        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = entry(work, again)
-        b = head // heads
-        h_kv = head % heads
+        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = entry(plan.work, again)
+        b = head // plan.heads
+        h_kv = head % plan.heads
         y = row + WHICH * HALF
-        if error is not None:
-            health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
-            dk = dk * (softmax_scale * health)
+        if out.error is not None:
+            health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
+            dk = dk * (score.softmax_scale * health)
             dv = dv * health
             dkey_bias = dkey_bias * health
         else:
-            dk = dk * softmax_scale
+            dk = dk * score.softmax_scale
         if slot >= 0:
-            part_out = parts + gl.cast(slot, gl.int64) * (TILE * (D + DV))
-            _put(part_out, D, dk, WHICH * HALF, TILE, columns_s, D, D, False)
-            _put(part_out + TILE * D, DV, dv, WHICH * HALF, TILE, columns_s, DV, DV, False)
-        elif SUMS_LAYOUT is not None:
-            _put_sums(WHICH, dk, dq_s.index(WHICH), q_s.dtype, SUMS_LAYOUT, D)
-            _put_sums(WHICH, dv, dq_s.index(WHICH), q_s.dtype, SUMS_LAYOUT, DV)
-        elif grad_buffers is not None:
-            side = tiles + again * 4
+            part_out = out.parts + gl.cast(slot, gl.int64) * (TILE * (c.D + c.DV))
+            _put(part_out, c.D, dk, WHICH * HALF, TILE, mem.columns, c.D, c.D, False)
+            _put(part_out + TILE * c.D, c.DV, dv, WHICH * HALF, TILE, mem.columns, c.DV, c.DV, False)
+        elif out.dk_desc is not None:
+            _put_sums(WHICH, dk, mem.dq.index(WHICH), mem.q.dtype, out.dk_desc.layout, c.D)
+            _put_sums(WHICH, dv, mem.dq.index(WHICH), mem.q.dtype, out.dk_desc.layout, c.DV)
+        elif out.grad_buffers is not None:
+            side = plan.tiles + again * 4
             begin = gl.load(side + 2)
             own_rows = gl.load(side + 3) - begin
-            first_row = gl.cast(b, gl.int64) * grad_buffer_rows * heads + h_kv
-            grad_buffer = grad_buffer_of(grad_buffers, gl.load(side), first_row, D_WIDTH + DV_WIDTH)
-            stride = heads * (D_WIDTH + DV_WIDTH)
-            if WANT_DQ:
+            first_row = gl.cast(b, gl.int64) * out.grad_buffer_rows * plan.heads + h_kv
+            WIDTH: gl.constexpr = c.D_WIDTH + c.DV_WIDTH
+            grad_buffer = grad_buffer_of(out.grad_buffers, gl.load(side), first_row, WIDTH)
+            stride = plan.heads * WIDTH
+            if c.WANT_DQ:
                 sync(DQ_FREE + WHICH, 160)
-            CHUNK: gl.constexpr = COLUMNS if WANT_DQ else 32
-            send_grads(grad_buffer, stride, dk, y - begin, own_rows, dq_half, 0, D_WIDTH, D, CHUNK)
-            send_grads(grad_buffer + D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, DV_WIDTH, DV, CHUNK)
+            CHUNK: gl.constexpr = COLUMNS if c.WANT_DQ else 32
+            send_grads(grad_buffer, stride, dk, y - begin, own_rows, dq_half, 0, c.D_WIDTH, c.D, CHUNK)
+            send_grads(grad_buffer + c.D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, c.DV_WIDTH, c.DV, CHUNK)
         else:
-            dk_at = dk_out + (gl.cast(b, gl.int64) * dk_sb + gl.cast(h_kv, gl.int64) * dk_sh) * UNIT
-            dv_at = dv_out + (gl.cast(b, gl.int64) * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
-            _put(dk_at, dk_ss * UNIT, dk, y, rows, columns_s, D_WIDTH, D, ADD)
-            _put(dv_at, dv_ss * UNIT, dv, y, rows, columns_s, DV_WIDTH, DV, ADD)
-        if WANT_KEY_BIAS:
+            dk_at = out.dk + (gl.cast(b, gl.int64) * out.dk_sb + gl.cast(h_kv, gl.int64) * out.dk_sh) * c.UNIT
+            dv_at = out.dv + (gl.cast(b, gl.int64) * out.dv_sb + gl.cast(h_kv, gl.int64) * out.dv_sh) * c.UNIT
+            _put(dk_at, out.dk_ss * c.UNIT, dk, y, plan.rows, mem.columns, c.D_WIDTH, c.D, c.ADD)
+            _put(dv_at, out.dv_ss * c.UNIT, dv, y, plan.rows, mem.columns, c.DV_WIDTH, c.DV, c.ADD)
+        if c.WANT_KEY_BIAS:
             if slot >= 0:
-                gl.store(dkey_bias_parts + slot * TILE + (y_own - row), dkey_bias)
-            elif grad_buffers is not None:
-                side = tiles + again * 4
-                line = grad_buffer_of(dkey_bias_out, gl.load(side), head, grad_buffer_rows)
+                gl.store(out.dkey_bias_parts + slot * TILE + (y_own - row), dkey_bias)
+            elif out.grad_buffers is not None:
+                side = plan.tiles + again * 4
+                line = grad_buffer_of(out.dkey_bias, gl.load(side), head, out.grad_buffer_rows)
                 gl.store(line + (y_own - gl.load(side + 2)), dkey_bias, mask=exists)
             else:
-                gl.store(dkey_bias_out + gl.cast(head, gl.int64) * rows + y_own, dkey_bias, mask=exists)
+                gl.store(out.dkey_bias + gl.cast(head, gl.int64) * plan.rows + y_own, dkey_bias, mask=exists)
         taken += 1
 
 
 @gluon.jit
-def _segment(segments, part):
-    """(first row, blocks, begin, end, origin, stride) of a segment; Note [Work] of tile_scheduler.py."""
-    at = segments + part * 8
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
+def _specialize(plan, src, out, score, mem, c):
+    if c.WANT_DQ:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), plan, out, score, mem, c)),
+            (_consumer, (gl.constexpr(1), plan, out, score, mem, c)),
+            (_producer, (plan, src, mem, c.BM)),
+            (_storer, (plan, out, mem.dq, c.D, c.DV, c.BM)),
+        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), plan, out, score, mem, c)),
+            (_consumer, (gl.constexpr(1), plan, out, score, mem, c)),
+            (_producer, (plan, src, mem, c.BM)),
+        ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=list(RUNTIME))
@@ -663,8 +687,6 @@ def backward_kernel(
     SCORED, V_SCORED: columns of q and of do that are not zero; scores are products over these.
     MASK_BITS: a word of bits per key hides pairs (`hide` of primitives.py).
     """
-    SUMS_LAYOUT: gl.constexpr = None if dk_desc is None else dk_desc.layout
-    COLUMNS: gl.constexpr = D * BM // 128
     q_s = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, 1, BM, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(do_desc.dtype, [STAGES, 1, 1, BM, DV], do_desc.layout)
     k_s = gl.allocate_shared_memory(k_desc.dtype, [1, 1, 1, TILE, D], k_desc.layout)
@@ -683,47 +705,28 @@ def backward_kernel(
         mbarrier.init(kv_full.index(n), count=1)
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(do_full.index(n), count=1)
+    ds_s = None
+    dq_s = None
     if WANT_DQ:
         ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, TILE, BM], DS_LAYOUT)
-        dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, COLUMNS], dq_desc.layout)
-        gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
-                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
-                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
-                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, MASK_BITS, SCORED, V_SCORED)),
-            (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s,
-                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
-                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
-                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, MASK_BITS, SCORED, V_SCORED)),
-            (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
-                     q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
-                     heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, near, BM)),
-            (_storer, (work, segments, starts, tiles, dq_desc, dk_desc, dv_desc, dq_s, heads, group, rows, near, D, DV, BM,
-                     grad_buffers is not None)),
-        ], [4, 1, 1], [240, 24, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
-                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
-                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
-                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, MASK_BITS, SCORED, V_SCORED)),
-            (_consumer, (gl.constexpr(1), work, segments, starts, tiles, q_s, do_s, k_s, v_s, lse_s, delta_s, None, None,
-                     columns_s, kv_full, kv_free, q_full, do_full, dk_out, dv_out, grad_buffers, error, parts,
-                     dkey_bias_out, dkey_bias_parts, dalibi_out, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias,
-                     dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, dalibi_sb, dalibi_sh,
-                     heads, group, rows, queries, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, softmax_scale, near,
-                     D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, SCALE_DQ,
-                     LATE_ADDRESSES, SUMS_LAYOUT, UNIT, HELD, MASK_BITS, SCORED, V_SCORED)),
-            (_producer, (work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc,
-                     q_s, do_s, k_s, v_s, lse_s, delta_s, kv_full, kv_free, q_full, do_full, flags, error,
-                     heads, group, rows, padded_queries, steps, heads_per_group, timeout_us, board, epochs, near, BM)),
-        ], [4, 1], [240, 24])  # fmt: skip
+        dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, D * BM // 128], dq_desc.layout)
+    _specialize(
+        Plan(work, segments, starts, heads, group, rows, tiles, near),
+        Inputs(
+            q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, padded_queries, flags, error, steps,
+            heads_per_group, timeout_us, board, epochs,
+        ),
+        Outputs(
+            dq_desc, dk_desc, dv_desc, dk_out, dv_out, grad_buffers, grad_buffer_rows, error, parts, dkey_bias_out,
+            dkey_bias_parts, dalibi_out, queries, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, dalibi_sb, dalibi_sh,
+        ),
+        Score(
+            positions, lo_ptr, hi_ptr, lo_sb, hi_sb, lo_st, hi_st, local_rows, alibi_slopes, key_bias, key_bias_sb, scale,
+            cap, softmax_scale,
+        ),
+        Memory(q_s, do_s, k_s, v_s, lse_s, delta_s, ds_s, dq_s, columns_s, kv_full, kv_free, q_full, do_full),
+        Config(
+            D, DV, D_WIDTH, DV_WIDTH, BM, DOT_ONLY, SOFTCAP, ADD, WANT_DQ, dkey_bias_out is not None, SCALE_DQ,
+            LATE_ADDRESSES, UNIT, HELD, MASK_BITS, SCORED, V_SCORED,
+        ),
+    )  # fmt: skip

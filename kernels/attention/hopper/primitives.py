@@ -1,10 +1,17 @@
 """Parts of every Hopper kernel: named barriers, copies that add, tiles of the work plan, limits of visibility.
 
 Triton gives the barriers 0, 1, 2, ... to the partitions of a kernel; 8 to 15 are free and are named by the kernels.
+
+Note [Structs]
+    Helpers of a kernel take named tuples: Triton 3.6 to 3.8 pass their tensors, constants and None on as single arguments.
+    A tuple of constants is made in the call that it is passed to: assigned to a variable, its constants become run-time values,
+    and the same holds for what a helper returns. Therefore `_specialize` starts the partitions.
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportOptionalMemberAccess=false, reportOperatorIssue=false
+from collections import namedtuple
+
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,6 +21,18 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from ringattn.kernels.attention.arguments import RAISED_BITS
 
 LOWERING = gl.constexpr(2.0**-RAISED_BITS)
+Plan = namedtuple("Plan", "work segments starts heads group rows tiles near", defaults=(None, None))
+Score = namedtuple(
+    "Score", "positions lo hi lo_sb hi_sb lo_st hi_st local_rows alibi_slopes key_bias key_bias_sb scale cap softmax_scale keys "
+    "sinks",
+    defaults=(None, None, None),
+)  # fmt: skip
+Inputs = namedtuple(
+    "Inputs", "q do k v k_remote v_remote lse delta padded_queries flags error steps heads_per_group timeout_us board epochs"
+)  # fmt: skip
+"""Of the kernels of dk and dv."""
+
+LOG2E = gl.constexpr(1.4426950408889634)
 EPOCH = gl.constexpr(64)  # blocks between two looks at the board; see progress_barrier.py
 LEFT = gl.constexpr(2**30)  # beyond every epoch
 
@@ -270,6 +289,19 @@ def entry(work, at):
         gl.load(base), gl.load(base + 1), gl.load(base + 2), gl.load(base + 3),
         gl.load(base + 4), gl.load(base + 5), gl.load(base + 6), gl.load(base + 7),
     )  # fmt: skip
+
+
+@gluon.jit
+def segment_of(segments, i):
+    """(row, blocks, begin, end, origin, stride) of segment i; Note [Work] in tile_scheduler.py."""
+    base = segments + i * 8
+    return gl.load(base), gl.load(base + 1), gl.load(base + 2), gl.load(base + 3), gl.load(base + 4), gl.load(base + 5)
+
+
+@gluon.jit
+def slope_of(score, h):
+    """ALiBi slope of a query head in log2 units, or None."""
+    return gl.load(score.alibi_slopes + h) * LOG2E if score.alibi_slopes is not None else None
 
 
 @gluon.jit
