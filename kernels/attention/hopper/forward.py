@@ -30,17 +30,17 @@ Note [Pipeline]
 # pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false, reportOptionalMemberAccess=false
 # pyright: reportOperatorIssue=false
 # (the compiler of kernels fills in builders, folds constants and drops the branches that they close)
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
+    LOG2E,
+    Plan,
+    Score,
     arrive,
     begin_scores,
     begin_sums,
@@ -51,13 +51,13 @@ from ringattn.kernels.attention.hopper.primitives import (
     opaque,
     packed,
     rows_ahead,
+    segment_of,
     sync,
     wait_flag,
     wait_for_progress,
 )
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
-LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 GROWTH = gl.constexpr(8.0)  # weights stay below 2^8, which every dtype holds
 # rows x the four threads that share a row: what they hold of an accumulator once its columns are added up
@@ -65,6 +65,18 @@ PER_THREAD = gl.constexpr(
     gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4])
 )
 ALL = gl.constexpr(2**31 - 1)  # beyond every place of a flag
+
+# arguments of the partitions; Note [Structs] of primitives.py
+Inputs = namedtuple("Inputs", "q k v k_remote v_remote flags error flag_heads flag_steps timeout_us board epochs")
+Outputs = namedtuple(
+    "Outputs", "o_desc acc_desc o lse m l acc part_m part_l part_acc error o_sb o_ss o_sh acc_sb acc_ss acc_sh lse_sb lse_sh "
+    "m_sb m_sh l_sb l_sh",
+)  # fmt: skip
+Memory = namedtuple("Memory", "q k v q_full q_empty k_full v_full carry carry_full")
+Config = namedtuple(
+    "Config", "CONSUMERS BLOCK_N STAGES D DV PANELS V_PANELS DV_WIDTH PACK O_UNIT ACC_UNIT FIRST LAST DOT_ONLY SOFTCAP Q_STAGES "
+    "EARLY STORE AHEAD LAZY",
+)  # fmt: skip
 
 
 @gluon.jit
@@ -93,16 +105,13 @@ def _fill(
 
 
 @gluon.jit
-def _fill_queries(
-    INDEX: gl.constexpr, desc, b, h, row, smem, full, empty, place, parity, COLUMNS: gl.constexpr, PANELS: gl.constexpr,
-    PACK: gl.constexpr,
-):  # fmt: skip
-    mbarrier.wait(empty.index(place + INDEX), parity ^ 1)
-    mbarrier.expect(full.index(place + INDEX), PANELS * desc.block_type.nbytes)
-    bar = full.index(place + INDEX)
-    for i in gl.static_range(PANELS):
-        corner = _corner(INDEX, b, h, row, i * (COLUMNS // PANELS), PACK)
-        tma.async_copy_global_to_shared(desc, corner, bar, smem.index((place + INDEX) * PANELS + i))
+def _fill_queries(INDEX: gl.constexpr, desc, b, h, row, mem, place, parity, c):
+    mbarrier.wait(mem.q_empty.index(place + INDEX), parity ^ 1)
+    bar = mem.q_full.index(place + INDEX)
+    mbarrier.expect(bar, c.PANELS * desc.block_type.nbytes)
+    for i in gl.static_range(c.PANELS):
+        corner = _corner(INDEX, b, h, row, i * (c.D // c.PANELS), c.PACK)
+        tma.async_copy_global_to_shared(desc, corner, bar, mem.q.index((place + INDEX) * c.PANELS + i))
 
 
 @gluon.jit
@@ -115,70 +124,63 @@ def _corner(INDEX: gl.constexpr, b, h, row, column, PACK: gl.constexpr):
 
 
 @gluon.jit
-def _producer(
-    q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    PANELS: gl.constexpr, V_PANELS: gl.constexpr, PACK: gl.constexpr, Q_STAGES: gl.constexpr,
-):  # fmt: skip
+def _producer(plan, src, mem, c):
     """One warp that copies, in the order in which the consumers wait: q of the first, k, the other q, v, k, v, ..."""
-    threads: gl.constexpr = 128 * CONSUMERS + 32
-    work, segments, starts = plan
-    flags, error, flag_heads, flag_steps, timeout_us = ready_flags
-    q_s, k_s, v_s, q_full, q_empty, k_full, v_full, _carry_s, _carry_full = shared
-    first = gl.load(starts + gl.program_id(0))
-    stop = gl.load(starts + gl.program_id(0) + 1)
+    threads: gl.constexpr = 128 * c.CONSUMERS + 32
+    v_empty: gl.constexpr = EMPTY_K + c.STAGES
+    segments = plan.segments
+    first = gl.load(plan.starts + gl.program_id(0))
+    stop = gl.load(plan.starts + gl.program_id(0) + 1)
     stage = 0
     used = False
     step = 0
     seen = 0
-    board, epochs = pace
     met = 0
     epoch = 0
     for at in range(first, stop):
-        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = entry(work, at)
-        b = head // heads
-        h = head % heads
-        place = (at - first) % Q_STAGES * CONSUMERS
-        q_parity = (at - first) // Q_STAGES & 1
-        _fill_queries(0, q, b, h, row, q_s, q_full, q_empty, place, q_parity, D, PANELS, PACK)
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = entry(plan.work, at)
+        b = head // plan.heads
+        h = head % plan.heads
+        h_kv = h // plan.group
+        place = (at - first) % c.Q_STAGES * c.CONSUMERS
+        q_parity = (at - first) // c.Q_STAGES & 1
+        _fill_queries(0, src.q, b, h, row, mem, place, q_parity, c)
         for i in range(segment, segment + masked + full):
             key = gl.load(segments + i * 8)
             blocks = gl.load(segments + i * 8 + 1)
-            if k_remote is not None:
+            if src.k_remote is not None:
                 step = gl.load(segments + i * 8 + 6)
-            if flags is not None:
+            if src.flags is not None:
                 if step > 0:
-                    flag = h // group // flag_heads * flag_steps + step
+                    flag = h_kv // src.flag_heads * src.flag_steps + step
                     if flag > seen:
-                        seen = gl.where(wait_flag(flags + flag, error, timeout_us) == 1, flag, ALL)
+                        there = wait_flag(src.flags + flag, src.error, src.timeout_us)
+                        seen = gl.where(there == 1, flag, ALL)
             for j in range(blocks):
-                if board is not None:
+                if src.board is not None:
                     met += 1
                     if met == EPOCH:
                         met = 0
-                        epoch = wait_for_progress(board, epoch, epochs)
-                _fill(k, k_remote, step, b, h // group, key, k_s, k_full, stage, used, EMPTY_K, D, PANELS, threads)
+                        epoch = wait_for_progress(src.board, epoch, src.epochs)
+                _fill(
+                    src.k, src.k_remote, step, b, h_kv, key, mem.k, mem.k_full, stage, used, EMPTY_K, c.D, c.PANELS,
+                    threads,
+                )  # fmt: skip
                 if i == segment:
                     if j == 0:
-                        for other in gl.static_range(1, CONSUMERS):
-                            _fill_queries(other, q, b, h, row, q_s, q_full, q_empty, place, q_parity, D, PANELS, PACK)
+                        for other in gl.static_range(1, c.CONSUMERS):
+                            _fill_queries(other, src.q, b, h, row, mem, place, q_parity, c)
                 _fill(
-                    v, v_remote, step, b, h // group, key, v_s, v_full, stage, used, EMPTY_K + STAGES, DV, V_PANELS, threads
+                    src.v, src.v_remote, step, b, h_kv, key, mem.v, mem.v_full, stage, used, v_empty, c.DV, c.V_PANELS,
+                    threads,
                 )  # fmt: skip
-                key += BLOCK_N
+                key += c.BLOCK_N
                 stage += 1
-                if stage == STAGES:
+                if stage == c.STAGES:
                     stage = 0
                     used = True
-    if board is not None:
-        exit_barrier(board, epoch, epochs)
-
-
-@gluon.jit
-def _segment(segments, i):
-    """(row, blocks, begin, end, origin, stride) of segment i; Note [Work] in tile_scheduler.py."""
-    base = segments + i * 8
-    return gl.load(base), gl.load(base + 1), gl.load(base + 2), gl.load(base + 3), gl.load(base + 4), gl.load(base + 5)
+    if src.board is not None:
+        exit_barrier(src.board, epoch, src.epochs)
 
 
 @gluon.jit
@@ -196,49 +198,41 @@ def _limits(lo, hi, begin, end, origin, stride):
 
 @gluon.jit
 def _limits_in(
-    INDEX: gl.constexpr, at, segment, anything, plan, sides, heads, rows, lo_sb, hi_sb, PACK: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    INDEX: gl.constexpr, at, segment, anything, plan, score, lo_sb, hi_sb, PACK: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """The limits of the rows of entry `at` in a segment, from memory alone; without `anything` nobody asks for them."""
-    work, segments, _starts = plan
-    _positions, lo_ptr, hi_ptr, lo_st, hi_st = sides
-    head = gl.load(work + at * 8)
-    x = gl.load(work + at * 8 + 1) + (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK
-    b = gl.cast(head // heads, gl.int64)
-    exists = (x < rows) & anything
-    lo = gl.load(lo_ptr + b * lo_sb + x, mask=exists, other=0)
-    hi = gl.load(hi_ptr + b * hi_sb + x, mask=exists, other=0)
+    head = gl.load(plan.work + at * 8)
+    x = gl.load(plan.work + at * 8 + 1) + (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK
+    b = gl.cast(head // plan.heads, gl.int64)
+    exists = (x < plan.rows) & anything
+    lo = gl.load(score.lo + b * lo_sb + x, mask=exists, other=0)
+    hi = gl.load(score.hi + b * hi_sb + x, mask=exists, other=0)
     lo, hi = bounds_in(
-        lo, hi, lo_ptr + b * lo_sb, hi_ptr + b * hi_sb, lo_st, hi_st, segments, segment,
+        lo, hi, score.lo + b * lo_sb, score.hi + b * hi_sb, score.lo_st, score.hi_st, plan.segments, segment,
         (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK, x, exists,
     )  # fmt: skip
-    _key, _blocks, begin, end, origin, stride = _segment(segments, segment)
+    _key, _blocks, begin, end, origin, stride = segment_of(plan.segments, segment)
     return _limits(lo, hi, begin, end, origin, stride)
 
 
 @gluon.jit
-def _first_limits(
-    INDEX: gl.constexpr, at, plan, sides, heads, rows, lo_sb, hi_sb, PACK: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def _first_limits(INDEX: gl.constexpr, at, plan, score, PACK: gl.constexpr, LAYOUT: gl.constexpr):
     """The limits of the rows of entry `at` in its first segment, if that is masked."""
-    work = plan[0]
-    segment = gl.load(work + at * 8 + 2)
-    masked = gl.load(work + at * 8 + 3)
-    return _limits_in(INDEX, at, segment, masked > 0, plan, sides, heads, rows, lo_sb, hi_sb, PACK, LAYOUT)
+    segment = gl.load(plan.work + at * 8 + 2)
+    masked = gl.load(plan.work + at * 8 + 3)
+    return _limits_in(INDEX, at, segment, masked > 0, plan, score, score.lo_sb, score.hi_sb, PACK, LAYOUT)
 
 
 @gluon.jit
-def _score(
-    s, distance, key, stride, slope, key_bias, ahead, keys, scale, cap, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr
-):
+def _score(s, distance, key, stride, slope, key_bias, ahead, score, SOFTCAP: gl.constexpr, COLUMNS: gl.constexpr):
     """Scores in log2 units from q . k; `distance`: of each row's position from that of key row 0 of the run's buffer.
 
     `ahead`: how many numbers of the bias stand before those of the buffer; None: none.
     """
     if SOFTCAP:
-        s = cap - (2.0 * cap) / (1.0 + gl.exp2(s * (2.0 * LOG2E * scale)))
+        s = score.cap - (2.0 * score.cap) / (1.0 + gl.exp2(s * (2.0 * LOG2E * score.scale)))
     else:
-        s = s * scale
+        s = s * score.scale
     if slope is not None:
         # exact: what is subtracted stays below 2^24, and beyond that distance one position is less than a rounding
         y = (gl.arange(0, s.shape[1], COLUMNS) * stride).to(gl.float32)
@@ -248,7 +242,7 @@ def _score(
         if ahead is not None:
             key += ahead
         y = key + gl.arange(0, s.shape[1], COLUMNS)
-        bias = gl.load(key_bias + y, mask=(y >= 0) & (y < keys), other=0.0)
+        bias = gl.load(key_bias + y, mask=(y >= 0) & (y < score.keys), other=0.0)
         s += gl.expand_dims(bias * LOG2E, 0)
     return s
 
@@ -361,322 +355,282 @@ def _plus(acc, other, factor):
 
 
 @gluon.jit
-def _first_product(
-    INDEX: gl.constexpr, q_s, k_s, q_full, k_full, tile, stage, parity, there, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    PANELS: gl.constexpr, S_LAYOUT: gl.constexpr, CONSUMERS: gl.constexpr, Q_STAGES: gl.constexpr,
-):  # fmt: skip
+def _first_product(INDEX: gl.constexpr, mem, tile, stage, parity, there, c, S_LAYOUT: gl.constexpr):
     """Issues q . k of the first block of this program's tile number `tile`; of what lies there if it has no such tile."""
-    place = tile % Q_STAGES * CONSUMERS + INDEX
+    place = tile % c.Q_STAGES * c.CONSUMERS + INDEX
     if there:
-        mbarrier.wait(q_full.index(place), tile // Q_STAGES & 1)
-        mbarrier.wait(k_full.index(stage), parity)
-    zero = gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT)
-    qk = begin_scores(_panels(q_s, place, 64, D, PANELS), _panels(k_s, stage, BLOCK_N, D, PANELS), zero, False)
-    return qk
+        mbarrier.wait(mem.q_full.index(place), tile // c.Q_STAGES & 1)
+        mbarrier.wait(mem.k_full.index(stage), parity)
+    zero = gl.zeros([64, c.BLOCK_N], gl.float32, S_LAYOUT)
+    q = _panels(mem.q, place, 64, c.D, c.PANELS)
+    return begin_scores(q, _panels(mem.k, stage, c.BLOCK_N, c.D, c.PANELS), zero, False)
 
 
 @gluon.jit
-def _products(
-    q, k_s, v_s, k_full, v_full, stage, parity, p, acc, alpha,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, PANELS: gl.constexpr,
-    V_PANELS: gl.constexpr, S_LAYOUT: gl.constexpr, THREADS: gl.constexpr, LAZY: gl.constexpr,
-):  # fmt: skip
+def _products(q, mem, stage, parity, p, acc, alpha, c, S_LAYOUT: gl.constexpr):
     """Issues q . k of the next block and p v of the block in `stage`; (s, p v in flight, next stage, its parity)."""
     v_stage = stage
     v_parity = parity
     stage += 1
-    if stage == STAGES:
+    if stage == c.STAGES:
         stage = 0
         parity ^= 1
-    k = _panels(k_s, stage, BLOCK_N, D, PANELS)
-    v = _panels(v_s, v_stage, BLOCK_N, DV, V_PANELS)
-    if LAZY:
+    k = _panels(mem.k, stage, c.BLOCK_N, c.D, c.PANELS)
+    v = _panels(mem.v, v_stage, c.BLOCK_N, c.DV, c.V_PANELS)
+    if c.LAZY:
         acc = [_scaled(x, alpha) for x in acc]
-    mbarrier.wait(k_full.index(stage), parity)
-    qk = begin_scores(q, k, gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), False)
-    mbarrier.wait(v_full.index(v_stage), v_parity)
-    if not LAZY:
+    mbarrier.wait(mem.k_full.index(stage), parity)
+    qk = begin_scores(q, k, gl.zeros([64, c.BLOCK_N], gl.float32, S_LAYOUT), False)
+    mbarrier.wait(mem.v_full.index(v_stage), v_parity)
+    if not c.LAZY:
         acc = _times(acc, alpha)  # here, so that q . k does not wait for it
     products = begin_sums(p, v, acc)
-    s = warpgroup_mma_wait(V_PANELS, deps=[qk])
-    arrive(EMPTY_K + stage, THREADS)
+    s = warpgroup_mma_wait(c.V_PANELS, deps=[qk])
+    arrive(EMPTY_K + stage, 128 * c.CONSUMERS + 32)
     return s, products, stage, parity
 
 
 @gluon.jit
-def _consumer(
-    INDEX: gl.constexpr, o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes, key_bias, error,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    PANELS: gl.constexpr, V_PANELS: gl.constexpr, DV_WIDTH: gl.constexpr, PACK: gl.constexpr, O_UNIT: gl.constexpr,
-    ACC_UNIT: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, DOT_ONLY: gl.constexpr, SOFTCAP: gl.constexpr,
-    Q_STAGES: gl.constexpr, EARLY: gl.constexpr, STORE: gl.constexpr,
-    AHEAD: gl.constexpr, LAZY: gl.constexpr,
-):  # fmt: skip
+def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
     """One warpgroup: rows INDEX * 64 .. INDEX * 64 + 63 of every tile of this program; Note [Pipeline]."""
-    work, segments, starts = plan
-    q_s, k_s, v_s, q_full, q_empty, k_full, v_full, carry_s, carry_full = shared
-    o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc = state
-    positions = sides[0]
-    o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, lo_sb, hi_sb, key_bias_sb = (
-        strides
-    )
-    heads, rows, keys, local_rows, scale, cap = sizes
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV // V_PANELS, 16])
+    segments = plan.segments
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.DV // c.V_PANELS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_rows: gl.constexpr = gl.SliceLayout(1, s_layout)
     s_columns: gl.constexpr = gl.SliceLayout(0, s_layout)
     o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
-    threads: gl.constexpr = 128 * CONSUMERS + 32
-    tile: gl.constexpr = 64 * CONSUMERS
-    tree: gl.constexpr = s_rows if CONSUMERS == 3 else None  # two consumers wait for other things, and lose by it
+    threads: gl.constexpr = 128 * c.CONSUMERS + 32
+    tile: gl.constexpr = 64 * c.CONSUMERS
+    tree: gl.constexpr = s_rows if c.CONSUMERS == 3 else None  # two consumers wait for other things, and lose by it
     # full blocks of other scores need to know where they are
-    PLACED: gl.constexpr = alibi_slopes is not None or key_bias is not None
-    GUARD: gl.constexpr = key_bias is not None
-    TILED: gl.constexpr = acc_desc is not None
-    HALVED: gl.constexpr = TILED and DV > carry_s.shape[-1]
-    HAS_REGISTERS: gl.constexpr = DV <= 128 and not EARLY  # in registers, for what was carried beside the last p v
-    dtype: gl.constexpr = q_s.dtype
+    PLACED: gl.constexpr = score.alibi_slopes is not None or score.key_bias is not None
+    GUARD: gl.constexpr = score.key_bias is not None
+    TILED: gl.constexpr = out.acc_desc is not None
+    HALVED: gl.constexpr = TILED and c.DV > mem.carry.shape[-1]
+    HAS_REGISTERS: gl.constexpr = c.DV <= 128 and not c.EARLY  # in registers, for what was carried beside the last p v
+    dtype: gl.constexpr = mem.q.dtype
 
-    first = gl.load(starts + gl.program_id(0))
-    stop = gl.load(starts + gl.program_id(0) + 1)
+    first = gl.load(plan.starts + gl.program_id(0))
+    stop = gl.load(plan.starts + gl.program_id(0) + 1)
     stage = 0
     parity = 0
-    if EARLY:
-        qk = _first_product(
-            INDEX, q_s, k_s, q_full, k_full, 0, stage, parity, first < stop, BLOCK_N, D, PANELS, s_layout, CONSUMERS,
-            Q_STAGES,
-        )  # fmt: skip
+    if c.EARLY:
+        qk = _first_product(INDEX, mem, 0, stage, parity, first < stop, c, s_layout)
         s = warpgroup_mma_wait(0, deps=[qk])
         if first < stop:
             arrive(EMPTY_K + stage, threads)
-    if AHEAD:
-        low, high = _first_limits(INDEX, first, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
+    if c.AHEAD:
+        low, high = _first_limits(INDEX, first, plan, score, c.PACK, s_rows)
     for at in range(first, stop):
-        head, row, segment, masked, _full, masked_blocks, full_blocks, _slot = entry(work, at)
-        b64 = gl.cast(head // heads, gl.int64)
-        h = head % heads
+        head, row, segment, masked, _full, masked_blocks, full_blocks, _slot = entry(plan.work, at)
+        b64 = gl.cast(head // plan.heads, gl.int64)
+        h = head % plan.heads
 
-        if TILED and not FIRST:
-            mbarrier.expect(carry_full.index(INDEX), (2 if HALVED else 1) * acc_desc.block_type.nbytes)
-            corner = _corner(INDEX, head // heads, h, row, 0, PACK)
-            tma.async_copy_global_to_shared(acc_desc, corner, carry_full.index(INDEX), carry_s.index(INDEX))
+        if TILED and not c.FIRST:
+            mbarrier.expect(mem.carry_full.index(INDEX), (2 if HALVED else 1) * out.acc_desc.block_type.nbytes)
+            corner = _corner(INDEX, head // plan.heads, h, row, 0, c.PACK)
+            tma.async_copy_global_to_shared(out.acc_desc, corner, mem.carry_full.index(INDEX), mem.carry.index(INDEX))
         # the first block; the limits arrive beneath its product
-        if not EARLY:
-            qk = _first_product(
-                INDEX, q_s, k_s, q_full, k_full, at - first, stage, parity, True, BLOCK_N, D, PANELS, s_layout,
-                CONSUMERS, Q_STAGES,
-            )  # fmt: skip
+        if not c.EARLY:
+            qk = _first_product(INDEX, mem, at - first, stage, parity, True, c, s_layout)
         r = INDEX * 64 + gl.arange(0, 64, s_rows)
-        x = row + r // PACK
-        head_of_row = h * PACK + r % PACK
-        exists = x < rows
-        key, blocks, _begin, _end, origin, stride = _segment(segments, segment)
-        if not AHEAD:
-            low, high = _first_limits(INDEX, at, plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows)
+        x = row + r // c.PACK
+        head_of_row = h * c.PACK + r % c.PACK
+        exists = x < plan.rows
+        key, blocks, _begin, _end, origin, stride = segment_of(segments, segment)
+        if not c.AHEAD:
+            low, high = _first_limits(INDEX, at, plan, score, c.PACK, s_rows)
         m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
         l_i = gl.zeros([64, 4], gl.float32, PER_THREAD)
-        acc = (gl.zeros([64, DV // V_PANELS], gl.float32, o_layout),) * V_PANELS
+        acc = (gl.zeros([64, c.DV // c.V_PANELS], gl.float32, o_layout),) * c.V_PANELS
         slope = None
         distance = None
         position = None
         bias = None
         ahead = None
-        if alibi_slopes is not None:
-            slope = gl.load(alibi_slopes + head_of_row) * LOG2E
-            position = gl.load(positions + x, mask=exists, other=0)
+        if score.alibi_slopes is not None:
+            slope = gl.load(score.alibi_slopes + head_of_row) * LOG2E
+            position = gl.load(score.positions + x, mask=exists, other=0)
             distance = position - origin
-        if key_bias is not None:
-            bias = key_bias + b64 * key_bias_sb
-            if local_rows is not None:
-                ahead = rows_ahead(segments, segment, local_rows)
-        if not EARLY:
+        if score.key_bias is not None:
+            bias = score.key_bias + b64 * score.key_bias_sb
+            if score.local_rows is not None:
+                ahead = rows_ahead(segments, segment, score.local_rows)
+        if not c.EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
             arrive(EMPTY_K + stage, threads)
-        q = _panels(q_s, (at - first) % Q_STAGES * CONSUMERS + INDEX, 64, D, PANELS)
-        if not DOT_ONLY:
-            s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
+        q = _panels(mem.q, (at - first) % c.Q_STAGES * c.CONSUMERS + INDEX, 64, c.D, c.PANELS)
+        if not c.DOT_ONLY:
+            s = _score(s, distance, key, stride, slope, bias, ahead, score, c.SOFTCAP, s_columns)
         if masked > 0:
             s = hide(s, low, high, key, s_columns)
-        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, True, LAZY)
+        p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, tree, c.DOT_ONLY, True, c.LAZY)
         alpha = gl.convert_layout(alpha, o_rows)
         p = gl.convert_layout(p.to(dtype), p_layout)
 
         left = blocks
         for _ in range(1, masked_blocks):
-            key += BLOCK_N
+            key += c.BLOCK_N
             left -= 1
             if left == 0:
                 segment += 1
-                key, left, _begin, _end, origin, stride = _segment(segments, segment)
+                key, left, _begin, _end, origin, stride = segment_of(segments, segment)
                 # widened here: what is made of strides outside of the loop would be spilled beside wide heads
-                of_lo = opaque(gl.to_tensor(lo_sb))
-                of_hi = opaque(gl.to_tensor(hi_sb))
-                low, high = _limits_in(INDEX, at, segment, True, plan, sides, heads, rows, of_lo, of_hi, PACK, s_rows)
-                if alibi_slopes is not None:
+                of_lo = opaque(gl.to_tensor(score.lo_sb))
+                of_hi = opaque(gl.to_tensor(score.hi_sb))
+                low, high = _limits_in(INDEX, at, segment, True, plan, score, of_lo, of_hi, c.PACK, s_rows)
+                if score.alibi_slopes is not None:
                     distance = position - origin
-                if local_rows is not None:
-                    ahead = rows_ahead(segments, segment, local_rows)
+                if score.local_rows is not None:
+                    ahead = rows_ahead(segments, segment, score.local_rows)
             v_stage = stage
-            s, products, stage, parity = _products(
-                q, k_s, v_s, k_full, v_full, stage, parity, p, acc, alpha,
-                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, LAZY,
-            )  # fmt: skip
-            if not DOT_ONLY:
-                s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
+            s, products, stage, parity = _products(q, mem, stage, parity, p, acc, alpha, c, s_layout)
+            if not c.DOT_ONLY:
+                s = _score(s, distance, key, stride, slope, bias, ahead, score, c.SOFTCAP, s_columns)
             s = hide(s, low, high, key, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, True, LAZY)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, tree, c.DOT_ONLY, True, c.LAZY)
             acc = _waited(products, 0)
-            arrive(EMPTY_K + STAGES + v_stage, threads)
+            arrive(EMPTY_K + c.STAGES + v_stage, threads)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
         p = packed(p)
         for _ in range(gl.where(masked_blocks == 0, 1, 0), full_blocks):
             if PLACED:
-                key += BLOCK_N
+                key += c.BLOCK_N
                 left -= 1
                 if left == 0:
                     segment += 1
-                    key, left, _begin, _end, origin, stride = _segment(segments, segment)
-                    if alibi_slopes is not None:
+                    key, left, _begin, _end, origin, stride = segment_of(segments, segment)
+                    if score.alibi_slopes is not None:
                         distance = position - origin
-                    if local_rows is not None:
-                        ahead = rows_ahead(segments, segment, local_rows)
+                    if score.local_rows is not None:
+                        ahead = rows_ahead(segments, segment, score.local_rows)
             v_stage = stage
-            s, products, stage, parity = _products(
-                q, k_s, v_s, k_full, v_full, stage, parity, p, acc, alpha,
-                STAGES, BLOCK_N, D, DV, PANELS, V_PANELS, s_layout, threads, LAZY,
-            )  # fmt: skip
-            if not DOT_ONLY:
-                s = _score(s, distance, key, stride, slope, bias, ahead, keys, scale, cap, SOFTCAP, s_columns)
-            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, scale, tree, DOT_ONLY, GUARD, LAZY)
+            s, products, stage, parity = _products(q, mem, stage, parity, p, acc, alpha, c, s_layout)
+            if not c.DOT_ONLY:
+                s = _score(s, distance, key, stride, slope, bias, ahead, score, c.SOFTCAP, s_columns)
+            p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, tree, c.DOT_ONLY, GUARD, c.LAZY)
             acc = _waited(products, 0)
-            arrive(EMPTY_K + STAGES + v_stage, threads)
+            arrive(EMPTY_K + c.STAGES + v_stage, threads)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
         l_i = gl.convert_layout(gl.sum(l_i, 1), s_rows, assert_trivial=True)
         # the last p v; what was carried arrives beneath it
-        q_place = (at - first) % Q_STAGES * CONSUMERS + INDEX
-        if not (STORE or HALVED):
-            mbarrier.arrive(q_empty.index(q_place), count=1)
-        mbarrier.wait(v_full.index(stage), parity)
+        q_place = (at - first) % c.Q_STAGES * c.CONSUMERS + INDEX
+        if not (c.STORE or HALVED):
+            mbarrier.arrive(mem.q_empty.index(q_place), count=1)
+        mbarrier.wait(mem.v_full.index(stage), parity)
         acc = _times(acc, alpha)
-        products = begin_sums(p, _panels(v_s, stage, BLOCK_N, DV, V_PANELS), acc)
+        products = begin_sums(p, _panels(mem.v, stage, c.BLOCK_N, c.DV, c.V_PANELS), acc)
         v_stage = stage
         stage += 1
-        if stage == STAGES:
+        if stage == c.STAGES:
             stage = 0
             parity ^= 1
-        if EARLY:
-            qk = _first_product(
-                INDEX, q_s, k_s, q_full, k_full, at + 1 - first, stage, parity, at + 1 < stop, BLOCK_N, D, PANELS, s_layout,
-                CONSUMERS, Q_STAGES,
-            )  # fmt: skip
-        if AHEAD:
-            low, high = _first_limits(
-                INDEX, gl.minimum(at + 1, stop - 1), plan, sides, heads, rows, lo_sb, hi_sb, PACK, s_rows
-            )
+        if c.EARLY:
+            qk = _first_product(INDEX, mem, at + 1 - first, stage, parity, at + 1 < stop, c, s_layout)
+        if c.AHEAD:
+            low, high = _first_limits(INDEX, gl.minimum(at + 1, stop - 1), plan, score, c.PACK, s_rows)
         # read again, so that it holds no registers through the loops
-        this_head, this_row, _, _, _, _, _, this_slot = entry(work, at)
-        b64 = gl.cast(this_head // heads, gl.int64)
-        h = this_head % heads
+        this_head, this_row, _, _, _, _, _, this_slot = entry(plan.work, at)
+        b64 = gl.cast(this_head // plan.heads, gl.int64)
+        h = this_head % plan.heads
         r = INDEX * 64 + gl.arange(0, 64, s_rows)
-        x = this_row + r // PACK
-        head_of_row = h * PACK + r % PACK
-        exists = x < rows
+        x = this_row + r // c.PACK
+        head_of_row = h * c.PACK + r % c.PACK
+        exists = x < plan.rows
         whole = this_slot < 0  # the parts of a split tile start from nothing; forward_combine.py lets the carry join
-        if HALVED and not FIRST:
-            carry_tile = _carry_tile(INDEX, carry_s, q_s, q_place, HALVED)
-            corner = _corner(INDEX, this_head // heads, h, this_row, DV // 2, PACK)
-            tma.async_copy_global_to_shared(acc_desc, corner, carry_full.index(INDEX), carry_tile[1])
-        if not TILED and (not FIRST or not LAST):
+        if HALVED and not c.FIRST:
+            carry_tile = _carry_tile(INDEX, mem.carry, mem.q, q_place, HALVED)
+            corner = _corner(INDEX, this_head // plan.heads, h, this_row, c.DV // 2, c.PACK)
+            tma.async_copy_global_to_shared(out.acc_desc, corner, mem.carry_full.index(INDEX), carry_tile[1])
+        if not TILED and (not c.FIRST or not c.LAST):
             places = _places(
-                INDEX, b64, h, this_row, rows, acc_sb, acc_ss, acc_sh, o_layout, PACK, DV, V_PANELS, DV_WIDTH, ACC_UNIT
+                INDEX, b64, h, this_row, plan.rows, out.acc_sb, out.acc_ss, out.acc_sh, o_layout, c, c.ACC_UNIT
             )
-        if not FIRST:
-            m_0 = gl.load(carry_m + b64 * m_sb + head_of_row * m_sh + x, mask=exists & whole, other=-float("inf"))
-            l_0 = gl.load(carry_l + b64 * l_sb + head_of_row * l_sh + x, mask=exists & whole, other=0.0)
+        if not c.FIRST:
+            m_0 = gl.load(out.m + b64 * out.m_sb + head_of_row * out.m_sh + x, mask=exists & whole, other=-float("inf"))
+            l_0 = gl.load(out.l + b64 * out.l_sb + head_of_row * out.l_sh + x, mask=exists & whole, other=0.0)
             if HAS_REGISTERS and not TILED:
-                acc_0 = _load_panels(carry_acc, places, whole)
-        if error is not None:
-            in_vain = gl.load(error, volatile=True) != 0
-        acc = _waited(products, PANELS if EARLY else 0)
-        arrive(EMPTY_K + STAGES + v_stage, threads)
-        if TILED and not FIRST:
-            mbarrier.wait(carry_full.index(INDEX), (at - first) & 1)
+                acc_0 = _load_panels(out.acc, places, whole)
+        if out.error is not None:
+            in_vain = gl.load(out.error, volatile=True) != 0
+        acc = _waited(products, c.PANELS if c.EARLY else 0)
+        arrive(EMPTY_K + c.STAGES + v_stage, threads)
+        if TILED and not c.FIRST:
+            mbarrier.wait(mem.carry_full.index(INDEX), (at - first) & 1)
 
         if whole:
-            if FIRST:
-                if sinks is not None:
-                    m_0 = gl.load(sinks + head_of_row) * LOG2E
+            if c.FIRST:
+                if score.sinks is not None:
+                    m_0 = gl.load(score.sinks + head_of_row) * LOG2E
                     m_i, l_i, mine, _sink = _merge_sums(m_i, l_i, m_0, 1.0)
                     acc = _times(acc, gl.convert_layout(mine, o_rows))
             else:
                 if TILED:
-                    acc_0 = (_carried(_carry_tile(INDEX, carry_s, q_s, q_place, HALVED), o_layout),)
+                    acc_0 = (_carried(_carry_tile(INDEX, mem.carry, mem.q, q_place, HALVED), o_layout),)
                 elif not HAS_REGISTERS:
-                    acc_0 = _load_panels(carry_acc, places, True)
+                    acc_0 = _load_panels(out.acc, places, True)
                 m_i, l_i, mine, carried = _merge_sums(m_i, l_i, m_0, l_0)
                 acc = _times(acc, gl.convert_layout(mine, o_rows))
                 acc = _plus(acc, acc_0, gl.convert_layout(carried, o_rows))
-            if LAST:
+            if c.LAST:
                 divisor = gl.where(l_i > 0.0, l_i, 1.0)
                 found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * LN2, -float("inf"))
-                if error is not None:
+                if out.error is not None:
                     divisor = gl.where(in_vain, float("nan"), divisor)
                     found = gl.where(in_vain, float("nan"), found)
                 acc = _times(acc, gl.convert_layout(1.0 / divisor, o_rows))
-                if STORE:
+                if c.STORE:
                     _store_tile(
-                        INDEX, acc, q_s, q_place * PANELS, o_desc, this_head // heads, h, this_row, D // PANELS, DV_WIDTH, PACK
+                        INDEX, acc, mem.q, q_place * c.PANELS, out.o_desc, this_head // plan.heads, h, this_row, c.D // c.PANELS,
+                        c.DV_WIDTH, c.PACK,
                     )  # fmt: skip
                 else:
                     places = _places(
-                        INDEX, b64, h, this_row, rows, o_sb, o_ss, o_sh, o_layout, PACK, DV, V_PANELS, DV_WIDTH, O_UNIT
+                        INDEX, b64, h, this_row, plan.rows, out.o_sb, out.o_ss, out.o_sh, o_layout, c, c.O_UNIT
                     )
-                    _store_panels(o, places, acc)
-                gl.store(lse + b64 * lse_sb + head_of_row * lse_sh + x, found, mask=exists)
+                    _store_panels(out.o, places, acc)
+                gl.store(out.lse + b64 * out.lse_sb + head_of_row * out.lse_sh + x, found, mask=exists)
             else:
-                gl.store(carry_m + b64 * m_sb + head_of_row * m_sh + x, m_i, mask=exists)
-                gl.store(carry_l + b64 * l_sb + head_of_row * l_sh + x, l_i, mask=exists)
+                gl.store(out.m + b64 * out.m_sb + head_of_row * out.m_sh + x, m_i, mask=exists)
+                gl.store(out.l + b64 * out.l_sb + head_of_row * out.l_sh + x, l_i, mask=exists)
                 if TILED:
-                    carry_tile = _carry_tile(INDEX, carry_s, q_s, q_place, HALVED)
-                    _store_carry(INDEX, acc[0], carry_tile, acc_desc, this_head // heads, h, this_row, PACK)
+                    carry_tile = _carry_tile(INDEX, mem.carry, mem.q, q_place, HALVED)
+                    _store_carry(INDEX, acc[0], carry_tile, out.acc_desc, this_head // plan.heads, h, this_row, c.PACK)
                 else:
-                    _store_panels(carry_acc, places, acc)
+                    _store_panels(out.acc, places, acc)
         else:
             at_row = gl.cast(this_slot, gl.int64) * tile + r
-            gl.store(part_m + at_row, m_i)
-            gl.store(part_l + at_row, l_i)
-            _store_part(part_acc, gl.convert_layout(at_row, o_rows), acc, DV)
-        if EARLY:
+            gl.store(out.part_m + at_row, m_i)
+            gl.store(out.part_l + at_row, l_i)
+            _store_part(out.part_acc, gl.convert_layout(at_row, o_rows), acc, c.DV)
+        if c.EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
             if at + 1 < stop:
                 arrive(EMPTY_K + stage, threads)
-        if STORE or (TILED and not LAST):
+        if c.STORE or (TILED and not c.LAST):
             tma.store_wait(0)
-        if STORE or HALVED:
-            mbarrier.arrive(q_empty.index(q_place), count=1)
+        if c.STORE or HALVED:
+            mbarrier.arrive(mem.q_empty.index(q_place), count=1)
 
 
 @gluon.jit
-def _places(
-    INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexpr, PACK: gl.constexpr, DV: gl.constexpr,
-    V_PANELS: gl.constexpr, DV_WIDTH: gl.constexpr, UNIT: gl.constexpr,
-):  # fmt: skip
+def _places(INDEX: gl.constexpr, b, h, row, rows, sb, ss, sh, LAYOUT: gl.constexpr, c, UNIT: gl.constexpr):
     """(offsets, which exist) per panel of this warpgroup's rows in a `b s h dv` tensor; strides in units of UNIT elements."""
     r = INDEX * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    columns: gl.constexpr = DV // V_PANELS
-    x = row + r // PACK
-    offsets = (b * sb + gl.cast(x, gl.int64) * ss + gl.cast(h * PACK + r % PACK, gl.int64) * sh) * UNIT
+    columns: gl.constexpr = c.DV // c.V_PANELS
+    x = row + r // c.PACK
+    offsets = (b * sb + gl.cast(x, gl.int64) * ss + gl.cast(h * c.PACK + r % c.PACK, gl.int64) * sh) * UNIT
     places = ()
-    for i in gl.static_range(V_PANELS):
+    for i in gl.static_range(c.V_PANELS):
         column = gl.expand_dims(i * columns + gl.arange(0, columns, gl.SliceLayout(0, LAYOUT)), 0)
         inside = gl.expand_dims(x < rows, 1)
-        if DV_WIDTH < (i + 1) * columns:
-            inside = inside & (column < DV_WIDTH)
+        if c.DV_WIDTH < (i + 1) * columns:
+            inside = inside & (column < c.DV_WIDTH)
         places += ((gl.expand_dims(offsets, 1) + column, inside),)
     return places
 
@@ -763,6 +717,29 @@ def _pieces(x, COLUMNS: gl.constexpr):
         return (x,)
 
 
+@gluon.jit
+def _specialize(plan, src, out, score, mem, c):
+    # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest
+    if c.CONSUMERS == 1:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), plan, out, score, mem, c)),
+            (_producer, (plan, src, mem, c)),
+        ], [1], [24])  # fmt: skip
+    elif c.CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), plan, out, score, mem, c)),
+            (_consumer, (gl.constexpr(1), plan, out, score, mem, c)),
+            (_producer, (plan, src, mem, c)),
+        ], [4, 1], [240, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consumer, (gl.constexpr(0), plan, out, score, mem, c)),
+            (_consumer, (gl.constexpr(1), plan, out, score, mem, c)),
+            (_consumer, (gl.constexpr(2), plan, out, score, mem, c)),
+            (_producer, (plan, src, mem, c)),
+        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+
+
 RUNTIME = [
     "o_sb", "o_ss", "o_sh", "acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "lo_sb",
     "hi_sb", "key_bias_sb", "heads", "group", "rows", "keys", "flag_heads", "flag_steps", "timeout_us", "local_rows",
@@ -811,61 +788,20 @@ def forward_kernel(
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
 
-    shared = (q_s, k_s, v_s, q_full, q_empty, k_full, v_full, carry_s, carry_full)
-    plan = (work, segments, starts)
-    state = (o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc)
-    sides = (positions, lo_ptr, hi_ptr, lo_st, hi_st)
-    strides = (
-        o_sb,
-        o_ss,
-        o_sh,
-        acc_sb,
-        acc_ss,
-        acc_sh,
-        lse_sb,
-        lse_sh,
-        m_sb,
-        m_sh,
-        l_sb,
-        l_sh,
-        lo_sb,
-        hi_sb,
-        key_bias_sb,
-    )
-    sizes = (heads, rows, keys, local_rows, scale, cap)
-    ready_flags = (flags, error, flag_heads, flag_steps, timeout_us)
-    pace = (board, epochs)
-    # registers: of what a multiprocessor has, the workers name their share and the first consumer gets the rest
-    if CONSUMERS == 1:
-        gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
-                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
-                D, DV, PANELS, V_PANELS, PACK, Q_STAGES)),
-        ], [1], [24])  # fmt: skip
-    elif CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
-                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
-            (_consumer, (gl.constexpr(1), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
-                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
-                D, DV, PANELS, V_PANELS, PACK, Q_STAGES)),
-        ], [4, 1], [240, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_consumer, (gl.constexpr(0), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
-                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
-            (_consumer, (gl.constexpr(1), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
-                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
-            (_consumer, (gl.constexpr(2), o_desc, acc_desc, plan, shared, state, sides, strides, sizes, sinks, alibi_slopes,
-                key_bias, error, CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST,
-                DOT_ONLY, SOFTCAP, Q_STAGES, EARLY, STORE, AHEAD, LAZY)),
-            (_producer, (q, k, v, k_remote, v_remote, ready_flags, pace, plan, shared, heads, group, CONSUMERS, BLOCK_N, STAGES,
-                D, DV, PANELS, V_PANELS, PACK, Q_STAGES)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+    _specialize(
+        Plan(work, segments, starts, heads, group, rows),
+        Inputs(q, k, v, k_remote, v_remote, flags, error, flag_heads, flag_steps, timeout_us, board, epochs),
+        Outputs(
+            o_desc, acc_desc, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, error, o_sb, o_ss, o_sh, acc_sb,
+            acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh,
+        ),
+        Score(
+            positions, lo_ptr, hi_ptr, lo_sb, hi_sb, lo_st, hi_st, local_rows, alibi_slopes, key_bias, key_bias_sb, scale, cap,
+            keys=keys, sinks=sinks,
+        ),
+        Memory(q_s, k_s, v_s, q_full, q_empty, k_full, v_full, carry_s, carry_full),
+        Config(
+            CONSUMERS, BLOCK_N, STAGES, D, DV, PANELS, V_PANELS, DV_WIDTH, PACK, O_UNIT, ACC_UNIT, FIRST, LAST, DOT_ONLY, SOFTCAP,
+            Q_STAGES, EARLY, STORE, AHEAD, LAZY,
+        ),
+    )  # fmt: skip
