@@ -19,6 +19,8 @@ Named barriers: V_EMPTY + stage, K_EMPTY + stage, ROWS_EMPTY: both warpgroups ha
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -27,6 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
+    LOG2E,
+    Plan,
+    Score,
     arrive,
     begin_scores,
     begin_sums,
@@ -41,68 +46,73 @@ from ringattn.kernels.attention.hopper.primitives import (
     put_panels,
     rows_ahead,
     scaled,
+    segment_of,
     sync,
     wait_for_progress,
     wait_for_sums,
     zero_sums,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
 V_EMPTY = gl.constexpr(8)
 K_EMPTY = gl.constexpr(11)
 ROWS_EMPTY = gl.constexpr(14)
 TILE = gl.constexpr(128)  # rows of a tile
 HALF = gl.constexpr(64)  # rows of a warpgroup
 
+# arguments of the partitions; Note [Structs] of primitives.py
+Inputs = namedtuple("Inputs", "q do k v k_remote v_remote lse delta lse_sb lse_sh delta_sb delta_sh board epochs")
+Outputs = namedtuple("Outputs", "dq dalibi error part dalibi_part dq_sb dq_ss dq_sh dalibi_sb dalibi_sh")
+Memory = namedtuple("Memory", "q do k v q_full do_full k_full v_full")
+Config = namedtuple("Config", "D D_WIDTH DV BLOCK K_STAGES V_STAGES SOFTCAP ADD UNIT")
+
 
 @gluon.jit
-def _produce(
-    work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, q_s, do_s, k_s, v_s, q_full, do_full, k_full,
-    v_full, num_heads, group, board, epochs, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, PANELS: gl.constexpr, V_PANELS:
-    gl.constexpr,
-):  # fmt: skip
+def _produce(plan, src, mem, c):
     """Streams the tiles of this program: per block K then V; Q and dO of a tile behind its first K and V."""
-    first = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+    PANELS: gl.constexpr = c.D // src.q.block_type.shape[3]
+    V_PANELS: gl.constexpr = c.DV // src.do.block_type.shape[3]
+    segments = plan.segments
+    first = gl.load(plan.starts + gl.program_id(0))
+    last = gl.load(plan.starts + gl.program_id(0) + 1)
     count = 0
     epoch = 0
     for at in range(first, last):
-        head, row, segment, masked, full, _m, _f, _s = entry(work, at)
-        b = head // num_heads
-        h = head % num_heads
-        hk = h // group
+        head, row, segment, masked, full, _m, _f, _s = entry(plan.work, at)
+        b = head // plan.heads
+        h = head % plan.heads
+        hk = h // plan.group
         fresh = 1
         for i in range(segment, segment + masked + full):
             y = gl.load(segments + i * 8)
             blocks = gl.load(segments + i * 8 + 1)
             step = 0
-            if k_remote is not None:
+            if src.k_remote is not None:
                 step = gl.load(segments + i * 8 + 6)
             for _j in range(blocks):
-                if board is not None:
+                if src.board is not None:
                     if count > 0 and count % EPOCH == 0:
-                        epoch = wait_for_progress(board, epoch, epochs)
-                stage = count % K_STAGES
-                if count >= K_STAGES:
+                        epoch = wait_for_progress(src.board, epoch, src.epochs)
+                stage = count % c.K_STAGES
+                if count >= c.K_STAGES:
                     sync(K_EMPTY + stage, 288)
-                load_panels(k_desc, k_remote, step, b, hk, y, k_full.index(stage), k_s, stage, PANELS, 0)
+                load_panels(src.k, src.k_remote, step, b, hk, y, mem.k_full.index(stage), mem.k, stage, PANELS, 0)
                 if fresh == 1:
                     if at > first:
                         sync(ROWS_EMPTY, 288)
                     for w in gl.static_range(2):
-                        load_panels(q_desc, None, 0, b, h, row + w * HALF, q_full.index(w), q_s, w, PANELS, 0)
-                stage = count % V_STAGES
-                if count >= V_STAGES:
+                        load_panels(src.q, None, 0, b, h, row + w * HALF, mem.q_full.index(w), mem.q, w, PANELS, 0)
+                stage = count % c.V_STAGES
+                if count >= c.V_STAGES:
                     sync(V_EMPTY + stage, 288)
-                load_panels(v_desc, v_remote, step, b, hk, y, v_full.index(stage), v_s, stage, V_PANELS, 0)
+                load_panels(src.v, src.v_remote, step, b, hk, y, mem.v_full.index(stage), mem.v, stage, V_PANELS, 0)
                 if fresh == 1:
                     for w in gl.static_range(2):
-                        load_panels(do_desc, None, 0, b, h, row + w * HALF, do_full.index(w), do_s, w, V_PANELS, 0)
+                        load_panels(src.do, None, 0, b, h, row + w * HALF, mem.do_full.index(w), mem.do, w, V_PANELS, 0)
                 fresh = 0
-                y += k_desc.block_type.shape[2]
+                y += src.k.block_type.shape[2]
                 count += 1
-    if board is not None:
-        exit_barrier(board, epoch, epochs)
+    if src.board is not None:
+        exit_barrier(src.board, epoch, src.epochs)
 
 
 @gluon.jit
@@ -112,44 +122,43 @@ def _tanh(x):
 
 @gluon.jit
 def _step(
-    W: gl.constexpr, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y, origin,
-    stride, slope, key_bias, t, scale, cap, MASKED: gl.constexpr, SOFTCAP: gl.constexpr, WANT_ALIBI: gl.constexpr,
-    DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    W: gl.constexpr, dq, dalibi, count, lse2, delta, q_pos, low, high, y, origin, stride, slope, key_bias, score, mem, c,
+    MASKED: gl.constexpr, WANT_ALIBI: gl.constexpr,
 ):  # fmt: skip
     """Adds what a block of keys, rows `y` onwards of the buffer, sends to the 64 queries of a warpgroup."""
-    V_PANELS: gl.constexpr = DV // do_s.shape[4]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    V_PANELS: gl.constexpr = c.DV // mem.do.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BLOCK, 16])
     columns: gl.constexpr = gl.SliceLayout(0, s_layout)
-    zero = gl.zeros([HALF, BLOCK], gl.float32, s_layout)
-    k_stage = count % K_STAGES
-    v_stage = count % V_STAGES
+    zero = gl.zeros([HALF, c.BLOCK], gl.float32, s_layout)
+    k_stage = count % c.K_STAGES
+    v_stage = count % c.V_STAGES
     # the same address, computed where it stands: held through the loop, the descriptors of all its slices fill 100 registers
     warpgroup = opaque(gl.to_tensor(W))
-    q = panels_of(q_s, warpgroup, len(dq))
-    do = panels_of(do_s, warpgroup, V_PANELS)
-    if V_STAGES == 1:
+    q = panels_of(mem.q, warpgroup, len(dq))
+    do = panels_of(mem.do, warpgroup, V_PANELS)
+    if c.V_STAGES == 1:
         v_stage = opaque(v_stage)
-    k = panels_of(k_s, k_stage, len(dq))
-    v = panels_of(v_s, v_stage, V_PANELS)
+    k = panels_of(mem.k, k_stage, len(dq))
+    v = panels_of(mem.v, v_stage, V_PANELS)
 
-    mbarrier.wait(k_full.index(k_stage), (count // K_STAGES) & 1)
+    mbarrier.wait(mem.k_full.index(k_stage), (count // c.K_STAGES) & 1)
     s_token = begin_scores(q, k, zero, False)
-    mbarrier.wait(v_full.index(v_stage), (count // V_STAGES) & 1)
+    mbarrier.wait(mem.v_full.index(v_stage), (count // c.V_STAGES) & 1)
     dp_token = begin_scores(do, v, zero, False)
-    x = gl.arange(0, BLOCK, columns)
+    x = gl.arange(0, c.BLOCK, columns)
     if slope is not None or key_bias is not None:
         x = opaque(x)  # hoisted it would cost registers; masks alone are better off without
     x = y + x
     bias = zero
     if key_bias is not None:
-        bias = gl.load(key_bias + x, mask=x < t, other=0.0) * LOG2E
+        bias = gl.load(key_bias + x, mask=x < score.keys, other=0.0) * LOG2E
     s = warpgroup_mma_wait(V_PANELS, deps=[s_token])
 
-    s = s * scale
+    s = s * score.scale
     tanh = s
-    if SOFTCAP:
+    if c.SOFTCAP:
         tanh = _tanh(s)
-        s = tanh * cap
+        s = tanh * score.cap
     if slope is not None:
         k_pos = origin + stride * x
         distance = gl.abs(gl.expand_dims(q_pos, 1) - gl.expand_dims(k_pos, 0)).to(gl.float32)
@@ -169,114 +178,110 @@ def _step(
         # made again: held since the scores it would cost as many registers as they
         here = gl.expand_dims(opaque(q_pos), 1)
         dalibi -= gl.sum(ds * gl.abs(here - gl.expand_dims(origin + stride * x, 0)).to(gl.float32), 1)
-    if SOFTCAP:
+    if c.SOFTCAP:
         ds = ds * (1.0 - tanh * tanh)
-    dq = wait_for_sums(begin_sums(operand_of(ds.to(k_s.dtype), k_s), k, dq))
+    dq = wait_for_sums(begin_sums(operand_of(ds.to(mem.k.dtype), mem.k), k, dq))
     arrive(K_EMPTY + k_stage, 288)
     return dq, dalibi
 
 
 @gluon.jit
-def _consume(
-    W: gl.constexpr, work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta_ptr,
-    dq_out, dalibi_out, error, part, dalibi_part, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, lse_sb, lse_sh,
-    delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows, t, local_rows,
-    lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr, D:
-    gl.constexpr, D_WIDTH: gl.constexpr, DV: gl.constexpr, BLOCK: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES:
-    gl.constexpr,
-):  # fmt: skip
+def _consume(W: gl.constexpr, plan, src, out, score, mem, c):
     """Makes rows W * 64 .. W * 64 + 63 of every tile of this program."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    segments = plan.segments
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BLOCK, 16])
     of_s: gl.constexpr = gl.SliceLayout(1, s_layout)
-    WANT_ALIBI: gl.constexpr = dalibi_out is not None
-    first = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+    WANT_ALIBI: gl.constexpr = out.dalibi is not None
+    first = gl.load(plan.starts + gl.program_id(0))
+    last = gl.load(plan.starts + gl.program_id(0) + 1)
     count = 0
     for at in range(first, last):
-        head, row, segment, masked, full, _m, _f, slot = entry(work, at)
-        b = head // num_heads
-        h = head % num_heads
+        head, row, segment, masked, full, _m, _f, slot = entry(plan.work, at)
+        b = head // plan.heads
+        h = head % plan.heads
         b64 = gl.cast(b, gl.int64)
         h64 = gl.cast(h, gl.int64)
         x = row + W * HALF + gl.arange(0, HALF, of_s)
-        exists = x < rows
-        lse2 = gl.load(lse + b64 * lse_sb + h64 * lse_sh + x, mask=exists, other=float("-inf")) * LOG2E
+        exists = x < plan.rows
+        lse2 = gl.load(src.lse + b64 * src.lse_sb + h64 * src.lse_sh + x, mask=exists, other=float("-inf")) * LOG2E
         # rows that saw nothing: all their weights are 0
         lse2 = gl.where(lse2 == float("-inf"), float("inf"), lse2)
-        delta = gl.load(delta_ptr + b64 * delta_sb + h64 * delta_sh + x, mask=exists, other=0.0)
+        delta = gl.load(src.delta + b64 * src.delta_sb + h64 * src.delta_sh + x, mask=exists, other=0.0)
         q_pos = x
         slope = None
-        if alibi_slopes is not None:
-            q_pos = gl.load(positions + x, mask=exists, other=0)
-            slope = gl.load(alibi_slopes + h)
+        if score.alibi_slopes is not None:
+            q_pos = gl.load(score.positions + x, mask=exists, other=0)
+            slope = gl.load(score.alibi_slopes + h)
         bias = None
-        if key_bias is not None:
-            bias = key_bias + b64 * key_bias_sb
-        dq = zero_sums(k_s, D // k_s.shape[4])
+        if score.key_bias is not None:
+            bias = score.key_bias + b64 * score.key_bias_sb
+        dq = zero_sums(mem.k, c.D // mem.k.shape[4])
         dalibi = gl.zeros([HALF], gl.float32, of_s)
 
-        mbarrier.wait(q_full.index(W), (at - first) & 1)
-        mbarrier.wait(do_full.index(W), (at - first) & 1)
+        mbarrier.wait(mem.q_full.index(W), (at - first) & 1)
+        mbarrier.wait(mem.do_full.index(W), (at - first) & 1)
         for i in range(segment, segment + masked):
-            y = gl.load(segments + i * 8)
-            blocks = gl.load(segments + i * 8 + 1)
-            begin = gl.load(segments + i * 8 + 2)
-            end = gl.load(segments + i * 8 + 3)
-            origin = gl.load(segments + i * 8 + 4)
-            stride = gl.load(segments + i * 8 + 5)
-            lo = gl.load(lo_ptr + b64 * lo_sb + x, mask=exists, other=0)
-            hi = gl.load(hi_ptr + b64 * hi_sb + x, mask=exists, other=0)
+            y, blocks, begin, end, origin, stride = segment_of(segments, i)
+            lo = gl.load(score.lo + b64 * score.lo_sb + x, mask=exists, other=0)
+            hi = gl.load(score.hi + b64 * score.hi_sb + x, mask=exists, other=0)
             lo, hi = bounds_in(
-                lo, hi, lo_ptr + b64 * lo_sb, hi_ptr + b64 * hi_sb, lo_st, hi_st, segments, i, x - row, x, exists
+                lo, hi, score.lo + b64 * score.lo_sb, score.hi + b64 * score.hi_sb, score.lo_st, score.hi_st, segments, i,
+                x - row, x, exists,
             )  # fmt: skip
             low, high = limits(lo, hi, begin, end, origin, stride)
             of_source = bias
-            if local_rows is not None:
-                of_source = bias + rows_ahead(segments, i, local_rows)
+            if score.local_rows is not None:
+                of_source = bias + rows_ahead(segments, i, score.local_rows)
             for _j in range(blocks):
                 dq, dalibi = _step(
-                    W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, low, high, y,
-                    origin, stride, slope, of_source, t, scale, cap, True, SOFTCAP, WANT_ALIBI, DV, BLOCK,
-                    K_STAGES, V_STAGES,
+                    W, dq, dalibi, count, lse2, delta, q_pos, low, high, y, origin, stride, slope, of_source, score, mem, c, True,
+                    WANT_ALIBI,
                 )  # fmt: skip
-                y += BLOCK
+                y += c.BLOCK
                 count += 1
         for i in range(segment + masked, segment + masked + full):
-            y = gl.load(segments + i * 8)
-            blocks = gl.load(segments + i * 8 + 1)
-            origin = gl.load(segments + i * 8 + 4)
-            stride = gl.load(segments + i * 8 + 5)
+            y, blocks, _begin, _end, origin, stride = segment_of(segments, i)
             of_source = bias
-            if local_rows is not None:
-                of_source = bias + rows_ahead(segments, i, local_rows)
+            if score.local_rows is not None:
+                of_source = bias + rows_ahead(segments, i, score.local_rows)
             for _j in range(blocks):
                 dq, dalibi = _step(
-                    W, dq, dalibi, count, q_s, do_s, k_s, v_s, k_full, v_full, lse2, delta, q_pos, x, x, y, origin,
-                    stride, slope, of_source, t, scale, cap, False, SOFTCAP, WANT_ALIBI, DV, BLOCK, K_STAGES,
-                    V_STAGES,
+                    W, dq, dalibi, count, lse2, delta, q_pos, x, x, y, origin, stride, slope, of_source, score, mem, c, False,
+                    WANT_ALIBI,
                 )  # fmt: skip
-                y += BLOCK
+                y += c.BLOCK
                 count += 1
         arrive(ROWS_EMPTY, 288)
-        if error is not None:
-            health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
+        if out.error is not None:
+            health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
             dq = scaled(dq, health)
             dalibi = dalibi * health
 
         if slot >= 0:
             tile = gl.cast(slot, gl.int64) * TILE + W * HALF
-            put_panels(part + tile * D, D, dq, 0, HALF, D, False)
+            put_panels(out.part + tile * c.D, c.D, dq, 0, HALF, c.D, False)
             if WANT_ALIBI:
-                gl.store(dalibi_part + tile + gl.arange(0, HALF, of_s), dalibi)
+                gl.store(out.dalibi_part + tile + gl.arange(0, HALF, of_s), dalibi)
         else:
-            target = dq_out + (b64 * dq_sb + h64 * dq_sh) * UNIT
-            put_panels(target, dq_ss * UNIT, scaled(dq, softmax_scale), row + W * HALF, rows, D_WIDTH, ADD)
+            target = out.dq + (b64 * out.dq_sb + h64 * out.dq_sh) * c.UNIT
+            put_panels(
+                target, out.dq_ss * c.UNIT, scaled(dq, score.softmax_scale), row + W * HALF, plan.rows, c.D_WIDTH, c.ADD
+            )
             if WANT_ALIBI:
-                sums = dalibi_out + b64 * dalibi_sb + h64 * dalibi_sh + x
-                if ADD:
+                sums = out.dalibi + b64 * out.dalibi_sb + h64 * out.dalibi_sh + x
+                if c.ADD:
                     gl.store(sums, dalibi + gl.load(sums, mask=exists, other=0.0), mask=exists)
                 else:
                     gl.store(sums, dalibi, mask=exists)
+
+
+@gluon.jit
+def _specialize(plan, src, out, score, mem, c):
+    gl.warp_specialize([
+        (_consume, (gl.constexpr(0), plan, src, out, score, mem, c)),
+        (_consume, (gl.constexpr(1), plan, src, out, score, mem, c)),
+        (_produce, (plan, src, mem, c)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit(
@@ -317,26 +322,17 @@ def backward_dq_kernel(
         mbarrier.init(k_full.index(i), count=1)
     for i in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(i), count=1)
-    gl.warp_specialize([
-        (_consume, (
-            gl.constexpr(0), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
-            dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
-            delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
-            t, local_rows, lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES,
-            V_STAGES,
-        )),
-        (_consume, (
-            gl.constexpr(1), work, starts, segments, q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full, lse, delta,
-            dq_out, dalibi_out, error, part, dalibi_part, positions, lo, hi, alibi_slopes, key_bias, lse_sb, lse_sh,
-            delta_sb, delta_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, lo_sb, hi_sb, key_bias_sb, num_heads, rows,
-            t, local_rows, lo_st, hi_st, softmax_scale, scale, cap, SOFTCAP, ADD, UNIT, D, D_WIDTH, DV, BLOCK, K_STAGES,
-            V_STAGES,
-        )),
-        (_produce, (
-            work, starts, segments, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, q_s, do_s, k_s, v_s, q_full, do_full,
-            k_full, v_full, num_heads, group, board, epochs, K_STAGES, V_STAGES, PANELS, V_PANELS,
-        )),
-    ], [4, 1], [240, 24])  # fmt: skip
+    _specialize(
+        Plan(work, segments, starts, num_heads, group, rows),
+        Inputs(q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse, delta, lse_sb, lse_sh, delta_sb, delta_sh, board, epochs),
+        Outputs(dq_out, dalibi_out, error, part, dalibi_part, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh),
+        Score(
+            positions, lo, hi, lo_sb, hi_sb, lo_st, hi_st, local_rows, alibi_slopes, key_bias, key_bias_sb, scale, cap,
+            softmax_scale, keys=t,
+        ),
+        Memory(q_s, do_s, k_s, v_s, q_full, do_full, k_full, v_full),
+        Config(D, D_WIDTH, DV, BLOCK, K_STAGES, V_STAGES, SOFTCAP, ADD, UNIT),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["dq_sb", "dq_ss", "dq_sh", "dalibi_sb", "dalibi_sh", "num_heads", "rows"])
