@@ -24,17 +24,18 @@ because no sum over keys is made here. Returned sums change their layout through
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportOptionalOperand=false
+from collections import namedtuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from ringattn.kernels.attention.hopper.primitives import (
     EPOCH,
+    LOG2E,
+    Inputs,
+    Plan,
+    Score,
     arrive,
     begin_scores,
     begin_sums,
@@ -52,7 +53,9 @@ from ringattn.kernels.attention.hopper.primitives import (
     panels_of,
     put_panels,
     scaled,
+    segment_of,
     send_grads,
+    slope_of,
     sync,
     wait_flag,
     wait_for_progress,
@@ -62,13 +65,19 @@ from ringattn.kernels.attention.hopper.primitives import (
 
 TILE = gl.constexpr(64)  # keys
 BLOCK = gl.constexpr(64)  # queries
-LOG2E = gl.constexpr(1.4426950408889634)
 P_STAGES = gl.constexpr(2)
 FREE = gl.constexpr(8)
 P_FULL = gl.constexpr(12)
 P_FREE = gl.constexpr(14)
 NEVER = gl.constexpr(2**30)  # beyond every flag
 CHUNK = gl.constexpr(32)  # columns that change their layout at a time on their way home
+
+# arguments of the partitions; Note [Structs] of primitives.py
+Outputs = namedtuple(
+    "Outputs", "dk dv grad_buffers grad_buffer_rows error parts dkey_bias dkey_bias_parts dk_sb dk_ss dk_sh dv_sb dv_ss dv_sh"
+)  # fmt: skip
+Memory = namedtuple("Memory", "q do k v p lse delta k_full k_free v_full v_free q_full do_full")
+Config = namedtuple("Config", "D DV D_WIDTH DV_WIDTH SOFTCAP WANT_KEY_BIAS STAGES HELD ADD UNIT GRAD_LAYOUT")
 
 
 @gluon.jit
@@ -89,61 +98,59 @@ def _beginning(tile_s, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s, k_s, v_s,
-    lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group, padded_queries, steps,
-    heads_per_group, timeout_us, board, epochs, STAGES: gl.constexpr, PANELS: gl.constexpr, V_PANELS: gl.constexpr,
-):  # fmt: skip
+def _produce(plan, src, mem, c):
     """Streams the tiles of this program; V of a tile follows its first Q."""
-    first = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+    PANELS: gl.constexpr = c.D // src.q.block_type.shape[3]
+    V_PANELS: gl.constexpr = c.DV // src.do.block_type.shape[3]
+    first = gl.load(plan.starts + gl.program_id(0))
+    last = gl.load(plan.starts + gl.program_id(0) + 1)
     count = 0
     seen = 0
     epoch = 0
     for at in range(first, last):
-        head, row, segment, masked, full, _m, _f, _slot = entry(work, at)
-        b = head // heads
-        h_kv = head % heads
+        head, row, segment, masked, full, _m, _f, _slot = entry(plan.work, at)
+        b = head // plan.heads
+        h_kv = head % plan.heads
         step = 0
-        if tiles is not None:
-            step = gl.load(tiles + at * 4 + 1)
-        if flags is not None:
-            flag = h_kv // heads_per_group * steps + step
+        if plan.tiles is not None:
+            step = gl.load(plan.tiles + at * 4 + 1)
+        if src.flags is not None:
+            flag = h_kv // src.heads_per_group * src.steps + step
             if step > 0 and flag > seen:
-                there = wait_flag(flags + flag, error, timeout_us)
+                there = wait_flag(src.flags + flag, src.error, src.timeout_us)
                 seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
         phase = ((at - first) & 1) ^ 1
-        mbarrier.wait(k_free, phase)
-        load_panels(k_desc, k_remote, step, b, h_kv, row, k_full, k_s, 0, PANELS, 0)
+        mbarrier.wait(mem.k_free, phase)
+        load_panels(src.k, src.k_remote, step, b, h_kv, row, mem.k_full, mem.k, 0, PANELS, 0)
         fresh = 1
-        for turn in range(2 * group):
+        for turn in range(2 * plan.group):
             # masked segments of all heads come before full ones of all heads
-            late = turn >= group
-            h = h_kv * group + gl.where(late, turn - group, turn)
+            late = turn >= plan.group
+            h = h_kv * plan.group + gl.where(late, turn - plan.group, turn)
             begin = gl.where(late, segment + masked, segment)
-            stat = (b * heads * group + h) * padded_queries
+            stat = (b * plan.heads * plan.group + h) * src.padded_queries
             for part in range(begin, begin + gl.where(late, full, masked)):
-                x = gl.load(segments + part * 8)
-                blocks = gl.load(segments + part * 8 + 1)
+                x = gl.load(plan.segments + part * 8)
+                blocks = gl.load(plan.segments + part * 8 + 1)
                 for _j in range(blocks):
-                    if board is not None:
+                    if src.board is not None:
                         if count > 0 and count % EPOCH == 0:
-                            epoch = wait_for_progress(board, epoch, epochs)
-                    st, _phase = _place(count, STAGES)
-                    if count >= STAGES:
+                            epoch = wait_for_progress(src.board, epoch, src.epochs)
+                    st, _phase = _place(count, c.STAGES)
+                    if count >= c.STAGES:
                         sync(FREE + st, 288)
-                    load_panels(q_desc, None, 0, b, h, x, q_full.index(st), q_s, st, PANELS, BLOCK * 4)
-                    tma.async_copy_global_to_shared(lse_desc, [stat + x], q_full.index(st), lse_s.index(st))
+                    load_panels(src.q, None, 0, b, h, x, mem.q_full.index(st), mem.q, st, PANELS, BLOCK * 4)
+                    tma.async_copy_global_to_shared(src.lse, [stat + x], mem.q_full.index(st), mem.lse.index(st))
                     if fresh == 1:
-                        mbarrier.wait(v_free, phase)
-                        load_panels(v_desc, v_remote, step, b, h_kv, row, v_full, v_s, 0, V_PANELS, 0)
-                    load_panels(do_desc, None, 0, b, h, x, do_full.index(st), do_s, st, V_PANELS, BLOCK * 4)
-                    tma.async_copy_global_to_shared(delta_desc, [stat + x], do_full.index(st), delta_s.index(st))
+                        mbarrier.wait(mem.v_free, phase)
+                        load_panels(src.v, src.v_remote, step, b, h_kv, row, mem.v_full, mem.v, 0, V_PANELS, 0)
+                    load_panels(src.do, None, 0, b, h, x, mem.do_full.index(st), mem.do, st, V_PANELS, BLOCK * 4)
+                    tma.async_copy_global_to_shared(src.delta, [stat + x], mem.do_full.index(st), mem.delta.index(st))
                     fresh = 0
                     x += BLOCK
                     count += 1
-    if board is not None:
-        exit_barrier(board, epoch, epochs)
+    if src.board is not None:
+        exit_barrier(src.board, epoch, src.epochs)
 
 
 @gluon.jit
@@ -153,9 +160,7 @@ def _tanh(x):
 
 @gluon.jit
 def _weigh(
-    dv, weights, began, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s, k, lse_s, p_s, q_full,
-    do_full, scale, cap,
-    MASKED: gl.constexpr, STAGES: gl.constexpr, PANELS: gl.constexpr, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr,
+    dv, weights, began, count, low, high, x, origin, stride, k_pos, slope, key_bias, k, score, mem, c, MASKED: gl.constexpr
 ):  # fmt: skip
     """Makes the weights of one block, hands them over, and adds what they send to dv: (dv, weights).
 
@@ -163,31 +168,32 @@ def _weigh(
     tile. `low`, `high`: limits of each key (`limits` of primitives.py). `x`: first query row of the block; row y sits at the
     global position origin + stride * y. `slope` and `key_bias` are in log2 units.
     """
-    dtype: gl.constexpr = q_s.dtype
+    dtype: gl.constexpr = mem.q.dtype
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     columns_l: gl.constexpr = gl.SliceLayout(0, s_l)
+    PANELS: gl.constexpr = c.D // mem.k.shape[4]
     zero = gl.zeros([TILE, BLOCK], gl.float32, s_l)
-    st, phase = _place(count, STAGES)
-    q = panels_of(q_s, st, PANELS)
+    st, phase = _place(count, c.STAGES)
+    q = panels_of(mem.q, st, PANELS)
     if k is None:
         # an index the compiler cannot see through: held through the loop, the addresses of all slices fill the registers
-        k = panels_of(k_s, opaque(gl.to_tensor(0)), PANELS)
+        k = panels_of(mem.k, opaque(gl.to_tensor(0)), PANELS)
 
-    mbarrier.wait(q_full.index(st), phase)
+    mbarrier.wait(mem.q_full.index(st), phase)
     s_token = begin_scores(k, q, zero, False)
-    lse2 = gl.expand_dims(lse_s.index(st).load(columns_l), 0)
-    if STAGES > 2:
+    lse2 = gl.expand_dims(mem.lse.index(st).load(columns_l), 0)
+    if c.STAGES > 2:
         # dv of the block before runs beneath the exponentials of this one; before the first it adds weights of 0
         before = gl.maximum(count - 1, began)
-        tokens = _begin_dv(before, weights, do_s, dv, do_full, STAGES)
+        tokens = _begin_dv(before, weights, dv, mem, c.STAGES)
         s = warpgroup_mma_wait(len(dv), deps=[s_token])
     else:
         s = warpgroup_mma_wait(0, deps=[s_token])
-    s = s * scale
+    s = s * score.scale
     tanh = s
-    if SOFTCAP:
+    if c.SOFTCAP:
         tanh = _tanh(s)
-        s = tanh * cap
+        s = tanh * score.cap
     row = x + opaque(gl.arange(0, BLOCK, columns_l))
     if slope is not None:
         away = gl.expand_dims(origin + stride * row, 0) - gl.expand_dims(k_pos, 1)
@@ -203,150 +209,143 @@ def _weigh(
     p_st = count & 1
     if count >= P_STAGES:
         sync(P_FREE + p_st, 256)
-    if SOFTCAP:
+    if c.SOFTCAP:
         # ds has the derivative of the soft cap besides, the gradient of the key bias does not
-        p_s.index(p_st).store((p * (1.0 - tanh * tanh)).to(dtype))
-        if WANT_KEY_BIAS:
-            p_s.index(p_st + P_STAGES).store(weights)
+        mem.p.index(p_st).store((p * (1.0 - tanh * tanh)).to(dtype))
+        if c.WANT_KEY_BIAS:
+            mem.p.index(p_st + P_STAGES).store(weights)
     else:
-        p_s.index(p_st).store(weights)
+        mem.p.index(p_st).store(weights)
     arrive(P_FULL + p_st, 256)
-    if STAGES > 2:
+    if c.STAGES > 2:
         weights = packed(weights)
         dv = wait_for_sums(tokens)
         if count > began:
-            arrive(FREE + _place(before, STAGES)[0], 288)
+            arrive(FREE + _place(before, c.STAGES)[0], 288)
     else:
-        dv = wait_for_sums(_begin_dv(count, weights, do_s, dv, do_full, STAGES))
+        dv = wait_for_sums(_begin_dv(count, weights, dv, mem, c.STAGES))
         arrive(FREE + st, 288)
     return dv, weights
 
 
 @gluon.jit
-def _begin_dv(count, weights, do_s, dv, do_full, STAGES: gl.constexpr):
+def _begin_dv(count, weights, dv, mem, STAGES: gl.constexpr):
     """Begins dv + weights do of a block."""
     st, phase = _place(count, STAGES)
-    mbarrier.wait(do_full.index(st), phase)
-    return begin_sums(operand_of(weights, do_s), panels_of(do_s, st, len(dv)), dv)
+    mbarrier.wait(mem.do_full.index(st), phase)
+    return begin_sums(operand_of(weights, mem.do), panels_of(mem.do, st, len(dv)), dv)
 
 
 @gluon.jit
-def _make_dv(
-    work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, grad_buffers, error, parts,
-    positions, lo_ptr, hi_ptr, alibi_slopes, key_bias_ptr, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads, group, rows,
-    local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap,
-    D_WIDTH: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    WANT_KEY_BIAS: gl.constexpr, STAGES: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr,
-    UNIT: gl.constexpr, GRAD_LAYOUT: gl.constexpr,
-):  # fmt: skip
+def _make_dv(plan, out, score, mem, c):
     """Scores, weights and dv of every tile of this program."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    PANELS: gl.constexpr = D // k_s.shape[4]
-    first = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+    PANELS: gl.constexpr = c.D // mem.k.shape[4]
+    first = gl.load(plan.starts + gl.program_id(0))
+    last = gl.load(plan.starts + gl.program_id(0) + 1)
     count = 0
     for at in range(first, last):
-        head, row, segment, masked, full, _m, full_blocks, slot = entry(work, at)
-        b = head // heads
-        h_kv = head % heads
+        head, row, segment, masked, full, _m, full_blocks, slot = entry(plan.work, at)
+        b = head // plan.heads
+        h_kv = head % plan.heads
         b64 = gl.cast(b, gl.int64)
-        dv = zero_sums(do_s, DV // do_s.shape[4])
-        weights = packed(gl.zeros([TILE, BLOCK], q_s.dtype, s_l))
+        dv = zero_sums(mem.do, c.DV // mem.do.shape[4])
+        weights = packed(gl.zeros([TILE, BLOCK], mem.q.dtype, s_l))
         began = count
         y_tile = opaque(gl.arange(0, TILE, gl.SliceLayout(1, s_l)))
         y = row + y_tile
-        exists = y < rows
-        if tiles is not None:
-            exists = y < gl.load(tiles + at * 4 + 3)
+        exists = y < plan.rows
+        if plan.tiles is not None:
+            exists = y < gl.load(plan.tiles + at * 4 + 3)
             # positions, bounds and biases of local and remote rows stand behind one another
-            y += gl.where(gl.load(tiles + at * 4 + 1) > 0, local_rows, 0)
+            y += gl.where(gl.load(plan.tiles + at * 4 + 1) > 0, score.local_rows, 0)
         key_bias = None
-        if key_bias_ptr is not None:
-            bias_at = key_bias_ptr + b64 * key_bias_sb + y
-            if tiles is None:
+        if score.key_bias is not None:
+            bias_at = score.key_bias + b64 * score.key_bias_sb + y
+            if plan.tiles is None:
                 key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
         k_pos = None
-        if alibi_slopes is not None:
-            k_pos = gl.load(positions + y, mask=exists, other=0)
-        lo = gl.load(lo_ptr + b64 * lo_sb + y, mask=exists, other=0)
-        hi = gl.load(hi_ptr + b64 * hi_sb + y, mask=exists, other=0)
-        mbarrier.wait(k_full, (at - first) & 1)
+        if score.alibi_slopes is not None:
+            k_pos = gl.load(score.positions + y, mask=exists, other=0)
+        lo = gl.load(score.lo + b64 * score.lo_sb + y, mask=exists, other=0)
+        hi = gl.load(score.hi + b64 * score.hi_sb + y, mask=exists, other=0)
+        mbarrier.wait(mem.k_full, (at - first) & 1)
         k = None
-        if HELD:
-            k = held(panels_of(k_s, 0, PANELS), BLOCK)
-            if grad_buffers is None:
-                mbarrier.arrive(k_free, count=1)
-        if key_bias_ptr is not None:
-            if tiles is not None:
+        if c.HELD:
+            k = held(panels_of(mem.k, 0, PANELS), BLOCK)
+            if out.grad_buffers is None:
+                mbarrier.arrive(mem.k_free, count=1)
+        if score.key_bias is not None:
+            if plan.tiles is not None:
                 key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
 
-        for g in range(group):
-            slope = gl.load(alibi_slopes + h_kv * group + g) * LOG2E if alibi_slopes is not None else None
+        for g in range(plan.group):
+            slope = slope_of(score, h_kv * plan.group + g)
             for part in range(segment, segment + masked):
-                x, blocks, begin, end, origin, stride = _segment(segments, part)
+                x, blocks, begin, end, origin, stride = segment_of(plan.segments, part)
                 own_lo, own_hi = bounds_in(
-                    lo, hi, lo_ptr + b64 * lo_sb, hi_ptr + b64 * hi_sb, lo_st, hi_st, segments, part, y_tile, y, exists
-                )
+                    lo, hi, score.lo + b64 * score.lo_sb, score.hi + b64 * score.hi_sb, score.lo_st, score.hi_st,
+                    plan.segments, part, y_tile, y, exists,
+                )  # fmt: skip
                 low, high = limits(own_lo, own_hi, begin, end, origin, stride)
                 for _j in range(blocks):
                     dv, weights = _weigh(
-                        dv, weights, began, count, low, high, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s,
-                        k, lse_s, p_s, q_full, do_full, scale, cap, True, STAGES, PANELS, SOFTCAP, WANT_KEY_BIAS,
+                        dv, weights, began, count, low, high, x, origin, stride, k_pos, slope, key_bias, k, score, mem, c,
+                        True,
                     )  # fmt: skip
                     x += BLOCK
                     count += 1
-        if alibi_slopes is not None:
-            for g in range(group):
-                slope = gl.load(alibi_slopes + h_kv * group + g) * LOG2E
+        if score.alibi_slopes is not None:
+            for g in range(plan.group):
+                slope = slope_of(score, h_kv * plan.group + g)
                 for part in range(segment + masked, segment + masked + full):
-                    x, blocks, _begin, _end, origin, stride = _segment(segments, part)
+                    x, blocks, _begin, _end, origin, stride = segment_of(plan.segments, part)
                     for _j in range(blocks):
                         dv, weights = _weigh(
-                            dv, weights, began, count, lo, hi, x, origin, stride, k_pos, slope, key_bias, q_s, do_s, k_s,
-                            k, lse_s, p_s, q_full, do_full, scale, cap, False, STAGES, PANELS, SOFTCAP, WANT_KEY_BIAS,
+                            dv, weights, began, count, lo, hi, x, origin, stride, k_pos, slope, key_bias, k, score, mem, c,
+                            False,
                         )  # fmt: skip
                         x += BLOCK
                         count += 1
         else:
-            for _j in range(full_blocks * group):
+            for _j in range(full_blocks * plan.group):
                 dv, weights = _weigh(
-                    dv, weights, began, count, lo, hi, 0, 0, 0, k_pos, None, key_bias, q_s, do_s, k_s, k, lse_s, p_s,
-                    q_full, do_full, scale, cap, False, STAGES, PANELS, SOFTCAP, WANT_KEY_BIAS,
+                    dv, weights, began, count, lo, hi, 0, 0, 0, k_pos, None, key_bias, k, score, mem, c, False,
                 )  # fmt: skip
                 count += 1
-        if STAGES > 2:
-            dv = wait_for_sums(_begin_dv(count - 1, weights, do_s, dv, do_full, STAGES))
-            arrive(FREE + _place(count - 1, STAGES)[0], 288)
-        if grad_buffers is None:
-            if not HELD:
-                mbarrier.arrive(k_free, count=1)
+        if c.STAGES > 2:
+            dv = wait_for_sums(_begin_dv(count - 1, weights, dv, mem, c.STAGES))
+            arrive(FREE + _place(count - 1, c.STAGES)[0], 288)
+        if out.grad_buffers is None:
+            if not c.HELD:
+                mbarrier.arrive(mem.k_free, count=1)
         else:
             # read again: kept through the loops it would cost registers there
             again = opaque(gl.to_tensor(at))
-            head, row, _s, _masked, _full, _m, _f, slot = entry(work, again)
-            b64 = gl.cast(head // heads, gl.int64)
-            h_kv = head % heads
-        dv = [lowered(x, q_s.dtype) for x in dv]
-        if error is not None:
-            dv = scaled(dv, gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan")))
+            head, row, _s, _masked, _full, _m, _f, slot = entry(plan.work, again)
+            b64 = gl.cast(head // plan.heads, gl.int64)
+            h_kv = head % plan.heads
+        dv = [lowered(x, mem.q.dtype) for x in dv]
+        if out.error is not None:
+            dv = scaled(dv, gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan")))
         if slot >= 0:
-            put_panels(parts + gl.cast(slot, gl.int64) * (TILE * (D + DV)) + TILE * D, DV, dv, 0, TILE, DV, False)
-        elif grad_buffers is not None:
-            begin = gl.load(tiles + again * 4 + 2)
-            own_rows = gl.load(tiles + again * 4 + 3) - begin
-            first_row = b64 * grad_buffer_rows * heads + h_kv
-            grad_buffer = (
-                grad_buffer_of(grad_buffers, gl.load(tiles + again * 4), first_row, D_WIDTH + DV_WIDTH) + D_WIDTH
-            )
-            between = heads * (D_WIDTH + DV_WIDTH)
-            _send(grad_buffer, between, dv, row - begin, own_rows, _beginning(k_s, GRAD_LAYOUT), DV_WIDTH)
+            part_out = out.parts + gl.cast(slot, gl.int64) * (TILE * (c.D + c.DV)) + TILE * c.D
+            put_panels(part_out, c.DV, dv, 0, TILE, c.DV, False)
+        elif out.grad_buffers is not None:
+            begin = gl.load(plan.tiles + again * 4 + 2)
+            own_rows = gl.load(plan.tiles + again * 4 + 3) - begin
+            first_row = b64 * out.grad_buffer_rows * plan.heads + h_kv
+            WIDTH: gl.constexpr = c.D_WIDTH + c.DV_WIDTH
+            grad_buffer = grad_buffer_of(out.grad_buffers, gl.load(plan.tiles + again * 4), first_row, WIDTH)
+            buffer = _beginning(mem.k, c.GRAD_LAYOUT)
+            _send(grad_buffer + c.D_WIDTH, plan.heads * WIDTH, dv, row - begin, own_rows, buffer, c.DV_WIDTH)
         else:
-            target = dv_out + (b64 * dv_sb + gl.cast(h_kv, gl.int64) * dv_sh) * UNIT
-            put_panels(target, dv_ss * UNIT, dv, row, rows, DV_WIDTH, ADD)
-        if grad_buffers is not None:
+            target = out.dv + (b64 * out.dv_sb + gl.cast(h_kv, gl.int64) * out.dv_sh) * c.UNIT
+            put_panels(target, out.dv_ss * c.UNIT, dv, row, plan.rows, c.DV_WIDTH, c.ADD)
+        if out.grad_buffers is not None:
             # the buffer was that of K: what comes next comes through another proxy
             fence_async_shared()
-            mbarrier.arrive(k_free, count=1)
+            mbarrier.arrive(mem.k_free, count=1)
 
 
 @gluon.jit
@@ -357,130 +356,129 @@ def _send(target, stride, sums, y, rows, buffer, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _slopes(count, do_s, v_s, v, delta_s, do_full, STAGES: gl.constexpr, V_PANELS: gl.constexpr):
+def _slopes(count, v, mem, c):
     """Begins dp - delta of a block, a product that starts from -delta."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    st, phase = _place(count, STAGES)
-    do = panels_of(do_s, st, V_PANELS)
+    V_PANELS: gl.constexpr = c.DV // mem.do.shape[4]
+    st, phase = _place(count, c.STAGES)
+    do = panels_of(mem.do, st, V_PANELS)
     if v is None:
-        v = panels_of(v_s, opaque(gl.to_tensor(0)), V_PANELS)
-    mbarrier.wait(do_full.index(st), phase)
-    minus_delta = gl.expand_dims(delta_s.index(st).load(gl.SliceLayout(0, s_l)), 0)
+        v = panels_of(mem.v, opaque(gl.to_tensor(0)), V_PANELS)
+    mbarrier.wait(mem.do_full.index(st), phase)
+    minus_delta = gl.expand_dims(mem.delta.index(st).load(gl.SliceLayout(0, s_l)), 0)
     start, _zero = gl.broadcast(minus_delta, gl.zeros([TILE, BLOCK], gl.float32, s_l))
     return begin_scores(v, do, start, True)
 
 
 @gluon.jit
-def _take(
-    count, dp, dkey_bias, q_s, p_s, SOFTCAP: gl.constexpr, WANT_KEY_BIAS: gl.constexpr
-):  # fmt: skip
+def _take(count, dp, dkey_bias, mem, c):
     """(ds as an operand, dkey_bias) from the weights of a block, when they come."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     st = count & 1
-    dp = lowered(dp, q_s.dtype)
+    dp = lowered(dp, mem.q.dtype)
     sync(P_FULL + st, 256)
-    ds = p_s.index(st).load(s_l).to(gl.float32) * dp
-    if WANT_KEY_BIAS:
-        if SOFTCAP:
-            dkey_bias += gl.sum(p_s.index(st + P_STAGES).load(s_l).to(gl.float32) * dp, 1)
+    ds = mem.p.index(st).load(s_l).to(gl.float32) * dp
+    if c.WANT_KEY_BIAS:
+        if c.SOFTCAP:
+            dkey_bias += gl.sum(mem.p.index(st + P_STAGES).load(s_l).to(gl.float32) * dp, 1)
         else:
             dkey_bias += gl.sum(ds, 1)
     arrive(P_FREE + st, 256)
-    return operand_of(ds.to(q_s.dtype), q_s), dkey_bias
+    return operand_of(ds.to(mem.q.dtype), mem.q), dkey_bias
 
 
 @gluon.jit
-def _begin_dk(count, ds, q_s, dk, q_full, STAGES: gl.constexpr):
+def _begin_dk(count, ds, dk, mem, STAGES: gl.constexpr):
     """Begins dk + ds q of a block."""
     st, phase = _place(count, STAGES)
-    mbarrier.wait(q_full.index(st), phase)
-    return begin_sums(ds, panels_of(q_s, st, len(dk)), dk)
+    mbarrier.wait(mem.q_full.index(st), phase)
+    return begin_sums(ds, panels_of(mem.q, st, len(dk)), dk)
 
 
 @gluon.jit
-def _make_dk(
-    work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
-    dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale,
-    D: gl.constexpr, DV: gl.constexpr, D_WIDTH: gl.constexpr, DV_WIDTH: gl.constexpr, SOFTCAP: gl.constexpr,
-    STAGES: gl.constexpr, HELD: gl.constexpr, ADD: gl.constexpr, UNIT: gl.constexpr,
-    GRAD_LAYOUT: gl.constexpr,
-):  # fmt: skip
+def _make_dk(plan, out, score, mem, c):
     """dp, ds and dk of every tile of this program; which pairs are hidden is known from their weights."""
-    V_PANELS: gl.constexpr = DV // do_s.shape[4]
-    WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
+    V_PANELS: gl.constexpr = c.DV // mem.do.shape[4]
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     rows_l: gl.constexpr = gl.SliceLayout(1, s_l)
-    first = gl.load(starts + gl.program_id(0))
-    last = gl.load(starts + gl.program_id(0) + 1)
+    first = gl.load(plan.starts + gl.program_id(0))
+    last = gl.load(plan.starts + gl.program_id(0) + 1)
     count = 0
     for at in range(first, last):
-        head, row, _s, _masked, _full, masked_blocks, full_blocks, slot = entry(work, at)
-        dk = zero_sums(q_s, D // q_s.shape[4])
+        head, row, _s, _masked, _full, masked_blocks, full_blocks, slot = entry(plan.work, at)
+        dk = zero_sums(mem.q, c.D // mem.q.shape[4])
         dkey_bias = gl.zeros([TILE], gl.float32, rows_l)
-        mbarrier.wait(v_full, (at - first) & 1)
+        mbarrier.wait(mem.v_full, (at - first) & 1)
         v = None
-        if HELD:
-            v = held(panels_of(v_s, 0, V_PANELS), BLOCK)
-            if grad_buffers is None:
-                mbarrier.arrive(v_free, count=1)
-        blocks = (masked_blocks + full_blocks) * group
-        dp = warpgroup_mma_wait(0, deps=[_slopes(count, do_s, v_s, v, delta_s, do_full, STAGES, V_PANELS)])
+        if c.HELD:
+            v = held(panels_of(mem.v, 0, V_PANELS), BLOCK)
+            if out.grad_buffers is None:
+                mbarrier.arrive(mem.v_free, count=1)
+        blocks = (masked_blocks + full_blocks) * plan.group
+        dp = warpgroup_mma_wait(0, deps=[_slopes(count, v, mem, c)])
         for _j in range(blocks - 1):
-            ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
-            dp_token = _slopes(count + 1, do_s, v_s, v, delta_s, do_full, STAGES, V_PANELS)
-            dk_tokens = _begin_dk(count, ds, q_s, dk, q_full, STAGES)
+            ds, dkey_bias = _take(count, dp, dkey_bias, mem, c)
+            dp_token = _slopes(count + 1, v, mem, c)
+            dk_tokens = _begin_dk(count, ds, dk, mem, c.STAGES)
             dp = warpgroup_mma_wait(len(dk), deps=[dp_token])
             dk = wait_for_sums(dk_tokens)
-            arrive(FREE + _place(count, STAGES)[0], 288)
+            arrive(FREE + _place(count, c.STAGES)[0], 288)
             count += 1
-        ds, dkey_bias = _take(count, dp, dkey_bias, q_s, p_s, SOFTCAP, WANT_KEY_BIAS)
-        dk = wait_for_sums(_begin_dk(count, ds, q_s, dk, q_full, STAGES))
-        arrive(FREE + _place(count, STAGES)[0], 288)
+        ds, dkey_bias = _take(count, dp, dkey_bias, mem, c)
+        dk = wait_for_sums(_begin_dk(count, ds, dk, mem, c.STAGES))
+        arrive(FREE + _place(count, c.STAGES)[0], 288)
         count += 1
-        if grad_buffers is None:
-            if not HELD:
-                mbarrier.arrive(v_free, count=1)
+        if out.grad_buffers is None:
+            if not c.HELD:
+                mbarrier.arrive(mem.v_free, count=1)
         else:
             again = opaque(gl.to_tensor(at))
-            head, row, _s, _masked, _full, _m, _f, slot = entry(work, again)
+            head, row, _s, _masked, _full, _m, _f, slot = entry(plan.work, again)
 
-        b = gl.cast(head // heads, gl.int64)
-        h_kv = gl.cast(head % heads, gl.int64)
+        b = gl.cast(head // plan.heads, gl.int64)
+        h_kv = gl.cast(head % plan.heads, gl.int64)
         y = opaque(gl.arange(0, TILE, rows_l))
-        if error is not None:
-            health = gl.where(gl.load(error, volatile=True) == 0, 1.0, float("nan"))
-            dk = scaled(dk, softmax_scale * health)
+        if out.error is not None:
+            health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
+            dk = scaled(dk, score.softmax_scale * health)
             dkey_bias = dkey_bias * health
         else:
-            dk = scaled(dk, softmax_scale)
+            dk = scaled(dk, score.softmax_scale)
         if slot >= 0:
-            put_panels(parts + gl.cast(slot, gl.int64) * (TILE * (D + DV)), D, dk, 0, TILE, D, False)
-            if WANT_KEY_BIAS:
-                gl.store(dkey_bias_parts + slot * TILE + y, dkey_bias)
-        elif grad_buffers is not None:
-            side = gl.load(tiles + again * 4)
-            begin = gl.load(tiles + again * 4 + 2)
-            own_rows = gl.load(tiles + again * 4 + 3) - begin
-            grad_buffer = grad_buffer_of(grad_buffers, side, b * grad_buffer_rows * heads + h_kv, D_WIDTH + DV_WIDTH)
-            between = heads * (D_WIDTH + DV_WIDTH)
-            _send(grad_buffer, between, dk, row - begin, own_rows, _beginning(v_s, GRAD_LAYOUT), D_WIDTH)
-            if WANT_KEY_BIAS:
-                line = grad_buffer_of(dkey_bias_out, side, head, grad_buffer_rows) + (row - begin)
+            put_panels(out.parts + gl.cast(slot, gl.int64) * (TILE * (c.D + c.DV)), c.D, dk, 0, TILE, c.D, False)
+            if c.WANT_KEY_BIAS:
+                gl.store(out.dkey_bias_parts + slot * TILE + y, dkey_bias)
+        elif out.grad_buffers is not None:
+            side = gl.load(plan.tiles + again * 4)
+            begin = gl.load(plan.tiles + again * 4 + 2)
+            own_rows = gl.load(plan.tiles + again * 4 + 3) - begin
+            WIDTH: gl.constexpr = c.D_WIDTH + c.DV_WIDTH
+            first_row = b * out.grad_buffer_rows * plan.heads + h_kv
+            grad_buffer = grad_buffer_of(out.grad_buffers, side, first_row, WIDTH)
+            _send(
+                grad_buffer, plan.heads * WIDTH, dk, row - begin, own_rows, _beginning(mem.v, c.GRAD_LAYOUT), c.D_WIDTH
+            )
+            if c.WANT_KEY_BIAS:
+                line = grad_buffer_of(out.dkey_bias, side, head, out.grad_buffer_rows) + (row - begin)
                 gl.store(line + y, dkey_bias, mask=y < own_rows - (row - begin))
         else:
-            put_panels(dk_out + (b * dk_sb + h_kv * dk_sh) * UNIT, dk_ss * UNIT, dk, row, rows, D_WIDTH, ADD)
-            if WANT_KEY_BIAS:
-                gl.store(dkey_bias_out + gl.cast(head, gl.int64) * rows + row + y, dkey_bias, mask=row + y < rows)
-        if grad_buffers is not None:
+            target = out.dk + (b * out.dk_sb + h_kv * out.dk_sh) * c.UNIT
+            put_panels(target, out.dk_ss * c.UNIT, dk, row, plan.rows, c.D_WIDTH, c.ADD)
+            if c.WANT_KEY_BIAS:
+                at_row = out.dkey_bias + gl.cast(head, gl.int64) * plan.rows + row + y
+                gl.store(at_row, dkey_bias, mask=row + y < plan.rows)
+        if out.grad_buffers is not None:
             fence_async_shared()
-            mbarrier.arrive(v_free, count=1)
+            mbarrier.arrive(mem.v_free, count=1)
 
 
 @gluon.jit
-def _segment(segments, part):
-    """(first row, blocks, begin, end, origin, stride) of a segment; Note [Work] of tile_scheduler.py."""
-    at = segments + part * 8
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3), gl.load(at + 4), gl.load(at + 5)
+def _specialize(plan, src, out, score, mem, c):
+    gl.warp_specialize([
+        (_make_dv, (plan, out, score, mem, c)),
+        (_make_dk, (plan, out, score, mem, c)),
+        (_produce, (plan, src, mem, c)),
+    ], [4, 1], [240, 24])  # fmt: skip
 
 
 @gluon.jit(
@@ -504,13 +502,13 @@ def backward_dkv_wide_kernel(
 
     q, do, k and v are described as rows of one head (`descriptors.rows_of`); lse in log2 units (infinity where a row saw
     nothing; in float16 less RAISED_BITS) and -delta as lists with heads of `padded_queries` numbers. dk and dv are written
-    (under ADD: added to) in the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of split tiles, `64 D` and
-    `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused call the addresses of
-    regions `b hk grad_buffer_rows`), `dkey_bias_parts` `slots 64`. What is of fused calls is as in `backward_kernel`.
+    (under ADD: added to) in the dtype of their tensors, whose strides are in units of UNIT elements; `parts` takes those of
+    split tiles, `64 D` and `64 DV` numbers for each slot. `dkey_bias_out` is `b hk t`, one sum per key head (of a fused
+    call the addresses of regions `b hk grad_buffer_rows`), `dkey_bias_parts` `slots 64`. What is of fused calls is as in
+    `backward_kernel`.
     `scale` is softmax_scale * log2(e), or under SOFTCAP softmax_scale / softcap; `cap` is softcap * log2(e). dP of
     the next block is made beside dk of this one.
     """
-    WANT_KEY_BIAS: gl.constexpr = dkey_bias_out is not None
     P_TILES: gl.constexpr = 2 * P_STAGES if SOFTCAP and dkey_bias_out is not None else P_STAGES
     PANELS: gl.constexpr = D // q_desc.block_type.shape[3]
     V_PANELS: gl.constexpr = DV // do_desc.block_type.shape[3]
@@ -533,21 +531,20 @@ def backward_dkv_wide_kernel(
     for n in gl.static_range(STAGES):
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(do_full.index(n), count=1)
-    gl.warp_specialize([
-        (_make_dv, (
-            work, segments, starts, tiles, q_s, do_s, k_s, lse_s, p_s, k_full, k_free, q_full, do_full, dv_out, grad_buffers, error,
-            parts, positions, lo_ptr, hi_ptr, alibi_slopes, key_bias, dv_sb, dv_ss, dv_sh, lo_sb, hi_sb, key_bias_sb, heads,
-            group, rows, local_rows, grad_buffer_rows, lo_st, hi_st, scale, cap, D_WIDTH, D, DV, DV_WIDTH, SOFTCAP, WANT_KEY_BIAS,
-            STAGES, HELD, ADD, UNIT, GRAD_LAYOUT,
-        )),
-        (_make_dk, (
-            work, starts, tiles, q_s, do_s, v_s, delta_s, p_s, v_full, v_free, q_full, do_full, dk_out, grad_buffers, error, parts,
-            dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh, heads, group, rows, grad_buffer_rows, softmax_scale, D, DV,
-            D_WIDTH, DV_WIDTH, SOFTCAP, STAGES, HELD, ADD, UNIT, GRAD_LAYOUT,
-        )),
-        (_produce, (
-            work, segments, starts, tiles, q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, q_s, do_s,
-            k_s, v_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full, flags, error, heads, group,
-            padded_queries, steps, heads_per_group, timeout_us, board, epochs, STAGES, PANELS, V_PANELS,
-        )),
-    ], [4, 1], [240, 24])  # fmt: skip
+    _specialize(
+        Plan(work, segments, starts, heads, group, rows, tiles),
+        Inputs(
+            q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, padded_queries, flags, error, steps,
+            heads_per_group, timeout_us, board, epochs,
+        ),
+        Outputs(
+            dk_out, dv_out, grad_buffers, grad_buffer_rows, error, parts, dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh,
+            dv_sb, dv_ss, dv_sh,
+        ),
+        Score(
+            positions, lo_ptr, hi_ptr, lo_sb, hi_sb, lo_st, hi_st, local_rows, alibi_slopes, key_bias, key_bias_sb, scale, cap,
+            softmax_scale,
+        ),
+        Memory(q_s, do_s, k_s, v_s, p_s, lse_s, delta_s, k_full, k_free, v_full, v_free, q_full, do_full),
+        Config(D, DV, D_WIDTH, DV_WIDTH, SOFTCAP, dkey_bias_out is not None, STAGES, HELD, ADD, UNIT, GRAD_LAYOUT),
+    )  # fmt: skip
