@@ -4,8 +4,12 @@ Where `error` is set, a wait of a fused call has failed, and its sums become NaN
 """
 
 # pyright: reportGeneralTypeIssues=false
+from collections import namedtuple
+
 import triton
 import triton.language as tl
+
+Tensor = namedtuple("Tensor", "data sb ss sh")
 
 
 @triton.jit
@@ -76,8 +80,8 @@ def prepare_kernel(
 
 @triton.jit
 def _finish_rows(
-    program, total, dq, dalibi, error, total_sb, total_ss, total_sh, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh, num_heads, rows,
-    scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
+    program, total, dq, dalibi, error, dalibi_sb, dalibi_sh, num_heads, rows, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Writes, or under ADD adds, scale * total to dq in its dtype; a program owns ROWS rows of one head.
 
@@ -89,9 +93,9 @@ def _finish_rows(
     x = row0 + tl.arange(0, ROWS)
     inside = x < rows
     mask = inside[:, None] & (tl.arange(0, COLUMNS) < WIDTH)[None, :]
-    ptrs = total + b * total_sb + h * total_sh + _offsets(row0, total_ss, ROWS, COLUMNS)
+    ptrs = total.data + b * total.sb + h * total.sh + _offsets(row0, total.ss, ROWS, COLUMNS)
     value = tl.load(ptrs, mask=mask, other=0.0) * scale
-    ptrs = dq + b * dq_sb + h * dq_sh + _offsets(row0, dq_ss, ROWS, COLUMNS)
+    ptrs = dq.data + b * dq.sb + h * dq.sh + _offsets(row0, dq.ss, ROWS, COLUMNS)
     if ADD:
         value += tl.load(ptrs, mask=mask, other=0.0)
     if error is not None:
@@ -99,7 +103,7 @@ def _finish_rows(
         value = tl.where(lost, float("nan"), value)
         if dalibi is not None:
             tl.store(dalibi + b * dalibi_sb + h * dalibi_sh + x, float("nan"), mask=inside & lost)
-    tl.store(ptrs, value.to(dq.dtype.element_ty), mask=mask)
+    tl.store(ptrs, value.to(dq.data.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -124,9 +128,8 @@ def _finish_part(
 
 @triton.jit
 def _finish_keys(
-    program, splits, parts, dk, dv, sources, grad_buffers, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, num_heads, rows,
-    TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    V_COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr, ADD: tl.constexpr,
+    program, splits, parts, dk, dv, sources, grad_buffers, num_heads, rows, TILE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Adds up the parts of split tiles in the order of their slots, and writes or adds the sums.
 
@@ -146,21 +149,23 @@ def _finish_keys(
     h = head % num_heads
     SIZE: tl.constexpr = TILE * (COLUMNS + V_COLUMNS)
     end = rows
+    dk_out = dk.data
+    dv_out = dv.data
     if grad_buffers is not None:
         source = sources + number * 4
         begin = tl.load(source + 2)
         end = tl.load(source + 3) - begin
         row0 -= begin
-        dk = _region(grad_buffers, tl.load(source))
-        dv = dk + WIDTH
+        dk_out = _region(grad_buffers, tl.load(source))
+        dv_out = dk_out + WIDTH
     at = parts + slot * SIZE
     _finish_part(
-        at, count, dk + b * dk_sb + h * dk_sh, dk_ss, row0, first, end, SIZE, ROWS, COLUMNS, WIDTH, ADD
+        at, count, dk_out + b * dk.sb + h * dk.sh, dk.ss, row0, first, end, SIZE, ROWS, COLUMNS, WIDTH, ADD
     )  # fmt: skip
     if V_COLUMNS > 0:
         _finish_part(
-            at + TILE * COLUMNS, count, dv + b * dv_sb + h * dv_sh, dv_ss, row0, first, end, SIZE, ROWS, V_COLUMNS, V_WIDTH,
-            ADD,
+            at + TILE * COLUMNS, count, dv_out + b * dv.sb + h * dv.sh, dv.ss, row0, first, end, SIZE, ROWS, V_COLUMNS,
+            V_WIDTH, ADD,
         )  # fmt: skip
 
 
@@ -184,13 +189,13 @@ def finish_kernel(
     if parts is not None:
         if program < key_programs:
             _finish_keys(
-                program, splits, parts, dk, dv, sources, grad_buffers, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, key_heads, keys,
-                TILE, ROWS, COLUMNS, WIDTH, V_COLUMNS, V_WIDTH, ADD_KEYS,
+                program, splits, parts, Tensor(dk, dk_sb, dk_ss, dk_sh), Tensor(dv, dv_sb, dv_ss, dv_sh), sources, grad_buffers,
+                key_heads, keys, TILE, ROWS, COLUMNS, WIDTH, V_COLUMNS, V_WIDTH, ADD_KEYS,
             )  # fmt: skip
     if total is not None:
         if program >= key_programs:
             _finish_rows(
-                program - key_programs, total, dq, dalibi, error, total_sb, total_ss, total_sh, dq_sb, dq_ss, dq_sh,
+                program - key_programs, Tensor(total, total_sb, total_ss, total_sh), Tensor(dq, dq_sb, dq_ss, dq_sh), dalibi, error,
                 dalibi_sb, dalibi_sh, num_heads, rows, scale, ROWS, COLUMNS, WIDTH, ADD_ROWS,
             )  # fmt: skip
 
