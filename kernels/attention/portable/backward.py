@@ -7,21 +7,29 @@ key head in turn: a shared key head needs no atomics.
 """
 
 # pyright: reportGeneralTypeIssues=false
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
-from ringattn.kernels.attention.portable.scores import LOG2E, dropout_key, kept, score
+from ringattn.kernels.attention.portable.scores import LOG2E, Score, dropout_key, kept
+from ringattn.kernels.attention.portable.scores import score as score_of
 from ringattn.kernels.attention.portable.tiles import (
+    Rows,
     cut_pairs,
     load_bounds,
     load_rows,
+    masked_row,
     reduce_bounds,
-    run_tiles,
+    run_of,
     shows,
     store_rows,
     swizzle,
-    term_bounds,
 )
+
+Queries = namedtuple("Queries", "q do lse2 delta stat_at b h q_ss do_ss")
+Keys = namedtuple("Keys", "k v b h k_ss v_ss dbias dbias_sn")
+Config = namedtuple("Config", "BLOCK_M BLOCK_N D D_WIDTH DV DV_WIDTH SOFTCAP DROPOUT TMA PRECISION WANT_SUMS")
 
 
 @triton.jit(do_not_specialize=["dlse_sb", "dlse_sh", "rows", "num_heads"])
@@ -60,53 +68,63 @@ def _load_stat(src, at, row, x, inside, MASKED: tl.constexpr, TMA: tl.constexpr)
 
 
 @triton.jit
-def _keys_step(
-    dk, dv, dkey_bias, k_tile, v_tile, q, do, lse2, delta, stat_at, b, h, row, begin, end, origin, stride, lo_ptr, hi_ptr, row0, rows,
-    k_pos, key_exists, key_bias_tile, bias, bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-    table, cuts, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    WANT_KEY_BIAS: tl.constexpr,
-):  # fmt: skip
+def _keys_step(dk, dv, dkey_bias, k_tile, v_tile, row, run, own, src, score, cuts, c, MASKED: tl.constexpr):
     """Adds what one tile of queries of one head sends to a tile of keys. Tiles of scores are keys x queries."""
-    x = row + tl.arange(0, BLOCK_M)
-    inside = x < end
-    q_pos = origin + stride * x
-    q_tile = load_rows(q, b, h, row, end, q_ss, BLOCK_M, D, D_WIDTH, MASKED, TMA)
-    do_tile = load_rows(do, b, h, row, end, do_ss, BLOCK_M, DV, DV_WIDTH, MASKED, TMA)
-    qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-    lse2_i = _load_stat(lse2, stat_at, row, x, inside, MASKED, TMA)
+    x = row + tl.arange(0, c.BLOCK_M)
+    inside = x < run.end
+    q_pos = run.origin + run.stride * x
+    q_tile = load_rows(src.q, src.b, src.h, row, run.end, src.q_ss, c.BLOCK_M, c.D, c.D_WIDTH, MASKED, c.TMA)
+    do_tile = load_rows(src.do, src.b, src.h, row, run.end, src.do_ss, c.BLOCK_M, c.DV, c.DV_WIDTH, MASKED, c.TMA)
+    qk = tl.dot(k_tile, tl.trans(q_tile), input_precision=c.PRECISION)
+    lse2_i = _load_stat(src.lse2, src.stat_at, row, x, inside, MASKED, c.TMA)
     bias_tile = None
-    if bias is not None:
-        at = (tl.cast(row, tl.int64) * bias_ss + tl.arange(0, BLOCK_M).to(tl.int64) * bias_ss)[None, :]
-        bias_tile = tl.load(bias + at, mask=inside[None, :] & key_exists[:, None], other=0.0)
+    if score.bias is not None:
+        at = tl.cast(row, tl.int64) * score.bias_stride + tl.arange(0, c.BLOCK_M).to(tl.int64) * score.bias_stride
+        bias_tile = tl.load(score.bias + at[None, :], mask=inside[None, :] & own.exists[:, None], other=0.0)
     PRECISE: tl.constexpr = q_tile.dtype == tl.float32
-    s, t = score(qk, q_pos[None, :], k_pos[:, None], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISE)
-    if key_bias_tile is not None or bias is not None:
+    s, t = score_of(
+        qk, q_pos[None, :], own.positions[:, None], score.slope, score.key_bias, bias_tile, score.scale, score.cap, c.SOFTCAP, PRECISE,
+    )  # fmt: skip
+    if score.key_bias is not None or score.bias is not None:
         lse2_i = tl.where(lse2_i == float("-inf"), float("inf"), lse2_i)  # a bias of -inf on all that a row sees
     p = tl.exp2(s - lse2_i[None, :])
     if MASKED:
-        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
+        lo, hi = load_bounds(run.lo, run.hi, own.row0, own.rows, c.BLOCK_N)
         visible = (q_pos[None, :] >= lo[:, None]) & (q_pos[None, :] < hi[:, None])
-        if TMA:
+        if c.TMA:
             # a bulk load brings rows outside the run, which belong to other positions; a guarded one brings zeros
-            visible &= (inside & (x >= begin))[None, :]
-        visible = cut_pairs(visible, k_pos[:, None], q_pos[None, :], table, cuts)
+            visible &= (inside & (x >= run.begin))[None, :]
+        visible = cut_pairs(visible, own.positions[:, None], q_pos[None, :], run.table, cuts)
         p = tl.where(visible, p, 0.0)
-    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=PRECISION)
+    dp = tl.dot(v_tile, tl.trans(do_tile), input_precision=c.PRECISION)
     # not before dp: that costs registers; not after dv: waiting for it would serialize the products in flight
-    delta_i = _load_stat(delta, stat_at, row, x, inside, MASKED, TMA)
+    delta_i = _load_stat(src.delta, src.stat_at, row, x, inside, MASKED, c.TMA)
     weights = p
-    if DROPOUT:
-        keep = kept(key, q_pos[None, :], k_pos[:, None], drop_threshold)
-        weights = tl.where(keep, p * drop_factor, 0.0)
-        dp = tl.where(keep, dp * drop_factor, 0.0)
-    dv = tl.dot(weights.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+    if c.DROPOUT:
+        keep = kept(score.dropout_key, q_pos[None, :], own.positions[:, None], score.drop_threshold)
+        weights = tl.where(keep, p * score.drop_factor, 0.0)
+        dp = tl.where(keep, dp * score.drop_factor, 0.0)
+    dv = tl.dot(weights.to(do_tile.dtype), do_tile, dv, input_precision=c.PRECISION)
     ds = p * (dp - delta_i[None, :])
-    if WANT_KEY_BIAS:
+    if c.WANT_SUMS:
         dkey_bias += tl.sum(ds, 1)
-    if SOFTCAP:
+    if c.SOFTCAP:
         ds = ds * (1.0 - t * t)
-    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=c.PRECISION)
+    return dk, dv, dkey_bias
+
+
+@triton.jit
+def _keys_of_head(dk, dv, dkey_bias, k_tile, v_tile, run, own, src, score, cuts, c):
+    """Adds what the queries of a run of one head send: masked tiles, then full ones."""
+    for j in tl.range(0, run.full_first + run.tiles - run.full_end):
+        row = masked_row(run, j, c.BLOCK_M)
+        x = row + tl.arange(0, c.BLOCK_M)
+        inside = (x >= run.begin) & (x < run.end)
+        if shows(run, own, run.origin + run.stride * x, inside, cuts, c.BLOCK_N):
+            dk, dv, dkey_bias = _keys_step(dk, dv, dkey_bias, k_tile, v_tile, row, run, own, src, score, cuts, c, True)
+    for row in tl.range(run.first + run.full_first * c.BLOCK_M, run.first + run.full_end * c.BLOCK_M, c.BLOCK_M):
+        dk, dv, dkey_bias = _keys_step(dk, dv, dkey_bias, k_tile, v_tile, row, run, own, src, score, cuts, c, False)
     return dk, dv, dkey_bias
 
 
@@ -145,10 +163,10 @@ def keys_kernel(
     lo_ptr += b64 * lo_sb
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_N)
-    any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, key_exists)
+    seen = reduce_bounds(lo, hi, key_exists)
     cuts = (term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
     if term_count is None and ADD:
-        if any_lo >= any_hi:
+        if seen[0] >= seen[1]:
             return
 
     k_tile = load_rows(k + b64 * k_sb + h_kv64 * k_sh, b, h_kv, row0, rows, k_ss, BLOCK_N, D, D_WIDTH, True, False)
@@ -161,14 +179,10 @@ def keys_kernel(
     dv = tl.zeros([BLOCK_N, DV], tl.float32)
     dkey_bias = tl.zeros([BLOCK_N], tl.float32)
 
+    own = Rows(row0, rows, key_exists, k_pos)
     for part in tl.range(0, num_runs):
-        r, here_lo, here_hi, seen_lo, seen_hi, all_lo, all_hi, table = term_bounds(
-            part, lo_ptr, hi_ptr, row0, rows, key_exists, any_lo, any_hi, full_lo, full_hi, cuts, BLOCK_N
-        )
-        begin, first, end, count, head_end, tail, origin, stride = run_tiles(
-            runs, r, seen_lo, seen_hi, all_lo, all_hi, BLOCK_M, 4 if TMA else 1
-        )
-        if count > 0:
+        run = run_of(part, runs, lo_ptr, hi_ptr, own, seen, cuts, BLOCK_N, BLOCK_M, 4 if TMA else 1)
+        if run.tiles > 0:
             for g in tl.range(0, group):
                 h = h_kv * group + g
                 h64 = h.to(tl.int64)
@@ -188,27 +202,14 @@ def keys_kernel(
                     bias_base = bias + b64 * bias_sb + h64 * bias_sh + (k_pos.to(tl.int64) * bias_sn)[:, None]
                 slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
                 key = dropout_key(b * num_heads * group + h, seed_low, seed_high) if DROPOUT else None
-                for j in tl.range(0, head_end + count - tail):
-                    i = tl.where(j < head_end, j, j - head_end + tail)
-                    row = first + i * BLOCK_M
-                    x = row + tl.arange(0, BLOCK_M)
-                    inside = (x >= begin) & (x < end)
-                    if shows(here_lo, here_hi, row0, rows, k_pos, origin + stride * x, inside, table, cuts, BLOCK_N):
-                        dk, dv, dkey_bias = _keys_step(
-                            dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
-                            begin, end, origin, stride, here_lo, here_hi, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
-                            bias_ss, q_ss, do_ss, slope, scale, cap, key, drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N,
-                            D, D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
-                        )  # fmt: skip
-                for row in tl.range(first + head_end * BLOCK_M, first + tail * BLOCK_M, BLOCK_M):
-                    dk, dv, dkey_bias = _keys_step(
-                        dk, dv, dkey_bias, k_tile, v_tile, q_base, do_base, lse2_base, delta_base, stat_at, b, h, row,
-                        begin, end, origin, stride, here_lo, here_hi, row0, rows, k_pos, key_exists, key_bias_tile, bias_base,
-                        bias_ss, q_ss,
-                        do_ss, slope,
-                        scale, cap, key, drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False,
-                        SOFTCAP, DROPOUT, TMA, PRECISION, dkey_bias_out is not None,
-                    )  # fmt: skip
+                dk, dv, dkey_bias = _keys_of_head(
+                    dk, dv, dkey_bias, k_tile, v_tile, run, own,
+                    Queries(q_base, do_base, lse2_base, delta_base, stat_at, b, h, q_ss, do_ss),
+                    Score(scale, cap, slope, key_bias_tile, bias_base, bias_ss, key, drop_threshold, drop_factor), cuts,
+                    Config(
+                        BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, SOFTCAP, DROPOUT, TMA, PRECISION, dkey_bias_out is not None
+                    ),
+                )  # fmt: skip
 
     store_rows(dv_out + b64 * dv_sb + h_kv64 * dv_sh, dv, row0, rows, dv_ss, BLOCK_N, DV, DV_WIDTH, ADD)
     dk = dk * softmax_scale
@@ -218,47 +219,62 @@ def keys_kernel(
 
 
 @triton.jit
-def _rows_step(
-    dq, dalibi, q_tile, do_tile, lse2, delta_i, k, v, b, h_kv, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
-    row_exists, key_bias, bias, bias_sn, dbias, dbias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-    table, cuts, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr, DV_WIDTH: tl.constexpr,
-    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    WANT_ALIBI: tl.constexpr,
-):  # fmt: skip
+def _rows_step(dq, dalibi, q_tile, do_tile, lse2, delta_i, row, run, own, keys, score, cuts, c, MASKED: tl.constexpr):
     """Adds what one tile of keys sends to a tile of queries. Tiles of scores are queries x keys."""
-    y = row + tl.arange(0, BLOCK_N)
-    inside = y < end
-    k_pos = origin + stride * y
-    k_tile = load_rows(k, b, h_kv, row, end, k_ss, BLOCK_N, D, D_WIDTH, MASKED, TMA)
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    y = row + tl.arange(0, c.BLOCK_N)
+    inside = y < run.end
+    k_pos = run.origin + run.stride * y
+    k_tile = load_rows(keys.k, keys.b, keys.h, row, run.end, keys.k_ss, c.BLOCK_N, c.D, c.D_WIDTH, MASKED, c.TMA)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=c.PRECISION)
     key_bias_tile = None
     bias_tile = None
-    if key_bias is not None:
-        key_bias_tile = tl.load(key_bias + y, mask=inside, other=0.0)[None, :]
-    if bias is not None:
-        columns = (k_pos.to(tl.int64) * bias_sn)[None, :]
-        bias_tile = tl.load(bias + columns, mask=row_exists[:, None] & inside[None, :], other=0.0)
+    if score.key_bias is not None:
+        key_bias_tile = tl.load(score.key_bias + y, mask=inside, other=0.0)[None, :]
+    if score.bias is not None:
+        columns = (k_pos.to(tl.int64) * score.bias_stride)[None, :]
+        bias_tile = tl.load(score.bias + columns, mask=own.exists[:, None] & inside[None, :], other=0.0)
     PRECISE: tl.constexpr = q_tile.dtype == tl.float32
-    s, t = score(qk, q_pos[:, None], k_pos[None, :], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISE)
+    s, t = score_of(
+        qk, own.positions[:, None], k_pos[None, :], score.slope, key_bias_tile, bias_tile, score.scale, score.cap, c.SOFTCAP, PRECISE,
+    )  # fmt: skip
     p = tl.exp2(s - lse2[:, None])
-    visible = row_exists[:, None]
+    visible = own.exists[:, None]
     if MASKED:
-        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
+        lo, hi = load_bounds(run.lo, run.hi, own.row0, own.rows, c.BLOCK_M)
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
-        visible = cut_pairs(visible, q_pos[:, None], k_pos[None, :], table, cuts)
+        visible = cut_pairs(visible, own.positions[:, None], k_pos[None, :], run.table, cuts)
         p = tl.where(visible, p, 0.0)
-    v_tile = load_rows(v, b, h_kv, row, end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
-    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-    if DROPOUT:
-        dp = tl.where(kept(key, q_pos[:, None], k_pos[None, :], drop_threshold), dp * drop_factor, 0.0)
+    v_tile = load_rows(keys.v, keys.b, keys.h, row, run.end, keys.v_ss, c.BLOCK_N, c.DV, c.DV_WIDTH, MASKED, c.TMA)
+    dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=c.PRECISION)
+    if c.DROPOUT:
+        keep = kept(score.dropout_key, own.positions[:, None], k_pos[None, :], score.drop_threshold)
+        dp = tl.where(keep, dp * score.drop_factor, 0.0)
     ds = p * (dp - delta_i[:, None])
-    if dbias is not None:
-        tl.store(dbias + (k_pos.to(tl.int64) * dbias_sn)[None, :], ds, mask=visible)
-    if WANT_ALIBI:
-        dalibi -= tl.sum(ds * tl.abs(q_pos[:, None] - k_pos[None, :]).to(tl.float32), 1)
-    if SOFTCAP:
+    if keys.dbias is not None:
+        tl.store(keys.dbias + (k_pos.to(tl.int64) * keys.dbias_sn)[None, :], ds, mask=visible)
+    if c.WANT_SUMS:
+        dalibi -= tl.sum(ds * tl.abs(own.positions[:, None] - k_pos[None, :]).to(tl.float32), 1)
+    if c.SOFTCAP:
         ds = ds * (1.0 - t * t)
-    dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    dq = tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision=c.PRECISION)
+    return dq, dalibi
+
+
+@triton.jit
+def _rows_of_run(
+    part, dq, dalibi, q_tile, do_tile, lse2, delta_i, runs, lo_ptr, hi_ptr, seen, own, keys, score, cuts, c
+):
+    """Adds what the keys of a part of the work send: masked tiles, then full ones."""
+    run = run_of(part, runs, lo_ptr, hi_ptr, own, seen, cuts, c.BLOCK_M, c.BLOCK_N)
+    for j in tl.range(0, run.full_first + run.tiles - run.full_end):
+        row = masked_row(run, j, c.BLOCK_N)
+        y = row + tl.arange(0, c.BLOCK_N)
+        if shows(run, own, run.origin + run.stride * y, y < run.end, cuts, c.BLOCK_M):
+            dq, dalibi = _rows_step(
+                dq, dalibi, q_tile, do_tile, lse2, delta_i, row, run, own, keys, score, cuts, c, True
+            )
+    for row in tl.range(run.first + run.full_first * c.BLOCK_N, run.first + run.full_end * c.BLOCK_N, c.BLOCK_N):
+        dq, dalibi = _rows_step(dq, dalibi, q_tile, do_tile, lse2, delta_i, row, run, own, keys, score, cuts, c, False)
     return dq, dalibi
 
 
@@ -294,10 +310,10 @@ def rows_kernel(
     lo_ptr += b64 * lo_sb
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
-    any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
+    seen = reduce_bounds(lo, hi, row_exists)
     cuts = (term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
     if term_count is None and ADD:
-        if any_lo >= any_hi:
+        if seen[0] >= seen[1]:
             return
 
     q_tile = load_rows(q + b64 * q_sb + h64 * q_sh, b, h, row0, rows, q_ss, BLOCK_M, D, D_WIDTH, True, False)
@@ -328,32 +344,14 @@ def rows_kernel(
     dq = tl.zeros([BLOCK_M, D], tl.float32)
     dalibi = tl.zeros([BLOCK_M], tl.float32)
 
+    own = Rows(row0, rows, row_exists, q_pos)
+    keys = Keys(k_base, v_base, b, h_kv, k_ss, v_ss, dbias_base, dbias_sn)
+    score = Score(scale, cap, slope, key_bias_base, bias_base, bias_sn, key, drop_threshold, drop_factor)
     for part in tl.range(0, num_runs):
-        r, here_lo, here_hi, seen_lo, seen_hi, all_lo, all_hi, table = term_bounds(
-            part, lo_ptr, hi_ptr, row0, rows, row_exists, any_lo, any_hi, full_lo, full_hi, cuts, BLOCK_M
-        )
-        _, first, end, count, head_end, tail, origin, stride = run_tiles(
-            runs, r, seen_lo, seen_hi, all_lo, all_hi, BLOCK_N
-        )
-        for j in tl.range(0, head_end + count - tail):
-            i = tl.where(j < head_end, j, j - head_end + tail)
-            row = first + i * BLOCK_N
-            y = row + tl.arange(0, BLOCK_N)
-            if shows(here_lo, here_hi, row0, rows, q_pos, origin + stride * y, y < end, table, cuts, BLOCK_M):
-                dq, dalibi = _rows_step(
-                    dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
-                    here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base,
-                    dbias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, D,
-                    D_WIDTH, DV, DV_WIDTH, True, SOFTCAP, DROPOUT, TMA, PRECISION, dalibi_out is not None,
-                )  # fmt: skip
-        for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
-            dq, dalibi = _rows_step(
-                dq, dalibi, q_tile, do_tile, lse2, delta_i, k_base, v_base, b, h_kv, row, end, origin, stride,
-                here_lo, here_hi, row0, rows, q_pos, row_exists, key_bias_base, bias_base, bias_sn, dbias_base,
-                dbias_sn, k_ss, v_ss, slope, scale,
-                cap, key, drop_threshold, drop_factor, table, cuts, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, SOFTCAP,
-                DROPOUT, TMA, PRECISION, dalibi_out is not None,
-            )  # fmt: skip
+        dq, dalibi = _rows_of_run(
+            part, dq, dalibi, q_tile, do_tile, lse2, delta_i, runs, lo_ptr, hi_ptr, seen, own, keys, score, cuts,
+            Config(BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, SOFTCAP, DROPOUT, TMA, PRECISION, dalibi_out is not None),
+        )  # fmt: skip
 
     dq = dq * softmax_scale
     store_rows(dq_out + b64 * dq_sb + h64 * dq_sh, dq, row0, rows, dq_ss, BLOCK_M, D, D_WIDTH, ADD)

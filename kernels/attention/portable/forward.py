@@ -5,73 +5,91 @@ the only one to write their carry.
 """
 
 # pyright: reportGeneralTypeIssues=false
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
-from ringattn.kernels.attention.portable.scores import LN2, LOG2E, dropout_key, kept, score
+from ringattn.kernels.attention.portable.scores import LN2, LOG2E, Score, dropout_key, kept
+from ringattn.kernels.attention.portable.scores import score as score_of
 from ringattn.kernels.attention.portable.tiles import (
+    Rows,
     cut_pairs,
     load_bounds,
     load_rows,
+    masked_row,
     reduce_bounds,
-    run_tiles,
+    run_of,
     shows,
     store_rows,
     swizzle,
-    term_bounds,
 )
+
+Keys = namedtuple("Keys", "k v b h k_ss v_ss")
+Config = namedtuple("Config", "BLOCK_M BLOCK_N D D_WIDTH DV DV_WIDTH DOT_ONLY SOFTCAP DROPOUT TMA PRECISION")
 
 
 @triton.jit
-def _absorb(
-    q_tile, m_i, l_i, acc, k, v, b, h_kv, row, end, origin, stride, lo_ptr, hi_ptr, row0, rows, q_pos,
-    row_exists, key_bias, bias, bias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor, table, cuts,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr, DV: tl.constexpr,
-    DV_WIDTH: tl.constexpr, MASKED: tl.constexpr, DOT_ONLY: tl.constexpr, SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _absorb(q_tile, m_i, l_i, acc, row, run, own, keys, score, cuts, c, MASKED: tl.constexpr):
     """One step of the online softmax: q . k of a tile of keys goes into (m_i, l_i, acc)."""
-    k_tile = load_rows(k, b, h_kv, row, end, k_ss, BLOCK_N, D, D_WIDTH, MASKED, TMA)
-    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    y = row + tl.arange(0, BLOCK_N)
-    inside = y < end
-    k_pos = origin + stride * y
-    if DOT_ONLY:
+    k_tile = load_rows(keys.k, keys.b, keys.h, row, run.end, keys.k_ss, c.BLOCK_N, c.D, c.D_WIDTH, MASKED, c.TMA)
+    qk = tl.dot(q_tile, tl.trans(k_tile), input_precision=c.PRECISION)
+    y = row + tl.arange(0, c.BLOCK_N)
+    inside = y < run.end
+    k_pos = run.origin + run.stride * y
+    if c.DOT_ONLY:
         s = qk
     else:
         key_bias_tile = None
         bias_tile = None
-        if key_bias is not None:
-            key_bias_tile = tl.load(key_bias + y, mask=inside, other=0.0)[None, :]
-        if bias is not None:
-            columns = (k_pos.to(tl.int64) * bias_sn)[None, :]
-            bias_tile = tl.load(bias + columns, mask=row_exists[:, None] & inside[None, :], other=0.0)
+        if score.key_bias is not None:
+            key_bias_tile = tl.load(score.key_bias + y, mask=inside, other=0.0)[None, :]
+        if score.bias is not None:
+            columns = (k_pos.to(tl.int64) * score.bias_stride)[None, :]
+            bias_tile = tl.load(score.bias + columns, mask=own.exists[:, None] & inside[None, :], other=0.0)
         PRECISE: tl.constexpr = q_tile.dtype == tl.float32
-        s, _ = score(qk, q_pos[:, None], k_pos[None, :], slope, key_bias_tile, bias_tile, scale, cap, SOFTCAP, PRECISE)
+        s, _ = score_of(
+            qk, own.positions[:, None], k_pos[None, :], score.slope, key_bias_tile, bias_tile, score.scale, score.cap, c.SOFTCAP, PRECISE,
+        )  # fmt: skip
     if MASKED:
-        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
+        lo, hi = load_bounds(run.lo, run.hi, own.row0, own.rows, c.BLOCK_M)
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
-        visible = cut_pairs(visible, q_pos[:, None], k_pos[None, :], table, cuts)
+        visible = cut_pairs(visible, own.positions[:, None], k_pos[None, :], run.table, cuts)
         s = tl.where(visible, s, float("-inf"))
-    if DOT_ONLY:
-        m_new = tl.maximum(m_i, tl.max(s, 1) * scale)
+    if c.DOT_ONLY:
+        m_new = tl.maximum(m_i, tl.max(s, 1) * score.scale)
     else:
         m_new = tl.maximum(m_i, tl.max(s, 1))
     m_ref = m_new
-    if MASKED or key_bias is not None or bias is not None:
+    if MASKED or score.key_bias is not None or score.bias is not None:
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that saw nothing so far: all weights are 2^-inf
-    if DOT_ONLY:
-        p = tl.exp2(s * scale - m_ref[:, None])
+    if c.DOT_ONLY:
+        p = tl.exp2(s * score.scale - m_ref[:, None])
     else:
         p = tl.exp2(s - m_ref[:, None])
     alpha = tl.exp2(m_i - m_ref)
     l_i = l_i * alpha + tl.sum(p, 1)
-    if DROPOUT:
-        p = tl.where(kept(key, q_pos[:, None], k_pos[None, :], drop_threshold), p * drop_factor, 0.0)
+    if c.DROPOUT:
+        keep = kept(score.dropout_key, own.positions[:, None], k_pos[None, :], score.drop_threshold)
+        p = tl.where(keep, p * score.drop_factor, 0.0)
     acc = acc * alpha[:, None]
-    v_tile = load_rows(v, b, h_kv, row, end, v_ss, BLOCK_N, DV, DV_WIDTH, MASKED, TMA)
-    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+    v_tile = load_rows(keys.v, keys.b, keys.h, row, run.end, keys.v_ss, c.BLOCK_N, c.DV, c.DV_WIDTH, MASKED, c.TMA)
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=c.PRECISION)
     return m_new, l_i, acc
+
+
+@triton.jit
+def _attend(part, q_tile, m_i, l_i, acc, runs, lo_ptr, hi_ptr, seen, own, keys, score, cuts, c):
+    """Absorbs the keys of a part of the work: masked tiles, then full ones."""
+    run = run_of(part, runs, lo_ptr, hi_ptr, own, seen, cuts, c.BLOCK_M, c.BLOCK_N)
+    for j in tl.range(0, run.full_first + run.tiles - run.full_end):
+        row = masked_row(run, j, c.BLOCK_N)
+        y = row + tl.arange(0, c.BLOCK_N)
+        if shows(run, own, run.origin + run.stride * y, y < run.end, cuts, c.BLOCK_M):
+            m_i, l_i, acc = _absorb(q_tile, m_i, l_i, acc, row, run, own, keys, score, cuts, c, True)
+    for row in tl.range(run.first + run.full_first * c.BLOCK_N, run.first + run.full_end * c.BLOCK_N, c.BLOCK_N):
+        m_i, l_i, acc = _absorb(q_tile, m_i, l_i, acc, row, run, own, keys, score, cuts, c, False)
+    return m_i, l_i, acc
 
 
 @triton.jit(
@@ -110,10 +128,10 @@ def forward_kernel(
     lo_ptr += b64 * lo_sb
     hi_ptr += b64 * hi_sb
     lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, BLOCK_M)
-    any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, row_exists)
+    seen = reduce_bounds(lo, hi, row_exists)
     cuts = (term_count, lo_st, hi_st, tables, of_term, table_size, table_width, block_size)
     if term_count is None and not (FIRST or LAST):
-        if any_lo >= any_hi:
+        if seen[0] >= seen[1]:
             return
 
     m_base = carry_m + b64 * m_sb + h64 * m_sh if carry_m is not None else None
@@ -149,29 +167,14 @@ def forward_kernel(
     slope = tl.load(alibi_slopes + h) if alibi_slopes is not None else None
     key = dropout_key(head, seed_low, seed_high) if DROPOUT else None
 
+    own = Rows(row0, rows, row_exists, q_pos)
+    keys = Keys(k_base, v_base, b, h_kv, k_ss, v_ss)
+    score = Score(scale, cap, slope, key_bias_base, bias_base, bias_sn, key, drop_threshold, drop_factor)
     for part in tl.range(0, num_runs):
-        r, here_lo, here_hi, seen_lo, seen_hi, all_lo, all_hi, table = term_bounds(
-            part, lo_ptr, hi_ptr, row0, rows, row_exists, any_lo, any_hi, full_lo, full_hi, cuts, BLOCK_M
-        )
-        _, first, end, count, head_end, tail, origin, stride = run_tiles(
-            runs, r, seen_lo, seen_hi, all_lo, all_hi, BLOCK_N
-        )
-        for j in tl.range(0, head_end + count - tail):
-            i = tl.where(j < head_end, j, j - head_end + tail)
-            row = first + i * BLOCK_N
-            y = row + tl.arange(0, BLOCK_N)
-            if shows(here_lo, here_hi, row0, rows, q_pos, origin + stride * y, y < end, table, cuts, BLOCK_M):
-                m_i, l_i, acc = _absorb(
-                    q_tile, m_i, l_i, acc, k_base, v_base, b, h_kv, row, end, origin, stride, here_lo, here_hi, row0, rows, q_pos,
-                    row_exists, key_bias_base, bias_base, bias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-                    table, cuts, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, True, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
-                )  # fmt: skip
-        for row in tl.range(first + head_end * BLOCK_N, first + tail * BLOCK_N, BLOCK_N):
-            m_i, l_i, acc = _absorb(
-                q_tile, m_i, l_i, acc, k_base, v_base, b, h_kv, row, end, origin, stride, here_lo, here_hi, row0, rows, q_pos,
-                row_exists, key_bias_base, bias_base, bias_sn, k_ss, v_ss, slope, scale, cap, key, drop_threshold, drop_factor,
-                table, cuts, BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, False, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION,
-            )  # fmt: skip
+        m_i, l_i, acc = _attend(
+            part, q_tile, m_i, l_i, acc, runs, lo_ptr, hi_ptr, seen, own, keys, score, cuts,
+            Config(BLOCK_M, BLOCK_N, D, D_WIDTH, DV, DV_WIDTH, DOT_ONLY, SOFTCAP, DROPOUT, TMA, PRECISION),
+        )  # fmt: skip
 
     if LAST:
         divisor = tl.where(l_i > 0.0, l_i, 1.0)

@@ -4,8 +4,12 @@ Operands broadcast to the tile, so the same code serves tiles of queries x keys 
 """
 
 # pyright: reportGeneralTypeIssues=false
+from collections import namedtuple
+
 import triton
 import triton.language as tl
+
+Score = namedtuple("Score", "scale cap slope key_bias bias bias_stride dropout_key drop_threshold drop_factor")
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

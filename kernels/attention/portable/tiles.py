@@ -18,8 +18,15 @@ Note [Tile ranges]
 """
 
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+from collections import namedtuple
+
 import triton
 import triton.language as tl
+
+Rows = namedtuple("Rows", "row0 rows exists positions")
+"""The stationary rows of a program, of `rows` in all."""
+Run = namedtuple("Run", "begin first end tiles full_first full_end origin stride lo hi table")
+"""What they see of a run: its first row, the range of rows, tiles, those in full, the law of positions, bounds, and table or -1."""
 
 FAR = tl.constexpr(2**31 - 1)  # beyond every position
 
@@ -63,31 +70,6 @@ def reduce_bounds(lo, hi, exists):
 
 
 @triton.jit
-def term_bounds(
-    i, lo_ptr, hi_ptr, row0, rows, exists, any_lo, any_hi, full_lo, full_hi, cuts, ROWS: tl.constexpr
-):  # fmt: skip
-    """(run, lo_ptr, hi_ptr, any_lo, any_hi, full_lo, full_hi, table) of part i of the work of a tile; Note [Tile ranges].
-
-    With one term, run i and the bounds that are given. `table` is the index of the term's table, or -1.
-    """
-    count, lo_st, hi_st, tables, of_term, _size, _width, _block = cuts
-    run = i
-    table = -1
-    if count is not None:
-        run = i // count
-        term = i % count
-        lo_ptr += term.to(tl.int64) * lo_st
-        hi_ptr += term.to(tl.int64) * hi_st
-        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, ROWS)
-        any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, exists)
-        if tables is not None:
-            table = tl.load(of_term + term)
-            full_lo = tl.where(table < 0, full_lo, FAR)
-            full_hi = tl.where(table < 0, full_hi, 0)
-    return run, lo_ptr, hi_ptr, any_lo, any_hi, full_lo, full_hi, table
-
-
-@triton.jit
 def cut_pairs(visible, own, other, table, cuts):
     """The visible pairs that the table of a term shows; own, other: positions on both sides, which broadcast to the tile."""
     _count, _lo_st, _hi_st, tables, _of_term, size, width, block_size = cuts
@@ -98,14 +80,14 @@ def cut_pairs(visible, own, other, table, cuts):
 
 
 @triton.jit
-def shows(lo_ptr, hi_ptr, row0, rows, own, other, inside, table, cuts, ROWS: tl.constexpr):
-    """Return whether a tile has a visible pair; own: positions of its rows; other, inside: of what streams past."""
+def shows(run, own, other, inside, cuts, ROWS: tl.constexpr):
+    """Return whether a tile has a visible pair; `other`: positions of what streams past, `inside`: which of it exists."""
     _count, _lo_st, _hi_st, tables, _of_term, _size, _width, _block = cuts
     found = True
     if tables is not None:
-        lo, hi = load_bounds(lo_ptr, hi_ptr, row0, rows, ROWS)
+        lo, hi = load_bounds(run.lo, run.hi, own.row0, own.rows, ROWS)
         visible = (other[None, :] >= lo[:, None]) & (other[None, :] < hi[:, None]) & inside[None, :]
-        visible = cut_pairs(visible, own[:, None], other[None, :], table, cuts)
+        visible = cut_pairs(visible, own.positions[:, None], other[None, :], run.table, cuts)
         found = tl.max(tl.max(visible.to(tl.int32), 1), 0) > 0
     return found
 
@@ -118,12 +100,27 @@ def first_row_from(position, length, start, stride):
 
 
 @triton.jit
-def run_tiles(runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """(begin, first row, end row, tiles, first full tile, end of full tiles, origin, stride) of run r; Note [Tile ranges].
+def run_of(i, runs, lo_ptr, hi_ptr, own, seen, cuts, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Part i of the work of a tile: with one term, run i under the bounds that are given; Note [Tile ranges].
 
-    Rows are rows of the buffer; row x sits at global position origin + stride * x. The run begins at row `begin`. Tiles
-    start at a multiple of ALIGN, so the first tile may begin with rows that are hidden, or even before the run.
+    Rows are rows of the buffer; row x sits at global position origin + stride * x. Tiles start at a multiple of ALIGN, so the
+    first tile may begin with rows that are hidden, or even before the run.
     """
+    any_lo, any_hi, full_lo, full_hi = seen
+    term_count, lo_st, hi_st, tables, of_term, _size, _width, _block = cuts
+    r = i
+    table = -1
+    if term_count is not None:
+        r = i // term_count
+        term = i % term_count
+        lo_ptr += term.to(tl.int64) * lo_st
+        hi_ptr += term.to(tl.int64) * hi_st
+        lo, hi = load_bounds(lo_ptr, hi_ptr, own.row0, own.rows, ROWS)
+        any_lo, any_hi, full_lo, full_hi = reduce_bounds(lo, hi, own.exists)
+        if tables is not None:
+            table = tl.load(of_term + term)
+            full_lo = tl.where(table < 0, full_lo, FAR)
+            full_hi = tl.where(table < 0, full_hi, 0)
     offset = tl.load(runs + 4 * r)
     length = tl.load(runs + 4 * r + 1)
     start = tl.load(runs + 4 * r + 2)
@@ -132,12 +129,19 @@ def run_tiles(runs, r, any_lo, any_hi, full_lo, full_hi, BLOCK: tl.constexpr, AL
     end = first_row_from(any_hi, length, start, stride)
     full_first = first_row_from(full_lo, length, start, stride)
     full_end = first_row_from(full_hi, length, start, stride)
-    seen = end > first
+    seen_here = end > first
     first -= (first + offset) % ALIGN
-    count = tl.where(seen, (end - first + BLOCK - 1) // BLOCK, 0)
+    count = tl.where(seen_here, (end - first + BLOCK - 1) // BLOCK, 0)
     head = tl.minimum(tl.maximum(full_first - first + BLOCK - 1, 0) // BLOCK, count)
     tail = tl.maximum(tl.minimum(tl.maximum(full_end - first, 0) // BLOCK, count), head)
-    return offset, first + offset, end + offset, count, head, tail, start - stride * offset, stride
+    origin = start - stride * offset
+    return Run(offset, first + offset, end + offset, count, head, tail, origin, stride, lo_ptr, hi_ptr, table)
+
+
+@triton.jit
+def masked_row(run, j, BLOCK: tl.constexpr):
+    """First row of the masked tile number j, of which there are run.full_first + run.tiles - run.full_end."""
+    return run.first + tl.where(j < run.full_first, j, j - run.full_first + run.full_end) * BLOCK
 
 
 @triton.jit
