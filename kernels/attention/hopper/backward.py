@@ -67,10 +67,12 @@ from ringattn.kernels.attention.hopper.primitives import (
     hide,
     limits,
     load_from,
+    lowered,
     opaque,
     pinned,
     reciprocal,
     reduce_add,
+    rounded,
     segment_of,
     send_grads,
     slope_of,
@@ -426,7 +428,7 @@ def _step(
         p = gl.exp2(s - start_s)
         if MASKED:
             p = gl.where(visible, p, 0.0)
-    weights = p.to(dtype)
+    weights = rounded(p, dtype)
     if c.SOFTCAP:
         if c.WANT_KEY_BIAS or dalibi is not None:
             steepness = 1.0 - t * t
@@ -550,25 +552,8 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         if c.DOT_ONLY:
             for _j in range(full_blocks * plan.group):
                 dk, dv, dkey_bias = _step(
-                    WHICH,
-                    count,
-                    dk,
-                    dv,
-                    dkey_bias,
-                    None,
-                    None,
-                    0,
-                    0,
-                    0,
-                    keys,
-                    None,
-                    None,
-                    dq_half,
-                    mem,
-                    score,
-                    c,
-                    False,
-                )
+                    WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, keys, None, None, dq_half, mem, score, c, False
+                )  # fmt: skip
                 count += 1
         else:
             turned = _turned(plan.near, taken)
@@ -592,6 +577,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         b = head // plan.heads
         h_kv = head % plan.heads
         y = row + WHICH * HALF
+        dv = lowered(dv, mem.q.dtype)
         if out.error is not None:
             health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
             dk = dk * (score.softmax_scale * health)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from ringattn.kernels.attention.arguments import RAISED_BITS
 
+RAISING = gl.constexpr(2.0**RAISED_BITS)
 LOWERING = gl.constexpr(2.0**-RAISED_BITS)
 Plan = namedtuple("Plan", "work segments starts heads group rows tiles near", defaults=(None, None))
 Score = namedtuple(
@@ -271,6 +272,14 @@ def wait_for_sums(tokens):
 def scaled(sums, factor):
     """Return each panel of sums times a factor."""
     return [x * factor for x in sums]
+
+
+@gluon.jit
+def rounded(p, DTYPE: gl.constexpr):
+    """Return weights as first operands of dv; Note [Raised weights] of arguments.py."""
+    if DTYPE == gl.float16:
+        p = p * RAISING
+    return p.to(DTYPE)
 
 
 @gluon.jit

@@ -12,6 +12,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from ringattn.kernels.attention.arguments import RAISED_BITS
 from ringattn.kernels.attention.portable.scores import LOG2E, Score, dropout_key, kept
 from ringattn.kernels.attention.portable.scores import score as score_of
 from ringattn.kernels.attention.portable.tiles import (
@@ -26,6 +27,9 @@ from ringattn.kernels.attention.portable.tiles import (
     store_rows,
     swizzle,
 )
+
+RAISED = tl.constexpr(RAISED_BITS)
+LOWERING = tl.constexpr(2.0**-RAISED_BITS)
 
 Queries = namedtuple("Queries", "q do lse2 delta stat_at b h q_ss do_ss")
 Keys = namedtuple("Keys", "k v b h k_ss v_ss dbias dbias_sn")
@@ -87,6 +91,8 @@ def _keys_step(dk, dv, dkey_bias, k_tile, v_tile, row, run, own, src, score, cut
     )  # fmt: skip
     if score.key_bias is not None or score.bias is not None:
         lse2_i = tl.where(lse2_i == float("-inf"), float("inf"), lse2_i)  # a bias of -inf on all that a row sees
+    if q_tile.dtype == tl.float16:
+        lse2_i -= RAISED  # Note [Raised weights] of arguments.py
     p = tl.exp2(s - lse2_i[None, :])
     if MASKED:
         lo, hi = load_bounds(run.lo, run.hi, own.row0, own.rows, c.BLOCK_N)
@@ -102,10 +108,13 @@ def _keys_step(dk, dv, dkey_bias, k_tile, v_tile, row, run, own, src, score, cut
     weights = p
     if c.DROPOUT:
         keep = kept(score.dropout_key, q_pos[None, :], own.positions[:, None], score.drop_threshold)
-        weights = tl.where(keep, p * score.drop_factor, 0.0)
+        weights = tl.where(keep, p, 0.0)  # dv is multiplied in the end
         dp = tl.where(keep, dp * score.drop_factor, 0.0)
     dv = tl.dot(weights.to(do_tile.dtype), do_tile, dv, input_precision=c.PRECISION)
-    ds = p * (dp - delta_i[None, :])
+    if q_tile.dtype == tl.float16:
+        ds = p * (dp * LOWERING - (delta_i * LOWERING)[None, :])
+    else:
+        ds = p * (dp - delta_i[None, :])
     if c.WANT_SUMS:
         dkey_bias += tl.sum(ds, 1)
     if c.SOFTCAP:
@@ -211,6 +220,10 @@ def keys_kernel(
                     ),
                 )  # fmt: skip
 
+    if DROPOUT:
+        dv = dv * drop_factor
+    if k_tile.dtype == tl.float16:
+        dv = dv * LOWERING
     store_rows(dv_out + b64 * dv_sb + h_kv64 * dv_sh, dv, row0, rows, dv_ss, BLOCK_N, DV, DV_WIDTH, ADD)
     dk = dk * softmax_scale
     store_rows(dk_out + b64 * dk_sb + h_kv64 * dk_sh, dk, row0, rows, dk_ss, BLOCK_N, D, D_WIDTH, ADD)

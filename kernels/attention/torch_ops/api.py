@@ -18,7 +18,7 @@ from ringattn.kernels.attention import eager
 from ringattn.kernels.attention.arguments import LEAST_SCALE
 from ringattn.kernels.attention.torch_ops import operators
 from ringattn.kernels.attention.torch_ops.bands import Line, calls, lines, tiles
-from ringattn.kernels.attention.torch_ops.delta_output import output_for
+from ringattn.kernels.attention.torch_ops.delta_output import output_for, rest_for
 from ringattn.kernels.attention.torch_ops.operators import Launch, launch_of_call, launch_of_tile
 from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState, accumulation_dtype
 from ringattn.kernels.partials import carry as partials
@@ -177,20 +177,28 @@ def backward(
             _delta(o, do, dlse, delta)
         q, k, v, scale, sign = _scaled(q, k, v, score)
         backend, found = _choose(q, k, v, rows, keys, deterministic=grads.deterministic)
-        launches, do, start = found.launches, _aligned(do), 0
+        launches, do, start, rest = found.launches, _aligned(do), 0, None
         if launches and (o is None or dlse is not None):
             # only for the rows that a launch reads
             start, end = min(launch.rows[0] for launch in launches), max(launch.rows[1] for launch in launches)
             o, do = output_for(do[:, start:end], delta[:, :, start:end])
+            rest = rest_for(o, do, delta[:, :, start:end])
         dq = _Sum(grads.dq, grads.accumulate_rows, found.row_gaps)
         dk, dv = (_Sum(x, grads.accumulate_keys, found.key_gaps) for x in (grads.dk, grads.dv))
         for launch in launches:
             (b0, b1), (x0, x1), (y0, y1) = launch.batch, launch.rows, launch.keys
             assert o is not None, "an output was given or made"
-            found_q, found_k, found_v = operators.backward(
-                backend, do[b0:b1, x0 - start : x1 - start], q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1],
-                o[b0:b1, x0 - start : x1 - start], lse[b0:b1, :, x0:x1], scale, launch,
+            values = v[b0:b1, y0:y1]
+            calls = [(o, do, values)] if rest is None else [(o, do, values), (*rest, torch.zeros_like(values))]
+            (found_q, found_k, found_v), *more = (
+                operators.backward(
+                    backend, of_do[b0:b1, x0 - start : x1 - start], q[b0:b1, x0:x1], k[b0:b1, y0:y1], of_v,
+                    of_o[b0:b1, x0 - start : x1 - start], lse[b0:b1, :, x0:x1], scale, launch,
+                )
+                for of_o, of_do, of_v in calls
             )  # fmt: skip
+            for more_q, more_k, _ in more:
+                found_q, found_k = found_q + more_q, found_k + more_k
             dq.add((launch.batch, launch.rows), found_q if sign == 1 else found_q * sign)
             dk.add((launch.batch, launch.keys), found_k)
             dv.add((launch.batch, launch.keys), found_v)

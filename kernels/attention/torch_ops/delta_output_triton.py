@@ -25,7 +25,7 @@ def _output_for_kernel(
     do_ptr, delta_ptr, o_ptr, used_ptr, do_sb, do_ss, do_sh, s, h, rows, d, most, least, root,
     ROWS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Make ROWS rows of (b, s, h), in this order; o and the do to use are contiguous, and so is delta `b h s`."""
+    """Make ROWS rows of (b, s, h), in this order; o and the do to use (None: the given) are contiguous, and so is delta `b h s`."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ok = r < rows
     # divided in 32 bits, which hold the number of rows, and multiplied by strides in 64
@@ -42,21 +42,23 @@ def _output_for_kernel(
     norm = safe * tl.sqrt(tl.sum(near * near, 1))
     lost = tl.abs(wanted) > most * norm
     ratio = tl.where(lost | (norm == 0), 0.0, wanted / norm / norm)
-    constant = tl.maximum(tl.exp2(tl.ceil(tl.log2(tl.abs(wanted) / (most * root)))), least)
-    others = (wanted / constant / d).to(o_ptr.dtype.element_ty)
-    first = wanted / constant - (d - 1) * others.to(tl.float32)
-    flat = tl.where((c == 0)[None, :], first[:, None], others.to(tl.float32)[:, None])
-    o = tl.where(lost[:, None], flat, do * ratio[:, None])
+    o = do * ratio[:, None]
     at = (r.to(tl.int64) * d)[:, None] + c[None, :]
+    if used_ptr is not None:
+        constant = tl.maximum(tl.exp2(tl.ceil(tl.log2(tl.abs(wanted) / (most * root)))), least)
+        others = (wanted / constant / d).to(o_ptr.dtype.element_ty)
+        first = wanted / constant - (d - 1) * others.to(tl.float32)
+        o = tl.where(lost[:, None], tl.where((c == 0)[None, :], first[:, None], others.to(tl.float32)[:, None]), o)
+        used = tl.where(lost[:, None], constant[:, None], do)
+        tl.store(used_ptr + at, used.to(o_ptr.dtype.element_ty), mask=inside)
     tl.store(o_ptr + at, o.to(o_ptr.dtype.element_ty), mask=inside)
-    used = tl.where(lost[:, None], constant[:, None], do)
-    tl.store(used_ptr + at, used.to(o_ptr.dtype.element_ty), mask=inside)
 
 
 def output_for(do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """`kernels.attention.torch_ops.delta_output.output_for` for fp32 delta."""
     b, s, h, d = do.shape
-    o, used = (torch.empty(do.shape, dtype=do.dtype, device=do.device) for _ in range(2))
+    o = torch.empty(do.shape, dtype=do.dtype, device=do.device)
+    used = None if do.dtype == torch.float16 else torch.empty_like(o)
     width, (most, least) = padded(d), limits(do.dtype)
     held = max(1, NUMBERS // width)
     if do.numel():
@@ -67,4 +69,4 @@ def output_for(do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
             {"ROWS": held, "D": width},
             num_warps=4,
         )
-    return o, used
+    return o, do if used is None else used

@@ -16,7 +16,16 @@ from ringattn.kernels.interface import Grads, Score
 from ringattn.numerics.reference import visible_pairs
 from ringattn.schedule.validation import SOFTCAPS
 from tests.kernels.emulator import gluon as machine
-from tests.support.kernel_conformance import CASES, LONG_CASES, LONG_TERM_CASES, TERM_CASES, Case, make_side, run_case
+from tests.support.kernel_conformance import (
+    CASES,
+    LONG_CASES,
+    LONG_TERM_CASES,
+    SMALL_WEIGHT_CASES,
+    TERM_CASES,
+    Case,
+    make_side,
+    run_case,
+)
 
 SERVED = [case for case in CASES if case.bias is None and case.dropout_p == 0]
 LONG = (
@@ -54,6 +63,12 @@ def test_the_backward_of_fixed_order_stays_within_budget(case: Case):
 def test_masks_of_several_terms_stay_within_budget(case: Case):
     run_case(hopper, case, torch.bfloat16, "cpu")
     run_case(hopper, replace(case, deterministic=True), torch.bfloat16, "cpu")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", [x for x in SMALL_WEIGHT_CASES if x.bias is None and x.dropout_p == 0], ids=str)
+def test_small_weights_keep_their_digits_in_float16(case: Case, deterministic: bool):
+    run_case(hopper, replace(case, deterministic=deterministic), torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("name", ["long_zigzag", "few_rows_many_keys_not_plain"])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState
 from ringattn.schedule.validation import SOFTCAPS
-from tests.support.kernel_conformance import CASES, TERM_CASES, Case, run_case
+from tests.support.kernel_conformance import CASES, SMALL_WEIGHT_CASES, TERM_CASES, Case, run_case
 from tests.support.large_strides import HALF_WAY, at_strides, heads_apart, leave_memory_alone
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
 
@@ -62,6 +62,11 @@ def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in HALF_CASES], ids=str)
 def test_half_precision_stays_within_budget(case: Case):
+    run_case(portable, case, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("case", [case for case in SMALL_WEIGHT_CASES if case.head_dim <= 64], ids=str)
+def test_small_weights_keep_their_digits(case: Case):
     run_case(portable, case, torch.float16, "cpu")
 
 
