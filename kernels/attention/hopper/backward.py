@@ -552,25 +552,8 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         if c.DOT_ONLY:
             for _j in range(full_blocks * plan.group):
                 dk, dv, dkey_bias = _step(
-                    WHICH,
-                    count,
-                    dk,
-                    dv,
-                    dkey_bias,
-                    None,
-                    None,
-                    0,
-                    0,
-                    0,
-                    keys,
-                    None,
-                    None,
-                    dq_half,
-                    mem,
-                    score,
-                    c,
-                    False,
-                )
+                    WHICH, count, dk, dv, dkey_bias, None, None, 0, 0, 0, keys, None, None, dq_half, mem, score, c, False
+                )  # fmt: skip
                 count += 1
         else:
             turned = _turned(plan.near, taken)
@@ -594,7 +577,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         b = head // plan.heads
         h_kv = head % plan.heads
         y = row + WHICH * HALF
-        dv = lowered(dv, mem.q_s.dtype)
+        dv = lowered(dv, mem.q.dtype)
         if out.error is not None:
             health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
             dk = dk * (score.softmax_scale * health)

@@ -51,6 +51,7 @@ class Report:
         shared: Bytes of shared memory.
         registers: Per thread, at entry.
         spills: Bytes of spill stores and loads, anywhere.
+        instructions: Of the whole kernel.
         loops: (warpgroup products, accesses to local memory) of each innermost loop with products, in code order.
         products: Warpgroup products in the whole kernel.
         warnings: Notes of the assembler: warnings, serialised wgmma.
@@ -66,6 +67,7 @@ class Report:
     shared: int
     registers: int
     spills: int
+    instructions: int
     loops: tuple[tuple[int, int], ...]
     products: int
     warnings: tuple[str, ...]
@@ -84,8 +86,9 @@ class Report:
         loops = " ".join(f"{products}" + f"!{spills}" * (spills > 0) for products, spills in self.loops)
         return (
             f"{self.name:22} {self.registers:4} registers {self.spills:5} bytes spilled, {self.loop_spills:3} in loops, "
-            f"{self.shared:6} bytes shared, {self.products:4} HGMMA, loops [{loops}], {len(self.warnings)} warnings, "
-            f"{len(self.injected)} waits injected, {len(self.stale)} stale bounds, {self.seconds:.1f} s"
+            f"{self.instructions:5} instructions, {self.shared:6} bytes shared, {self.products:4} HGMMA, loops [{loops}], "
+            f"{len(self.warnings)} warnings, {len(self.injected)} waits injected, {len(self.stale)} stale bounds, "
+            f"{self.seconds:.1f} s"
         )
 
 
@@ -155,6 +158,7 @@ def report(function: Any, kernel: Any, seconds: float, dump: str | None = None) 
         shared=kernel.metadata.shared,
         registers=notes.registers,
         spills=notes.spills,
+        instructions=len(code),
         loops=tuple((loop.products, loop.spills) for loop in loops),
         products=sum("HGMMA" in line for _, line in code),
         warnings=notes.warnings,
