@@ -376,23 +376,23 @@ class KernelSet:
 
     def forward(self, step: Step) -> None:
         """Attend to one buffer of keys."""
-        raise NotImplementedError
+        raise NotImplementedError("a kernel set has this function")
 
     def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
         """rowsum(o * do) - dlse, in out if given: `b h s` in the accumulation dtype; o, do `b s h dv`, dlse `b h s`."""
-        raise NotImplementedError
+        raise NotImplementedError("a kernel set has this function")
 
     def backward(self, step: BackwardStep, grads: Grads) -> None:
         """Gradients of one ring step. With ds = p * (dp - delta): dq = scale * ds k, dk = scale * ds^T q, dv = p^T do."""
-        raise NotImplementedError
+        raise NotImplementedError("a kernel set has this function")
 
     def forward_fused(self, step: Step, arrivals: Arrivals) -> None:
         """Compute the finished attention of q over all sources, in one launch."""
-        raise NotImplementedError
+        raise NotImplementedError("a kernel set has this function")
 
     def backward_fused(self, step: BackwardStep, arrivals: Arrivals, returns: Returns, grads: Grads) -> None:
         """Compute dq and dalibi of this rank's queries, and send dk, dv and dkey_bias of every source to their owners."""
-        raise NotImplementedError
+        raise NotImplementedError("a kernel set has this function")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -63,7 +63,8 @@ def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping
 def _with_impl(sharding: Sharding, options: Mapping[str, Any]) -> Mapping[str, Any]:
     if options.get("impl", "auto") is not None:
         return options
-    return {**options, "impl": ring_of(sharding.ring_name or sharding.ring.name).impl}
+    tracing = torch.compiler.is_compiling()
+    return {**options, "impl": (sharding.ring if tracing else ring_of(sharding.ring_name or sharding.ring.name)).impl}
 
 
 def resolve(

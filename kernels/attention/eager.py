@@ -362,7 +362,9 @@ def _sources(step: Step | BackwardStep, arrivals: Arrivals) -> Iterator[dict[str
         if number and flags is not None:
             assert bool((flags.flags[:, number] == 1).all()), "on CPUs rows arrive before the call"
         runs = tuple((offset - at, *run) for offset, *run in side.run_list)
-        own = dataclasses.replace(side, runs=torch.tensor(runs, dtype=torch.int32).view(-1, 4), run_list=runs)
+        own = dataclasses.replace(
+            side, runs=torch.tensor(runs, dtype=torch.int32, device="cpu").view(-1, 4), run_list=runs
+        )
         first = at + (keys.local_rows if number else 0)
         bias = None if score.key_bias is None else score.key_bias[:, first : first + rows]
         yield {"k": k, "v": v, "keys": own, "score": dataclasses.replace(score, key_bias=bias)}

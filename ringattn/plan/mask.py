@@ -11,7 +11,7 @@ from collections import Counter
 from functools import cached_property
 from itertools import pairwise
 from operator import gt
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from ringattn.plan.expressions import (
     Causal,
@@ -27,9 +27,6 @@ from ringattn.plan.expressions import (
 )
 from ringattn.plan.intervals import MOST_TERMS, Term, count_term, empty, merged, transpose
 from ringattn.plan.layouts import MAX_SEQ_LEN
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 MaskAxis = Literal["keys", "queries"]
 """The side that the rows of one side see: "keys" (the rows are queries) or "queries" (the rows are keys)."""
@@ -245,10 +242,19 @@ def _padded(given: list[Term], pattern: Any, number: int, rows: int) -> list[Ter
 
 
 def short_mask(
-    seq_len: int, kv_len: int | None = None, documents: tuple[int, ...] | None = None, **short_forms: Unpack[ShortForms]
+    seq_len: int,
+    kv_len: int | None = None,
+    documents: tuple[int, ...] | None = None,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    prefix_len: int = 0,
+    chunk_len: int | None = None,
+    lengths: tuple[tuple[int, int], ...] | None = None,
 ) -> MaskUnion:
-    """Return the mask that short forms and documents define over a sequence, or over two."""
-    return MaskUnion(seq_len, seq_len if kv_len is None else kv_len, fold_mask(**short_forms), documents)
+    """Return the mask that short forms (`fold_mask`) and documents define over a sequence, or over two."""
+    mask = fold_mask(causal=causal, window=window, prefix_len=prefix_len, chunk_len=chunk_len, lengths=lengths)
+    return MaskUnion(seq_len, seq_len if kv_len is None else kv_len, mask, documents)
 
 
 def check_documents(documents: tuple[int, ...], seq_len: int) -> None:

@@ -1,4 +1,4 @@
-"""All visits of a rank in one Hopper launch on a GPU, while copies from the host bring the rows of other ranks.
+"""All ring steps of a rank in one Hopper launch on a GPU, while copies from the host bring the rows of other ranks.
 
 Only copies and no kernels run beside it: a kernel that waits may hold every multiprocessor.
 """
@@ -46,7 +46,7 @@ class FusedLaunch:
         self.case = case
         self.scene = make_scene(case)
         self.call = case.call
-        self.far = self.scene.buffer.to(DEVICE)
+        self.remote_kv = self.scene.buffer.to(DEVICE)
         table = self.scene.key_bias
         self.table = None if table is None else table.to(DEVICE)
         self.scene.finish()
@@ -55,7 +55,7 @@ class FusedLaunch:
         self.flags = torch.zeros_like(self.scene.flags, device=DEVICE)
         self.error = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         self.patience = patience
-        self.q, *self.near = (x.to(DEVICE) for x in (self.scene.q, *self.scene.near))
+        self.q, *self.local_kv = (x.to(DEVICE) for x in (self.scene.q, *self.scene.local_kv))
         s = self.scene
         terms = {"sinks": s.score.sinks, "alibi_slopes": s.score.alibi_slopes, "key_bias": self.table}
         moved = {name: None if x is None else x.to(DEVICE) for name, x in terms.items()}
@@ -66,10 +66,10 @@ class FusedLaunch:
         from ringattn.kernels.attention.hopper import api
 
         d = self.case.head_dim
-        o = torch.full((*self.q.shape[:3], self.near[1].shape[-1]), -7.0, dtype=self.q.dtype, device=DEVICE)
+        o = torch.full((*self.q.shape[:3], self.local_kv[1].shape[-1]), -7.0, dtype=self.q.dtype, device=DEVICE)
         lse = torch.full((o.shape[0], o.shape[2], o.shape[1]), -7.0, device=DEVICE)
         api.forward_fused(
-            self.q, (self.near[0], self.near[1]), (self.far[..., :d], self.far[..., d:]),
+            self.q, (self.local_kv[0], self.local_kv[1]), (self.remote_kv[..., :d], self.remote_kv[..., d:]),
             find(fused_tables(self.call, DEVICE).rows), find(fused_tables(self.call, DEVICE).keys[0]), self.score,
             ReadyFlags(self.flags, self.error, self.patience), o=o, lse=lse,
         )  # fmt: skip
@@ -86,10 +86,10 @@ class FusedLaunch:
                 time.sleep(delay)
                 if group == 0:
                     rows = slice(fetch.at, fetch.at + sum(length for _, length in fetch.rows))
-                    self.far[:, rows].copy_(self.there[:, rows], non_blocking=True)
+                    self.remote_kv[:, rows].copy_(self.there[:, rows], non_blocking=True)
                     if self.table is not None and self.biases is not None:
-                        near = self.near[0].shape[1]
-                        rows = slice(near + rows.start, near + rows.stop)
+                        local_kv = self.local_kv[0].shape[1]
+                        rows = slice(local_kv + rows.start, local_kv + rows.stop)
                         self.table[:, rows].copy_(self.biases[:, rows], non_blocking=True)
                 is_last = number == len(places) - 1
                 self.flags[group, fetch.step : fetch.step + 1].copy_(word[is_last:][:1], non_blocking=True)

@@ -158,7 +158,7 @@ def test_a_peer_that_raises_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_problems_are_ordered_by_importance() -> None:
-    planned = kernels.schedule(bench.Kernels())
+    planned = kernels.schedule(bench.KernelsFlags())
     groups = [group for group, _ in planned]
     assert list(dict.fromkeys(groups)) == list(kernels.GROUPS)
     first = planned[0][1]

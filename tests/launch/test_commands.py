@@ -51,12 +51,12 @@ def test_impossible_numbers_are_refused(command: Any, words: list[str], said: st
 
 def test_every_count_of_a_command_has_a_least() -> None:
     kinds = [
-        bench.Kernels,
-        bench.Ring,
-        bench.Model,
-        bench.Trainer,
+        bench.KernelsFlags,
+        bench.RingFlags,
+        bench.ModelFlags,
+        bench.TrainerFlags,
     ]
-    kinds += [bench.Inference, bench.Server, check.CheckArgs, doctor.DoctorArgs]
+    kinds += [bench.InferenceFlags, bench.ServerFlags, check.CheckArgs, doctor.DoctorArgs]
     kinds += [faults.FaultArgs]
     for kind in kinds:
         check_numbers(kind())
@@ -90,7 +90,7 @@ def test_results_that_could_not_be_kept_are_not_measured(command: Any, words: li
             SystemExit, match=f"{words[-1][2:]} must be a place that can be written, got {path}: .*; pass another"
         ):
             command.main([*words, str(path)])
-    check_output(bench.Ring(out=tmp_path / "not" / "there"))
+    check_output(bench.RingFlags(out=tmp_path / "not" / "there"))
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
 
 
@@ -155,14 +155,14 @@ def test_contenders_that_nobody_knows_are_refused() -> None:
     with pytest.raises(
         ValueError, match="who must be of cudnn, fa2, flex, fa4 and our kernel sets, got fa5: impl must be"
     ):
-        bench.Kernels(who=("hopper", "fa5"))
+        bench.KernelsFlags(who=("hopper", "fa5"))
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: bench.Model(head_dim=3), "head_dim must be even, got 3"),
-        (lambda: bench.Inference(head_dim=3), "head_dim must be even, got 3"),
+        (lambda: bench.ModelFlags(head_dim=3), "head_dim must be even, got 3"),
+        (lambda: bench.InferenceFlags(head_dim=3), "head_dim must be even, got 3"),
     ],
 )
 def test_shapes_that_a_bench_cannot_measure_are_refused(make: Any, said: str) -> None:
@@ -172,7 +172,7 @@ def test_shapes_that_a_bench_cannot_measure_are_refused(make: Any, said: str) ->
 
 def test_heads_that_cannot_be_shared_are_refused() -> None:
     with pytest.raises(ValueError, match="grouped must be query heads and a divisor of them, got"):
-        bench.Kernels(grouped=(3, 2))
+        bench.KernelsFlags(grouped=(3, 2))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.kernels.interface import Score, accumulation_dtype
+from ringattn.kernels.interface import KernelSet, Score, accumulation_dtype
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
@@ -20,17 +20,16 @@ ROWS = 64
 """Rows of a shard."""
 
 
-class NoKernels:
+class NoKernels(KernelSet):
     """Kernels that write nothing: the loops' own tensors are left."""
 
-    @staticmethod
-    def forward(*args: Any, **kwargs: Any) -> None:
+    def forward(self, step: Any) -> None:
         """Write nothing."""
 
-    backward = forward
+    def backward(self, step: Any, grads: Any) -> None:
+        """Write nothing."""
 
-    @staticmethod
-    def delta(o: torch.Tensor, do: torch.Tensor, dlse: Any) -> torch.Tensor:
+    def delta(self, o: torch.Tensor, do: torch.Tensor, dlse: Any, out: Any = None) -> torch.Tensor:
         return torch.empty(o.shape[0], o.shape[2], o.shape[1], dtype=accumulation_dtype(o.dtype))
 
 
@@ -48,10 +47,10 @@ def buffer_bytes(world_size: int, rank: int, kv_heads: int, calls: int) -> int:
     """Return the bytes of the ring's buffers after a number of forwards and backwards."""
     sharding = Sharding(ROWS * world_size, "zigzag", make_shards("zigzag", ROWS * world_size, world_size), rank)
     spec = AttentionSpec.deserialize(serialize(sharding, softmax_scale=1.0, impl="eager", causal=True), rank)
-    context, kernels = RingContext(rank, world_size, NoWire()), NoKernels()
+    context = RingContext(rank, world_size, NoWire())
     q, do = (torch.zeros(1, ROWS, 4, 16, dtype=torch.bfloat16) for _ in range(2))
     k, v = (torch.zeros(1, ROWS, kv_heads, 16, dtype=torch.bfloat16) for _ in range(2))
-    plan = make_execution_plan(spec, q, k, v, ScoreTensors(), kernels, context)  # pyright: ignore[reportArgumentType]
+    plan = make_execution_plan(spec, q, k, v, ScoreTensors(), NoKernels, context)
     for _ in range(calls):
         o, lse = stepwise_forward(q, k, v, Score(1.0), plan, context)
         stepwise_backward(BackwardCall(do, None, q, k, v, o, lse, Score(1.0), plan, context, WantedGrads()))

@@ -1,4 +1,4 @@
-"""Gathered visits for tests: sides, near, far and homes made from dense masks, and far filled while a kernel runs.
+"""Fused launches for tests: sides, rows and gradient buffers from dense masks; remote rows arrive while a kernel runs.
 
 Made here from masks and shards in plain Python, so that neither the schedule of the library nor a kernel set judges itself.
 """
@@ -169,13 +169,13 @@ class RingStep:
     keys: GatheredKeys
     source_places: list[list[int]]  # global positions of the rows of each source
     owners: list[int]  # of each source
-    near: tuple[Tensor, Tensor]
-    far: tuple[Tensor, Tensor]
+    local_kv: tuple[Tensor, Tensor]
+    remote_kv: tuple[Tensor, Tensor]
     buffer: Tensor  # of both halves of far
     flags: Tensor
     error: Tensor
     regions: list[Tensor]  # one per source
-    homes: Tensor
+    grad_buffers: Tensor
     grad_buffer_rows: int
     table: Tensor | None  # the bias of keys, near's and far's
     bias_regions: list[Tensor]
@@ -202,7 +202,7 @@ class RingStep:
         whole = self.whole
         lse, delta = whole.lse[:, :, at].contiguous(), whole.delta[:, :, at].contiguous()
         score = replace(whole.score, key_bias=self.table)
-        return whole.do[:, at], whole.q[:, at], self.near, self.far, lse, delta, self.rows, self.keys, score
+        return whole.do[:, at], whole.q[:, at], self.local_kv, self.remote_kv, lse, delta, self.rows, self.keys, score
 
     def source(self) -> dict[str, Tensor]:
         """What delta is made of, where it is not given."""
@@ -214,8 +214,8 @@ class RingStep:
         heads = slice(*(scene.kv_heads // scene.groups * g for g in (group, group + 1)))
         first = self.keys.sides[source].run_list[0][0] if self.source_places[source] else 0
         at = slice(first, first + len(self.source_places[source]))
-        for far, all_rows in zip(self.far, (whole.k, whole.v), strict=True):
-            far[:, at, heads] = all_rows[:, self.source_places[source], heads]
+        for remote_kv, all_rows in zip(self.remote_kv, (whole.k, whole.v), strict=True):
+            remote_kv[:, at, heads] = all_rows[:, self.source_places[source], heads]
         if self.table is not None and whole.key_bias is not None and group == 0:
             self.table[:, self.keys.local_rows :][:, at] = whole.key_bias[:, self.source_places[source]]
 
@@ -273,9 +273,9 @@ def gather_sources(
             runs_of.append(tuple(kept))
             steps.append(step)
             owners.append(owner)
-    near = make_side(runs_of[0], seen_by, device)
-    sides, at = [near], 0
-    tables = {"positions": [near.positions[None]], "lo": [near.lo], "hi": [near.hi]}
+    local_kv = make_side(runs_of[0], seen_by, device)
+    sides, at = [local_kv], 0
+    tables = {"positions": [local_kv.positions[None]], "lo": [local_kv.lo], "hi": [local_kv.hi]}
     for runs in runs_of[1:]:
         side = make_side(runs, seen_by, device)
         count = side.positions.shape[0]
@@ -293,19 +293,19 @@ def gather_sources(
     return Sources(make_side(shards[rank], mask, device), keys, [positions_of(runs) for runs in runs_of], owners)
 
 
-def make_visit(whole: Whole, rank: int, device: torch.device | str = "cpu", everything: bool = False) -> RingStep:
-    """The visit of one rank: only keys that it sees are fetched, or `everything`, seen or not."""
+def make_ring_step(whole: Whole, rank: int, device: torch.device | str = "cpu", everything: bool = False) -> RingStep:
+    """The ring step of one rank: only keys that it sees are fetched, or `everything`, seen or not."""
     scene = whole.scene
     sources = gather_sources(scene.shards, rank, whole.mask, device, everything)
     keys, places = sources.keys, sources.places[0]
     b, hk, d, dv = scene.batch, scene.kv_heads, scene.head_dim, scene.v_head_dim or scene.head_dim
-    far = torch.full((b, keys.remote_rows, hk, d + dv), NAN, dtype=scene.dtype, device=device)
+    remote_kv = torch.full((b, keys.remote_rows, hk, d + dv), NAN, dtype=scene.dtype, device=device)
     for side in keys.sides[1:]:
         end = side.run_list[0][0] + side.lo_host.shape[1]
-        far[:, end : end + PAD_ROWS] = 0  # what lies behind the guard stays NaN
+        remote_kv[:, end : end + PAD_ROWS] = 0  # what lies behind the guard stays NaN
     grad_buffer_rows = max(sum(length for _, _, length in shard) for shard in scene.shards) + 3
     regions = [torch.full((b, grad_buffer_rows, hk, d + dv), NAN, device=device) for _ in keys.sides]
-    homes = torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=device)
+    grad_buffers = torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=device)
     table, bias_grad_buffers, bias_regions = None, None, []
     if whole.key_bias is not None:
         table = torch.full((b, keys.local_rows + keys.remote_rows), NAN, device=device)
@@ -315,9 +315,10 @@ def make_visit(whole: Whole, rank: int, device: torch.device | str = "cpu", ever
     waiting = [(g, s) for g in range(scene.groups) for s in range(1, len(keys.sides))]
     return RingStep(
         whole, rank, places, sources.rows, keys, sources.places, sources.owners,
-        (whole.k[:, places], whole.v[:, places]), (far[..., :d], far[..., d:]), far,
+        (whole.k[:, places], whole.v[:, places]), (remote_kv[..., :d], remote_kv[..., d:]), remote_kv,
         torch.zeros(scene.groups, len(scene.shards), dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device), regions, homes, grad_buffer_rows, table, bias_regions, bias_grad_buffers,
+        torch.zeros(1, dtype=torch.int32, device=device), regions, grad_buffers, grad_buffer_rows, table, bias_regions,
+        bias_grad_buffers,
         waiting,
     )  # fmt: skip
 
@@ -336,5 +337,5 @@ def contributions(
             row_of = {place: x for x, place in enumerate(visitor.source_places[source])}
             parts.append((visitor.bias_regions if biases else visitor.regions)[source])
             table.append([row_of.get(place, -1) for place in mine.places])
-    rows = torch.tensor(table, dtype=torch.int32, device=mine.homes.device).view(len(parts), len(mine.places))
+    rows = torch.tensor(table, dtype=torch.int32, device=mine.grad_buffers.device).view(len(parts), len(mine.places))
     return (mine.bias_regions if biases else mine.regions)[0], parts, rows

@@ -33,7 +33,7 @@ from triton.runtime.driver import driver
 from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, Grads, ReadyFlags, RowMetadata, Score, SoftmaxState
 from ringattn.numerics.reference import visible_pairs
 from tests.kernels.compile import sass, ttgir
-from tests.support.fused_cases import Scene, make_visit, make_whole
+from tests.support.fused_cases import Scene, make_ring_step, make_whole
 from tests.support.kernel_conformance import make_side
 from tests.support.term_masks import TermMask, sinks_and_window
 
@@ -189,7 +189,7 @@ class Call:
         rounded: Backward: gradients have the dtype of q, as in a ring of one rank; else they are fp32.
         seq_len: Rows and keys.
         through: "module:function" to call in place of the kernel set's.
-        gathered: All visits of a rank in one launch, half of the keys being those of another rank.
+        gathered: All ring steps of a rank in one launch, half of the keys being those of another rank.
         wide: Gathered forward: o in fp32.
         terms: Under a mask of several terms in place of full and causal ones.
     """
@@ -232,12 +232,12 @@ def _backward_gathered(call: Call) -> None:
         key_bias="key_bias" in call.features,
         dtype=getattr(torch, call.dtype),
     )
-    ring_step = make_visit(make_whole(scene), 0, everything=True)
+    ring_step = make_ring_step(make_whole(scene), 0, everything=True)
     dq, dalibi = ring_step.outputs()
     name = call.through or "ringattn.kernels.attention.hopper.api:backward_fused"
     module, _, name = name.partition(":")
     getattr(importlib.import_module(module), name)(
-        *ring_step.arguments(), ring_step.ready_flags, ring_step.homes, ring_step.grad_buffer_rows,
+        *ring_step.arguments(), ring_step.ready_flags, ring_step.grad_buffers, ring_step.grad_buffer_rows,
         dq=dq, dalibi=dalibi, bias_grad_buffers=ring_step.bias_grad_buffers, deterministic=call.deterministic,
         **({} if call.through else ring_step.source()),
     )  # fmt: skip
@@ -273,14 +273,14 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
     )
     with captured() as launches:
         if call.gathered:
-            far = torch.zeros(1, n + PAD_ROWS, kv_heads, d + dv, dtype=dtype)
+            remote_kv = torch.zeros(1, n + PAD_ROWS, kv_heads, d + dv, dtype=dtype)
             if score.key_bias is not None:
                 score = dataclasses.replace(score, key_bias=torch.zeros(1, 2 * n + PAD_ROWS))
             ready_flags = ReadyFlags(torch.zeros(2, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 10**10)
             # two ranks hold the same positions: what is compiled does not depend on who sees whom
             sides = _gathered((keys, keys))
             o = o.float() if call.wide else o
-            function(q, (k, v), (far[..., :d], far[..., d:]), rows, sides, score, ready_flags, o=o, lse=lse)
+            function(q, (k, v), (remote_kv[..., :d], remote_kv[..., d:]), rows, sides, score, ready_flags, o=o, lse=lse)
         elif call.kernel == "forward":
             carry = (
                 None
@@ -300,14 +300,14 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
                 accumulate_keys=call.accumulate,
                 deterministic=call.deterministic,
             )
-            # the visit of a ring of one makes delta
+            # the ring step of a ring of one makes delta
             made_of = {} if call.through or call.accumulate else {"o": o}
             function(o.clone(), q, k, v, lse, lse.clone(), rows, keys, score, grads, **made_of)
     return [report(*launch, dump=dump) for launch in launches]
 
 
 def _gathered(sides: tuple[RowMetadata, ...]) -> GatheredKeys:
-    """Sides of equal length as the sources of a gathered visit; near first."""
+    """Sides of equal length as the sources of a fused launch; local ones first."""
     local_rows, each = sides[0].positions.shape[0], sides[0].positions.shape[0] + PAD_ROWS
     placed = [sides[0]]
     for number, side in enumerate(sides[1:]):
@@ -348,7 +348,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--carry-in", action="store_true")
     parser.add_argument("--carry-out", action="store_true")
     parser.add_argument("--accumulate", action="store_true")
-    parser.add_argument("--gathered", action="store_true", help="all visits of a rank in one launch")
+    parser.add_argument("--gathered", action="store_true", help="all ring steps of a rank in one launch")
     parser.add_argument("--terms", action="store_true", help="a mask of several terms")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--rounded", action="store_true", help="gradients in the dtype of q")

@@ -80,7 +80,7 @@ def assert_lawful(plan: WorkPlan, sources: Sources, shape: Shape, visible: Tenso
 
 
 def assert_order_of_arrival(plan: WorkPlan, sources: Sources, shape: Shape) -> None:
-    """Every program takes near, then far as it arrives, then what is left of near."""
+    """Every program takes local rows, then remote ones as they arrive, then the rest of the local ones."""
     steps = max(sources.keys.steps) + 1
     flags = [
         head % shape.heads // (shape.heads // shape.groups) * steps + step if step else 0
@@ -88,10 +88,10 @@ def assert_order_of_arrival(plan: WorkPlan, sources: Sources, shape: Shape) -> N
     ]
     for begin, end in pairwise(plan.starts.tolist()):
         mine = flags[begin:end]
-        far = [k for k, flag in enumerate(mine) if flag]
-        if far:
-            assert all(mine[far[0] : far[-1] + 1]), "near is not taken while far is awaited"
-            assert all(a <= b for a, b in pairwise(mine[far[0] : far[-1] + 1]))
+        remote_kv = [k for k, flag in enumerate(mine) if flag]
+        if remote_kv:
+            assert all(mine[remote_kv[0] : remote_kv[-1] + 1]), "no local row is taken while remote ones are awaited"
+            assert all(a <= b for a, b in pairwise(mine[remote_kv[0] : remote_kv[-1] + 1]))
 
 
 def first_rows(sources: Sources) -> list[int]:
@@ -169,9 +169,9 @@ def test_half_of_near_is_kept_for_the_end(split: bool) -> None:
     shape = Shape(1, 2, tile=8, block=8, programs=1, streamed_bytes=0, split=split, groups=2)
     plan = schedule_tiles(sources.keys, sources.rows, shape)
     order = list(zip(plan.work[:, 0].tolist(), plan.tiles[:, 1].tolist(), strict=True))
-    near = [(head, 0) for head in (0, 1)] * 2
-    assert order[:4] == near
-    assert order[-4:] == near
+    local_kv = [(head, 0) for head in (0, 1)] * 2
+    assert order[:4] == local_kv
+    assert order[-4:] == local_kv
     assert order[4:-4] == [(head, step) for head in (0, 1) for step in (1, 2) for _ in range(4)]
 
 

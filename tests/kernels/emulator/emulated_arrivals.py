@@ -1,4 +1,4 @@
-"""Gathered forwards on small rings whose far rows arrive while the kernel runs."""
+"""Gathered forwards on small rings whose remote rows arrive while the kernel runs."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class Gathering:
 
 @dataclass
 class Scene:
-    """The tensors of a call, and what is yet to arrive: far holds numbers only where it is owed them."""
+    """The tensors of a call, and what is yet to arrive: the remote buffer holds numbers only where it is owed them."""
 
     gathering: Gathering
     q: Tensor
-    near: tuple[Tensor, Tensor]
+    local_kv: tuple[Tensor, Tensor]
     buffer: Tensor
     flags: Tensor
     error: Tensor
@@ -97,8 +97,8 @@ class Scene:
     key_bias: Tensor | None
 
     @property
-    def far(self) -> tuple[Tensor, Tensor]:
-        """K and v of the far buffer."""
+    def remote_kv(self) -> tuple[Tensor, Tensor]:
+        """K and v of the remote buffer."""
         d = self.gathering.head_dim
         return self.buffer[..., :d], self.buffer[..., d:]
 
@@ -186,9 +186,19 @@ def make_scene(gathering: Gathering, lost: int | None = None, refused: int | Non
         whole["window"] = (window - 1, 0)
     positions = torch.tensor(positions_of(call.sharding.shards[g.rank]))
     own = q[:, positions].contiguous()
-    near = rows_of(k, g.rank).contiguous(), rows_of(v, g.rank).contiguous()
+    local_kv = rows_of(k, g.rank).contiguous(), rows_of(v, g.rank).contiguous()
     return Scene(
-        g, own, near, buffer, flags, torch.zeros(1, dtype=torch.int32), score, whole, positions, iter(happen()), table
+        g,
+        own,
+        local_kv,
+        buffer,
+        flags,
+        torch.zeros(1, dtype=torch.int32),
+        score,
+        whole,
+        positions,
+        iter(happen()),
+        table,
     )
 
 
@@ -213,7 +223,7 @@ def run(
         scene.step()
     with machine.mode(outside=scene.step, seed=seed, **mode):
         forward(
-            scene.q, scene.near, scene.far, find(tables.rows), find(tables.keys[0]), scene.score,
+            scene.q, scene.local_kv, scene.remote_kv, find(tables.rows), find(tables.keys[0]), scene.score,
             scene.ready_flags if awaited else None, o=o, lse=lse,
         )  # fmt: skip
     return o, lse
