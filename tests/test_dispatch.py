@@ -142,7 +142,7 @@ def test_whatever_differs_is_another_text() -> None:
 
 
 def test_lengths_are_not_kept_with_the_sharding() -> None:
-    sharding = RING.sharding(12)
+    sharding = RING.sharding(13)
     for stop in range(12):
         assert f"((0, {stop}),)" in call_text(sharding, None, {"softmax_scale": 0.5, "lengths": ((0, stop),)})
     assert not sharding.calls

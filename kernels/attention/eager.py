@@ -338,10 +338,10 @@ class EagerKernels(KernelSet):
         dq = torch.empty_like(grads.dq, dtype=step.lse.dtype)
         for number, source in enumerate(_sources(step, arrivals)):
             k, v = source["k"], source["v"]
-            (b, t, hk, d), wide = k.shape, {"dtype": torch.float32}
+            b, t, hk, d = k.shape
             region = _region(returns.grad_buffers, number, (b, returns.rows, hk, d + v.shape[-1]))[:, :t]
             biased = returns.bias_grad_buffers is not None
-            dkey_bias = torch.empty(b, t, **wide) if biased else None
+            dkey_bias = torch.empty(b, t, dtype=torch.float32, device="cpu") if biased else None
             some = Grads(dq, region[..., :d], region[..., d:], dkey_bias, grads.dalibi, accumulate_rows=number > 0)
             _backward(step._replace(**source, o=None), some)
             if returns.bias_grad_buffers is not None and dkey_bias is not None:
