@@ -594,7 +594,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         b = head // plan.heads
         h_kv = head % plan.heads
         y = row + WHICH * HALF
-        dv = lowered(dv, mem.q_s.dtype)
+        dv = lowered(dv, mem.q.dtype)
         if out.error is not None:
             health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
             dk = dk * (score.softmax_scale * health)
