@@ -13,7 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, ReadyFlags, RowMetadata, Score
+from ringattn.kernels.interface import (
+    PAD_ROWS,
+    Arrivals,
+    BackwardStep,
+    CallShape,
+    GatheredKeys,
+    Grads,
+    ReadyFlags,
+    Returns,
+    RowMetadata,
+    Score,
+)
 from ringattn.numerics.reference import dense_attention, visible_pairs
 from tests.support.kernel_conformance import Runs, make_side, positions_of
 from tests.support.term_masks import TermMask, TermMaskMaker
@@ -183,30 +194,35 @@ class RingStep:
     waiting: list[tuple[int, int]]  # (group, source) still to come
 
     @property
-    def ready_flags(self) -> ReadyFlags:
-        """Of far, with little patience."""
-        return ReadyFlags(self.flags, self.error, 10**9)
+    def arrivals(self) -> Arrivals:
+        """The remote rows, for which a kernel waits one second."""
+        return Arrivals(*self.far, ReadyFlags(self.flags, self.error, 10**9))
 
-    def outputs(self, dq_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-        """(dq, dalibi), unwritten."""
+    @property
+    def returns(self) -> Returns:
+        """The regions of gradients of keys."""
+        return Returns(self.homes, self.grad_buffer_rows, self.bias_grad_buffers)
+
+    def grads(self, dq_dtype: torch.dtype | None = None) -> Grads:
+        """Return dq and dalibi, unwritten."""
         q = self.whole.q[:, self.places]
-        dq = torch.full_like(q, NAN, dtype=dq_dtype or q.dtype)
         dalibi = None
         if self.whole.slopes is not None:
             dalibi = torch.full((q.shape[0], q.shape[2], q.shape[1]), NAN, device=q.device)
-        return dq, dalibi
+        return Grads(torch.full_like(q, NAN, dtype=dq_dtype or q.dtype), dalibi=dalibi)
 
-    def arguments(self) -> tuple[Any, ...]:
-        """do, q, near, far, lse, delta, rows, keys, score."""
-        at = self.places
-        whole = self.whole
+    def step(self, *, makes_delta: bool = False) -> BackwardStep:
+        """Return the inputs of the backward; delta is given, or made from o."""
+        at, whole = self.places, self.whole
         lse, delta = whole.lse[:, :, at].contiguous(), whole.delta[:, :, at].contiguous()
         score = replace(whole.score, key_bias=self.table)
-        return whole.do[:, at], whole.q[:, at], self.near, self.far, lse, delta, self.rows, self.keys, score
+        step = BackwardStep(whole.do[:, at], whole.q[:, at], *self.near, lse, delta, self.rows, self.keys, score)
+        o = whole.low["o"].to(whole.q.dtype)[:, at]
+        return step._replace(delta=torch.full_like(delta, NAN), o=o) if makes_delta else step
 
-    def source(self) -> dict[str, Tensor]:
-        """What delta is made of, where it is not given."""
-        return {"o": self.whole.low["o"].to(self.whole.q.dtype)[:, self.places]}
+    def call(self, *, deterministic: bool = False) -> CallShape:
+        """Return the shape of the call."""
+        return CallShape.of(self.whole.q, *self.near, self.step().score, deterministic=deterministic)
 
     def bring(self, group: int, source: int) -> None:
         """Puts the rows of a source for one group of heads into far."""

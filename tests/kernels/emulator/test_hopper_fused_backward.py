@@ -12,26 +12,21 @@ pytest.importorskip("triton")
 if os.environ.get("GLUON_EMULATOR") != "1":
     pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
 
-from ringattn.kernels.attention.hopper import api as hopper
 from ringattn.kernels.attention.hopper import launcher
-from ringattn.kernels.attention.hopper import tile_scheduler as plan_of_work
+from ringattn.kernels.attention.hopper.api import HopperKernels
 from ringattn.kernels.attention.hopper.configs import DkvConfig, DqConfig, WideDkvConfig
-from ringattn.kernels.attention.hopper.launcher import (
-    BackwardInputs,
-    GradOutputs,
-    RemoteGradArgs,
-    launch_dkv,
-    launch_dq,
-)
-from ringattn.kernels.attention.hopper.tile_scheduler import Shape, make_plan
-from ringattn.kernels.interface import Grads, Score
+from ringattn.kernels.attention.hopper.launcher import launch_dkv, launch_dq
+from ringattn.kernels.attention.hopper.tile_scheduler import Shape, schedule_tiles
+from ringattn.kernels.attention.portable.api import portable_delta
+from ringattn.kernels.comm.grad_reduce import reduce_key_bias_grads, reduce_kv_grads
+from ringattn.kernels.interface import BackwardStep, Grads, Step
 from tests.kernels.emulator import gluon as machine
+from tests.kernels.emulator.progress import split_always
 from tests.support.budget import assert_within_budget
 from tests.support.fused_cases import RingStep, Scene, contributions, make_visit, make_whole, shards_of
 from tests.support.large_strides import heads_apart, leave_memory_alone
 from tests.support.term_masks import blocks_and_window, causal_blocks, sinks_and_window, tree
 
-backward_fused: Any = hopper.backward_fused
 CAUSAL: dict[str, Any] = {"causal": True}
 DOCUMENTS = {"causal": True, "documents": (0, 30, 31, 200, 390, 501)}
 SCENES = (
@@ -84,17 +79,15 @@ def run(
     if not waits:
         while ring_step.arrive():
             pass
-    dq, dalibi = ring_step.outputs()
-    do, q, near, far, lse, delta, *others = ring_step.arguments()
-    made = torch.full_like(delta, float("nan"))
+    step, grads, arrivals = ring_step.step(makes_delta=True), ring_step.grads(), ring_step.arrivals
+    kernels = HopperKernels(ring_step.call(deterministic=deterministic))
     with machine.mode(mapped=(*ring_step.regions, *ring_step.bias_regions), outside=ring_step.arrive, **mode):
-        backward_fused(
-            do, q, near, far, lse, made, *others, ring_step.ready_flags if waits else None, ring_step.homes,
-            ring_step.grad_buffer_rows,
-            dq=dq, dalibi=dalibi, bias_grad_buffers=ring_step.bias_grad_buffers, deterministic=deterministic, **ring_step.source(),
-        )  # fmt: skip
-    torch.testing.assert_close(made, delta, rtol=0.02, atol=0.02 * ring_step.whole.scene.head_dim**0.5)
-    return dq, dalibi
+        kernels.backward_fused(
+            step, arrivals if waits else arrivals._replace(ready_flags=None), ring_step.returns, grads
+        )
+    given = ring_step.step().delta
+    torch.testing.assert_close(step.delta, given, rtol=0.02, atol=0.02 * ring_step.whole.scene.head_dim**0.5)
+    return grads.dq, grads.dalibi
 
 
 def assert_gradients_within_budget(scene: Scene, **options: Any) -> None:
@@ -116,11 +109,11 @@ def assert_gradients_within_budget(scene: Scene, **options: Any) -> None:
     for ring_step in ring_steps:
         if scene.key_bias:
             dkey_bias = torch.full((scene.batch, len(ring_step.places)), float("nan"))
-            hopper.reduce_key_bias_grads(dkey_bias, *contributions(ring_steps, ring_step.rank, biases=True))
+            reduce_key_bias_grads(dkey_bias, *contributions(ring_steps, ring_step.rank, biases=True))
             found["dkey_bias"][:, ring_step.places] = dkey_bias.to(scene.dtype)
         own = contributions(ring_steps, ring_step.rank)
         dk, dv = (torch.full_like(x, float("nan")) for x in ring_step.near)
-        hopper.reduce_kv_grads(dk, dv, *own)
+        reduce_kv_grads(dk, dv, *own)
         found["dk"][:, ring_step.places], found["dv"][:, ring_step.places] = dk, dv
     for name, x in found.items():
         assert_within_budget(x, whole.exact[name], whole.low[name], f"{scene}: {name}", scene.dtype)
@@ -145,13 +138,12 @@ def test_outputs_of_several_terms_stay_within_budget(scene: Scene):
     whole = make_whole(scene)
     for rank in range(len(scene.shards)):
         ring_step = make_visit(whole, rank)
-        _do, q, near, far, lse, _delta, rows, keys, score = ring_step.arguments()
-        o, lse = (
-            torch.full((*q.shape[:3], near[1].shape[3]), float("nan"), dtype=q.dtype),
-            torch.full_like(lse, float("nan")),
-        )
+        x = ring_step.step()
+        o = torch.full((*x.q.shape[:3], x.v.shape[3]), float("nan"), dtype=x.q.dtype)
+        lse = torch.full_like(x.lse, float("nan"))
+        step = Step(x.q, x.k, x.v, x.rows, x.keys, x.score, o, lse)
         with machine.mode(outside=ring_step.arrive):
-            hopper.forward_fused(q, near, far, rows, keys, score, ring_step.ready_flags, o=o, lse=lse)
+            HopperKernels(ring_step.call()).forward_fused(step, ring_step.arrivals)
         for name, x in (("o", o), ("lse", lse)):
             exact, low = (
                 (y if name == "o" else y.transpose(1, 2))[:, ring_step.places]
@@ -189,25 +181,23 @@ def test_delta_is_made_as_it_would_be_given(name: str, deterministic: bool):
     scene = named(name)
     whole = make_whole(scene)
     ring_step = make_visit(whole, 1)
-    do, q, _, _, lse, delta, *_ = ring_step.arguments()
+    step = ring_step.step(makes_delta=True)
+    do, o, delta = step.do, step.o, step.delta
+    assert o is not None
     do = torch.cat((do, torch.full_like(do, float("nan"))), 2)[:, :, : do.shape[2]]
-    o = torch.cat((ring_step.source()["o"], torch.full_like(do, float("nan"))), 1)[:, : do.shape[1]]
-    dlse = (
-        torch.randn(lse.shape, generator=torch.Generator().manual_seed(0)).transpose(0, 1).contiguous().transpose(0, 1)
-    )
-    wanted = hopper.delta(o, do, dlse)
-    made = torch.cat((delta, delta), 1)[:, : delta.shape[1]].fill_(float("nan"))
+    o = torch.cat((o, torch.full_like(o, float("nan"))), 1)[:, : o.shape[1]]
+    dlse = torch.randn(delta.shape, generator=torch.Generator().manual_seed(0))
+    dlse = dlse.transpose(0, 1).contiguous().transpose(0, 1)
+    wanted = portable_delta(o, do, dlse)
+    made = torch.cat((delta, delta), 1)[:, : delta.shape[1]]
     found = []
-    for given, options in ((made, {"o": o, "dlse": dlse}), (made, {})):
+    for source in ({"o": o, "dlse": dlse}, {"o": None}):
         again = make_visit(whole, 1)
-        dq, dalibi = again.outputs()
+        step, grads = again.step()._replace(do=do, delta=made, **source), again.grads()
         with machine.mode(mapped=(*again.regions, *again.bias_regions), outside=again.arrive):
-            backward_fused(
-                do, q, again.near, again.far, lse, given, again.rows, again.keys, again.arguments()[-1], again.ready_flags,
-                again.homes, again.grad_buffer_rows, dq=dq, dalibi=dalibi, bias_grad_buffers=again.bias_grad_buffers,
-                deterministic=deterministic, **options,
-            )  # fmt: skip
-        found.append((dq, *again.regions))
+            kernels = HopperKernels(again.call(deterministic=deterministic))
+            kernels.backward_fused(step, again.arrivals, again.returns, grads)
+        found.append((grads.dq, *again.regions))
         torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5)
     for x, y in zip(*found, strict=True):
         assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
@@ -216,19 +206,36 @@ def test_delta_is_made_as_it_would_be_given(name: str, deterministic: bool):
 def test_delta_is_made_of_heads_that_lie_far_apart(monkeypatch: pytest.MonkeyPatch):
     leave_memory_alone(monkeypatch)
     ring_step = make_visit(make_whole(named("head_groups_wide")), 1)
-    do, q, near, far, lse, delta, *others = ring_step.arguments()
-    dq, dalibi = ring_step.outputs()
-    made = torch.full_like(delta, float("nan"))
+    step = ring_step.step(makes_delta=True)
+    assert step.o is not None
+    apart = step._replace(do=heads_apart(step.do), o=heads_apart(step.o))
     with machine.mode(mapped=(*ring_step.regions, *ring_step.bias_regions), outside=ring_step.arrive):
-        backward_fused(
-            heads_apart(do), q, near, far, lse, made, *others, ring_step.ready_flags, ring_step.homes, ring_step.grad_buffer_rows,
-            dq=dq, dalibi=dalibi, bias_grad_buffers=None, deterministic=False, o=heads_apart(ring_step.source()["o"]),
-        )  # fmt: skip
-    torch.testing.assert_close(made, hopper.delta(ring_step.source()["o"], do, None), rtol=1e-5, atol=1e-5)
+        kernels = HopperKernels(ring_step.call())
+        kernels.backward_fused(apart, ring_step.arrivals, ring_step.returns, ring_step.grads())
+    torch.testing.assert_close(step.delta, portable_delta(step.o, step.do, None), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_there_need_not_be_waited_for():
     assert_gradients_within_budget(named("window"), waits=False)
+
+
+def source_alone(ring_step: RingStep, source: int) -> tuple[BackwardStep, Grads]:
+    """A step over the rows of one source, and unwritten gradients of its keys."""
+    step, places, side = ring_step.step(), ring_step.source_places[source], ring_step.keys.sides[source]
+    first, key_bias = side.run_list[0][0], ring_step.whole.key_bias
+    keys = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
+    k, v = ring_step.whole.k[:, places], ring_step.whole.v[:, places]
+    score = replace(step.score, key_bias=None if key_bias is None else key_bias[:, places])
+    grads = Grads(torch.empty(0), *(torch.full(x.shape, float("nan")) for x in (k, v)))
+    if key_bias is not None:
+        grads = replace(grads, dkey_bias=torch.full((k.shape[0], len(places)), float("nan")))
+    return step._replace(k=k, v=v, keys=keys, score=score), grads
+
+
+def assert_same_keys(region: Tensor, grads: Grads) -> None:
+    assert grads.dk is not None
+    assert grads.dv is not None
+    assert torch.equal(region[:, : grads.dk.shape[1]], torch.cat((grads.dk, grads.dv), -1))
 
 
 @pytest.mark.emulated
@@ -237,73 +244,49 @@ def test_what_is_there_need_not_be_waited_for():
 def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
     """Where no tile is split, sums have one order."""
     scene = named(name)
-    config = DkvConfig(block=64, persistent=False)
     whole = make_whole(scene)
-    score = whole.score
     for rank in range(len(scene.shards)):
         ring_step = make_visit(whole, rank)
-        do, q, near, far, lse, delta, rows, keys, _ = ring_step.arguments()
-        dq, dalibi = ring_step.outputs(torch.float32)
-        remote = RemoteGradArgs(far, ring_step.ready_flags, ring_step.homes, ring_step.grad_buffer_rows)
+        step, grads, bound = ring_step.step(), ring_step.grads(torch.float32), HopperKernels(ring_step.call()).bound
+        bound.dkv[both] = DkvConfig(block=64, persistent=False)
         with machine.mode(mapped=tuple(ring_step.regions), outside=ring_step.arrive):
-            x = BackwardInputs(do, q, near[0], near[1], lse, delta, rows, keys, score, remote=remote)
-            launch_dkv(x, GradOutputs(dq, dalibi=dalibi), want_dq=both, config=config)
-        for side, places, region in zip(keys.sides, ring_step.source_places, ring_step.regions, strict=True):
-            first = side.run_list[0][0]
-            alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
-            k, v = whole.k[:, places], whole.v[:, places]
-            grads = Grads(
-                dq.clone(), *(torch.full(x.shape, float("nan")) for x in (k, v)), dalibi=ring_step.outputs()[1]
-            )
-            x = BackwardInputs(do, q, k, v, lse, delta, rows, alone, score)
-            launch_dkv(x, GradOutputs.of(grads), want_dq=both, config=config)
-            assert torch.equal(region[:, : len(places), :, : scene.head_dim], grads.dk)
-            assert torch.equal(region[:, : len(places), :, scene.head_dim :], grads.dv)
+            launch_dkv(bound, step, grads, ring_step.arrivals, ring_step.returns, want_dq=both)
+        for source, region in enumerate(ring_step.regions):
+            alone, of_source = source_alone(ring_step, source)
+            of_source = replace(of_source, dq=grads.dq.clone(), dalibi=ring_step.grads().dalibi)
+            launch_dkv(bound, alone, of_source, want_dq=both)
+            assert_same_keys(region, of_source)
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", ["wide_terms", "wide_groups"])
 def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str):
     """Likewise, dkey_bias too."""
-    scene, config = named(name), WideDkvConfig(split=False)
+    scene = named(name)
     whole = make_whole(scene)
     for rank in range(len(scene.shards)):
         ring_step = make_visit(whole, rank)
-        do, q, near, far, lse, delta, rows, keys, score = ring_step.arguments()
-        remote = RemoteGradArgs(
-            far, ring_step.ready_flags, ring_step.homes, ring_step.grad_buffer_rows, ring_step.bias_grad_buffers
-        )
+        bound = HopperKernels(ring_step.call()).bound
+        bound.dkv[False] = WideDkvConfig(split=False)
         with machine.mode(mapped=(*ring_step.regions, *ring_step.bias_regions), outside=ring_step.arrive):
-            x = BackwardInputs(do, q, near[0], near[1], lse, delta, rows, keys, score, remote=remote)
-            launch_dkv(x, GradOutputs(torch.empty(0)), config=config)
-        for i, (side, places) in enumerate(zip(keys.sides, ring_step.source_places, strict=True)):
-            first = side.run_list[0][0]
-            alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
-            k, v = whole.k[:, places], whole.v[:, places]
-            dk, dv = (torch.full(x.shape, float("nan")) for x in (k, v))
-            grads = Grads(torch.empty(0), dk, dv)
-            here = score
-            if whole.key_bias is not None:
-                grads = replace(grads, dkey_bias=torch.full((scene.batch, len(places)), float("nan")))
-                here = replace(score, key_bias=whole.key_bias[:, places])
-            launch_dkv(BackwardInputs(do, q, k, v, lse, delta, rows, alone, here), GradOutputs.of(grads), config=config)
-            assert torch.equal(ring_step.regions[i][:, : len(places), :, : scene.head_dim], grads.dk)
-            assert torch.equal(ring_step.regions[i][:, : len(places), :, scene.head_dim :], grads.dv)
+            launch_dkv(bound, ring_step.step(), Grads(torch.empty(0)), ring_step.arrivals, ring_step.returns)
+        for source, region in enumerate(ring_step.regions):
+            alone, grads = source_alone(ring_step, source)
+            launch_dkv(bound, alone, grads)
+            assert_same_keys(region, grads)
             if grads.dkey_bias is not None:
-                assert torch.equal(ring_step.bias_regions[i][..., : len(places)].sum(1), grads.dkey_bias)
+                biases = ring_step.bias_regions[source][..., : alone.k.shape[1]]
+                assert torch.equal(biases.sum(1), grads.dkey_bias)
 
 
 def test_dq_by_rows_over_near_alone_is_the_bits_of_one_visit():
     ring_step = make_visit(make_whole(named("alone")), 0)
-    do, q, near, far, lse, delta, rows, keys, score = ring_step.arguments()
-    config = DqConfig(64, 3, 3)
-    wanted, found = ring_step.outputs()[0], ring_step.outputs()[0]
-    remote = RemoteGradArgs(far, None, ring_step.homes, ring_step.grad_buffer_rows)
-    alone = BackwardInputs(do, q, near[0], near[1], lse, delta, rows, keys.sides[0], score)
-    fused = BackwardInputs(do, q, near[0], near[1], lse, delta, rows, keys, score, remote=remote)
-    launch_dq(alone, GradOutputs(wanted), config=config)
-    launch_dq(fused, GradOutputs(found), config=config)
-    assert torch.equal(wanted, found)
+    step, bound = ring_step.step(), HopperKernels(ring_step.call()).bound
+    bound.dq = DqConfig(64, 3, 3)
+    wanted, found = ring_step.grads(), ring_step.grads()
+    launch_dq(bound, step._replace(keys=ring_step.keys.sides[0]), wanted)
+    launch_dq(bound, step, found, ring_step.arrivals._replace(ready_flags=None))
+    assert torch.equal(wanted.dq, found.dq)
 
 
 @pytest.mark.emulated
@@ -375,37 +358,17 @@ def test_parts_of_split_tiles_come_home(deterministic: bool, monkeypatch: pytest
     monkeypatch.setattr(launcher, "multiprocessors", lambda _: programs)
     scene = Scene("split", (((0, 1, 640),), ((640, 1, 100),)), heads=1, head_dim=128)
     ring_step = make_visit(make_whole(scene), 0)
-    plan = make_plan(ring_step.keys, ring_step.rows, Shape(1, 1, 128, 64, programs, 640 * (256 * 2 + 128 * 4), align=4))
+    plan = schedule_tiles(
+        ring_step.keys, ring_step.rows, Shape(1, 1, 128, 64, programs, 640 * (256 * 2 + 128 * 4), align=4)
+    )
     assert set(plan.split_tiles[:, 0].tolist()) == {0, 1}, "the scene splits tiles of both sources"
     assert_gradients_within_budget(scene, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256], ids=["fused", "wide"])
 def test_parts_of_biases_come_home_too(head_dim: int, monkeypatch: pytest.MonkeyPatch):
-    for name in ("OVERHEAD", "EPILOGUE", "MERGE"):
-        monkeypatch.setattr(plan_of_work, name, 0)
-    monkeypatch.setattr(plan_of_work, "MIN_PART", 1)
-    split: set[int] = set()
-
-    def make(keys: Any, rows: Any, shape: Any) -> Any:
-        made = make_plan(keys, rows, replace(shape, programs=7))
-        split.update(made.split_tiles[:, 0].tolist())
-        return made
-
-    monkeypatch.setattr(launcher, "make_plan", make)
+    plans = split_always(monkeypatch, launcher)
     runs = (((0, 1, 190),), ((190, 1, 50),))
     assert_gradients_within_budget(Scene("split", runs, heads=1, head_dim=head_dim, v_head_dim=64, key_bias=True))
+    split = {source for plan in plans for source in plan.split_tiles[:, 0].tolist()}
     assert split == {0, 1}, "tiles of both sources are split"
-
-
-@pytest.mark.parametrize("score", [{"bias": torch.zeros(1)}, {"dropout_p": 0.5}], ids=str)
-def test_what_is_not_gathered_is_refused(score: dict[str, Any]):
-    ring_step = make_visit(make_whole(named("alone")), 0)
-    *most, _ = ring_step.arguments()
-    dq, dalibi = ring_step.outputs()
-    wanted: Any = Score(1.0, **score)
-    with pytest.raises(NotImplementedError, match=r"take no (bias|dropout)"):
-        backward_fused(
-            *most, wanted, None, ring_step.homes, ring_step.grad_buffer_rows,
-            dq=dq, dalibi=dalibi, bias_grad_buffers=None, deterministic=False,
-        )  # fmt: skip
