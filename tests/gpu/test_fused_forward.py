@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import ReadyFlags, Score
+from ringattn.kernels.interface import Arrivals, CallShape, ReadyFlags, Score, Step
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.device_tables import fused_tables
 from tests.kernels.emulator.emulated_arrivals import Gathering, Scene, assert_right, make_scene
@@ -63,16 +63,15 @@ class FusedLaunch:
 
     def start(self) -> tuple[Tensor, Tensor]:
         """Launches the kernel; (o, lse) once it ends."""
-        from ringattn.kernels.attention.hopper import api
+        from ringattn.kernels.attention.hopper.api import HopperKernels
 
         d = self.case.head_dim
         o = torch.full((*self.q.shape[:3], self.near[1].shape[-1]), -7.0, dtype=self.q.dtype, device=DEVICE)
         lse = torch.full((o.shape[0], o.shape[2], o.shape[1]), -7.0, device=DEVICE)
-        api.forward_fused(
-            self.q, (self.near[0], self.near[1]), (self.far[..., :d], self.far[..., d:]),
-            find(fused_tables(self.call, DEVICE).rows), find(fused_tables(self.call, DEVICE).keys[0]), self.score,
-            ReadyFlags(self.flags, self.error, self.patience), o=o, lse=lse,
-        )  # fmt: skip
+        k, v, tables = *self.near, fused_tables(self.call, DEVICE)
+        step = Step(self.q, k, v, find(tables.rows), find(tables.keys[0]), self.score, o, lse)
+        arrivals = Arrivals(self.far[..., :d], self.far[..., d:], ReadyFlags(self.flags, self.error, self.patience))
+        HopperKernels(CallShape.of(self.q, k, v, self.score)).forward_fused(step, arrivals)
         return o, lse
 
     def bring(self, delay: float, last: int = 1) -> None:
@@ -136,12 +135,12 @@ def test_tiles_are_split_in_the_case_that_says_so(monkeypatch: pytest.MonkeyPatc
     slots = []
 
     def noted(*args: Any) -> Any:
-        plan = make_plan(*args)
+        plan = schedule_tiles(*args)
         slots.append(plan.slots)
         return plan
 
-    make_plan = launcher.make_plan
-    monkeypatch.setattr(launcher, "make_plan", noted)
+    schedule_tiles = launcher.schedule_tiles
+    monkeypatch.setattr(launcher, "schedule_tiles", noted)
     warm(CASES[-1])
     assert slots
     assert min(slots) > 0
