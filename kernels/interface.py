@@ -360,7 +360,8 @@ class CallShape(NamedTuple):
 class KernelSet:
     """One implementation of attention, bound to a `CallShape`: what follows from that is found when it is made.
 
-    A subclass refuses a shape that it does not serve. The fused functions are for sets whose `can_fuse` is True.
+    The registry refuses a shape that a set does not serve, before it is bound. The fused functions are for sets whose `can_fuse`
+    is True.
     """
 
     def __init__(self, call: CallShape) -> None:

@@ -61,6 +61,7 @@ class FuzzCase:
     """One query shard and the key buffers of its ring steps.
 
     Attributes:
+        mask_options: Arguments of `short_mask` and of `visible_pairs`, its definition.
         ring_steps: Positions of the keys of each step, disjoint.
         strides: Of q, k, v and do.
         accumulate: Gradients are added to the values in their buffers.
@@ -74,7 +75,7 @@ class FuzzCase:
     heads: int
     kv_heads: int
     batch: int
-    mask: MaskUnion
+    mask_options: dict[str, Any]
     rows: Shard
     ring_steps: tuple[Shard, ...]
     softmax_scale: float
@@ -85,6 +86,11 @@ class FuzzCase:
     accumulate: bool = False
     narrow: bool = False
     deterministic: bool = False
+
+    @functools.cached_property
+    def mask(self) -> MaskUnion:
+        """The mask of the whole sequences."""
+        return short_mask(**self.mask_options)
 
     @property
     def features(self) -> set[str]:
@@ -120,8 +126,8 @@ def draw_case(seed: int, kind: str, impl: str = "auto") -> FuzzCase:
     seq_len = draw_length(own, longest, gpu)
     kv_len = draw_length(own, longest, gpu) if own.random() < 0.25 else seq_len
     batch = max(1, min(batch, SCORES[kind] // (heads * seq_len * kv_len)))
-    mask = draw_mask(own, seq_len, kv_len, batch)
-    rows, ring_steps = draw_split(own, mask)
+    mask_options = draw_mask(own, seq_len, kv_len, batch)
+    rows, ring_steps = draw_split(own, short_mask(**mask_options))
     single = len(ring_steps) == 1
     accumulate = own.random() < 0.3
     return FuzzCase(
@@ -132,7 +138,7 @@ def draw_case(seed: int, kind: str, impl: str = "auto") -> FuzzCase:
         heads=heads,
         kv_heads=kv_heads,
         batch=batch,
-        mask=mask,
+        mask_options=mask_options,
         rows=rows,
         ring_steps=ring_steps,
         softmax_scale=own.choice([head_dim**-0.5] * 4 + [1.7 * head_dim**-0.5, -0.3 * head_dim**-0.5, 0.0]),
@@ -157,11 +163,11 @@ def draw_length(draw: random.Random, longest: int, gpu: bool) -> int:
     return draw.randint(1, longest)
 
 
-def draw_mask(draw: random.Random, seq_len: int, kv_len: int, batch: int) -> MaskUnion:
-    """Any mask, with any combination of its features."""
+def draw_mask(draw: random.Random, seq_len: int, kv_len: int, batch: int) -> dict[str, Any]:
+    """Arguments of any mask, with any combination of its features."""
     same = seq_len == kv_len
     causal = draw.random() < 0.6
-    options: dict[str, Any] = {"causal": causal}
+    options: dict[str, Any] = {"seq_len": seq_len, "kv_len": kv_len, "causal": causal}
     if draw.random() < 0.35:
         sides = [draw.choice([None, 0, 1, 63, 64, 127, 191, draw.randint(0, seq_len)]) for _ in range(2)]
         options["window"] = tuple(sides)
@@ -176,7 +182,7 @@ def draw_mask(draw: random.Random, seq_len: int, kv_len: int, batch: int) -> Mas
     if same and batch > 1 and draw.random() < 0.4:
         ends = [sorted((draw.randint(0, seq_len), draw.randint(0, seq_len))) for _ in range(batch)]
         options["lengths"] = tuple((start, stop) for start, stop in ends)
-    return short_mask(seq_len, kv_len, **options)
+    return options
 
 
 def draw_split(draw: random.Random, mask: MaskUnion) -> tuple[Shard, tuple[Shard, ...]]:
@@ -272,8 +278,7 @@ def define(case: FuzzCase, tensors: dict[str, Tensor], dtype: torch.dtype) -> di
     """Every output and gradient by autograd through dense attention in one dtype."""
     device, wide, x = tensors["q"].device, accumulation_dtype(dtype), dict(tensors)
     i, j = positions_of((case.rows,), device), positions_of(case.ring_steps, device)
-    mask = {one.name: getattr(case.mask, one.name) for one in dataclasses.fields(case.mask)}
-    visible = visible_pairs(**mask, device=device)[:, i][:, :, j]
+    visible = visible_pairs(**case.mask_options, device=device)[:, i][:, :, j]
     dtypes = {"q": dtype, "k": dtype, "v": dtype, "alibi": wide, "key_bias": wide}
     if "alibi" in x:
         # the kernels return one gradient per row

@@ -95,9 +95,9 @@ def make_execution_plan(
     moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
     fused = [_fuse(spec, q, k, v, tensors, bound, context, backward=backward) for backward in (False, True)]
     tables = step_tables(spec, "keys", q.device, context.nodes, ring_plan)
-    # pairs are counted for kernels that a graph can hold
+    # pairs are counted for kernels that a graph can hold, now or once no hook listens to launches
     b, _, h, d = q.shape
-    pairs = spec.pairs(b) if bound.can_capture() else float("inf")
+    pairs = spec.pairs(b) if kernels.can_capture is not KernelSet.can_capture else float("inf")
     seconds = 2 * pairs * h * (d + v.shape[-1]) / KERNEL_RATE
     return ExecutionPlan(
         spec=spec,

@@ -13,10 +13,10 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from ringattn.kernels.attention.hopper import api as hopper
-from ringattn.kernels.comm import grad_reduce
+from ringattn.kernels.attention.hopper.api import HopperKernels
+from ringattn.kernels.comm.grad_reduce import reduce_key_bias_grads, reduce_kv_grads
 from tests.support.budget import assert_within_budget
-from tests.support.fused_cases import RingStep, Scene, contributions, make_ring_step, make_whole, shards_of
+from tests.support.fused_cases import RingStep, Scene, contributions, make_visit, make_whole, shards_of
 from tests.support.term_masks import causal_blocks, sinks_and_window, tree
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -41,23 +41,12 @@ SCENES = (
     ),
 )
 pytestmark = pytest.mark.gpu
-backward_fused: Any = hopper.backward_fused
 
 
 def launch(ring_step: RingStep, deterministic: bool) -> tuple[Tensor, Tensor | None]:
-    dq, dalibi = ring_step.outputs()
-    backward_fused(
-        *ring_step.arguments(),
-        ring_step.ready_flags,
-        ring_step.grad_buffers,
-        ring_step.grad_buffer_rows,
-        dq=dq,
-        dalibi=dalibi,
-        bias_grad_buffers=ring_step.bias_grad_buffers,
-        deterministic=deterministic,
-        **ring_step.source(),
-    )
-    return dq, dalibi
+    grads, kernels = ring_step.grads(), HopperKernels(ring_step.call(deterministic=deterministic))
+    kernels.backward_fused(ring_step.step(makes_delta=True), ring_step.arrivals, ring_step.returns, grads)
+    return grads.dq, grads.dalibi
 
 
 def run_with_late_keys(ring_step: RingStep, deterministic: bool) -> tuple[Tensor, Tensor | None]:
@@ -70,8 +59,8 @@ def run_with_late_keys(ring_step: RingStep, deterministic: bool) -> tuple[Tensor
         first = ring_step.keys.sides[source].run_list[0][0]
         copies = [(ring_step.buffer[0, first : first + len(places)], rows)]
         if ring_step.table is not None and whole.key_bias is not None:
-            local_kv = ring_step.keys.local_rows
-            there = ring_step.table[0, local_kv + first : local_kv + first + len(places)]
+            near = ring_step.keys.local_rows
+            there = ring_step.table[0, near + first : near + first + len(places)]
             copies.append((there, whole.key_bias[0, places].cpu().pin_memory()))
         sent.append((copies, ring_step.flags[0, ring_step.keys.steps[source]]))
     torch.cuda.synchronize()
@@ -88,12 +77,12 @@ def run_with_late_keys(ring_step: RingStep, deterministic: bool) -> tuple[Tensor
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
 @pytest.mark.parametrize("scene", SCENES, ids=str)
-def test_gradients_of_late_keys_return_to_their_owners_and_stay_within_budget(scene: Scene, deterministic: bool):
+def test_gradients_of_late_keys_come_home_and_stay_within_budget(scene: Scene, deterministic: bool):
     whole = make_whole(scene, "cuda")
-    ring_steps = [make_ring_step(whole, rank, "cuda") for rank in range(len(scene.shards))]
+    ring_steps = [make_visit(whole, rank, "cuda") for rank in range(len(scene.shards))]
     # compiled now, for what is special about any rank's numbers: a compiler behind a kernel that waits may outlast its patience
     for rank in range(len(ring_steps)):
-        warm = make_ring_step(whole, rank, "cuda")
+        warm = make_visit(whole, rank, "cuda")
         while warm.arrive():
             pass
         launch(warm, deterministic)
@@ -108,18 +97,18 @@ def test_gradients_of_late_keys_return_to_their_owners_and_stay_within_budget(sc
             assert region[:, : len(places)].isfinite().all()
             assert region[:, len(places) :].isnan().all()
     for ring_step in ring_steps:
-        dk, dv = (torch.full_like(x, float("nan")) for x in ring_step.local_kv)
-        plain = [torch.full_like(x, float("nan")) for x in ring_step.local_kv]
-        own = contributions(ring_steps, ring_step.rank)
-        hopper.reduce_kv_grads(dk, dv, *own)
-        grad_reduce.reduce_kv_grads(plain[0], plain[1], *own)
-        assert torch.equal(dk, plain[0])
-        assert torch.equal(dv, plain[1])
+        dk, dv = (torch.full_like(x, float("nan")) for x in ring_step.near)
+        plain = [torch.full_like(x, float("nan"), device="cpu") for x in ring_step.near]
+        local, remote, rows = contributions(ring_steps, ring_step.rank)
+        reduce_kv_grads(dk, dv, local, remote, rows)
+        reduce_kv_grads(plain[0], plain[1], local.cpu(), [x.cpu() for x in remote], rows.cpu())
+        assert torch.equal(dk.cpu(), plain[0])
+        assert torch.equal(dv.cpu(), plain[1])
         found["dk"][:, ring_step.places], found["dv"][:, ring_step.places] = dk, dv
         if scene.key_bias:
             own = contributions(ring_steps, ring_step.rank, biases=True)
             dkey_bias = torch.full((1, len(ring_step.places)), float("nan"), device="cuda")
-            hopper.reduce_key_bias_grads(dkey_bias, *own)
+            reduce_key_bias_grads(dkey_bias, *own)
             found["dkey_bias"][:, ring_step.places] = dkey_bias.to(scene.dtype)
     for name, x in found.items():
         assert_within_budget(x, whole.exact[name], whole.low[name], f"{scene}: {name}", scene.dtype)
@@ -127,7 +116,7 @@ def test_gradients_of_late_keys_return_to_their_owners_and_stay_within_budget(sc
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
 def test_keys_that_never_come_end_in_nan_and_an_error(deterministic: bool):
-    ring_step = make_ring_step(make_whole(SCENES[0], "cuda"), 1, "cuda")
+    ring_step = make_visit(make_whole(SCENES[0], "cuda"), 1, "cuda")
     began = time.perf_counter()
     dq, _ = launch(ring_step, deterministic)
     torch.cuda.synchronize()

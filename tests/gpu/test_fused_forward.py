@@ -1,4 +1,4 @@
-"""All ring steps of a rank in one Hopper launch on a GPU, while copies from the host bring the rows of other ranks.
+"""All visits of a rank in one Hopper launch on a GPU, while copies from the host bring the rows of other ranks.
 
 Only copies and no kernels run beside it: a kernel that waits may hold every multiprocessor.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import ReadyFlags, Score
+from ringattn.kernels.interface import Arrivals, CallShape, ReadyFlags, Score, Step
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.device_tables import fused_tables
 from tests.kernels.emulator.emulated_arrivals import Gathering, Scene, assert_right, make_scene
@@ -46,7 +46,7 @@ class FusedLaunch:
         self.case = case
         self.scene = make_scene(case)
         self.call = case.call
-        self.remote_kv = self.scene.buffer.to(DEVICE)
+        self.far = self.scene.buffer.to(DEVICE)
         table = self.scene.key_bias
         self.table = None if table is None else table.to(DEVICE)
         self.scene.finish()
@@ -55,7 +55,7 @@ class FusedLaunch:
         self.flags = torch.zeros_like(self.scene.flags, device=DEVICE)
         self.error = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         self.patience = patience
-        self.q, *self.local_kv = (x.to(DEVICE) for x in (self.scene.q, *self.scene.local_kv))
+        self.q, *self.near = (x.to(DEVICE) for x in (self.scene.q, *self.scene.near))
         s = self.scene
         terms = {"sinks": s.score.sinks, "alibi_slopes": s.score.alibi_slopes, "key_bias": self.table}
         moved = {name: None if x is None else x.to(DEVICE) for name, x in terms.items()}
@@ -63,16 +63,15 @@ class FusedLaunch:
 
     def start(self) -> tuple[Tensor, Tensor]:
         """Launches the kernel; (o, lse) once it ends."""
-        from ringattn.kernels.attention.hopper import api
+        from ringattn.kernels.attention.hopper.api import HopperKernels
 
         d = self.case.head_dim
-        o = torch.full((*self.q.shape[:3], self.local_kv[1].shape[-1]), -7.0, dtype=self.q.dtype, device=DEVICE)
+        o = torch.full((*self.q.shape[:3], self.near[1].shape[-1]), -7.0, dtype=self.q.dtype, device=DEVICE)
         lse = torch.full((o.shape[0], o.shape[2], o.shape[1]), -7.0, device=DEVICE)
-        api.forward_fused(
-            self.q, (self.local_kv[0], self.local_kv[1]), (self.remote_kv[..., :d], self.remote_kv[..., d:]),
-            find(fused_tables(self.call, DEVICE).rows), find(fused_tables(self.call, DEVICE).keys[0]), self.score,
-            ReadyFlags(self.flags, self.error, self.patience), o=o, lse=lse,
-        )  # fmt: skip
+        k, v, tables = *self.near, fused_tables(self.call, DEVICE)
+        step = Step(self.q, k, v, find(tables.rows), find(tables.keys[0]), self.score, o, lse)
+        arrivals = Arrivals(self.far[..., :d], self.far[..., d:], ReadyFlags(self.flags, self.error, self.patience))
+        HopperKernels(CallShape.of(self.q, k, v, self.score)).forward_fused(step, arrivals)
         return o, lse
 
     def bring(self, delay: float, last: int = 1) -> None:
@@ -86,10 +85,10 @@ class FusedLaunch:
                 time.sleep(delay)
                 if group == 0:
                     rows = slice(fetch.at, fetch.at + sum(length for _, length in fetch.rows))
-                    self.remote_kv[:, rows].copy_(self.there[:, rows], non_blocking=True)
+                    self.far[:, rows].copy_(self.there[:, rows], non_blocking=True)
                     if self.table is not None and self.biases is not None:
-                        local_kv = self.local_kv[0].shape[1]
-                        rows = slice(local_kv + rows.start, local_kv + rows.stop)
+                        near = self.near[0].shape[1]
+                        rows = slice(near + rows.start, near + rows.stop)
                         self.table[:, rows].copy_(self.biases[:, rows], non_blocking=True)
                 is_last = number == len(places) - 1
                 self.flags[group, fetch.step : fetch.step + 1].copy_(word[is_last:][:1], non_blocking=True)
@@ -136,12 +135,12 @@ def test_tiles_are_split_in_the_case_that_says_so(monkeypatch: pytest.MonkeyPatc
     slots = []
 
     def noted(*args: Any) -> Any:
-        plan = make_plan(*args)
+        plan = schedule_tiles(*args)
         slots.append(plan.slots)
         return plan
 
-    make_plan = launcher.make_plan
-    monkeypatch.setattr(launcher, "make_plan", noted)
+    schedule_tiles = launcher.schedule_tiles
+    monkeypatch.setattr(launcher, "schedule_tiles", noted)
     warm(CASES[-1])
     assert slots
     assert min(slots) > 0

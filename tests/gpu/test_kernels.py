@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -48,22 +48,22 @@ LONG = tuple(case.name for case in (*LONG_CASES, *LONG_TERM_CASES))
 
 @pytest.mark.parametrize("case", [*CASES, *LONG_CASES, *TERM_CASES, *LONG_TERM_CASES], ids=str)
 def test_compiled_kernels_stay_within_budget(case: Case) -> None:
-    portable = pytest.importorskip("ringattn.kernels.attention.portable.api")
+    portable = pytest.importorskip("ringattn.kernels.attention.portable.api").PortableKernels
     run_case(portable, case, torch.bfloat16, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", [*SMALL_WEIGHT_CASES, *MILLION_KEY_CASES], ids=str)
 def test_small_weights_keep_their_digits(case: Case, dtype: torch.dtype) -> None:
-    portable = pytest.importorskip("ringattn.kernels.attention.portable.api")
+    portable = pytest.importorskip("ringattn.kernels.attention.portable.api").PortableKernels
     run_case(portable, case, dtype, "cuda")
 
 
 @pytest.fixture
-def hopper() -> KernelSet:
+def hopper() -> type[KernelSet]:
     if not IS_HOPPER:
         pytest.skip("needs compute capability 9.0")
-    return cast(KernelSet, importlib.import_module("ringattn.kernels.attention.hopper.api"))
+    return importlib.import_module("ringattn.kernels.attention.hopper.api").HopperKernels
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", HOPPER_CASES, ids=str)
-def test_hopper_kernels_stay_within_budget(hopper: KernelSet, case: Case, dtype: torch.dtype) -> None:
+def test_hopper_kernels_stay_within_budget(hopper: type[KernelSet], case: Case, dtype: torch.dtype) -> None:
     run_case(hopper, case, dtype, "cuda")
 
 
@@ -83,7 +83,7 @@ def test_hopper_kernels_stay_within_budget(hopper: KernelSet, case: Case, dtype:
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (64, 256), (192, 128)], ids=str)
 @pytest.mark.parametrize("case", MILLION_KEY_CASES, ids=str)
 def test_weights_of_a_million_keys_keep_their_digits(
-    hopper: KernelSet, case: Case, dims: tuple[int, int], dtype: torch.dtype
+    hopper: type[KernelSet], case: Case, dims: tuple[int, int], dtype: torch.dtype
 ) -> None:
     scale = (case.softmax_scale or 0.25) * 4 / dims[0] ** 0.5
     case = replace(case, head_dim=dims[0], v_head_dim=dims[1], softmax_scale=scale)
@@ -129,7 +129,7 @@ def test_what_is_not_finite_stays_with_its_request(
     if name == "hopper":
         kernels = request.getfixturevalue("hopper")
     else:
-        kernels = pytest.importorskip("ringattn.kernels.attention.portable.api")
+        kernels = pytest.importorskip("ringattn.kernels.attention.portable.api").PortableKernels
     assert_kernels_isolate(
         kernels, lengths, spoilt, bad, torch.bfloat16, "cuda", heads=8, kv_heads=2, head_dim=head_dim
     )
@@ -137,7 +137,7 @@ def test_what_is_not_finite_stays_with_its_request(
 
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", [case for case in HOPPER_CASES if case.name.startswith(LONG)], ids=str)
-def test_few_programs_work_through_many_tiles(hopper: KernelSet, case: Case) -> None:
+def test_few_programs_work_through_many_tiles(hopper: type[KernelSet], case: Case) -> None:
     run_case(hopper, case, torch.bfloat16, "cuda")
 
 
@@ -173,7 +173,7 @@ def test_fixed_order_gives_the_same_bits_from_run_to_run(
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in FP32_CASES], ids=str)
 def test_fp32_is_not_tf32(case: Case) -> None:
-    portable = pytest.importorskip("ringattn.kernels.attention.portable.api")
+    portable = pytest.importorskip("ringattn.kernels.attention.portable.api").PortableKernels
     run_case(portable, case, torch.float32, "cuda")
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention import (
 )
 
 from ringattn import attention_reference, masks, simulate_ring
-from ringattn.kernels.attention.torch_ops import api
+from ringattn.kernels.attention.torch_ops.api import TorchKernels
 from ringattn.kernels.attention.torch_ops.delta_output import output_for
 from ringattn.kernels.registry import select_kernels
 from tests.support.budget import assert_within_budget
@@ -47,7 +47,7 @@ TREE = masks.tree([None, 0, 1, 0], [64, 40, 32, 56])
 def test_forward_and_backward_stay_within_budget(case: Case, backend: str, dtype: torch.dtype) -> None:
     with sdpa_kernel(BACKENDS[backend]):
         try:
-            run_case(api, case, dtype, "cuda")
+            run_case(TorchKernels, case, dtype, "cuda")
         except NotImplementedError as refusal:
             if backend == "flash" and case.name != "long_runs":  # its strides differ on both sides
                 raise
@@ -74,7 +74,7 @@ def test_an_activated_kernel_serves_within_budget_or_is_left_out_in_words(name: 
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             for case in SERVED:
                 if case.name in ACTIVATED:
-                    run_case(api, case, torch.bfloat16, "cuda")
+                    run_case(TorchKernels, case, torch.bfloat16, "cuda")
     finally:
         restore_flash_attention_impl()
 
@@ -114,7 +114,7 @@ def _reference(given: list[Tensor], mask: masks.Mask) -> list[Tensor]:
 def test_what_is_not_finite_stays_with_its_request(backend: str, spoilt: str, bad: float) -> None:
     with sdpa_kernel(BACKENDS[backend]):
         assert_kernels_isolate(
-            api, (300, 170, 90), spoilt, bad, torch.bfloat16, "cuda", heads=8, kv_heads=2, head_dim=128
+            TorchKernels, (300, 170, 90), spoilt, bad, torch.bfloat16, "cuda", heads=8, kv_heads=2, head_dim=128
         )
 
 
@@ -128,7 +128,7 @@ def test_deterministic_gradients_repeat_to_the_bit_or_are_refused(monkeypatch: p
         assert "with flash" in str(select_kernels(*asked, impl="torch", features={"deterministic"}))
         for case in SERVED:
             if case.name in ("long_causal_128", "gqa_4"):
-                run_case(api, case, torch.bfloat16, "cuda")
+                run_case(TorchKernels, case, torch.bfloat16, "cuda")
     finally:
         torch.use_deterministic_algorithms(False)
 

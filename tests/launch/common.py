@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ringattn.kernels.attention.eager import EagerKernels
+from ringattn.kernels.interface import Step
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
 from tests.support.short_mask import ShortMask
@@ -15,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 TINY = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--dtype", "fp32"]
 
 
-def _off_by_a_little(right: Any, name: str) -> Any:
-    def wrong(*args: Any, **kwargs: Any) -> None:
-        right(*args, **kwargs)
-        kwargs[name].mul_(1.001)
+def _off_by_a_little(forward: Callable[[EagerKernels, Step], None]) -> Callable[[EagerKernels, Step], None]:
+    def wrong(kernels: EagerKernels, step: Step) -> None:
+        forward(kernels, step)
+        step.o.mul_(1.001)
 
     return wrong
 

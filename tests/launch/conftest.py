@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.eager import EagerKernels
+from ringattn.kernels.interface import BackwardStep, Grads
 
 
 @pytest.fixture
 def _wrong_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(*args: Any, **kwargs: Any) -> None:
-        right(*args, **kwargs)
-        args[9].dv.mul_(1.001)
+    def wrong(kernels: EagerKernels, step: BackwardStep, grads: Grads) -> None:
+        right(kernels, step, grads)
+        assert grads.dv is not None
+        grads.dv.mul_(1.001)
 
-    right = eager.backward
-    monkeypatch.setattr(eager, "backward", wrong)
+    right = EagerKernels.backward
+    monkeypatch.setattr(EagerKernels, "backward", wrong)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ringattn
-from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import baselines, correctness, kernels, softmax, workloads
 from ringattn.numerics.reference import visible_pairs
@@ -106,7 +106,7 @@ def test_problems_beyond_the_budget_have_a_row_with_the_reason(tmp_path: Path) -
 def test_wrong_kernels_have_no_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(eager, "forward", _off_by_a_little(eager.forward, "o"))
+    monkeypatch.setattr(EagerKernels, "forward", _off_by_a_little(EagerKernels.forward))
     words = ["--who", "auto", "--groups", "target", "--masks", "full", "--out", str(tmp_path)]
     assert bench.main([*SMALL, *words]) == 1
     kept = json.loads((tmp_path / "kernels.json").read_text())

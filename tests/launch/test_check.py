@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.kernels.decode import eager as decode_eager
 from ringattn.launch.check import __main__ as check_command
 from ringattn.launch.check import attention as check
@@ -29,7 +29,7 @@ from tests.support.scripts import run_module
 
 @pytest.fixture
 def _wrong_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eager, "forward", _off_by_a_little(eager.forward, "o"))
+    monkeypatch.setattr(EagerKernels, "forward", _off_by_a_little(EagerKernels.forward))
 
 
 def test_check_is_green_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,13 +81,10 @@ def test_check_is_red_when_the_backward_is_off_by_a_thousandth(capsys: pytest.Ca
 
 
 def _check_with_one_wrong_rank(only: str) -> int:
-    right = eager.forward
-    if dist.get_rank() == 1:
-        eager.forward = _off_by_a_little(right, "o")
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(EagerKernels, "forward", _off_by_a_little(EagerKernels.forward))
         return check_command.main(["--device", "cpu", "--only", only])
-    finally:
-        eager.forward = right
 
 
 @pytest.mark.dist

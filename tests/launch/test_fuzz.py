@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.eager import EagerKernels
+from ringattn.kernels.interface import BackwardStep, Grads, Step
 from ringattn.launch.check import __main__ as check
 from ringattn.launch.check import fuzz
 from ringattn.launch.runtime.session import Session
@@ -55,30 +56,31 @@ def test_tensors_that_one_rank_alone_has_are_in_the_table(pool, tmp_path: Path) 
 
 
 def _wrong(name: str, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
-    right = getattr(eager, name)
+    right = getattr(EagerKernels, name)
 
-    def wrong(*args: Any, **kwargs: Any) -> None:
-        right(*args, **kwargs)
-        change(args, kwargs)
+    def wrong(kernels: EagerKernels, *args: Any) -> None:
+        right(kernels, *args)
+        change(*args)
 
-    monkeypatch.setattr(eager, name, wrong)
-
-
-def _last_row_of_o(args: Any, kwargs: Any) -> None:
-    if kwargs["last"] and kwargs["o"].numel() and args[0].dtype == torch.float32:
-        kwargs["o"][:, -1] *= 1.01
+    monkeypatch.setattr(EagerKernels, name, wrong)
 
 
-def _noise_in_o(args: Any, kwargs: Any) -> None:
-    kwargs["o"].mul_(1 + 1e-3 * torch.randn(()))
+def _last_row_of_o(step: Step) -> None:
+    if step.last and step.o.numel() and step.q.dtype == torch.float32:
+        step.o[:, -1] *= 1.01
 
 
-def _noise_in_dq(args: Any, kwargs: Any) -> None:
-    args[9].dq.mul_(1 + 1e-3 * torch.randn(()))
+def _noise_in_o(step: Step) -> None:
+    step.o.mul_(1 + 1e-3 * torch.randn(()))
 
 
-def _unwritten_dk(args: Any, kwargs: Any) -> None:
-    args[9].dk[:, :1] = torch.nan
+def _noise_in_dq(step: BackwardStep, grads: Grads) -> None:
+    grads.dq.mul_(1 + 1e-3 * torch.randn(()))
+
+
+def _unwritten_dk(step: BackwardStep, grads: Grads) -> None:
+    assert grads.dk is not None
+    grads.dk[:, :1] = torch.nan
 
 
 @pytest.mark.parametrize(
@@ -107,13 +109,13 @@ def test_a_wrong_kernel_is_red_and_its_seed_replays_it(
 
 
 def test_rows_that_see_one_key_have_room_for_the_rounding_of_o_and_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds, right = (2000335, 2003599, 2008432), eager.delta
+    seeds, right = (2000335, 2003599, 2008432), EagerKernels.delta
     assert _reds(seeds, "auto") == {}
 
-    def wrong(o: torch.Tensor, *args: Any) -> torch.Tensor:
-        return right(o * (1 + 4 * torch.finfo(o.dtype).eps), *args)
+    def wrong(kernels: EagerKernels, o: torch.Tensor, *args: Any) -> torch.Tensor:
+        return right(kernels, o * (1 + 4 * torch.finfo(o.dtype).eps), *args)
 
-    monkeypatch.setattr(eager, "delta", wrong)
+    monkeypatch.setattr(EagerKernels, "delta", wrong)
     assert set(_reds(seeds, "auto")) == set(seeds)
 
 
@@ -121,7 +123,7 @@ def test_a_kernel_that_raises_is_red(monkeypatch: pytest.MonkeyPatch, capfd: Any
     def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(eager, "delta", broken)
+    monkeypatch.setattr(EagerKernels, "delta", broken)
     assert check.main([*CPU, "--fuzz", "0"]) == 1
     assert "no such instruction" in capfd.readouterr().err
 
@@ -135,7 +137,7 @@ def test_random_cases_reach_the_edges(kind: str) -> None:
     assert {1, *(tile + shift for tile in tiles for shift in (-1, 0, 1))} <= lengths
     documents = [case.mask.documents for case in cases if case.mask.documents]
     assert any(len(set(cuts)) < len(cuts) for cuts in documents)
-    assert any(case.mask.lengths for case in cases)
+    assert any(case.mask_options.get("lengths") for case in cases)
     assert {len(case.ring_steps) for case in cases} >= {1, 2, 3, 4}
     assert any(not keys for case in cases for keys in case.ring_steps)
     assert any(not case.rows for case in cases)

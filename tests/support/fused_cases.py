@@ -1,4 +1,4 @@
-"""Fused launches for tests: sides, rows and gradient buffers from dense masks; remote rows arrive while a kernel runs.
+"""Gathered visits for tests: sides, near, far and homes made from dense masks, and far filled while a kernel runs.
 
 Made here from masks and shards in plain Python, so that neither the schedule of the library nor a kernel set judges itself.
 """
@@ -13,7 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, ReadyFlags, RowMetadata, Score
+from ringattn.kernels.interface import (
+    PAD_ROWS,
+    Arrivals,
+    BackwardStep,
+    CallShape,
+    GatheredKeys,
+    Grads,
+    ReadyFlags,
+    Returns,
+    RowMetadata,
+    Score,
+)
 from ringattn.numerics.reference import dense_attention, visible_pairs
 from tests.support.kernel_conformance import Runs, make_side, positions_of
 from tests.support.term_masks import TermMask, TermMaskMaker
@@ -169,13 +180,13 @@ class RingStep:
     keys: GatheredKeys
     source_places: list[list[int]]  # global positions of the rows of each source
     owners: list[int]  # of each source
-    local_kv: tuple[Tensor, Tensor]
-    remote_kv: tuple[Tensor, Tensor]
+    near: tuple[Tensor, Tensor]
+    far: tuple[Tensor, Tensor]
     buffer: Tensor  # of both halves of far
     flags: Tensor
     error: Tensor
     regions: list[Tensor]  # one per source
-    grad_buffers: Tensor
+    homes: Tensor
     grad_buffer_rows: int
     table: Tensor | None  # the bias of keys, near's and far's
     bias_regions: list[Tensor]
@@ -183,30 +194,35 @@ class RingStep:
     waiting: list[tuple[int, int]]  # (group, source) still to come
 
     @property
-    def ready_flags(self) -> ReadyFlags:
-        """Of far, with little patience."""
-        return ReadyFlags(self.flags, self.error, 10**9)
+    def arrivals(self) -> Arrivals:
+        """The remote rows, for which a kernel waits one second."""
+        return Arrivals(*self.far, ReadyFlags(self.flags, self.error, 10**9))
 
-    def outputs(self, dq_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
-        """(dq, dalibi), unwritten."""
+    @property
+    def returns(self) -> Returns:
+        """The regions of gradients of keys."""
+        return Returns(self.homes, self.grad_buffer_rows, self.bias_grad_buffers)
+
+    def grads(self, dq_dtype: torch.dtype | None = None) -> Grads:
+        """Return dq and dalibi, unwritten."""
         q = self.whole.q[:, self.places]
-        dq = torch.full_like(q, NAN, dtype=dq_dtype or q.dtype)
         dalibi = None
         if self.whole.slopes is not None:
             dalibi = torch.full((q.shape[0], q.shape[2], q.shape[1]), NAN, device=q.device)
-        return dq, dalibi
+        return Grads(torch.full_like(q, NAN, dtype=dq_dtype or q.dtype), dalibi=dalibi)
 
-    def arguments(self) -> tuple[Any, ...]:
-        """do, q, near, far, lse, delta, rows, keys, score."""
-        at = self.places
-        whole = self.whole
+    def step(self, *, makes_delta: bool = False) -> BackwardStep:
+        """Return the inputs of the backward; delta is given, or made from o."""
+        at, whole = self.places, self.whole
         lse, delta = whole.lse[:, :, at].contiguous(), whole.delta[:, :, at].contiguous()
         score = replace(whole.score, key_bias=self.table)
-        return whole.do[:, at], whole.q[:, at], self.local_kv, self.remote_kv, lse, delta, self.rows, self.keys, score
+        step = BackwardStep(whole.do[:, at], whole.q[:, at], *self.near, lse, delta, self.rows, self.keys, score)
+        o = whole.low["o"].to(whole.q.dtype)[:, at]
+        return step._replace(delta=torch.full_like(delta, NAN), o=o) if makes_delta else step
 
-    def source(self) -> dict[str, Tensor]:
-        """What delta is made of, where it is not given."""
-        return {"o": self.whole.low["o"].to(self.whole.q.dtype)[:, self.places]}
+    def call(self, *, deterministic: bool = False) -> CallShape:
+        """Return the shape of the call."""
+        return CallShape.of(self.whole.q, *self.near, self.step().score, deterministic=deterministic)
 
     def bring(self, group: int, source: int) -> None:
         """Puts the rows of a source for one group of heads into far."""
@@ -214,8 +230,8 @@ class RingStep:
         heads = slice(*(scene.kv_heads // scene.groups * g for g in (group, group + 1)))
         first = self.keys.sides[source].run_list[0][0] if self.source_places[source] else 0
         at = slice(first, first + len(self.source_places[source]))
-        for remote_kv, all_rows in zip(self.remote_kv, (whole.k, whole.v), strict=True):
-            remote_kv[:, at, heads] = all_rows[:, self.source_places[source], heads]
+        for far, all_rows in zip(self.far, (whole.k, whole.v), strict=True):
+            far[:, at, heads] = all_rows[:, self.source_places[source], heads]
         if self.table is not None and whole.key_bias is not None and group == 0:
             self.table[:, self.keys.local_rows :][:, at] = whole.key_bias[:, self.source_places[source]]
 
@@ -273,9 +289,9 @@ def gather_sources(
             runs_of.append(tuple(kept))
             steps.append(step)
             owners.append(owner)
-    local_kv = make_side(runs_of[0], seen_by, device)
-    sides, at = [local_kv], 0
-    tables = {"positions": [local_kv.positions[None]], "lo": [local_kv.lo], "hi": [local_kv.hi]}
+    near = make_side(runs_of[0], seen_by, device)
+    sides, at = [near], 0
+    tables = {"positions": [near.positions[None]], "lo": [near.lo], "hi": [near.hi]}
     for runs in runs_of[1:]:
         side = make_side(runs, seen_by, device)
         count = side.positions.shape[0]
@@ -293,19 +309,19 @@ def gather_sources(
     return Sources(make_side(shards[rank], mask, device), keys, [positions_of(runs) for runs in runs_of], owners)
 
 
-def make_ring_step(whole: Whole, rank: int, device: torch.device | str = "cpu", everything: bool = False) -> RingStep:
-    """The ring step of one rank: only keys that it sees are fetched, or `everything`, seen or not."""
+def make_visit(whole: Whole, rank: int, device: torch.device | str = "cpu", everything: bool = False) -> RingStep:
+    """The visit of one rank: only keys that it sees are fetched, or `everything`, seen or not."""
     scene = whole.scene
     sources = gather_sources(scene.shards, rank, whole.mask, device, everything)
     keys, places = sources.keys, sources.places[0]
     b, hk, d, dv = scene.batch, scene.kv_heads, scene.head_dim, scene.v_head_dim or scene.head_dim
-    remote_kv = torch.full((b, keys.remote_rows, hk, d + dv), NAN, dtype=scene.dtype, device=device)
+    far = torch.full((b, keys.remote_rows, hk, d + dv), NAN, dtype=scene.dtype, device=device)
     for side in keys.sides[1:]:
         end = side.run_list[0][0] + side.lo_host.shape[1]
-        remote_kv[:, end : end + PAD_ROWS] = 0  # what lies behind the guard stays NaN
+        far[:, end : end + PAD_ROWS] = 0  # what lies behind the guard stays NaN
     grad_buffer_rows = max(sum(length for _, _, length in shard) for shard in scene.shards) + 3
     regions = [torch.full((b, grad_buffer_rows, hk, d + dv), NAN, device=device) for _ in keys.sides]
-    grad_buffers = torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=device)
+    homes = torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=device)
     table, bias_grad_buffers, bias_regions = None, None, []
     if whole.key_bias is not None:
         table = torch.full((b, keys.local_rows + keys.remote_rows), NAN, device=device)
@@ -315,10 +331,9 @@ def make_ring_step(whole: Whole, rank: int, device: torch.device | str = "cpu", 
     waiting = [(g, s) for g in range(scene.groups) for s in range(1, len(keys.sides))]
     return RingStep(
         whole, rank, places, sources.rows, keys, sources.places, sources.owners,
-        (whole.k[:, places], whole.v[:, places]), (remote_kv[..., :d], remote_kv[..., d:]), remote_kv,
+        (whole.k[:, places], whole.v[:, places]), (far[..., :d], far[..., d:]), far,
         torch.zeros(scene.groups, len(scene.shards), dtype=torch.int32, device=device),
-        torch.zeros(1, dtype=torch.int32, device=device), regions, grad_buffers, grad_buffer_rows, table, bias_regions,
-        bias_grad_buffers,
+        torch.zeros(1, dtype=torch.int32, device=device), regions, homes, grad_buffer_rows, table, bias_regions, bias_grad_buffers,
         waiting,
     )  # fmt: skip
 
@@ -337,5 +352,5 @@ def contributions(
             row_of = {place: x for x, place in enumerate(visitor.source_places[source])}
             parts.append((visitor.bias_regions if biases else visitor.regions)[source])
             table.append([row_of.get(place, -1) for place in mine.places])
-    rows = torch.tensor(table, dtype=torch.int32, device=mine.grad_buffers.device).view(len(parts), len(mine.places))
+    rows = torch.tensor(table, dtype=torch.int32, device=mine.homes.device).view(len(parts), len(mine.places))
     return (mine.bias_regions if biases else mine.regions)[0], parts, rows

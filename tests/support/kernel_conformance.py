@@ -833,7 +833,7 @@ def run_case(
             accumulate_rows=case.accumulate or step > 0,
             accumulate_keys=case.accumulate,
         )
-        bound.backward(BackwardStep(*given, *((o, inputs.dlse) if makes else ())), grads)
+        bound.backward(BackwardStep(*given, *((o, inputs.dlse) if makes else (None, None))), grads)
         delta_within_slack()
         if dbias is not None and others is not None:
             assert torch.equal(dbias[..., outside], others), "a visit writes the bias gradient of its own keys only"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from ringattn.kernels.attention.hopper import api as hopper
+from ringattn.kernels.attention.hopper.api import HopperKernels
 from ringattn.kernels.comm import grad_reduce_triton
 from ringattn.kernels.kv import pack_triton
 from ringattn.kernels.runtime import bound_launch, table_cache
@@ -22,7 +22,7 @@ from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule import execution_plan
+from ringattn.schedule import execution_plan, fused
 from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.stepwise_backward import BackwardCall, WantedGrads
@@ -165,7 +165,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
     monkeypatch.setattr(bound_launch, "launch", launch)
     monkeypatch.setattr(bound_launch.Bound, "encode", encode)
     monkeypatch.setattr(copy_engine, "pack", pack_triton.pack)
-    monkeypatch.setattr(hopper, "grad_reduce", grad_reduce_triton)
+    for name in ("reduce_kv_grads", "reduce_key_bias_grads"):
+        monkeypatch.setattr(fused, name, getattr(grad_reduce_triton, f"{name}_on_gpu"))
     yield seen
     held.clear()
 
@@ -238,9 +239,8 @@ class FakeRing:
         q, k, v, do = (inputs[name] for name in ("q", "k", "v", "do"))
         extras = {name: inputs[name] for name in self.case.features}
         tensors = ScoreTensors(**extras)
-        kernels: Any = hopper
         # one plan for all calls, as `dispatch.resolve` finds it
-        self.plan = self.plan or make_execution_plan(self.spec, q, k, v, tensors, kernels, self.context)
+        self.plan = self.plan or make_execution_plan(self.spec, q, k, v, tensors, HopperKernels, self.context)
         here = self.spec.score(q.dtype, 0, tensors), self.plan, self.context
         o, lse, kept = fused_forward(q, k, v, *here, keep=self.case.keep)
         assert (kept is not None) == self.case.keep
@@ -322,7 +322,7 @@ def test_a_graph_launches_the_work_of_its_call(
         return named(launches, ring.both(inputs))
 
     with monkeypatch.context() as plain:
-        plain.setattr(hopper, "can_capture", lambda: False)
+        plain.setattr(HopperKernels, "can_capture", lambda self: False)
         for _ in range(4):
             run()
         expected = [run(), run()]
@@ -361,9 +361,10 @@ def test_a_listener_of_launches_gets_all(
 ) -> None:
     ring = FakeRing(Case())
     inputs, asked = ring.inputs(), list[int]()
-    forward = hopper.forward_fused
-    monkeypatch.setattr(hopper, "forward_fused", lambda *args, **kwargs: (asked.append(1), forward(*args, **kwargs)))
-    for heard, expected in ((False, 4), (True, 4), (False, 0)):  # the first call makes memory
+    forward = HopperKernels.forward_fused
+    monkeypatch.setattr(HopperKernels, "forward_fused", lambda *args: (asked.append(1), forward(*args)))
+    # the plan and its memory are made while a hook listens
+    for heard, expected in ((True, 4), (False, 3), (True, 4), (False, 0)):
         monkeypatch.setattr(bound_launch, "is_hooked", lambda heard=heard: heard)
         asked.clear()
         for _ in range(4):
@@ -408,7 +409,7 @@ def test_another_call_over_the_same_memory_is_another_graph(
         return list(launches)
 
     with monkeypatch.context() as plain:
-        plain.setattr(hopper, "can_capture", lambda: False)
+        plain.setattr(HopperKernels, "can_capture", lambda self: False)
         for _ in range(4):
             run(first, mine)
             run(other, theirs)

@@ -103,7 +103,6 @@ class DqConfig:
 
 
 BUCKETS = (64, 128, 256)  # columns of a head in one piece
-MAX_HEAD_DIM = BUCKETS[-1]
 FUSED_MAX_HEAD_DIM = 128
 """Largest head_dim of the kernel that makes dq, dk and dv."""
 

@@ -37,9 +37,7 @@ _keys: Any = keys_kernel
 _rows: Any = rows_kernel
 
 L2_BYTES = 32 * 2**20  # of the level-two cache, what one sweep of heads may stream
-MAX_HEAD_DIM = 256
 FARTHEST = 2**24  # elements from row to row: a tile has up to 128 rows, whose offsets are counted in 32 bits
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class PortableKernels(KernelSet):
@@ -52,14 +50,6 @@ class PortableKernels(KernelSet):
     def __init__(self, call: CallShape) -> None:
         super().__init__(call)
         kind, d, dv = configs.kind_of(call.device), call.head_dim, call.v_head_dim
-        if call.dtype not in DTYPES:
-            raise NotImplementedError(
-                f"the portable kernels take float16, bfloat16 or float32, got {call.dtype}; use the eager kernels"
-            )
-        if max(d, dv) > MAX_HEAD_DIM:
-            raise NotImplementedError(
-                f"the portable kernels take head_dim up to {MAX_HEAD_DIM}, got {max(d, dv)}; use the eager kernels"
-            )
         self.configs = configs.choose(kind, call.dtype.itemsize, max(padded(d), padded(dv)), is_dot_only(call.score))
         # three TF32 products where tensor cores have them keep 21 bits
         self._precision = "tf32x3" if call.dtype == torch.float32 and kind.startswith("sm") else "ieee"

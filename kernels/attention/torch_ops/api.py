@@ -21,7 +21,6 @@ from ringattn.kernels.attention.torch_ops.delta_output import output_for, rest_f
 from ringattn.kernels.attention.torch_ops.operators import Launch, launch_of_call, launch_of_tile
 from ringattn.kernels.interface import (
     BackwardStep,
-    CallShape,
     Grads,
     KernelSet,
     RowMetadata,
@@ -112,20 +111,6 @@ def refuse_steps(backends: Sequence[str], steps: Iterable[tuple[RowMetadata, Row
 
 class TorchKernels(KernelSet):
     """`KernelSet` over torch's own attention operators."""
-
-    def __init__(self, call: CallShape) -> None:
-        super().__init__(call)
-        score = call.score
-        given = {
-            "softcap": score.softcap > 0,
-            "dropout": score.dropout_p > 0,
-            "alibi_slopes": score.alibi_slopes is not None,
-        }
-        given |= {"key_bias": score.key_bias is not None, "bias": score.bias is not None}
-        if found := [name for name, on in given.items() if on]:
-            raise NotImplementedError(
-                f"scores must be softmax_scale * (q . k) for torch's operators, got {', '.join(found)}; use other kernels"
-            )
 
     def forward(self, step: Step) -> None:
         """`KernelSet.forward`."""

@@ -30,10 +30,23 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import jit
 from triton.runtime.driver import driver
 
-from ringattn.kernels.interface import PAD_ROWS, GatheredKeys, Grads, ReadyFlags, RowMetadata, Score, SoftmaxState
+from ringattn.kernels.interface import (
+    PAD_ROWS,
+    Arrivals,
+    BackwardStep,
+    CallShape,
+    GatheredKeys,
+    Grads,
+    KernelSet,
+    ReadyFlags,
+    RowMetadata,
+    Score,
+    SoftmaxState,
+    Step,
+)
 from ringattn.numerics.reference import visible_pairs
 from tests.kernels.compile import sass, ttgir
-from tests.support.fused_cases import Scene, make_ring_step, make_whole
+from tests.support.fused_cases import Scene, make_visit, make_whole
 from tests.support.kernel_conformance import make_side
 from tests.support.term_masks import TermMask, sinks_and_window
 
@@ -51,7 +64,6 @@ class Report:
         shared: Bytes of shared memory.
         registers: Per thread, at entry.
         spills: Bytes of spill stores and loads, anywhere.
-        instructions: Of the whole kernel.
         loops: (warpgroup products, accesses to local memory) of each innermost loop with products, in code order.
         products: Warpgroup products in the whole kernel.
         warnings: Notes of the assembler: warnings, serialised wgmma.
@@ -67,7 +79,6 @@ class Report:
     shared: int
     registers: int
     spills: int
-    instructions: int
     loops: tuple[tuple[int, int], ...]
     products: int
     warnings: tuple[str, ...]
@@ -86,9 +97,8 @@ class Report:
         loops = " ".join(f"{products}" + f"!{spills}" * (spills > 0) for products, spills in self.loops)
         return (
             f"{self.name:22} {self.registers:4} registers {self.spills:5} bytes spilled, {self.loop_spills:3} in loops, "
-            f"{self.instructions:5} instructions, {self.shared:6} bytes shared, {self.products:4} HGMMA, loops [{loops}], "
-            f"{len(self.warnings)} warnings, {len(self.injected)} waits injected, {len(self.stale)} stale bounds, "
-            f"{self.seconds:.1f} s"
+            f"{self.shared:6} bytes shared, {self.products:4} HGMMA, loops [{loops}], {len(self.warnings)} warnings, "
+            f"{len(self.injected)} waits injected, {len(self.stale)} stale bounds, {self.seconds:.1f} s"
         )
 
 
@@ -158,7 +168,6 @@ def report(function: Any, kernel: Any, seconds: float, dump: str | None = None) 
         shared=kernel.metadata.shared,
         registers=notes.registers,
         spills=notes.spills,
-        instructions=len(code),
         loops=tuple((loop.products, loop.spills) for loop in loops),
         products=sum("HGMMA" in line for _, line in code),
         warnings=notes.warnings,
@@ -188,8 +197,8 @@ class Call:
         deterministic: Backward: in a fixed order.
         rounded: Backward: gradients have the dtype of q, as in a ring of one rank; else they are fp32.
         seq_len: Rows and keys.
-        through: "module:function" to call in place of the kernel set's.
-        gathered: All ring steps of a rank in one launch, half of the keys being those of another rank.
+        through: "module:class" to call in place of the Hopper kernel set.
+        gathered: All visits of a rank in one launch, half of the keys being those of another rank.
         wide: Gathered forward: o in fp32.
         terms: Under a mask of several terms in place of full and causal ones.
     """
@@ -213,6 +222,12 @@ class Call:
     through: str | None = None
 
 
+def bind(call: Call, shape: CallShape) -> KernelSet:
+    """Bind the kernel set of a call."""
+    module, _, name = (call.through or "ringattn.kernels.attention.hopper.api:HopperKernels").partition(":")
+    return getattr(importlib.import_module(module), name)(shape)
+
+
 def _backward_gathered(call: Call) -> None:
     """Calls the gathered backward of the first of two ranks."""
     kv_heads, half = 2, call.seq_len // 2
@@ -232,15 +247,11 @@ def _backward_gathered(call: Call) -> None:
         key_bias="key_bias" in call.features,
         dtype=getattr(torch, call.dtype),
     )
-    ring_step = make_ring_step(make_whole(scene), 0, everything=True)
-    dq, dalibi = ring_step.outputs()
-    name = call.through or "ringattn.kernels.attention.hopper.api:backward_fused"
-    module, _, name = name.partition(":")
-    getattr(importlib.import_module(module), name)(
-        *ring_step.arguments(), ring_step.ready_flags, ring_step.grad_buffers, ring_step.grad_buffer_rows,
-        dq=dq, dalibi=dalibi, bias_grad_buffers=ring_step.bias_grad_buffers, deterministic=call.deterministic,
-        **({} if call.through else ring_step.source()),
-    )  # fmt: skip
+    ring_step = make_visit(make_whole(scene), 0, everything=True)
+    step, arrivals = ring_step.step(makes_delta=True), ring_step.arrivals
+    bind(call, ring_step.call(deterministic=call.deterministic)).backward_fused(
+        step, arrivals, ring_step.returns, ring_step.grads()
+    )
 
 
 def compile_call(call: Call, dump: str | None = None) -> list[Report]:
@@ -249,10 +260,6 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
         with captured() as launches:
             _backward_gathered(call)
         return [report(*launch, dump=dump) for launch in launches]
-    module, _, name = (
-        call.through or f"ringattn.kernels.attention.hopper.api:{call.kernel}{'_fused' * call.gathered}"
-    ).partition(":")
-    function = getattr(importlib.import_module(module), name)
     n, kv_heads = call.seq_len, 2
     heads, d, dv = kv_heads * call.group, call.head_dim, call.v_head_dim or call.head_dim
     dtype = getattr(torch, call.dtype)
@@ -271,23 +278,25 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
         alibi_slopes=torch.zeros(heads) if "alibi" in call.features else None,
         key_bias=torch.zeros(1, n) if "key_bias" in call.features else None,
     )
+    kernels = bind(call, CallShape.of(q, k, v, score, deterministic=call.deterministic))
     with captured() as launches:
         if call.gathered:
-            remote_kv = torch.zeros(1, n + PAD_ROWS, kv_heads, d + dv, dtype=dtype)
+            far = torch.zeros(1, n + PAD_ROWS, kv_heads, d + dv, dtype=dtype)
             if score.key_bias is not None:
                 score = dataclasses.replace(score, key_bias=torch.zeros(1, 2 * n + PAD_ROWS))
             ready_flags = ReadyFlags(torch.zeros(2, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 10**10)
             # two ranks hold the same positions: what is compiled does not depend on who sees whom
             sides = _gathered((keys, keys))
             o = o.float() if call.wide else o
-            function(q, (k, v), (remote_kv[..., :d], remote_kv[..., d:]), rows, sides, score, ready_flags, o=o, lse=lse)
+            arrivals = Arrivals(far[..., :d], far[..., d:], ready_flags)
+            kernels.forward_fused(Step(q, k, v, rows, sides, score, o, lse), arrivals)
         elif call.kernel == "forward":
             carry = (
                 None
                 if call.first and call.last
                 else SoftmaxState(lse.clone(), lse.clone(), torch.zeros(1, n, heads, dv))
             )
-            function(q, k, v, rows, keys, score, carry=carry, first=call.first, last=call.last, o=o, lse=lse)
+            kernels.forward(Step(q, k, v, rows, keys, score, o, lse, carry, call.first, call.last))
         else:
             of_grads = dtype if call.rounded else torch.float32
             grads = Grads(
@@ -298,16 +307,16 @@ def compile_call(call: Call, dump: str | None = None) -> list[Report]:
                 dalibi=torch.zeros(1, heads, n) if "alibi" in call.features else None,
                 accumulate_rows=call.accumulate,
                 accumulate_keys=call.accumulate,
-                deterministic=call.deterministic,
             )
-            # the ring step of a ring of one makes delta
-            made_of = {} if call.through or call.accumulate else {"o": o}
-            function(o.clone(), q, k, v, lse, lse.clone(), rows, keys, score, grads, **made_of)
+            # the visit of a ring of one makes delta
+            made_of = None if call.accumulate else o
+            step = BackwardStep(o.clone(), q, k, v, lse, lse.clone(), rows, keys, score, made_of)
+            kernels.backward(step, grads)
     return [report(*launch, dump=dump) for launch in launches]
 
 
 def _gathered(sides: tuple[RowMetadata, ...]) -> GatheredKeys:
-    """Sides of equal length as the sources of a fused launch; local ones first."""
+    """Sides of equal length as the sources of a gathered visit; near first."""
     local_rows, each = sides[0].positions.shape[0], sides[0].positions.shape[0] + PAD_ROWS
     placed = [sides[0]]
     for number, side in enumerate(sides[1:]):
@@ -348,11 +357,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--carry-in", action="store_true")
     parser.add_argument("--carry-out", action="store_true")
     parser.add_argument("--accumulate", action="store_true")
-    parser.add_argument("--gathered", action="store_true", help="all ring steps of a rank in one launch")
+    parser.add_argument("--gathered", action="store_true", help="all visits of a rank in one launch")
     parser.add_argument("--terms", action="store_true", help="a mask of several terms")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--rounded", action="store_true", help="gradients in the dtype of q")
-    parser.add_argument("--through", help='"module:function" to call in place of the kernel set\'s')
+    parser.add_argument("--through", help='"module:class" to call in place of the Hopper kernel set')
     parser.add_argument("--events", action="store_true", help="the loops as schedules")
     parser.add_argument("--constants", action="store_true")
     parser.add_argument("--dump", help="a folder for ttgir, ptx and cubin")

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.compile
 def compiled(kernel: str, arch: int, head_dim: int, features: tuple[str, ...] = ()) -> Any:
     """One kernel in bf16 without a carry, with the configuration of a launch; it fits, and its products are tensor cores'."""
     fn = KERNELS[kernel]
-    config = configs.choose(f"sm{arch}", 2, head_dim, kernel, set(features) <= {*OF_MASKS})
+    config = configs.choose(f"sm{arch}", 2, head_dim, set(features) <= {*OF_MASKS})[kernel]
     padded = max(16, 2 ** math.ceil(math.log2(head_dim)))
     constants: dict[str, Any] = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "D": padded, "D_WIDTH": head_dim, "DV": padded, "DV_WIDTH": head_dim,

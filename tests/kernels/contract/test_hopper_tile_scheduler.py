@@ -467,7 +467,7 @@ def test_65536_entries_are_planned_in_seconds() -> None:
     shape = device_shape(heads=64, streamed_bytes=2**26)
 
     def plan() -> None:
-        planning._plans.clear()
+        queries.derived.clear()
         assert schedule_tiles(queries, keys, shape).work.shape[0] == 65536
 
     assert_quick(plan, 1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ringattn.kernels import registry
-from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.eager import EagerKernels
+from ringattn.kernels.interface import KernelSet
 from ringattn.kernels.registry import select_kernels
 from ringattn.numerics.reference import visible_pairs
 from tests.support.kernel_conformance import make_side
@@ -21,14 +22,21 @@ GPU = torch.device("cuda", 0)
 NO_TORCH = "torch's operators are left out of this test"
 
 
+def _stand_in(monkeypatch: pytest.MonkeyPatch, name: str, kernels: str) -> type[KernelSet]:
+    """Put a class in place of a kernel set that cannot be imported here."""
+    module, found = types.ModuleType(f"ringattn.kernels.attention.{name}.api"), type(kernels, (KernelSet,), {})
+    setattr(module, kernels, found)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return found
+
+
 def _gpu(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], backends: tuple[str, ...] = ()
-) -> types.ModuleType:
+) -> type[KernelSet]:
     from ringattn.kernels.attention.torch_ops import operators
 
     monkeypatch.setattr(operators, "available", lambda *args, **options: (backends, " and ".join(backends) or NO_TORCH))
-    portable = types.ModuleType("ringattn.kernels.attention.portable.api")
-    monkeypatch.setitem(sys.modules, "ringattn.kernels.attention.portable.api", portable)
+    portable = _stand_in(monkeypatch, "portable", "PortableKernels")
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.6.0"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -37,24 +45,22 @@ def _gpu(
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> type[KernelSet]:
     """A machine that looks like one A100 with triton; returns what stands in for the portable kernels."""
     return _gpu(monkeypatch, (8, 0))
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+def hopper(monkeypatch: pytest.MonkeyPatch) -> type[KernelSet]:
     """A machine that looks like one H100 with triton; returns what stands in for the Hopper kernels."""
     _gpu(monkeypatch, (9, 0))
-    kernels = types.ModuleType("ringattn.kernels.attention.hopper.api")
-    monkeypatch.setitem(sys.modules, "ringattn.kernels.attention.hopper.api", kernels)
-    return kernels
+    return _stand_in(monkeypatch, "hopper", "HopperKernels")
 
 
 def test_cpu_tensors_are_served_by_eager_and_the_choice_says_why():
     choice = select_kernels(CPU, torch.float32, 64, 64)
     assert choice.name == "eager"
-    assert choice.kernels is eager
+    assert choice.kernels is EagerKernels
     assert [name for name, _ in choice.rejected] == ["hopper", "torch", "portable"]
     assert str(choice).startswith("eager: plain torch serves")
     assert "not portable: device must be a CUDA or ROCm GPU" in str(choice)
@@ -62,7 +68,7 @@ def test_cpu_tensors_are_served_by_eager_and_the_choice_says_why():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dims", [(16, 16), (40, 96), (256, 256)])
-def test_a_gpu_is_served_by_portable(gpu: types.ModuleType, dtype: torch.dtype, dims: tuple[int, int]):
+def test_a_gpu_is_served_by_portable(gpu: type[KernelSet], dtype: torch.dtype, dims: tuple[int, int]):
     choice = select_kernels(GPU, dtype, *dims)
     assert choice.name == "portable"
     assert choice.kernels is gpu
@@ -79,7 +85,7 @@ def test_a_gpu_is_served_by_portable(gpu: types.ModuleType, dtype: torch.dtype, 
     ],
 )
 def test_what_portable_refuses_falls_to_eager_with_a_reason(
-    gpu: types.ModuleType, dtype: torch.dtype, dims: tuple[int, int], why: str
+    gpu: type[KernelSet], dtype: torch.dtype, dims: tuple[int, int], why: str
 ):
     choice = select_kernels(GPU, dtype, *dims)
     assert choice.name == "eager"
@@ -90,7 +96,7 @@ def test_what_portable_refuses_falls_to_eager_with_a_reason(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (192, 128), (256, 256)])
-def test_a_hopper_gpu_is_served_by_hopper(hopper: types.ModuleType, dtype: torch.dtype, dims: tuple[int, int]):
+def test_a_hopper_gpu_is_served_by_hopper(hopper: type[KernelSet], dtype: torch.dtype, dims: tuple[int, int]):
     choice = select_kernels(GPU, dtype, *dims, features=registry.FEATURES - {"bias", "dropout"})
     assert choice.name == "hopper"
     assert choice.kernels is hopper
@@ -109,7 +115,7 @@ def test_a_hopper_gpu_is_served_by_hopper(hopper: types.ModuleType, dtype: torch
     ],
 )
 def test_what_hopper_refuses_falls_to_portable_with_a_reason(
-    hopper: types.ModuleType, dtype: torch.dtype, dims: tuple[int, int], features: tuple[str, ...], why: str
+    hopper: type[KernelSet], dtype: torch.dtype, dims: tuple[int, int], features: tuple[str, ...], why: str
 ):
     choice = select_kernels(GPU, dtype, *dims, features=features)
     assert choice.name == "portable"
@@ -119,7 +125,7 @@ def test_what_hopper_refuses_falls_to_portable_with_a_reason(
         select_kernels(GPU, dtype, *dims, features=features, impl="hopper")
 
 
-def test_an_unproven_triton_is_passed_over_with_a_reason(hopper: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_an_unproven_triton_is_passed_over_with_a_reason(hopper: type[KernelSet], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.10.0"))
     choice = select_kernels(GPU, torch.bfloat16, 64, 64)
     assert choice.name == "portable"
@@ -140,7 +146,7 @@ def test_other_gpus_are_served_by_torch_where_it_can(
     assert [name for name, _ in choice.rejected] == ["hopper"]
 
 
-def test_a_hopper_gpu_is_served_by_torch_only_when_asked(monkeypatch: pytest.MonkeyPatch, hopper: types.ModuleType):
+def test_a_hopper_gpu_is_served_by_torch_only_when_asked(monkeypatch: pytest.MonkeyPatch, hopper: type[KernelSet]):
     from ringattn.kernels.attention.torch_ops import operators
 
     monkeypatch.setattr(operators, "available", lambda *args, **options: (("cudnn", "flash"), "cudnn and flash"))
@@ -180,20 +186,20 @@ def test_steps_of_too_many_launches_fall_to_portable_with_a_reason(monkeypatch: 
     assert select_kernels(GPU, torch.float16, 64, 64, steps=lambda: [(side, side)]).name == "torch"
 
 
-def test_an_old_gpu_is_served_by_eager(gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_an_old_gpu_is_served_by_eager(gpu: type[KernelSet], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     choice = select_kernels(GPU, torch.float16, 64, 64)
     assert choice.name == "eager"
     assert choice.rejected[2:] == (("portable", "compute capability must be at least 8.0, got 7.5"),)
 
 
-def test_a_rocm_gpu_is_served_by_portable(gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_a_rocm_gpu_is_served_by_portable(gpu: type[KernelSet], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.delattr(torch.cuda, "get_device_capability")
     assert select_kernels(GPU, torch.bfloat16, 64, 64).name == "portable"
 
 
-def test_without_triton_a_gpu_is_served_by_eager(gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_without_triton_a_gpu_is_served_by_eager(gpu: type[KernelSet], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     choice = select_kernels(GPU, torch.float16, 64, 64)
     assert choice.name == "eager"
@@ -201,7 +207,7 @@ def test_without_triton_a_gpu_is_served_by_eager(gpu: types.ModuleType, monkeypa
 
 
 def test_portable_on_a_cpu_needs_the_interpreter_and_an_explicit_wish(
-    gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+    gpu: type[KernelSet], monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(NotImplementedError, match=r'TRITON_INTERPRET=1 be set.*use impl="eager"'):
         select_kernels(CPU, torch.float32, 64, 64, impl="portable")
@@ -210,7 +216,7 @@ def test_portable_on_a_cpu_needs_the_interpreter_and_an_explicit_wish(
     assert select_kernels(CPU, torch.float32, 64, 64).name == "eager"
 
 
-def test_the_interpreter_is_refused_bfloat16(gpu: types.ModuleType, monkeypatch: pytest.MonkeyPatch):
+def test_the_interpreter_is_refused_bfloat16(gpu: type[KernelSet], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(NotImplementedError, match=r'float16 or float32 in the Triton interpreter.*use impl="eager"'):
         select_kernels(CPU, torch.bfloat16, 64, 64, impl="portable")
@@ -218,9 +224,9 @@ def test_the_interpreter_is_refused_bfloat16(gpu: types.ModuleType, monkeypatch:
     assert select_kernels(GPU, torch.bfloat16, 64, 64, impl="portable").kernels is gpu
 
 
-def test_an_explicit_eager_is_taken_without_looking_at_the_others(gpu: types.ModuleType):
+def test_an_explicit_eager_is_taken_without_looking_at_the_others(gpu: type[KernelSet]):
     choice = select_kernels(GPU, torch.float16, 64, 64, impl="eager")
-    assert choice.kernels is eager
+    assert choice.kernels is EagerKernels
     assert choice.rejected == ()
 
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ringattn import Ring, attention_reference, masks, ring_attention, ring_attention_with_lse, simulate_ring
 from ringattn.kernels.attention.torch_ops import api, operators
+from ringattn.kernels.attention.torch_ops.api import TorchKernels
 from ringattn.kernels.attention.torch_ops.bands import Line, calls
 from ringattn.kernels.attention.torch_ops.delta_output import output_for, rest_for
-from ringattn.kernels.interface import Grads, Score, SoftmaxState
+from ringattn.kernels.interface import CallShape, Score, SoftmaxState, Step
 from ringattn.kernels.registry import select_kernels
 from ringattn.numerics.reference import visible_pairs
 from tests.support.budget import assert_within_budget
@@ -43,7 +44,7 @@ FEW_TILES = [
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", SERVED, ids=str)
 def test_forward_and_backward_stay_within_budget(case: Case, dtype: torch.dtype) -> None:
-    run_case(api, case, dtype, "cpu")
+    run_case(TorchKernels, case, dtype, "cpu")
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [case for case in (*SERVED, *FEW_TILES) if case.name != "long_runs"], ids=str)
 def test_calls_with_windows_and_variable_lengths_stay_within_budget(case: Case, dtype: torch.dtype) -> None:
-    run_case(api, case, dtype, "cpu")
+    run_case(TorchKernels, case, dtype, "cpu")
 
 
 def test_adjacent_documents_are_one_call_of_variable_lengths() -> None:
@@ -74,13 +75,13 @@ def test_adjacent_documents_are_one_call_of_variable_lengths() -> None:
 
 @pytest.mark.parametrize("case", FEW_TILES, ids=str)
 def test_long_steps_of_few_tiles_stay_within_budget(case: Case) -> None:
-    run_case(api, case, torch.float32, "cpu")
+    run_case(TorchKernels, case, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float) -> None:
-    assert_kernels_isolate(api, (300, 170, 90), spoilt, bad, torch.float32, "cpu")
+    assert_kernels_isolate(TorchKernels, (300, 170, 90), spoilt, bad, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -275,21 +276,12 @@ def test_scores_that_the_operators_lack_are_refused(feature: str, options: dict[
         ring_attention(x, x, x, Ring().sharding(4), impl="torch", **options)
 
 
-def test_a_score_that_was_not_refused_before_is_refused_by_the_kernels() -> None:
-    side = make_side(((0, 1, 4),), visible_pairs(4), "cpu")
-    x, lse = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
-    score = Score(1.0, softcap=2.0, key_bias=torch.zeros(1, 4))
-    with pytest.raises(NotImplementedError, match=r"got softcap, key_bias; use other kernels"):
-        api.forward(x, x, x, side, side, score, carry=None, first=True, last=True, o=x, lse=lse)
-    with pytest.raises(NotImplementedError, match=r"got softcap, key_bias"):
-        api.backward(x, x, x, x, lse, lse, side, side, score, Grads(x, x, x))
-
-
 def test_a_step_of_too_many_tiles_is_refused_by_the_kernels() -> None:
     side = make_side(((0, 1, 80),), visible_pairs(80, window=(0, 0)), "cpu")
-    x = torch.zeros(1, 80, 1, 8)
+    x, score = torch.zeros(1, 80, 1, 8), Score(1.0)
+    step = Step(x, x, x, side, side, score, x, torch.zeros(1, 1, 80))
     with pytest.raises(NotImplementedError, match="got none among flash_cpu that does"):
-        api.forward(x, x, x, side, side, Score(1.0), carry=None, first=True, last=True, o=x, lse=torch.zeros(1, 1, 80))
+        TorchKernels(CallShape.of(x, x, x, score)).forward(step)
 
 
 @pytest.mark.parametrize("backend", sorted(operators.OPERATORS))
@@ -315,7 +307,7 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Activated FlashAttention-4 on a GPU, which is a CPU here; torch and cuDNN would run everything."""
     monkeypatch.setattr(operators, "active_flash", lambda: "FA4")
     monkeypatch.setattr(operators, "_torch_runs", lambda *args: True)
-    monkeypatch.setattr(operators, "_major", lambda device: 9)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(operators, "operator", flash_operator)
     operators._try_active.cache_clear()
     yield

@@ -1,4 +1,4 @@
-"""Gathered forwards on small rings whose remote rows arrive while the kernel runs."""
+"""Gathered forwards on small rings whose far rows arrive while the kernel runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import PAD_ROWS, ReadyFlags, Score
+from ringattn.kernels.attention.hopper.api import HopperKernels
+from ringattn.kernels.attention.hopper.configs import ForwardConfig
+from ringattn.kernels.interface import PAD_ROWS, Arrivals, CallShape, ReadyFlags, Score, Step
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.numerics.reference import attention_reference
 from ringattn.plan.attention_spec import AttentionSpec, serialize
@@ -82,11 +84,11 @@ class Gathering:
 
 @dataclass
 class Scene:
-    """The tensors of a call, and what is yet to arrive: the remote buffer holds numbers only where it is owed them."""
+    """The tensors of a call, and what is yet to arrive: far holds numbers only where it is owed them."""
 
     gathering: Gathering
     q: Tensor
-    local_kv: tuple[Tensor, Tensor]
+    near: tuple[Tensor, Tensor]
     buffer: Tensor
     flags: Tensor
     error: Tensor
@@ -96,16 +98,11 @@ class Scene:
     events: Iterator[None]
     key_bias: Tensor | None
 
-    @property
-    def remote_kv(self) -> tuple[Tensor, Tensor]:
-        """K and v of the remote buffer."""
-        d = self.gathering.head_dim
-        return self.buffer[..., :d], self.buffer[..., d:]
-
-    @property
-    def ready_flags(self) -> ReadyFlags:
-        """What the kernel is told."""
-        return ReadyFlags(self.flags, self.error, 10**9)
+    def kernels(self, config: ForwardConfig | None = None) -> HopperKernels:
+        """Return the Hopper kernels bound to this call."""
+        kernels = HopperKernels(CallShape.of(self.q, *self.near, self.score))
+        kernels.bound.forward = config or kernels.bound.forward
+        return kernels
 
     def step(self) -> bool:
         """Lets one thing happen: rows of a source come, or their flag; False: all is there."""
@@ -186,19 +183,9 @@ def make_scene(gathering: Gathering, lost: int | None = None, refused: int | Non
         whole["window"] = (window - 1, 0)
     positions = torch.tensor(positions_of(call.sharding.shards[g.rank]))
     own = q[:, positions].contiguous()
-    local_kv = rows_of(k, g.rank).contiguous(), rows_of(v, g.rank).contiguous()
+    near = rows_of(k, g.rank).contiguous(), rows_of(v, g.rank).contiguous()
     return Scene(
-        g,
-        own,
-        local_kv,
-        buffer,
-        flags,
-        torch.zeros(1, dtype=torch.int32),
-        score,
-        whole,
-        positions,
-        iter(happen()),
-        table,
+        g, own, near, buffer, flags, torch.zeros(1, dtype=torch.int32), score, whole, positions, iter(happen()), table
     )
 
 
@@ -208,7 +195,7 @@ def positions_of(shard: Shard) -> list[int]:
 
 
 def run(
-    scene: Scene, forward: Any, *, awaited: bool = True, seed: int | None = None, **mode: Any
+    scene: Scene, config: ForwardConfig | None = None, *, awaited: bool = True, seed: int | None = None, **mode: Any
 ) -> tuple[Tensor, Tensor]:
     """(o, lse) of the kernel beside which the rest of the scene happens; without `awaited` it has happened before."""
     g, call = scene.gathering, scene.gathering.call
@@ -221,11 +208,11 @@ def run(
     rng = None if seed is None else random.Random(seed)
     for _ in range(0 if rng is None else rng.randrange(4)):
         scene.step()
+    flags = ReadyFlags(scene.flags, scene.error, 10**9) if awaited else None
+    arrivals = Arrivals(scene.buffer[..., : g.head_dim], scene.buffer[..., g.head_dim :], flags)
+    step = Step(scene.q, *scene.near, find(tables.rows), find(tables.keys[0]), scene.score, o, lse)
     with machine.mode(outside=scene.step, seed=seed, **mode):
-        forward(
-            scene.q, scene.local_kv, scene.remote_kv, find(tables.rows), find(tables.keys[0]), scene.score,
-            scene.ready_flags if awaited else None, o=o, lse=lse,
-        )  # fmt: skip
+        scene.kernels(config).forward_fused(step, arrivals)
     return o, lse
 
 

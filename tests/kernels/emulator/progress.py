@@ -1,4 +1,4 @@
-"""Launches of the emulator whose programs keep pace however little they stream.
+"""Launches of the emulator whose programs keep pace however little they stream, or split tiles however little that saves.
 
 The emulator runs programs one after the other: each waits in vain, leaves, and counts all its epochs at once.
 """
@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 from torch import Tensor
+
+from ringattn.kernels.attention.hopper import tile_scheduler
+from ringattn.kernels.attention.hopper.tile_scheduler import Shape, WorkPlan, schedule_tiles
 
 
 def keep_pace_always(monkeypatch: pytest.MonkeyPatch, launcher: types.ModuleType) -> list[tuple[Tensor, int]]:
@@ -38,3 +41,18 @@ def keep_pace_always(monkeypatch: pytest.MonkeyPatch, launcher: types.ModuleType
 
     monkeypatch.setattr(launcher, "progress_board", noted)
     return boards
+
+
+def split_always(monkeypatch: pytest.MonkeyPatch, launcher: types.ModuleType) -> list[WorkPlan]:
+    """Seven programs in every launch of a module, whose tiles are split at the least gain; gives the plans of launches to come."""
+    for name in ("OVERHEAD", "EPILOGUE", "MERGE"):
+        monkeypatch.setattr(tile_scheduler, name, 0)
+    monkeypatch.setattr(tile_scheduler, "MIN_PART", 1)
+    plans: list[WorkPlan] = []
+
+    def noted(rows: Any, keys: Any, shape: Shape) -> WorkPlan:
+        plans.append(schedule_tiles(rows, keys, shape._replace(programs=7)))
+        return plans[-1]
+
+    monkeypatch.setattr(launcher, "schedule_tiles", noted)
+    return plans

@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 if os.environ.get("GLUON_EMULATOR") != "1":
     pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
 
-from ringattn.kernels.attention.hopper import api as hopper
-from ringattn.kernels.interface import Grads, Score
+from ringattn.kernels.attention.hopper.api import HopperKernels
+from ringattn.kernels.interface import BackwardStep, CallShape, Grads, Score, Step
 from ringattn.numerics.reference import visible_pairs
 from ringattn.schedule.validation import SOFTCAPS
 from tests.kernels.emulator import gluon as machine
@@ -52,46 +52,46 @@ def named(name: str) -> Case:
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", [*SERVED, *LONG], ids=str)
 def test_forward_and_backward_stay_within_budget(case: Case):
-    run_case(hopper, case, torch.bfloat16, "cpu")
+    run_case(HopperKernels, case, torch.bfloat16, "cpu")
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", IN_FIXED_ORDER, ids=str)
 def test_the_backward_of_fixed_order_stays_within_budget(case: Case):
-    run_case(hopper, case, torch.bfloat16, "cpu")
+    run_case(HopperKernels, case, torch.bfloat16, "cpu")
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", OF_TERMS, ids=str)
 def test_masks_of_several_terms_stay_within_budget(case: Case):
-    run_case(hopper, case, torch.bfloat16, "cpu")
-    run_case(hopper, replace(case, deterministic=True), torch.bfloat16, "cpu")
+    run_case(HopperKernels, case, torch.bfloat16, "cpu")
+    run_case(HopperKernels, replace(case, deterministic=True), torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", [x for x in SMALL_WEIGHT_CASES if x.bias is None and x.dropout_p == 0], ids=str)
 def test_small_weights_keep_their_digits_in_float16(case: Case, deterministic: bool):
-    run_case(hopper, replace(case, deterministic=deterministic), torch.float16, "cpu")
+    run_case(HopperKernels, replace(case, deterministic=deterministic), torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("name", ["long_zigzag", "few_rows_many_keys_not_plain"])
 def test_float16_stays_within_budget(name: str):
-    run_case(hopper, named(name), torch.float16, "cpu")
+    run_case(HopperKernels, named(name), torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 192])
 def test_the_widest_softcap_stays_within_budget(head_dim: int, dtype: torch.dtype):
     case = Case("widest_softcap", seq_len=70, mask={"causal": True}, softcap=SOFTCAPS[dtype], head_dim=head_dim)
-    run_case(hopper, case, dtype, "cpu")
-    run_case(hopper, replace(case, deterministic=True), dtype, "cpu")
+    run_case(HopperKernels, case, dtype, "cpu")
+    run_case(HopperKernels, replace(case, deterministic=True), dtype, "cpu")
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize(("name", "mode"), UNORDERED, ids=str)
 def test_no_order_of_events_changes_what_is_computed(name: str, mode: dict[str, Any]):
     with machine.mode(**mode):
-        run_case(hopper, named(name), torch.bfloat16, "cpu")
+        run_case(HopperKernels, named(name), torch.bfloat16, "cpu")
 
 
 def test_no_order_of_events_changes_a_bit_in_fixed_order():
@@ -110,11 +110,11 @@ def test_no_order_of_events_changes_a_bit_in_fixed_order():
             *(torch.full(x.shape, float("nan")) for x in (q, k, v)),
             dkey_bias=torch.full((1, n), float("nan")),
             dalibi=torch.full((1, 2 * heads, n), float("nan")),
-            deterministic=True,
         )
         with machine.mode(**changes):
-            hopper.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
-            hopper.backward(do, q, k, v, lse, hopper.delta(o, do, None), rows, keys, score, grads)
+            kernels = HopperKernels(CallShape.of(q, k, v, score, deterministic=True))
+            kernels.forward(Step(q, k, v, rows, keys, score, o, lse))
+            kernels.backward(BackwardStep(do, q, k, v, lse, kernels.delta(o, do, None), rows, keys, score), grads)
         found.append((o, lse, grads.dq, grads.dk, grads.dv, grads.dkey_bias, grads.dalibi))
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):

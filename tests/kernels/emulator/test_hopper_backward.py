@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.eager import EagerKernels
+from ringattn.kernels.attention.hopper.api import HopperKernels
 from ringattn.kernels.attention.hopper.configs import DkvConfig
-from ringattn.kernels.attention.portable.api import delta as launch_delta
-from ringattn.kernels.interface import GatheredKeys, Grads, KernelSet, Score
+from ringattn.kernels.attention.portable.api import portable_delta
+from ringattn.kernels.interface import Arrivals, BackwardStep, CallShape, GatheredKeys, Grads, Returns, Score, Step
 from ringattn.kernels.runtime import bound_launch
 from ringattn.numerics.reference import visible_pairs
 from tests.kernels.emulator import gluon as machine
@@ -23,15 +26,22 @@ from tests.support.kernel_conformance import LONG_CASES, Case, make_side, run_ca
 launcher: Any = pytest.importorskip("ringattn.kernels.attention.hopper.launcher")
 
 
-def launch_backward(*args: Any, want_dq: bool = True, config: DkvConfig | None = None, **source: Any) -> None:
-    """One kernel for a step's dk and dv, and dq where it is wanted."""
-    *inputs, grads = args
-    out = None if grads is None else launcher.GradOutputs.of(grads)
-    launcher.launch_dkv(launcher.BackwardInputs(*inputs, **source), out, want_dq=want_dq, config=config)
+class OneKernel(HopperKernels):
+    """One kernel for dk and dv, and dq where it is wanted, behind a forward that needs no emulator."""
+
+    def __init__(self, call: CallShape, *, config: DkvConfig | None = None) -> None:
+        super().__init__(call)
+        self.bound.dkv[True] = config or self.bound.dkv[True]
+
+    def forward(self, step: Step) -> None:
+        EagerKernels(self.call).forward(step)
+
+    def backward(self, step: BackwardStep, grads: Grads, *, want_dq: bool = True) -> None:
+        launcher.launch_dkv(self.bound, step, grads, want_dq=want_dq)
 
 
-def launch_keys(*args: Any) -> None:
-    launch_backward(*args, want_dq=False)
+def launch_backward(step: BackwardStep, grads: Grads, **options: Any) -> None:
+    OneKernel(CallShape.of(step.q, step.k, step.v, step.score)).backward(step, grads, **options)
 
 
 CAUSAL: dict[str, Any] = {"causal": True}
@@ -70,35 +80,35 @@ LONG: tuple[Case, ...] = (
 """What the shared cases leave out: padded columns under every feature, and tiles that are split under some."""
 
 
-def kernels(config: DkvConfig | None = None) -> KernelSet:
-    """The backward of this room behind a forward that needs no emulator."""
-
-    def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
-        launch_backward(*args, config=config, o=o, dlse=dlse)
-
-    return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=launch_delta, backward=backward))
-
-
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_backward_stays_within_budget(case: Case):
-    run_case(kernels(), case, torch.bfloat16, "cpu")
+    run_case(OneKernel, case, torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("mode", [{"eager": True}, {"seed": 0}, {"seed": 1, "eager": True}], ids=str)
 def test_results_stay_within_budget_in_every_order_of_events(mode: dict[str, Any]):
     case = next(case for case in LONG if case.name == "long_128_v_64")
     with machine.mode(**mode):
-        run_case(kernels(), case, torch.float16, "cpu")
+        run_case(OneKernel, case, torch.float16, "cpu")
 
 
 def test_a_schedule_does_not_change_what_is_computed():
     config = DkvConfig(block=64, persistent=False)
-    run_case(kernels(config), next(case for case in LONG if case.name == "long_wide"), torch.bfloat16, "cpu")
+    run_case(
+        partial(OneKernel, config=config),
+        next(case for case in LONG if case.name == "long_wide"),
+        torch.bfloat16,
+        "cpu",
+    )
 
 
 def ring_step(
-    launch_it: Any, grads_dtype: torch.dtype, scale: float = 1.0, head_dim: int = 64, v_head_dim: int = 64
+    launch_it: Callable[[BackwardStep, Grads], None],
+    grads_dtype: torch.dtype,
+    scale: float = 1.0,
+    head_dim: int = 64,
+    v_head_dim: int = 64,
 ) -> Grads:
     """One causal visit of 200 keys by 200 queries, gradients overwritten; scores far below zero under a large scale."""
     generator = torch.Generator().manual_seed(0)
@@ -113,9 +123,8 @@ def ring_step(
     lse = scores.masked_fill(~visible[:, None], float("-inf")).logsumexp(-1)
     dq, dk, dv = (torch.full_like(x, float("nan"), dtype=grads_dtype) for x in (q, k, v))
     grads = Grads(dq=dq, dk=dk, dv=dv)
-    launch_it(
-        do, q, k, v, lse, torch.randn(1, 2, 200, generator=generator), rows, keys, Score(softmax_scale=1 / 8), grads
-    )
+    delta = torch.randn(1, 2, 200, generator=generator)
+    launch_it(BackwardStep(do, q, k, v, lse, delta, rows, keys, Score(softmax_scale=1 / 8)), grads)
     return grads
 
 
@@ -135,12 +144,11 @@ def test_gradients_in_the_dtype_of_the_inputs_are_the_rounded_ones(
 
 
 def test_rows_are_added_in_the_dtype_of_the_inputs_too():
-    def launch_again(*args: Any) -> None:
-        *others, grads = args
-        launch_backward(*args)
+    def launch_again(step: BackwardStep, grads: Grads) -> None:
+        launch_backward(step, grads)
         written.append(grads.dq.clone())
         grads.dq.fill_(3.0)
-        launch_backward(*others, replace(grads, accumulate_rows=True))
+        launch_backward(step, replace(grads, accumulate_rows=True))
 
     written: list[Tensor] = []
     found = ring_step(launch_again, torch.float16)
@@ -148,7 +156,7 @@ def test_rows_are_added_in_the_dtype_of_the_inputs_too():
 
 
 def test_keys_alone_are_the_same_bits_and_leave_rows_alone():
-    both, alone = (ring_step(one, torch.float32) for one in (launch_backward, launch_keys))
+    both, alone = (ring_step(partial(launch_backward, want_dq=want_dq), torch.float32) for want_dq in (True, False))
     assert torch.equal(both.dk, alone.dk)
     assert torch.equal(both.dv, alone.dv)
     assert alone.dq.isnan().all()
@@ -172,25 +180,14 @@ def test_heads_of_a_batch_may_exceed_the_programs_of_a_second_dimension(
     visible = torch.ones(1, s, 1, dtype=torch.bool)
     rows, keys = make_side(((0, 1, s),), visible, "cpu"), make_side(((0, 1, 1),), visible.transpose(1, 2), "cpu")
     sources = GatheredKeys((keys,), (0,), 1, 0, keys.positions, keys.lo, keys.hi)
-    remote = launcher.RemoteGradArgs((k[:, :0], k[:, :0]), None, homes, 1, homes)
-    launch_delta(q, q, stat)
-    dq = torch.empty_like(q)
-    x = launcher.BackwardInputs(q, q, k, k, stat, stat, rows, sources, Score(1.0), remote=remote)
-    launcher.launch_dkv(x, launcher.GradOutputs(dq), want_dq=True)
+    portable_delta(q, q, stat)
+    step, grads = BackwardStep(q, q, k, k, stat, stat, rows, sources, Score(1.0)), Grads(torch.empty_like(q))
+    bound = HopperKernels(CallShape.of(q, k, k, step.score)).bound
+    arrivals, returns = Arrivals(k[:, :0], k[:, :0], None), Returns(homes, 1, homes)
+    launcher.launch_dkv(bound, step, grads, arrivals, returns, want_dq=True)
     assert len(grids) == launches
     # what a launch of CUDA may have
     assert all(n <= 65535 for grid in grids for n in grid[1:]), grids
-
-
-@pytest.mark.parametrize(
-    "score",
-    [Score(softmax_scale=1.0, bias=torch.zeros(1)), Score(softmax_scale=1.0, dropout_p=0.5)],
-    ids=["bias", "dropout"],
-)
-def test_what_these_kernels_do_not_compute_is_refused(score: Score):
-    q = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"take no (bias|dropout).*portable"):
-        launch_backward(q, q, q, q, None, None, None, None, score, None)
 
 
 @pytest.mark.parametrize("name", ["long_wide", "long_zigzag", "long_everything"])
@@ -198,12 +195,12 @@ def test_results_stay_within_budget_with_heads_side_by_side(name: str, monkeypat
     monkeypatch.setattr(launcher, "L2_BYTES", 0)
     case = next(case for case in (*LONG, *LONG_CASES) if case.name == name)
     with machine.mode(seed=0):
-        run_case(kernels(), case, torch.bfloat16, "cpu")
+        run_case(OneKernel, case, torch.bfloat16, "cpu")
 
 
 def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
     boards = keep_pace_always(monkeypatch, launcher)
-    run_case(kernels(), next(case for case in LONG if case.name == "long_split"), torch.bfloat16, "cpu")
+    run_case(OneKernel, next(case for case in LONG if case.name == "long_split"), torch.bfloat16, "cpu")
     assert boards, "nobody kept pace"
     for board, programs in boards:
         assert board.tolist() == [programs] * len(board)

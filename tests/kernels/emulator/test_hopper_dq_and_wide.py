@@ -1,21 +1,20 @@
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
-from ringattn.kernels.attention import eager
+from ringattn.kernels.attention.eager import EagerKernels, eager_delta
 from ringattn.kernels.attention.hopper import launcher
+from ringattn.kernels.attention.hopper.api import HopperKernels
 from ringattn.kernels.attention.hopper.configs import DqConfig, WideDkvConfig, choose_dkv
-from ringattn.kernels.attention.hopper.launcher import BackwardInputs, GradOutputs, launch_dkv, launch_dq
-from ringattn.kernels.attention.hopper.tile_scheduler import Shape, make_plan
-from ringattn.kernels.interface import Grads, KernelSet, Score
+from ringattn.kernels.attention.hopper.launcher import launch_dkv, launch_dq
+from ringattn.kernels.attention.hopper.tile_scheduler import Shape, schedule_tiles
+from ringattn.kernels.interface import BackwardStep, CallShape, Grads, Score, Step
 from ringattn.numerics.reference import visible_pairs
 from tests.kernels.emulator import gluon as machine
 from tests.kernels.emulator.progress import keep_pace_always
@@ -64,35 +63,41 @@ LONG = (
 """Long enough for blocks without a mask, several tiles per program and tiles that are split."""
 
 
-def kernels(rows_config: DqConfig | None = None, keys_config: WideDkvConfig | None = None) -> KernelSet:
+class WideKernels(HopperKernels):
     """Both halves of the wide backward, at any head_dim, behind a forward that needs no emulator."""
 
-    def backward(*args: Any, o: Tensor | None = None, dlse: Tensor | None = None) -> None:
-        *inputs, grads = args
-        x, out = BackwardInputs(*inputs, o=o, dlse=dlse), GradOutputs.of(grads)
-        launch_dkv(x, out, config=keys_config or choose_dkv(max(x.q.shape[-1], 129), x.v.shape[-1], False, 3))
-        launch_dq(x, out, config=rows_config)
+    delta = staticmethod(eager_delta)
 
-    return cast(KernelSet, SimpleNamespace(forward=eager.forward, delta=eager.delta, backward=backward))
+    def __init__(self, call: CallShape, *, dq: DqConfig | None = None, dkv: WideDkvConfig | None = None) -> None:
+        super().__init__(call)
+        self.bound.dq = dq or self.bound.dq
+        self.bound.dkv[False] = dkv or choose_dkv(max(call.head_dim, 129), call.v_head_dim, False, 3)
+
+    def forward(self, step: Step) -> None:
+        EagerKernels(self.call).forward(step)
+
+    def backward(self, step: BackwardStep, grads: Grads) -> None:
+        launch_dkv(self.bound, step, grads)
+        launch_dq(self.bound, step, grads)
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", [*SERVED, *LONG], ids=str)
 def test_rows_and_wide_keys_stay_within_budget(case: Case):
-    run_case(kernels(), case, torch.bfloat16, "cpu")
+    run_case(WideKernels, case, torch.bfloat16, "cpu")
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", [x for x in SMALL_WEIGHT_CASES if x.bias is None and x.dropout_p == 0], ids=str)
 def test_small_weights_keep_their_digits(case: Case, dtype: torch.dtype):
-    run_case(kernels(), case, dtype, "cpu")
+    run_case(WideKernels, case, dtype, "cpu")
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_switches_and_float16_stay_within_budget(case: Case):
-    run_case(kernels(NARROW, WideDkvConfig(split=False)), case, torch.float16, "cpu")
+    run_case(partial(WideKernels, dq=NARROW, dkv=WideDkvConfig(split=False)), case, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_switches_and_float16_stay_within_budget(case: Case):
 )
 def test_no_order_of_events_changes_what_is_computed(case: Case, mode: dict[str, Any]):
     with machine.mode(**mode):
-        run_case(kernels(NARROW), case, torch.bfloat16, "cpu")
+        run_case(partial(WideKernels, dq=NARROW), case, torch.bfloat16, "cpu")
 
 
 def test_no_order_of_events_changes_a_bit():
@@ -118,11 +123,13 @@ def test_no_order_of_events_changes_a_bit():
         key_bias=torch.randn(1, n, generator=generator),
     )
     o, lse = torch.empty_like(q), torch.empty(1, heads, n)
-    eager.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
-    delta = eager.delta(o, do, None)
+    call = CallShape.of(q, k, v, score)
+    EagerKernels(call).forward(Step(q, k, v, rows, keys, score, o, lse))
+    step = BackwardStep(do, q, k, v, lse, eager_delta(o, do, None), rows, keys, score)
     shape = Shape(1, heads, 128, NARROW.block, 3, 4 * n * d)
-    assert make_plan(rows, keys, shape).slots, "the case splits tiles of queries"
-    assert make_plan(keys, rows, replace(shape, tile=64, block=64, align=4)).slots, "the case splits tiles of keys"
+    assert schedule_tiles(rows, keys, shape).slots, "the case splits tiles of queries"
+    of_keys = shape._replace(tile=64, block=64, align=4)
+    assert schedule_tiles(keys, rows, of_keys).slots, "the case splits tiles of keys"
     found = []
     for changes in ({}, {"seed": 4, "eager": True}):
         dq, dk, dv = (torch.full(x.shape, float("nan")) for x in (q, k, v))
@@ -134,7 +141,7 @@ def test_no_order_of_events_changes_a_bit():
             dalibi=torch.full((1, heads, n), float("nan")),
         )
         with machine.mode(**changes):
-            kernels(NARROW).backward(do, q, k, v, lse, delta, rows, keys, score, grads)
+            WideKernels(call, dq=NARROW).backward(step, grads)
         found.append([grads.dq, grads.dk, grads.dv, grads.dkey_bias, grads.dalibi])
     for others in found[1:]:
         for x, y in zip(found[0], others, strict=True):
@@ -149,8 +156,9 @@ def test_gradients_reach_narrow_targets():
     q, k, v, do = (torch.randn(1, n, heads, d, generator=generator).bfloat16() for _ in range(4))
     o, lse = torch.empty_like(q), torch.empty(1, heads, n)
     score = Score(d**-0.5)
-    eager.forward(q, k, v, rows, keys, score, carry=None, first=True, last=True, o=o, lse=lse)
-    delta = eager.delta(o, do, None)
+    call = CallShape.of(q, k, v, score)
+    EagerKernels(call).forward(Step(q, k, v, rows, keys, score, o, lse))
+    step = BackwardStep(do, q, k, v, lse, eager_delta(o, do, None), rows, keys, score)
 
     def unwritten(dtype: torch.dtype) -> torch.Tensor:
         return torch.full((1, n, heads, d), float("nan"), dtype=dtype)
@@ -159,37 +167,14 @@ def test_gradients_reach_narrow_targets():
         Grads(dq=unwritten(dtype), dk=unwritten(dtype), dv=unwritten(dtype)) for dtype in (torch.float32, q.dtype)
     )
     for grads in (wide, narrow):
-        kernels().backward(do, q, k, v, lse, delta, rows, keys, score, grads)
+        WideKernels(call).backward(step, grads)
     for x, y in zip((wide.dq, wide.dk, wide.dv), (narrow.dq, narrow.dk, narrow.dv), strict=True):
         assert torch.equal(x.bfloat16(), y)
 
 
-@pytest.mark.parametrize("launch", [launch_dq, launch_dkv])
-def test_what_is_not_computed_is_refused(launch: Any):
-    n = 8
-    rows = make_side(((0, 1, n),), visible_pairs(n, n), "cpu")
-
-    def call(score: Score, d: int, dtype: torch.dtype) -> None:
-        x = torch.zeros(1, n, 1, d, dtype=dtype)
-        lse = torch.zeros(1, 1, n)
-        grads = Grads(x.float(), x.float(), x.float())
-        launch(BackwardInputs(x, x, x, x, lse, lse, rows, rows, score), GradOutputs.of(grads))
-
-    with pytest.raises(NotImplementedError, match="q must be float16 or bfloat16"):
-        call(Score(1.0), 64, torch.float32)
-    with pytest.raises(NotImplementedError, match=r"at most 256 and multiples of 8 .*, got 264 and 264"):
-        call(Score(1.0), 264, torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"multiples of 8 .*, got 20 and 20"):
-        call(Score(1.0), 20, torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"take no (bias|dropout)"):
-        call(Score(1.0, dropout_p=0.5), 64, torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=r"take no (bias|dropout)"):
-        call(Score(1.0, bias=torch.zeros(1, 1, n, n)), 64, torch.bfloat16)
-
-
 def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
     boards = keep_pace_always(monkeypatch, launcher)
-    run_case(kernels(), LONG[0], torch.bfloat16, "cpu")
+    run_case(WideKernels, LONG[0], torch.bfloat16, "cpu")
     assert len(boards) == 2, "both kernels keep pace"
     for board, programs in boards:
         assert board.tolist() == [programs] * len(board)

@@ -1,25 +1,26 @@
 from __future__ import annotations
 
-import types
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-
-from ringattn.kernels.attention import eager
-from tests.kernels.emulator import gluon as machine
-from tests.kernels.emulator.progress import keep_pace_always
-from tests.support.kernel_conformance import CASES, Case, KernelSet, run_case
-from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
-from tests.support.term_masks import blocks_and_window, tree
+from torch import Tensor
 
 pytest.importorskip("triton")
-launcher = pytest.importorskip("ringattn.kernels.attention.hopper.launcher")
-api = pytest.importorskip("ringattn.kernels.attention.hopper.api")
-configs = pytest.importorskip("ringattn.kernels.attention.hopper.configs")
-plan = pytest.importorskip("ringattn.kernels.attention.hopper.tile_scheduler")
+
+from ringattn.kernels.attention.eager import EagerKernels, eager_delta
+from ringattn.kernels.attention.hopper import launcher
+from ringattn.kernels.attention.hopper.api import HopperKernels
+from ringattn.kernels.attention.hopper.configs import ForwardConfig
+from ringattn.kernels.interface import BackwardStep, CallShape, Grads, KernelSet, Step
+from tests.kernels.emulator import gluon as machine
+from tests.kernels.emulator.progress import keep_pace_always, split_always
+from tests.support.kernel_conformance import CASES, Case, run_case
+from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
+from tests.support.term_masks import blocks_and_window, tree
 
 CAUSAL: dict[str, Any] = {"causal": True}
 SPLIT = [
@@ -63,28 +64,50 @@ OF_TERMS = [replace(TILES, name=make.__name__, mask={}, terms=make) for make in 
 PACKED_TERMS = replace(FEW_ROWS, name="few_rows_of_terms", mask={}, terms=blocks_and_window)
 
 
-def hopper_forward(**options: Any) -> KernelSet:
+class ForwardKernels(HopperKernels):
     """The forward under test beside a backward that is right."""
 
-    def backward(*args: Any, **others: Any) -> None:
-        rows = args[6]
-        (eager if rows.terms == 1 and rows.patterns is None else api).backward(*args, **others)
+    delta = staticmethod(eager_delta)
 
-    forward = partial(launcher.forward, **options)
-    return types.SimpleNamespace(forward=forward, delta=eager.delta, backward=backward)  # type: ignore[return-value]
+    def __init__(self, call: CallShape, *, config: ForwardConfig | None = None, pack: int | None = None) -> None:
+        super().__init__(call)
+        self.bound.forward, self.bound.pack = config or self.bound.forward, pack
+
+    def backward(self, step: BackwardStep, grads: Grads) -> None:
+        if step.rows.terms == 1 and step.rows.patterns is None:
+            EagerKernels(self.call).backward(step, grads)
+        else:
+            super().backward(step, grads)
+
+
+class RecordingKernels(ForwardKernels):
+    """Appends a copy of what each step has written."""
+
+    def __init__(self, call: CallShape, *, written: list[Tensor], **options: Any) -> None:
+        super().__init__(call, **options)
+        self.written = written
+
+    def forward(self, step: Step) -> None:
+        super().forward(step)
+        assert step.carry is not None
+        self.written += [x.clone() for x in (step.carry.m, step.carry.l, step.carry.acc, step.o, step.lse)]
+
+
+def hopper_forward(**options: Any) -> Callable[[CallShape], KernelSet]:
+    return partial(ForwardKernels, **options)
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("consumers", [1, 2, 3])
 @pytest.mark.parametrize("case", [TILES, CARRIES, SCORES, *OF_TERMS], ids=str)
 def test_any_number_of_consumers_computes_the_same_attention(case: Case, consumers: int):
-    config = configs.ForwardConfig(consumers, 32, 3)
+    config = ForwardConfig(consumers, 32, 3)
     run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_any_number_of_stages_computes_the_same_attention(stages: int):
-    config = configs.ForwardConfig(2, 32, stages)
+    config = ForwardConfig(2, 32, stages)
     run_case(hopper_forward(config=config), TILES, torch.bfloat16, "cpu")
 
 
@@ -92,7 +115,7 @@ def test_any_number_of_stages_computes_the_same_attention(stages: int):
 @pytest.mark.parametrize("switch", ["early", "store", "ahead", "lazy"])
 @pytest.mark.parametrize(("case", "seed"), [(TILES, None), (TILES, 1), (SCORES, 2)], ids=str)
 def test_no_switch_changes_what_is_computed(case: Case, switch: str, seed: int | None):
-    config = configs.ForwardConfig(2, 32, 2, **{switch: True})
+    config = ForwardConfig(2, 32, 2, **{switch: True})
     with machine.mode(seed=seed):
         run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
 
@@ -101,7 +124,7 @@ def test_no_switch_changes_what_is_computed(case: Case, switch: str, seed: int |
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("case", [TILES, CARRIES, OF_TERMS[1], *OF_PANELS], ids=str)
 def test_all_switches_together_compute_the_same_attention(case: Case, seed: int | None):
-    config = configs.ForwardConfig(2, 32, 2, early=True, store=True, ahead=True, lazy=True)
+    config = ForwardConfig(2, 32, 2, early=True, store=True, ahead=True, lazy=True)
     with machine.mode(seed=seed):
         run_case(hopper_forward(config=config), case, torch.bfloat16, "cpu")
 
@@ -116,17 +139,10 @@ def test_a_carry_has_the_same_bits_on_every_way_through_memory(head_dim: int, pa
     case = replace(CARRIES, name=f"carries_{head_dim}", ring_steps=steps, **sizes)
     found = []
     for store in (False, True):
-        kernels, states = hopper_forward(config=configs.ForwardConfig(2, 32, 2, early=True, store=store), pack=pack), []
-
-        def forward(*args: Any, inner: Any = kernels.forward, states: list[Any] = states, **options: Any) -> None:
-            inner(*args, **options)
-            carry = options["carry"]
-            states.extend(x.clone() for x in (carry.m, carry.l, carry.acc, options["o"], options["lse"]))
-
-        kernels.forward = forward  # type: ignore[method-assign]
+        config, written = ForwardConfig(2, 32, 2, early=True, store=store), list[Tensor]()
         with machine.mode(seed=seed):
-            run_case(kernels, case, torch.bfloat16, "cpu")
-        found.append(states)
+            run_case(partial(RecordingKernels, written=written, config=config, pack=pack), case, torch.bfloat16, "cpu")
+        found.append(written)
     assert len(found[0]) == 15
     assert all(torch.equal(x.view(torch.int8), y.view(torch.int8)) for x, y in zip(*found, strict=True))
 
@@ -136,7 +152,7 @@ def test_a_carry_has_the_same_bits_on_every_way_through_memory(head_dim: int, pa
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float, switches: dict[str, Any]):
-    kernels = hopper_forward(config=configs.ForwardConfig(2, 32, 2, **switches))
+    kernels = hopper_forward(config=ForwardConfig(2, 32, 2, **switches))
     assert_kernels_isolate(kernels, (150, 61, 80), spoilt, bad, torch.bfloat16, "cpu")
 
 
@@ -158,21 +174,10 @@ def test_packing_heads_computes_the_same_attention(case: Case, pack: int):
     ids=str,
 )
 def test_splitting_tiles_computes_the_same_attention(case: Case, monkeypatch: pytest.MonkeyPatch):
-    for name in ("OVERHEAD", "EPILOGUE", "MERGE"):
-        monkeypatch.setattr(plan, name, 0)
-    monkeypatch.setattr(plan, "MIN_PART", 1)
-    slots = []
-
-    def many_programs(rows: Any, keys: Any, shape: Any) -> Any:
-        made = plan.make_plan(rows, keys, replace(shape, programs=7))
-        slots.append(made.slots)
-        return made
-
-    monkeypatch.setattr(launcher, "make_plan", many_programs)
-    config = configs.ForwardConfig(1, 16, 2)
-    run_case(hopper_forward(config=config), case, torch.float16, "cpu")
+    plans = split_always(monkeypatch, launcher)
+    run_case(hopper_forward(config=ForwardConfig(1, 16, 2)), case, torch.float16, "cpu")
     if case not in (*SPLIT, PACKED_TERMS):
-        assert max(slots) > 0, "nothing was split"
+        assert any(plan.slots for plan in plans), "nothing was split"
 
 
 @pytest.mark.parametrize("case", [replace(TILES, name="dim_20_v_12", head_dim=20, v_head_dim=12, batch=2)], ids=str)
@@ -189,15 +194,9 @@ def test_heads_are_packed_when_that_saves_tiles():
     assert launcher.choose_pack(16385, 8, 128) == 1
 
 
-@pytest.mark.parametrize("option", [{"dropout_p": 0.5}, {"bias": "dense"}])
-def test_what_the_kernel_does_not_know_is_refused(option: dict[str, Any]):
-    with pytest.raises(NotImplementedError, match=r"take no (bias|dropout).*portable"):
-        run_case(hopper_forward(), replace(CASES[0], **option), torch.bfloat16, "cpu")
-
-
 def test_programs_that_keep_pace_compute_the_same_and_each_ends_every_epoch_once(monkeypatch: pytest.MonkeyPatch):
     boards = keep_pace_always(monkeypatch, launcher)
-    run_case(hopper_forward(config=configs.ForwardConfig(2, 32, 2)), CARRIES, torch.bfloat16, "cpu")
+    run_case(hopper_forward(config=ForwardConfig(2, 32, 2)), CARRIES, torch.bfloat16, "cpu")
     assert boards, "nobody kept pace"
     for board, programs in boards:
         assert board.tolist() == [programs] * len(board)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +13,15 @@ if os.environ.get("GLUON_EMULATOR") != "1":
     pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
 
 from ringattn import masks
-from ringattn.kernels.attention.hopper import api as hopper
-from ringattn.kernels.attention.hopper import launcher, tile_scheduler
+from ringattn.kernels.attention.hopper import launcher
 from ringattn.kernels.attention.hopper.configs import ForwardConfig
-from ringattn.kernels.interface import Score
+from ringattn.kernels.attention.hopper.tile_scheduler import WorkPlan
+from ringattn.kernels.interface import Step
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.device_tables import step_tables
 from ringattn.plan.layouts import Run
 from tests.kernels.emulator.emulated_arrivals import Gathering, assert_right, make_scene, run
+from tests.kernels.emulator.progress import split_always
 
 HOLES = (
     (Run(0, 1, 20), Run(90, 1, 7)),
@@ -62,7 +61,6 @@ CASES = [
 ]  # fmt: skip
 SMALL = ForwardConfig(1, 16, 2)
 EVERY_SWITCH = ForwardConfig(2, 32, 2, early=True, store=True, ahead=True, lazy=True)
-small, switched = (partial(launcher.forward_fused, config=config) for config in (SMALL, EVERY_SWITCH))
 
 
 def named(name: str) -> Gathering:
@@ -73,23 +71,23 @@ def named(name: str) -> Gathering:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_all_visits_in_one_launch_are_attention(case: Gathering):
     scene = make_scene(case)
-    assert_right(scene, *run(scene, hopper.forward_fused))
+    assert_right(scene, *run(scene))
     assert int(scene.error) == 0
+    assert_right(scene, *run(scene, awaited=False))
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_moment_of_arrival_changes_a_bit(case: Gathering):
     scene = make_scene(case)
-    assert_right(scene, *run(scene, small, awaited=False))
-    # a launch that waits takes tiles in another order, and may round otherwise
-    answers = []
+    scene.finish()
+    expected = run(scene, SMALL)
+    assert_right(scene, *expected)
     for seed in (None, 1, 2):
         scene = make_scene(case)
-        answers.append(run(scene, small, seed=seed))
+        found = run(scene, SMALL, seed=seed)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
         assert int(scene.error) == 0
-    assert_right(scene, *answers[0])
-    assert all(torch.equal(x, y) for found in answers[1:] for x, y in zip(found, answers[0], strict=True))
 
 
 @pytest.mark.emulated
@@ -97,56 +95,44 @@ def test_no_moment_of_arrival_changes_a_bit(case: Gathering):
 @pytest.mark.parametrize("name", ["zigzag", "groups", "holes", "two_sided_window"])
 def test_no_switch_needs_rows_before_their_flag(name: str, seed: int | None):
     scene = make_scene(named(name))
-    assert_right(scene, *run(scene, switched, seed=seed, eager=seed == 2))
+    assert_right(scene, *run(scene, EVERY_SWITCH, seed=seed, eager=seed == 2))
 
 
 @pytest.mark.parametrize("name", ["full", "groups"])
 def test_one_launch_equals_one_visit_that_meets_the_same_blocks(name: str):
     case = replace(named(name), layout="contiguous", mask={}, world_size=2, rank=0, seq_len=96)
     scene = make_scene(case)
-    o, lse = run(scene, small)
+    o, lse = run(scene, SMALL)
     call, x = case.call, scene.whole
     alone = replace(case, world_size=1, rank=0).call
     device = torch.device("cpu")
     rows, keys = step_tables(call, "keys", device).stationary, step_tables(alone, "keys", device).moving[0]
     assert keys is not None
     other_o, other_lse = torch.empty_like(o), torch.empty_like(lse)
-    launcher.forward(
-        scene.q, x["k"], x["v"], find(rows), find(keys), scene.score,
-        carry=None, first=True, last=True, o=other_o, lse=other_lse, config=SMALL,
-    )  # fmt: skip
+    step = Step(scene.q, x["k"], x["v"], find(rows), find(keys), scene.score, other_o, other_lse)
+    scene.kernels(SMALL).forward(step)
     assert torch.equal(o, other_o)
     assert torch.equal(lse, other_lse)
 
 
 @pytest.fixture
-def split(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Many programs, whose tiles are split at the least gain; the slots of each launch."""
-    slots: list[int] = []
-    for name in ("OVERHEAD", "EPILOGUE", "MERGE"):
-        monkeypatch.setattr(tile_scheduler, name, 0)
-    monkeypatch.setattr(tile_scheduler, "MIN_PART", 1)
-
-    def many_programs(rows: Any, keys: Any, shape: Any) -> Any:
-        made = tile_scheduler.make_plan(rows, keys, replace(shape, programs=7))
-        slots.append(made.slots)
-        return made
-
-    monkeypatch.setattr(launcher, "make_plan", many_programs)
-    return slots
+def split(monkeypatch: pytest.MonkeyPatch) -> list[WorkPlan]:
+    """The plans of launches that split tiles."""
+    return split_always(monkeypatch, launcher)
 
 
 @pytest.mark.parametrize("name", ["zigzag", "full", "packed", "scores", "key_bias", "holes"])
-def test_parts_of_tiles_wait_for_their_own_rows(name: str, split: list[int]):
+def test_parts_of_tiles_wait_for_their_own_rows(name: str, split: list[WorkPlan]):
     scene = make_scene(named(name))
-    assert_right(scene, *run(scene, small))
-    assert split[0] > 0, "nothing was split"
+    assert_right(scene, *run(scene, SMALL))
+    assert split[0].slots > 0, "nothing was split"
 
 
 def assert_no_number_is_wrong(case: Gathering, o: torch.Tensor, lse: torch.Tensor) -> int:
     """Every row is what it would be, or NaN in all its columns; how many are NaN."""
     whole = make_scene(case)
-    right_o, right_lse = run(whole, small, awaited=False)
+    whole.finish()
+    right_o, right_lse = run(whole, SMALL)
     lost = lse.isnan()
     assert torch.equal(o.isnan().any(-1).transpose(1, 2), lost)
     assert torch.equal(o.isnan().all(-1).transpose(1, 2), lost)
@@ -164,41 +150,28 @@ def test_rows_that_never_come_leave_no_number_behind(name: str, kind: str, seed:
     recvs = len(case.call.gather_plan().recvs) * case.groups
     for number in range(recvs):
         scene = make_scene(case, **{kind: number})
-        found = run(scene, small, seed=seed)
+        found = run(scene, SMALL, seed=seed)
         assert int(scene.error) == 1
         assert assert_no_number_is_wrong(case, *found) > 0
 
 
-@pytest.mark.parametrize("forward", [hopper.forward_fused, switched], ids=["table", "switched"])
+@pytest.mark.parametrize("config", [None, EVERY_SWITCH], ids=["table", "switched"])
 @pytest.mark.parametrize("name", ["full", "packed"])
-def test_what_every_row_sees_and_never_comes_makes_every_row_nan(name: str, forward: Any):
+def test_what_every_row_sees_and_never_comes_makes_every_row_nan(name: str, config: ForwardConfig | None):
     case = replace(named(name), mask={})
     for kind in ({"lost": 0}, {"refused": 0}):
         scene = make_scene(case, **kind)
-        o, lse = run(scene, forward)
+        o, lse = run(scene, config)
         assert int(scene.error) == 1
         assert o.isnan().all()
         assert lse.isnan().all()
 
 
-def test_parts_of_tiles_that_waited_in_vain_are_not_numbers(split: list[int]):
+def test_parts_of_tiles_that_waited_in_vain_are_not_numbers(split: list[WorkPlan]):
     for kind in ({"lost": 0}, {"refused": 0}):
         scene = make_scene(named("full"), **kind)
-        o, lse = run(scene, small)
-        assert split[-1] > 0, "nothing was split"
+        o, lse = run(scene, SMALL)
+        assert split[-1].slots > 0, "nothing was split"
         assert int(scene.error) == 1
         assert o.isnan().all()
         assert lse.isnan().all()
-
-
-def test_what_is_gathered_is_said_before():
-    plain = Score(1.0)
-    assert hopper.can_fuse(128, 64, plain)
-    assert hopper.can_fuse(8, 128, Score(1.0, softcap=2.0, sinks=torch.zeros(1), alibi_slopes=torch.zeros(1)))
-    assert hopper.can_fuse(256, 64, plain)
-    assert hopper.can_fuse(64, 136, Score(1.0, key_bias=torch.zeros(1, 1)))
-    assert not hopper.can_fuse(264, 64, plain)
-    assert not hopper.can_fuse(64, 264, plain)
-    assert not hopper.can_fuse(20, 64, plain)
-    assert not hopper.can_fuse(64, 20, plain)
-    assert not hopper.can_fuse(64, 64, Score(1.0, bias=torch.zeros(1, 1, 1, 1)))

@@ -12,26 +12,21 @@ pytest.importorskip("triton")
 if os.environ.get("GLUON_EMULATOR") != "1":
     pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
 
-from ringattn.kernels.attention.hopper import api as hopper
 from ringattn.kernels.attention.hopper import launcher
-from ringattn.kernels.attention.hopper import tile_scheduler as plan_of_work
+from ringattn.kernels.attention.hopper.api import HopperKernels
 from ringattn.kernels.attention.hopper.configs import DkvConfig, DqConfig, WideDkvConfig
-from ringattn.kernels.attention.hopper.launcher import (
-    BackwardInputs,
-    GradOutputs,
-    RemoteGradArgs,
-    launch_dkv,
-    launch_dq,
-)
-from ringattn.kernels.attention.hopper.tile_scheduler import Shape, make_plan
-from ringattn.kernels.interface import Grads, Score
+from ringattn.kernels.attention.hopper.launcher import launch_dkv, launch_dq
+from ringattn.kernels.attention.hopper.tile_scheduler import Shape, schedule_tiles
+from ringattn.kernels.attention.portable.api import portable_delta
+from ringattn.kernels.comm.grad_reduce import reduce_key_bias_grads, reduce_kv_grads
+from ringattn.kernels.interface import BackwardStep, Grads, Step
 from tests.kernels.emulator import gluon as machine
+from tests.kernels.emulator.progress import split_always
 from tests.support.budget import assert_within_budget
-from tests.support.fused_cases import RingStep, Scene, contributions, make_ring_step, make_whole, shards_of
+from tests.support.fused_cases import RingStep, Scene, contributions, make_visit, make_whole, shards_of
 from tests.support.large_strides import heads_apart, leave_memory_alone
 from tests.support.term_masks import blocks_and_window, causal_blocks, sinks_and_window, tree
 
-backward_fused: Any = hopper.backward_fused
 CAUSAL: dict[str, Any] = {"causal": True}
 DOCUMENTS = {"causal": True, "documents": (0, 30, 31, 200, 390, 501)}
 SCENES = (
@@ -80,26 +75,24 @@ def named(name: str) -> Scene:
 def run(
     ring_step: RingStep, *, waits: bool = True, deterministic: bool = False, **mode: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """(dq, dalibi) of a rank, which makes delta; its remote rows are filled beside the kernel, or before it."""
+    """(dq, dalibi) of a rank, which makes delta; its far is filled beside the kernel, or before it."""
     if not waits:
         while ring_step.arrive():
             pass
-    dq, dalibi = ring_step.outputs()
-    do, q, local_kv, remote_kv, lse, delta, *others = ring_step.arguments()
-    made = torch.full_like(delta, float("nan"))
+    step, grads, arrivals = ring_step.step(makes_delta=True), ring_step.grads(), ring_step.arrivals
+    kernels = HopperKernels(ring_step.call(deterministic=deterministic))
     with machine.mode(mapped=(*ring_step.regions, *ring_step.bias_regions), outside=ring_step.arrive, **mode):
-        backward_fused(
-            do, q, local_kv, remote_kv, lse, made, *others, ring_step.ready_flags if waits else None, ring_step.grad_buffers,
-            ring_step.grad_buffer_rows,
-            dq=dq, dalibi=dalibi, bias_grad_buffers=ring_step.bias_grad_buffers, deterministic=deterministic, **ring_step.source(),
-        )  # fmt: skip
-    torch.testing.assert_close(made, delta, rtol=0.02, atol=0.02 * ring_step.whole.scene.head_dim**0.5)
-    return dq, dalibi
+        kernels.backward_fused(
+            step, arrivals if waits else arrivals._replace(ready_flags=None), ring_step.returns, grads
+        )
+    given = ring_step.step().delta
+    torch.testing.assert_close(step.delta, given, rtol=0.02, atol=0.02 * ring_step.whole.scene.head_dim**0.5)
+    return grads.dq, grads.dalibi
 
 
 def assert_gradients_within_budget(scene: Scene, **options: Any) -> None:
     whole = make_whole(scene)
-    ring_steps = [make_ring_step(whole, rank) for rank in range(len(scene.shards))]
+    ring_steps = [make_visit(whole, rank) for rank in range(len(scene.shards))]
     found = {name: torch.full_like(x, float("nan")) for name, x in whole.low.items() if name not in ("o", "lse")}
     for ring_step in ring_steps:
         dq, dalibi = run(ring_step, **options)
@@ -116,11 +109,11 @@ def assert_gradients_within_budget(scene: Scene, **options: Any) -> None:
     for ring_step in ring_steps:
         if scene.key_bias:
             dkey_bias = torch.full((scene.batch, len(ring_step.places)), float("nan"))
-            hopper.reduce_key_bias_grads(dkey_bias, *contributions(ring_steps, ring_step.rank, biases=True))
+            reduce_key_bias_grads(dkey_bias, *contributions(ring_steps, ring_step.rank, biases=True))
             found["dkey_bias"][:, ring_step.places] = dkey_bias.to(scene.dtype)
         own = contributions(ring_steps, ring_step.rank)
-        dk, dv = (torch.full_like(x, float("nan")) for x in ring_step.local_kv)
-        hopper.reduce_kv_grads(dk, dv, *own)
+        dk, dv = (torch.full_like(x, float("nan")) for x in ring_step.near)
+        reduce_kv_grads(dk, dv, *own)
         found["dk"][:, ring_step.places], found["dv"][:, ring_step.places] = dk, dv
     for name, x in found.items():
         assert_within_budget(x, whole.exact[name], whole.low[name], f"{scene}: {name}", scene.dtype)
@@ -128,7 +121,7 @@ def assert_gradients_within_budget(scene: Scene, **options: Any) -> None:
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("scene", SCENES, ids=str)
-def test_gradients_return_to_their_owners_and_stay_within_budget(scene: Scene):
+def test_gradients_come_home_and_stay_within_budget(scene: Scene):
     assert_gradients_within_budget(scene)
 
 
@@ -144,14 +137,13 @@ def test_gradients_of_several_terms_stay_within_budget(scene: Scene):
 def test_outputs_of_several_terms_stay_within_budget(scene: Scene):
     whole = make_whole(scene)
     for rank in range(len(scene.shards)):
-        ring_step = make_ring_step(whole, rank)
-        _do, q, local_kv, remote_kv, lse, _delta, rows, keys, score = ring_step.arguments()
-        o, lse = (
-            torch.full((*q.shape[:3], local_kv[1].shape[3]), float("nan"), dtype=q.dtype),
-            torch.full_like(lse, float("nan")),
-        )
+        ring_step = make_visit(whole, rank)
+        x = ring_step.step()
+        o = torch.full((*x.q.shape[:3], x.v.shape[3]), float("nan"), dtype=x.q.dtype)
+        lse = torch.full_like(x.lse, float("nan"))
+        step = Step(x.q, x.k, x.v, x.rows, x.keys, x.score, o, lse)
         with machine.mode(outside=ring_step.arrive):
-            hopper.forward_fused(q, local_kv, remote_kv, rows, keys, score, ring_step.ready_flags, o=o, lse=lse)
+            HopperKernels(ring_step.call()).forward_fused(step, ring_step.arrivals)
         for name, x in (("o", o), ("lse", lse)):
             exact, low = (
                 (y if name == "o" else y.transpose(1, 2))[:, ring_step.places]
@@ -188,27 +180,24 @@ def test_delta_is_made_as_it_would_be_given(name: str, deterministic: bool):
     """Of rows that lie apart, and of a gradient of lse."""
     scene = named(name)
     whole = make_whole(scene)
-    ring_step = make_ring_step(whole, 1)
-    do, q, _, _, lse, delta, *_ = ring_step.arguments()
+    ring_step = make_visit(whole, 1)
+    step = ring_step.step(makes_delta=True)
+    do, o, delta = step.do, step.o, step.delta
+    assert o is not None
     do = torch.cat((do, torch.full_like(do, float("nan"))), 2)[:, :, : do.shape[2]]
-    o = torch.cat((ring_step.source()["o"], torch.full_like(do, float("nan"))), 1)[:, : do.shape[1]]
-    dlse = (
-        torch.randn(lse.shape, generator=torch.Generator().manual_seed(0)).transpose(0, 1).contiguous().transpose(0, 1)
-    )
-    wanted = hopper.delta(o, do, dlse)
-    made = torch.cat((delta, delta), 1)[:, : delta.shape[1]].fill_(float("nan"))
+    o = torch.cat((o, torch.full_like(o, float("nan"))), 1)[:, : o.shape[1]]
+    dlse = torch.randn(delta.shape, generator=torch.Generator().manual_seed(0))
+    dlse = dlse.transpose(0, 1).contiguous().transpose(0, 1)
+    wanted = portable_delta(o, do, dlse)
+    made = torch.cat((delta, delta), 1)[:, : delta.shape[1]]
     found = []
-    for given, options in ((made, {"o": o, "dlse": dlse}), (made, {})):
-        again = make_ring_step(whole, 1)
-        dq, dalibi = again.outputs()
+    for source in ({"o": o, "dlse": dlse}, {"o": None}):
+        again = make_visit(whole, 1)
+        step, grads = again.step()._replace(do=do, delta=made, **source), again.grads()
         with machine.mode(mapped=(*again.regions, *again.bias_regions), outside=again.arrive):
-            backward_fused(
-                do, q, again.local_kv, again.remote_kv, lse, given, again.rows, again.keys, again.arguments()[-1],
-                again.ready_flags,
-                again.grad_buffers, again.grad_buffer_rows, dq=dq, dalibi=dalibi, bias_grad_buffers=again.bias_grad_buffers,
-                deterministic=deterministic, **options,
-            )  # fmt: skip
-        found.append((dq, *again.regions))
+            kernels = HopperKernels(again.call(deterministic=deterministic))
+            kernels.backward_fused(step, again.arrivals, again.returns, grads)
+        found.append((grads.dq, *again.regions))
         torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5)
     for x, y in zip(*found, strict=True):
         assert torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0))
@@ -216,100 +205,88 @@ def test_delta_is_made_as_it_would_be_given(name: str, deterministic: bool):
 
 def test_delta_is_made_of_heads_that_lie_far_apart(monkeypatch: pytest.MonkeyPatch):
     leave_memory_alone(monkeypatch)
-    ring_step = make_ring_step(make_whole(named("head_groups_wide")), 1)
-    do, q, local_kv, remote_kv, lse, delta, *others = ring_step.arguments()
-    dq, dalibi = ring_step.outputs()
-    made = torch.full_like(delta, float("nan"))
+    ring_step = make_visit(make_whole(named("head_groups_wide")), 1)
+    step = ring_step.step(makes_delta=True)
+    assert step.o is not None
+    apart = step._replace(do=heads_apart(step.do), o=heads_apart(step.o))
     with machine.mode(mapped=(*ring_step.regions, *ring_step.bias_regions), outside=ring_step.arrive):
-        backward_fused(
-            heads_apart(do), q, local_kv, remote_kv, lse, made, *others, ring_step.ready_flags, ring_step.grad_buffers,
-            ring_step.grad_buffer_rows,
-            dq=dq, dalibi=dalibi, bias_grad_buffers=None, deterministic=False, o=heads_apart(ring_step.source()["o"]),
-        )  # fmt: skip
-    torch.testing.assert_close(made, hopper.delta(ring_step.source()["o"], do, None), rtol=1e-5, atol=1e-5)
+        kernels = HopperKernels(ring_step.call())
+        kernels.backward_fused(apart, ring_step.arrivals, ring_step.returns, ring_step.grads())
+    torch.testing.assert_close(step.delta, portable_delta(step.o, step.do, None), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_there_need_not_be_waited_for():
     assert_gradients_within_budget(named("window"), waits=False)
 
 
+def source_alone(ring_step: RingStep, source: int) -> tuple[BackwardStep, Grads]:
+    """A step over the rows of one source, and unwritten gradients of its keys."""
+    step, places, side = ring_step.step(), ring_step.source_places[source], ring_step.keys.sides[source]
+    first, key_bias = side.run_list[0][0], ring_step.whole.key_bias
+    keys = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
+    k, v = ring_step.whole.k[:, places], ring_step.whole.v[:, places]
+    score = replace(step.score, key_bias=None if key_bias is None else key_bias[:, places])
+    grads = Grads(torch.empty(0), *(torch.full(x.shape, float("nan")) for x in (k, v)))
+    if key_bias is not None:
+        grads = replace(grads, dkey_bias=torch.full((k.shape[0], len(places)), float("nan")))
+    return step._replace(k=k, v=v, keys=keys, score=score), grads
+
+
+def assert_same_keys(region: Tensor, grads: Grads) -> None:
+    assert grads.dk is not None
+    assert grads.dv is not None
+    assert torch.equal(region[:, : grads.dk.shape[1]], torch.cat((grads.dk, grads.dv), -1))
+
+
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", ["zigzag", "documents", "lengths", "narrow_columns", "slopes_wide"])
 @pytest.mark.parametrize("both", [True, False], ids=["fused", "keys"])
-def test_contributions_are_the_bits_of_ring_steps_one_by_one(name: str, both: bool):
+def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
     """Where no tile is split, sums have one order."""
     scene = named(name)
-    config = DkvConfig(block=64, persistent=False)
     whole = make_whole(scene)
-    score = whole.score
     for rank in range(len(scene.shards)):
-        ring_step = make_ring_step(whole, rank)
-        do, q, local_kv, remote_kv, lse, delta, rows, keys, _ = ring_step.arguments()
-        dq, dalibi = ring_step.outputs(torch.float32)
-        remote = RemoteGradArgs(remote_kv, ring_step.ready_flags, ring_step.grad_buffers, ring_step.grad_buffer_rows)
+        ring_step = make_visit(whole, rank)
+        step, grads, bound = ring_step.step(), ring_step.grads(torch.float32), HopperKernels(ring_step.call()).bound
+        bound.dkv[both] = DkvConfig(block=64, persistent=False)
         with machine.mode(mapped=tuple(ring_step.regions), outside=ring_step.arrive):
-            x = BackwardInputs(do, q, local_kv[0], local_kv[1], lse, delta, rows, keys, score, remote=remote)
-            launch_dkv(x, GradOutputs(dq, dalibi=dalibi), want_dq=both, config=config)
-        for side, places, region in zip(keys.sides, ring_step.source_places, ring_step.regions, strict=True):
-            first = side.run_list[0][0]
-            alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
-            k, v = whole.k[:, places], whole.v[:, places]
-            grads = Grads(
-                dq.clone(), *(torch.full(x.shape, float("nan")) for x in (k, v)), dalibi=ring_step.outputs()[1]
-            )
-            x = BackwardInputs(do, q, k, v, lse, delta, rows, alone, score)
-            launch_dkv(x, GradOutputs.of(grads), want_dq=both, config=config)
-            assert torch.equal(region[:, : len(places), :, : scene.head_dim], grads.dk)
-            assert torch.equal(region[:, : len(places), :, scene.head_dim :], grads.dv)
+            launch_dkv(bound, step, grads, ring_step.arrivals, ring_step.returns, want_dq=both)
+        for source, region in enumerate(ring_step.regions):
+            alone, of_source = source_alone(ring_step, source)
+            of_source = replace(of_source, dq=grads.dq.clone(), dalibi=ring_step.grads().dalibi)
+            launch_dkv(bound, alone, of_source, want_dq=both)
+            assert_same_keys(region, of_source)
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", ["wide_terms", "wide_groups"])
-def test_wide_contributions_are_the_bits_of_ring_steps_one_by_one(name: str):
+def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str):
     """Likewise, dkey_bias too."""
-    scene, config = named(name), WideDkvConfig(split=False)
+    scene = named(name)
     whole = make_whole(scene)
     for rank in range(len(scene.shards)):
-        ring_step = make_ring_step(whole, rank)
-        do, q, local_kv, remote_kv, lse, delta, rows, keys, score = ring_step.arguments()
-        remote = RemoteGradArgs(
-            remote_kv,
-            ring_step.ready_flags,
-            ring_step.grad_buffers,
-            ring_step.grad_buffer_rows,
-            ring_step.bias_grad_buffers,
-        )
+        ring_step = make_visit(whole, rank)
+        bound = HopperKernels(ring_step.call()).bound
+        bound.dkv[False] = WideDkvConfig(split=False)
         with machine.mode(mapped=(*ring_step.regions, *ring_step.bias_regions), outside=ring_step.arrive):
-            x = BackwardInputs(do, q, local_kv[0], local_kv[1], lse, delta, rows, keys, score, remote=remote)
-            launch_dkv(x, GradOutputs(torch.empty(0)), config=config)
-        for i, (side, places) in enumerate(zip(keys.sides, ring_step.source_places, strict=True)):
-            first = side.run_list[0][0]
-            alone = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
-            k, v = whole.k[:, places], whole.v[:, places]
-            dk, dv = (torch.full(x.shape, float("nan")) for x in (k, v))
-            grads = Grads(torch.empty(0), dk, dv)
-            here = score
-            if whole.key_bias is not None:
-                grads = replace(grads, dkey_bias=torch.full((scene.batch, len(places)), float("nan")))
-                here = replace(score, key_bias=whole.key_bias[:, places])
-            launch_dkv(BackwardInputs(do, q, k, v, lse, delta, rows, alone, here), GradOutputs.of(grads), config=config)
-            assert torch.equal(ring_step.regions[i][:, : len(places), :, : scene.head_dim], grads.dk)
-            assert torch.equal(ring_step.regions[i][:, : len(places), :, scene.head_dim :], grads.dv)
+            launch_dkv(bound, ring_step.step(), Grads(torch.empty(0)), ring_step.arrivals, ring_step.returns)
+        for source, region in enumerate(ring_step.regions):
+            alone, grads = source_alone(ring_step, source)
+            launch_dkv(bound, alone, grads)
+            assert_same_keys(region, grads)
             if grads.dkey_bias is not None:
-                assert torch.equal(ring_step.bias_regions[i][..., : len(places)].sum(1), grads.dkey_bias)
+                biases = ring_step.bias_regions[source][..., : alone.k.shape[1]]
+                assert torch.equal(biases.sum(1), grads.dkey_bias)
 
 
-def test_dq_by_rows_over_local_keys_alone_is_the_bits_of_one_ring_step():
-    ring_step = make_ring_step(make_whole(named("alone")), 0)
-    do, q, local_kv, remote_kv, lse, delta, rows, keys, score = ring_step.arguments()
-    config = DqConfig(64, 3, 3)
-    wanted, found = ring_step.outputs()[0], ring_step.outputs()[0]
-    remote = RemoteGradArgs(remote_kv, None, ring_step.grad_buffers, ring_step.grad_buffer_rows)
-    alone = BackwardInputs(do, q, local_kv[0], local_kv[1], lse, delta, rows, keys.sides[0], score)
-    fused = BackwardInputs(do, q, local_kv[0], local_kv[1], lse, delta, rows, keys, score, remote=remote)
-    launch_dq(alone, GradOutputs(wanted), config=config)
-    launch_dq(fused, GradOutputs(found), config=config)
-    assert torch.equal(wanted, found)
+def test_dq_by_rows_over_near_alone_is_the_bits_of_one_visit():
+    ring_step = make_visit(make_whole(named("alone")), 0)
+    step, bound = ring_step.step(), HopperKernels(ring_step.call()).bound
+    bound.dq = DqConfig(64, 3, 3)
+    wanted, found = ring_step.grads(), ring_step.grads()
+    launch_dq(bound, step._replace(keys=ring_step.keys.sides[0]), wanted)
+    launch_dq(bound, step, found, ring_step.arrivals._replace(ready_flags=None))
+    assert torch.equal(wanted.dq, found.dq)
 
 
 @pytest.mark.emulated
@@ -317,7 +294,7 @@ def test_dq_by_rows_over_local_keys_alone_is_the_bits_of_one_ring_step():
 @pytest.mark.parametrize("lost", ["negative", "never"])
 @pytest.mark.parametrize("name", ["group", "slopes", "slopes_window", "key_bias", "wide"])
 def test_what_never_comes_makes_results_nan_and_sets_the_error_word(name: str, lost: str, deterministic: bool):
-    ring_step = make_ring_step(make_whole(named(name)), 1)
+    ring_step = make_visit(make_whole(named(name)), 1)
     ring_step.waiting = [(group, source) for group, source in ring_step.waiting if group > 0]
     if lost == "negative":
         ring_step.flags[0, 1] = -1
@@ -333,7 +310,7 @@ def test_what_never_comes_makes_results_nan_and_sets_the_error_word(name: str, l
 
 
 def test_an_error_of_an_earlier_call_is_not_forgotten():
-    ring_step = make_ring_step(make_whole(named("window")), 2)
+    ring_step = make_visit(make_whole(named("window")), 2)
     ring_step.error[0] = 1
     dq, _ = run(ring_step)
     assert dq.isnan().all()
@@ -344,11 +321,8 @@ def test_an_error_of_an_earlier_call_is_not_forgotten():
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
 def test_a_rank_without_queries_sends_zeros_home(deterministic: bool):
     scene = Scene("no_queries", (((0, 1, 140),), ((140, 1, 61),)), heads=1)
-    ring_step = make_ring_step(make_whole(scene), 0, everything=True)
-    ring_step.places, ring_step.rows = (
-        [],
-        make_ring_step(make_whole(replace(scene, shards=((), *scene.shards))), 0).rows,
-    )
+    ring_step = make_visit(make_whole(scene), 0, everything=True)
+    ring_step.places, ring_step.rows = [], make_visit(make_whole(replace(scene, shards=((), *scene.shards))), 0).rows
     run(ring_step, deterministic=deterministic)
     for region, places in zip(ring_step.regions, ring_step.source_places, strict=True):
         assert not region[:, : len(places)].any()
@@ -358,8 +332,8 @@ def test_a_rank_without_queries_sends_zeros_home(deterministic: bool):
 def test_a_rank_without_keys_of_its_own_fetches_all():
     scene = Scene("no_keys", ((), ((0, 1, 140),), ((140, 1, 61),)), heads=1)
     whole = make_whole(scene)
-    ring_step = make_ring_step(whole, 0, everything=True)
-    other = make_ring_step(whole, 1)
+    ring_step = make_visit(whole, 0, everything=True)
+    other = make_visit(whole, 1)
     ring_step.places, ring_step.rows = other.places, other.rows
     dq, _ = run(ring_step)
     exact, low = (found["dq"][:, ring_step.places] for found in (whole.exact, whole.low))
@@ -371,7 +345,7 @@ def test_a_rank_without_keys_of_its_own_fetches_all():
 def test_delta_of_queries_that_have_no_keys_is_made_too(head_dim: int, deterministic: bool):
     """The gradient of sinks asks for it."""
     whole = make_whole(Scene("no_keys", ((), ((0, 1, 60),)), heads=1, head_dim=head_dim))
-    ring_step, other = make_ring_step(whole, 0), make_ring_step(whole, 1)
+    ring_step, other = make_visit(whole, 0), make_visit(whole, 1)
     ring_step.places, ring_step.rows = other.places, other.rows
     assert not any(side.positions.numel() for side in ring_step.keys.sides)
     dq, _ = run(ring_step, deterministic=deterministic)
@@ -379,42 +353,22 @@ def test_delta_of_queries_that_have_no_keys_is_made_too(head_dim: int, determini
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fused", "pair"])
-def test_parts_of_split_tiles_return_to_their_owners(deterministic: bool, monkeypatch: pytest.MonkeyPatch):
+def test_parts_of_split_tiles_come_home(deterministic: bool, monkeypatch: pytest.MonkeyPatch):
     programs = 13
     monkeypatch.setattr(launcher, "multiprocessors", lambda _: programs)
     scene = Scene("split", (((0, 1, 640),), ((640, 1, 100),)), heads=1, head_dim=128)
-    ring_step = make_ring_step(make_whole(scene), 0)
-    plan = make_plan(ring_step.keys, ring_step.rows, Shape(1, 1, 128, 64, programs, 640 * (256 * 2 + 128 * 4), align=4))
+    ring_step = make_visit(make_whole(scene), 0)
+    plan = schedule_tiles(
+        ring_step.keys, ring_step.rows, Shape(1, 1, 128, 64, programs, 640 * (256 * 2 + 128 * 4), align=4)
+    )
     assert set(plan.split_tiles[:, 0].tolist()) == {0, 1}, "the scene splits tiles of both sources"
     assert_gradients_within_budget(scene, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("head_dim", [64, 256], ids=["fused", "wide"])
-def test_parts_of_biases_return_to_their_owners_too(head_dim: int, monkeypatch: pytest.MonkeyPatch):
-    for name in ("OVERHEAD", "EPILOGUE", "MERGE"):
-        monkeypatch.setattr(plan_of_work, name, 0)
-    monkeypatch.setattr(plan_of_work, "MIN_PART", 1)
-    split: set[int] = set()
-
-    def make(keys: Any, rows: Any, shape: Any) -> Any:
-        made = make_plan(keys, rows, replace(shape, programs=7))
-        split.update(made.split_tiles[:, 0].tolist())
-        return made
-
-    monkeypatch.setattr(launcher, "make_plan", make)
+def test_parts_of_biases_come_home_too(head_dim: int, monkeypatch: pytest.MonkeyPatch):
+    plans = split_always(monkeypatch, launcher)
     runs = (((0, 1, 190),), ((190, 1, 50),))
     assert_gradients_within_budget(Scene("split", runs, heads=1, head_dim=head_dim, v_head_dim=64, key_bias=True))
+    split = {source for plan in plans for source in plan.split_tiles[:, 0].tolist()}
     assert split == {0, 1}, "tiles of both sources are split"
-
-
-@pytest.mark.parametrize("score", [{"bias": torch.zeros(1)}, {"dropout_p": 0.5}], ids=str)
-def test_what_is_not_gathered_is_refused(score: dict[str, Any]):
-    ring_step = make_ring_step(make_whole(named("alone")), 0)
-    *most, _ = ring_step.arguments()
-    dq, dalibi = ring_step.outputs()
-    wanted: Any = Score(1.0, **score)
-    with pytest.raises(NotImplementedError, match=r"take no (bias|dropout)"):
-        backward_fused(
-            *most, wanted, None, ring_step.grad_buffers, ring_step.grad_buffer_rows,
-            dq=dq, dalibi=dalibi, bias_grad_buffers=None, deterministic=False,
-        )  # fmt: skip

@@ -1,21 +1,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import Grads, RowMetadata, Score, SoftmaxState
+pytest.importorskip("triton")
+
+from ringattn.kernels.attention.portable import configs
+from ringattn.kernels.attention.portable.api import PortableKernels
+from ringattn.kernels.interface import BackwardStep, CallShape, Grads, RowMetadata, Score, SoftmaxState, Step
 from ringattn.schedule.validation import SOFTCAPS
 from tests.support.kernel_conformance import CASES, SMALL_WEIGHT_CASES, TERM_CASES, Case, run_case
 from tests.support.large_strides import HALF_WAY, at_strides, heads_apart, leave_memory_alone
 from tests.support.request_isolation import BAD, SPOILT, assert_kernels_isolate
-
-pytest.importorskip("triton")
-portable = pytest.importorskip("ringattn.kernels.attention.portable.api")
-configs = pytest.importorskip("ringattn.kernels.attention.portable.configs")
 
 BULK_CASES = (
     "causal",
@@ -47,54 +47,56 @@ def side(n: int, lo: torch.Tensor, hi: torch.Tensor) -> RowMetadata:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward_and_backward_stay_within_budget(case: Case):
-    run_case(portable, case, torch.float32, "cpu")
+    run_case(PortableKernels, case, torch.float32, "cpu")
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", TERM_CASES, ids=str)
 def test_masks_of_several_terms_stay_within_budget(case: Case):
-    run_case(portable, case, torch.float32, "cpu")
+    run_case(PortableKernels, case, torch.float32, "cpu")
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_what_is_not_finite_stays_with_its_request(spoilt: str, bad: float):
-    assert_kernels_isolate(portable, (90, 71, 50), spoilt, bad, torch.float32, "cpu")
+    assert_kernels_isolate(PortableKernels, (90, 71, 50), spoilt, bad, torch.float32, "cpu")
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in HALF_CASES], ids=str)
 def test_half_precision_stays_within_budget(case: Case):
-    run_case(portable, case, torch.float16, "cpu")
+    run_case(PortableKernels, case, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("case", [case for case in SMALL_WEIGHT_CASES if case.head_dim <= 64], ids=str)
 def test_small_weights_keep_their_digits(case: Case):
-    run_case(portable, case, torch.float16, "cpu")
+    run_case(PortableKernels, case, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("softcap", [50.0, 2.0**13, SOFTCAPS[torch.float32]])
 def test_a_wide_softcap_loses_no_digits_of_fp32(softcap: float):
-    run_case(portable, replace(WIDEST, softcap=softcap), torch.float32, "cpu")
+    run_case(PortableKernels, replace(WIDEST, softcap=softcap), torch.float32, "cpu")
 
 
 def test_the_widest_softcap_stays_within_budget():
-    run_case(portable, replace(WIDEST, softcap=SOFTCAPS[torch.float16]), torch.float16, "cpu")
+    run_case(PortableKernels, replace(WIDEST, softcap=SOFTCAPS[torch.float16]), torch.float16, "cpu")
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", [case for case in (*CASES, *TERM_CASES) if case.name in BULK_CASES], ids=str)
 def test_bulk_loads_stay_within_budget_at_any_offset(case: Case, monkeypatch: pytest.MonkeyPatch):
     choose = configs.choose
-    monkeypatch.setattr(configs, "choose", lambda *args: replace(choose(*args), tma=True))
-    run_case(portable, case, torch.float32, "cpu")
+    found = lambda *args: {name: replace(config, tma=True) for name, config in choose(*args).items()}  # noqa: E731
+    monkeypatch.setattr(configs, "choose", found)
+    run_case(PortableKernels, case, torch.float32, "cpu")
 
 
-class FarApart:
+class FarApart(PortableKernels):
     """The kernels on a copy of this tensor whose heads, or rows of a bias, lie far apart."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, call: CallShape, *, name: str) -> None:
+        super().__init__(call)
         self.name = name
 
     def place(self, name: str, x: Tensor) -> Tensor:
@@ -108,35 +110,21 @@ class FarApart:
     def score(self, score: Score) -> Score:
         return score if score.bias is None else replace(score, bias=self.place("bias", score.bias))
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rows: RowMetadata,
-        keys: RowMetadata,
-        score: Score,
-        *,
-        o: Tensor,
-        **rest: Any,
-    ):
-        q, k, v, far_o = (self.place(*x) for x in (("q", q), ("k", k), ("v", v), ("o", o)))
-        portable.forward(q, k, v, rows, keys, self.score(score), o=far_o, **rest)
-        o.copy_(far_o)
+    def forward(self, step: Step) -> None:
+        far = {name: self.place(name, getattr(step, name)) for name in ("q", "k", "v", "o")}
+        super().forward(step._replace(score=self.score(step.score), **far))
+        step.o.copy_(far["o"])
 
     def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
-        return portable.delta(self.place("o", o), self.place("do", do), dlse, out)
+        return super().delta(self.place("o", o), self.place("do", do), dlse, out)
 
-    def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, rows: RowMetadata, keys: RowMetadata,
-        score: Score, grads: Grads, *, o: Tensor | None = None, dlse: Tensor | None = None, delta_made: bool = False,
-    ) -> None:  # fmt: skip
+    def backward(self, step: BackwardStep, grads: Grads) -> None:
         names = ("dq", "dk", "dv") if grads.dbias is None else ("dq", "dk", "dv", "dbias")
         far = {name: self.place(name, getattr(grads, name)) for name in names}
-        do, q, k, v = (self.place(*x) for x in (("do", do), ("q", q), ("k", k), ("v", v)))
-        o = None if o is None else self.place("o", o)
-        ring_step = (do, q, k, v, lse, delta, rows, keys, self.score(score), replace(grads, **far))
-        portable.backward(*ring_step, o=o, dlse=dlse, delta_made=delta_made)
+        given = {
+            name: self.place(name, x) for name in ("do", "q", "k", "v", "o") if (x := getattr(step, name)) is not None
+        }
+        super().backward(step._replace(score=self.score(step.score), **given), replace(grads, **far))
         for name, x in far.items():
             getattr(grads, name).copy_(x)
 
@@ -150,7 +138,7 @@ def test_offsets_may_need_more_than_32_bits(name: str, monkeypatch: pytest.Monke
     bias = {"rows of bias": "shared", "bias": "dense", "dbias": "dense"}.get(name)
     heads = 1 if name == "rows of bias" else 3
     case = Case("far_apart", seq_len=20, mask={"causal": True}, heads=heads, kv_heads=heads, bias=bias)
-    run_case(FarApart(name), case, torch.float16, "cpu")
+    run_case(partial(FarApart, name=name), case, torch.float16, "cpu")
 
 
 def test_the_backward_is_the_same_bits_every_time():
@@ -165,7 +153,8 @@ def test_the_backward_is_the_same_bits_every_time():
     found = []
     for _ in range(2):
         dq, dk, dv, dkey_bias = (torch.full_like(x, float("nan")) for x in (q, k, v, key_bias))
-        portable.backward(do, q, k, v, lse, delta, rows, keys, score, Grads(dq, dk, dv, dkey_bias))
+        kernels = PortableKernels(CallShape.of(q, k, v, score))
+        kernels.backward(BackwardStep(do, q, k, v, lse, delta, rows, keys, score), Grads(dq, dk, dv, dkey_bias))
         found.append((dq, dk, dv, dkey_bias))
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
@@ -180,7 +169,8 @@ def test_keys_nobody_sees_are_never_read():
     k, v = torch.randn(2, 1, 2 * n, 1, 16)
     k[:, n:], v[:, n:] = float("nan"), float("nan")
     o, lse = torch.full((1, n, 1, 16), float("nan")), torch.full((1, 1, n), float("nan"))
-    portable.forward(q, k[:, :n], v[:, :n], rows, rows, Score(0.25), carry=None, first=True, last=True, o=o, lse=lse)
+    step = Step(q, k[:, :n], v[:, :n], rows, rows, Score(0.25), o, lse)
+    PortableKernels(CallShape.of(q, k, v, step.score)).forward(step)
     assert torch.allclose(o, v[:, :n], atol=1e-6)
 
 
@@ -191,15 +181,7 @@ def test_a_visit_without_visible_keys_leaves_the_carry_alone():
     carry = SoftmaxState(torch.randn(1, 1, 40), torch.rand(1, 1, 40), torch.randn(1, 40, 1, 16))
     before = SoftmaxState(carry.m.clone(), carry.l.clone(), carry.acc.clone())
     o, lse = torch.empty(1, 40, 1, 16), torch.empty(1, 1, 40)
-    portable.forward(q, k, k, rows, keys, Score(0.25), carry=carry, first=False, last=False, o=o, lse=lse)
+    step = Step(q, k, k, rows, keys, Score(0.25), o, lse, carry, first=False, last=False)
+    PortableKernels(CallShape.of(q, k, k, step.score)).forward(step)
     for name in ("m", "l", "acc"):
         assert torch.equal(getattr(carry, name), getattr(before, name))
-
-
-@pytest.mark.parametrize(("dtype", "head_dim", "match"), [(torch.float64, 16, "float32"), (torch.float32, 320, "256")])
-def test_what_is_not_served_is_refused(dtype: torch.dtype, head_dim: int, match: str):
-    q = torch.zeros(1, 4, 1, head_dim, dtype=dtype)
-    rows = side(4, torch.zeros(4), torch.zeros(4))
-    lse = torch.zeros(1, 1, 4, dtype=dtype)
-    with pytest.raises(NotImplementedError, match=match):
-        portable.forward(q, q, q, rows, rows, Score(1.0), carry=None, first=True, last=True, o=q, lse=lse)
