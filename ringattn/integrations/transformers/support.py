@@ -247,7 +247,8 @@ def inner_model(model: Any) -> PreTrainedModel:
                 f"independently (LoRA and similar), got {type(model).__name__} "
                 f"{[type(one).__name__ for one in others] or ''}; pass the model inside, or merge adapters with merge_and_unload()"
             )
-        model = model._orig_mod if compiled else model.get_base_model()
+        inner: Any = model._orig_mod if compiled else model.get_base_model()
+        model = inner
     return model
 
 

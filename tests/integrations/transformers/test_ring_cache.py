@@ -803,7 +803,7 @@ def test_an_error_inside_is_raised_whatever_became_of_the_model() -> None:
 def wrapped(how: str) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens of a wrapped model with a RingCache of it, and of the model alone."""
     peft = pytest.importorskip("peft")
-    model = make("llama", "ringattn", torch.float32).eval()
+    model: Any = make("llama", "ringattn", torch.float32).eval()
     plain = make("llama", "sdpa", torch.float32).eval()
     if how != "compile":
         torch.manual_seed(0)
@@ -814,7 +814,7 @@ def wrapped(how: str) -> tuple[list[list[int]], list[list[int]]]:
     if how != "peft":
         model = torch.compile(model, backend="eager")
     expected = plain.generate(**FEW, **GREEDY)
-    with torch.no_grad(), RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:  # pyright: ignore[reportArgumentType]
+    with torch.no_grad(), RingCache(model, Ring(), max_tokens=64, page_size=4) as cache:
         found = model.generate(**FEW, **GREEDY, past_key_values=cache)
         cache.reset()
         first = model(**FEW, past_key_values=cache).logits[:, -1].argmax(-1)
@@ -839,11 +839,12 @@ def test_other_wrappers_are_refused_by_type() -> None:
 
     tokens_of_its_own = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     from_a_token_on = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[3])
-    for model, named in (
+    cases: Any = (
         (adapted(tokens_of_its_own), r"got PeftModelForCausalLM \['PromptTuningConfig'\]; pass"),
         (adapted(from_a_token_on), r"got PeftModelForCausalLM \['LoraConfig'\]; pass"),
         (torch.nn.Sequential(make("llama", "ringattn")), "got Sequential"),
-    ):
+    )
+    for model, named in cases:
         with pytest.raises(NotImplementedError, match=named):
             RingCache(model, Ring(), max_tokens=20)
 
