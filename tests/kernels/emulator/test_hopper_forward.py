@@ -67,11 +67,12 @@ PACKED_TERMS = replace(FEW_ROWS, name="few_rows_of_terms", mask={}, terms=blocks
 class ForwardKernels(HopperKernels):
     """The forward under test beside a backward that is right."""
 
-    delta = staticmethod(eager_delta)
-
     def __init__(self, call: CallShape, *, config: ForwardConfig | None = None, pack: int | None = None) -> None:
         super().__init__(call)
         self.bound.forward, self.bound.pack = config or self.bound.forward, pack
+
+    def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return eager_delta(o, do, dlse, out)
 
     def backward(self, step: BackwardStep, grads: Grads) -> None:
         if step.rows.terms == 1 and step.rows.patterns is None:

@@ -226,7 +226,8 @@ def source_alone(ring_step: RingStep, source: int) -> tuple[BackwardStep, Grads]
     keys = replace(side, run_list=tuple((offset - first, *run) for offset, *run in side.run_list))
     k, v = ring_step.whole.k[:, places], ring_step.whole.v[:, places]
     score = replace(step.score, key_bias=None if key_bias is None else key_bias[:, places])
-    grads = Grads(torch.empty(0), *(torch.full(x.shape, float("nan")) for x in (k, v)))
+    dk, dv = (torch.full(x.shape, float("nan")) for x in (k, v))
+    grads = Grads(torch.empty(0), dk, dv)
     if key_bias is not None:
         grads = replace(grads, dkey_bias=torch.full((k.shape[0], len(places)), float("nan")))
     return step._replace(k=k, v=v, keys=keys, score=score), grads
