@@ -479,9 +479,8 @@ def _put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS
 
 @gluon.jit
 def _dalibi(out, b, h):
-    """Sums of dalibi of a query head, or None."""
-    at = gl.cast(b, gl.int64) * out.dalibi_sb + gl.cast(h, gl.int64) * out.dalibi_sh
-    return out.dalibi + at if out.dalibi is not None else None
+    """Sums of dalibi of a query head."""
+    return out.dalibi + gl.cast(b, gl.int64) * out.dalibi_sb + gl.cast(h, gl.int64) * out.dalibi_sh
 
 
 @gluon.jit
@@ -534,7 +533,8 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         keys = Keys(k_pos, key_bias, v_held, out.queries)
 
         for g in range(plan.group):
-            slope, dalibi = slope_of(score, h_kv * plan.group + g), _dalibi(out, b, h_kv * plan.group + g)
+            slope = slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
+            dalibi = _dalibi(out, b, h_kv * plan.group + g) if out.dalibi is not None else None
             for part in range(segment, segment + masked):
                 x, blocks, begin, end, origin, stride = segment_of(plan.segments, part)
                 own_lo, own_hi = bounds_in(
@@ -562,7 +562,8 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
                 _row, _blocks, begin, end, origin, stride = segment_of(plan.segments, part)
                 h = h_kv * plan.group + g
                 for _j in range(blocks):
-                    slope, dalibi = slope_of(score, h), _dalibi(out, b, h)
+                    slope = slope_of(score, h) if score.alibi_slopes is not None else None
+                    dalibi = _dalibi(out, b, h) if out.dalibi is not None else None
                     dk, dv, dkey_bias = _step(
                         WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, keys, slope, dalibi, dq_half, mem,
                         score, c, False,

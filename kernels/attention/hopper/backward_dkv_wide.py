@@ -280,7 +280,7 @@ def _make_dv(plan, out, score, mem, c):
                 key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
 
         for g in range(plan.group):
-            slope = slope_of(score, h_kv * plan.group + g)
+            slope = slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
             for part in range(segment, segment + masked):
                 x, blocks, begin, end, origin, stride = segment_of(plan.segments, part)
                 own_lo, own_hi = bounds_in(
@@ -297,7 +297,7 @@ def _make_dv(plan, out, score, mem, c):
                     count += 1
         if score.alibi_slopes is not None:
             for g in range(plan.group):
-                slope = slope_of(score, h_kv * plan.group + g)
+                slope = slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
                 for part in range(segment + masked, segment + masked + full):
                     x, blocks, _begin, _end, origin, stride = segment_of(plan.segments, part)
                     for _j in range(blocks):

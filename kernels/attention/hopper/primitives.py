@@ -311,8 +311,8 @@ def segment_of(segments, i):
 
 @gluon.jit
 def slope_of(score, h):
-    """ALiBi slope of a query head in log2 units, or None."""
-    return gl.load(score.alibi_slopes + h) * LOG2E if score.alibi_slopes is not None else None
+    """ALiBi slope of a query head in log2 units."""
+    return gl.load(score.alibi_slopes + h) * LOG2E
 
 
 @gluon.jit
