@@ -36,8 +36,9 @@ class ServeArgs:
     """Flags of the server.
 
     Attributes:
-        model: A folder of transformers (config, weights as safetensors, tokenizer), a config.json (random weights, and bytes for
-            tokens if no tokenizer is beside it), or tiny, which needs no files and talks nonsense.
+        model: A folder of transformers (config, all weights as safetensors, tokenizer), the path of a config.json (random weights,
+            and bytes for tokens if no tokenizer is beside it), or tiny, which needs no files and talks nonsense.
+        adapter: A folder of peft with an adapter, such as LoRA, that is merged into the model's weights.
         name: The name by which requests call the model; default the folder's name.
         host: The address to listen on; only this machine reaches the default.
         port: The port; 0 for any that is free.
@@ -70,6 +71,7 @@ class ServeArgs:
     """
 
     model: str
+    adapter: str | None = None
     name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -158,8 +160,8 @@ def check_model(path: str) -> None:
     if path == TINY:
         return
     place = Path(path).expanduser()
-    check_place(path, f"{TINY!r}, a config.json or a folder with one")
     if place.is_dir() and not any(place.glob("*.safetensors")) and any(place.glob("*.bin")):
         raise Refusal(
             f"weights must be safetensors, got *.bin in {path}, which would be unpickled; save the model with transformers again"
         )
+    check_place(path, f"{TINY!r}, a config.json or a folder with one")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.launch.runtime.checkpoint_files import has_tokenizer, has_weights, read_config, read_model
+from ringattn.launch.runtime.checkpoint_files import ADAPTER, read_config, read_model, tokenizer_folder
 from ringattn.launch.runtime.distributed import Refusal, Session
 from ringattn.launch.runtime.planned_memory import RESERVE, check_fits
 from ringattn.launch.serve.config import TINY, ServeArgs, check_model
@@ -48,7 +48,7 @@ class ServedModel:
         model: On its device, with ring attention.
         length: Maximum tokens of a sequence, by its config; None if that has none.
         facts: Text that must be the same on all ranks.
-        random_weights: They were drawn on a GPU: all ranks must take those of rank 0 (`broadcast_weights`).
+        random_weights: They were drawn: all ranks must take those of rank 0 (`broadcast_weights`).
     """
 
     model: Any
@@ -60,7 +60,14 @@ class ServedModel:
 
 
 def load_model(
-    path: str, *, name: str | None, dtype: str, device: torch.device, seed: int, max_len: int | None = None
+    path: str,
+    *,
+    name: str | None,
+    dtype: str,
+    device: torch.device,
+    seed: int,
+    max_len: int | None = None,
+    adapter: str | None = None,
 ) -> ServedModel:
     """Load the model of a folder, of a config (random weights), or the one that is built in; see the flags of the server.
 
@@ -72,7 +79,7 @@ def load_model(
     register()
     check_model(path)
     place = Path(path).expanduser()
-    folder = place if place.is_dir() else place.parent
+    tokenizer_place = None if path == TINY else tokenizer_folder(path)
     config = _read(path)
     text = config.get_text_config(decoder=True)
     length = getattr(text, "max_position_embeddings", None)
@@ -84,8 +91,10 @@ def load_model(
                 f"of a step, got {max_len or length}; pass --max-len {most}"
             )
     chosen = _choose_dtype(config, dtype, device)
-    has_files = path != TINY and has_weights(place)
-    model = _build_model(config, place if has_files else None, chosen, device, seed, tiny=path == TINY)
+    random_weights = path == TINY or place.is_file()
+    model = _build_model(config, None if random_weights else place, chosen, device, seed, tiny=path == TINY)
+    if adapter is not None:
+        model = _merge_adapter(model, Path(adapter).expanduser())
     table = max_learned_positions(model)
     if table is not None:
         if (max_len or table) > table:
@@ -96,8 +105,8 @@ def load_model(
             )
         length = table
     vocab: int = model.get_input_embeddings().weight.shape[0]
-    if path != TINY and has_tokenizer(folder):
-        tokenizer: Tokenizer = PretrainedTokenizer(folder, _stops(model), vocab)
+    if tokenizer_place is not None:
+        tokenizer: Tokenizer = PretrainedTokenizer(tokenizer_place, _stops(model), vocab)
     elif vocab >= ByteTokenizer.MIN_VOCAB:
         tokenizer = ByteTokenizer(vocab)
     else:
@@ -105,9 +114,8 @@ def load_model(
             f"a model without a tokenizer must have at least {ByteTokenizer.MIN_VOCAB} tokens, for bytes and an end, "
             f"got {vocab}; put a tokenizer.json into its folder"
         )
-    served_name = name or (TINY if path == TINY else folder.resolve().name)
+    served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)
     facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
-    random_weights = device.type == "cuda" and path != TINY and not has_files
     return ServedModel(model, tokenizer, served_name, length, facts, random_weights)
 
 
@@ -199,6 +207,26 @@ def _build_model(
     if "device_map" not in options:
         model = model.to(device)
     return model.eval().requires_grad_(False)
+
+
+def _merge_adapter(model: Any, folder: Path) -> Any:
+    """Return a model with the adapter in a folder merged into its weights; raise Refusal if that is not possible in full."""
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError:
+        raise Refusal("adapter needs peft; install it with: pip install peft") from None
+    if not ((folder / ADAPTER).is_file() and (folder / "adapter_model.safetensors").is_file()):
+        raise Refusal(f"adapter must be a folder with {ADAPTER} and adapter_model.safetensors, got {folder}")
+    try:
+        adapted: Any = PeftModel(model, PeftConfig.from_pretrained(str(folder)))
+        found = adapted.load_adapter(str(folder), "default")
+        if wrong := [key for key in found.missing_keys if ".default" in key] + found.unexpected_keys:
+            raise ValueError(f"{len(wrong)} weights that only one of them has, such as {wrong[0]}")
+        return adapted.merge_and_unload(safe_merge=True).eval().requires_grad_(False)
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise Refusal(
+            f"adapter must be one of {type(model).__name__} that peft can merge, got {folder}: {type(error).__name__}: {error}"
+        ) from None
 
 
 @torch.no_grad()

@@ -143,7 +143,13 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
         if planned:
             session.say(planned)
         served = load_model(
-            args.model, name=args.name, dtype=args.dtype, device=session.device, seed=args.seed, max_len=args.max_len
+            args.model,
+            name=args.name,
+            dtype=args.dtype,
+            device=session.device,
+            seed=args.seed,
+            max_len=args.max_len,
+            adapter=args.adapter,
         )
     except Refusal as error:
         problem = str(error)
@@ -157,6 +163,7 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
     if served is None:
         raise Refusal(problem)
     if served.random_weights:
+        session.say(f"{args.model}: random weights of seed {args.seed}, so answers make no sense")
         broadcast_weights(served.model, session)
     if session.device.type == "cuda":
         for line in optimize_model(served.model, ring, fused=args.fuse, split=args.split).messages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringattn.launch.runtime.checkpoint_files import check_place
 from ringattn.launch.runtime.distributed import Refusal, Session
 from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.serve import run as serve_run
@@ -28,7 +30,7 @@ from ringattn.launch.serve.models import broadcast_weights, check_memory, descri
 from ringattn.launch.serve.sampling import Logprob, Sampling, sample_tokens
 from ringattn.launch.serve.scheduler import Request, Scheduler
 from ringattn.launch.serve.tokenizer import ByteTokenizer, ChatTemplateError, PretrainedTokenizer
-from ringattn.launch.train.pretrained import build_causal_lm
+from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer
 from ringattn.ring import Ring
 from tests.support.graph_recorder import Reruns
 
@@ -230,7 +232,8 @@ def test_a_template_executes_nothing(folder):
 def test_a_config_alone_gives_the_same_random_weights_everywhere(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **CONFIG}))
     state = torch.random.get_rng_state()
-    one, other, path = opened(tmp_path), opened(tmp_path), opened(tmp_path / "config.json", seed=1)
+    config = tmp_path / "config.json"
+    one, other, path = opened(config), opened(config), opened(config, seed=1)
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
     assert one.facts == other.facts != path.facts
@@ -264,7 +267,7 @@ def test_models_that_cannot_be_served_are_refused(tmp_path, folder):
         check_model(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 256, **CONFIG}))
     with pytest.raises(Refusal, match="must have at least 257 tokens, for bytes and an end, got 256"):
-        opened(tmp_path)
+        opened(tmp_path / "config.json")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(Refusal, match=r"weights must be safetensors, got \*\.bin .* would be unpickled"):
         check_model(str(tmp_path))
@@ -286,11 +289,14 @@ def test_a_folder_without_all_weights_is_not_served_with_random_ones(tmp_path, f
 
 def test_an_index_without_its_weights_is_refused(tmp_path, folder):
     """Regression: a checkpoint without its large files was served with random weights."""
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for make in (opened, lambda path: build_causal_lm(str(path), 0, CPU, 10)):
-        with pytest.raises(Refusal, match=r"weights in .* must be whole and of the model in its config.json"):
+        with pytest.raises(
+            Refusal, match=r"weights in .* must be whole, got 1 of 1 files missing, such as model-00001-of"
+        ):
             make(tmp_path)
 
 
@@ -323,6 +329,62 @@ def test_files_that_are_cut_short_or_say_nonsense_are_refused(tmp_path, folder, 
         opened(tmp_path)
     with pytest.raises(Refusal, match=message):
         build_causal_lm(str(tmp_path), 0, CPU, 10)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "weights in .* must be model.safetensors, .* got none of them; .* config.json for random weights"),
+        (["model-q4.gguf"], "weights in .* got model-q4.gguf"),
+        (["model-00001-of-00002.safetensors"], "weights in .* got model-00001-of-00002.safetensors"),
+        (["adapter_model.safetensors", "adapter_config.json"], "model must be a folder without an adapter"),
+    ],
+)
+def test_a_folder_without_weights_is_not_given_random_ones(tmp_path, folder, files, message):
+    """Regression: a download that had brought all files but the large ones was served, and trained, with random weights."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    for make in (check_model, check_place, opened, lambda path: build_causal_lm(str(path), 0, CPU, 10)):
+        with pytest.raises(Refusal, match=message):
+            make(str(tmp_path))
+    # asked for by name, random ones are served and trained, with the tokenizer that is beside
+    served = opened(tmp_path / "config.json")
+    assert served.random_weights
+    assert isinstance(served.tokenizer, PretrainedTokenizer)
+    assert load_tokenizer(str(tmp_path / "config.json")) is not None
+    assert not opened(folder).random_weights
+
+
+def test_an_adapter_beside_a_config_is_refused_and_one_that_is_asked_for_is_merged(tmp_path, folder, monkeypatch):
+    """Regression: an adapter beside config.json was applied where peft was installed, and else ignored."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    served = opened(folder, adapter=str(tmp_path / "adapter"))
+    wanted = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(x, wanted[name]) for name, x in served.model.state_dict().items())
+    assert not torch.equal(
+        wanted["model.layers.0.self_attn.q_proj.weight"],
+        opened(folder).model.state_dict()["model.layers.0.self_attn.q_proj.weight"],
+    )
+    shutil.copytree(folder, tmp_path / "both")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "both", dirs_exist_ok=True)
+    with pytest.raises(Refusal, match=r"model must be a folder without an adapter, got .*--adapter"):
+        opened(tmp_path / "both")
+    with pytest.raises(Refusal, match=r"adapter must be a folder with adapter_config.json"):
+        opened(folder, adapter=str(folder))
+    other = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) | {"target_modules": ["k_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(other))
+    with pytest.raises(Refusal, match=r"adapter must be one of Qwen3ForCausalLM that peft can merge"):
+        opened(folder, adapter=str(tmp_path / "adapter"))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(Refusal, match="adapter needs peft"):
+        opened(folder, adapter=str(tmp_path / "adapter"))
 
 
 def test_models_whose_attention_is_not_the_rings_are_refused(tmp_path):
