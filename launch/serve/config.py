@@ -42,6 +42,13 @@ class ServeArgs:
         name: The name by which requests call the model; default the folder's name.
         host: The address to listen on; only this machine reaches the default.
         port: The port; 0 for any that is free.
+        allowed_host: Further values of Host that requests may have, beside this machine's; * for any. By default any where --host
+            admits other machines.
+        allowed_origin: Sites, such as https://chat.example.org, whose pages may use the server (CORS); * for any.
+        root_path: Path below which a proxy shows the server, such as /llm.
+        access_log: Whether each request is printed.
+        log_level: Of the HTTP process's other messages.
+        metrics_key: Whether /metrics needs the key, too.
         api_key: What requests must send as a bearer token; better given by the environment variable RINGATTN_API_KEY.
         nproc: Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
         device: auto takes GPUs where there are any.
@@ -75,6 +82,12 @@ class ServeArgs:
     name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_host: tuple[str, ...] = ()
+    allowed_origin: tuple[str, ...] = ()
+    root_path: str = ""
+    access_log: bool = True
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    metrics_key: bool = True
     api_key: str | None = None
     nproc: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -115,6 +128,8 @@ class ServeArgs:
             raise ValueError(
                 f"api_key must have characters and no spaces around them, got {what}; leave it out for no key"
             )
+        if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
+            raise ValueError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be from 0 to 65535, got {self.port}; pass another --port")
 

@@ -9,6 +9,7 @@ import base64
 import contextlib
 import hashlib
 import hmac
+import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,10 +21,11 @@ from fastapi import APIRouter, FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from ringattn.launch.serve.config import LOOPBACK
+from ringattn.launch.serve.config import LOOPBACK, ServeArgs
 from ringattn.launch.serve.http.api import Chat, Completion, RequestError, ascii_only
 from ringattn.launch.serve.http.completions import CompletionHandler, error_response
 from ringattn.launch.serve.http.connections import limit_connections
@@ -118,24 +120,27 @@ class HeaderMiddleware:
     """Middleware that checks headers first, counts answers, and gives each a request id.
 
     Args:
-        hosts: Allowed values of `Host`; None for any. This refuses pages of other sites whose name resolves to this machine.
+        args: Flags of access. A refused `Host` keeps out pages of other sites whose name resolves to this machine.
         paths: Paths that are counted by name.
     """
 
-    def __init__(
-        self, app: ASGIApp, key: str | None, hosts: Sequence[str] | None, metrics: Metrics, paths: Sequence[str]
-    ) -> None:
-        self._app, self._hosts, self._metrics, self._paths = app, hosts, metrics, frozenset(paths)
-        self._key = None if key is None else key.encode()
+    def __init__(self, app: ASGIApp, args: ServeArgs, metrics: Metrics, paths: Sequence[str]) -> None:
+        self._app, self._metrics, self._paths, self._root = app, metrics, frozenset(paths), args.root_path
+        self._key = None if args.api_key is None else args.api_key.encode()
+        self._open = OPEN_PATHS if args.metrics_key else (*OPEN_PATHS, "/metrics")
+        every = "*" in args.allowed_host or not (args.host in LOOPBACK or args.allowed_host)
+        self._hosts = None if every else (*LOOPBACK, *(host.lower() for host in args.allowed_host))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check and pass on one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"] if scope["path"] in self._paths else "other"
+        path = scope["path"].removeprefix(self._root)  # some proxies remove it, others do not
         headers = dict(scope["headers"])
-        error = self._check(scope, headers)
+        error = self._check(scope, path, headers)
+        scope = {**scope, "root_path": self._root, "path": self._root + path}
+        path = path if path in self._paths else "other"
         given = headers.get(b"x-request-id", b"")
         # a refused one is not sent back
         request_id = given if REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}".encode()
@@ -148,7 +153,7 @@ class HeaderMiddleware:
 
         await (self._app if error is None else error_response(error))(scope, receive, send_with_id)
 
-    def _check(self, scope: Scope, headers: Mapping[bytes, bytes]) -> RequestError | None:
+    def _check(self, scope: Scope, path: str, headers: Mapping[bytes, bytes]) -> RequestError | None:
         names = [name for name, _ in scope["headers"]]
         for name in SINGLE_HEADERS:
             if (count := names.count(name.encode())) > 1:
@@ -160,9 +165,9 @@ class HeaderMiddleware:
             return RequestError(400, f"{what}; leave it out to get one", "x-request-id")
         host = headers.get(b"host", b"").decode("latin-1")
         if self._hosts is not None and re.sub(r":\d*$", "", host).strip("[]").lower() not in self._hosts:
-            what = f"Host must be one of {', '.join(self._hosts)}, got {ascii_only(host)[:100]!r}; see --host"
+            what = f"Host must be one of {', '.join(self._hosts)}, got {ascii_only(host)[:100]!r}; see --allowed-host"
             return RequestError(403, what)
-        if self._key is not None and scope["path"] not in OPEN_PATHS:
+        if self._key is not None and path not in self._open:
             scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
                 what = "Authorization must be 'Bearer KEY' with the server's key"
@@ -193,8 +198,17 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: Settings) -> 
     app.state.handler, app.state.about, app.state.page = handler, settings.about, read_page()
     app.include_router(router)
     paths = [path for route in router.routes if "{" not in (path := getattr(route, "path", "{"))]
-    hosts = LOOPBACK if settings.args.host in LOOPBACK else None
-    return HeaderMiddleware(app, settings.args.api_key, hosts, metrics, paths)
+    checked = HeaderMiddleware(app, settings.args, metrics, paths)
+    if not settings.args.allowed_origin:
+        return checked
+    # outside of the checks: a browser asks without the key first, and pages must be able to read refusals
+    return CORSMiddleware(
+        checked,
+        allow_origins=settings.args.allowed_origin,
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=["x-request-id"],
+    )
 
 
 def read_page() -> tuple[str, str]:
@@ -210,14 +224,18 @@ def read_page() -> tuple[str, str]:
     return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-def server_config(app: ASGIApp, connections: int) -> uvicorn.Config:
+def server_config(
+    app: ASGIApp, connections: int, log_level: str = "warning", access_log: bool = False
+) -> uvicorn.Config:
     """Return how uvicorn serves an application, to at most so many connections."""
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         http=limit_connections(AutoHTTPProtocol, connections),
-        log_level="warning",
-        access_log=False,
+        log_level=log_level,
+        access_log=access_log,
         timeout_graceful_shutdown=3,
         server_header=False,
         ws="none",
     )
+    logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # the level is that of other messages
+    return config

@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.http import connections
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters, answer, follow, text_of
 
@@ -796,6 +797,62 @@ def test_requests_with_another_host_name_are_refused():
         assert httpx.get(f"{served.url}/v1/models", headers={"Host": "[::1]:80"}).status_code == 200
         refused = httpx.get(f"{served.url}/v1/models", headers={"Host": "evil.example"})
         assert refused.status_code == 403
+
+
+def test_allowed_hosts_are_those_of_this_machine_and_of_the_flag():
+    url = "{}/v1/models".format
+    for hosts, host, status in (
+        (("Chat.example",), "chat.example:443", 200),
+        (("chat.example",), "localhost", 200),
+        (("chat.example",), "evil.example", 403),
+        (("*",), "evil.example", 200),
+    ):
+        with FakeServer(FakeRunner(), host="127.0.0.1", allowed_host=hosts) as served:
+            assert httpx.get(url(served.url), headers={"Host": host}).status_code == status
+    with FakeServer(FakeRunner(), host="0.0.0.0", allowed_host=("chat.example",)) as served:
+        assert httpx.get(url(served.url), headers={"Host": "evil.example"}).status_code == 403
+
+
+def test_pages_of_allowed_origins_may_use_the_server_and_see_its_refusals():
+    origin = {"Origin": "https://chat.example"}
+    asked = {**origin, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    with FakeServer(FakeRunner(), api_key="secret", allowed_origin=("https://chat.example",)) as served:
+        url = f"{served.url}/v1/chat/completions"
+        assert httpx.options(url, headers=asked).headers["access-control-allow-origin"] == "https://chat.example"
+        refused = httpx.post(url, headers=origin, json={})
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://chat.example")
+        assert httpx.options(url, headers=asked | {"Origin": "https://evil.example"}).status_code == 400
+    with FakeServer(FakeRunner()) as served:
+        assert "access-control-allow-origin" not in httpx.get(f"{served.url}/v1/models", headers=origin).headers
+
+
+def test_a_path_of_a_proxy_is_there_whether_the_proxy_removes_it_or_not():
+    with FakeServer(FakeRunner(), root_path="/llm", api_key="secret") as served:
+        for root in ("", "/llm"):
+            assert httpx.get(f"{served.url}{root}/health").status_code == 200
+            assert httpx.get(f"{served.url}{root}/").status_code == 200
+            assert httpx.get(f"{served.url}{root}/v1/models").status_code == 401
+            key = {"Authorization": "Bearer secret"}
+            assert httpx.get(f"{served.url}{root}/v1/models", headers=key).status_code == 200
+        assert httpx.get(f"{served.url}/llm/llm/health").status_code == 401
+        metrics = httpx.get(f"{served.url}/llm/metrics", headers=key).text
+        assert 'ringattn_requests_total{path="/health",status="200"} 2.0' in metrics
+    for root in ("llm", "/llm/"):
+        with pytest.raises(ValueError, match="root_path"):
+            ServeArgs("tiny", root_path=root)
+
+
+def test_metrics_need_no_key_if_asked():
+    with FakeServer(FakeRunner(), api_key="secret", metrics_key=False) as served:
+        assert httpx.get(f"{served.url}/metrics").status_code == 200
+        assert httpx.get(f"{served.url}/state").status_code == 401
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_each_request_has_a_line_in_the_access_log(capfd, logs):
+    with FakeServer(FakeRunner(), access_log=logs) as served:
+        httpx.get(f"{served.url}/v1/models")
+    assert ('"GET /v1/models HTTP/1.1" 200' in capfd.readouterr().out) == logs
 
 
 # many at once
