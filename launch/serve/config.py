@@ -27,6 +27,8 @@ MAX_CLOSING = 256
 """Connections beyond --max-connections that are being closed at a time; one more ends the wait for the first of them."""
 OTHER_FILES = 64
 """Files of the HTTP process that are not connections."""
+RANDOM_TOKENS = 512
+"""--default-tokens of a model with random weights."""
 MAX_GRACE_S = 25.0
 """Launchers kill after 30 s."""
 
@@ -40,6 +42,10 @@ class ServeArgs:
             and bytes for tokens if no tokenizer is beside it), or tiny, which needs no files and talks nonsense.
         adapter: A folder of peft with an adapter, such as LoRA, that is merged into the model's weights.
         name: The name by which requests call the model; default the folder's name.
+        served_model_name: Several such names, in place of --name; answers have the first.
+        chat_template: A file with the chat template, in place of the tokenizer's own.
+        generation_defaults: Whether requests that leave out temperature, top_k, top_p, min_p or repetition_penalty get those of the
+            model's generation_config.json.
         host: The address to listen on; only this machine reaches the default.
         port: The port; 0 for any that is free.
         allowed_host: Further values of Host that requests may have, beside this machine's; * for any. By default any where --host
@@ -66,7 +72,8 @@ class ServeArgs:
         max_len: Tokens of a prompt and its answer; by default what the model's config says, which models that learned
             their positions cannot exceed; always what the cache holds.
         max_tokens: New tokens that a request may ask for; by default all that fit.
-        default_tokens: New tokens of an answer to a chat that does not say how many.
+        default_tokens: New tokens of an answer to a chat that does not say how many, for which the cache reserves room; by default
+            all that fit, or 512 where weights are random, because such answers hardly end.
         max_body_mib: MiB of a request; more gets status 413.
         time_limit: Seconds that a request may take, waiting included; then it gets status 503.
         graphs: Whether decoding steps are captured in CUDA graphs, on GPUs, before the server answers.
@@ -80,6 +87,9 @@ class ServeArgs:
     model: str
     adapter: str | None = None
     name: str | None = None
+    served_model_name: tuple[str, ...] = ()
+    chat_template: str | None = None
+    generation_defaults: bool = True
     host: str = "127.0.0.1"
     port: int = 8000
     allowed_host: tuple[str, ...] = ()
@@ -103,7 +113,7 @@ class ServeArgs:
     max_connections: int = 512
     max_len: int | None = None
     max_tokens: int | None = None
-    default_tokens: int = 512
+    default_tokens: int | None = None
     max_body_mib: float = 32.0
     time_limit: float = 600.0
     graphs: bool = True
@@ -127,6 +137,10 @@ class ServeArgs:
             what = "one with spaces at an end" if self.api_key.strip() else "an empty one"
             raise ValueError(
                 f"api_key must have characters and no spaces around them, got {what}; leave it out for no key"
+            )
+        if self.name is not None and self.served_model_name:
+            raise ValueError(
+                f"name must be left out beside served_model_name, got {self.name!r}; add it to those names"
             )
         if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
             raise ValueError(f"root_path must begin with / and not end with it, got {self.root_path!r}")

@@ -101,6 +101,7 @@ class Settings(msgspec.Struct, tag=True):
         tokenizer: Argument of `make_tokenizer`.
         length: Maximum tokens of a prompt and its answer.
         about: Description of the server for /state.
+        defaults: Options of requests that leave them out.
     """
 
     model: str
@@ -109,6 +110,7 @@ class Settings(msgspec.Struct, tag=True):
     length: int
     state: dict[str, Any]
     about: dict[str, Any] = {}
+    defaults: dict[str, float] = {}
 
 
 class StepOutput(msgspec.Struct, tag=True, omit_defaults=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ringattn.ring import Ring
 CPU_CACHE_GIB = 0.25
 """GiB of the cache of a rank on CPUs, where other processes need most of the memory."""
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _TINY = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -48,6 +50,7 @@ class ServedModel:
         model: On its device, with ring attention.
         length: Maximum tokens of a sequence, by its config; None if that has none.
         facts: Text that must be the same on all ranks.
+        defaults: Options of requests that leave them out, by its generation_config.json.
         random_weights: They were drawn: all ranks must take those of rank 0 (`broadcast_weights`).
     """
 
@@ -56,6 +59,7 @@ class ServedModel:
     name: str
     length: int | None
     facts: str
+    defaults: dict[str, float]
     random_weights: bool = False
 
 
@@ -68,6 +72,8 @@ def load_model(
     seed: int,
     max_len: int | None = None,
     adapter: str | None = None,
+    chat_template: str | None = None,
+    generation_defaults: bool = True,
 ) -> ServedModel:
     """Load the model of a folder, of a config (random weights), or the one that is built in; see the flags of the server.
 
@@ -105,8 +111,11 @@ def load_model(
             )
         length = table
     vocab: int = model.get_input_embeddings().weight.shape[0]
+    template = None if chat_template is None else Path(chat_template).expanduser().read_text(encoding="utf-8")
     if tokenizer_place is not None:
-        tokenizer: Tokenizer = PretrainedTokenizer(tokenizer_place, _stops(model), vocab)
+        tokenizer: Tokenizer = PretrainedTokenizer(tokenizer_place, _stops(model), vocab, template)
+    elif template is not None:
+        raise Refusal(f"chat_template must be left out for a model without a tokenizer, got {chat_template}")
     elif vocab >= ByteTokenizer.MIN_VOCAB:
         tokenizer = ByteTokenizer(vocab)
     else:
@@ -115,8 +124,25 @@ def load_model(
             f"got {vocab}; put a tokenizer.json into its folder"
         )
     served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)
-    facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
-    return ServedModel(model, tokenizer, served_name, length, facts, random_weights)
+    defaults = _sampling_defaults(place) if generation_defaults and not random_weights else {}
+    facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)} {defaults}"
+    return ServedModel(model, tokenizer, served_name, length, facts, defaults, random_weights)
+
+
+def _sampling_defaults(folder: Path) -> dict[str, float]:
+    """Return the options of sampling in a folder's generation_config.json; raise ValueError for one that requests may not have."""
+    from ringattn.launch.serve.http.api import Completion
+
+    path = folder / "generation_config.json"
+    given = json.loads(path.read_text()) if path.is_file() else {}  # transformers' own object has defaults of its own
+    found = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
+    try:
+        Completion.model_validate({"prompt": "", **found})
+    except ValueError as error:
+        raise Refusal(
+            f"{path} must have options that requests may have, got {error}; or pass --no-generation-defaults"
+        ) from None
+    return found
 
 
 def _read(path: str) -> Any:

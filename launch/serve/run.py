@@ -29,7 +29,7 @@ from ringattn.launch.runtime.distributed import Refusal, Session, init_ranks
 from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.runtime.planned_memory import least_gpu_bytes
 from ringattn.launch.runtime.session import machine
-from ringattn.launch.serve.config import ENDED, ServeArgs, freeze_gc, raise_file_limit
+from ringattn.launch.serve.config import ENDED, RANDOM_TOKENS, ServeArgs, freeze_gc, raise_file_limit
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
 from ringattn.launch.serve.messages import Settings, Stop
@@ -144,12 +144,14 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
             session.say(planned)
         served = load_model(
             args.model,
-            name=args.name,
+            name=args.name or next(iter(args.served_model_name), None),
             dtype=args.dtype,
             device=session.device,
             seed=args.seed,
             max_len=args.max_len,
             adapter=args.adapter,
+            chat_template=args.chat_template,
+            generation_defaults=args.generation_defaults,
         )
     except Refusal as error:
         problem = str(error)
@@ -211,17 +213,28 @@ def _serve(
     fatal_exit.engine = engine
     where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{process.port}"
     tokens = model_runner.cache.capacity_tokens
+    length = min(args.max_len or served.length or tokens, tokens)
+    if served.random_weights and args.default_tokens is None:
+        args = dataclasses.replace(args, default_tokens=RANDOM_TOKENS)
     settings = Settings(
         model=served.name,
         tokenizer=served.tokenizer.recipe,
         args=args,
-        length=min(args.max_len or served.length or tokens, tokens),
+        length=length,
         state=engine.state(),
         about=_server_info(args, session, served, model_runner),
+        defaults=served.defaults,
     )
     server = EngineServer(engine, process.folder, process.link, process.name, fatal_exit, args.timeout)
     server.start(settings)
     print(f"cache: {describe_cache(model_runner.cache)}", flush=True)
+    if args.default_tokens is None and (fit := tokens // length) < args.max_running:
+        print(
+            f"a chat without max_tokens reserves the rest of {length} tokens, so that {fit} or more run at a time; "
+            "--default-tokens bounds it"
+        )
+    if served.defaults:
+        print(f"requests that leave them out get {served.defaults}, by generation_config.json")
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
     if session.backend is not None and ENDED not in os.environ:
         print(
@@ -257,6 +270,7 @@ def _server_info(args: ServeArgs, session: Session, served: ServedModel, model_r
         "parameters": sum(x.numel() for x in served.model.parameters()),
         "dtype": str(served.model.dtype).removeprefix("torch."),
         "vocab_size": served.tokenizer.vocab_size,
+        "defaults": served.defaults,
         "graphs": model_runner.graph_runner.captured,
         "flags": {name: getattr(args, name) for name in SHOWN_FLAGS},
     }

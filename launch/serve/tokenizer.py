@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,10 @@ class ByteTokenizer:
         """Return the bytes of a text."""
         return list(text.encode())
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return one line for each message."""
+    def chat(self, messages: Sequence[Message], /, **options: Any) -> list[int]:
+        """Return one line for each message; raises ChatTemplateError for options, which belong to templates."""
+        if options:
+            raise ChatTemplateError(f"chat_template_kwargs must be left out for tokens of bytes, got {sorted(options)}")
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         return self.encode("".join([*lines, "assistant: "]))
 
@@ -47,13 +51,17 @@ class PretrainedTokenizer:
     Args:
         folder: Only files there are read, and no code in them is run.
         stops: Tokens that end an answer, besides the tokenizer's own.
+        template: Chat template in place of the tokenizer's own.
     """
 
-    def __init__(self, folder: Path, stops: frozenset[int], vocab_size: int) -> None:
+    def __init__(self, folder: Path, stops: frozenset[int], vocab_size: int, template: str | None = None) -> None:
         from transformers import AutoTokenizer
 
         self.recipe: dict[str, Any] = {"folder": str(folder), "stops": sorted(stops), "vocab_size": vocab_size}
+        self.recipe["template"] = template
         self.inner: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if template is not None:
+            self.inner.chat_template = template
         own = self.inner.eos_token_id
         self.stops = stops | ({own} if isinstance(own, int) else frozenset())
         self.vocab_size = vocab_size
@@ -63,16 +71,25 @@ class PretrainedTokenizer:
         """Return the tokens of a prompt, with those that the tokenizer puts in front."""
         return list(self.inner(text)["input_ids"])
 
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of the model's chat template, which transformers renders in a sandbox; raises ChatTemplateError."""
+    def chat(self, messages: Sequence[Message], /, **options: Any) -> list[int]:
+        """Return the tokens of the model's chat template, which transformers renders in a sandbox; raises ChatTemplateError.
+
+        Args:
+            options: Variables of the template. One that it does not read is refused, and so are arguments of transformers.
+        """
         from jinja2 import TemplateError
 
         if not self.inner.chat_template:
             raise ChatTemplateError(
                 "the model must have a chat template to chat, got none in its folder; use /v1/completions"
             )
+        own, template = inspect.signature(self.inner.apply_chat_template).parameters, str(self.inner.chat_template)
+        if wrong := [name for name in options if name in own or not re.search(rf"\b{re.escape(name)}\b", template)]:
+            raise ChatTemplateError(
+                f"chat_template_kwargs must be variables that the chat template reads, got {wrong[0]!r}"
+            )
         try:
-            text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            text = self.inner.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False, **options)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise ChatTemplateError(f"messages must be such as the model's chat template takes, got: {error}") from None
         return list(self.inner(text, add_special_tokens=False)["input_ids"])
@@ -100,4 +117,6 @@ def make_tokenizer(recipe: Mapping[str, Any]) -> Tokenizer:
     """Return the tokenizer of a recipe: of a folder, or bytes."""
     if "folder" not in recipe:
         return ByteTokenizer(recipe["vocab_size"])
-    return PretrainedTokenizer(Path(recipe["folder"]), frozenset(recipe["stops"]), recipe["vocab_size"])
+    return PretrainedTokenizer(
+        Path(recipe["folder"]), frozenset(recipe["stops"]), recipe["vocab_size"], recipe["template"]
+    )

@@ -161,10 +161,14 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("latin-1"))
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[dict[str, str]], /, **options: Any) -> list[int]:
         if messages[0]["content"] == "refuse":
             raise ChatTemplateError("the template refuses")
-        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
+        return self.encode(
+            "".join(f"<{message['role']}>{message['content']}" for message in messages)
+            + "<assistant>"
+            + "".join(options)
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("latin-1")
@@ -220,6 +224,7 @@ class FakeServer:
         connections: int = 1000,
         host: str = "0.0.0.0",
         about: dict[str, Any] | None = None,
+        defaults: dict[str, float] | None = None,
         timeout_s: float = 60.0,
         **flags: Any,
     ) -> None:
@@ -235,7 +240,7 @@ class FakeServer:
         tokens = allocator.pages * allocator.world_size * allocator.page_size
         client = self.link.client(args.max_requests, state)
         tokenizer: Any = Letters()
-        settings = Settings("fake", {}, args, min(length or tokens, tokens), state, about or {})
+        settings = Settings("fake", {}, args, min(length or tokens, tokens), state, about or {}, defaults or {})
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)
         self.port: int = listening.getsockname()[1]

@@ -239,6 +239,7 @@ class Chat(_Body):
     response_format: TextFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none"] | None = None
+    chat_template_kwargs: dict[str, Any] = {}  # vLLM's name for variables of the chat template
 
     @model_validator(mode="after")
     def _check_fields(self) -> Chat:

@@ -51,15 +51,16 @@ def _handler(http_request: HttpRequest) -> CompletionHandler:
 
 @router.get("/v1/models")
 async def list_models(http_request: HttpRequest) -> Any:
-    """Return the one model."""
-    return {"object": "list", "data": [_handler(http_request).model_card()]}
+    """Return the one model, by each of its names."""
+    handler = _handler(http_request)
+    return {"object": "list", "data": [handler.model_card(name) for name in handler.names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(http_request: HttpRequest, name: str) -> Any:
     """Return the model, if it has this name."""
     _handler(http_request).check_model(name)
-    return _handler(http_request).model_card()
+    return _handler(http_request).model_card(name)
 
 
 @router.post("/v1/completions")

@@ -117,7 +117,9 @@ class CompletionHandler:
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: Settings, metrics: Metrics) -> None:
         self.client, self.model, self.metrics = client, settings.model, metrics
+        self.names = settings.args.served_model_name or (settings.model,)
         self._tokenizer, self._args, self._max_length = tokenizer, settings.args, settings.length
+        self._defaults = settings.defaults
         # one thread: tokenizers are not safe in several, and a long prompt must not stop the event loop
         self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
         self._began = int(time.time())
@@ -126,16 +128,19 @@ class CompletionHandler:
         """Tokenize no more requests."""
         self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
 
-    def model_card(self) -> dict[str, Any]:
-        """Return the model as /v1/models shows it."""
-        card = {"id": self.model, "object": "model", "created": self._began, "owned_by": "ringattn"}
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return the model as /v1/models shows it by one of its names."""
+        card = {"id": name, "object": "model", "created": self._began, "owned_by": "ringattn"}
         return {**card, "max_model_len": self._max_length}
 
     def check_model(self, name: str | None) -> None:
         """Raise RequestError for the name of another model."""
-        if name not in (None, self.model):
+        if name not in (None, *self.names):
             raise RequestError(
-                404, f"model must be {self.model!r}, got {ascii_only(name)[:200]!r}", "model", "model_not_found"
+                404,
+                f"model must be {' or '.join(map(repr, self.names))}, got {ascii_only(name)[:200]!r}",
+                "model",
+                "model_not_found",
             )
 
     async def answer(self, http_request: HttpRequest, kind: type[Chat] | type[Completion]) -> Response:
@@ -192,11 +197,13 @@ class CompletionHandler:
         """
         body = read_body(kind, data)
         self.check_model(body.model)
+        body = body.model_copy(update={k: v for k, v in self._defaults.items() if k not in body.model_fields_set})
         tokenizer, args = self._tokenizer, self._args
         texts: list[str | list[int]]
         if isinstance(body, Chat):
             try:
-                texts = [tokenizer.chat([message.template_message() for message in body.messages])]
+                messages = [message.template_message() for message in body.messages]
+                texts = [tokenizer.chat(messages, **body.chat_template_kwargs)]
             except ChatTemplateError as error:
                 raise RequestError(400, ascii_only(str(error))[:500], "messages") from None
             asked, echo, score_prompt = body.max_completion_tokens or body.max_tokens, False, False
@@ -247,7 +254,7 @@ class CompletionHandler:
         """Return the maximum of new tokens; raise RequestError for more than the model, the cache or the limit allow."""
         whole, args = self._max_length, self._args
         if asked is None:
-            asked = max(1, min(args.default_tokens, args.max_tokens or whole, whole - prompt))
+            asked = max(1, min(args.default_tokens or whole, args.max_tokens or whole, whole - prompt))
         if args.max_tokens is not None and asked > args.max_tokens:
             raise RequestError(400, f"max_tokens must be at most {args.max_tokens}, got {asked}", "max_tokens")
         if prompt + asked > whole:

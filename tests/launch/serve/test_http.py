@@ -108,6 +108,46 @@ def test_default_number_of_tokens_is_at_most_max_tokens():
             assert found["usage"]["completion_tokens"] == 5, found
 
 
+def test_a_chat_that_says_no_number_of_tokens_gets_the_rest_of_the_context():
+    with FakeServer(FakeRunner(pages=400), length=1000) as served:
+        body = {"messages": [{"role": "user", "content": "m"}], "ignore_eos": True}
+        usage = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()["usage"]
+        assert usage["total_tokens"] == 1000
+
+
+def test_options_left_out_are_those_of_the_checkpoint():
+    with FakeServer(FakeRunner(), defaults={"temperature": 2.0}) as served:
+
+        def text(**options: Any) -> str:
+            body = {"prompt": going_on("d", 8), "max_tokens": 8, "seed": 5, **options}
+            return httpx.post(f"{served.url}/v1/completions", json=body).json()["choices"][0]["text"]
+
+        assert text() == text(temperature=2) == text(temperature=None) != text(temperature=0)
+        assert text(temperature=0) == text_of(going_on("d", 8), 8)
+
+
+def test_a_model_may_have_several_names():
+    with FakeServer(FakeRunner(), served_model_name=("fake", "gpt-4o")) as served:
+        for name in ("fake", "gpt-4o"):
+            found = httpx.post(f"{served.url}/v1/completions", json={"model": name, "prompt": "a"})
+            assert found.json()["model"] == "fake"
+            assert httpx.get(f"{served.url}/v1/models/{name}").json()["id"] == name
+        assert [one["id"] for one in httpx.get(f"{served.url}/v1/models").json()["data"]] == ["fake", "gpt-4o"]
+        missing = httpx.post(f"{served.url}/v1/completions", json={"model": "other", "prompt": "a"})
+        assert missing.status_code == 404
+    with pytest.raises(ValueError, match="served_model_name"):
+        ServeArgs("tiny", name="a", served_model_name=("b",))
+
+
+def test_chat_template_kwargs_go_to_the_template(http):
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    lengths = [
+        http.post("/v1/chat/completions", json=body | more).json()["usage"]["prompt_tokens"]
+        for more in ({}, {"chat_template_kwargs": {"think": True}})
+    ]
+    assert lengths[1] - lengths[0] == len("think")
+
+
 def test_a_stop_string_cuts_the_answer_and_is_not_part_of_it(client):
     prompt = going_on("stop", 40)
     text = text_of(prompt, 40)

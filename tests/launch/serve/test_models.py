@@ -29,7 +29,7 @@ from ringattn.launch.serve.model_runner import MIXED_ROWS, ModelRunner
 from ringattn.launch.serve.models import broadcast_weights, check_memory, describe_cache, load_model, make_cache
 from ringattn.launch.serve.sampling import Logprob, Sampling, sample_tokens
 from ringattn.launch.serve.scheduler import Request, Scheduler
-from ringattn.launch.serve.tokenizer import ByteTokenizer, ChatTemplateError, PretrainedTokenizer
+from ringattn.launch.serve.tokenizer import ByteTokenizer, ChatTemplateError, PretrainedTokenizer, make_tokenizer
 from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer
 from ringattn.ring import Ring
 from tests.support.graph_recorder import Reruns
@@ -217,6 +217,36 @@ def test_a_chat_template_comes_from_the_checkpoint(folder):
         ChatTemplateError, match="must have a chat template to chat, got none in its folder; use /v1/completions"
     ):
         tokenizer.chat(messages)
+
+
+def test_a_template_of_a_file_and_its_variables(folder, tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages[0].content }}{% if enable_thinking %} thinks{% endif %}")
+    tokenizer = opened(folder, chat_template=str(path)).tokenizer
+    for one in (tokenizer, make_tokenizer(tokenizer.recipe)):
+        chat: Any = [{"role": "user", "content": "the ring"}]
+        assert one.decode(one.chat(chat)) == "the ring"
+        assert one.decode(one.chat(chat, enable_thinking=True)) == "the ring thinks"
+        # code, arguments of transformers, and variables that would be accepted and ignored
+        for name in ("chat_template", "tokenize", "messages", "conversation", "self", "thinking", "enable.thinking"):
+            with pytest.raises(ChatTemplateError, match=r"chat_template_kwargs|messages must be"):
+                one.chat(chat, **{name: "{{ 1 }}"})
+    with pytest.raises(ChatTemplateError, match="chat_template_kwargs"):
+        ByteTokenizer().chat(chat, enable_thinking=True)
+    with pytest.raises(Refusal, match="chat_template must be left out"):
+        opened("tiny", chat_template=str(path))
+
+
+def test_defaults_of_sampling_come_from_the_checkpoint(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    said = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 7, "max_length": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert opened(tmp_path).defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert opened(tmp_path, generation_defaults=False).defaults == {}
+    assert opened("tiny").defaults == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**said, "temperature": 3.0}))
+    with pytest.raises(Refusal, match="temperature"):
+        opened(tmp_path)
 
 
 def test_a_template_executes_nothing(folder):
