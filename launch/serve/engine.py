@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringattn.launch.serve.messages import Event, Heartbeat, StepCommand, Stop, ToRank
+from ringattn.launch.serve.messages import UNAVAILABLE, Event, Heartbeat, StepCommand, Stop, ToRank
 from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.scheduler import Plan, Request, Scheduler, apply_changes
@@ -74,7 +74,7 @@ class Engine:
                 self._open.add(request.id)
             self._wake.notify()
         if closed is not None:
-            self.deliver([Event(request.id, failure=(503, closed)) for request in requests], None)
+            self.deliver([Event(request.id, failure=(503, closed, UNAVAILABLE)) for request in requests], None)
 
     def cancel(self, request_id: int, keep: bool = False) -> None:
         """End a request without further events; keep: whether its prefix may serve others."""
@@ -96,7 +96,7 @@ class Engine:
         """Fail all requests and accept no more: the loop cannot continue."""
         with self._wake:
             self.closed = why
-            failed = [Event(request_id, failure=(503, why)) for request_id in sorted(self._open)]
+            failed = [Event(request_id, failure=(503, why, UNAVAILABLE)) for request_id in sorted(self._open)]
             self._open.clear()
             self._state = {**self._state, "closed": why}
         self.deliver(failed, self._state)
@@ -147,7 +147,7 @@ class Engine:
                 out += self.scheduler.running.values()
             for request in out:
                 self.scheduler.remove(request.id)
-                events.append(Event(request.id, failure=(503, "the server is shutting down")))
+                events.append(Event(request.id, failure=(503, "the server is shutting down", UNAVAILABLE)))
         return events
 
     def _start(self, plan: Plan) -> _RunningStep | None:

@@ -16,6 +16,8 @@ from ringattn.launch.serve.sampling import Logprob, Sampling
 
 LINGER_MS = 5000
 """Milliseconds in which a message that was sent may leave after its socket was closed."""
+UNAVAILABLE, TIME_LIMIT, NOT_FINITE = "unavailable", "time_limit", "not_finite"
+"""Codes of failures: of the server, of a request that took too long, of one whose logits are NaN."""
 RETRY_MS = 10
 """Milliseconds between attempts to connect to a receiver that is not there yet."""
 
@@ -25,7 +27,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         finish: Reason for the end of the answer: "stop" or "length".
-        failure: HTTP status and message, if there is no answer.
+        failure: HTTP status, message and code of the error, if there is no answer.
         num_cached: Tokens of the prompt that were in the cache already.
         details: Logprobs of the token, if requested.
         scores: Logprobs of the prompt's next tokens, from its second one on; then there is neither token nor end.
@@ -34,7 +36,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
     request_id: int
     token: int | None = None
     finish: str | None = None
-    failure: tuple[int, str] | None = None
+    failure: tuple[int, str, str] | None = None
     num_cached: int = 0
     details: Logprob | None = None
     scores: tuple[Logprob, ...] = ()

@@ -170,6 +170,11 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
     if session.device.type == "cuda":
         for line in optimize_model(served.model, ring, fused=args.fuse, split=args.split).messages:
             session.say(line)
+    if served.length is not None and args.max_len is not None and args.max_len > served.length:
+        session.say(
+            f"warning: --max-len {args.max_len} exceeds the {served.length} positions of the model's config, beyond which "
+            "answers may make no sense"
+        )
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
     model_runner = ModelRunner(served.model, cache, args.max_running, None if args.graphs else False)
     for line in model_runner.prepare(served.length):

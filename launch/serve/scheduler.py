@@ -41,7 +41,7 @@ from typing import Any
 
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS as PIECE
 from ringattn.inference.page_allocator import PageAllocator
-from ringattn.launch.serve.messages import Event, StepCommand
+from ringattn.launch.serve.messages import NOT_FINITE, TIME_LIMIT, Event, StepCommand
 from ringattn.launch.serve.prefix_cache import Digest, PrefixIndex, prefix_digests
 from ringattn.launch.serve.sampling import Logprob, Sampling
 
@@ -223,7 +223,7 @@ class Scheduler:
             where = "waited for room" if request.cache_id < 0 else "ran"
             limit = request.deadline - request.arrived
             message = f"the request {where} until its time of {limit:.0f} s was over; ask for less, or try later"
-            events.append(Event(request.id, failure=(503, message)))
+            events.append(Event(request.id, failure=(503, message, TIME_LIMIT)))
             self.remove(request.id, keep=True)
         return events
 
@@ -329,7 +329,7 @@ class Scheduler:
         """Remove a request whose logits are not finite."""
         self._remove(request, keep=False)
         message = "the model's scores for the next token are not numbers: its dtype may be too narrow for this prompt"
-        return Event(request.id, failure=(500, message))
+        return Event(request.id, failure=(500, message, NOT_FINITE))
 
     def pages(self) -> dict[str, list[int]]:
         """Return the pages of each rank: of running requests, of kept prefixes only, and free ones."""

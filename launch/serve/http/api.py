@@ -325,8 +325,8 @@ class Choice:
     def push(self, event: Event) -> str:
         """Add an event; return the text that it adds, or raise RequestError if it is a failure."""
         if event.failure is not None:
-            status, message = event.failure
-            raise RequestError(status, message, code="unavailable" if status == 503 else None)
+            status, message, code = event.failure
+            raise RequestError(status, message, code=code)
         self.num_cached = event.num_cached
         for logprob in event.scores:
             self._echo(logprob)

@@ -28,7 +28,7 @@ from ringattn.launch.serve.http.api import (
 )
 from ringattn.launch.serve.http.engine_client import EngineClient, OpenRequests
 from ringattn.launch.serve.http.metrics import Metrics
-from ringattn.launch.serve.messages import NewRequest, Prompt, Settings, Submit, encode
+from ringattn.launch.serve.messages import NOT_FINITE, TIME_LIMIT, NewRequest, Prompt, Settings, Submit, encode
 from ringattn.launch.serve.prefix_cache import prefix_digests
 from ringattn.launch.serve.tokenizer import ChatTemplateError, Tokenizer
 
@@ -75,8 +75,10 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 def error_response(error: RequestError) -> JSONResponse:
     """Return the response of an error."""
-    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
-    return JSONResponse(error.body(), error.status, headers.get(error.status))
+    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status, {})
+    # OpenAI's clients repeat a request after a 500 or 503, and this one would fail again
+    headers |= {"x-should-retry": "false"} if error.code in (TIME_LIMIT, NOT_FINITE) else {}
+    return JSONResponse(error.body(), error.status, headers)
 
 
 async def read_bytes(http_request: HttpRequest, limit: int) -> bytes:

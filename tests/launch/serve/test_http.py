@@ -17,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from ringattn.launch.serve import engine_server
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.http import connections
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters, answer, follow, text_of
@@ -723,6 +724,12 @@ def test_a_request_that_takes_too_long_gets_a_503():
         answer = httpx.post(f"{served.url}/v1/completions", json=body)
         assert answer.status_code == 503
         assert "until its time of 0 s was over" in answer.json()["error"]["message"]
+        # Regression: clients sent the heavy request twice more
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=2) as client:
+            steps = len(served.runner.steps)
+            with pytest.raises(openai.InternalServerError):
+                client.completions.create(model="fake", **body)
+            assert len(served.runner.steps) - steps < 40
         with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0) as client:
             stream = client.completions.create(model="fake", stream=True, **body)
             with pytest.raises(openai.APIError, match="its time of"):
@@ -768,6 +775,7 @@ def test_nan_logits_fail_only_their_request():
             )
         assert [answer.status_code for answer in answers] == [200, 500]
         assert "are not numbers" in answers[1].json()["error"]["message"]
+        assert answers[1].headers["x-should-retry"] == "false"
         assert answers[0].json()["choices"][0]["text"] == text_of(good["prompt"], 30)
         served.assert_idle()
 
@@ -800,6 +808,29 @@ def test_pages_are_freed_when_a_client_disconnects_before_its_answer(stream):
             served.state_when(lambda state: state["running"] == 1)
         state = served.state_when(lambda state: state["running"] == 0)
         assert state["pages"]["free"] == [400, 400]
+
+
+@pytest.mark.skipif(
+    not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no limit for data that nobody takes"
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_never_reads_is_disconnected(monkeypatch, stream):
+    """Regression: its connection stayed for ever."""
+    monkeypatch.setattr(engine_server, "UNREAD_S", 1.0)
+    with FakeServer(FakeRunner(pages=2000)) as served:
+        body = json.dumps({"prompt": "a" * 6000, "echo": True, "n": 64, "max_tokens": 1, "stream": stream}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", served.port))
+            client.sendall(f"{head}\r\n\r\n".encode() + body)
+            deadline = time.monotonic() + 30
+            while not served.runner.steps or served._http.server_state.connections:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        served.assert_idle()
 
 
 def test_half_a_request_is_dropped_when_its_client_disconnects(served):

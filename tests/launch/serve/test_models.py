@@ -274,6 +274,17 @@ def test_a_config_alone_gives_the_same_random_weights_everywhere(tmp_path):
     assert one.tokenizer.decode([97, 256, 299, 98]) == "ab"
 
 
+def test_random_weights_and_lengths_beyond_the_models_are_reported(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **CONFIG}))
+    for max_len, warned in ((512, False), (513, True)):
+        args = ServeArgs(str(path), seed=7, max_len=max_len, cache_gib=0.001, page_size=4, max_running=1)
+        serve_run._prepare(args, Session(0, 1, CPU, None, 0))
+        said = capsys.readouterr().out
+        assert "random weights of seed 7" in said
+        assert ("warning: --max-len 513 exceeds the 512 positions" in said) == warned
+
+
 def drawn_apart() -> list[torch.Tensor]:
     rank = Session(dist.get_rank(), dist.get_world_size(), CPU, "gloo", 0)
     torch.manual_seed(rank.rank)
