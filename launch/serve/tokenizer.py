@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of bytes."""
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the byte of a token; None if it has none."""
+        return bytes([token]) if token < 256 else None
 
 
 class PretrainedTokenizer:
@@ -100,8 +105,24 @@ class PretrainedTokenizer:
             return self._decoder.decode(list(tokens), skip_special_tokens=True)
         return self.inner.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes of a token that is a part of a character; None where the vocabulary does not say them."""
+        piece: str = self.inner.convert_ids_to_tokens(token) or ""
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # as SentencePiece writes a byte
+            return bytes.fromhex(found[1])
+        table = _byte_of_letter()
+        return bytes(map(table.__getitem__, piece)) if piece and table.keys() >= set(piece) else None
+
 
 Tokenizer = ByteTokenizer | PretrainedTokenizer
+
+
+@cache
+def _byte_of_letter() -> dict[str, int]:
+    """Return the byte for which each letter of a byte-level vocabulary stands."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def _fast_decoder(inner: Any) -> Any:

@@ -381,7 +381,7 @@ class ResponseWriter:
         with_usage: bool = False,
         with_ids: bool = False,
     ) -> None:
-        self._chat, self._decode, self._prompts, self._choices = chat, tokenizer.decode, prompts, choices
+        self._chat, self._tokenizer, self._prompts, self._choices = chat, tokenizer, prompts, choices
         self._with_usage, self._with_ids = with_usage, with_ids
         name = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self._common = {"id": name, "created": int(time.time()), "model": model}
@@ -485,13 +485,20 @@ class ResponseWriter:
         return found
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        # the text of a part of a character does not have its bytes
-        known = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": _number(logprob), "bytes": known}
+        text, raw = self._text_and_bytes(token)
+        return {"token": text, "logprob": _number(logprob), "bytes": None if raw is None else list(raw)}
 
     def _text(self, token: int) -> str:
-        return text_alone(self._decode, token)
+        return self._text_and_bytes(token)[0]
+
+    def _text_and_bytes(self, token: int) -> tuple[str, bytes | None]:
+        """Return a token's text, for a part of a character `bytes:` and its bytes as OpenAI writes them, and its bytes if known."""
+        text = text_alone(self._tokenizer.decode, token)
+        if REPLACEMENT not in text:
+            return text, text.encode()
+        raw = self._tokenizer.token_bytes(token)
+        whole = raw is None or raw == text.encode()
+        return text if whole else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw or ()), raw
 
 
 def _number(logprob: float) -> float:

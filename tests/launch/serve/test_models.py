@@ -219,6 +219,17 @@ def test_a_chat_template_comes_from_the_checkpoint(folder):
         tokenizer.chat(messages)
 
 
+def test_tokens_have_the_bytes_of_their_text(folder):
+    """Of byte-level vocabularies and of bytes in SentencePiece's spelling; together they are the text."""
+    tokenizer = PretrainedTokenizer(folder, frozenset(), 500)
+    for text in ("straße naïve", "環 of 🔑", "\ufffd"):
+        assert b"".join(tokenizer.token_bytes(token) or b"?" for token in tokenizer.encode(text)).decode() == text
+    assert tokenizer.token_bytes(499) is None
+    spelled: Any = SimpleNamespace(convert_ids_to_tokens=["<0xE2>", "環", "<0x>"].__getitem__)
+    tokenizer.inner = spelled
+    assert [tokenizer.token_bytes(token) for token in range(2)] == [b"\xe2", None]
+
+
 def test_a_template_of_a_file_and_its_variables(folder, tmp_path):
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages[0].content }}{% if enable_thinking %} thinks{% endif %}")

@@ -36,6 +36,9 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
         def decode(self, tokens: Sequence[int]) -> str:
             return "".join(words[token] for token in tokens)
 
+        def token_bytes(self, token: int) -> None:
+            return None
+
     tokenizer: Any = Said()
     choice = Choice(3, [], tokenizer, [])
     choices: Any = {3: choice}
@@ -71,7 +74,8 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
         assert chunk == (made | {"usage": None} if with_usage else made)
 
 
-def test_tokens_of_a_part_of_a_character_have_no_bytes():
+def test_tokens_of_a_part_of_a_character_have_their_bytes():
+    """Regression: they had none, and all shared one key of `top_logprobs`."""
     choice = Choice(0, [], ByteTokenizer(), [])
     for token in "aß".encode():
         choice.push(Event(1, token, details=Logprob(-0.5, ((token, -0.5),))))
@@ -79,17 +83,21 @@ def test_tokens_of_a_part_of_a_character_have_no_bytes():
     said = answer["logprobs"]["content"]
     assert [(entry["token"], entry["bytes"]) for entry in said] == [
         ("a", [97]),
-        (REPLACEMENT, None),
-        (REPLACEMENT, None),
+        (r"bytes:\xc3", [0xC3]),
+        (r"bytes:\x9f", [0x9F]),
     ]
-    assert [entry["top_logprobs"][0]["bytes"] for entry in said] == [[97], None, None]
+    assert [entry["top_logprobs"][0]["bytes"] for entry in said] == [[97], [0xC3], [0x9F]]
+    assert bytes(byte for entry in said for byte in entry["bytes"]).decode() == "aß"
 
 
 def test_of_tokens_with_one_text_the_likeliest_is_reported():
-    choice = Choice(0, [], ByteTokenizer(), [])
-    choice.push(Event(1, 0xC3, details=Logprob(-0.1, ((0xC3, -0.1), (0x61, -3.0), (0xE2, -5.0)))))
-    (answer,) = ResponseWriter(False, "bytes", ByteTokenizer(), [[1]], [choice]).whole()["choices"]
-    assert list(answer["logprobs"]["top_logprobs"][0].items()) == [(REPLACEMENT, -0.1), ("a", -3.0)]
+    tokenizer = ByteTokenizer(300)  # tokens above 256 have no text
+    choice = Choice(0, [], tokenizer, [])
+    top = ((0xC3, -0.1), (0x61, -3.0), (0xE2, -5.0), (270, -6.0), (271, -7.0))
+    choice.push(Event(1, 0xC3, details=Logprob(-0.1, top)))
+    (answer,) = ResponseWriter(False, "bytes", tokenizer, [[1]], [choice]).whole()["choices"]
+    wanted = [(r"bytes:\xc3", -0.1), ("a", -3.0), (r"bytes:\xe2", -5.0), ("", -6.0)]
+    assert list(answer["logprobs"]["top_logprobs"][0].items()) == wanted
 
 
 # steps
