@@ -58,6 +58,7 @@ class Engine:
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._ended = 0.0  # when the last step had
         self._generated = 0
+        self._admitted, self._queue_seconds = 0, 0.0
         self._recent: deque[tuple[float, int, int]] = deque()
         self._published = 0.0
         self._state: dict[str, Any] = {}
@@ -115,6 +116,7 @@ class Engine:
                 events += self._end(before)
                 before = None
             plan = self.scheduler.plan()
+            self._count_admitted()
             started = None if plan is None else self._start(plan)
             for step in (before, None if self.runner.ahead else started):
                 if step is not None:
@@ -149,6 +151,13 @@ class Engine:
                 self.scheduler.remove(request.id)
                 events.append(Event(request.id, failure=(503, "the server is shutting down", UNAVAILABLE)))
         return events
+
+    def _count_admitted(self) -> None:
+        """Add up the time that new running requests have waited."""
+        now = time.monotonic()
+        self._admitted += len(self.scheduler.admitted)
+        self._queue_seconds += sum(now - request.arrived for request in self.scheduler.admitted)
+        self.scheduler.admitted.clear()
 
     def _start(self, plan: Plan) -> _RunningStep | None:
         """Broadcast a step and start it; return None when there is nothing to compute."""
@@ -208,6 +217,8 @@ class Engine:
                 "prompt_tokens": scheduler.prefill_tokens,
                 "shared_tokens": scheduler.shared_tokens,
                 "generated_tokens": self._generated,
+                "admitted": self._admitted,
+                "queue_seconds": round(self._queue_seconds, 3),
                 "steps": dict(self._steps),
                 "seconds": {kind: round(seconds, 3) for kind, seconds in self._seconds.items()},
             },

@@ -189,6 +189,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.kept_prefixes: dict[int, list[int]] = {}  # cache id -> its tokens, least recently used first
         self.prefill_tokens = self.shared_tokens = 0
+        self.admitted: list[Request] = []  # since its reader has cleared it
         self._computed = PrefixIndex(allocator.page_size)  # by cache id
         self._computing = PrefixIndex(allocator.page_size)  # by request id: prompts that are being computed
         self._by_cache_id: dict[int, Request] = {}
@@ -425,6 +426,7 @@ class Scheduler:
             return False
         request.num_computed = request.num_cached = length
         self.shared_tokens += length
+        self.admitted.append(request)
         self.running[request.id] = self._by_cache_id[request.cache_id] = request
         if self.keep:
             self._computing.add(request.id, request.digests)

@@ -178,7 +178,7 @@ class HeaderMiddleware:
 
 def make_app(client: EngineClient, tokenizer: Tokenizer, settings: Settings) -> ASGIApp:
     """Return the application."""
-    metrics = Metrics(client.state)
+    metrics = Metrics(client.state, settings.model)
     handler = CompletionHandler(client, tokenizer, settings, metrics)
 
     @contextlib.asynccontextmanager

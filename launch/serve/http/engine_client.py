@@ -198,6 +198,7 @@ class OpenRequests:
         self._client.close_requests(self._ids)
         for request_id in self._unfinished:
             self._metrics.cancelled.inc()
+            self._metrics.finished.labels("cancelled").inc()
             self._client.cancel(request_id)
 
     async def wait(self) -> bool:
@@ -218,6 +219,7 @@ class OpenRequests:
             return
         try:
             if isinstance(event, RequestError):
+                self._metrics.finished.labels("error").inc(len(self._unfinished))
                 self._unfinished.clear()
                 raise event
             request = self._unfinished.get(event.request_id)
@@ -230,17 +232,18 @@ class OpenRequests:
                     self._metrics.first_token.observe(request.first - self._began)
                 request.tokens += 1
             if event.last:
-                self._end(event.request_id, request)
+                self._end(event.request_id, request, event.finish or "error")
             if self._take(request.place, event) and not event.last:
-                self._end(event.request_id, request)
+                self._end(event.request_id, request, "stop")
                 self._client.cancel(event.request_id, keep=True)
         except Exception as error:  # of this request, not of those beside it
             self._error = error
         if self._each or self._error is not None or not self._unfinished:
             self._wake.set()
 
-    def _end(self, request_id: int, request: _OpenRequest) -> None:
+    def _end(self, request_id: int, request: _OpenRequest, reason: str) -> None:
         del self._unfinished[request_id]
+        self._metrics.finished.labels(reason).inc()
         self._metrics.latency.observe(time.monotonic() - self._began)
         if request.tokens > 1:
             self._metrics.per_token.observe((request.latest - request.first) / (request.tokens - 1))

@@ -20,6 +20,7 @@ import pytest
 from ringattn.launch.serve import engine_server
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.http import connections
+from tests.support import serving
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters, answer, follow, text_of
 
 
@@ -413,6 +414,38 @@ def test_metrics_and_state_agree(http):
     )
     assert numbers['ringattn_requests_total{path="/v1/completions",status="200"}'] >= 1
     assert numbers["ringattn_time_to_first_token_seconds_count"] >= 1
+    assert numbers['ringattn_model_info{model="fake"}'] == 1
+
+
+def test_metrics_of_the_cache_the_queue_and_the_ends_of_answers():
+    with FakeServer(FakeRunner(pages=100, page_size=4, step_s=0.01), running=1, time_limit_s=2.0) as served:
+        url = f"{served.url}/v1/completions"
+
+        def numbers() -> dict[str, float]:
+            lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+            return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+        prompt = going_on("q", 40)
+        with ThreadPoolExecutor(2) as threads:
+            body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+            two = [threads.submit(httpx.post, url, json=body) for _ in range(2)]
+            served.state_when(lambda state: state["running"] == 1)
+            assert numbers()["ringattn_cache_usage_ratio"] > 0
+            assert [one.result().status_code for one in two] == [200, 200]
+        text = two[0].result().json()["choices"][0]["text"]
+        httpx.post(url, json={**body, "stop": text[10]})
+        httpx.post(url, json={**body, "max_tokens": 500})
+        with httpx.stream("POST", url, json={**body, "max_tokens": 100, "stream": True}) as stream:
+            next(stream.iter_lines())
+        served.assert_idle()
+        found = numbers()
+    assert found["ringattn_cache_usage_ratio"] == 0
+    assert found["ringattn_queue_seconds_count"] == 5
+    assert 0.3 < found["ringattn_queue_seconds_sum"] < 5  # the second of two
+    reasons = [
+        found[f'ringattn_finished_total{{reason="{name}"}}'] for name in ("length", "stop", "error", "cancelled")
+    ]
+    assert reasons == [2, 1, 1, 1]
 
 
 def test_histograms_hold_the_first_token_and_the_mean_of_the_later_ones():
@@ -816,7 +849,14 @@ def test_pages_are_freed_when_a_client_disconnects_before_its_answer(stream):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_never_reads_is_disconnected(monkeypatch, stream):
     """Regression: its connection stayed for ever."""
+
+    def bind_with_a_small_buffer(host: str, port: int) -> socket.socket:
+        bound = engine_server.bind(host, port)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return bound
+
     monkeypatch.setattr(engine_server, "UNREAD_S", 1.0)
+    monkeypatch.setattr(serving, "bind", bind_with_a_small_buffer)
     with FakeServer(FakeRunner(pages=2000)) as served:
         body = json.dumps({"prompt": "a" * 6000, "echo": True, "n": 64, "max_tokens": 1, "stream": stream}).encode()
         head = (
