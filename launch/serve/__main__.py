@@ -33,7 +33,7 @@ DESCRIPTION = """Serves a language model over an OpenAI-compatible HTTP interfac
 Starts its own ranks (one per GPU, or two on the CPU) unless torchrun did: torchrun --nproc_per_node 4 -m ringattn.launch.serve
 The page at / is a chat and shows what the server does."""
 
-PACKAGES = ("tyro", "fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec", "transformers")
+PACKAGES = ("tyro", "fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec", "transformers", "accelerate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

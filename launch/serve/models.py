@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -211,7 +210,7 @@ def _build_model(
     draws_on_gpu = device.type == "cuda" and not tiny
     try:
         if folder is not None:
-            if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
+            if device.type == "cuda":
                 options["device_map"] = {"": device}  # straight onto the GPU
             model: Any = read_model(folder, use_safetensors=True, **options)
         else:
