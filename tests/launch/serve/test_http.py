@@ -7,17 +7,18 @@ import json
 import math
 import re
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from ringattn.launch.serve.http import connections
+from ringattn.launch.serve.http import completions, connections
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters, answer, follow, text_of
 
 
@@ -390,7 +391,7 @@ def test_histograms_hold_the_first_token_and_the_mean_of_the_later_ones():
 def test_histograms_count_from_the_arrival_and_not_from_the_end_of_the_tokenizer(monkeypatch, stream):
     """The time of the tokenizer, and of long prompts before, is part of the latency."""
     encode = Letters.encode
-    monkeypatch.setattr(Letters, "encode", lambda self, text: (time.sleep(0.2), encode(self, text))[1])
+    monkeypatch.setattr(Letters, "encode", lambda *args: (time.sleep(0.2), encode(*args))[1])
     with FakeServer(FakeRunner()) as served:
         body = {"prompt": "abc", "max_tokens": 3, "ignore_eos": True, "stream": stream}
         httpx.post(f"{served.url}/v1/completions", json=body)
@@ -643,6 +644,58 @@ def test_an_answer_has_the_request_id_of_its_request_or_a_new_one(served, client
         assert head.startswith(b"HTTP/1.1 400 ")
         assert json.loads(body)["error"]["param"] == "x-request-id"
         assert re.search(rb"x-request-id: req-[0-9a-f]{32}", head), head
+
+
+@contextlib.contextmanager
+def slow_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Long texts are tokenized when the context ends."""
+    encode, go_on = Letters.encode, threading.Event()
+
+    def wait(self: Letters, text: str, most: int | None = None) -> list[int]:
+        assert len(text) < completions.SHORT_BYTES or go_on.wait(30)
+        return encode(self, text, most)
+
+    monkeypatch.setattr(Letters, "encode", wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def test_long_prompts_delay_no_short_ones_and_too_many_get_a_429(monkeypatch):
+    """Regression: one thread tokenized everything, and any number of bodies waited for it."""
+    with FakeServer(FakeRunner(), max_body_mib=0.125) as served, ThreadPoolExecutor(8) as threads:
+        url, body = f"{served.url}/v1/completions", {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        long = {**body, "prompt": "a" * 100_000}
+        with slow_tokenizer(monkeypatch):
+            # 34.5 KB of each count, and 262 KB may wait
+            asked = [threads.submit(httpx.post, url, json=long, timeout=60) for _ in range(8)]
+            refused = next(as_completed(asked)).result()
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert "must have at most 262144 bytes together" in refused.json()["error"]["message"]
+            assert httpx.post(url, json={**body, "prompt": "hi"}, timeout=5).status_code == 200
+        # their tokens do not fit
+        assert sorted(one.result().status_code for one in asked) == [400] * 7 + [429]
+        assert httpx.post(url, json=long, timeout=60).status_code == 400
+        served.assert_idle()
+
+
+def test_the_wait_for_the_tokenizer_counts_in_the_time_limit(monkeypatch):
+    with FakeServer(FakeRunner(), time_limit_s=0.5) as served, slow_tokenizer(monkeypatch):
+        answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a" * 100_000}, timeout=20)
+        assert answer.status_code == 503
+        assert "waited for the tokenizer until its time of" in answer.json()["error"]["message"]
+
+
+def test_a_text_that_can_not_fit_is_refused_before_it_is_tokenized(http):
+    chat = {"messages": [{"role": "user", "content": "x" * 7000}]}
+    for path, body, name in (("completions", {"prompt": "x" * 7000}, "prompt"), ("chat/completions", chat, "messages")):
+        answer = http.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+        assert re.search(f"{name} must fit into 3000 tokens, got 35.. or more", error["message"])
 
 
 def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():

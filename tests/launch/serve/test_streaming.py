@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.serve.config import ServeArgs
+from ringattn.launch.serve.http import completions, engine_client
 from ringattn.launch.serve.http.api import Choice, ResponseWriter
 from ringattn.launch.serve.http.app import make_app
 from ringattn.launch.serve.messages import Event, Settings, StepOutput, Stop
@@ -187,6 +188,47 @@ def test_a_step_is_one_write_of_a_stream_and_the_last_brings_the_end(choices):
     assert bodies[5].count(b'"finish_reason":"length"') == choices
     assert bodies[5].endswith(b"data: [DONE]\n\n")
     assert [texts_of(b"".join(bodies), index) for index in range(choices)] == ["abcdef"] * choices
+
+
+def test_a_stream_begins_before_its_first_token_and_is_never_silent(monkeypatch):
+    """Regression: proxies cut off streams whose prompt took a minute."""
+    monkeypatch.setattr(engine_client, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(completions, "KEEP_ALIVE_S", 0.05)
+    steps = Steps()
+
+    async def what() -> tuple[list[Any], list[bytes]]:
+        sent, send = collected()
+        task, (name,) = await steps.ask(send, stream=True)
+        await turns()
+        begun = list(sent)
+        await asyncio.sleep(0.3)
+        silent = body_of(sent)
+        steps.step(Event(name, 97, "length"))
+        await task
+        return begun, [*silent, b"", *body_of(sent)[len(silent) :]]
+
+    begun, bodies = steps.run(what)
+    assert [(one["type"], one["status"]) for one in begun] == [("http.response.start", 200)]
+    assert set(bodies[: bodies.index(b"")]) == {b": keep-alive\n\n"}
+    assert 1 <= bodies.index(b"") <= 6
+    assert texts_of(b"".join(bodies)) == "a"
+
+
+def test_a_failure_before_the_first_token_is_an_event_of_its_stream():
+    steps = Steps()
+
+    async def what() -> list[Any]:
+        sent, send = collected()
+        task, (name,) = await steps.ask(send, stream=True)
+        await turns()
+        steps.step(Event(name, failure=(500, "no numbers")))
+        await task
+        return sent
+
+    start, end = steps.run(what)
+    assert start["status"] == 200
+    assert json.loads(end["body"].removeprefix(b"data: "))["error"]["message"] == "no numbers"
+    assert not end.get("more_body")
 
 
 def test_a_client_that_does_not_read_gets_all_later_and_delays_no_other():
