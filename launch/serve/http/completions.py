@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ringattn.launch.serve.http.api import (
+    MAX_SCORES,
     Chat,
     Choice,
     Completion,
@@ -224,7 +225,7 @@ class CompletionHandler:
                 if end is None:
                     await requests.wait()
             if end is None:
-                await JSONResponse(writer.whole())(scope, receive, send)
+                await Response(writer.whole(), media_type="application/json")(scope, receive, send)
             else:
                 await send({"type": "http.response.body", "body": end})
 
@@ -272,11 +273,26 @@ class CompletionHandler:
                 raise self._too_long(error, field) from None
             self._check_prompt(tokens, field)
             most = self._check_length(len(tokens), 1 if asked == 0 else asked)
+            if body.wanted_logprobs is not None:
+                # each token has its own and the likeliest ones
+                rows = MAX_SCORES // (1 + body.wanted_logprobs) // (len(texts) * body.n) - score_prompt * len(tokens)
+                if asked is None:
+                    most = min(most, max(1, rows))
+                if most > rows:
+                    what = f"prompts times n times tokens times (logprobs + 1) must be at most {MAX_SCORES}"
+                    what = f"{what}, so {max(0, rows)} new tokens, got {most}; ask for less of them"
+                    raise RequestError(400, what, "logprobs")
+            if body.min_tokens > most:
+                what = f"min_tokens must be at most max_tokens, got {body.min_tokens} and {most}"
+                raise RequestError(400, what, "min_tokens")
             digests = prefix_digests(tokens, args.page_size) if args.keep_prefixes else []
             echoed = (text if isinstance(text, str) else tokenizer.decode(tokens)) if echo else ""
             for choice in range(body.n):
-                choices.append(Choice(len(choices), tokens, tokenizer, body.stop, echoed, score_prompt, asked == 0))
-                request_id, sampling = next(self.client.ids), body.sampling(choice)
+                silent, place = asked == 0, len(choices)
+                choices.append(
+                    Choice(place, tokens, tokenizer, body.stop, echoed, score_prompt, silent, body.min_tokens)
+                )
+                request_id, sampling = next(self.client.ids), body.sampling(choice, stops)
                 requests.append(NewRequest(request_id, len(prompts), most, stops, sampling, score_prompt))
             prompts.append(Prompt(tokens, digests))
         writer = ResponseWriter(
@@ -286,6 +302,7 @@ class CompletionHandler:
             [prompt.tokens for prompt in prompts],
             choices,
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
+            continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
             with_ids=body.return_token_ids,
         )
         ids = [request.id for request in requests]

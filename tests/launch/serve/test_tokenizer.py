@@ -181,6 +181,7 @@ def test_the_bytes_of_a_text_bound_its_tokens_from_below(kind, normalizer, text)
     tokenizer = pretrained(kind, normalizer)
     tokens = tokenizer.encode(text)
     assert tokens == tokenizer.inner(text)["input_ids"]
+    assert tokenizer.max_token_bytes is not None
     assert len(text.encode()) <= tokenizer.max_token_bytes * len(tokens)
 
 
@@ -195,6 +196,7 @@ def test_tokenizers_that_lose_text_have_no_such_bound(kind, normalizer):
 def test_a_text_that_is_too_long_is_not_tokenized():
     tokenizer = pretrained("byte_level")
     most = tokenizer.max_token_bytes
+    assert most is not None
     assert most == len("plain added")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "_encoder", None)
