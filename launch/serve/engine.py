@@ -69,7 +69,7 @@ class Engine:
         with self._wake:
             closed = self.closed
             for request in requests if closed is None else ():
-                request.arrived = time.monotonic()
+                request.arrived = request.arrived or time.monotonic()
                 request.deadline = request.arrived + self.time_limit_s
                 self._submitted.append(request)
                 self._open.add(request.id)

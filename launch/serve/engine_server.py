@@ -208,6 +208,7 @@ def requests_of(message: messages.Submit) -> list[Request]:
             stops=frozenset(new.stops),
             digests=message.prompts[new.prompt].digests,
             score_prompt=new.score_prompt,
+            arrived=message.arrived,
         )
         for new in message.requests
     ]

@@ -69,10 +69,15 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """New requests. A prompt that several requests have is sent once."""
+    """New requests. A prompt that several requests have is sent once.
+
+    Attributes:
+        arrived: When they came, on the monotonic clock of the machine; 0: just now.
+    """
 
     prompts: list[Prompt]
     requests: list[NewRequest]
+    arrived: float = 0.0
 
 
 class Cancel(msgspec.Struct, tag=True):

@@ -62,6 +62,8 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
         logprobs: Number of likeliest tokens to report beside the sampled one; None for no logprobs.
         top_k: 0 for all tokens.
         logit_bias: Tokens, each once, and what is added to their logits.
+        min_tokens: Tokens of an answer among which none of `stops` is sampled.
+        stops: Tokens that end an answer.
     """
 
     temperature: float = 1.0
@@ -74,12 +76,14 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, int):
             self.seed = hex(self.seed)
         self._hash = hashlib.blake2b((self.seed or secrets.token_hex()).encode(), digest_size=8)
-        self._num_drawn = 0
+        self._num_drawn = self.num_sampled = 0
         # on the device, from the first token on
         self.counted: Tensor | None = None
         self._biases: tuple[Tensor, Tensor] | None = None
@@ -161,7 +165,8 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequen
     device = logits.device
     counted = [row for row, sampling in enumerate(samplings) if sampling.penalized]
     x = logits
-    if counted or any(sampling.logit_bias for sampling in samplings):
+    early = [one for one in samplings if one.num_sampled < one.min_tokens]
+    if counted or early or any(sampling.logit_bias for sampling in samplings):
         x = logits.to(torch.float32, copy=True)
         _add_biases_(x, samplings)
     at = counts = None
@@ -170,6 +175,10 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequen
         counts = torch.stack([samplings[row].counts(prompts[row], x) for row in counted])
         options = [(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in samplings]
         x[at] = penalize(x[at], counts, to_device([options[row] for row in counted], torch.float32, device))
+    if early:
+        _ban_stops_(x, samplings)
+    for one in early:
+        one.num_sampled += 1
     settings = truncated = None
     if any(sampling.temperature > 0 for sampling in samplings):
         settings = to_device([sampling.draw_settings() for sampling in samplings], torch.float64, device)
@@ -280,6 +289,18 @@ def _add_biases_(x: Tensor, samplings: Sequence[Sampling]) -> None:
     if found:
         slots, biases = map(torch.cat, zip(*found, strict=True))
         x.view(-1).index_add_(0, slots, biases)
+
+
+def _ban_stops_(x: Tensor, samplings: Sequence[Sampling]) -> None:
+    vocab = x.shape[1]
+    banned = [
+        row * vocab + token
+        for row, one in enumerate(samplings)
+        if one.num_sampled < one.min_tokens
+        for token in one.stops
+        if token < vocab
+    ]
+    x.view(-1).index_fill_(0, to_device(banned, torch.int64, x.device), -math.inf)
 
 
 def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -65,6 +65,7 @@ class Request:
 
     Attributes:
         deadline: Time, on the clock of the scheduler, after which it fails.
+        arrived: Time at which it came; 0: when the engine gets it.
         digests: Of the prompt (`prefix_digests`).
         score_prompt: Whether the logprobs of the prompt's tokens are wanted. Then all of it is computed, in steps around the ring:
             these give the logits of all rows, a cached prefix has none.

@@ -23,6 +23,8 @@ from ringattn.launch.serve.http.metrics import Metrics
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
+KEEP_ALIVE_S = 15.0
+"""Seconds after which a stream without tokens gets a comment: proxies cut off answers that are silent for a minute."""
 
 ENGINE_GONE = "the server is going down: its engine is gone"
 
@@ -172,7 +174,7 @@ class OpenRequests:
     Args:
         take: Called with the place of a request and an event of it; returns whether it is finished. `wait` raises its exceptions.
         arrived: Time of the requests' arrival, on the monotonic clock.
-        each: Whether `wait` returns for each event, and not only when all requests have ended.
+        each: Whether `wait` returns for each event, and each KEEP_ALIVE_S, and not only when all requests have ended.
     """
 
     def __init__(
@@ -189,12 +191,17 @@ class OpenRequests:
         self._began, self._each, self._wake = arrived, each, asyncio.Event()
         self._unfinished = {request_id: _OpenRequest(place) for place, request_id in enumerate(request_ids)}
         self._error: Exception | None = None
+        self._timer: asyncio.TimerHandle | None = None
         client.submit(request_ids, encoded, self._on_event)
+        if each:
+            self._keep_alive()
 
     def __enter__(self) -> OpenRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._client.close_requests(self._ids)
         for request_id in self._unfinished:
             self._metrics.cancelled.inc()
@@ -202,12 +209,19 @@ class OpenRequests:
             self._client.cancel(request_id)
 
     async def wait(self) -> bool:
-        """Wait for an event since the last call, and return whether more can follow; raise RequestError if a request has failed."""
+        """Wait for an event since the last call, and return whether more can follow; raise RequestError if a request has failed.
+
+        See `each`.
+        """
         await self._wake.wait()
         self._wake.clear()
         if self._error is not None:
             raise self._error
         return bool(self._unfinished)
+
+    def _keep_alive(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._keep_alive)
+        self._wake.set()
 
     def _on_event(self, event: messages.Event | RequestError) -> None:
         """Handle an event, in the turn of the event loop that received it.

@@ -7,10 +7,11 @@ import json
 import math
 import re
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ import pytest
 
 from ringattn.launch.serve import engine_server
 from ringattn.launch.serve.config import ServeArgs
-from ringattn.launch.serve.http import connections
+from ringattn.launch.serve.http import completions, connections
 from tests.support import serving
 from tests.support.serving import STOP, VOCAB, FakeRunner, FakeServer, Letters, answer, follow, text_of
 
@@ -344,6 +345,27 @@ def test_options_of_vllm_have_their_meaning(http):
     assert ask(temperature=0, stop_token_ids=[tokens[at], 1]) == (text[:at], "stop")
 
 
+def test_an_answer_has_at_least_min_tokens(http):
+    """Neither a stop token nor a stop string ends it before."""
+    ends = fatal_exit("min", 2, 6)
+    length = len(answer(Letters().encode(ends), 9))
+    body = {"prompt": ends, "max_tokens": 12, "temperature": 0}
+
+    def ask(**how: Any) -> tuple[int, str]:
+        said = http.post("/v1/completions", json={**body, **how}).json()
+        return said["usage"]["completion_tokens"], said["choices"][0]["text"]
+
+    assert ask()[0] == length
+    assert ask(min_tokens=length) == ask()
+    more, text = ask(min_tokens=9)
+    assert 9 <= more <= 12
+    assert text.startswith(ask()[1])
+    assert ask(min_tokens=9, temperature=2, top_k=3, seed=1)[0] >= 9
+    at = ask(min_tokens=12)[1]
+    assert ask(min_tokens=12, stop=[at[1]]) == (12, at)
+    assert ask(min_tokens=4, stop=list(set(at))[:16])[0] in (5, *range(6, 13))
+
+
 def test_logprobs_name_the_likeliest_tokens(client):
     found = client.completions.create(model="fake", prompt=going_on("l", 5), max_tokens=5, temperature=0, logprobs=2)
     said, text = found.choices[0].logprobs, found.choices[0].text
@@ -465,7 +487,7 @@ def test_histograms_hold_the_first_token_and_the_mean_of_the_later_ones():
 def test_histograms_count_from_the_arrival_and_not_from_the_end_of_the_tokenizer(monkeypatch, stream):
     """The time of the tokenizer, and of long prompts before, is part of the latency."""
     encode = Letters.encode
-    monkeypatch.setattr(Letters, "encode", lambda self, text: (time.sleep(0.2), encode(self, text))[1])
+    monkeypatch.setattr(Letters, "encode", lambda *args: (time.sleep(0.2), encode(*args))[1])
     with FakeServer(FakeRunner()) as served:
         body = {"prompt": "abc", "max_tokens": 3, "ignore_eos": True, "stream": stream}
         httpx.post(f"{served.url}/v1/completions", json=body)
@@ -508,11 +530,11 @@ BAD = [
     ({"prompt": ["a"] * 1000, "n": 100}, "at most 1024 answers, got 1000 prompts times 100"),
     ({"prompt": "a", "stop": [""]}, "stop: must be at most 16 strings of 1 to 1000 characters"),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop: must be"),
-    ({"prompt": "a", "stop": ["x", 5]}, r"stop.list\[str\].1: Input should be a valid string"),
+    ({"prompt": "a", "stop": ["x", 5]}, r"stop.1: Input should be a valid string"),
     ({"prompt": "a", "logprobs": 100}, "logprobs: "),
     ({"prompt": "a", "logprobs": -1}, "logprobs: "),
     ({"prompt": "a", "stop_token_ids": ["5"]}, "stop_token_ids.0: Input should be a valid integer"),
-    ({"prompt": "a", "suffix": "x"}, "suffix: must be left out"),
+    ({"prompt": "a", "suffix": "x"}, "suffix is not supported"),
     ({"prompt": "a", "best_of": 2}, "best_of must be left out or equal n"),
     *(
         ({"prompt": "a", name: value}, f"{name}: ")
@@ -544,7 +566,7 @@ BAD = [
         )
     ),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options must be left out"),
-    ({"prompt": "a", "__class__": "x"}, "__class__ must be left out: it is not supported"),
+    ({"prompt": "a", "__class__": "x"}, "__class__ is not supported"),
     ({"prompt": "a", "\ud800": "x"}, "must be JSON, got: unexpected end of hex escape"),
 ]
 
@@ -567,14 +589,14 @@ def test_malformed_bodies_get_a_400_that_says_why(http, body, message):
         ({}, "messages: Field required"),
         ({"messages": []}, "messages: "),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0: content must be text, got none"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "messages.0.content.list[TextPart].0.type: Input should be 'text'",
+            "messages.0: content must be text, got a part of type 'image_url'",
         ),
-        ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages.0.name must be left out"),
+        ({"messages": [{"role": "user", "content": "x", "names": "n"}]}, "messages.0.names are not supported"),
         ({"messages": [{"role": "user", "content": "refuse"}]}, "the template refuses"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools: "),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools are not supported"),
         (
             {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
             "response_format",
@@ -584,7 +606,7 @@ def test_malformed_bodies_get_a_400_that_says_why(http, body, message):
             {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "max_completion_tokens": 4},
             "max_tokens must be left out",
         ),
-        ({"messages": [{"role": "user", "content": "x"}], "functions": []}, "functions must be left out"),
+        ({"messages": [{"role": "user", "content": "x"}], "functions": [{}]}, "functions are not supported"),
     ],
 )
 def test_malformed_chats_get_a_400_that_says_why(http, body, message):
@@ -718,6 +740,59 @@ def test_an_answer_has_the_request_id_of_its_request_or_a_new_one(served, client
         assert head.startswith(b"HTTP/1.1 400 ")
         assert json.loads(body)["error"]["param"] == "x-request-id"
         assert re.search(rb"x-request-id: req-[0-9a-f]{32}", head), head
+
+
+@contextlib.contextmanager
+def slow_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Long texts are tokenized when the context ends."""
+    encode, go_on = Letters.encode, threading.Event()
+
+    def wait(self: Letters, text: str, most: int | None = None) -> list[int]:
+        assert len(text) < completions.SHORT_BYTES or go_on.wait(30)
+        return encode(self, text, most)
+
+    monkeypatch.setattr(Letters, "encode", wait)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def test_long_prompts_delay_no_short_ones_and_too_many_get_a_429(monkeypatch):
+    """Regression: one thread tokenized everything, and any number of bodies waited for it."""
+    with FakeServer(FakeRunner(), max_body_mib=0.125) as served, ThreadPoolExecutor(8) as threads:
+        url, body = f"{served.url}/v1/completions", {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        long = {**body, "prompt": "a" * 100_000}
+        with slow_tokenizer(monkeypatch):
+            # 34.5 KB of each count, and 262 KB may wait
+            asked = [threads.submit(httpx.post, url, json=long, timeout=60) for _ in range(8)]
+            refused = next(as_completed(asked)).result()
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            assert "must have at most 262144 bytes together" in refused.json()["error"]["message"]
+            assert httpx.post(url, json={**body, "prompt": "hi"}, timeout=5).status_code == 200
+        # their tokens do not fit
+        assert sorted(one.result().status_code for one in asked) == [400] * 7 + [429]
+        assert httpx.post(url, json=long, timeout=60).status_code == 400
+        served.assert_idle()
+
+
+def test_the_wait_for_the_tokenizer_counts_in_the_time_limit(monkeypatch):
+    with FakeServer(FakeRunner(), time_limit_s=0.5) as served, slow_tokenizer(monkeypatch):
+        answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a" * 100_000}, timeout=20)
+        assert answer.status_code == 503
+        assert "waited for the tokenizer until its time of" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "false"
+
+
+def test_a_text_that_can_not_fit_is_refused_before_it_is_tokenized(http):
+    chat = {"messages": [{"role": "user", "content": "x" * 7000}]}
+    for path, body, name in (("completions", {"prompt": "x" * 7000}, "prompt"), ("chat/completions", chat, "messages")):
+        answer = http.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", name)
+        assert re.search(f"{name} must fit into 3000 tokens, got 35.. or more", error["message"])
 
 
 def test_a_full_queue_gets_a_429_and_a_stopping_server_a_503():
@@ -1012,10 +1087,14 @@ def write_slowly(connection: socket.socket) -> None:
         time.sleep(0.01)
 
 
+ASK = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+
+
 def test_one_connection_too_many_gets_503_and_a_closed_one_makes_room(monkeypatch):
     monkeypatch.setattr(connections, "FAREWELL_S", 0.2)
     with FakeServer(FakeRunner(step_s=0.01), connections=3) as served:
-        place, get = ("127.0.0.1", served.port), b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        place = ("127.0.0.1", served.port)
         body = {"prompt": going_on("many", 60), "max_tokens": 60, "temperature": 0, "stream": True}
         with httpx.Client(base_url=served.url, timeout=30) as client:
             # one that streams, two that say nothing
@@ -1023,15 +1102,15 @@ def test_one_connection_too_many_gets_503_and_a_closed_one_makes_room(monkeypatc
                 lines = stream.iter_lines()
                 next(lines)
                 silent = [socket.create_connection(place) for _ in range(2)]
-                for _ in range(5):
+                for said in [ASK * 100] * 4 + [b"", b"GET"]:
                     with socket.create_connection(place) as late:
-                        late.sendall(get * 100)
+                        late.sendall(said)
                         head, _, said = read_all(late).partition(b"\r\n\r\n")
                         assert head.startswith(b"HTTP/1.1 503 ")
                         assert json.loads(said)["error"]["message"].startswith("at most 3 connections may be open")
                 silent.pop().close()
                 deadline = time.monotonic() + 10
-                while (answer := httpx.get(f"{served.url}/health")).status_code != 200:
+                while (answer := httpx.get(f"{served.url}/v1/models")).status_code != 200:
                     assert answer.json()["error"]["code"] == "too_many_connections"
                     assert time.monotonic() < deadline
                 # the stream was not disturbed
@@ -1042,18 +1121,38 @@ def test_one_connection_too_many_gets_503_and_a_closed_one_makes_room(monkeypatc
 
 def test_all_of_many_connections_too_many_get_503():
     """Regression: beyond 64 at the same time, rejected clients got no answer."""
-    get = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with FakeServer(FakeRunner(), connections=10) as served:
         with contextlib.ExitStack() as stack:
             place = ("127.0.0.1", served.port)
             many = [stack.enter_context(socket.create_connection(place)) for _ in range(10 + 200)]
             for connection in many:
-                connection.sendall(get)
+                connection.sendall(ASK)
             statuses: Counter[bytes] = Counter()
             for connection in many:
                 connection.settimeout(10)
                 statuses[connection.recv(4096)[:12]] += 1
         assert statuses == {b"HTTP/1.1 200": 10, b"HTTP/1.1 503": 200}
+
+
+def test_a_full_server_answers_health_and_nothing_after_it(monkeypatch):
+    monkeypatch.setattr(connections, "FAREWELL_S", 0.5)
+    with FakeServer(FakeRunner(), connections=2) as served, contextlib.ExitStack() as stack:
+        place = ("127.0.0.1", served.port)
+        # all places are taken, and more connections wait
+        for _ in range(6):
+            stack.enter_context(socket.create_connection(place))
+        for pieces in ([HEALTH], [HEALTH + ASK * 10], [b"HEAD /health?x HTTP", b"/1.1\r\nHost: x\r\n\r\n"]):
+            with socket.create_connection(place) as probe:
+                for piece in pieces:
+                    probe.sendall(piece)
+                    time.sleep(0.01)
+                said = read_all(probe)
+                assert said.startswith(b"HTTP/1.1 200 ")
+                assert said.count(b"HTTP/1.1 ") == 1
+                assert b"connection: close" in said
+        with socket.create_connection(place) as slow:
+            slow.sendall(HEALTH[:-2])
+            assert read_all(slow) == b""
 
 
 def test_too_many_rejected_connections_close_the_oldest_first(monkeypatch):
@@ -1065,6 +1164,7 @@ def test_too_many_rejected_connections_close_the_oldest_first(monkeypatch):
             for _ in range(4):
                 late.append(stack.enter_context(socket.create_connection(place)))
                 late[-1].settimeout(10)
+                late[-1].sendall(ASK)
                 assert late[-1].recv(4096).startswith(b"HTTP/1.1 503 ")
             # closed on the server's side: what is sent is answered by a reset, after at most one more try
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
@@ -1072,11 +1172,27 @@ def test_too_many_rejected_connections_close_the_oldest_first(monkeypatch):
             write_slowly(late[3])
 
 
-def test_only_idle_connections_are_closed(monkeypatch):
-    monkeypatch.setattr(connections, "IDLE_S", 0.3)
+BEGUN = {
+    "nothing": b"",
+    "a part of the first head": b"GET /health HTT",
+    "a byte after an answer": HEALTH + b"G",
+    "a part of a head after a refusal": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\nGET / HTTP/1.1\r\nX",
+    "a body that never ends": b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nx",
+}
+
+
+@pytest.mark.parametrize("begun", BEGUN.values(), ids=BEGUN)
+def test_a_connection_is_closed_when_its_next_head_does_not_come(monkeypatch, begun):
+    """Regression: one byte after an answer kept a connection open without end."""
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
     with FakeServer(FakeRunner(step_s=0.02)) as served:
         with socket.create_connection(("127.0.0.1", served.port)) as silent:
-            silent.sendall(b"GET /health HTT")
+            for byte in begun.partition(b"\r\n\r\n"):
+                silent.sendall(byte)
+                time.sleep(0.05)
             body = {"prompt": going_on("long", 40), "max_tokens": 40, "temperature": 0}
             assert httpx.post(f"{served.url}/v1/completions", json=body, timeout=30).status_code == 200
-            assert read_all(silent) == b""
+            silent.settimeout(3)  # uvicorn closes those that send nothing after 5 s
+            with contextlib.suppress(ConnectionResetError):
+                while silent.recv(4096):
+                    pass

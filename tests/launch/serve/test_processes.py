@@ -71,6 +71,8 @@ samplings = st.builds(
     st.floats(-2, 2),
     st.floats(-2, 2),
     st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 100))).map(tuple),
+    st.integers(0, 2**31),
+    st.lists(st.integers(0, 2**31)).map(tuple),
 )
 details = st.builds(Logprob, numbers, st.lists(st.tuples(st.integers(0, 2**31), numbers)).map(tuple))
 events = st.builds(
