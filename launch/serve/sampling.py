@@ -83,7 +83,7 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
         if isinstance(self.seed, int):
             self.seed = hex(self.seed)
         self._hash = hashlib.blake2b((self.seed or secrets.token_hex()).encode(), digest_size=8)
-        self._num_drawn = self.num_sampled = 0
+        self._num_drawn = self._num_sampled = 0
         # on the device, from the first token on
         self.counted: Tensor | None = None
         self._biases: tuple[Tensor, Tensor] | None = None
@@ -92,6 +92,11 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
     def penalized(self) -> bool:
         """Whether tokens must be counted."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def biased(self) -> bool:
+        """Whether something is added to logits: `logit_bias`, or minus infinity to `stops`."""
+        return bool(self.logit_bias) or self._num_sampled < self.min_tokens
 
     @property
     def truncated(self) -> bool:
@@ -120,9 +125,14 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
         return self.counted
 
     def biases(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens of `logit_bias` and what is added to their logits, on the device of x, `b vocab`."""
+        """Return tokens and what is added to their logits for the next token, on the device of x, `b vocab`."""
+        if self._num_sampled == self.min_tokens:
+            self._biases = None  # without `stops` from now on
+        self._num_sampled += 1
         if self._biases is None:
-            known = [(token, bias) for token, bias in self.logit_bias if token < x.shape[1]]
+            banned = self.stops if self._num_sampled <= self.min_tokens else ()
+            pairs = *self.logit_bias, *((token, -math.inf) for token in banned)
+            known = [(token, bias) for token, bias in pairs if token < x.shape[1]]
             tokens = to_device([token for token, _ in known], torch.int64, x.device)
             self._biases = tokens, to_device([bias for _, bias in known], torch.float32, x.device)
         return self._biases
@@ -165,8 +175,7 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequen
     device = logits.device
     counted = [row for row, sampling in enumerate(samplings) if sampling.penalized]
     x = logits
-    early = [one for one in samplings if one.num_sampled < one.min_tokens]
-    if counted or early or any(sampling.logit_bias for sampling in samplings):
+    if counted or any(sampling.biased for sampling in samplings):
         x = logits.to(torch.float32, copy=True)
         _add_biases_(x, samplings)
     at = counts = None
@@ -175,10 +184,6 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequen
         counts = torch.stack([samplings[row].counts(prompts[row], x) for row in counted])
         options = [(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for one in samplings]
         x[at] = penalize(x[at], counts, to_device([options[row] for row in counted], torch.float32, device))
-    if early:
-        _ban_stops_(x, samplings)
-    for one in early:
-        one.num_sampled += 1
     settings = truncated = None
     if any(sampling.temperature > 0 for sampling in samplings):
         settings = to_device([sampling.draw_settings() for sampling in samplings], torch.float64, device)
@@ -283,24 +288,12 @@ def _read_logprob(row: Sequence[float], most: int) -> Logprob:
 def _add_biases_(x: Tensor, samplings: Sequence[Sampling]) -> None:
     found = []
     for row, sampling in enumerate(samplings):
-        if sampling.logit_bias:
+        if sampling.biased:
             tokens, biases = sampling.biases(x)
             found.append((tokens + row * x.shape[1], biases))
     if found:
         slots, biases = map(torch.cat, zip(*found, strict=True))
         x.view(-1).index_add_(0, slots, biases)
-
-
-def _ban_stops_(x: Tensor, samplings: Sequence[Sampling]) -> None:
-    vocab = x.shape[1]
-    banned = [
-        row * vocab + token
-        for row, one in enumerate(samplings)
-        if one.num_sampled < one.min_tokens
-        for token in one.stops
-        if token < vocab
-    ]
-    x.view(-1).index_fill_(0, to_device(banned, torch.int64, x.device), -math.inf)
 
 
 def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
