@@ -243,9 +243,7 @@ class FakeServer:
         listening.listen(BACKLOG)
         self.port: int = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._http = uvicorn.Server(
-            server_config(make_app(client, tokenizer, settings), connections, args.log_level, args.access_log)
-        )
+        self._http = uvicorn.Server(server_config(make_app(client, tokenizer, settings), args, client))
         self._http_thread = threading.Thread(target=self._http.run, args=([listening],), daemon=True)
         self._http_thread.start()
         while not self._http.started:

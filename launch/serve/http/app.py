@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi import Request as HttpRequest
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
@@ -42,79 +42,16 @@ SINGLE_HEADERS = ("host", "authorization", "x-request-id")
 OPEN_PATHS = ("/", "/health")
 """Paths that need no key: the page by itself shows nothing."""
 
-router = APIRouter()
 
-
-def _handler(http_request: HttpRequest) -> CompletionHandler:
-    return http_request.app.state.handler
-
-
-@router.get("/v1/models")
-async def list_models(http_request: HttpRequest) -> Any:
-    """Return the one model, by each of its names."""
-    handler = _handler(http_request)
-    return {"object": "list", "data": [handler.model_card(name) for name in handler.names]}
-
-
-@router.get("/v1/models/{name:path}")
-async def show_model(http_request: HttpRequest, name: str) -> Any:
-    """Return the model, if it has this name."""
-    _handler(http_request).check_model(name)
-    return _handler(http_request).model_card(name)
-
-
-@router.post("/v1/completions")
-async def complete(http_request: HttpRequest) -> Response:
-    """Answer a completion."""
-    return await _handler(http_request).answer(http_request, Completion)
-
-
-@router.post("/v1/chat/completions")
-async def chat(http_request: HttpRequest) -> Response:
-    """Answer a chat."""
-    return await _handler(http_request).answer(http_request, Chat)
-
-
-@router.api_route("/health", methods=["GET", "HEAD"])
-async def show_health(http_request: HttpRequest) -> Response:
-    """Return 503 once the server is stopping."""
-    closed = _handler(http_request).client.closed
-    return JSONResponse({"status": closed or "ok"}, 503 if closed else 200)
-
-
-@router.get("/metrics")
-async def show_metrics(http_request: HttpRequest) -> Response:
-    """Return the metrics for Prometheus."""
-    return Response(_handler(http_request).metrics.text(), media_type=CONTENT_TYPE)
-
-
-@router.get("/state")
-async def show_state(http_request: HttpRequest) -> Any:
-    """Return the state of the engine, and a description of the server."""
-    handler = _handler(http_request)
-    return {"model": handler.model, "server": http_request.app.state.about, **handler.client.state()}
-
-
-@router.api_route("/", methods=["GET", "HEAD"])
-async def show_page(http_request: HttpRequest) -> Response:
-    """Return the page with the chat and the state."""
-    page, policy = http_request.app.state.page
-    return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
-
-
-async def _on_request_error(_: HttpRequest, error: Any) -> Response:
-    return error_response(error)
-
-
-async def _on_http_error(http_request: HttpRequest, error: Any) -> Response:
+async def _on_error(http_request: HttpRequest, error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        return error_response(error)
+    if not isinstance(error, HTTPException):
+        return error_response(RequestError(500, f"the server has failed at this request: {type(error).__name__}"))
     path = ascii_only(http_request.url.path)[:200]
     response = error_response(RequestError(error.status_code, f"{path}: {error.detail}"))
     response.headers.update(error.headers or {})
     return response
-
-
-async def _on_exception(_: HttpRequest, error: Exception) -> Response:
-    return error_response(RequestError(500, f"the server has failed at this request: {type(error).__name__}"))
 
 
 class HeaderMiddleware:
@@ -190,15 +127,50 @@ def make_app(client: EngineClient, tokenizer: Tokenizer, settings: Settings) -> 
 
     app = FastAPI(
         lifespan=lifespan,
-        exception_handlers={RequestError: _on_request_error, HTTPException: _on_http_error, Exception: _on_exception},
+        exception_handlers=dict.fromkeys((RequestError, HTTPException, Exception), _on_error),
         # no pages that load scripts from elsewhere
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
     )
-    app.state.handler, app.state.about, app.state.page = handler, settings.about, read_page()
-    app.include_router(router)
-    paths = [path for route in router.routes if "{" not in (path := getattr(route, "path", "{"))]
+    page, policy = read_page()
+    page_headers = {"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"}
+
+    @app.get("/v1/models")
+    async def list_models() -> Any:
+        return {"object": "list", "data": [handler.model_card(name) for name in handler.names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def show_model(name: str) -> Any:
+        handler.check_model(name)
+        return handler.model_card(name)
+
+    @app.post("/v1/completions")
+    async def complete(http_request: HttpRequest) -> Response:
+        return await handler.answer(http_request, Completion)
+
+    @app.post("/v1/chat/completions")
+    async def chat(http_request: HttpRequest) -> Response:
+        return await handler.answer(http_request, Chat)
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def show_health() -> Response:
+        status, body = client.health()
+        return JSONResponse(body, status)
+
+    @app.get("/metrics")
+    async def show_metrics() -> Response:
+        return Response(metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/state")
+    async def show_state() -> Any:
+        return {"model": handler.model, "server": settings.about, **client.state()}
+
+    @app.api_route("/", methods=["GET", "HEAD"])
+    async def show_page() -> Response:
+        return HTMLResponse(page, headers=page_headers)
+
+    paths = [path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))]
     checked = HeaderMiddleware(app, settings.args, metrics, paths)
     if not settings.args.allowed_origin:
         return checked
@@ -225,15 +197,13 @@ def read_page() -> tuple[str, str]:
     return text, f"{policy}; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
 
-def server_config(
-    app: ASGIApp, connections: int, log_level: str = "warning", access_log: bool = False
-) -> uvicorn.Config:
-    """Return how uvicorn serves an application, to at most so many connections."""
+def server_config(app: ASGIApp, args: ServeArgs, client: EngineClient) -> uvicorn.Config:
+    """Return how uvicorn serves an application."""
     config = uvicorn.Config(
         app,
-        http=limit_connections(AutoHTTPProtocol, connections),
-        log_level=log_level,
-        access_log=access_log,
+        http=limit_connections(AutoHTTPProtocol, args.max_connections, client.health, args.root_path),
+        log_level=args.log_level,
+        access_log=args.access_log,
         timeout_graceful_shutdown=3,
         server_header=False,
         ws="none",

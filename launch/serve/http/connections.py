@@ -4,9 +4,9 @@ Wraps uvicorn's protocol, which handles requests. uvicorn's own limits are check
 sends none, or a part of one, would stay open without end. Here the time to the next head is limited, from the begin of a connection
 and from the end of each answer.
 
-Beyond the limit of connections a request for /health is answered: a full server must not look like a dead one. Others get status
-503 as soon as their first bytes show that they ask for something else. They are closed in two steps, because a connection that is
-closed while the client still writes is reset, answer and all.
+A connection beyond the limit gets an answer as soon as its first bytes show what it asks for: that of /health, because a full
+server must not look like a dead one, or else status 503. It is closed in two steps, because a connection that is closed while the
+client still writes is reset, answer and all.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
-
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ringattn.launch.serve.config import MAX_CLOSING
 from ringattn.launch.serve.http.api import RequestError
@@ -25,29 +25,28 @@ HEAD_S = 60.0
 """Seconds in which the head of the next request must have come; uvicorn closes connections without any byte of it earlier."""
 FAREWELL_S = 5.0
 """Seconds for the request of a connection beyond the limit, and then for reading the answer; most close at once."""
-HEALTH = re.compile(rb"(GET|HEAD) /health[ ?]")
-HEALTH_BYTES = len(b"HEAD /health ")
-"""Bytes after which a request is for /health or not; every request has more."""
+
+Health = Callable[[], tuple[int, dict[str, str]]]
 
 
-def limit_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
-    """Return a subclass of uvicorn's protocol `kind` that accepts at most `most` connections; others get /health or status 503."""
+def limit_connections(kind: Any, most: int, health: Health, root: str = "") -> type[asyncio.Protocol]:
+    """Return a subclass of uvicorn's protocol `kind` that accepts at most `most` connections.
+
+    Args:
+        health: Returns status and body of the answer to /health, also below the path `root`.
+    """
     accepted: set[asyncio.Protocol] = set()
     beyond: dict[asyncio.Protocol, Any] = {}  # in the order in which they came, with their transports
-    error = RequestError(
+    probe = re.compile(rb"(GET|HEAD) (%b)?/health[ ?]" % re.escape(root.encode()))
+    too_many = RequestError(
         503, f"at most {most} connections may be open, got one more; try again later", code="too_many_connections"
     )
-    body = json.dumps(error.body())
-    answer = (
-        f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        f"Retry-After: 1\r\nConnection: close\r\n\r\n{body}"
-    ).encode()
 
     class LimitedProtocol(kind):
         """One connection."""
 
-        begun = b""
-        """First bytes of a connection beyond the limit, until they show its request."""
+        begun: bytes | None = b""
+        """First bytes of a connection beyond the limit, until it is answered."""
         timer: Any = None
 
         def connection_made(self, transport: Any) -> None:
@@ -55,31 +54,26 @@ def limit_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
             if len(accepted) < most:
                 accepted.add(self)
                 super().connection_made(transport)
-                self._await_head(HEAD_S)
+                self._await_head()
                 return
             if len(beyond) >= MAX_CLOSING:
                 beyond.pop(next(iter(beyond))).close()
             beyond[self] = transport
-            self._set_timer(FAREWELL_S, self._reject)
+            self._set_timer(FAREWELL_S, self._answer_last, b"")
 
         def data_received(self, data: bytes) -> None:
-            """Pass on what an accepted connection sends, or one beyond the limit that asks for /health; drop the rest."""
+            """Pass on what an accepted connection sends; answer one beyond the limit, and drop the rest."""
             if self.transport is not None:
                 super().data_received(data)
             elif self.begun is not None:
                 self.begun += data
-                if HEALTH.match(self.begun):
-                    super().connection_made(beyond[self])
-                    self.app = _closing(self.app)
-                    self._await_head(FAREWELL_S)
-                    super().data_received(self.begun)
-                elif len(self.begun) >= HEALTH_BYTES:
-                    self._reject()
+                if b"\n" in self.begun or len(self.begun) >= len(f"HEAD {root}/health "):
+                    self._answer_last(self.begun)
 
         def on_response_complete(self) -> None:
             """Limit the time to the next request."""
             super().on_response_complete()
-            self._await_head(HEAD_S)
+            self._await_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
             """Free the place of the connection."""
@@ -89,22 +83,28 @@ def limit_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
             if self.transport is not None:
                 super().connection_lost(exc)
 
-        def _reject(self) -> None:
-            self.begun = None
-            transport = beyond.get(self)
-            if transport is not None and not transport.is_closing():
-                transport.write(answer)
-                transport.write_eof()
-                self._set_timer(FAREWELL_S, transport.abort)
+        def _answer_last(self, begun: bytes) -> None:
+            """Answer a connection beyond the limit, and close it."""
+            self.begun, transport, asked = None, beyond.get(self), probe.match(begun)
+            if transport is None or transport.is_closing():
+                return
+            status, content = health() if asked else (too_many.status, too_many.body())
+            body = json.dumps(content)
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            retry = "\r\nRetry-After: 1" if status == 503 else ""
+            body = "" if asked and asked[1] == b"HEAD" else body
+            transport.write(f"{head}{retry}\r\nConnection: close\r\n\r\n{body}".encode())
+            transport.write_eof()
+            self._set_timer(FAREWELL_S, transport.abort)
 
-        def _await_head(self, seconds: float) -> None:
-            self._set_timer(seconds, self._end_wait, seconds, self.transport.get_write_buffer_size())
+        def _await_head(self) -> None:
+            self._set_timer(HEAD_S, self._end_wait, self.transport.get_write_buffer_size())
 
-        def _end_wait(self, seconds: float, unread: int) -> None:
+        def _end_wait(self, unread: int) -> None:
             """Close the connection, unless a request is in work, or its client still reads the last answer."""
             if self.cycle is None or self.cycle.response_complete:
                 if self.transport.get_write_buffer_size() < unread:
-                    self._await_head(seconds)
+                    self._await_head()
                 else:
                     self.transport.abort()
 
@@ -114,17 +114,3 @@ def limit_connections(kind: Any, most: int) -> type[asyncio.Protocol]:
             self.timer = asyncio.get_running_loop().call_later(seconds, call, *args)
 
     return LimitedProtocol
-
-
-def _closing(app: ASGIApp) -> ASGIApp:
-    """Return an application whose answers end their connections."""
-
-    async def closing(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-            await send(message)
-
-        await app(scope, receive, send_closing)
-
-    return closing

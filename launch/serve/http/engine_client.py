@@ -83,6 +83,10 @@ class EngineClient:
         """The reason why the engine takes no requests; None while it does."""
         return self._closed or self._state["closed"]
 
+    def health(self) -> tuple[int, dict[str, str]]:
+        """Return status and body of the answer to /health."""
+        return (503 if self.closed else 200), {"status": self.closed or "ok"}
+
     def state(self) -> dict[str, Any]:
         """Return the last known state of the engine."""
         return self._state

@@ -1149,10 +1149,29 @@ def test_a_full_server_answers_health_and_nothing_after_it(monkeypatch):
                 said = read_all(probe)
                 assert said.startswith(b"HTTP/1.1 200 ")
                 assert said.count(b"HTTP/1.1 ") == 1
-                assert b"connection: close" in said
-        with socket.create_connection(place) as slow:
-            slow.sendall(HEALTH[:-2])
-            assert read_all(slow) == b""
+                assert b"\r\nConnection: close\r\n" in said
+                assert said.endswith(b"\r\n\r\n" if pieces[0].startswith(b"HEAD") else b'{"status": "ok"}')
+
+
+def test_a_full_server_answers_health_below_its_root_path_and_while_it_stops():
+    with FakeServer(FakeRunner(step_s=0.02), connections=1, root_path="/llm") as served:
+        place = ("127.0.0.1", served.port)
+        body = {"prompt": going_on("s", 200), "max_tokens": 200, "temperature": 0, "stream": True}
+
+        def status(path: bytes) -> bytes:
+            with socket.create_connection(place) as probe:
+                probe.sendall(b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n" % path)
+                return read_all(probe)[9:12]
+
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as stream:
+            next(lines := stream.iter_lines())
+            asked = [b"/llm/health", b"/health", b"/llm/llm/health", b"/other/health", b"/"]
+            assert [status(path) for path in asked] == [b"200", b"200", b"503", b"503", b"503"]
+            served.engine.stop(30.0)
+            next(lines)
+            deadline = time.monotonic() + 10
+            while status(b"/llm/health") != b"503":
+                assert time.monotonic() < deadline
 
 
 def test_too_many_rejected_connections_close_the_oldest_first(monkeypatch):
