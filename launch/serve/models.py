@@ -62,18 +62,7 @@ class ServedModel:
     random_weights: bool = False
 
 
-def load_model(
-    path: str,
-    *,
-    name: str | None,
-    dtype: str,
-    device: torch.device,
-    seed: int,
-    max_len: int | None = None,
-    adapter: str | None = None,
-    chat_template: str | None = None,
-    generation_defaults: bool = True,
-) -> ServedModel:
+def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
     """Load the model of a folder, of a config (random weights), or the one that is built in; see the flags of the server.
 
     Nothing is downloaded, and no code in the folder is run. Raises Refusal if the model cannot be served.
@@ -82,6 +71,7 @@ def load_model(
     from ringattn.integrations.transformers.positions import max_learned_positions, rope_scaling_limits
 
     register()
+    path, max_len = args.model, args.max_len
     check_model(path)
     place = Path(path).expanduser()
     tokenizer_place = None if path == TINY else tokenizer_folder(path)
@@ -95,11 +85,11 @@ def load_model(
                 f"max_len must be at most {most} where rope_type is {rope_type!r}, whose frequencies depend on the longest request "
                 f"of a step, got {max_len or length}; pass --max-len {most}"
             )
-    chosen = _choose_dtype(config, dtype, device)
+    chosen = _choose_dtype(config, args.dtype, device)
     random_weights = path == TINY or place.is_file()
-    model = _build_model(config, None if random_weights else place, chosen, device, seed, tiny=path == TINY)
-    if adapter is not None:
-        model = _merge_adapter(model, Path(adapter).expanduser())
+    model = _build_model(config, None if random_weights else place, chosen, device, args.seed, tiny=path == TINY)
+    if args.adapter is not None:
+        model = _merge_adapter(model, Path(args.adapter).expanduser())
     table = max_learned_positions(model)
     if table is not None:
         if (max_len or table) > table:
@@ -110,11 +100,11 @@ def load_model(
             )
         length = table
     vocab: int = model.get_input_embeddings().weight.shape[0]
-    template = None if chat_template is None else Path(chat_template).expanduser().read_text(encoding="utf-8")
+    template = None if args.chat_template is None else Path(args.chat_template).expanduser().read_text(encoding="utf-8")
     if tokenizer_place is not None:
         tokenizer: Tokenizer = PretrainedTokenizer(tokenizer_place, _stops(model), vocab, template)
     elif template is not None:
-        raise Refusal(f"chat_template must be left out for a model without a tokenizer, got {chat_template}")
+        raise Refusal(f"chat_template must be left out for a model without a tokenizer, got {args.chat_template}")
     elif vocab >= ByteTokenizer.MIN_VOCAB:
         tokenizer = ByteTokenizer(vocab)
     else:
@@ -122,10 +112,13 @@ def load_model(
             f"a model without a tokenizer must have at least {ByteTokenizer.MIN_VOCAB} tokens, for bytes and an end, "
             f"got {vocab}; put a tokenizer.json into its folder"
         )
-    served_name = name or (TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name)
-    defaults = _sampling_defaults(place) if generation_defaults and not random_weights else {}
-    facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)} {defaults}"
-    return ServedModel(model, tokenizer, served_name, length, facts, defaults, random_weights)
+    own_name = TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name
+    name = args.name or next(iter(args.served_model_name), own_name)
+    defaults = _sampling_defaults(place) if args.generation_defaults and not random_weights else {}
+    facts = (
+        f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {sorted(tokenizer.stops)} {defaults}"
+    )
+    return ServedModel(model, tokenizer, name, length, facts, defaults, random_weights)
 
 
 def _sampling_defaults(folder: Path) -> dict[str, float]:

@@ -142,17 +142,7 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
         planned = "" if whole is None else check_memory(args, session.device, session.world_size, whole)
         if planned:
             session.say(planned)
-        served = load_model(
-            args.model,
-            name=args.name or next(iter(args.served_model_name), None),
-            dtype=args.dtype,
-            device=session.device,
-            seed=args.seed,
-            max_len=args.max_len,
-            adapter=args.adapter,
-            chat_template=args.chat_template,
-            generation_defaults=args.generation_defaults,
-        )
+        served = load_model(args, session.device)
     except Refusal as error:
         problem = str(error)
     except (ValueError, OSError, ImportError) as error:

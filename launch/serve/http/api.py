@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ringattn.inference.block_table import MAX_REQUEST_TOKENS
 from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings, text_alone
@@ -31,7 +31,6 @@ MAX_SCORES = 2**20
 MAX_NAMED = 1024
 """Maximum of tokens in `logit_bias` or `stop_token_ids`."""
 
-TOKEN = re.compile("0|[1-9][0-9]{0,8}")
 FIELD = re.compile("(?!(str|int|float|bool)$)\\w+")
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
@@ -59,6 +58,8 @@ def _integral(value: Any) -> Any:
 
 Int = Annotated[int, BeforeValidator(_integral)]
 Count = Annotated[Int, Field(ge=1, le=MAX_REQUEST_TOKENS)]
+Token = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class _Strict(BaseModel):
@@ -98,6 +99,7 @@ class _Body(_Strict):
         "service_tier": ("auto", "default"),
         "reasoning_effort": ("none", "medium"),  # both are defaults of OpenAI's models
         "verbosity": ("medium",),
+        "response_format": ({"type": "text"},),
         # defaults of vLLM
         "use_beam_search": (False,),
         "length_penalty": (1,),
@@ -116,12 +118,14 @@ class _Body(_Strict):
     top_p: float = Field(1.0, gt=0, le=1)
     n: Int = Field(1, ge=1, le=MAX_CHOICES)
     seed: Int | None = None
-    stop: str | list[str] = []
+    stop: Annotated[list[Stop], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)] = Field(
+        [], max_length=MAX_STOPS
+    )
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] = Field({}, max_length=MAX_NAMED)
+    logit_bias: dict[Token, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=MAX_NAMED)
     # fields that say nothing about the answer
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -137,27 +141,9 @@ class _Body(_Strict):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     stop_token_ids: list[Int] = Field([], max_length=MAX_NAMED)
 
-    @field_validator("logit_bias")
-    @classmethod
-    def _check_biases(cls, value: dict[str, float]) -> dict[str, float]:
-        for token, bias in value.items():
-            if not TOKEN.fullmatch(token) or not -100 <= bias <= 100:
-                raise ValueError(
-                    f"must have tokens, as digits, with numbers from -100 to 100, got {token[:20]!r}: {bias}"
-                )
-        return value
-
-    @field_validator("stop")
-    @classmethod
-    def _check_stops(cls, value: str | list[str]) -> list[str]:
-        stops = [value] if isinstance(value, str) else value
-        if len(stops) > MAX_STOPS or not all(0 < len(stop) <= 1000 for stop in stops):
-            raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to 1000 characters")
-        return stops
-
     @model_validator(mode="after")
     def _check_stream(self) -> _Body:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise RequestError(400, "stream_options must be left out when stream is not true", "stream_options")
         return self
 
@@ -194,7 +180,7 @@ class _Body(_Strict):
 class Completion(_Body):
     """The body of /v1/completions."""
 
-    neutral = {**_Body.neutral, "suffix": ("",), "add_special_tokens": (True,), "response_format": ({"type": "text"},)}
+    neutral = {**_Body.neutral, "suffix": ("",), "add_special_tokens": (True,)}
 
     prompt: Any
     max_tokens: Int | None = Field(None, ge=0, le=MAX_REQUEST_TOKENS)  # 0: the prompt alone, with echo
@@ -275,12 +261,6 @@ class Message(_Strict):
         return message | {name: value for name, value in further.items() if value is not None}
 
 
-class TextFormat(_Strict):
-    """The only format of answers."""
-
-    type: Literal["text"]
-
-
 class Chat(_Body):
     """The body of /v1/chat/completions."""
 
@@ -304,7 +284,6 @@ class Chat(_Body):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: TextFormat | None = None
     chat_template_kwargs: dict[str, Any] = {}  # vLLM's name for variables of the chat template
 
     @model_validator(mode="after")
@@ -321,7 +300,7 @@ class Chat(_Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def read_body(kind: type[Chat] | type[Completion], data: bytes) -> Chat | Completion:
+def read_body(kind: type[Chat] | type[Completion], data: bytes | bytearray) -> Chat | Completion:
     """Return the body of a request; raise RequestError if it is not JSON, or asks for what is not served."""
     try:
         return kind.model_validate_json(data)
@@ -336,15 +315,9 @@ def read_body(kind: type[Chat] | type[Completion], data: bytes) -> Chat | Comple
             kind_of_body = "JSON" if first["type"] == "json_invalid" else "a JSON object"
             message = f"the body must be {kind_of_body}, got: {what.removeprefix('Invalid JSON: ')}"
             raise RequestError(400, message[:500], code="invalid_json") from None
-        if first["type"] in ("extra_forbidden", "literal_error"):
-            last = names[-1]
-            verb = "are" if last.endswith("s") else "is"
-            shown = ascii_only(json.dumps(first["input"]))[:50]
-            message = f"{where} {verb} not supported, got {shown}; leave it out"
-            if first["type"] == "literal_error":
-                message = (
-                    f"{where} must be {first.get('ctx', {}).get('expected')}, got {shown}; others are not supported"
-                )
+        if first["type"] == "extra_forbidden":
+            verb = "are" if names[-1].endswith("s") else "is"
+            message = f"{where} {verb} not supported, got {ascii_only(json.dumps(first['input']))[:50]}; leave it out"
             raise RequestError(400, message, where, "unsupported_parameter") from None
         raise RequestError(400, f"{where}: {what}"[:500], where) from None
 

@@ -6,7 +6,6 @@ Bodies and answers are defined in api.py, tokens come from engine_client.py.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -95,35 +94,17 @@ def error_response(error: RequestError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, headers)
 
 
-class WaitingBytes:
-    """Bytes of long bodies that are received or tokenized; in any thread."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.held, self._lock = most, 0, threading.Lock()
-
-    def take(self, size: int) -> bool:
-        """Count bytes, and return whether they are not too many; if they are, none counts."""
-        with self._lock:
-            fits = self.held + size <= self.most
-            self.held += size if fits else 0
-            return fits
-
-    def release(self, size: int) -> None:
-        """Count bytes no more."""
-        with self._lock:
-            self.held -= size
-
-
 class Body:
-    """The body of a request, which counts among `waiting` until it is released.
+    """The body of a request of at most `limit` bytes, which is one of `bodies` until it is released.
 
     Attributes:
-        long: Bytes that count.
+        long: Bytes that count among those of WAITING_BODIES.
     """
 
-    def __init__(self, waiting: WaitingBytes, limit: int) -> None:
+    def __init__(self, bodies: set[Body], limit: int) -> None:
         self.data, self.long, self._size, self._full = bytearray(), 0, 0, False
-        self._waiting, self._limit = waiting, limit
+        self._bodies, self._limit, self._most = bodies, limit, WAITING_BODIES * limit
+        bodies.add(self)
 
     async def read(self, http_request: HttpRequest) -> None:
         """Receive the body.
@@ -151,7 +132,7 @@ class Body:
             what = f"the body must have at most {self._limit} bytes, got {self._size} or more"
             raise RequestError(413, what, code="body_too_large")
         if self._full:
-            what = f"bodies that wait must have at most {self._waiting.most} bytes together, got {self._size} more"
+            what = f"bodies that wait must have at most {self._most} bytes together, got {self._size} more"
             raise RequestError(429, f"{what}; try again later", code="queue_full")
 
     async def _receive(self, http_request: HttpRequest) -> None:
@@ -159,19 +140,16 @@ class Body:
             self._size += len(piece)
             if self._size > 4 * self._limit:
                 break  # a client that goes on is cut off
-            more = max(0, self._size - SHORT_BYTES) - self.long
-            self._full = self._full or self._size > self._limit or not self._waiting.take(more)
-            # a client that still writes does not read why its body is refused: the rest is dropped
+            self.long = max(0, self._size - SHORT_BYTES)
+            self.data += piece
+            self._full = self._full or self._size > self._limit or sum(x.long for x in self._bodies.copy()) > self._most
             if self._full:
-                self.release()
-            else:
-                self.long += more
-                self.data += piece
+                self.release()  # a client that still writes does not read why its body is refused: the rest is dropped
 
     def release(self, *_: object) -> None:
-        """Drop the body, which counts no more."""
-        self._waiting.release(self.long)
+        """Drop the body, which counts no more; in any thread."""
         self.long, self.data = 0, bytearray()
+        self._bodies.discard(self)
 
 
 class CompletionHandler:
@@ -185,7 +163,7 @@ class CompletionHandler:
         # threads: a long prompt must stop neither the event loop nor short prompts
         self._short, self._long = ThreadPoolExecutor(1, "short"), ThreadPoolExecutor(LONG_THREADS, "long")
         self._max_body = int(self._args.max_body_mib * 2**20)
-        self._waiting = WaitingBytes(WAITING_BODIES * self._max_body)
+        self._bodies: set[Body] = set()
         self._began = int(time.time())
 
     def close(self) -> None:
@@ -211,7 +189,7 @@ class CompletionHandler:
     async def answer(self, http_request: HttpRequest, kind: type[Chat] | type[Completion]) -> Response:
         """Submit a request, and return the response that will write its answer."""
         self.client.check()  # before a body is read that could not be answered
-        body = Body(self._waiting, self._max_body)
+        body = Body(self._bodies, self._max_body)
         try:
             await body.read(http_request)
         except BaseException:
@@ -219,12 +197,12 @@ class CompletionHandler:
             raise
         arrived = time.monotonic()  # a client waits for the tokenizer, too
         threads = self._long if body.long else self._short
-        prepare = threads.submit(self._prepare, kind, bytes(body.data), arrived)
+        prepare = threads.submit(self._prepare, kind, body.data, arrived)
         # also if nobody waits for it by then
         prepare.add_done_callback(body.release)
 
         async def work(scope: Scope, receive: Receive, send: Send) -> None:
-            streams, writer, ids, encoded = await self._tokenized(prepare)
+            streams, writer, ids, encoded = await self._tokenized(prepare, "messages" if kind is Chat else "prompt")
             take = writer.push if streams else writer.record
             with OpenRequests(self.client, self.metrics, ids, encoded, take, arrived, each=streams) as requests:
                 # the last lines leave with the end: a write costs more than a line
@@ -238,30 +216,29 @@ class CompletionHandler:
 
         return CancellableResponse(work)
 
-    async def _tokenized(self, prepare: Future[Prepared]) -> Prepared:
+    async def _tokenized(self, prepare: Future[Prepared], field: str) -> Prepared:
         """Wait for the tokenizer; raise RequestError when the time of the request is over, or its body is refused."""
         try:
             return await asyncio.wait_for(asyncio.wrap_future(prepare), self._args.time_limit)
+        except ChatTemplateError as error:
+            raise RequestError(400, ascii_only(str(error))[:500], field) from None
+        except TextTooLongError as error:
+            what = f"{field} must fit into {self._max_length} tokens, got {error} or more"
+            raise RequestError(400, what, field, "context_length_exceeded") from None
         except (TimeoutError, asyncio.TimeoutError):
             what = f"the request waited for the tokenizer until its time of {self._args.time_limit:.0f} s was over"
             raise RequestError(503, f"{what}; ask for less, or try later", code=TIME_LIMIT) from None
 
-    def _prepare(self, kind: type[Chat] | type[Completion], data: bytes, arrived: float) -> Prepared:
+    def _prepare(self, kind: type[Chat] | type[Completion], data: bytes | bytearray, arrived: float) -> Prepared:
         """Validate and tokenize a body, in a thread."""
         body = read_body(kind, data)
         self.check_model(body.model)
         body = body.model_copy(update={k: v for k, v in self._defaults.items() if k not in body.model_fields_set})
         tokenizer, args = self._tokenizer, self._args
         texts: list[str | list[int]]
-        field = "messages" if isinstance(body, Chat) else "prompt"
         if isinstance(body, Chat):
-            try:
-                messages = [message.template_message() for message in body.messages]
-                texts = [tokenizer.chat(messages, self._max_length, **body.chat_template_kwargs)]
-            except ChatTemplateError as error:
-                raise RequestError(400, ascii_only(str(error))[:500], field) from None
-            except TextTooLongError as error:
-                raise self._too_long(error, field) from None
+            messages = [message.template_message() for message in body.messages]
+            texts = [tokenizer.chat(messages, self._max_length, **body.chat_template_kwargs)]
             asked, echo, score_prompt = body.max_completion_tokens or body.max_tokens, False, False
         else:
             texts, asked, echo = body.prompts(), body.max_tokens, body.echo
@@ -276,11 +253,8 @@ class CompletionHandler:
         stops = sorted({*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.stops)})
         prompts, choices, requests = [], [], []
         for text in texts:
-            try:
-                tokens = tokenizer.encode(text, self._max_length) if isinstance(text, str) else text
-            except TextTooLongError as error:
-                raise self._too_long(error, field) from None
-            self._check_prompt(tokens, field)
+            tokens = tokenizer.encode(text, self._max_length) if isinstance(text, str) else text
+            self._check_prompt(tokens, "messages" if isinstance(body, Chat) else "prompt")
             most = self._check_length(len(tokens), 1 if asked == 0 else asked)
             if body.wanted_logprobs is not None:
                 # each token has its own and the likeliest ones
@@ -297,10 +271,8 @@ class CompletionHandler:
             digests = prefix_digests(tokens, args.page_size) if args.keep_prefixes else []
             echoed = (text if isinstance(text, str) else tokenizer.decode(tokens)) if echo else ""
             for choice in range(body.n):
-                silent, place = asked == 0, len(choices)
-                choices.append(
-                    Choice(place, tokens, tokenizer, body.stop, echoed, score_prompt, silent, body.min_tokens)
-                )
+                options = echoed, score_prompt, asked == 0, body.min_tokens
+                choices.append(Choice(len(choices), tokens, tokenizer, body.stop, *options))
                 request_id, sampling = next(self.client.ids), body.sampling(choice, stops)
                 requests.append(NewRequest(request_id, len(prompts), most, stops, sampling, score_prompt))
             prompts.append(Prompt(tokens, digests))
@@ -310,16 +282,12 @@ class CompletionHandler:
             tokenizer,
             [prompt.tokens for prompt in prompts],
             choices,
-            with_usage=bool(body.stream_options and body.stream_options.include_usage),
-            continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+            with_usage=body.stream_options.include_usage,
+            continuous_usage=body.stream_options.continuous_usage_stats,
             with_ids=body.return_token_ids,
         )
         ids = [request.id for request in requests]
         return body.stream, writer, ids, encode(Submit(prompts, requests, arrived))
-
-    def _too_long(self, error: TextTooLongError, field: str) -> RequestError:
-        what = f"{field} must fit into {self._max_length} tokens, got {error} or more"
-        return RequestError(400, what, field, "context_length_exceeded")
 
     def _check_prompt(self, tokens: list[int], field: str) -> None:
         if not tokens:

@@ -528,8 +528,8 @@ BAD = [
     ({"prompt": "a", "top_p": 0}, "top_p: "),
     ({"prompt": "a", "n": 0}, "n: "),
     ({"prompt": ["a"] * 1000, "n": 100}, "at most 1024 answers, got 1000 prompts times 100"),
-    ({"prompt": "a", "stop": [""]}, "stop: must be at most 16 strings of 1 to 1000 characters"),
-    ({"prompt": "a", "stop": ["x"] * 17}, "stop: must be"),
+    ({"prompt": "a", "stop": [""]}, "stop.0: String should have at least 1 character"),
+    ({"prompt": "a", "stop": ["x"] * 17}, "stop: List should have at most 16 items"),
     ({"prompt": "a", "stop": ["x", 5]}, r"stop.1: Input should be a valid string"),
     ({"prompt": "a", "logprobs": 100}, "logprobs: "),
     ({"prompt": "a", "logprobs": -1}, "logprobs: "),
@@ -537,7 +537,7 @@ BAD = [
     ({"prompt": "a", "suffix": "x"}, "suffix is not supported"),
     ({"prompt": "a", "best_of": 2}, "best_of must be left out or equal n"),
     *(
-        ({"prompt": "a", name: value}, f"{name}: ")
+        ({"prompt": "a", name: value}, rf"{name}(\.\S+)?: ")
         for name, value in (
             ("presence_penalty", 2.1),
             ("presence_penalty", "1"),
@@ -579,7 +579,7 @@ def test_malformed_bodies_get_a_400_that_says_why(http, body, message):
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
-    assert not message.endswith("_penalty: ") or error["param"] == message[:-2]
+    assert "_penalty" not in message or error["param"] == error["message"].partition(":")[0]
     assert re.search(message, error["message"]), error["message"]
 
 
@@ -626,7 +626,7 @@ def test_null_fields_are_absent_and_an_answer_can_be_sent_back(http):
         "messages": [told, asked],
         "max_tokens": 2,
         "functions": None,
-        "response_format": {"type": "text", "x": None},
+        "response_format": {"type": "text"},
     }
     chat |= {"stream": True, "stream_options": {"include_usage": None}}
     answer = http.post("/v1/chat/completions", json=chat)

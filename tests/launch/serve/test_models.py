@@ -81,7 +81,7 @@ def sample(logits: torch.Tensor, how: list[Sampling]) -> list[tuple[int | None, 
 
 
 def opened(path: Path | str, **how: Any) -> Any:
-    return load_model(str(path), **{"name": None, "dtype": "auto", "device": CPU, "seed": 0, **how})
+    return load_model(ServeArgs(str(path), **how), CPU)
 
 
 def answered(

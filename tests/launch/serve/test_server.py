@@ -136,7 +136,7 @@ def server(doomed: Process) -> Iterator[Process]:
 
 @cache
 def _model() -> Any:
-    served = load_model(TINY, name=None, dtype="auto", device=torch.device("cpu"), seed=0)
+    served = load_model(ServeArgs(TINY), torch.device("cpu"))
     served.model.set_attn_implementation("sdpa")
     return served.model
 
