@@ -116,9 +116,14 @@ def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
     name = args.name or next(iter(args.served_model_name), own_name)
     defaults = _sampling_defaults(place) if args.generation_defaults and not random_weights else {}
     facts = (
-        f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {sorted(tokenizer.stops)} {defaults}"
+        type(model).__name__,
+        config.to_json_string(use_diff=False),
+        chosen,
+        args.seed,
+        sorted(tokenizer.stops),
+        defaults,
     )
-    return ServedModel(model, tokenizer, name, length, facts, defaults, random_weights)
+    return ServedModel(model, tokenizer, name, length, str(facts), defaults, random_weights)
 
 
 def _sampling_defaults(folder: Path) -> dict[str, float]:

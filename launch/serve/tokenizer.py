@@ -170,10 +170,8 @@ def _fast(inner: Any, *methods: str) -> Any:
     """Return the tokenizer of the tokenizers library, a tenth of the time; None if a class overrides one of the methods."""
     from transformers import PreTrainedTokenizerFast
 
-    own = [getattr(type(inner), name, None) for name in methods]
-    return (
-        inner.backend_tokenizer if own == [getattr(PreTrainedTokenizerFast, name, None) for name in methods] else None
-    )
+    own, library = ([getattr(kind, name, None) for name in methods] for kind in (type(inner), PreTrainedTokenizerFast))
+    return inner.backend_tokenizer if own == library else None
 
 
 def _max_token_bytes(tokenizer: Mapping[str, Any]) -> int | None:
