@@ -207,15 +207,13 @@ class Completion(_Body):
         if isinstance(prompt, str):
             return [prompt]
         if isinstance(prompt, list) and prompt:
-            if all(type(x) is int for x in prompt):
+            kinds = {type(x) for x in prompt}
+            if kinds == {int}:
                 return [prompt]
-            if all(isinstance(x, str) for x in prompt):
+            if kinds == {str} or (kinds == {list} and all({type(y) for y in x} == {int} for x in prompt)):
                 return prompt
-            if all(isinstance(x, list) and x and all(type(y) is int for y in x) for x in prompt):
-                return prompt
-        raise RequestError(
-            400, "prompt must be a string, a list of strings, tokens, or lists of tokens; none may be empty", "prompt"
-        )
+        what = "prompt must be a string, a list of strings, tokens, or lists of tokens; none may be empty"
+        raise RequestError(400, what, "prompt")
 
 
 class TextPart(_Strict):
@@ -504,16 +502,11 @@ class ResponseWriter:
         return self.take() + usage + b"data: [DONE]\n\n"
 
     def _add(self, place: int, body: dict[str, Any], finish: str | None = None) -> None:
-        one = {
-            "index": self._choices[place].index,
-            **body,
-            "logprobs": self._take_logprobs(place),
-            "finish_reason": finish,
-        }
-        chunk = {**self._chunk, "choices": [one]}
-        if self._continuous_usage:
-            chunk["usage"] = self._usage()
-        self._lines.append(sse_line(chunk))
+        rest = {"logprobs": self._take_logprobs(place), "finish_reason": finish}
+        usage = {"usage": self._usage()} if self._continuous_usage else {}
+        self._lines.append(
+            sse_line({**self._chunk, "choices": [{"index": self._choices[place].index, **body, **rest}], **usage})
+        )
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts; prompts count once, whatever n is."""

@@ -118,9 +118,8 @@ class Body:
             raise RequestError(415, f"Content-Type must be application/json, got {ascii_only(kind)[:100] or 'none'}")
         encoding = ", ".join(http_request.headers.getlist("content-encoding")).strip().lower()
         if encoding not in ("", "identity"):
-            raise RequestError(
-                415, f"Content-Encoding must be identity, got {ascii_only(encoding)[:100]}; send the body as it is"
-            )
+            what = f"Content-Encoding must be identity, got {ascii_only(encoding)[:100]}; send the body as it is"
+            raise RequestError(415, what)
         try:
             await asyncio.wait_for(self._receive(http_request), BODY_S)
         except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
@@ -179,12 +178,8 @@ class CompletionHandler:
     def check_model(self, name: str | None) -> None:
         """Raise RequestError for the name of another model."""
         if name not in (None, *self.names):
-            raise RequestError(
-                404,
-                f"model must be {' or '.join(map(repr, self.names))}, got {ascii_only(name)[:200]!r}",
-                "model",
-                "model_not_found",
-            )
+            what = f"model must be {' or '.join(map(repr, self.names))}, got {ascii_only(name)[:200]!r}"
+            raise RequestError(404, what, "model", "model_not_found")
 
     async def answer(self, http_request: HttpRequest, kind: type[Chat] | type[Completion]) -> Response:
         """Submit a request, and return the response that will write its answer."""
