@@ -94,7 +94,7 @@ class EngineClient:
     def check(self, new: int = 1) -> None:
         """Raise RequestError if the engine, by its last known state, is closed, or would have too many requests with new ones."""
         if self.closed:
-            raise RequestError(503, self.closed, code="unavailable")
+            raise RequestError(503, self.closed, code=messages.UNAVAILABLE)
         most, before = self.max_requests, len(self._callbacks)
         if before + new > most:
             what = f"at most {most} requests may be open, got {new} more beside {before}; try again later"
@@ -148,7 +148,7 @@ class EngineClient:
         if not self.ended:
             self._closed = self.closed or ENGINE_GONE
             for on_event in set(self._callbacks.values()):
-                on_event(RequestError(503, self._closed, code="unavailable"))
+                on_event(RequestError(503, self._closed, code=messages.UNAVAILABLE))
             self.ended = True
 
     def _send(self, data: bytes) -> None:
