@@ -213,16 +213,23 @@ class CompletionHandler:
 
     async def _tokenized(self, prepare: Future[Prepared], field: str) -> Prepared:
         """Wait for the tokenizer; raise RequestError when the time of the request is over, or its body is refused."""
+        tokenized = asyncio.wrap_future(prepare)
+        tokenized.add_done_callback(lambda one: one.cancelled() or one.exception())  # which nobody may wait for by then
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(prepare), self._args.time_limit)
+            # not wait_for, which before Python 3.12 loses a cancellation that comes with the result
+            done, _ = await asyncio.wait({tokenized}, timeout=self._args.time_limit)
+        finally:
+            tokenized.cancel()
+        if not done:
+            what = f"the request waited for the tokenizer until its time of {self._args.time_limit:.0f} s was over"
+            raise RequestError(503, f"{what}; ask for less, or try later", code=TIME_LIMIT)
+        try:
+            return tokenized.result()
         except ChatTemplateError as error:
             raise RequestError(400, ascii_only(str(error))[:500], field) from None
         except TextTooLongError as error:
             what = f"{field} must fit into {self._max_length} tokens, got {error} or more"
             raise RequestError(400, what, field, "context_length_exceeded") from None
-        except (TimeoutError, asyncio.TimeoutError):
-            what = f"the request waited for the tokenizer until its time of {self._args.time_limit:.0f} s was over"
-            raise RequestError(503, f"{what}; ask for less, or try later", code=TIME_LIMIT) from None
 
     def _prepare(self, kind: type[Chat] | type[Completion], data: bytes | bytearray, arrived: float) -> Prepared:
         """Validate and tokenize a body, in a thread."""
