@@ -134,6 +134,8 @@ def test_a_wheel_works_inside_the_repository(built, python, checkout):
 def test_an_editable_install_works_and_follows_edits(python, checkout, tmp_path):
     _install(python, "--editable", checkout)
     assert str(checkout) in _run(python, "-c", SMOKE, cwd=tmp_path)
+    # Regression: beside the clone its folder was a namespace package that came first
+    assert str(checkout / "ringattn") in _run(python, "-c", f"{SMOKE}\nringattn.Ring", cwd=checkout.parent)
     _run(python, "-m", "ringattn.launch.doctor", cwd=tmp_path)
     added = checkout / "kernels" / "added_later.py"
     added.write_text('"""Written after the install."""\n')

@@ -33,7 +33,7 @@ POSITIVE = ("cache_gib", "latency_ms", "max_body_mib", "max_grad_norm", "time_li
 """Numbers that may not be 0."""
 OUTPUTS = ("json", "picture", "profile")
 """Files that commands write at their end."""
-ANY = ("grace", "port", "soak")
+ANY = ("port", "soak")
 """Numbers that are checked elsewhere."""
 
 

@@ -8,6 +8,7 @@ Starts the ranks and returns the exit code. A rank is in run.py.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -24,7 +25,7 @@ from ringattn.launch.runtime.distributed import (
     resolve_device,
     run_command,
 )
-from ringattn.launch.serve.config import ENDED, check_model, parse
+from ringattn.launch.serve.config import ENDED, EXIT_S, check_model, parse
 
 MODULE = "ringattn.launch.serve"
 DESCRIPTION = """Serves a language model over an OpenAI-compatible HTTP interface, the cache of its contexts sharded over all ranks.
@@ -32,7 +33,7 @@ DESCRIPTION = """Serves a language model over an OpenAI-compatible HTTP interfac
 Starts its own ranks (one per GPU, or two on the CPU) unless torchrun did: torchrun --nproc_per_node 4 -m ringattn.launch.serve
 The page at / is a chat and shows what the server does."""
 
-PACKAGES = ("tyro", "fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec", "transformers")
+PACKAGES = ("tyro", "fastapi", "uvicorn", "prometheus_client", "zmq", "msgspec", "transformers", "accelerate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,14 +53,22 @@ def _run(arguments: Sequence[str]) -> int:
     except ValueError as error:
         raise Refusal(str(error)) from None
     if nproc > 1:
-        return _launch(arguments, nproc)
+        return _launch(arguments, nproc, args.grace)
     # the launcher needs nothing that ranks import
     from ringattn.launch.serve.run import run_rank
 
     return run_rank(args)
 
 
-def _launch(arguments: Sequence[str], nproc: int) -> int:
+def _launch(arguments: Sequence[str], nproc: int, grace_s: float) -> int:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    # torch's launcher kills ranks 30 s after it has passed a signal on, unless it is told otherwise
+    if grace_s + EXIT_S > 30 and not hasattr(LaunchConfig, "shutdown_timeout"):
+        raise Refusal(
+            f"grace must be at most {30 - EXIT_S:g} s with this version of torch, got {grace_s}; update torch"
+        )
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(30, math.ceil(grace_s + EXIT_S))))
     with tempfile.TemporaryDirectory(prefix="ringattn-") as folder:
         ended = Path(folder, "ended")
         os.environ[ENDED] = str(ended)

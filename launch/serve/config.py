@@ -27,8 +27,10 @@ MAX_CLOSING = 256
 """Connections beyond --max-connections that are being closed at a time; one more ends the wait for the first of them."""
 OTHER_FILES = 64
 """Files of the HTTP process that are not connections."""
-MAX_GRACE_S = 25.0
-"""Launchers kill after 30 s."""
+RANDOM_TOKENS = 512
+"""--default-tokens of a model with random weights."""
+EXIT_S = 15.0
+"""Seconds after --grace in which the processes of the server end."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,23 @@ class ServeArgs:
     """Flags of the server.
 
     Attributes:
-        model: A folder of transformers (config, weights as safetensors, tokenizer), a config.json (random weights, and bytes for
-            tokens if no tokenizer is beside it), or tiny, which needs no files and talks nonsense.
+        model: A folder of transformers (config, all weights as safetensors, tokenizer), the path of a config.json (random weights,
+            and bytes for tokens if no tokenizer is beside it), or tiny, which needs no files and talks nonsense.
+        adapter: A folder of peft with an adapter, such as LoRA, that is merged into the model's weights.
         name: The name by which requests call the model; default the folder's name.
+        served_model_name: Several such names, in place of --name; answers have the first.
+        chat_template: A file with the chat template, in place of the tokenizer's own.
+        generation_defaults: Whether requests that leave out temperature, top_k, top_p, min_p or repetition_penalty get those of the
+            model's generation_config.json.
         host: The address to listen on; only this machine reaches the default.
         port: The port; 0 for any that is free.
+        allowed_host: Further values of Host that requests may have, beside this machine's; * for any. By default any where --host
+            admits other machines.
+        allowed_origin: Sites, such as https://chat.example.org, whose pages may use the server (CORS); * for any.
+        root_path: Path below which a proxy shows the server, such as /llm.
+        access_log: Whether each request is printed.
+        log_level: Of the HTTP process's other messages.
+        metrics_key: Whether /metrics needs the key, too.
         api_key: What requests must send as a bearer token; better given by the environment variable RINGATTN_API_KEY.
         nproc: Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
         device: auto takes GPUs where there are any.
@@ -58,21 +72,32 @@ class ServeArgs:
         max_len: Tokens of a prompt and its answer; by default what the model's config says, which models that learned
             their positions cannot exceed; always what the cache holds.
         max_tokens: New tokens that a request may ask for; by default all that fit.
-        default_tokens: New tokens of an answer to a chat that does not say how many.
+        default_tokens: New tokens of an answer to a chat that does not say how many, for which the cache reserves room; by default
+            all that fit, or 512 where weights are random, because such answers hardly end.
         max_body_mib: MiB of a request; more gets status 413.
         time_limit: Seconds that a request may take, waiting included; then it gets status 503.
         graphs: Whether decoding steps are captured in CUDA graphs, on GPUs, before the server answers.
         fuse: Whether the model's decoder layers are compiled for decode, on GPUs, before the server answers.
         split: Whether each GPU reads a slice of MLPs and of the output head in steps whose rows all GPUs have.
         keep_prefixes: Whether beginnings of requests are kept for later ones that begin alike.
-        grace: Seconds that running requests get to end when the server is told to stop.
+        grace: Seconds that running requests get to end when the server is told to stop; a supervisor that kills must wait longer.
         timeout: Seconds after which ranks that wait for each other give up.
     """
 
     model: str
+    adapter: str | None = None
     name: str | None = None
+    served_model_name: tuple[str, ...] = ()
+    chat_template: str | None = None
+    generation_defaults: bool = True
     host: str = "127.0.0.1"
     port: int = 8000
+    allowed_host: tuple[str, ...] = ()
+    allowed_origin: tuple[str, ...] = ()
+    root_path: str = ""
+    access_log: bool = True
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    metrics_key: bool = True
     api_key: str | None = None
     nproc: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -88,7 +113,7 @@ class ServeArgs:
     max_connections: int = 512
     max_len: int | None = None
     max_tokens: int | None = None
-    default_tokens: int = 512
+    default_tokens: int | None = None
     max_body_mib: float = 32.0
     time_limit: float = 600.0
     graphs: bool = True
@@ -105,14 +130,18 @@ class ServeArgs:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        if not 0 <= self.grace <= MAX_GRACE_S:
-            raise ValueError(f"grace must be from 0 to {MAX_GRACE_S:g} s, got {self.grace}; launchers kill after 30 s")
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             # a request without a key would match an empty one, and a header loses the spaces at its end
             what = "one with spaces at an end" if self.api_key.strip() else "an empty one"
             raise ValueError(
                 f"api_key must have characters and no spaces around them, got {what}; leave it out for no key"
             )
+        if self.name is not None and self.served_model_name:
+            raise ValueError(
+                f"name must be left out beside served_model_name, got {self.name!r}; add it to those names"
+            )
+        if self.root_path and (self.root_path[0] != "/" or self.root_path[-1] == "/"):
+            raise ValueError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be from 0 to 65535, got {self.port}; pass another --port")
 
@@ -158,8 +187,8 @@ def check_model(path: str) -> None:
     if path == TINY:
         return
     place = Path(path).expanduser()
-    check_place(path, f"{TINY!r}, a config.json or a folder with one")
     if place.is_dir() and not any(place.glob("*.safetensors")) and any(place.glob("*.bin")):
         raise Refusal(
             f"weights must be safetensors, got *.bin in {path}, which would be unpickled; save the model with transformers again"
         )
+    check_place(path, f"{TINY!r}, a config.json or a folder with one")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringattn.launch.serve.messages import Event, Heartbeat, StepCommand, Stop, ToRank
+from ringattn.launch.serve.messages import UNAVAILABLE, Event, Heartbeat, StepCommand, Stop, ToRank
 from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.scheduler import Plan, Request, Scheduler, apply_changes
@@ -58,6 +58,7 @@ class Engine:
         self._seconds = {"prefill": 0.0, "decode": 0.0}
         self._ended = 0.0  # when the last step had
         self._generated = 0
+        self._admitted, self._queue_seconds = 0, 0.0
         self._recent: deque[tuple[float, int, int]] = deque()
         self._published = 0.0
         self._state: dict[str, Any] = {}
@@ -68,13 +69,13 @@ class Engine:
         with self._wake:
             closed = self.closed
             for request in requests if closed is None else ():
-                request.arrived = time.monotonic()
+                request.arrived = request.arrived or time.monotonic()
                 request.deadline = request.arrived + self.time_limit_s
                 self._submitted.append(request)
                 self._open.add(request.id)
             self._wake.notify()
         if closed is not None:
-            self.deliver([Event(request.id, failure=(503, closed)) for request in requests], None)
+            self.deliver([Event(request.id, failure=(503, closed, UNAVAILABLE)) for request in requests], None)
 
     def cancel(self, request_id: int, keep: bool = False) -> None:
         """End a request without further events; keep: whether its prefix may serve others."""
@@ -96,7 +97,7 @@ class Engine:
         """Fail all requests and accept no more: the loop cannot continue."""
         with self._wake:
             self.closed = why
-            failed = [Event(request_id, failure=(503, why)) for request_id in sorted(self._open)]
+            failed = [Event(request_id, failure=(503, why, UNAVAILABLE)) for request_id in sorted(self._open)]
             self._open.clear()
             self._state = {**self._state, "closed": why}
         self.deliver(failed, self._state)
@@ -115,6 +116,7 @@ class Engine:
                 events += self._end(before)
                 before = None
             plan = self.scheduler.plan()
+            self._count_admitted()
             started = None if plan is None else self._start(plan)
             for step in (before, None if self.runner.ahead else started):
                 if step is not None:
@@ -147,8 +149,15 @@ class Engine:
                 out += self.scheduler.running.values()
             for request in out:
                 self.scheduler.remove(request.id)
-                events.append(Event(request.id, failure=(503, "the server is shutting down")))
+                events.append(Event(request.id, failure=(503, "the server is shutting down", UNAVAILABLE)))
         return events
+
+    def _count_admitted(self) -> None:
+        """Add up the time that new running requests have waited."""
+        now = time.monotonic()
+        self._admitted += len(self.scheduler.admitted)
+        self._queue_seconds += sum(now - request.arrived for request in self.scheduler.admitted)
+        self.scheduler.admitted.clear()
 
     def _start(self, plan: Plan) -> _RunningStep | None:
         """Broadcast a step and start it; return None when there is nothing to compute."""
@@ -208,6 +217,8 @@ class Engine:
                 "prompt_tokens": scheduler.prefill_tokens,
                 "shared_tokens": scheduler.shared_tokens,
                 "generated_tokens": self._generated,
+                "admitted": self._admitted,
+                "queue_seconds": round(self._queue_seconds, 3),
                 "steps": dict(self._steps),
                 "seconds": {kind: round(seconds, 3) for kind, seconds in self._seconds.items()},
             },

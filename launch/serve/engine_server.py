@@ -35,6 +35,8 @@ MODULE = "ringattn.launch.serve.http.process"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 BACKLOG = 2048
 """Connections that wait to be accepted."""
+UNREAD_S = 30.0
+"""Seconds in which a client takes nothing of what is sent, after which the system ends its connection."""
 MAX_QUEUED = 2**15
 """Maximum of messages that wait for the HTTP process; one has the tokens of a step, half a KiB for 64 answers."""
 START_S = 60.0
@@ -49,6 +51,8 @@ def bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # its connections inherit it
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
         bound.bind((host, port))
     except OSError:
         bound.close()
@@ -68,7 +72,9 @@ class HttpProcess:
 
     def __init__(self, bound: socket.socket) -> None:
         self._bound, self.port = bound, bound.getsockname()[1]
-        self.folder = tempfile.mkdtemp(prefix="ringattn-")  # for this user only
+        # for this user only. The path of a socket has a maximal length, which a long TMPDIR exceeds
+        long = len(os.fsencode(tempfile.gettempdir())) + len("/ringattn-xxxxxxxx/engine") > zmq.IPC_PATH_MAX_LEN
+        self.folder = tempfile.mkdtemp(prefix="ringattn-", dir="/tmp" if long else None)
         self.link, theirs = socket.socketpair()
         environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         # the same code as here, and no GPU
@@ -202,6 +208,7 @@ def requests_of(message: messages.Submit) -> list[Request]:
             stops=frozenset(new.stops),
             digests=message.prompts[new.prompt].digests,
             score_prompt=new.score_prompt,
+            arrived=message.arrived,
         )
         for new in message.requests
     ]

@@ -16,6 +16,8 @@ from ringattn.launch.serve.sampling import Logprob, Sampling
 
 LINGER_MS = 5000
 """Milliseconds in which a message that was sent may leave after its socket was closed."""
+UNAVAILABLE, TIME_LIMIT, NOT_FINITE = "unavailable", "time_limit", "not_finite"
+"""Codes of failures: of the server, of a request that took too long, of one whose logits are NaN."""
 RETRY_MS = 10
 """Milliseconds between attempts to connect to a receiver that is not there yet."""
 
@@ -25,7 +27,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     Attributes:
         finish: Reason for the end of the answer: "stop" or "length".
-        failure: HTTP status and message, if there is no answer.
+        failure: HTTP status, message and code of the error, if there is no answer.
         num_cached: Tokens of the prompt that were in the cache already.
         details: Logprobs of the token, if requested.
         scores: Logprobs of the prompt's next tokens, from its second one on; then there is neither token nor end.
@@ -34,7 +36,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
     request_id: int
     token: int | None = None
     finish: str | None = None
-    failure: tuple[int, str] | None = None
+    failure: tuple[int, str, str] | None = None
     num_cached: int = 0
     details: Logprob | None = None
     scores: tuple[Logprob, ...] = ()
@@ -67,10 +69,15 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """New requests. A prompt that several requests have is sent once."""
+    """New requests. A prompt that several requests have is sent once.
+
+    Attributes:
+        arrived: When they came, on the monotonic clock of the machine; 0: just now.
+    """
 
     prompts: list[Prompt]
     requests: list[NewRequest]
+    arrived: float = 0.0
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -101,6 +108,7 @@ class Settings(msgspec.Struct, tag=True):
         tokenizer: Argument of `make_tokenizer`.
         length: Maximum tokens of a prompt and its answer.
         about: Description of the server for /state.
+        defaults: Options of requests that leave them out.
     """
 
     model: str
@@ -109,6 +117,7 @@ class Settings(msgspec.Struct, tag=True):
     length: int
     state: dict[str, Any]
     about: dict[str, Any] = {}
+    defaults: dict[str, float] = {}
 
 
 class StepOutput(msgspec.Struct, tag=True, omit_defaults=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.launch.runtime.checkpoint_files import has_tokenizer, has_weights, read_config, read_model
+from ringattn.launch.runtime.checkpoint_files import ADAPTER, read_config, read_model, tokenizer_folder
 from ringattn.launch.runtime.distributed import Refusal, Session
 from ringattn.launch.runtime.planned_memory import RESERVE, check_fits
 from ringattn.launch.serve.config import TINY, ServeArgs, check_model
@@ -27,6 +27,7 @@ from ringattn.ring import Ring
 CPU_CACHE_GIB = 0.25
 """GiB of the cache of a rank on CPUs, where other processes need most of the memory."""
 
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _TINY = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -48,7 +49,8 @@ class ServedModel:
         model: On its device, with ring attention.
         length: Maximum tokens of a sequence, by its config; None if that has none.
         facts: Text that must be the same on all ranks.
-        random_weights: They were drawn on a GPU: all ranks must take those of rank 0 (`broadcast_weights`).
+        defaults: Options of requests that leave them out, by its generation_config.json.
+        random_weights: They were drawn: all ranks must take those of rank 0 (`broadcast_weights`).
     """
 
     model: Any
@@ -56,12 +58,11 @@ class ServedModel:
     name: str
     length: int | None
     facts: str
+    defaults: dict[str, float]
     random_weights: bool = False
 
 
-def load_model(
-    path: str, *, name: str | None, dtype: str, device: torch.device, seed: int, max_len: int | None = None
-) -> ServedModel:
+def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
     """Load the model of a folder, of a config (random weights), or the one that is built in; see the flags of the server.
 
     Nothing is downloaded, and no code in the folder is run. Raises Refusal if the model cannot be served.
@@ -70,9 +71,10 @@ def load_model(
     from ringattn.integrations.transformers.positions import max_learned_positions, rope_scaling_limits
 
     register()
+    path, max_len = args.model, args.max_len
     check_model(path)
     place = Path(path).expanduser()
-    folder = place if place.is_dir() else place.parent
+    tokenizer_place = None if path == TINY else tokenizer_folder(path)
     config = _read(path)
     text = config.get_text_config(decoder=True)
     length = getattr(text, "max_position_embeddings", None)
@@ -83,9 +85,11 @@ def load_model(
                 f"max_len must be at most {most} where rope_type is {rope_type!r}, whose frequencies depend on the longest request "
                 f"of a step, got {max_len or length}; pass --max-len {most}"
             )
-    chosen = _choose_dtype(config, dtype, device)
-    has_files = path != TINY and has_weights(place)
-    model = _build_model(config, place if has_files else None, chosen, device, seed, tiny=path == TINY)
+    chosen = _choose_dtype(config, args.dtype, device)
+    random_weights = path == TINY or place.is_file()
+    model = _build_model(config, None if random_weights else place, chosen, device, args.seed, tiny=path == TINY)
+    if args.adapter is not None:
+        model = _merge_adapter(model, Path(args.adapter).expanduser())
     table = max_learned_positions(model)
     if table is not None:
         if (max_len or table) > table:
@@ -96,8 +100,11 @@ def load_model(
             )
         length = table
     vocab: int = model.get_input_embeddings().weight.shape[0]
-    if path != TINY and has_tokenizer(folder):
-        tokenizer: Tokenizer = PretrainedTokenizer(folder, _stops(model), vocab)
+    template = None if args.chat_template is None else Path(args.chat_template).expanduser().read_text(encoding="utf-8")
+    if tokenizer_place is not None:
+        tokenizer: Tokenizer = PretrainedTokenizer(tokenizer_place, _stops(model), vocab, template)
+    elif template is not None:
+        raise Refusal(f"chat_template must be left out for a model without a tokenizer, got {args.chat_template}")
     elif vocab >= ByteTokenizer.MIN_VOCAB:
         tokenizer = ByteTokenizer(vocab)
     else:
@@ -105,10 +112,34 @@ def load_model(
             f"a model without a tokenizer must have at least {ByteTokenizer.MIN_VOCAB} tokens, for bytes and an end, "
             f"got {vocab}; put a tokenizer.json into its folder"
         )
-    served_name = name or (TINY if path == TINY else folder.resolve().name)
-    facts = f"{type(model).__name__} {config.to_json_string(use_diff=False)} {chosen} {seed} {sorted(tokenizer.stops)}"
-    random_weights = device.type == "cuda" and path != TINY and not has_files
-    return ServedModel(model, tokenizer, served_name, length, facts, random_weights)
+    own_name = TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name
+    name = args.name or next(iter(args.served_model_name), own_name)
+    defaults = _sampling_defaults(place) if args.generation_defaults and not random_weights else {}
+    facts = (
+        type(model).__name__,
+        config.to_json_string(use_diff=False),
+        chosen,
+        args.seed,
+        sorted(tokenizer.stops),
+        defaults,
+    )
+    return ServedModel(model, tokenizer, name, length, str(facts), defaults, random_weights)
+
+
+def _sampling_defaults(folder: Path) -> dict[str, float]:
+    """Return the options of sampling in a folder's generation_config.json; raise ValueError for one that requests may not have."""
+    from ringattn.launch.serve.http.api import Completion
+
+    path = folder / "generation_config.json"
+    given = json.loads(path.read_text()) if path.is_file() else {}  # transformers' own object has defaults of its own
+    found = {name: given[name] for name in _SAMPLING if given.get(name) is not None}
+    try:
+        Completion.model_validate({"prompt": "", **found})
+    except ValueError as error:
+        raise Refusal(
+            f"{path} must have options that requests may have, got {error}; or pass --no-generation-defaults"
+        ) from None
+    return found
 
 
 def _read(path: str) -> Any:
@@ -177,7 +208,7 @@ def _build_model(
     draws_on_gpu = device.type == "cuda" and not tiny
     try:
         if folder is not None:
-            if device.type == "cuda" and importlib.util.find_spec("accelerate") is not None:
+            if device.type == "cuda":
                 options["device_map"] = {"": device}  # straight onto the GPU
             model: Any = read_model(folder, use_safetensors=True, **options)
         else:
@@ -199,6 +230,26 @@ def _build_model(
     if "device_map" not in options:
         model = model.to(device)
     return model.eval().requires_grad_(False)
+
+
+def _merge_adapter(model: Any, folder: Path) -> Any:
+    """Return a model with the adapter in a folder merged into its weights; raise Refusal if that is not possible in full."""
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError:
+        raise Refusal("adapter needs peft; install it with: pip install peft") from None
+    if not ((folder / ADAPTER).is_file() and (folder / "adapter_model.safetensors").is_file()):
+        raise Refusal(f"adapter must be a folder with {ADAPTER} and adapter_model.safetensors, got {folder}")
+    try:
+        adapted: Any = PeftModel(model, PeftConfig.from_pretrained(str(folder)))
+        found = adapted.load_adapter(str(folder), "default")
+        if wrong := [key for key in found.missing_keys if ".default" in key] + found.unexpected_keys:
+            raise ValueError(f"{len(wrong)} weights that only one of them has, such as {wrong[0]}")
+        return adapted.merge_and_unload(safe_merge=True).eval().requires_grad_(False)
+    except (AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise Refusal(
+            f"adapter must be one of {type(model).__name__} that peft can merge, got {folder}: {type(error).__name__}: {error}"
+        ) from None
 
 
 @torch.no_grad()

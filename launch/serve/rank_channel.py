@@ -17,6 +17,8 @@ import zmq
 from ringattn.launch.runtime.distributed import Session
 from ringattn.launch.serve.messages import ToRank, decode_to_rank, encode, poller
 
+MAX_MESSAGE = 1024
+"""Bytes of a message to rank 0, which gets process ids and heartbeats; the connection that sends more is closed."""
 LINGER_MS = 2000
 """Milliseconds in which a message that was sent may leave after its socket was closed."""
 
@@ -29,7 +31,7 @@ def accept_ranks(session: Session, timeout_s: float) -> tuple[zmq.Socket[bytes],
     local = os.environ.get("LOCAL_WORLD_SIZE") == str(session.world_size)
     host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", "127.0.0.1")
     router = zmq.Context.instance().socket(zmq.ROUTER)
-    router.linger, router.router_mandatory = LINGER_MS, True
+    router.linger, router.router_mandatory, router.maxmsgsize = LINGER_MS, True, MAX_MESSAGE
     port = router.bind_to_random_port(f"tcp://{socket.gethostbyname(host)}")
     secret = secrets.token_hex(16)
     expected = {_identity(secret, index): index for index in range(1, session.world_size)}

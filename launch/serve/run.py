@@ -29,7 +29,7 @@ from ringattn.launch.runtime.distributed import Refusal, Session, init_ranks
 from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.runtime.planned_memory import least_gpu_bytes
 from ringattn.launch.runtime.session import machine
-from ringattn.launch.serve.config import ENDED, ServeArgs, freeze_gc, raise_file_limit
+from ringattn.launch.serve.config import ENDED, RANDOM_TOKENS, ServeArgs, freeze_gc, raise_file_limit
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
 from ringattn.launch.serve.messages import Settings, Stop
@@ -142,9 +142,7 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
         planned = "" if whole is None else check_memory(args, session.device, session.world_size, whole)
         if planned:
             session.say(planned)
-        served = load_model(
-            args.model, name=args.name, dtype=args.dtype, device=session.device, seed=args.seed, max_len=args.max_len
-        )
+        served = load_model(args, session.device)
     except Refusal as error:
         problem = str(error)
     except (ValueError, OSError, ImportError) as error:
@@ -157,10 +155,16 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
     if served is None:
         raise Refusal(problem)
     if served.random_weights:
+        session.say(f"{args.model}: random weights of seed {args.seed}, so answers make no sense")
         broadcast_weights(served.model, session)
     if session.device.type == "cuda":
         for line in optimize_model(served.model, ring, fused=args.fuse, split=args.split).messages:
             session.say(line)
+    if served.length is not None and args.max_len is not None and args.max_len > served.length:
+        session.say(
+            f"warning: --max-len {args.max_len} exceeds the {served.length} positions of the model's config, beyond which "
+            "answers may make no sense"
+        )
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
     model_runner = ModelRunner(served.model, cache, args.max_running, None if args.graphs else False)
     for line in model_runner.prepare(served.length):
@@ -204,17 +208,28 @@ def _serve(
     fatal_exit.engine = engine
     where = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{process.port}"
     tokens = model_runner.cache.capacity_tokens
+    length = min(args.max_len or served.length or tokens, tokens)
+    if served.random_weights and args.default_tokens is None:
+        args = dataclasses.replace(args, default_tokens=RANDOM_TOKENS)
     settings = Settings(
         model=served.name,
         tokenizer=served.tokenizer.recipe,
         args=args,
-        length=min(args.max_len or served.length or tokens, tokens),
+        length=length,
         state=engine.state(),
         about=_server_info(args, session, served, model_runner),
+        defaults=served.defaults,
     )
     server = EngineServer(engine, process.folder, process.link, process.name, fatal_exit, args.timeout)
     server.start(settings)
     print(f"cache: {describe_cache(model_runner.cache)}", flush=True)
+    if args.default_tokens is None and (fit := tokens // length) < args.max_running:
+        print(
+            f"a chat without max_tokens reserves the rest of {length} tokens, so that {fit} or more run at a time; "
+            "--default-tokens bounds it"
+        )
+    if served.defaults:
+        print(f"requests that leave them out get {served.defaults}, by generation_config.json")
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
     if session.backend is not None and ENDED not in os.environ:
         print(
@@ -250,6 +265,7 @@ def _server_info(args: ServeArgs, session: Session, served: ServedModel, model_r
         "parameters": sum(x.numel() for x in served.model.parameters()),
         "dtype": str(served.model.dtype).removeprefix("torch."),
         "vocab_size": served.tokenizer.vocab_size,
+        "defaults": served.defaults,
         "graphs": model_runner.graph_runner.captured,
         "flags": {name: getattr(args, name) for name in SHOWN_FLAGS},
     }

@@ -63,6 +63,8 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
         logprobs: Number of likeliest tokens to report beside the sampled one; None for no logprobs.
         top_k: 0 for all tokens.
         logit_bias: Tokens, each once, and what is added to their logits.
+        min_tokens: Tokens of an answer among which none of `stops` is sampled.
+        stops: Tokens that end an answer.
     """
 
     temperature: float = 1.0
@@ -75,12 +77,14 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    stops: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, int):
             self.seed = hex(self.seed)
         self._hash = hashlib.blake2b((self.seed or secrets.token_hex()).encode(), digest_size=8)
-        self._num_drawn = 0
+        self._num_drawn = self._num_sampled = 0
         # on the device, from the first token on
         self.counted: Tensor | None = None
         self._biases: tuple[Tensor, Tensor] | None = None
@@ -89,6 +93,11 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
     def penalized(self) -> bool:
         """Whether tokens must be counted."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def biased(self) -> bool:
+        """Whether something is added to logits: `logit_bias`, or minus infinity to `stops`."""
+        return bool(self.logit_bias) or self._num_sampled < self.min_tokens
 
     @property
     def truncated(self) -> bool:
@@ -117,9 +126,14 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
         return self.counted
 
     def biases(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens of `logit_bias` and what is added to their logits, on the device of x, `b vocab`."""
+        """Return tokens and what is added to their logits for the next token, on the device of x, `b vocab`."""
+        if self._num_sampled == self.min_tokens:
+            self._biases = None  # without `stops` from now on
+        self._num_sampled += 1
         if self._biases is None:
-            known = [(token, bias) for token, bias in self.logit_bias if token < x.shape[1]]
+            banned = self.stops if self._num_sampled <= self.min_tokens else ()
+            pairs = *self.logit_bias, *((token, -math.inf) for token in banned)
+            known = [(token, bias) for token, bias in pairs if token < x.shape[1]]
             tokens = to_device([token for token, _ in known], torch.int64, x.device)
             self._biases = tokens, to_device([bias for _, bias in known], torch.float32, x.device)
         return self._biases
@@ -162,7 +176,7 @@ def sample_tokens(logits: Tensor, samplings: Sequence[Sampling], prompts: Sequen
     device = logits.device
     counted = [row for row, sampling in enumerate(samplings) if sampling.penalized]
     x = logits
-    if counted or any(sampling.logit_bias for sampling in samplings):
+    if counted or any(sampling.biased for sampling in samplings):
         x = logits.to(torch.float32, copy=True)
         _add_biases_(x, samplings)
     at = counts = None
@@ -275,7 +289,7 @@ def _read_logprob(row: Sequence[float], most: int) -> Logprob:
 def _add_biases_(x: Tensor, samplings: Sequence[Sampling]) -> None:
     found = []
     for row, sampling in enumerate(samplings):
-        if sampling.logit_bias:
+        if sampling.biased:
             tokens, biases = sampling.biases(x)
             found.append((tokens + row * x.shape[1], biases))
     if found:

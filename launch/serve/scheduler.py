@@ -41,7 +41,7 @@ from typing import Any
 
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS as PIECE
 from ringattn.inference.page_allocator import PageAllocator
-from ringattn.launch.serve.messages import Event, StepCommand
+from ringattn.launch.serve.messages import NOT_FINITE, TIME_LIMIT, Event, StepCommand
 from ringattn.launch.serve.prefix_cache import Digest, PrefixIndex, prefix_digests
 from ringattn.launch.serve.sampling import Logprob, Sampling
 
@@ -65,6 +65,7 @@ class Request:
 
     Attributes:
         deadline: Time, on the clock of the scheduler, after which it fails.
+        arrived: Time at which it came; 0: when the engine gets it.
         digests: Of the prompt (`prefix_digests`).
         score_prompt: Whether the logprobs of the prompt's tokens are wanted. Then all of it is computed, in steps around the ring:
             these give the logits of all rows, a cached prefix has none.
@@ -189,6 +190,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         self.kept_prefixes: dict[int, list[int]] = {}  # cache id -> its tokens, least recently used first
         self.prefill_tokens = self.shared_tokens = 0
+        self.admitted: list[Request] = []  # since its reader has cleared it
         self._computed = PrefixIndex(allocator.page_size)  # by cache id
         self._computing = PrefixIndex(allocator.page_size)  # by request id: prompts that are being computed
         self._by_cache_id: dict[int, Request] = {}
@@ -223,7 +225,7 @@ class Scheduler:
             where = "waited for room" if request.cache_id < 0 else "ran"
             limit = request.deadline - request.arrived
             message = f"the request {where} until its time of {limit:.0f} s was over; ask for less, or try later"
-            events.append(Event(request.id, failure=(503, message)))
+            events.append(Event(request.id, failure=(503, message, TIME_LIMIT)))
             self.remove(request.id, keep=True)
         return events
 
@@ -329,7 +331,7 @@ class Scheduler:
         """Remove a request whose logits are not finite."""
         self._remove(request, keep=False)
         message = "the model's scores for the next token are not numbers: its dtype may be too narrow for this prompt"
-        return Event(request.id, failure=(500, message))
+        return Event(request.id, failure=(500, message, NOT_FINITE))
 
     def pages(self) -> dict[str, list[int]]:
         """Return the pages of each rank: of running requests, of kept prefixes only, and free ones."""
@@ -425,6 +427,7 @@ class Scheduler:
             return False
         request.num_computed = request.num_cached = length
         self.shared_tokens += length
+        self.admitted.append(request)
         self.running[request.id] = self._by_cache_id[request.cache_id] = request
         if self.keep:
             self._computing.add(request.id, request.digests)

@@ -46,8 +46,8 @@ class TrainConfig:
         pack: fixed: attention stays inside documents (files), whose positions begin at 0; the sequences that a ring has at
             a time become one. balanced: documents are also placed over all ranks such that they finish together, short ones whole
             on one rank. --pack alone is fixed.
-        model: A configuration (config.json) or a folder of transformers: that causal language model, with its weights
-            where there are any, instead of the shape below; its tokenizer where there is one, else bytes.
+        model: A folder of transformers: that causal language model with all its weights, instead of the shape below; or a
+            configuration (config.json): with random ones. Its tokenizer where there is one, also beside config.json, else bytes.
         dim: Width of the residual stream.
         num_layers: Blocks.
         num_heads: Query heads.

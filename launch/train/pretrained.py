@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.launch.runtime.checkpoint_files import has_tokenizer, has_weights, read_config, read_model
+from ringattn.launch.runtime.checkpoint_files import read_config, read_model, tokenizer_folder
 from ringattn.launch.runtime.distributed import Refusal
 from ringattn.launch.train.data import NUM_BYTES
 from ringattn.launch.train.loss import cross_entropy_sum
@@ -28,12 +28,12 @@ def read_config_json(path: str) -> dict[str, Any]:
 
 def load_tokenizer(path: str) -> Any:
     """Load the tokenizer in the folder of a model; None where there is none, and tokens are bytes."""
-    place = Path(path).expanduser()
-    if not has_tokenizer(place):
+    folder = tokenizer_folder(path)
+    if folder is None:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(place), local_files_only=True)
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
 
 
 class CausalLM(nn.Module):
@@ -62,9 +62,10 @@ class CausalLM(nn.Module):
 
 
 def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int = NUM_BYTES) -> CausalLM:
-    """Build the model of a folder with its weights, or with random ones that depend on the seed and the device type only.
+    """Build the model of a folder with its weights, or that of a config.json with random ones.
 
-    Random weights are made on the device, whole; weights of a folder are read into host memory.
+    Random weights depend on the seed and the device type only, and are made on the device, whole; weights of a folder are read into
+    host memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -81,7 +82,7 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
         )
     # the logits of a few tokens are compared first, and without a ring; then attention is the ring's
     options = {"dtype": torch.float32, "attn_implementation": "eager"}
-    if has_weights(place):
+    if place.is_dir():
         model = read_model(place, **options)
     else:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):

@@ -28,7 +28,7 @@ from ringattn.launch.serve.messages import (
 )
 from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score
 from ringattn.launch.serve.scheduler import Plan, Scheduler
-from ringattn.launch.serve.tokenizer import ChatTemplateError
+from ringattn.launch.serve.tokenizer import ChatTemplateError, check_text
 from tests.support.page_spans import blocks_of, page_spans
 
 VOCAB = 256
@@ -158,13 +158,15 @@ class Letters:
     stops = frozenset([STOP])
     vocab_size = VOCAB
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        check_text(text, most, 2)  # an umlaut
         return list(text.encode("latin-1"))
 
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def chat(self, messages: Sequence[dict[str, str]], most: int | None = None, /, **options: Any) -> list[int]:
         if messages[0]["content"] == "refuse":
             raise ChatTemplateError("the template refuses")
-        return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
+        lines = [f"<{message['role']}>{message['content']}" for message in messages]
+        return self.encode("".join([*lines, "<assistant>", *options]), most)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode("latin-1")
@@ -220,6 +222,7 @@ class FakeServer:
         connections: int = 1000,
         host: str = "0.0.0.0",
         about: dict[str, Any] | None = None,
+        defaults: dict[str, float] | None = None,
         timeout_s: float = 60.0,
         **flags: Any,
     ) -> None:
@@ -230,17 +233,17 @@ class FakeServer:
         self.lost: list[str] = []
         self.engine_server = self.link.server(self.engine, "the fake", self.lost.append, timeout_s)
         allocator, state = runner.allocator, self.engine.state()
-        sizes = {"max_running": running, "queue": waiting, "max_connections": connections}
+        sizes = {"max_running": running, "queue": waiting, "max_connections": connections, "time_limit": time_limit_s}
         args = ServeArgs("fake", host=host, page_size=allocator.page_size, **sizes, **flags)
         tokens = allocator.pages * allocator.world_size * allocator.page_size
         client = self.link.client(args.max_requests, state)
         tokenizer: Any = Letters()
-        settings = Settings("fake", {}, args, min(length or tokens, tokens), state, about or {})
+        settings = Settings("fake", {}, args, min(length or tokens, tokens), state, about or {}, defaults or {})
         listening = bind("127.0.0.1", 0)
         listening.listen(BACKLOG)
         self.port: int = listening.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._http = uvicorn.Server(server_config(make_app(client, tokenizer, settings), connections))
+        self._http = uvicorn.Server(server_config(make_app(client, tokenizer, settings), args, client))
         self._http_thread = threading.Thread(target=self._http.run, args=([listening],), daemon=True)
         self._http_thread.start()
         while not self._http.started:

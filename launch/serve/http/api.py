@@ -5,16 +5,17 @@ Nothing is accepted and ignored: a field that is not served may only have a valu
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ringattn.inference.block_table import MAX_REQUEST_TOKENS
 from ringattn.launch.serve.http.detokenizer import Detokenizer, StopStrings, text_alone
@@ -25,10 +26,12 @@ from ringattn.launch.serve.tokenizer import REPLACEMENT, Tokenizer
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_SCORES = 2**20
+"""Maximum of logprobs of an answer, all choices together: some 70 MiB of JSON."""
 MAX_NAMED = 1024
 """Maximum of tokens in `logit_bias` or `stop_token_ids`."""
 
-TOKEN = re.compile("0|[1-9][0-9]{0,8}")
+FIELD = re.compile("(?!(str|int|float|bool)$)\\w+")
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
@@ -48,79 +51,99 @@ class RequestError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+def _integral(value: Any) -> Any:
+    """Return a float without a fraction, which some clients send for an integer, as one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_integral)]
+Count = Annotated[Int, Field(ge=1, le=MAX_REQUEST_TOKENS)]
+Token = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    """Fields that are not served, and their values that ask for nothing, which clients send unasked."""
+
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, fields: Any) -> Any:
-        """Drop null fields, which some clients send for absent ones."""
+    def _without_neutral(cls, fields: Any) -> Any:
+        """Drop fields that ask for nothing: null ones, which some clients send for absent ones, and those of `neutral`."""
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if value is not None}
+        neutral = cls.neutral
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not None and (name not in neutral or value not in neutral[name])
+        }
 
 
 class StreamOptions(_Strict):
-    """Options of a stream: whether its last chunk has the usage."""
+    """Options of a stream: whether its last chunk, and whether each chunk, has the usage."""
+
+    neutral = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: bool = False
 
 
 class _Body(_Strict):
     """Fields of both kinds of request."""
 
+    neutral = {
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "reasoning_effort": ("none", "medium"),  # both are defaults of OpenAI's models
+        "verbosity": ("medium",),
+        "response_format": ({"type": "text"},),
+        # defaults of vLLM
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        "early_stopping": (False,),
+        "include_stop_str_in_output": (False,),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "bad_words": ([],),
+        "return_tokens_as_token_ids": (False,),
+        "priority": (0,),
+    }
+
     model: str | None = None
-    max_tokens: int | None = Field(None, ge=1, le=MAX_REQUEST_TOKENS)
+    max_tokens: Count | None = None
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
-    seed: int | None = None
-    stop: str | list[str] = []
+    n: Int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: Int | None = None
+    stop: Annotated[list[Stop], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)] = Field(
+        [], max_length=MAX_STOPS
+    )
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[str, float] = Field({}, max_length=MAX_NAMED)
-    # fields that say nothing about the answer, and values of others that ask for nothing: clients send them unasked
+    logit_bias: dict[Token, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=MAX_NAMED)
+    # fields that say nothing about the answer
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None  # of no tools
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    reasoning_effort: Literal["none", "medium"] | None = None  # both are defaults of OpenAI's models
-    verbosity: Literal["medium"] | None = None
     # not OpenAI's, with vLLM's names
     ignore_eos: bool = False
     return_token_ids: bool = False
-    top_k: int = Field(0, ge=-1, le=MAX_REQUEST_TOKENS)  # 0 and -1: all
+    min_tokens: Int = Field(0, ge=0, le=MAX_REQUEST_TOKENS)
+    top_k: Int = Field(0, ge=-1, le=MAX_REQUEST_TOKENS)  # 0 and -1: all
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    stop_token_ids: list[int] = Field([], max_length=MAX_NAMED)
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _check_biases(cls, value: dict[str, float]) -> dict[str, float]:
-        for token, bias in value.items():
-            if not TOKEN.fullmatch(token) or not -100 <= bias <= 100:
-                raise ValueError(
-                    f"must have tokens, as digits, with numbers from -100 to 100, got {token[:20]!r}: {bias}"
-                )
-        return value
-
-    @field_validator("stop")
-    @classmethod
-    def _check_stops(cls, value: str | list[str]) -> list[str]:
-        stops = [value] if isinstance(value, str) else value
-        if len(stops) > MAX_STOPS or not all(0 < len(stop) <= 1000 for stop in stops):
-            raise ValueError(f"must be at most {MAX_STOPS} strings of 1 to 1000 characters")
-        return stops
+    stop_token_ids: list[Int] = Field([], max_length=MAX_NAMED)
 
     @model_validator(mode="after")
     def _check_stream(self) -> _Body:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise RequestError(400, "stream_options must be left out when stream is not true", "stream_options")
         return self
 
@@ -129,8 +152,8 @@ class _Body(_Strict):
         """Number of likeliest tokens to return; None for no logprobs."""
         raise NotImplementedError("each kind of request has fields of its own for it")
 
-    def sampling(self, choice: int) -> Sampling:
-        """Return the sampling of a choice; each of several has its own seed."""
+    def sampling(self, choice: int, stops: Sequence[int] = ()) -> Sampling:
+        """Return the sampling of a choice, which `stops` may end; each of several has its own seed."""
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,
@@ -142,6 +165,8 @@ class _Body(_Strict):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
+            min_tokens=self.min_tokens,
+            stops=tuple(stops) if self.min_tokens else (),
         )
 
     def check_tokens(self, vocab_size: int) -> None:
@@ -155,19 +180,13 @@ class _Body(_Strict):
 class Completion(_Body):
     """The body of /v1/completions."""
 
-    prompt: Any
-    max_tokens: int | None = Field(None, ge=0, le=MAX_REQUEST_TOKENS)  # 0: the prompt alone, with echo
-    echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    best_of: int | None = None
-    suffix: str | None = None
+    neutral = {**_Body.neutral, "suffix": ("",), "add_special_tokens": (True,)}
 
-    @field_validator("suffix")
-    @classmethod
-    def _check_suffix(cls, value: str) -> str:
-        if value:
-            raise ValueError("must be left out: inserting text is not supported")
-        return value
+    prompt: Any
+    max_tokens: Int | None = Field(None, ge=0, le=MAX_REQUEST_TOKENS)  # 0: the prompt alone, with echo
+    echo: bool = False
+    logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    best_of: Int | None = None
 
     @model_validator(mode="after")
     def _check_fields(self) -> Completion:
@@ -188,61 +207,86 @@ class Completion(_Body):
         if isinstance(prompt, str):
             return [prompt]
         if isinstance(prompt, list) and prompt:
-            if all(type(x) is int for x in prompt):
+            kinds = {type(x) for x in prompt}
+            if kinds == {int}:
                 return [prompt]
-            if all(isinstance(x, str) for x in prompt):
+            if kinds == {str} or (kinds == {list} and all({type(y) for y in x} == {int} for x in prompt)):
                 return prompt
-            if all(isinstance(x, list) and x and all(type(y) is int for y in x) for x in prompt):
-                return prompt
-        raise RequestError(
-            400, "prompt must be a string, a list of strings, tokens, or lists of tokens; none may be empty", "prompt"
-        )
+        what = "prompt must be a string, a list of strings, tokens, or lists of tokens; none may be empty"
+        raise RequestError(400, what, "prompt")
 
 
 class TextPart(_Strict):
     """A part of a message: text only."""
 
-    type: Literal["text"]
+    neutral = {"type": ("text",), "annotations": ([],)}
+
     text: str
 
 
 class Message(_Strict):
     """A message of a chat. Fields of answers, which clients send back, may be there with nothing in them."""
 
+    neutral = {"type": ("text",), "tool_calls": ([],), "annotations": ([],), "refusal": ("",)}
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    refusal: None = None
-    tool_calls: list[Any] | None = Field(None, max_length=0)
-    function_call: None = None
-    audio: None = None
-    annotations: None = None
+    content: str | list[TextPart] = ""
+    # for the chat template
+    name: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kind(cls, fields: Any) -> Any:
+        """Name what is asked for and not served."""
+        if not isinstance(fields, dict):
+            return fields
+        if fields.get("role") in ("tool", "function") or fields.get("tool_calls"):
+            raise ValueError("tools are not supported; leave out their calls and results")
+        parts = fields.get("content")
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and (kind := part.get("type", "text")) != "text":
+                raise ValueError(f"content must be text, got a part of type {str(kind)[:50]!r}; only text is supported")
+        if parts is None and fields.get("role") != "assistant":
+            raise ValueError("content must be text, got none; only that of an assistant may be null")
+        return fields
 
     def template_message(self) -> dict[str, str]:
         """Return the message for a chat template."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": content}
-
-
-class TextFormat(_Strict):
-    """The only format of answers."""
-
-    type: Literal["text"]
+        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        further = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return message | {name: value for name, value in further.items() if value is not None}
 
 
 class Chat(_Body):
     """The body of /v1/chat/completions."""
 
+    neutral = {
+        **_Body.neutral,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),  # of no tools
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "documents": ([],),
+        "best_of": (1,),
+        "echo": (False,),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "include_reasoning": (True,),
+    }
+
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_REQUEST_TOKENS)
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: TextFormat | None = None
-    tools: list[Any] | None = Field(None, max_length=0)
-    tool_choice: Literal["none"] | None = None
+    top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = {}  # vLLM's name for variables of the chat template
 
     @model_validator(mode="after")
     def _check_fields(self) -> Chat:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError(400, "top_logprobs must be left out when logprobs is not true", "top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise RequestError(400, "max_tokens must be left out beside max_completion_tokens", "max_tokens")
@@ -254,21 +298,24 @@ class Chat(_Body):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def read_body(kind: type[Chat] | type[Completion], data: bytes) -> Chat | Completion:
+def read_body(kind: type[Chat] | type[Completion], data: bytes | bytearray) -> Chat | Completion:
     """Return the body of a request; raise RequestError if it is not JSON, or asks for what is not served."""
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
         # of two forms that a field may have, the one that was meant fails further in
-        first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
-        where = ascii_only(".".join(map(str, first["loc"])))[:100]
+        first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+        # without the names of forms and types
+        names = [str(name) for name in first["loc"] if not isinstance(name, str) or FIELD.fullmatch(name)]
+        where = ascii_only(".".join(names))[:100]
         what = ascii_only(first["msg"].removeprefix("Value error, "))
         if not where:
             kind_of_body = "JSON" if first["type"] == "json_invalid" else "a JSON object"
             message = f"the body must be {kind_of_body}, got: {what.removeprefix('Invalid JSON: ')}"
             raise RequestError(400, message[:500], code="invalid_json") from None
         if first["type"] == "extra_forbidden":
-            message = f"{where} must be left out: it is not supported"
+            verb = "are" if names[-1].endswith("s") else "is"
+            message = f"{where} {verb} not supported, got {ascii_only(json.dumps(first['input']))[:50]}; leave it out"
             raise RequestError(400, message, where, "unsupported_parameter") from None
         raise RequestError(400, f"{where}: {what}"[:500], where) from None
 
@@ -288,10 +335,10 @@ class Choice:
 
     Attributes:
         score_prompt: Whether logprobs of the prompt come, which is echoed.
+        min_tokens: Tokens in whose text no stop string is looked for.
         silent: Whether it has no tokens: only its prompt is wanted.
         length: Characters of its tokens so far, with those that may yet begin a stop string.
-        logprobs: Of its tokens; they begin in the text with the echo.
-        echoed: Of its prompt's tokens, whose first one has none.
+        scored: Tokens with logprobs since the writer took them: of the prompt, whose first one has none, and of the answer.
     """
 
     index: int
@@ -301,18 +348,18 @@ class Choice:
     echo: str = ""
     score_prompt: bool = False
     silent: bool = False
+    min_tokens: int = 0
     finish: str | None = None
     length: int = 0
     num_cached: int = 0
     ids: list[int] = field(default_factory=list)
-    logprobs: list[ScoredToken] = field(default_factory=list)
-    echoed: list[ScoredToken] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.tokenizer.decode, self.prompt)
         self._stops = StopStrings(self.stops)
         self._texts: list[str] = []
-        self._prompt_detokenizer, self._echoed_length = Detokenizer(self.tokenizer.decode), 0
+        self._prompt_detokenizer, self._num_echoed, self._echoed_length = Detokenizer(self.tokenizer.decode), 0, 0
         if self.score_prompt:
             self._echo(None)
 
@@ -324,8 +371,8 @@ class Choice:
     def push(self, event: Event) -> str:
         """Add an event; return the text that it adds, or raise RequestError if it is a failure."""
         if event.failure is not None:
-            status, message = event.failure
-            raise RequestError(status, message, code="unavailable" if status == 503 else None)
+            status, message, code = event.failure
+            raise RequestError(status, message, code=code)
         self.num_cached = event.num_cached
         for logprob in event.scores:
             self._echo(logprob)
@@ -336,7 +383,7 @@ class Choice:
         if event.token is not None:
             self.ids.append(event.token)
             if event.details is not None:
-                self.logprobs.append((event.token, event.details, len(self.echo) + self.length))
+                self.scored.append((event.token, event.details, len(self.echo) + self.length))
             piece = self._before_stops(self._detokenizer.push(event.token))
         if event.finish is not None:
             piece += self._before_stops(self._detokenizer.rest()) + self._stops.rest()
@@ -346,14 +393,15 @@ class Choice:
 
     def _echo(self, logprob: Logprob | None) -> None:
         """Add the logprobs of the prompt's next token."""
-        token = self.prompt[len(self.echoed)]
-        self.echoed.append((token, logprob, self._echoed_length))
+        token = self.prompt[self._num_echoed]
+        self._num_echoed += 1
+        self.scored.append((token, logprob, self._echoed_length))
         self._echoed_length += len(self._prompt_detokenizer.push(token))
 
     def _before_stops(self, piece: str) -> str:
         """Return the part of some more text that certainly comes before any stop string."""
         self.length += len(piece)
-        return self._stops.push(piece)
+        return self._stops.push(piece) if len(self.ids) > self.min_tokens else piece
 
 
 def sse_line(chunk: dict[str, Any]) -> bytes:
@@ -366,6 +414,8 @@ class ResponseWriter:
 
     Args:
         choices: The same number for each prompt, in order.
+        with_usage: Whether a stream ends with the usage.
+        continuous_usage: Whether each chunk has the usage so far.
         with_ids: Whether answers and chunks have the field `token_ids`, and tokens without text a chunk.
     """
 
@@ -378,34 +428,41 @@ class ResponseWriter:
         choices: Sequence[Choice],
         *,
         with_usage: bool = False,
+        continuous_usage: bool = False,
         with_ids: bool = False,
     ) -> None:
-        self._chat, self._decode, self._prompts, self._choices = chat, tokenizer.decode, prompts, choices
-        self._with_usage, self._with_ids = with_usage, with_ids
+        self._chat, self._tokenizer, self._prompts, self._choices = chat, tokenizer, prompts, choices
+        self._with_usage, self._continuous_usage, self._with_ids = with_usage, continuous_usage, with_ids
         name = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         self._common = {"id": name, "created": int(time.time()), "model": model}
         self._chunk = {**self._common, "object": "chat.completion.chunk" if chat else "text_completion"}
         self._chunk |= {"usage": None} if with_usage else {}
         self._opened: set[int] = set()
         self._lines: list[bytes] = []
+        # JSON of the logprobs of each choice, in the columns of its format
+        names = ("content",) if chat else ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        self._columns: list[dict[str, list[bytes]]] = [{name: [] for name in names} for _ in choices]
+        for place in range(len(choices)):
+            self._encode(place)
 
     def record(self, place: int, event: Event) -> bool:
         """Add an event of a choice; return whether the choice has ended, or raise RequestError if it has failed."""
         self._choices[place].push(event)
+        self._encode(place)
         return self._choices[place].finish is not None
 
-    def whole(self) -> dict[str, Any]:
-        """Return the answer at once."""
+    def whole(self) -> bytes:
+        """Return the JSON of the answer at once."""
         choices = []
-        for choice in self._choices:
+        for place, choice in enumerate(self._choices):
             body: dict[str, Any] = {"text": choice.echo + choice.text}
             if self._chat:
                 body = {"message": {"role": "assistant", "content": choice.text}}
             body |= {"token_ids": choice.ids} if self._with_ids else {}
-            logprobs = self._logprobs(choice.echoed + choice.logprobs)
+            logprobs = self._take_logprobs(place)
             choices.append({"index": choice.index, **body, "logprobs": logprobs, "finish_reason": choice.finish})
         kind = "chat.completion" if self._chat else "text_completion"
-        return {**self._common, "object": kind, "choices": choices, "usage": self._usage()}
+        return _to_json({**self._common, "object": kind, "choices": choices, "usage": self._usage()})
 
     def push(self, place: int, event: Event) -> bool:
         """Add an event of a choice, and its lines; see `record`."""
@@ -413,21 +470,24 @@ class ResponseWriter:
         known = len(choice.ids)
         piece = choice.push(event)
         if event.scores:
+            self._encode(place)
             return False  # they come with the echo
         if place not in self._opened:
             self._opened.add(place)
             if self._chat:
-                self._add(choice, {"delta": {"role": "assistant", "content": ""}})
-            elif choice.echo or choice.echoed:
-                self._add(choice, {"text": choice.echo}, choice.echoed)
-        if piece or (len(choice.ids) > known and (self._with_ids or choice.logprobs)):
+                self._add(place, {"delta": {"role": "assistant", "content": ""}})
+            elif choice.echo or choice.score_prompt:
+                self._add(place, {"text": choice.echo})
+        scored = bool(choice.scored)
+        self._encode(place)
+        if piece or scored or (len(choice.ids) > known and self._with_ids):
             body: dict[str, Any] = {"delta": {"content": piece}} if self._chat else {"text": piece}
             if self._with_ids:
                 body["token_ids"] = choice.ids[known:]
-            self._add(choice, body, choice.logprobs[known:])
+            self._add(place, body)
         if choice.finish is None:
             return False
-        self._add(choice, {"delta": {}} if self._chat else {"text": ""}, finish=choice.finish)
+        self._add(place, {"delta": {}} if self._chat else {"text": ""}, finish=choice.finish)
         return True
 
     def take(self) -> bytes:
@@ -441,12 +501,12 @@ class ResponseWriter:
         usage = sse_line({**self._chunk, "choices": [], "usage": self._usage()}) if self._with_usage else b""
         return self.take() + usage + b"data: [DONE]\n\n"
 
-    def _add(
-        self, choice: Choice, body: dict[str, Any], rows: Sequence[ScoredToken] = (), finish: str | None = None
-    ) -> None:
-        logprobs = self._logprobs(rows) if rows else None
-        one = {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": finish}
-        self._lines.append(sse_line({**self._chunk, "choices": [one]}))
+    def _add(self, place: int, body: dict[str, Any], finish: str | None = None) -> None:
+        rest = {"logprobs": self._take_logprobs(place), "finish_reason": finish}
+        usage = {"usage": self._usage()} if self._continuous_usage else {}
+        self._lines.append(
+            sse_line({**self._chunk, "choices": [{"index": self._choices[place].index, **body, **rest}], **usage})
+        )
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts; prompts count once, whatever n is."""
@@ -459,22 +519,30 @@ class ResponseWriter:
             "prompt_tokens_details": {"cached_tokens": sum(one.num_cached for one in self._choices[::per_prompt])},
         }
 
-    def _logprobs(self, rows: Sequence[ScoredToken]) -> dict[str, Any] | None:
-        if not rows:
-            return None
-        if self._chat:
-            content = []
-            for token, found, _ in rows:
+    def _encode(self, place: int) -> None:
+        """Encode logprobs as they come: those of a long answer, or of many, would stop the event loop at its end."""
+        columns, choice = self._columns[place], self._choices[place]
+        for token, found, offset in choice.scored:
+            if self._chat:
                 assert found is not None, "a chat echoes nothing"
                 top = [self._entry(one, value) for one, value in found.top]
-                content.append({**self._entry(token, found.logprob), "top_logprobs": top})
-            return {"content": content, "refusal": None}
-        return {
-            "tokens": [self._text(token) for token, _, _ in rows],
-            "token_logprobs": [None if found is None else _number(found.logprob) for _, found, _ in rows],
-            "top_logprobs": [None if found is None else self._by_text(found.top) for _, found, _ in rows],
-            "text_offset": [offset for _, _, offset in rows],
-        }
+                columns["content"].append(_to_json({**self._entry(token, found.logprob), "top_logprobs": top}))
+                continue
+            columns["tokens"].append(_to_json(self._text(token)))
+            columns["token_logprobs"].append(_to_json(None if found is None else _number(found.logprob)))
+            columns["top_logprobs"].append(_to_json(None if found is None else self._by_text(found.top)))
+            columns["text_offset"].append(_to_json(offset))
+        choice.scored.clear()
+
+    def _take_logprobs(self, place: int) -> dict[str, Any] | None:
+        """Return the logprobs of a choice since the last call; None without any."""
+        columns = self._columns[place]
+        if not next(iter(columns.values())):
+            return None
+        taken: dict[str, Any] = {name: msgspec.Raw(b"[" + b",".join(column) + b"]") for name, column in columns.items()}
+        for column in columns.values():
+            column.clear()
+        return taken | ({"refusal": None} if self._chat else {})
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Return the likeliest tokens by their texts; of several with one text the likeliest."""
@@ -484,13 +552,20 @@ class ResponseWriter:
         return found
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        # the text of a part of a character does not have its bytes
-        known = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": _number(logprob), "bytes": known}
+        text, raw = self._text_and_bytes(token)
+        return {"token": text, "logprob": _number(logprob), "bytes": None if raw is None else list(raw)}
 
     def _text(self, token: int) -> str:
-        return text_alone(self._decode, token)
+        return self._text_and_bytes(token)[0]
+
+    def _text_and_bytes(self, token: int) -> tuple[str, bytes | None]:
+        """Return a token's text, for a part of a character `bytes:` and its bytes as OpenAI writes them, and its bytes if known."""
+        text = text_alone(self._tokenizer.decode, token)
+        if REPLACEMENT not in text:
+            return text, text.encode()
+        raw = self._tokenizer.token_bytes(token)
+        whole = raw is None or raw == text.encode()
+        return text if whole else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw or ()), raw
 
 
 def _number(logprob: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from fastapi import Request as HttpRequest
@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ringattn.launch.serve.http.api import (
+    MAX_SCORES,
     Chat,
     Choice,
     Completion,
@@ -26,18 +27,30 @@ from ringattn.launch.serve.http.api import (
     read_body,
     sse_line,
 )
-from ringattn.launch.serve.http.engine_client import EngineClient, OpenRequests
+from ringattn.launch.serve.http.engine_client import KEEP_ALIVE_S, EngineClient, OpenRequests
 from ringattn.launch.serve.http.metrics import Metrics
-from ringattn.launch.serve.messages import NewRequest, Prompt, Settings, Submit, encode
+from ringattn.launch.serve.messages import NOT_FINITE, TIME_LIMIT, NewRequest, Prompt, Settings, Submit, encode
 from ringattn.launch.serve.prefix_cache import prefix_digests
-from ringattn.launch.serve.tokenizer import ChatTemplateError, Tokenizer
+from ringattn.launch.serve.tokenizer import ChatTemplateError, TextTooLongError, Tokenizer
 
 BODY_S = 60.0
 """Seconds in which a body must have come."""
+SHORT_BYTES = 2**16
+"""Bytes of a body that is tokenized beside long ones, and does not count as waiting."""
+LONG_THREADS = 2
+"""Threads that tokenize long bodies."""
+WAITING_BODIES = 2
+"""Bodies of the largest size, or more smaller ones as long together, that may be received and tokenized at a time."""
+KEEP_ALIVE = b": keep-alive\n\n"
+"""Comment in a stream."""
 MAX_ANSWERS = 1024
 """Answers of one request: prompts times choices."""
 COMPLETION_TOKENS = 16
 """New tokens of a completion that does not say how many: OpenAI's default."""
+
+
+Prepared = tuple[bool, ResponseWriter, list[int], bytes]
+"""Whether an answer is a stream, its writer, the ids of its requests, and the message for the engine."""
 
 
 class CancellableResponse(Response):
@@ -75,41 +88,67 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 def error_response(error: RequestError) -> JSONResponse:
     """Return the response of an error."""
-    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}
-    return JSONResponse(error.body(), error.status, headers.get(error.status))
+    headers = {429: {"Retry-After": "1"}, 401: {"WWW-Authenticate": "Bearer"}}.get(error.status, {})
+    # OpenAI's clients repeat a request after a 500 or 503, and this one would fail again
+    headers |= {"x-should-retry": "false"} if error.code in (TIME_LIMIT, NOT_FINITE) else {}
+    return JSONResponse(error.body(), error.status, headers)
 
 
-async def read_bytes(http_request: HttpRequest, limit: int) -> bytes:
-    """Return the body of a request; raise RequestError if it has more bytes than the limit, comes too slowly, or is not JSON."""
-    kind = http_request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        # forms of other sites, which browsers send without asking, cannot have this type
-        raise RequestError(415, f"Content-Type must be application/json, got {ascii_only(kind)[:100] or 'none'}")
-    encoding = ", ".join(http_request.headers.getlist("content-encoding")).strip().lower()
-    if encoding not in ("", "identity"):
-        raise RequestError(
-            415, f"Content-Encoding must be identity, got {ascii_only(encoding)[:100]}; send the body as it is"
-        )
-    data, size = bytearray(), 0
+class Body:
+    """The body of a request of at most `limit` bytes, which is one of `bodies` until it is released.
 
-    async def read() -> None:
-        nonlocal size
+    Attributes:
+        long: Bytes that count among those of WAITING_BODIES.
+    """
+
+    def __init__(self, bodies: set[Body], limit: int) -> None:
+        self.data, self.long, self._size, self._full = bytearray(), 0, 0, False
+        self._bodies, self._limit, self._most = bodies, limit, WAITING_BODIES * limit
+        bodies.add(self)
+
+    async def read(self, http_request: HttpRequest) -> None:
+        """Receive the body.
+
+        Raises:
+            RequestError: It has more bytes than the limit, or than may wait, comes too slowly, or is not declared as JSON.
+        """
+        kind = http_request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            # forms of other sites, which browsers send without asking, cannot have this type
+            raise RequestError(415, f"Content-Type must be application/json, got {ascii_only(kind)[:100] or 'none'}")
+        encoding = ", ".join(http_request.headers.getlist("content-encoding")).strip().lower()
+        if encoding not in ("", "identity"):
+            what = f"Content-Encoding must be identity, got {ascii_only(encoding)[:100]}; send the body as it is"
+            raise RequestError(415, what)
+        try:
+            await asyncio.wait_for(self._receive(http_request), BODY_S)
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
+            what = f"the body must come within {BODY_S:g} s, got {self._size} bytes until then"
+            raise RequestError(408, what) from None
+        except ClientDisconnect:
+            raise RequestError(499, "the client went away") from None
+        if self._size > self._limit:
+            what = f"the body must have at most {self._limit} bytes, got {self._size} or more"
+            raise RequestError(413, what, code="body_too_large")
+        if self._full:
+            what = f"bodies that wait must have at most {self._most} bytes together, got {self._size} more"
+            raise RequestError(429, f"{what}; try again later", code="queue_full")
+
+    async def _receive(self, http_request: HttpRequest) -> None:
         async for piece in http_request.stream():
-            size += len(piece)
-            if size <= limit:
-                data.extend(piece)
-            elif size > 4 * limit:
+            self._size += len(piece)
+            if self._size > 4 * self._limit:
                 break  # a client that goes on is cut off
+            self.long = max(0, self._size - SHORT_BYTES)
+            self.data += piece
+            self._full = self._full or self._size > self._limit or sum(x.long for x in self._bodies.copy()) > self._most
+            if self._full:
+                self.release()  # a client that still writes does not read why its body is refused: the rest is dropped
 
-    try:
-        await asyncio.wait_for(read(), BODY_S)
-    except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
-        raise RequestError(408, f"the body must come within {BODY_S:g} s, got {size} bytes until then") from None
-    except ClientDisconnect:
-        raise RequestError(499, "the client went away") from None
-    if size > limit:
-        raise RequestError(413, f"the body must have at most {limit} bytes, got {size} or more", code="body_too_large")
-    return bytes(data)
+    def release(self, *_: object) -> None:
+        """Drop the body, which counts no more; in any thread."""
+        self.long, self.data = 0, bytearray()
+        self._bodies.discard(self)
 
 
 class CompletionHandler:
@@ -117,88 +156,91 @@ class CompletionHandler:
 
     def __init__(self, client: EngineClient, tokenizer: Tokenizer, settings: Settings, metrics: Metrics) -> None:
         self.client, self.model, self.metrics = client, settings.model, metrics
+        self.names = settings.args.served_model_name or (settings.model,)
         self._tokenizer, self._args, self._max_length = tokenizer, settings.args, settings.length
-        # one thread: tokenizers are not safe in several, and a long prompt must not stop the event loop
-        self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
+        self._defaults = settings.defaults
+        # threads: a long prompt must stop neither the event loop nor short prompts
+        self._short, self._long = ThreadPoolExecutor(1, "short"), ThreadPoolExecutor(LONG_THREADS, "long")
+        self._max_body = int(self._args.max_body_mib * 2**20)
+        self._bodies: set[Body] = set()
         self._began = int(time.time())
 
     def close(self) -> None:
         """Tokenize no more requests."""
-        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._short, self._long):
+            threads.shutdown(wait=False, cancel_futures=True)
 
-    def model_card(self) -> dict[str, Any]:
-        """Return the model as /v1/models shows it."""
-        card = {"id": self.model, "object": "model", "created": self._began, "owned_by": "ringattn"}
+    def model_card(self, name: str) -> dict[str, Any]:
+        """Return the model as /v1/models shows it by one of its names."""
+        card = {"id": name, "object": "model", "created": self._began, "owned_by": "ringattn"}
         return {**card, "max_model_len": self._max_length}
 
     def check_model(self, name: str | None) -> None:
         """Raise RequestError for the name of another model."""
-        if name not in (None, self.model):
-            raise RequestError(
-                404, f"model must be {self.model!r}, got {ascii_only(name)[:200]!r}", "model", "model_not_found"
-            )
+        if name not in (None, *self.names):
+            what = f"model must be {' or '.join(map(repr, self.names))}, got {ascii_only(name)[:200]!r}"
+            raise RequestError(404, what, "model", "model_not_found")
 
     async def answer(self, http_request: HttpRequest, kind: type[Chat] | type[Completion]) -> Response:
         """Submit a request, and return the response that will write its answer."""
         self.client.check()  # before a body is read that could not be answered
-        data = await read_bytes(http_request, int(self._args.max_body_mib * 2**20))
+        body = Body(self._bodies, self._max_body)
+        try:
+            await body.read(http_request)
+        except BaseException:
+            body.release()
+            raise
         arrived = time.monotonic()  # a client waits for the tokenizer, too
-        prepare = asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, self._prepare, kind, data)
-        streams, writer, ids, encoded = await prepare
+        threads = self._long if body.long else self._short
+        prepare = threads.submit(self._prepare, kind, body.data, arrived)
+        # also if nobody waits for it by then
+        prepare.add_done_callback(body.release)
 
-        def submit() -> OpenRequests:
+        async def work(scope: Scope, receive: Receive, send: Send) -> None:
+            streams, writer, ids, encoded = await self._tokenized(prepare, "messages" if kind is Chat else "prompt")
             take = writer.push if streams else writer.record
-            return OpenRequests(self.client, self.metrics, ids, encoded, take, arrived, each=streams)
+            with OpenRequests(self.client, self.metrics, ids, encoded, take, arrived, each=streams) as requests:
+                # the last lines leave with the end: a write costs more than a line
+                end = await _stream(requests, writer, send) if streams else None
+                if end is None:
+                    await requests.wait()
+            if end is None:
+                await Response(writer.whole(), media_type="application/json")(scope, receive, send)
+            else:
+                await send({"type": "http.response.body", "body": end})
 
-        async def whole(scope: Scope, receive: Receive, send: Send) -> None:
-            with submit() as requests:
-                await requests.wait()
-            await JSONResponse(writer.whole())(scope, receive, send)
+        return CancellableResponse(work)
 
-        async def stream(_: Scope, __: Receive, send: Send) -> None:
-            started = False
+    async def _tokenized(self, prepare: Future[Prepared], field: str) -> Prepared:
+        """Wait for the tokenizer; raise RequestError when the time of the request is over, or its body is refused."""
+        tokenized = asyncio.wrap_future(prepare)
+        tokenized.add_done_callback(lambda one: one.cancelled() or one.exception())  # which nobody may wait for by then
+        try:
+            # not wait_for, which before Python 3.12 loses a cancellation that comes with the result
+            done, _ = await asyncio.wait({tokenized}, timeout=self._args.time_limit)
+        finally:
+            tokenized.cancel()
+        if not done:
+            what = f"the request waited for the tokenizer until its time of {self._args.time_limit:.0f} s was over"
+            raise RequestError(503, f"{what}; ask for less, or try later", code=TIME_LIMIT)
+        try:
+            return tokenized.result()
+        except ChatTemplateError as error:
+            raise RequestError(400, ascii_only(str(error))[:500], field) from None
+        except TextTooLongError as error:
+            what = f"{field} must fit into {self._max_length} tokens, got {error} or more"
+            raise RequestError(400, what, field, "context_length_exceeded") from None
 
-            async def write(data: bytes, more: bool = True) -> None:
-                nonlocal started
-                if not started:
-                    # a failure before the first token has a status of its own
-                    started = True
-                    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                await send({"type": "http.response.body", "body": data, "more_body": more})
-
-            with submit() as requests:
-                try:
-                    while await requests.wait():
-                        if data := writer.take():
-                            await write(data)
-                except RequestError as error:
-                    data = writer.take()
-                    if not (started or data):
-                        raise
-                    await write(data + sse_line(error.body()), more=False)
-                    return
-            # the last lines leave with the end: a write costs more than a line
-            await write(writer.end(), more=False)
-
-        return CancellableResponse(stream if streams else whole)
-
-    def _prepare(
-        self, kind: type[Chat] | type[Completion], data: bytes
-    ) -> tuple[bool, ResponseWriter, list[int], bytes]:
-        """Validate and tokenize a body, in the tokenizer's thread.
-
-        Return whether the answer is a stream, its writer, the ids of its requests, and the message for the engine.
-        """
+    def _prepare(self, kind: type[Chat] | type[Completion], data: bytes | bytearray, arrived: float) -> Prepared:
+        """Validate and tokenize a body, in a thread."""
         body = read_body(kind, data)
         self.check_model(body.model)
+        body = body.model_copy(update={k: v for k, v in self._defaults.items() if k not in body.model_fields_set})
         tokenizer, args = self._tokenizer, self._args
         texts: list[str | list[int]]
         if isinstance(body, Chat):
-            try:
-                texts = [tokenizer.chat([message.template_message() for message in body.messages])]
-            except ChatTemplateError as error:
-                raise RequestError(400, ascii_only(str(error))[:500], "messages") from None
+            messages = [message.template_message() for message in body.messages]
+            texts = [tokenizer.chat(messages, self._max_length, **body.chat_template_kwargs)]
             asked, echo, score_prompt = body.max_completion_tokens or body.max_tokens, False, False
         else:
             texts, asked, echo = body.prompts(), body.max_tokens, body.echo
@@ -213,14 +255,27 @@ class CompletionHandler:
         stops = sorted({*body.stop_token_ids, *(() if body.ignore_eos else tokenizer.stops)})
         prompts, choices, requests = [], [], []
         for text in texts:
-            tokens = tokenizer.encode(text) if isinstance(text, str) else text
+            tokens = tokenizer.encode(text, self._max_length) if isinstance(text, str) else text
             self._check_prompt(tokens, "messages" if isinstance(body, Chat) else "prompt")
             most = self._check_length(len(tokens), 1 if asked == 0 else asked)
+            if body.wanted_logprobs is not None:
+                # each token has its own and the likeliest ones
+                rows = MAX_SCORES // (1 + body.wanted_logprobs) // (len(texts) * body.n) - score_prompt * len(tokens)
+                if asked is None:
+                    most = min(most, max(1, rows))
+                if most > rows:
+                    what = f"prompts times n times tokens times (logprobs + 1) must be at most {MAX_SCORES}"
+                    what = f"{what}, so {max(0, rows)} new tokens, got {most}; ask for less of them"
+                    raise RequestError(400, what, "logprobs")
+            if body.min_tokens > most:
+                what = f"min_tokens must be at most max_tokens, got {body.min_tokens} and {most}"
+                raise RequestError(400, what, "min_tokens")
             digests = prefix_digests(tokens, args.page_size) if args.keep_prefixes else []
             echoed = (text if isinstance(text, str) else tokenizer.decode(tokens)) if echo else ""
             for choice in range(body.n):
-                choices.append(Choice(len(choices), tokens, tokenizer, body.stop, echoed, score_prompt, asked == 0))
-                request_id, sampling = next(self.client.ids), body.sampling(choice)
+                options = echoed, score_prompt, asked == 0, body.min_tokens
+                choices.append(Choice(len(choices), tokens, tokenizer, body.stop, *options))
+                request_id, sampling = next(self.client.ids), body.sampling(choice, stops)
                 requests.append(NewRequest(request_id, len(prompts), most, stops, sampling, score_prompt))
             prompts.append(Prompt(tokens, digests))
         writer = ResponseWriter(
@@ -229,11 +284,12 @@ class CompletionHandler:
             tokenizer,
             [prompt.tokens for prompt in prompts],
             choices,
-            with_usage=bool(body.stream_options and body.stream_options.include_usage),
+            with_usage=body.stream_options.include_usage,
+            continuous_usage=body.stream_options.continuous_usage_stats,
             with_ids=body.return_token_ids,
         )
         ids = [request.id for request in requests]
-        return body.stream, writer, ids, encode(Submit(prompts, requests))
+        return body.stream, writer, ids, encode(Submit(prompts, requests, arrived))
 
     def _check_prompt(self, tokens: list[int], field: str) -> None:
         if not tokens:
@@ -247,10 +303,28 @@ class CompletionHandler:
         """Return the maximum of new tokens; raise RequestError for more than the model, the cache or the limit allow."""
         whole, args = self._max_length, self._args
         if asked is None:
-            asked = max(1, min(args.default_tokens, args.max_tokens or whole, whole - prompt))
+            asked = max(1, min(args.default_tokens or whole, args.max_tokens or whole, whole - prompt))
         if args.max_tokens is not None and asked > args.max_tokens:
             raise RequestError(400, f"max_tokens must be at most {args.max_tokens}, got {asked}", "max_tokens")
         if prompt + asked > whole:
             what = f"prompt and max_tokens must fit into {whole} tokens, got {prompt} + {asked} = {prompt + asked}"
             raise RequestError(400, what, "max_tokens", "context_length_exceeded")
         return asked
+
+
+async def _stream(requests: OpenRequests, writer: ResponseWriter, send: Send) -> bytes:
+    """Write a stream from its headers on, which leave at once, and return its last lines; a failure is one of them."""
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    written = time.monotonic()
+    try:
+        while await requests.wait():
+            data = writer.take()
+            if not data and time.monotonic() - written >= KEEP_ALIVE_S:
+                data = KEEP_ALIVE
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                written = time.monotonic()
+    except RequestError as error:
+        return writer.take() + sse_line(error.body())
+    return writer.end()

@@ -23,6 +23,8 @@ from ringattn.launch.serve.http.metrics import Metrics
 
 BEAT_S = 1.0
 """Seconds between heartbeats."""
+KEEP_ALIVE_S = 15.0
+"""Seconds after which a stream without tokens gets a comment: proxies cut off answers that are silent for a minute."""
 
 ENGINE_GONE = "the server is going down: its engine is gone"
 
@@ -81,6 +83,10 @@ class EngineClient:
         """The reason why the engine takes no requests; None while it does."""
         return self._closed or self._state["closed"]
 
+    def health(self) -> tuple[int, dict[str, str]]:
+        """Return status and body of the answer to /health."""
+        return (503 if self.closed else 200), {"status": self.closed or "ok"}
+
     def state(self) -> dict[str, Any]:
         """Return the last known state of the engine."""
         return self._state
@@ -88,7 +94,7 @@ class EngineClient:
     def check(self, new: int = 1) -> None:
         """Raise RequestError if the engine, by its last known state, is closed, or would have too many requests with new ones."""
         if self.closed:
-            raise RequestError(503, self.closed, code="unavailable")
+            raise RequestError(503, self.closed, code=messages.UNAVAILABLE)
         most, before = self.max_requests, len(self._callbacks)
         if before + new > most:
             what = f"at most {most} requests may be open, got {new} more beside {before}; try again later"
@@ -142,7 +148,7 @@ class EngineClient:
         if not self.ended:
             self._closed = self.closed or ENGINE_GONE
             for on_event in set(self._callbacks.values()):
-                on_event(RequestError(503, self._closed, code="unavailable"))
+                on_event(RequestError(503, self._closed, code=messages.UNAVAILABLE))
             self.ended = True
 
     def _send(self, data: bytes) -> None:
@@ -172,7 +178,7 @@ class OpenRequests:
     Args:
         take: Called with the place of a request and an event of it; returns whether it is finished. `wait` raises its exceptions.
         arrived: Time of the requests' arrival, on the monotonic clock.
-        each: Whether `wait` returns for each event, and not only when all requests have ended.
+        each: Whether `wait` returns for each event, and each KEEP_ALIVE_S, and not only when all requests have ended.
     """
 
     def __init__(
@@ -189,24 +195,37 @@ class OpenRequests:
         self._began, self._each, self._wake = arrived, each, asyncio.Event()
         self._unfinished = {request_id: _OpenRequest(place) for place, request_id in enumerate(request_ids)}
         self._error: Exception | None = None
+        self._timer: asyncio.TimerHandle | None = None
         client.submit(request_ids, encoded, self._on_event)
+        if each:
+            self._keep_alive()
 
     def __enter__(self) -> OpenRequests:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._client.close_requests(self._ids)
         for request_id in self._unfinished:
             self._metrics.cancelled.inc()
+            self._metrics.finished.labels("cancelled").inc()
             self._client.cancel(request_id)
 
     async def wait(self) -> bool:
-        """Wait for an event since the last call, and return whether more can follow; raise RequestError if a request has failed."""
+        """Wait for an event since the last call, and return whether more can follow; raise RequestError if a request has failed.
+
+        See `each`.
+        """
         await self._wake.wait()
         self._wake.clear()
         if self._error is not None:
             raise self._error
         return bool(self._unfinished)
+
+    def _keep_alive(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._keep_alive)
+        self._wake.set()
 
     def _on_event(self, event: messages.Event | RequestError) -> None:
         """Handle an event, in the turn of the event loop that received it.
@@ -218,6 +237,7 @@ class OpenRequests:
             return
         try:
             if isinstance(event, RequestError):
+                self._metrics.finished.labels("error").inc(len(self._unfinished))
                 self._unfinished.clear()
                 raise event
             request = self._unfinished.get(event.request_id)
@@ -230,17 +250,18 @@ class OpenRequests:
                     self._metrics.first_token.observe(request.first - self._began)
                 request.tokens += 1
             if event.last:
-                self._end(event.request_id, request)
+                self._end(event.request_id, request, event.finish or "error")
             if self._take(request.place, event) and not event.last:
-                self._end(event.request_id, request)
+                self._end(event.request_id, request, "stop")
                 self._client.cancel(event.request_id, keep=True)
         except Exception as error:  # of this request, not of those beside it
             self._error = error
         if self._each or self._error is not None or not self._unfinished:
             self._wake.set()
 
-    def _end(self, request_id: int, request: _OpenRequest) -> None:
+    def _end(self, request_id: int, request: _OpenRequest, reason: str) -> None:
         del self._unfinished[request_id]
+        self._metrics.finished.labels(reason).inc()
         self._metrics.latency.observe(time.monotonic() - self._began)
         if request.tokens > 1:
             self._metrics.per_token.observe((request.latest - request.first) / (request.tokens - 1))

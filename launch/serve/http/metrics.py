@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -17,10 +17,10 @@ _TOKEN_SECONDS = (
 
 
 class Metrics:
-    """Counts and times of one server, and the engine's state, which a function returns."""
+    """Counts and times of one server with a model, and the engine's state, which a function returns."""
 
-    def __init__(self, state: Callable[[], dict[str, Any]]) -> None:
-        self._state, self._registry = state, CollectorRegistry()
+    def __init__(self, state: Callable[[], dict[str, Any]], model: str) -> None:
+        self._state, self._registry, self._model = state, CollectorRegistry(), model
         self._registry.register(self)  # type: ignore[arg-type]
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
@@ -30,6 +30,9 @@ class Metrics:
             "ringattn_requests", "Answers by path and status", ["path", "status"], registry=self._registry
         )
         self.cancelled = Counter("ringattn_cancelled", "Answers whose client went away", registry=self._registry)
+        self.finished = Counter(
+            "ringattn_finished", "Answers by reason of their end", ["reason"], registry=self._registry
+        )
         self.first_token = histogram("time_to_first_token", "From a request's arrival to its first token")
         self.per_token = histogram("time_per_output_token", "Mean time of an answer's later tokens", _TOKEN_SECONDS)
         self.latency = histogram("request", "From a request's arrival to its end")
@@ -37,11 +40,19 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engine's state."""
         state = self._state()
-        totals = state["totals"]
+        totals, pages_by_use = state["totals"], state["pages"]
+        info = GaugeMetricFamily("ringattn_model_info", "1, with the model as a label", labels=["model"])
+        info.add_metric([self._model], 1)
+        yield info
+        used, every = sum(pages_by_use["running"]), sum(map(sum, pages_by_use.values()))
+        yield GaugeMetricFamily("ringattn_cache_usage_ratio", "Share of pages that requests hold", value=used / every)
+        yield SummaryMetricFamily(
+            "ringattn_queue_seconds", "From arrival to admission", totals["admitted"], totals["queue_seconds"]
+        )
         for name, text in (("running", "Requests in the cache"), ("waiting", "Requests that wait for room")):
             yield GaugeMetricFamily(f"ringattn_requests_{name}", text, value=state[name])
         pages = GaugeMetricFamily("ringattn_cache_pages", "Pages by rank and use", labels=["rank", "use"])
-        for use, by_rank in state["pages"].items():
+        for use, by_rank in pages_by_use.items():
             for rank, value in enumerate(by_rank):
                 pages.add_metric([str(rank), use], value)
         yield pages

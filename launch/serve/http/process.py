@@ -41,7 +41,7 @@ def main(port: int, link: int, folder: str) -> int:
     client = EngineClient(pull, push, engine, settings.args.max_requests, settings.state)
     sys.setswitchinterval(TURN_S)
     app = make_app(client, make_tokenizer(settings.tokenizer), settings)
-    _Server(server_config(app, settings.args.max_connections), client).run([socket.socket(fileno=port)])
+    _Server(server_config(app, settings.args, client), client).run([socket.socket(fileno=port)])
     if not client.stopped:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if client.stopped else 1

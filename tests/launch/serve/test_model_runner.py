@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.launch.runtime.distributed import Session
-from ringattn.launch.serve.config import TINY
+from ringattn.launch.serve.config import TINY, ServeArgs
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.messages import Event, Stop
 from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
@@ -91,7 +91,7 @@ def spoilt_requests() -> list[Request]:
 
 def scores_of(prompt: list[int]) -> Tensor:
     """Logprobs of a prompt's tokens, from the second one on, by one process with torch's own attention."""
-    model = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0).model
+    model = load_model(ServeArgs(TINY), CPU).model
     model.set_attn_implementation("sdpa")
     with torch.no_grad():
         found = model(input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
@@ -105,7 +105,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, list[float], int, 
         every[1:1], every[4:4], every[7:7] = ([request] for request in spoilt_requests())
     rank = Session(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
     ring, channel = Ring(), RankChannel(rank, 30.0)
-    served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
+    served = load_model(ServeArgs(TINY), CPU)
     served.model.get_input_embeddings().register_forward_hook(
         lambda _, ids, x: x.masked_fill((ids[0] == SPOILT)[..., None], math.nan)
     )
@@ -144,7 +144,7 @@ def serve(ahead: bool, spoil: bool = False) -> tuple[Answers, list[float], int, 
 
 def alone() -> Answers:
     """Answer of each request by itself, step by step, on one rank without replays."""
-    served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
+    served = load_model(ServeArgs(TINY), CPU)
     cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
     model_runner = ModelRunner(served.model, cache, 4, False)
     answers: Answers = {}
@@ -218,7 +218,7 @@ def test_waits_for_replays_have_a_timeout_and_waits_for_long_prompts_do_not():
 
 def test_values_of_a_failed_exchange_are_valid_tokens_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """All bits are set then: as an index of the embedding that is an error of the device, which hides the one with a reason."""
-    served = load_model(TINY, name=None, dtype="auto", device=CPU, seed=0)
+    served = load_model(ServeArgs(TINY), CPU)
     cache = make_cache(served.model, Ring(), gib=0.01, page_size=4, kv_dtype="auto")
     model_runner = ModelRunner(served.model, cache, 4, False)
     scheduler = Scheduler(cache.allocator, chunk=16, max_running=1, keep=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringattn.launch.runtime.checkpoint_files import check_place
 from ringattn.launch.runtime.distributed import Refusal, Session
 from ringattn.launch.runtime.model_optimization import optimize_model
 from ringattn.launch.serve import run as serve_run
@@ -27,8 +29,8 @@ from ringattn.launch.serve.model_runner import MIXED_ROWS, ModelRunner
 from ringattn.launch.serve.models import broadcast_weights, check_memory, describe_cache, load_model, make_cache
 from ringattn.launch.serve.sampling import Logprob, Sampling, sample_tokens
 from ringattn.launch.serve.scheduler import Request, Scheduler
-from ringattn.launch.serve.tokenizer import ByteTokenizer, ChatTemplateError, PretrainedTokenizer
-from ringattn.launch.train.pretrained import build_causal_lm
+from ringattn.launch.serve.tokenizer import ByteTokenizer, ChatTemplateError, PretrainedTokenizer, make_tokenizer
+from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer
 from ringattn.ring import Ring
 from tests.support.graph_recorder import Reruns
 
@@ -79,7 +81,7 @@ def sample(logits: torch.Tensor, how: list[Sampling]) -> list[tuple[int | None, 
 
 
 def opened(path: Path | str, **how: Any) -> Any:
-    return load_model(str(path), **{"name": None, "dtype": "auto", "device": CPU, "seed": 0, **how})
+    return load_model(ServeArgs(str(path), **how), CPU)
 
 
 def answered(
@@ -217,6 +219,47 @@ def test_a_chat_template_comes_from_the_checkpoint(folder):
         tokenizer.chat(messages)
 
 
+def test_tokens_have_the_bytes_of_their_text(folder):
+    """Of byte-level vocabularies and of bytes in SentencePiece's spelling; together they are the text."""
+    tokenizer = PretrainedTokenizer(folder, frozenset(), 500)
+    for text in ("straße naïve", "環 of 🔑", "\ufffd"):
+        assert b"".join(tokenizer.token_bytes(token) or b"?" for token in tokenizer.encode(text)).decode() == text
+    assert tokenizer.token_bytes(499) is None
+    spelled: Any = SimpleNamespace(convert_ids_to_tokens=["<0xE2>", "環", "<0x>"].__getitem__)
+    tokenizer.inner = spelled
+    assert [tokenizer.token_bytes(token) for token in range(2)] == [b"\xe2", None]
+
+
+def test_a_template_of_a_file_and_its_variables(folder, tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages[0].content }}{% if enable_thinking %} thinks{% endif %}")
+    tokenizer = opened(folder, chat_template=str(path)).tokenizer
+    for one in (tokenizer, make_tokenizer(tokenizer.recipe)):
+        chat: Any = [{"role": "user", "content": "the ring"}]
+        assert one.decode(one.chat(chat)) == "the ring"
+        assert one.decode(one.chat(chat, enable_thinking=True)) == "the ring thinks"
+        # code, arguments of transformers, and variables that would be accepted and ignored
+        for name in ("chat_template", "tokenize", "messages", "conversation", "self", "thinking", "enable.thinking"):
+            with pytest.raises(ChatTemplateError, match=r"chat_template_kwargs|messages must be"):
+                one.chat(chat, **{name: "{{ 1 }}"})
+    with pytest.raises(ChatTemplateError, match="chat_template_kwargs"):
+        ByteTokenizer().chat(chat, enable_thinking=True)
+    with pytest.raises(Refusal, match="chat_template must be left out"):
+        opened("tiny", chat_template=str(path))
+
+
+def test_defaults_of_sampling_come_from_the_checkpoint(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    said = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": 7, "max_length": 9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert opened(tmp_path).defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert opened(tmp_path, generation_defaults=False).defaults == {}
+    assert opened("tiny").defaults == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps({**said, "temperature": 3.0}))
+    with pytest.raises(Refusal, match="temperature"):
+        opened(tmp_path)
+
+
 def test_a_template_executes_nothing(folder):
     tokenizer = PretrainedTokenizer(folder, frozenset(), 500)
     tokenizer.inner.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
@@ -230,7 +273,8 @@ def test_a_template_executes_nothing(folder):
 def test_a_config_alone_gives_the_same_random_weights_everywhere(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **CONFIG}))
     state = torch.random.get_rng_state()
-    one, other, path = opened(tmp_path), opened(tmp_path), opened(tmp_path / "config.json", seed=1)
+    config = tmp_path / "config.json"
+    one, other, path = opened(config), opened(config), opened(config, seed=1)
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
     assert one.facts == other.facts != path.facts
@@ -239,6 +283,17 @@ def test_a_config_alone_gives_the_same_random_weights_everywhere(tmp_path):
     # what such a model answers with may be part of the next prompt
     assert one.tokenizer.vocab_size == one.model.config.vocab_size == 300
     assert one.tokenizer.decode([97, 256, 299, 98]) == "ab"
+
+
+def test_random_weights_and_lengths_beyond_the_models_are_reported(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **CONFIG}))
+    for max_len, warned in ((512, False), (513, True)):
+        args = ServeArgs(str(path), seed=7, max_len=max_len, cache_gib=0.001, page_size=4, max_running=1)
+        serve_run._prepare(args, Session(0, 1, CPU, None, 0))
+        said = capsys.readouterr().out
+        assert "random weights of seed 7" in said
+        assert ("warning: --max-len 513 exceeds the 512 positions" in said) == warned
 
 
 def drawn_apart() -> list[torch.Tensor]:
@@ -264,7 +319,7 @@ def test_models_that_cannot_be_served_are_refused(tmp_path, folder):
         check_model(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 256, **CONFIG}))
     with pytest.raises(Refusal, match="must have at least 257 tokens, for bytes and an end, got 256"):
-        opened(tmp_path)
+        opened(tmp_path / "config.json")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(Refusal, match=r"weights must be safetensors, got \*\.bin .* would be unpickled"):
         check_model(str(tmp_path))
@@ -286,11 +341,14 @@ def test_a_folder_without_all_weights_is_not_served_with_random_ones(tmp_path, f
 
 def test_an_index_without_its_weights_is_refused(tmp_path, folder):
     """Regression: a checkpoint without its large files was served with random weights."""
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     for make in (opened, lambda path: build_causal_lm(str(path), 0, CPU, 10)):
-        with pytest.raises(Refusal, match=r"weights in .* must be whole and of the model in its config.json"):
+        with pytest.raises(
+            Refusal, match=r"weights in .* must be whole, got 1 of 1 files missing, such as model-00001-of"
+        ):
             make(tmp_path)
 
 
@@ -323,6 +381,62 @@ def test_files_that_are_cut_short_or_say_nonsense_are_refused(tmp_path, folder, 
         opened(tmp_path)
     with pytest.raises(Refusal, match=message):
         build_causal_lm(str(tmp_path), 0, CPU, 10)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ([], "weights in .* must be model.safetensors, .* got none of them; .* config.json for random weights"),
+        (["model-q4.gguf"], "weights in .* got model-q4.gguf"),
+        (["model-00001-of-00002.safetensors"], "weights in .* got model-00001-of-00002.safetensors"),
+        (["adapter_model.safetensors", "adapter_config.json"], "model must be a folder without an adapter"),
+    ],
+)
+def test_a_folder_without_weights_is_not_given_random_ones(tmp_path, folder, files, message):
+    """Regression: a download that had brought all files but the large ones was served, and trained, with random weights."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").unlink()
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    for make in (check_model, check_place, opened, lambda path: build_causal_lm(str(path), 0, CPU, 10)):
+        with pytest.raises(Refusal, match=message):
+            make(str(tmp_path))
+    # asked for by name, random ones are served and trained, with the tokenizer that is beside
+    served = opened(tmp_path / "config.json")
+    assert served.random_weights
+    assert isinstance(served.tokenizer, PretrainedTokenizer)
+    assert load_tokenizer(str(tmp_path / "config.json")) is not None
+    assert not opened(folder).random_weights
+
+
+def test_an_adapter_beside_a_config_is_refused_and_one_that_is_asked_for_is_merged(tmp_path, folder, monkeypatch):
+    """Regression: an adapter beside config.json was applied where peft was installed, and else ignored."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    served = opened(folder, adapter=str(tmp_path / "adapter"))
+    wanted = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(x, wanted[name]) for name, x in served.model.state_dict().items())
+    assert not torch.equal(
+        wanted["model.layers.0.self_attn.q_proj.weight"],
+        opened(folder).model.state_dict()["model.layers.0.self_attn.q_proj.weight"],
+    )
+    shutil.copytree(folder, tmp_path / "both")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "both", dirs_exist_ok=True)
+    with pytest.raises(Refusal, match=r"model must be a folder without an adapter, got .*--adapter"):
+        opened(tmp_path / "both")
+    with pytest.raises(Refusal, match=r"adapter must be a folder with adapter_config.json"):
+        opened(folder, adapter=str(folder))
+    other = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) | {"target_modules": ["k_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(other))
+    with pytest.raises(Refusal, match=r"adapter must be one of Qwen3ForCausalLM that peft can merge"):
+        opened(folder, adapter=str(tmp_path / "adapter"))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(Refusal, match="adapter needs peft"):
+        opened(folder, adapter=str(tmp_path / "adapter"))
 
 
 def test_models_whose_attention_is_not_the_rings_are_refused(tmp_path):

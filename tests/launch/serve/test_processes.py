@@ -8,8 +8,10 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -69,6 +71,8 @@ samplings = st.builds(
     st.floats(-2, 2),
     st.floats(-2, 2),
     st.lists(st.tuples(st.integers(0, 2**31), st.floats(-100, 100))).map(tuple),
+    st.integers(0, 2**31),
+    st.lists(st.integers(0, 2**31)).map(tuple),
 )
 details = st.builds(Logprob, numbers, st.lists(st.tuples(st.integers(0, 2**31), numbers)).map(tuple))
 events = st.builds(
@@ -76,7 +80,7 @@ events = st.builds(
     counts,
     st.none() | st.integers(0, 2**31),
     st.none() | st.sampled_from(["stop", "length"]),
-    st.none() | st.tuples(st.integers(400, 599), st.text()),
+    st.none() | st.tuples(st.integers(400, 599), st.text(), st.text()),
     st.integers(0, 2**63 - 1),
     st.none() | details,
     st.lists(details).map(tuple),
@@ -116,6 +120,20 @@ def test_requests_are_received_as_sent_and_draw_the_same_numbers(prompts, asked,
         assert one.sampling.seed is None or other.sampling.draw() == one.sampling.draw()
 
 
+def test_sockets_have_a_short_path_where_temporary_files_do_not(tmp_path, monkeypatch):
+    """Regression: a TMPDIR of 100 characters ended in "File name too long"."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    process = HttpProcess(bind("127.0.0.1", 0))
+    try:
+        with receive_at(process.folder, "engine"):
+            assert stat.S_IMODE(os.stat(process.folder).st_mode) == 0o700
+    finally:
+        process.kill()
+    assert not os.path.exists(process.folder)
+
+
 def test_a_tokenizer_is_rebuilt_from_its_recipe():
     made = make_tokenizer(json.loads(json.dumps(ByteTokenizer(300).recipe)))
     assert isinstance(made, ByteTokenizer)
@@ -138,7 +156,7 @@ def quiet_http(lost: list[str], timeout_s: float) -> Iterator[tuple[EngineServer
 
 def test_unread_messages_are_sent_later_in_order_and_the_sender_never_waits():
     # now and then one that no socket takes whole
-    sent = [Event(x, failure=(503, "y" * (2**20 if x % 500 == 499 else x * 7919 % 5000))) for x in range(3000)]
+    sent = [Event(x, failure=(503, "y" * (2**20 if x % 500 == 499 else x * 7919 % 5000), "")) for x in range(3000)]
     lost: list[str] = []
     with quiet_http(lost, 60.0) as (server, link):
         began = time.monotonic()

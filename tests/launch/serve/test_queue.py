@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -165,3 +166,11 @@ def test_a_client_that_has_its_answer_may_ask_again_at_once():
         for stream in (True, False):
             answers = [http.post(f"{served.url}/v1/completions", json={**body, "stream": stream}) for _ in range(20)]
             assert {one.status_code for one in answers} == {200}
+
+
+def test_the_time_limit_counts_from_the_arrival():
+    bench = Bench(1)
+    waited = Request(1, [5], 4, arrived=time.monotonic() - 50.0)
+    bench.engine.submit([waited, fresh := Request(2, [5], 4)])
+    assert waited.deadline == waited.arrived + 1e6
+    assert fresh.deadline - waited.deadline > 49.0

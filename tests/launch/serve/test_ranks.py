@@ -82,6 +82,26 @@ def test_a_connection_without_the_secret_is_dropped(addresses):
     router.close()
 
 
+def test_a_long_message_to_rank_0_is_not_received(addresses):
+    """Regression: a stranger could make rank 0 keep a message of any length."""
+    accepted = in_thread(lambda: accept_ranks(rank(0), 20.0))
+    host, port, secret = addresses.get(timeout=10)
+    addresses.put((host, port, secret))
+    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.linger, stranger.reconnect_ivl = 0, -1
+        stranger.routing_id = f"{secret}/1".encode()
+        ended = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect(f"tcp://{host}:{port}")
+        stranger.send(b"0" * 2**20)
+        assert ended.poll(10_000)
+        stranger.disable_monitor()
+    dealer, _ = connect_to_rank_0(rank(1))
+    router, names = accepted()
+    assert list(names.values()) == [f"rank 1 (process {os.getpid()})"]
+    close_dealer(dealer)
+    router.close()
+
+
 def test_a_rank_that_does_not_connect_is_named():
     def accept() -> str:
         with pytest.raises(RuntimeError) as refused:

@@ -299,6 +299,14 @@ def test_the_largest_is_taken_after_penalties_and_biases() -> None:
     assert sample_tokens(x, [Sampling(0, 0.1, top_k=1, min_p=1.0)], [[0]]).tokens.tolist() == [0]
 
 
+def test_no_stop_token_is_sampled_among_min_tokens() -> None:
+    x = torch.tensor([[0.0, 9.0, 1.0, 8.0]]).expand(3, -1)
+    biased = Sampling(0, min_tokens=1, stops=(1,), logit_bias=((3, -2.0),), repetition_penalty=1.5)
+    samplings = [Sampling(0, min_tokens=2, stops=(1, 3, 99)), biased, Sampling(0, stops=(1,))]
+    steps = [sample_tokens(x, samplings, [[], [], []]).tokens.tolist() for _ in range(3)]
+    assert list(map(list, zip(*steps, strict=True))) == [[2, 2, 1], [3, 1, 1], [1, 1, 1]]
+
+
 def test_requests_with_options_answer_alone_as_beside_others() -> None:
     """Penalties stay with their request while rows of the batch change."""
     generator = torch.Generator().manual_seed(12)

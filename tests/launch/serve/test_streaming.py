@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.launch.serve.config import ServeArgs
+from ringattn.launch.serve.http import api, completions, engine_client
 from ringattn.launch.serve.http.api import Choice, ResponseWriter
 from ringattn.launch.serve.http.app import make_app
 from ringattn.launch.serve.messages import Event, Settings, StepOutput, Stop
@@ -36,15 +37,18 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
         def decode(self, tokens: Sequence[int]) -> str:
             return "".join(words[token] for token in tokens)
 
+        def token_bytes(self, token: int) -> None:
+            return None
+
     tokenizer: Any = Said()
     choice = Choice(3, [], tokenizer, [])
-    choices: Any = {3: choice}
+    choices = [choice]
     lines = ResponseWriter(chat, model, tokenizer, [[]], choices, with_usage=with_usage, with_ids=with_ids)
     said, offset = "", 0
     for token, word in enumerate(words):
         before, held = said, choice.length
         details = Logprob(-0.25 if token else float("-inf"), ((token, -0.25),)) if with_logprobs else None
-        assert not lines.push(3, Event(7, token, details=details))
+        assert not lines.push(0, Event(7, token, details=details))
         sent = [json.loads(one.removeprefix(b"data: ")) for one in lines.take().split(b"\n\n")[:-1]]
         piece = choice.text[held:]
         said = before + piece
@@ -71,25 +75,50 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
         assert chunk == (made | {"usage": None} if with_usage else made)
 
 
-def test_tokens_of_a_part_of_a_character_have_no_bytes():
+def test_tokens_of_a_part_of_a_character_have_their_bytes():
+    """Regression: they had none, and all shared one key of `top_logprobs`."""
     choice = Choice(0, [], ByteTokenizer(), [])
     for token in "aß".encode():
         choice.push(Event(1, token, details=Logprob(-0.5, ((token, -0.5),))))
-    (answer,) = ResponseWriter(True, "bytes", ByteTokenizer(), [[1]], [choice]).whole()["choices"]
+    (answer,) = json.loads(ResponseWriter(True, "bytes", ByteTokenizer(), [[1]], [choice]).whole())["choices"]
     said = answer["logprobs"]["content"]
     assert [(entry["token"], entry["bytes"]) for entry in said] == [
         ("a", [97]),
-        (REPLACEMENT, None),
-        (REPLACEMENT, None),
+        (r"bytes:\xc3", [0xC3]),
+        (r"bytes:\x9f", [0x9F]),
     ]
-    assert [entry["top_logprobs"][0]["bytes"] for entry in said] == [[97], None, None]
+    assert [entry["top_logprobs"][0]["bytes"] for entry in said] == [[97], [0xC3], [0x9F]]
+    assert bytes(byte for entry in said for byte in entry["bytes"]).decode() == "aß"
 
 
 def test_of_tokens_with_one_text_the_likeliest_is_reported():
-    choice = Choice(0, [], ByteTokenizer(), [])
-    choice.push(Event(1, 0xC3, details=Logprob(-0.1, ((0xC3, -0.1), (0x61, -3.0), (0xE2, -5.0)))))
-    (answer,) = ResponseWriter(False, "bytes", ByteTokenizer(), [[1]], [choice]).whole()["choices"]
-    assert list(answer["logprobs"]["top_logprobs"][0].items()) == [(REPLACEMENT, -0.1), ("a", -3.0)]
+    tokenizer = ByteTokenizer(300)  # tokens above 256 have no text
+    choice = Choice(0, [], tokenizer, [])
+    top = ((0xC3, -0.1), (0x61, -3.0), (0xE2, -5.0), (270, -6.0), (271, -7.0))
+    choice.push(Event(1, 0xC3, details=Logprob(-0.1, top)))
+    (answer,) = json.loads(ResponseWriter(False, "bytes", tokenizer, [[1]], [choice]).whole())["choices"]
+    wanted = [(r"bytes:\xc3", -0.1), ("a", -3.0), (r"bytes:\xe2", -5.0), ("", -6.0)]
+    assert list(answer["logprobs"]["top_logprobs"][0].items()) == wanted
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_logprobs_are_encoded_as_they_come_and_not_at_the_end(monkeypatch, chat):
+    """Regression: the end of 128 answers of 500 tokens with 20 logprobs each stopped the event loop for seconds."""
+    choices = [Choice(place, [97, 98], ByteTokenizer(), [], score_prompt=not chat) for place in range(2)]
+    writer = ResponseWriter(chat, "bytes", ByteTokenizer(), [[97, 98]], choices)
+    logprob = Logprob(-0.5, ((99, -0.5), (100, -1.0)))
+    for place in range(2):
+        if not chat:
+            writer.record(place, Event(1, scores=(logprob,)))
+        for _ in range(3):
+            writer.record(place, Event(1, 99, details=logprob))
+    monkeypatch.setattr(api, "text_alone", lambda *_: pytest.fail("a logprob is encoded at the end"))
+    for answer in json.loads(writer.whole())["choices"]:
+        if chat:
+            assert [len(entry["top_logprobs"]) for entry in answer["logprobs"]["content"]] == [2] * 3
+        else:
+            assert answer["logprobs"]["tokens"] == list("abccc")
+            assert answer["logprobs"]["text_offset"] == [0, 1, 0, 1, 2]
 
 
 # steps
@@ -187,6 +216,48 @@ def test_a_step_is_one_write_of_a_stream_and_the_last_brings_the_end(choices):
     assert bodies[5].count(b'"finish_reason":"length"') == choices
     assert bodies[5].endswith(b"data: [DONE]\n\n")
     assert [texts_of(b"".join(bodies), index) for index in range(choices)] == ["abcdef"] * choices
+
+
+def test_a_stream_begins_before_its_first_token_and_is_never_silent(monkeypatch):
+    """Regression: proxies cut off streams whose prompt took a minute."""
+    monkeypatch.setattr(engine_client, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(completions, "KEEP_ALIVE_S", 0.05)
+    steps = Steps()
+
+    async def what() -> tuple[list[Any], list[bytes]]:
+        sent, send = collected()
+        task, (name,) = await steps.ask(send, stream=True)
+        await turns()
+        begun = list(sent)
+        await asyncio.sleep(0.3)
+        silent = body_of(sent)
+        steps.step(Event(name, 97, "length"))
+        await task
+        return begun, [*silent, b"", *body_of(sent)[len(silent) :]]
+
+    begun, bodies = steps.run(what)
+    assert [(one["type"], one["status"]) for one in begun] == [("http.response.start", 200)]
+    assert set(bodies[: bodies.index(b"")]) == {b": keep-alive\n\n"}
+    assert 1 <= bodies.index(b"") <= 6
+    assert texts_of(b"".join(bodies)) == "a"
+
+
+def test_a_failure_before_the_first_token_is_an_event_of_its_stream():
+    steps = Steps()
+
+    async def what() -> list[Any]:
+        sent, send = collected()
+        task, (name,) = await steps.ask(send, stream=True)
+        await turns()
+        steps.step(Event(name, failure=(500, "no numbers", "not_finite")))
+        await task
+        return sent
+
+    start, end = steps.run(what)
+    assert start["status"] == 200
+    error = json.loads(end["body"].removeprefix(b"data: "))["error"]
+    assert (error["message"], error["code"]) == ("no numbers", "not_finite")
+    assert not end.get("more_body")
 
 
 def test_a_client_that_does_not_read_gets_all_later_and_delays_no_other():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from ringattn.launch.serve.http import detokenizer
 from ringattn.launch.serve.http.detokenizer import Detokenizer
-from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer, PretrainedTokenizer
+from ringattn.launch.serve.tokenizer import REPLACEMENT, ByteTokenizer, PretrainedTokenizer, TextTooLongError
 
 WORDS = "the ring of keys and the ring of values, straße, naïve; it's  two  blanks, 日本 and 🙂.\n"
 
@@ -152,6 +154,62 @@ def test_tokenizers_with_their_own_decode_are_used_as_they_are(tmp_path: Path):
         patch.setattr(AutoTokenizer, "from_pretrained", lambda folder, **_: Own.from_pretrained(folder))
         own = PretrainedTokenizer(tmp_path, frozenset(), 400)
     assert own.decode(tokens) == wanted.upper()
+
+
+@cache
+def pretrained(kind: str, normalizer: str | None = None) -> PretrainedTokenizer:
+    from tokenizers import normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = KINDS[kind]()
+    if normalizer is not None:
+        inner.normalizer = getattr(normalizers, normalizer)()
+    with tempfile.TemporaryDirectory() as folder:
+        PreTrainedTokenizerFast(tokenizer_object=inner).save_pretrained(folder)
+        return PretrainedTokenizer(Path(folder), frozenset(), 400)
+
+
+TEXTS = st.text(
+    st.sampled_from("the ring of keys,straße🙂日\u1100\u1161\u11a8  ") | st.characters(codec="utf-8"), max_size=40
+)
+
+
+@pytest.mark.parametrize(("kind", "normalizer"), [("byte_level", None), ("byte_level", "NFC"), ("byte_fallback", None)])
+@settings(deadline=None, max_examples=100)
+@given(TEXTS)
+def test_the_bytes_of_a_text_bound_its_tokens_from_below(kind, normalizer, text):
+    tokenizer = pretrained(kind, normalizer)
+    tokens = tokenizer.encode(text)
+    assert tokens == tokenizer.inner(text)["input_ids"]
+    assert tokenizer.max_token_bytes is not None
+    assert len(text.encode()) <= tokenizer.max_token_bytes * len(tokens)
+
+
+@pytest.mark.parametrize(
+    ("kind", "normalizer"),
+    [("word_pieces", None), ("metaspace", None), ("byte_level", "NFKC"), ("byte_level", "Strip")],
+)
+def test_tokenizers_that_lose_text_have_no_such_bound(kind, normalizer):
+    assert pretrained(kind, normalizer).max_token_bytes is None
+
+
+def test_a_text_that_is_too_long_is_not_tokenized():
+    tokenizer = pretrained("byte_level")
+    most = tokenizer.max_token_bytes
+    assert most is not None
+    assert most == len("plain added")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "_encoder", None)
+        patch.setattr(tokenizer, "inner", None)
+        with pytest.raises(TextTooLongError, match="6"):
+            tokenizer.encode("x" * (5 * most + 1), 5)
+
+
+def test_several_threads_tokenize_at_a_time():
+    tokenizer = pretrained("byte_level")
+    texts = [WORDS * n for n in range(200)]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(tokenizer.encode, texts)) == [tokenizer.encode(text) for text in texts]
 
 
 def may_begin(string: str, said: str) -> int:
