@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ringattn.kernels.interface import PAD_ROWS, Score, accumulation_dtype
 from ringattn.kernels.registry import resolve_impl
 from ringattn.plan.expressions import Mask, check_mask, from_spec
 from ringattn.plan.mask import MaskUnion, ShortForms, fold_mask
-from ringattn.plan.options import resolve_options
+from ringattn.plan.options import MaskOptions, resolve_options
 from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
 
@@ -80,7 +80,7 @@ class AttentionSpec:
         keys = record["kv_sharding"]
         kv_sharding = sharding if keys is None else Sharding.from_spec(json.loads(keys), rank)
         mask = None if record["mask"] is None else from_spec(record["mask"])
-        return cls.of(sharding, kv_sharding, record | {"mask": mask}, text)
+        return cls.of(sharding, kv_sharding, {**record, "mask": mask}, text)
 
     @classmethod
     def resolve(cls, sharding: Sharding, kv_sharding: Sharding | None, options: Mapping[str, Any]) -> AttentionSpec:
@@ -144,14 +144,9 @@ class AttentionSpec:
         return total if self.mask.is_per_batch else total * batch
 
 
-class CallOptions(TypedDict, total=False):
+class CallOptions(MaskOptions, total=False):
     """Options of a call with a default, as in `ring_attention`."""
 
-    causal: bool
-    window: int | Sequence[int | None] | None
-    prefix_len: int
-    chunk_len: int | None
-    lengths: Sequence[Sequence[int]] | Tensor | None
     mask: Mask | None
     softcap: float
     dropout_p: float
@@ -193,7 +188,7 @@ def serialize(
 
 def resolve_call(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a call as Python's own values, those that are not given by their defaults."""
-    given = _DEFAULTS | options
+    given = {**_DEFAULTS, **options}
     if given["mask"] is not None:
         check_mask(given["mask"])
         if any(given[name] is not None and given[name] is not False and given[name] != 0 for name in _SHORT_FORMS):

@@ -9,9 +9,19 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
+
+
+class MaskOptions(TypedDict, total=False):
+    """Short forms of a mask as users give them, as in `ring_attention`."""
+
+    causal: bool
+    window: int | Sequence[int | None] | None
+    prefix_len: int
+    chunk_len: int | None
+    lengths: Sequence[Sequence[int]] | Tensor | None
 
 
 def as_integer(number: Any) -> int | None:

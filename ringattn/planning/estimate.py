@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ringattn.plan.expressions import Causal, Window
 from ringattn.plan.layouts import MAX_SEQ_LEN
 from ringattn.plan.mask import MaskUnion, ShortForms, short_mask
-from ringattn.plan.options import resolve_balance
+from ringattn.plan.options import MaskOptions, resolve_balance
 from ringattn.planning.memory import Memory, attention_peak, heads_of, serving_memory, training_memory
 from ringattn.planning.profile import Link, Profile, load_profile
 from ringattn.planning.ring_time import RingCall, attention_time
@@ -175,7 +175,7 @@ def estimate(
     documents: Sequence[int] | None = None,
     recompute: str | None = None,
     layout: str | None = None,
-    **mask: Unpack[ShortForms],
+    **mask: Unpack[MaskOptions],
 ) -> Estimate:
     """Return memory and time of a job on every mesh, best first. Needs no GPU.
 

@@ -1,5 +1,8 @@
 """Masks of several intervals: terms, counts and plans against the definition, pair by pair."""
 
+# pyright: reportArgumentType=false
+# (what is refused has other types)
+
 import itertools
 
 import pytest

@@ -591,8 +591,9 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
             _put(part_out, c.D, dk, WHICH * HALF, TILE, mem.columns, c.D, c.D, False)
             _put(part_out + TILE * c.D, c.DV, dv, WHICH * HALF, TILE, mem.columns, c.DV, c.DV, False)
         elif out.dk_desc is not None:
-            _put_sums(WHICH, dk, mem.dq.index(WHICH), mem.q.dtype, out.dk_desc.layout, c.D)
-            _put_sums(WHICH, dv, mem.dq.index(WHICH), mem.q.dtype, out.dk_desc.layout, c.DV)
+            SUMS_LAYOUT: gl.constexpr = out.dk_desc.layout
+            _put_sums(WHICH, dk, mem.dq.index(WHICH), mem.q.dtype, SUMS_LAYOUT, c.D)
+            _put_sums(WHICH, dv, mem.dq.index(WHICH), mem.q.dtype, SUMS_LAYOUT, c.DV)
         elif out.grad_buffers is not None:
             side = plan.tiles + again * 4
             begin = gl.load(side + 2)

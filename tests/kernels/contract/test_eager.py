@@ -34,7 +34,7 @@ def test_tiles_of_any_size_stay_within_budget(case: Case, tile: tuple[int, int],
 
 def test_weights_of_a_million_keys_keep_their_digits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(eager, "TILE_KEYS", 2**16)
-    run_case(eager, MILLION_KEY_CASES[1], torch.float16, "cpu")
+    run_case(EagerKernels, MILLION_KEY_CASES[1], torch.float16, "cpu")
 
 
 @pytest.mark.parametrize("bad", BAD)

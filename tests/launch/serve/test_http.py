@@ -347,7 +347,7 @@ def test_options_of_vllm_have_their_meaning(http):
 
 def test_an_answer_has_at_least_min_tokens(http):
     """Neither a stop token nor a stop string ends it before."""
-    ends = fatal_exit("min", 2, 6)
+    ends = ending("min", 2, 6)
     length = len(answer(Letters().encode(ends), 9))
     body = {"prompt": ends, "max_tokens": 12, "temperature": 0}
 
