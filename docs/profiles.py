@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ringattn.launch.plan.fit import LONG_MS, WAYS, Row, kernel_costs, programs, ring_costs
-from ringattn.planning.profile import PROFILES, KernelCost, Link, Profile, write_profile
+from ringattn.sizing.profile import PROFILES, KernelCost, Link, Profile, write_profile
 
 RESULTS = Path(__file__).parent / "results"
 KERNELS = ("kernels.json", "kernels-lengths.json")

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from ringattn.launch.plan.picture import draw
 from ringattn.plan.mask import short_mask
-from ringattn.planning import MeshEstimate, Profile, estimate, load_profile, load_shape
-from ringattn.planning.attention_launch import Heads
-from ringattn.planning.packing import compare
-from ringattn.planning.ring_time import RingCall, attention_time
-from ringattn.planning.step import prefill_s
+from ringattn.sizing import MeshEstimate, Profile, estimate, load_profile, load_shape
+from ringattn.sizing.attention_launch import Heads
+from ringattn.sizing.packing import compare
+from ringattn.sizing.ring_time import RingCall, attention_time
+from ringattn.sizing.step import prefill_s
 
 HERE = Path(__file__).parent
 PAGE = HERE / "scaling.md"

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ringattn.launch.runtime.session import (
+from ringattn.launch.common.session import (
     Session,
     describe,
     installed,
@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args: DoctorArgs = parse(DoctorArgs, arguments, "doctor", (DoctorArgs.__doc__ or "").split("\n")[0])
     with open_session(args.device) as session:
         if args.nodes:
-            from ringattn.launch.runtime.ring_variants import check_nodes
+            from ringattn.launch.common.ring_variants import check_nodes
 
             check_nodes(args.nodes, session.world_size)
         if args.profile is not None and session.device.type != "cuda":
@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_json(args.json, report)
         if args.profile is not None and not report["faults"]:
             from ringattn.launch.plan.measure import measure_profile
-            from ringattn.planning import write_profile
+            from ringattn.sizing import write_profile
 
             profile = measure_profile(session)
             if session.rank == 0:

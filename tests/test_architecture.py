@@ -317,7 +317,7 @@ def test_no_file_names_a_machine():
 FOLDERS = [
     "kernels",
     "plan",
-    "planning",
+    "sizing",
     "transport",
     "schedule",
     "",

@@ -46,7 +46,7 @@ def _run(*command: str | Path, cwd: Path) -> str:
 def _sources() -> list[str]:
     """Every source file a user gets, by its installed name."""
     names = ["ringattn/py.typed", "ringattn/launch/serve/http/page.html"]
-    profiles = (ROOT / "ringattn/planning/profiles").glob("*.json")
+    profiles = (ROOT / "ringattn/sizing/profiles").glob("*.json")
     names += [path.relative_to(ROOT).as_posix() for path in profiles]
     for folder, room in (("ringattn", "ringattn"), ("kernels", "ringattn/kernels"), ("launch", "ringattn/launch")):
         for path in (ROOT / folder).rglob("*.py"):

@@ -23,8 +23,8 @@ from ringattn.launch.bench.ring import RingFlags, bench_ring
 from ringattn.launch.bench.rows import failures, print_tables
 from ringattn.launch.bench.server import ServerFlags, bench_server, red_rows
 from ringattn.launch.bench.trainer import TrainerFlags, bench_trainer
-from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.runtime.session import Keep, Session, describe, keeper, machine, open_session, parse, write_json
+from ringattn.launch.common.distributed import Refusal
+from ringattn.launch.common.session import Keep, Session, describe, keeper, machine, open_session, parse, write_json
 
 FLAGS: dict[str, type] = {
     "kernels": KernelsFlags,

@@ -31,11 +31,11 @@ from ringattn.launch.bench.workloads import Inputs, Problem, best_layout, visibl
 from ringattn.launch.check.attention import DTYPES, Case, CheckArgs, check, show
 from ringattn.launch.check.cache_scenarios import History, Sizes, extend
 from ringattn.launch.check.inference import InferenceCase, budget_dtypes, examine_history
-from ringattn.launch.runtime.ring_variants import ScheduleName, display_name
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.ring_variants import ScheduleName, display_name
+from ringattn.launch.common.session import Session
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import dense_attention
-from ringattn.planning.shapes import ModelShape
+from ringattn.sizing.shapes import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

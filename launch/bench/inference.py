@@ -49,10 +49,10 @@ from ringattn.launch.bench.ring_baselines import prepare_ours
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent, own_stream, teraflops
 from ringattn.launch.check.attention import DTYPES
-from ringattn.launch.runtime.model_optimization import optimize_model
-from ringattn.launch.runtime.session import Keep, Session
-from ringattn.launch.runtime.timing import Time, reason, time_together
-from ringattn.planning.shapes import ModelShape
+from ringattn.launch.common.model_optimization import optimize_model
+from ringattn.launch.common.session import Keep, Session
+from ringattn.launch.common.timing import Time, reason, time_together
+from ringattn.sizing.shapes import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

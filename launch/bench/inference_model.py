@@ -3,7 +3,7 @@
 transformers is imported where it is used.
 
 Note [Cost of tokens]
-    FLOPs are those of `ringattn.planning.ModelShape`. A decode step reads every parameter but the embedding once, and every key
+    FLOPs are those of `ringattn.sizing.ModelShape`. A decode step reads every parameter but the embedding once, and every key
     and value of its requests: of these a rank reads its own. No step is faster than these bytes at the bandwidth of memory.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.inference import ForwardBatch, PagedKVCache
-from ringattn.launch.runtime.session import check_numbers
-from ringattn.planning.shapes import ModelShape
+from ringattn.launch.common.session import check_numbers
+from ringattn.sizing.shapes import ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

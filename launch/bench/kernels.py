@@ -34,8 +34,8 @@ from ringattn.launch.bench.workloads import (
     own_stream,
     teraflops,
 )
-from ringattn.launch.runtime.session import Keep, Session, check_kernels
-from ringattn.launch.runtime.timing import Time, Timing, reason, time_calls
+from ringattn.launch.common.session import Keep, Session, check_kernels
+from ringattn.launch.common.timing import Time, Timing, reason, time_calls
 
 Group = Literal["target", "batch", "masks", "grouped", "lengths", "unions", "softmax"]
 GROUPS: tuple[Group, ...] = ("target", "batch", "masks", "grouped", "lengths")

@@ -30,9 +30,9 @@ from ringattn.launch.bench.ring_baselines import torch_context_parallel
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent
 from ringattn.launch.check.attention import DTYPES
-from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.runtime.session import Keep, Session
-from ringattn.launch.runtime.timing import reason
+from ringattn.launch.common.distributed import Refusal
+from ringattn.launch.common.session import Keep, Session
+from ringattn.launch.common.timing import reason
 from ringattn.launch.train.model import Block, Transformer, recompute_
 
 Attention = Literal["ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"]

@@ -34,9 +34,9 @@ from ringattn.launch.bench.workloads import (
     teraflops,
 )
 from ringattn.launch.check.attention import DTYPES
-from ringattn.launch.runtime.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
-from ringattn.launch.runtime.session import Keep, Session
-from ringattn.launch.runtime.timing import Time, host_us, time_together
+from ringattn.launch.common.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
+from ringattn.launch.common.session import Keep, Session
+from ringattn.launch.common.timing import Time, host_us, time_together
 from ringattn.plan.ring_plan import make_plan, moved_rows
 
 Layout = Literal["best", "contiguous", "striped", "zigzag", "balanced"]

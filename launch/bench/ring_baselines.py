@@ -23,8 +23,8 @@ from torch import Tensor
 import ringattn
 from ringattn.launch.bench.baselines import Unsupported
 from ringattn.launch.bench.workloads import Problem, draw_inputs
-from ringattn.launch.runtime.session import Session
-from ringattn.launch.runtime.timing import reason
+from ringattn.launch.common.session import Session
+from ringattn.launch.common.timing import reason
 
 PeerName = Literal["torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ringattn.launch.runtime.session import Keep, Session, table
+from ringattn.launch.common.session import Keep, Session, table
 
 _ANSWERS = "ttft_ms ttft_p95_ms tpot_ms tpot_p95_ms gap_p95_ms gap_p99_ms failed cached_tokens client_busy_percent"
 _LOADS = f"answers requests_per_s tokens_per_s {_ANSWERS}"

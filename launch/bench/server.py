@@ -34,8 +34,8 @@ import torch
 
 from ringattn.launch.bench.http_client import Answer, ServerClient, message_of
 from ringattn.launch.bench.rows import Rows
-from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.runtime.session import Session, check_numbers
+from ringattn.launch.common.distributed import Refusal
+from ringattn.launch.common.session import Session, check_numbers
 from ringattn.launch.serve.config import KEY
 
 WARMUP_TOKENS = 2

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.launch.runtime.session import Session
-from ringattn.launch.runtime.timing import time_calls
+from ringattn.launch.common.session import Session
+from ringattn.launch.common.timing import time_calls
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.softmax import online_logsumexp, online_softmax
 

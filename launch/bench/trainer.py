@@ -22,9 +22,9 @@ from ringattn.launch.bench.inference_model import ModelArgs, draw_tokens, make_m
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, free_memory, mfu_percent
 from ringattn.launch.check.attention import DTYPES
-from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.runtime.session import Keep, Session
-from ringattn.launch.runtime.timing import reason
+from ringattn.launch.common.distributed import Refusal
+from ringattn.launch.common.session import Keep, Session
+from ringattn.launch.common.timing import reason
 
 Who = Literal["sdpa", "flash", "ringattn", "ring_trainer"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ringattn import masks
 from ringattn.launch.check.attention import DTYPES
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.session import Session
 from ringattn.launch.train.metrics import mfu, peak_flops
 from ringattn.masks import Mask
 from ringattn.plan.layouts import make_shards

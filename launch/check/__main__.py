@@ -19,8 +19,8 @@ from typing import Any
 from ringattn.launch.check import fault_injection, fuzz, stress
 from ringattn.launch.check.attention import CheckArgs, check, compile_ahead, default_cases, full_cases, show
 from ringattn.launch.check.inference import inference_cases
-from ringattn.launch.runtime.ring_variants import check_nodes, check_schedule
-from ringattn.launch.runtime.session import Session, describe, machine, open_session, parse, table, write_json
+from ringattn.launch.common.ring_variants import check_nodes, check_schedule
+from ringattn.launch.common.session import Session, describe, machine, open_session, parse, table, write_json
 
 Outcome = tuple[bool, str, dict[str, Any]]
 """Whether all is right, the same on every rank; one line of text; and what is kept as JSON."""

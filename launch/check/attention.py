@@ -28,8 +28,8 @@ from torch import Tensor
 import ringattn
 from ringattn.kernels.registry import FEATURES, select_kernels
 from ringattn.launch.check.inference import DTYPES, MOVES, Finding, InferenceCase, budget_dtypes, examine_history
-from ringattn.launch.runtime.ring_variants import ScheduleName, make_ring
-from ringattn.launch.runtime.session import Session, table
+from ringattn.launch.common.ring_variants import ScheduleName, make_ring
+from ringattn.launch.common.session import Session, table
 from ringattn.numerics.error_budget import Budget, error
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")

@@ -40,9 +40,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ringattn.launch.runtime.distributed import choose_backend, disable_multicast, resolve_device
-from ringattn.launch.runtime.ring_variants import SCHEDULES, ScheduleName, check_nodes
-from ringattn.launch.runtime.session import parse, table, write_json
+from ringattn.launch.common.distributed import choose_backend, disable_multicast, resolve_device
+from ringattn.launch.common.ring_variants import SCHEDULES, ScheduleName, check_nodes
+from ringattn.launch.common.session import parse, table, write_json
 
 if TYPE_CHECKING:
     import ringattn

@@ -39,7 +39,7 @@ from ringattn.kernels.interface import (
 from ringattn.kernels.registry import select_kernels
 from ringattn.kernels.runtime import table_cache
 from ringattn.launch.check.inference import DTYPES, budget_dtypes
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.session import Session
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.reference import dense_attention, visible_pairs
 from ringattn.plan import device_tables

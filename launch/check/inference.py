@@ -31,7 +31,7 @@ from ringattn.launch.check.cache_scenarios import (
     play,
     reference_answers,
 )
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.session import Session
 from ringattn.numerics.error_budget import Budget, error
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

@@ -26,7 +26,7 @@ import ringattn
 from ringattn.launch.check import attention
 from ringattn.launch.check.attention import Case, CheckArgs, Standard
 from ringattn.launch.check.poison import poison_buffers
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.session import Session
 
 DELAY_MS = 20.0
 """The longest pause of a host with --delay."""

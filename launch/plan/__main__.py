@@ -12,13 +12,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
-from ringattn.launch.runtime.session import parse, table, write_json
+from ringattn.launch.common.session import parse, table, write_json
 from ringattn.plan.mask import short_mask
 from ringattn.plan.options import resolve_window
-from ringattn.planning import Estimate, MeshEstimate, attention_estimate, estimate, load_profile
-from ringattn.planning.attention_launch import Heads
-from ringattn.planning.estimate import best_layout, check_nodes, with_link
-from ringattn.planning.ring_time import SCHEDULES, RingCall
+from ringattn.sizing import Estimate, MeshEstimate, attention_estimate, estimate, load_profile
+from ringattn.sizing.attention_launch import Heads
+from ringattn.sizing.estimate import best_layout, check_nodes, with_link
+from ringattn.sizing.ring_time import SCHEDULES, RingCall
 
 UNITS = {"K": 2**10, "M": 2**20}
 MEMORY_NAMES = {"kv_cache": "KV cache", "ring": "ring buffers"}

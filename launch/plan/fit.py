@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ringattn.launch.bench.workloads import Problem, mask_of
-from ringattn.planning.attention_launch import Heads, measure_programs
-from ringattn.planning.profile import KernelCost, Profile
-from ringattn.planning.ring_time import SCHEDULES, RingCall, attention_time, gathered
+from ringattn.sizing.attention_launch import Heads, measure_programs
+from ringattn.sizing.profile import KernelCost, Profile
+from ringattn.sizing.ring_time import SCHEDULES, RingCall, attention_time, gathered
 
 Row = dict[str, Any]
 WAYS = ("forward", "backward")

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from ringattn.kernels.registry import select_kernels
 from ringattn.launch.bench.ring_baselines import make_sharding, prepare_ours
 from ringattn.launch.bench.workloads import MaskName, Problem, free_memory, own_stream
+from ringattn.launch.common.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
+from ringattn.launch.common.session import Session
+from ringattn.launch.common.timing import time_together
 from ringattn.launch.plan.fit import Row, kernel_costs, ring_costs
-from ringattn.launch.runtime.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
-from ringattn.launch.runtime.session import Session
-from ringattn.launch.runtime.timing import time_together
 from ringattn.launch.train.metrics import peak_flops
-from ringattn.planning.profile import Profile, load_profile
 from ringattn.ring import Ring
+from ringattn.sizing.profile import Profile, load_profile
 
 NEAREST = "h200"
 """Profile whose numbers stand for what is not measured."""

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ringattn.planning import Estimate, MeshEstimate
-from ringattn.planning.estimate import estimate_job
+from ringattn.sizing import Estimate, MeshEstimate
+from ringattn.sizing.estimate import estimate_job
 
 INK = "#7d8590"
 """Gray that stands out from white and from near black alike."""

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringattn.launch.runtime.distributed import (
+from ringattn.launch.common.distributed import (
     Refusal,
     check_installed,
     default_ranks,

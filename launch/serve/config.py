@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ringattn.launch.runtime.checkpoint_files import check_place
-from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.runtime.session import check_numbers
+from ringattn.launch.common.checkpoint_files import check_place
+from ringattn.launch.common.distributed import Refusal
+from ringattn.launch.common.session import check_numbers
 
 TINY = "tiny"
 """The name of a model that needs no files."""

@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.inference import PagedKVCache
-from ringattn.launch.runtime.checkpoint_files import ADAPTER, read_config, read_model, tokenizer_folder
-from ringattn.launch.runtime.distributed import Refusal, Session
-from ringattn.launch.runtime.planned_memory import RESERVE, check_fits
+from ringattn.launch.common.checkpoint_files import ADAPTER, read_config, read_model, tokenizer_folder
+from ringattn.launch.common.distributed import Refusal, Session
+from ringattn.launch.common.planned_memory import RESERVE, check_fits
 from ringattn.launch.serve.config import TINY, ServeArgs, check_model
 from ringattn.launch.serve.tokenizer import ByteTokenizer, PretrainedTokenizer, Tokenizer
 from ringattn.plan.mask import short_mask
-from ringattn.planning.memory import heads_of, serving_memory
-from ringattn.planning.ring_time import RingCall
-from ringattn.planning.shapes import load_shape
 from ringattn.ring import Ring
+from ringattn.sizing.memory import heads_of, serving_memory
+from ringattn.sizing.ring_time import RingCall
+from ringattn.sizing.shapes import load_shape
 
 CPU_CACHE_GIB = 0.25
 """GiB of the cache of a rank on CPUs, where other processes need most of the memory."""

@@ -14,7 +14,7 @@ import time
 
 import zmq
 
-from ringattn.launch.runtime.distributed import Session
+from ringattn.launch.common.distributed import Session
 from ringattn.launch.serve.messages import ToRank, decode_to_rank, encode, poller
 
 MAX_MESSAGE = 1024

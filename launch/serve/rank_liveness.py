@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import zmq
 
-from ringattn.launch.runtime.distributed import Session
+from ringattn.launch.common.distributed import Session
 from ringattn.launch.serve.messages import Heartbeat, encode, poller
 from ringattn.launch.serve.rank_channel import accept_ranks, close_dealer, connect_to_rank_0
 

@@ -25,10 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from ringattn.launch.runtime.distributed import Refusal, Session, init_ranks
-from ringattn.launch.runtime.model_optimization import optimize_model
-from ringattn.launch.runtime.planned_memory import least_gpu_bytes
-from ringattn.launch.runtime.session import machine
+from ringattn.launch.common.distributed import Refusal, Session, init_ranks
+from ringattn.launch.common.model_optimization import optimize_model
+from ringattn.launch.common.planned_memory import least_gpu_bytes
+from ringattn.launch.common.session import machine
 from ringattn.launch.serve.config import ENDED, RANDOM_TOKENS, ServeArgs, freeze_gc, raise_file_limit
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind

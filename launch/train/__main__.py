@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ringattn.launch.runtime.checkpoint_files import check_place
-from ringattn.launch.runtime.distributed import (
+from ringattn.launch.common.checkpoint_files import check_place
+from ringattn.launch.common.distributed import (
     Refusal,
     default_ranks,
     init_ranks,

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from ringattn.launch.runtime.distributed import Refusal, Session
+from ringattn.launch.common.distributed import Refusal, Session
 
 MANIFEST = "manifest.json"
 KEPT = 2

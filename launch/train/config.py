@@ -11,13 +11,13 @@ from typing import Literal
 
 import torch
 
-from ringattn.launch.runtime.distributed import Refusal, check_installed
-from ringattn.launch.runtime.session import check_numbers
+from ringattn.launch.common.distributed import Refusal, check_installed
+from ringattn.launch.common.session import check_numbers
 from ringattn.launch.train.data import NUM_BYTES
 from ringattn.launch.train.parallel import mesh_sizes
 from ringattn.launch.train.trainer import Recipe
-from ringattn.planning.packing import PAIRS_PER_TOKEN
-from ringattn.planning.shapes import ModelShape
+from ringattn.sizing.packing import PAIRS_PER_TOKEN
+from ringattn.sizing.shapes import ModelShape
 
 SHAPE = "dim num_layers num_heads num_kv_heads head_dim mlp_dim window tie_embeddings".split()
 """Flags that are the shape of the model."""
@@ -161,7 +161,7 @@ class TrainConfig:
         if self.pack == "balanced":
             shape = self.shape()
             weights = shape.dim * (2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.mlp_dim)
-            # with a model of transformers the default of planning.place
+            # with a model of transformers the default of sizing.place
             ratio = PAIRS_PER_TOKEN if self.model else weights / (2 * shape.heads * shape.head_dim)
             own["pairs_per_token"] = ratio
         return Recipe(**same | own)

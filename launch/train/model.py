@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ringattn
 from ringattn.launch.train.loss import cross_entropy_sum
-from ringattn.planning.shapes import ModelShape
+from ringattn.sizing.shapes import ModelShape
 
 ROPE_THETA = 500_000.0
 """Base of the frequencies of rotary embedding."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ringattn.launch.runtime.checkpoint_files import read_config, read_model, tokenizer_folder
-from ringattn.launch.runtime.distributed import Refusal
+from ringattn.launch.common.checkpoint_files import read_config, read_model, tokenizer_folder
+from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train.data import NUM_BYTES
 from ringattn.launch.train.loss import cross_entropy_sum
 from ringattn.launch.train.model import document_positions

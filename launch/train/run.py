@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ringattn.launch.runtime.distributed import Refusal, Session, was_restarted
-from ringattn.launch.runtime.planned_memory import RESERVE, check_fits, least_gpu_bytes
-from ringattn.launch.runtime.session import machine, write_json
+from ringattn.launch.common.distributed import Refusal, Session, was_restarted
+from ringattn.launch.common.planned_memory import RESERVE, check_fits, least_gpu_bytes
+from ringattn.launch.common.session import machine, write_json
 from ringattn.launch.train.checkpoint import (
     Checkpoints,
     find_checkpoint,
@@ -36,9 +36,9 @@ from ringattn.launch.train.parallel import make_parallel, mesh_sizes, single_ran
 from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer, read_config_json
 from ringattn.launch.train.trainer import StepResult, Trainer, rounding_tolerance
 from ringattn.plan.mask import short_mask
-from ringattn.planning import Memory, load_shape
-from ringattn.planning.memory import heads_of, training_memory
-from ringattn.planning.ring_time import RingCall
+from ringattn.sizing import Memory, load_shape
+from ringattn.sizing.memory import heads_of, training_memory
+from ringattn.sizing.ring_time import RingCall
 
 TIMER_INTERVAL = 10
 """Steps between measurements of exposed communication."""

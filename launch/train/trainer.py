@@ -30,7 +30,7 @@ from ringattn.launch.train.model import recompute_
 from ringattn.launch.train.parallel import Parallel, shard_model_
 from ringattn.plan.mask import short_mask
 from ringattn.plan.sharding import Sharding
-from ringattn.planning.packing import place
+from ringattn.sizing.packing import place
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Recipe:
         separator: The last token of each document, when attention stays inside documents; None: it does not.
         recompute: Activations that the backward recomputes, as in `recompute_`.
         window: Tokens that each token sees, for balancing work and counting it; None: all before it.
-        pairs_per_token: Documents of a micro-batch are placed over all ranks (`planning.place`), where so many visible pairs cost
+        pairs_per_token: Documents of a micro-batch are placed over all ranks (`sizing.place`), where so many visible pairs cost
             as much as all else of a token; None: each ring has the documents of its sequences.
     """
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ringattn import Ring
-from ringattn.launch.runtime.distributed import choose_backend, resolve_device
+from ringattn.launch.common.distributed import choose_backend, resolve_device
 from ringattn.plan.ring_plan import GatherPlan, make_gather_plan, make_plan
 from ringattn.transport.copy_engine.transport import CopyEngineTransport
 from ringattn.transport.gpu_sharing import may_share_gpus

@@ -31,7 +31,7 @@ from ringattn.integrations.transformers.cuda_graph_runner import (
     select_capturer,
 )
 from ringattn.launch.bench.inference_model import make_cache, make_model
-from ringattn.planning.shapes import ModelShape
+from ringattn.sizing.shapes import ModelShape
 from tests.gpu.test_copy_engine import RANKS, SHARED, run
 from tests.integrations.transformers.models import make, tokens
 

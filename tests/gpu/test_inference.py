@@ -21,7 +21,7 @@ from ringattn import Ring, masks, ring_attention
 from ringattn.inference import PagedKVCache, attend
 from ringattn.launch.check.cache_scenarios import OPTIONS, History, Op, Sizes, extend
 from ringattn.launch.check.inference import MOVES, InferenceCase, examine_history
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.session import Session
 from tests.gpu.test_copy_engine import RANKS, run
 from tests.inference.test_attention import TREES, decode_trees
 from tests.support.budget import assert_within_budget

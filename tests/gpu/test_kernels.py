@@ -13,8 +13,8 @@ from ringattn import Ring, attention_reference, masks, ring_attention_with_lse
 from ringattn.kernels.interface import KernelSet
 from ringattn.kernels.runtime.table_cache import protect_from_reuse, upload, wait_for_uploads
 from ringattn.launch.check import fuzz
-from ringattn.launch.runtime.session import Session
-from ringattn.launch.runtime.timing import time_calls
+from ringattn.launch.common.session import Session
+from ringattn.launch.common.timing import time_calls
 from tests.support.budget import assert_within_budget
 from tests.support.kernel_conformance import (
     CASES,

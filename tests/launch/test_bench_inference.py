@@ -17,8 +17,8 @@ from ringattn.launch.bench import inference
 from ringattn.launch.bench.inference import InferenceFlags
 from ringattn.launch.bench.inference_model import full_cache, local_bytes
 from ringattn.launch.check import cache_scenarios
-from ringattn.launch.runtime.session import open_session
-from ringattn.planning.shapes import ModelShape
+from ringattn.launch.common.session import open_session
+from ringattn.sizing.shapes import ModelShape
 from tests.support.pages import load
 
 SHAPE = ModelShape("test", dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)

@@ -15,7 +15,7 @@ from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import model as model_bench
 from ringattn.launch.bench.model import Batch, ModelFlags
 from ringattn.launch.train.model import Transformer, recompute_
-from ringattn.planning.shapes import ModelShape
+from ringattn.sizing.shapes import ModelShape
 
 SMALL = ["--layers", "2", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--mlp-dim", "24"]
 SHAPE = ModelShape("x", 16, 2, 4, 2, 8, 24, vocab_size=11)
@@ -76,7 +76,7 @@ def _wrong(q: Tensor, k: Tensor, v: Tensor, sharding: ringattn.Sharding, **mask:
 
 
 def _disagree() -> dict[str, str]:
-    from ringattn.launch.runtime.session import open_session
+    from ringattn.launch.common.session import open_session
 
     args = ModelFlags(
         lengths=(64,), layers=(1,), dtype="fp32", dim=16, heads=4, kv_heads=2, head_dim=8, mlp_dim=24, vocab_size=11

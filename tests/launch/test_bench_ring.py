@@ -18,8 +18,8 @@ import ringattn
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import baselines, ring_baselines, workloads
 from ringattn.launch.bench import ring as ring_bench
-from ringattn.launch.runtime import ring_variants, timing
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common import ring_variants, timing
+from ringattn.launch.common.session import Session
 from tests.launch.common import TINY, FakeRing
 
 

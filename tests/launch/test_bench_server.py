@@ -25,8 +25,8 @@ from ringattn.launch.bench import server as server_bench
 from ringattn.launch.bench.http_client import Answer, Events, ServerClient
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.server import Bench, Load, ServerFlags, Target, holds, run_load
-from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.distributed import Refusal
+from ringattn.launch.common.session import Session
 from tests.support.serving import VOCAB, FakeRunner, FakeServer, follow
 
 SAYS = {"vocab_size": VOCAB, "world_size": 2, "device": "cpu", "gpus": [], "cpu": "x", "dtype": "float32", "torch": "2"}

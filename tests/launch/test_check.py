@@ -21,7 +21,7 @@ from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.kernels.decode import eager as decode_eager
 from ringattn.launch.check import __main__ as check_command
 from ringattn.launch.check import attention as check
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.session import Session
 from ringattn.numerics.error_budget import Budget
 from tests.launch.common import ROOT, _off_by_a_little
 from tests.support.scripts import run_module
@@ -149,7 +149,7 @@ def test_progress_of_compiling_is_printed(monkeypatch: pytest.MonkeyPatch, capsy
 def test_processes_that_compile_end_with_their_parent(how: int) -> None:
     starter = (
         "import signal, torch; from ringattn.launch.check import attention as check\n"
-        "from ringattn.launch.runtime.session import Session\n"
+        "from ringattn.launch.common.session import Session\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background processes ignore it
         "check.compile_ahead(list(check.full_cases(4, 'cpu')), check.CheckArgs(), 4, Session(0, 1, torch.device('cpu'), None))"
     )

@@ -18,10 +18,10 @@ from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.check import __main__ as check_command
 from ringattn.launch.check import attention as check
 from ringattn.launch.check import fault_injection as faults
+from ringattn.launch.common import session
+from ringattn.launch.common.distributed import REFUSED, choose_backend, resolve_device
+from ringattn.launch.common.session import check_numbers, check_output
 from ringattn.launch.plan import __main__ as plan
-from ringattn.launch.runtime import session
-from ringattn.launch.runtime.distributed import REFUSED, choose_backend, resolve_device
-from ringattn.launch.runtime.session import check_numbers, check_output
 from ringattn.launch.train import __main__ as train_command
 from ringattn.transport.gpu_sharing import SHARE
 from tests.launch.common import TINY

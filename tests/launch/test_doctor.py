@@ -12,7 +12,7 @@ import torch
 
 from ringattn.kernels.attention import eager
 from ringattn.launch import doctor
-from ringattn.launch.runtime.session import open_session
+from ringattn.launch.common.session import open_session
 
 
 def test_doctor_reports_a_healthy_machine_and_why_a_kernel_is_not_used(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.kernels.interface import BackwardStep, Grads, Step
 from ringattn.launch.check import __main__ as check
 from ringattn.launch.check import fuzz
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.session import Session
 from ringattn.plan.layouts import shard_len
 from tests.support.short_mask import ShortMask
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ringattn import Ring, attention_reference, masks, ring_attention
 from ringattn.plan.layouts import LAYOUTS, Run, contiguous, make_shards, striped, zigzag
 from ringattn.plan.sharding import Sharding
-from ringattn.planning import estimate, pack
+from ringattn.sizing import estimate, pack
 from tests.support.pool import Pools
 from tests.support.random_masks import layouts, positions
 from tests.support.short_mask import ShortMask

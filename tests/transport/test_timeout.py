@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ringattn import Ring
-from ringattn.launch.runtime.timing import wait_for_events
+from ringattn.launch.common.timing import wait_for_events
 from ringattn.transport import process_group
 from ringattn.transport.timeout import MOST_PAUSE_S, BoundedWait, EventPair
 from tests.support.pool import Pools

@@ -26,8 +26,8 @@ from ringattn.integrations.transformers.support import IMAGE_KEYWORDS, check_sup
 from ringattn.integrations.transformers.trees import IGNORE_INDEX, check_tree_batch
 from ringattn.plan.expressions import Mask, Tree
 from ringattn.plan.sharding import Sharding
-from ringattn.planning.packing import PackedSequence, place
 from ringattn.ring import Ring
+from ringattn.sizing.packing import PackedSequence, place
 
 COMPARED = 2
 """First batches of a ring whose tokens are compared between ranks, to find mistakes in reading data."""
@@ -73,7 +73,7 @@ def shard_batch(
             are then one per sequence, and the loss is the same on every rank.
         balance: As in `ring.sharding`: the mask to balance for; with a tree and the layout "balanced" by default the tree.
         tree: The tokens are nodes of this tree (Note [Trees of tokens] of trees.py), as `pack_answers` makes them.
-        pack: Place packed documents over the ranks such that all finish together, in place of a layout (`ringattn.planning.pack`).
+        pack: Place packed documents over the ranks such that all finish together, in place of a layout (`ringattn.sizing.pack`).
             A collator may return its own placement as the entry `packed`.
 
     Returns:

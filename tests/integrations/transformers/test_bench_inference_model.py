@@ -13,7 +13,7 @@ import torch
 from ringattn.integrations.transformers import cuda_graph_runner
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import correctness, inference_model
-from ringattn.planning.shapes import ModelShape
+from ringattn.sizing.shapes import ModelShape
 from tests.support.graph_recorder import Reruns
 
 SHAPE = ModelShape("test", dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)

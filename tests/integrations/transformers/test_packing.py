@@ -17,7 +17,7 @@ from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_documents
 from ringattn.plan.layouts import contiguous
 from ringattn.plan.sharding import Sharding
-from ringattn.planning import place
+from ringattn.sizing import place
 from tests.integrations.transformers.models import make, tokens
 from tests.integrations.transformers.test_models import alone, assert_equal, on_ranks
 from tests.support.pool import Pools

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ringattn.launch.runtime.distributed import Refusal
+from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train.__main__ import check, run_rank
 from ringattn.launch.train.config import PRESETS, TrainConfig
 from ringattn.launch.train.data import load_corpus

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn.launch.runtime.distributed import Session
+from ringattn.launch.common.distributed import Session
 from ringattn.launch.serve.config import TINY, ServeArgs
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.messages import Event, Stop

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringattn.launch.runtime.checkpoint_files import check_place
-from ringattn.launch.runtime.distributed import Refusal, Session
-from ringattn.launch.runtime.model_optimization import optimize_model
+from ringattn.launch.common.checkpoint_files import check_place
+from ringattn.launch.common.distributed import Refusal, Session
+from ringattn.launch.common.model_optimization import optimize_model
 from ringattn.launch.serve import run as serve_run
 from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.config import ServeArgs, check_model

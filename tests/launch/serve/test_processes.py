@@ -25,7 +25,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ringattn.launch.runtime.distributed import Session
+from ringattn.launch.common.distributed import Session
 from ringattn.launch.serve import engine_server, run
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind, requests_of

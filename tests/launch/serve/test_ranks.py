@@ -14,7 +14,7 @@ import pytest
 import torch
 import zmq
 
-from ringattn.launch.runtime.distributed import Session
+from ringattn.launch.common.distributed import Session
 from ringattn.launch.serve import rank_liveness
 from ringattn.launch.serve.messages import StepCommand, Stop
 from ringattn.launch.serve.rank_channel import RankChannel, accept_ranks, close_dealer, connect_to_rank_0

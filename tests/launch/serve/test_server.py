@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.runtime.distributed import Refusal, Session
+from ringattn.launch.common.distributed import Refusal, Session
 from ringattn.launch.serve import run
 from ringattn.launch.serve.__main__ import main
 from ringattn.launch.serve.config import KEY, TINY, ServeArgs, parse, raise_file_limit

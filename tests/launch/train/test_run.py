@@ -29,8 +29,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from ringattn.launch.runtime import distributed
-from ringattn.launch.runtime.distributed import REFUSED, Refusal, Session, describe_failures, launch_ranks
+from ringattn.launch.common import distributed
+from ringattn.launch.common.distributed import REFUSED, Refusal, Session, describe_failures, launch_ranks
 from ringattn.launch.train import run
 from ringattn.launch.train.__main__ import RestartPolicy, count_ranks, main, run_rank
 from ringattn.launch.train.checkpoint import (
@@ -50,7 +50,7 @@ from ringattn.launch.train.parallel import make_parallel, single_process_group
 from ringattn.launch.train.pretrained import read_config_json
 from ringattn.launch.train.run import check_continues, check_memory, choose_checkpoint, planned_memory
 from ringattn.launch.train.trainer import Recipe, StepResult, Trainer
-from ringattn.planning.shapes import ModelShape
+from ringattn.sizing.shapes import ModelShape
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringattn
-from ringattn.launch.runtime.distributed import Refusal
+from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train import metrics
 from ringattn.launch.train.config import PRESETS, TrainConfig
 from ringattn.launch.train.data import Batches, count_targets, load_corpus, make_rows
@@ -30,7 +30,7 @@ from ringattn.launch.train.model import (
 from ringattn.launch.train.parallel import Parallel, make_parallel, mesh_sizes, single_process_group
 from ringattn.launch.train.run import compare_results
 from ringattn.launch.train.trainer import Recipe, StepResult, Trainer
-from ringattn.planning.shapes import ModelShape
+from ringattn.sizing.shapes import ModelShape
 
 CPU = torch.device("cpu")
 SMALL = ModelShape("x", 32, 2, 4, 2, 8, 48, vocab_size=256, tied=True)

@@ -17,10 +17,10 @@ from ringattn.kernels.interface import PAD_ROWS
 from ringattn.plan.buffers import gather_bytes
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.ring_plan import make_gather_plan
-from ringattn.planning.attention_launch import Heads, split_bytes
-from ringattn.planning.profile import Profile
-from ringattn.planning.ring_time import RingCall, gathered
-from ringattn.planning.shapes import ModelShape
+from ringattn.sizing.attention_launch import Heads, split_bytes
+from ringattn.sizing.profile import Profile
+from ringattn.sizing.ring_time import RingCall, gathered
+from ringattn.sizing.shapes import ModelShape
 
 STREAMS = 5.4
 """Tensors of the model's width that the backward of a layer holds; fitted to the peaks of two training steps."""

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ringattn.launch.train.model import Transformer
-from ringattn.planning import PRESETS, MeshEstimate, attention_estimate, estimate, load_profile, load_shape
-from ringattn.planning.attention_launch import Heads
-from ringattn.planning.ring_time import RingCall
-from ringattn.planning.shapes import ModelShape
-from ringattn.planning.step import token_ms
+from ringattn.sizing import PRESETS, MeshEstimate, attention_estimate, estimate, load_profile, load_shape
+from ringattn.sizing.attention_launch import Heads
+from ringattn.sizing.ring_time import RingCall
+from ringattn.sizing.shapes import ModelShape
+from ringattn.sizing.step import token_ms
 from tests.support.short_mask import ShortMask
 from tests.support.timing import assert_quick
 

@@ -16,11 +16,11 @@ from ringattn.plan.expressions import Causal, Window
 from ringattn.plan.layouts import MAX_SEQ_LEN
 from ringattn.plan.mask import MaskUnion, ShortForms, short_mask
 from ringattn.plan.options import MaskOptions, resolve_balance
-from ringattn.planning.memory import Memory, attention_peak, heads_of, serving_memory, training_memory
-from ringattn.planning.profile import Link, Profile, load_profile
-from ringattn.planning.ring_time import RingCall, attention_time
-from ringattn.planning.shapes import ModelShape, load_shape
-from ringattn.planning.step import Seconds, prefill_s, token_ms, training_step
+from ringattn.sizing.memory import Memory, attention_peak, heads_of, serving_memory, training_memory
+from ringattn.sizing.profile import Link, Profile, load_profile
+from ringattn.sizing.ring_time import RingCall, attention_time
+from ringattn.sizing.shapes import ModelShape, load_shape
+from ringattn.sizing.step import Seconds, prefill_s, token_ms, training_step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

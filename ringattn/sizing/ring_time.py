@@ -27,8 +27,8 @@ from ringattn.plan.expressions import Chunks, Window
 from ringattn.plan.layouts import Shard, make_shards, shard_len
 from ringattn.plan.mask import MaskAxis, MaskUnion
 from ringattn.plan.ring_plan import Nodes, Plan, RecvSpec, RingStep, make_gather_plan, make_nodes, make_plan
-from ringattn.planning.attention_launch import Exchange, Heads, launch_ms
-from ringattn.planning.profile import Profile
+from ringattn.sizing.attention_launch import Exchange, Heads, launch_ms
+from ringattn.sizing.profile import Profile
 
 SCHEDULES = ("fused", "stepwise", "process_group")
 MOST_RANKS = 16

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ringattn.launch.runtime.distributed import Refusal
+from ringattn.launch.common.distributed import Refusal
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from ringattn.launch.plan.fit import ROW_SCHEDULES, Row, ring_call
 from ringattn.plan.layouts import shard_len
-from ringattn.planning.attention_launch import Heads
-from ringattn.planning.memory import attention_peak, training_memory
-from ringattn.planning.profile import Profile, load_profile
-from ringattn.planning.ring_time import RingCall, attention_time
-from ringattn.planning.shapes import ModelShape
-from ringattn.planning.step import prefill_s, training_step
+from ringattn.sizing.attention_launch import Heads
+from ringattn.sizing.memory import attention_peak, training_memory
+from ringattn.sizing.profile import Profile, load_profile
+from ringattn.sizing.ring_time import RingCall, attention_time
+from ringattn.sizing.shapes import ModelShape
+from ringattn.sizing.step import prefill_s, training_step
 from tests.support.short_mask import ShortMask
 
 ONE_SLOT_SINCE = "2026-11-22T08:01"

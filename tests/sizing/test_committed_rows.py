@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from ringattn.launch.plan.fit import WAYS, ring_call
-from ringattn.planning.profile import Profile, load_profile
-from ringattn.planning.ring_time import attention_time
-from tests.planning.committed_rows import Prediction, predict_rows, read_rows
+from ringattn.sizing.profile import Profile, load_profile
+from ringattn.sizing.ring_time import attention_time
+from tests.sizing.committed_rows import Prediction, predict_rows, read_rows
 from tests.support.pages import load
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

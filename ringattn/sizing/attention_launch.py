@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn.kernels.attention.hopper.configs import FUSED_MAX_HEAD_DIM, choose_dkv, choose_forward, columns_of
 from ringattn.kernels.attention.hopper.tile_scheduler import AnyRows, Shape, WorkPlan, schedule_tiles
 from ringattn.kernels.interface import GatheredKeys
-from ringattn.planning.profile import KernelCost, Profile
+from ringattn.sizing.profile import KernelCost, Profile
 
 MOST_ROWS = 2**20
 """Rows times heads of a launch beyond which only a share of the heads is scheduled."""

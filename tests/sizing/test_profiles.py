@@ -8,11 +8,11 @@ import json
 import pytest
 
 from ringattn.launch import doctor
+from ringattn.launch.common.session import open_session
 from ringattn.launch.plan.fit import kernel_costs, ring_call, ring_costs
 from ringattn.launch.plan.measure import Sizes, measure_profile
-from ringattn.launch.runtime.session import open_session
-from ringattn.planning import Profile, estimate, load_profile, write_profile
-from ringattn.planning.ring_time import attention_time
+from ringattn.sizing import Profile, estimate, load_profile, write_profile
+from ringattn.sizing.ring_time import attention_time
 
 TINY = Sizes(
     kernels=(("causal", 64, 64), ("full", 64, 128), ("window", 64, 128)),

@@ -9,7 +9,7 @@ import pytest
 
 from ringattn.launch.bench.workloads import pack_documents
 from ringattn.plan.layouts import Run, shard_len
-from ringattn.planning.packing import compare, pack, place
+from ringattn.sizing.packing import compare, pack, place
 from tests.support.pages import load
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import ringattn
-from ringattn.launch.runtime.distributed import Refusal
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.distributed import Refusal
+from ringattn.launch.common.session import Session
 from ringattn.plan.ring_plan import make_nodes
 
 ScheduleName = Literal["auto", "fused", "fused_saved_kv", "fused_kv_buffer", "stepwise", "process_group"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ringattn.launch.runtime.distributed import Refusal, Session
-from ringattn.planning import Memory, Profile
+from ringattn.launch.common.distributed import Refusal, Session
+from ringattn.sizing import Memory, Profile
 
 ERROR = 0.05
-"""Relative error of planned peaks, to which tests/planning/test_committed_rows.py holds them."""
+"""Relative error of planned peaks, to which tests/sizing/test_committed_rows.py holds them."""
 RESERVE = Profile.reserve_gib * 2**30
 """Bytes that libraries take outside of tensors."""
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 
-from ringattn.launch.runtime.distributed import RESTARTS, Refusal, Session, init_ranks
+from ringattn.launch.common.distributed import RESTARTS, Refusal, Session, init_ranks
 
 Keep = Callable[[list[dict[str, Any]]], None]
 """Called with all rows so far after each measurement, on every rank: an aborted run keeps its rows."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ringattn.planning.profile import Profile
-from ringattn.planning.ring_time import RingCall, attention_time
-from ringattn.planning.shapes import ModelShape
+from ringattn.sizing.profile import Profile
+from ringattn.sizing.ring_time import RingCall, attention_time
+from ringattn.sizing.shapes import ModelShape
 
 FORWARD_BYTES = (20, 48, 10)
 """Bytes of elementwise kernels of a layer's forward, per row and column of the stream, of q and k, and of the MLP."""

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from ringattn.launch.runtime.session import Session
+from ringattn.launch.common.session import Session
 from ringattn.transport.timeout import EventPair, record_events, wait_until_done
 
 Timing = Literal["calls", "graph", "both"]

@@ -10,10 +10,10 @@ import torch
 from ringattn.kernels.interface import PAD_ROWS
 from ringattn.plan.buffers import count_groups
 from ringattn.plan.ring_plan import make_gather_plan
-from ringattn.planning import load_profile, ring_time
-from ringattn.planning.attention_launch import Exchange, Heads, launch_ms, make_launch
-from ringattn.planning.profile import Link
-from ringattn.planning.ring_time import RingCall, attention_time, gathered
+from ringattn.sizing import load_profile, ring_time
+from ringattn.sizing.attention_launch import Exchange, Heads, launch_ms, make_launch
+from ringattn.sizing.profile import Link
+from ringattn.sizing.ring_time import RingCall, attention_time, gathered
 from tests.support.short_mask import ShortMask
 
 H200 = load_profile("h200")
