@@ -18,7 +18,7 @@ from typing import Any
 from ringattn import masks
 from ringattn.plan.layouts import Shard, balanced, contiguous, make_shards, striped, zigzag
 from ringattn.plan.mask import MaskUnion, short_mask
-from ringattn.plan.ring_plan import Plan, make_plan
+from ringattn.plan.ring_plan import RingPlan, make_plan
 
 HERE = Path(__file__).parent
 WORLD_SIZE = 4
@@ -66,7 +66,7 @@ class Mask:
         return make_shards(self.layout, length, WORLD_SIZE)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RingPlan:
         """Return the ring steps of a forward and the rows that move."""
         return make_plan(self.shards("queries"), self.shards("keys"), self.mask, "keys")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ringattn.plan.layouts import zigzag
 from ringattn.plan.mask import short_mask
-from ringattn.plan.ring_plan import GatherPlan, Plan, make_gather_plan, make_plan
+from ringattn.plan.ring_plan import GatherPlan, RingPlan, make_gather_plan, make_plan
 
 HERE = Path(__file__).parent
 COLORS = ("#3b82f6", "#10b981", "#f59e0b", "#ec4899")
@@ -164,7 +164,7 @@ class Timeline:
     visits: list[list[tuple[float, float, int, int]]] = field(default_factory=lambda: [[] for _ in range(WORLD_SIZE)])
 
 
-def simulate(plan: Plan, gather_plans: Sequence[GatherPlan]) -> Timeline:
+def simulate(plan: RingPlan, gather_plans: Sequence[GatherPlan]) -> Timeline:
     """Return the times that the rules of the protocol give.
 
     An owner pushes head group by head group and reader by reader, in ring order, when it is its turn at the reader. The flag

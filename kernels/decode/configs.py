@@ -25,7 +25,7 @@ ROWS_FREE = 2**17
 
 
 @dataclass(frozen=True)
-class Config:
+class DecodeConfig:
     """The shape of a decode launch.
 
     Attributes:
@@ -53,51 +53,51 @@ MANY_ROWS = 64
 """Rows of a tile beyond which a call is bound by products instead of memory: rows of a prompt, not of decoding."""
 
 # (kind of device, bytes per element of the pool, largest padded head_dim) -> for FEW_ROWS, for more, for more than MANY_ROWS
-_TABLE: dict[tuple[str, int, int], tuple[Config, ...]] = {
+_TABLE: dict[tuple[str, int, int], tuple[DecodeConfig, ...]] = {
     # 227 KiB of shared memory
-    ("sm90", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
-    ("sm90", 1, 128): (Config(64, 4, 4, 3, maxnreg=168), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
-    ("sm90", 1, 256): (Config(32, 4, 4, 3, maxnreg=168), Config(32, 8, 3, 1)),
-    ("sm90", 2, 64): (Config(64, 4, 4, 4), Config(64, 4, 3, 2), Config(64, 8, 4, 1, block_m=128)),
-    ("sm90", 2, 128): (Config(64, 4, 4, 2), Config(64, 4, 3, 2), Config(64, 8, 3, 1, block_m=128)),
-    ("sm90", 2, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1)),
-    ("sm100", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
-    ("sm100", 1, 128): (Config(64, 4, 4, 3, maxnreg=168), Config(64, 8, 4, 2), Config(64, 8, 4, 1, block_m=128)),
-    ("sm100", 1, 256): (Config(32, 4, 4, 3, maxnreg=168), Config(32, 8, 3, 1)),
-    ("sm100", 2, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 1), Config(64, 8, 4, 1, block_m=128)),
-    ("sm100", 2, 128): (Config(64, 4, 4, 2), Config(64, 8, 3, 1), Config(64, 8, 3, 1, block_m=128)),
-    ("sm100", 2, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1)),
+    ("sm90", 1, 64): (DecodeConfig(64, 4, 4, 4), DecodeConfig(64, 8, 4, 2), DecodeConfig(64, 8, 4, 1, block_m=128)),
+    ("sm90", 1, 128): (DecodeConfig(64, 4, 4, 3, maxnreg=168), DecodeConfig(64, 8, 4, 2), DecodeConfig(64, 8, 4, 1, block_m=128)),
+    ("sm90", 1, 256): (DecodeConfig(32, 4, 4, 3, maxnreg=168), DecodeConfig(32, 8, 3, 1)),
+    ("sm90", 2, 64): (DecodeConfig(64, 4, 4, 4), DecodeConfig(64, 4, 3, 2), DecodeConfig(64, 8, 4, 1, block_m=128)),
+    ("sm90", 2, 128): (DecodeConfig(64, 4, 4, 2), DecodeConfig(64, 4, 3, 2), DecodeConfig(64, 8, 3, 1, block_m=128)),
+    ("sm90", 2, 256): (DecodeConfig(32, 4, 4, 2), DecodeConfig(32, 8, 3, 1)),
+    ("sm100", 1, 64): (DecodeConfig(64, 4, 4, 4), DecodeConfig(64, 8, 4, 2), DecodeConfig(64, 8, 4, 1, block_m=128)),
+    ("sm100", 1, 128): (DecodeConfig(64, 4, 4, 3, maxnreg=168), DecodeConfig(64, 8, 4, 2), DecodeConfig(64, 8, 4, 1, block_m=128)),
+    ("sm100", 1, 256): (DecodeConfig(32, 4, 4, 3, maxnreg=168), DecodeConfig(32, 8, 3, 1)),
+    ("sm100", 2, 64): (DecodeConfig(64, 4, 4, 4), DecodeConfig(64, 8, 4, 1), DecodeConfig(64, 8, 4, 1, block_m=128)),
+    ("sm100", 2, 128): (DecodeConfig(64, 4, 4, 2), DecodeConfig(64, 8, 3, 1), DecodeConfig(64, 8, 3, 1, block_m=128)),
+    ("sm100", 2, 256): (DecodeConfig(32, 4, 4, 2), DecodeConfig(32, 8, 3, 1)),
     # 163 KiB
-    ("sm80", 1, 64): (Config(64, 4, 4, 4), Config(64, 8, 4, 2)),
-    ("sm80", 1, 128): (Config(64, 4, 4, 2), Config(32, 8, 4, 1)),
-    ("sm80", 1, 256): (Config(32, 4, 4, 2), Config(32, 8, 3, 1, block_m=32)),
-    ("sm80", 2, 64): (Config(64, 4, 4, 3), Config(64, 8, 4, 1)),
-    ("sm80", 2, 128): (Config(64, 4, 3, 2), Config(64, 8, 3, 1)),
-    ("sm80", 2, 256): (Config(32, 4, 3, 2), Config(32, 8, 3, 1, block_m=32)),
+    ("sm80", 1, 64): (DecodeConfig(64, 4, 4, 4), DecodeConfig(64, 8, 4, 2)),
+    ("sm80", 1, 128): (DecodeConfig(64, 4, 4, 2), DecodeConfig(32, 8, 4, 1)),
+    ("sm80", 1, 256): (DecodeConfig(32, 4, 4, 2), DecodeConfig(32, 8, 3, 1, block_m=32)),
+    ("sm80", 2, 64): (DecodeConfig(64, 4, 4, 3), DecodeConfig(64, 8, 4, 1)),
+    ("sm80", 2, 128): (DecodeConfig(64, 4, 3, 2), DecodeConfig(64, 8, 3, 1)),
+    ("sm80", 2, 256): (DecodeConfig(32, 4, 3, 2), DecodeConfig(32, 8, 3, 1, block_m=32)),
     # 99 KiB: consumer and workstation parts of every generation since
-    ("sm86", 1, 64): (Config(64, 4, 3, 3), Config(32, 8, 3, 1)),
-    ("sm86", 1, 128): (Config(64, 4, 3, 2), Config(32, 8, 3, 1)),
-    ("sm86", 1, 256): (Config(32, 4, 3, 2), Config(32, 8, 2, 1, block_m=32)),
-    ("sm86", 2, 64): (Config(64, 4, 3, 2), Config(32, 8, 3, 1)),
-    ("sm86", 2, 128): (Config(32, 4, 3, 2), Config(32, 8, 3, 1)),
-    ("sm86", 2, 256): (Config(16, 4, 3, 2), Config(16, 8, 2, 1, block_m=32)),
+    ("sm86", 1, 64): (DecodeConfig(64, 4, 3, 3), DecodeConfig(32, 8, 3, 1)),
+    ("sm86", 1, 128): (DecodeConfig(64, 4, 3, 2), DecodeConfig(32, 8, 3, 1)),
+    ("sm86", 1, 256): (DecodeConfig(32, 4, 3, 2), DecodeConfig(32, 8, 2, 1, block_m=32)),
+    ("sm86", 2, 64): (DecodeConfig(64, 4, 3, 2), DecodeConfig(32, 8, 3, 1)),
+    ("sm86", 2, 128): (DecodeConfig(32, 4, 3, 2), DecodeConfig(32, 8, 3, 1)),
+    ("sm86", 2, 256): (DecodeConfig(16, 4, 3, 2), DecodeConfig(16, 8, 2, 1, block_m=32)),
     # 64 KiB of LDS
-    ("amd", 2, 64): (Config(64, 4, 2, 2), Config(32, 4, 2, 1)),
-    ("amd", 2, 128): (Config(32, 4, 2, 2), Config(32, 4, 2, 1, block_m=32)),
-    ("amd", 2, 256): (Config(16, 4, 2, 2), Config(16, 4, 2, 1, block_m=16)),
+    ("amd", 2, 64): (DecodeConfig(64, 4, 2, 2), DecodeConfig(32, 4, 2, 1)),
+    ("amd", 2, 128): (DecodeConfig(32, 4, 2, 2), DecodeConfig(32, 4, 2, 1, block_m=32)),
+    ("amd", 2, 256): (DecodeConfig(16, 4, 2, 2), DecodeConfig(16, 4, 2, 1, block_m=16)),
 } | {
     # fp32: products of three TF32 products each, which take registers
-    (kind, 4, bucket): (Config(16 if bucket == 256 else 32, 4, 2, 2, block_m=16),) * 2
+    (kind, 4, bucket): (DecodeConfig(16 if bucket == 256 else 32, 4, 2, 2, block_m=16),) * 2
     for kind in ("sm80", "sm86", "sm90", "sm100", "amd")
     for bucket in (64, 128, 256)
 } | {
-    (INTERPRETER, size, bucket): (Config(16, 1, 1, 2, block_m=32), Config(32, 1, 1, 2, block_m=32))
+    (INTERPRETER, size, bucket): (DecodeConfig(16, 1, 1, 2, block_m=32), DecodeConfig(32, 1, 1, 2, block_m=32))
     for size in (1, 2, 4)
     for bucket in (64, 128, 256)
 }  # fmt: skip
 
 
-def choose(kind: str, itemsize: int, head_dim: int, rows: int) -> Config:
+def choose(kind: str, itemsize: int, head_dim: int, rows: int) -> DecodeConfig:
     """The configuration of a call.
 
     Args:
@@ -116,13 +116,13 @@ def row_tiles(s: int, group: int, block_m: int) -> tuple[int, int]:
     return tile, -(-rows // tile)
 
 
-def slots(s: int, h: int, hk: int, sms: int, config: Config) -> int:
+def slots(s: int, h: int, hk: int, sms: int, config: DecodeConfig) -> int:
     """Return the number of slots that fill a device at once."""
     _, tiles = row_tiles(s, h // hk, config.block_m)
     return max(1, sms * config.per_sm // (hk * tiles))
 
 
-def shares(weights: Sequence[int], s: int, h: int, hk: int, page_size: int, sms: int, config: Config) -> int:
+def shares(weights: Sequence[int], s: int, h: int, hk: int, page_size: int, sms: int, config: DecodeConfig) -> int:
     """The height of the stack with which requests of many rows are soonest done, by an estimate of rounds.
 
     Programs that multiply are long, so they are cut until the last round costs little; few enough that parts cost little.
@@ -152,7 +152,16 @@ def least_blocks(s: int, group: int, page_size: int) -> int:
 
 
 def splits(
-    b: int, s: int, h: int, hk: int, blocks: int, page_size: int, sms: int, config: Config, *, same_length: bool = False
+    b: int,
+    s: int,
+    h: int,
+    hk: int,
+    blocks: int,
+    page_size: int,
+    sms: int,
+    config: DecodeConfig,
+    *,
+    same_length: bool = False,
 ) -> int:
     """The height of the stack: `kernels.decode.dispatch.num_splits` for a device of `sms` multiprocessors.
 

@@ -44,7 +44,7 @@ from ringattn.kernels.attention.arguments import LOG2E, padded, pair, scale_and_
 from ringattn.kernels.attention.portable.configs import kind_of
 from ringattn.kernels.attention.portable.scores import score as score_of
 from ringattn.kernels.decode import configs as decode_configs
-from ringattn.kernels.decode.configs import Config
+from ringattn.kernels.decode.configs import DecodeConfig
 from ringattn.kernels.decode.dispatch import FP8, DecodeCall, check_decode
 from ringattn.kernels.runtime import bound_launch
 
@@ -364,7 +364,7 @@ def _decode_kernel(
         tl.store(at + rows, tl.zeros([SPARED, BLOCK_M], tl.float32), mask=spared)
 
 
-def _sharing(q: Tensor, v: Tensor, splits: int, config: Config | None) -> tuple[Config, int, int, int]:
+def _sharing(q: Tensor, v: Tensor, splits: int, config: DecodeConfig | None) -> tuple[DecodeConfig, int, int, int]:
     """Return the division of all calls of the same shapes (Note [Division of work]); v is the pool as it was given, in fp8 or not.
 
     These are the configuration, the shares that fill the device, the smallest share in blocks, and the largest number of shares
@@ -402,7 +402,9 @@ def plan_splits(call: DecodeCall, splits: int) -> Tensor | None:
     return split_plan
 
 
-def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None, config: Config | None = None) -> None:
+def decode(
+    call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None, config: DecodeConfig | None = None
+) -> None:
     """`kernels.decode.dispatch.decode`, with a configuration of the caller's choice in place of the table's."""
     check_decode(call, parts)
     q, k, v, table, lo, hi, positions, score, k_scale, v_scale = call

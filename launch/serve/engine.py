@@ -16,7 +16,7 @@ from typing import Any
 from ringattn.launch.serve.messages import UNAVAILABLE, Event, Heartbeat, StepCommand, Stop, ToRank
 from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.rank_channel import RankChannel
-from ringattn.launch.serve.scheduler import Plan, Request, Scheduler, apply_changes
+from ringattn.launch.serve.scheduler import AnswerRequest, Plan, Scheduler, apply_changes
 
 BEAT_S = 1.0
 """Seconds between messages to idle ranks, whose waits have a timeout."""
@@ -48,7 +48,7 @@ class Engine:
         self.runner, self.scheduler, self.broadcast, self.time_limit_s = runner, scheduler, broadcast, time_limit_s
         self.deliver: Callable[[list[Event], dict[str, Any] | None], None] = lambda *_: None
         self._wake = threading.Condition()
-        self._submitted: list[Request] = []
+        self._submitted: list[AnswerRequest] = []
         self._cancelled: list[tuple[int, bool]] = []
         self._open: set[int] = set()
         self.closed: str | None = None
@@ -64,7 +64,7 @@ class Engine:
         self._state: dict[str, Any] = {}
         self._update_state()
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[AnswerRequest]) -> None:
         """Add requests, whose ids are new, to the queue; they fail if the server is stopping, or has lost a rank."""
         with self._wake:
             closed = self.closed

@@ -29,7 +29,7 @@ import zmq
 
 from ringattn.launch.serve import messages
 from ringattn.launch.serve.engine import Engine
-from ringattn.launch.serve.scheduler import Request
+from ringattn.launch.serve.scheduler import AnswerRequest
 
 MODULE = "ringattn.launch.serve.http.process"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -197,10 +197,10 @@ class EngineServer:
             self._lost(f"{self._name} {problem}")
 
 
-def requests_of(message: messages.Submit) -> list[Request]:
+def requests_of(message: messages.Submit) -> list[AnswerRequest]:
     """Return the requests of a message as the scheduler takes them."""
     return [
-        Request(
+        AnswerRequest(
             new.id,
             message.prompts[new.prompt].tokens,
             new.max_tokens,

@@ -60,7 +60,7 @@ SCORED = 256
 
 
 @dataclass
-class Request:
+class AnswerRequest:
     """Request for one answer.
 
     Attributes:
@@ -117,11 +117,11 @@ class Plan(StepCommand, tag=StepCommand.__name__, dict=True):
     """
 
     def __post_init__(self) -> None:
-        self.requests: list[Request] = []
+        self.requests: list[AnswerRequest] = []
         self.answers = 0
         self.targets: list[list[int]] = []
 
-    def add_answers(self, answers: list[Request]) -> None:
+    def add_answers(self, answers: list[AnswerRequest]) -> None:
         """Add the next token of each answer; one that is not known yet comes from the previous step."""
         self.answers, self.requests = len(answers), list(answers)
         self.cache_ids = [request.cache_id for request in answers]
@@ -134,7 +134,7 @@ class Plan(StepCommand, tag=StepCommand.__name__, dict=True):
             request.pending += 1
             request.output_index = place
 
-    def add_prompt(self, request: Request, count: int) -> None:
+    def add_prompt(self, request: AnswerRequest, count: int) -> None:
         """Add the next tokens of a prompt."""
         start = request.num_computed
         self.cache_ids.append(request.cache_id)
@@ -186,20 +186,20 @@ class Scheduler:
         self.allocator, self.chunk, self.keep, self.pieces, self.rows = allocator, chunk, keep, pieces, rows
         self.max_running = max_running
         self._all_pages = allocator.pages * allocator.world_size
-        self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}
+        self.waiting: deque[AnswerRequest] = deque()
+        self.running: dict[int, AnswerRequest] = {}
         self.kept_prefixes: dict[int, list[int]] = {}  # cache id -> its tokens, least recently used first
         self.prefill_tokens = self.shared_tokens = 0
-        self.admitted: list[Request] = []  # since its reader has cleared it
+        self.admitted: list[AnswerRequest] = []  # since its reader has cleared it
         self._computed = PrefixIndex(allocator.page_size)  # by cache id
         self._computing = PrefixIndex(allocator.page_size)  # by request id: prompts that are being computed
-        self._by_cache_id: dict[int, Request] = {}
+        self._by_cache_id: dict[int, AnswerRequest] = {}
         self._changes: list[tuple[Any, ...]] = []
         self._num_removed = 0  # requests that were removed so far
         self._blocked: tuple[int, int] | None = None  # the request without enough pages, and _num_removed then
         self._decoded = self._packed = False
 
-    def add(self, requests: Sequence[Request]) -> None:
+    def add(self, requests: Sequence[AnswerRequest]) -> None:
         """Add requests to the queue; each fits into the cache by itself."""
         for request in requests:
             request.tokens = list(request.prompt)
@@ -327,7 +327,7 @@ class Scheduler:
                     self._computed.add(request.cache_id, request.digests[: computed // self.allocator.page_size])
         return events
 
-    def _fail(self, request: Request) -> Event:
+    def _fail(self, request: AnswerRequest) -> Event:
         """Remove a request whose logits are not finite."""
         self._remove(request, keep=False)
         message = "the model's scores for the next token are not numbers: its dtype may be too narrow for this prompt"
@@ -340,7 +340,7 @@ class Scheduler:
         kept = [self.allocator.pages - f - r for f, r in zip(free, running, strict=True)]
         return {"running": running, "kept": kept, "free": free}
 
-    def _split_by_length(self, prompts: Iterable[Request]) -> tuple[list[Request], list[Request]]:
+    def _split_by_length(self, prompts: Iterable[AnswerRequest]) -> tuple[list[AnswerRequest], list[AnswerRequest]]:
         """Split prompts into those whose rest is computed in packed steps, and the others (Note [Short prompts])."""
         short, long = [], []
         for request in prompts:
@@ -349,7 +349,7 @@ class Scheduler:
             (short if few and not request.score_prompt else long).append(request)
         return short, long
 
-    def _split_mixed(self, answers: list[Request], short: list[Request]) -> list[tuple[Request, int]]:
+    def _split_mixed(self, answers: list[AnswerRequest], short: list[AnswerRequest]) -> list[tuple[AnswerRequest, int]]:
         """Return the tokens of short prompts that share a step with a token of each answer; empty if none may."""
         left = min(self.rows - len(answers), self.chunk)
         if not (answers and short) or left <= 0 or max(len(request.tokens) for request in answers) >= MIXED_LENGTH:
@@ -362,20 +362,20 @@ class Scheduler:
             prompts.append(request)
         return self._split_step(prompts, left, 1) if prompts else []
 
-    def _keys(self, request: Request) -> int:
+    def _keys(self, request: AnswerRequest) -> int:
         """Return the keys that the pieces of a prompt read in one step, on all ranks."""
         return min(_pages(request.missing, PIECE), self.pieces) * len(request.prompt)
 
-    def _fit_packed(self, short: list[Request]) -> list[Request]:
+    def _fit_packed(self, short: list[AnswerRequest]) -> list[AnswerRequest]:
         """Return as many short prompts as may share a step, the oldest first."""
         most, sums = MAX_KEYS * self.allocator.world_size, accumulate(map(self._keys, short))
         return [request for request, keys in zip(short, sums, strict=True) if request is short[0] or keys <= most]
 
-    def _split_step(self, prompts: list[Request], left: int, granularity: int) -> list[tuple[Request, int]]:
+    def _split_step(self, prompts: list[AnswerRequest], left: int, granularity: int) -> list[tuple[AnswerRequest, int]]:
         """Divide a step with room for `left` tokens among prompts, the oldest first, each a multiple of granularity."""
         shares: dict[int, int] = {}
 
-        def assign(request: Request, most: int) -> None:
+        def assign(request: AnswerRequest, most: int) -> None:
             nonlocal left
             had = shares.get(request.id, 0)
             missing = request.missing - had
@@ -397,7 +397,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Admit requests for which there are pages, in order of arrival, except those that wait for a prefix."""
-        passed: list[Request] = []
+        passed: list[AnswerRequest] = []
         while self.waiting and len(self.running) < self.max_running:
             request = self.waiting[0]
             if self._blocked == (request.id, self._num_removed):
@@ -412,7 +412,7 @@ class Scheduler:
             self.waiting.popleft()
         self.waiting.extendleft(reversed(passed))
 
-    def _start(self, request: Request, parent: int | None, length: int) -> bool:
+    def _start(self, request: AnswerRequest, parent: int | None, length: int) -> bool:
         """Start a request as a fork or, if only that fits, without a prefix; return False when neither fits."""
         size, whole = self.allocator.page_size, request.max_length
         users = set(self._by_cache_id)
@@ -447,7 +447,7 @@ class Scheduler:
                 return True
         raise AssertionError("evicting all prefixes must free the pages that were counted")
 
-    def _find_prefix(self, request: Request) -> tuple[int | None, int]:
+    def _find_prefix(self, request: AnswerRequest) -> tuple[int | None, int]:
         """Find the longest usable prefix: its cache id and length. The last token is always computed, for its logits."""
         found, length = self._computed.find(request.digests) if self.keep and not request.score_prompt else (None, 0)
         if not isinstance(found, int):
@@ -458,7 +458,7 @@ class Scheduler:
             length += 1
         return found, min(length, most)
 
-    def _remove(self, request: Request, keep: bool) -> None:
+    def _remove(self, request: AnswerRequest, keep: bool) -> None:
         """Remove a running request, and keep its prefix if it has a whole page."""
         size = self.allocator.page_size
         length = min(self.allocator.length(request.cache_id), len(request.tokens))

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.inference.block_table import BlockTable, Request
+from ringattn.inference.block_table import BlockTable, CachedRequest
 from ringattn.kernels.decode.dispatch import PageTable
 
 _INT = 4
@@ -119,7 +119,7 @@ class BatchMetadata:
             "taken": torch.arange(shape[1], device=x.device),
         }
 
-    def write(self, requests: Sequence[Request], counts: Sequence[int], rows: Sequence[int], change: int) -> None:
+    def write(self, requests: Sequence[CachedRequest], counts: Sequence[int], rows: Sequence[int], change: int) -> None:
         """Write the new tokens of requests, in stream order; rows behind them see nothing and are not stored.
 
         Args:
@@ -146,7 +146,7 @@ class BatchMetadata:
             raise
 
     def _write_tokens(
-        self, data: bytearray, requests: Sequence[Request], counts: Sequence[int], rows: Sequence[int]
+        self, data: bytearray, requests: Sequence[CachedRequest], counts: Sequence[int], rows: Sequence[int]
     ) -> None:
         """Write the integers of each token, and the number of blocks of each row."""
         ints, longs, new, used = memoryview(data).cast("i"), memoryview(data).cast("q"), self._new, sum(rows)
@@ -183,7 +183,7 @@ class BatchMetadata:
             else:
                 longs[slots + at : slots + at + count] = _slots(table, self._page_size, before, count)
 
-    def _tables(self, requests: Sequence[Request], rows: Sequence[int]) -> bytearray:
+    def _tables(self, requests: Sequence[CachedRequest], rows: Sequence[int]) -> bytearray:
         """Return the block tables of all rows."""
         data, width, begin = bytearray(_INT * 3 * self._width), self._width, 0
         ints = memoryview(data).cast("i")
@@ -197,7 +197,7 @@ class BatchMetadata:
                 begin += self.max_blocks
         return data
 
-    def _find_updates(self, requests: Sequence[Request], rows: Sequence[int], change: int) -> _BlockUpdates:
+    def _find_updates(self, requests: Sequence[CachedRequest], rows: Sequence[int], change: int) -> _BlockUpdates:
         """Return the blocks that the device lacks, and record them as uploaded (Note [Block updates])."""
         updates, rank, max_blocks, end = _BlockUpdates(), self._rank, self.max_blocks, 0
         layouts, held, lengths = self._layouts, self._held, self._lengths
@@ -238,7 +238,7 @@ def _slots(table: BlockTable, page_size: int, before: int, count: int) -> array[
     return found
 
 
-def _kept_blocks(one: Request, table: BlockTable, held: tuple[int, int] | None, length: int) -> int:
+def _kept_blocks(one: CachedRequest, table: BlockTable, held: tuple[int, int] | None, length: int) -> int:
     """Return how many first blocks of a request a row has on the device; held: its request and last change then, of that length."""
     if held is None or held[0] != one.name:
         return 0

@@ -62,7 +62,7 @@ class BlockTable:
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class CachedRequest:
     """State of a request in the page allocator; read-only elsewhere.
 
     Attributes:

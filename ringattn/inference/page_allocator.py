@@ -25,9 +25,9 @@ from itertools import count
 from ringattn.inference.block_table import (
     MAX_REQUEST_TOKENS,
     BlockTable,
+    CachedRequest,
     PageCopy,
     RankSpan,
-    Request,
     common_blocks,
     truncate_spans,
 )
@@ -73,8 +73,8 @@ class PageAllocator:
         # rows of shared pages that requests other than the writer may see
         self._seen = [[0] * pages for _ in range(world_size)]
         self._total_to_open = 0  # sum over requests whose last page is not shared
-        self._with_shared_page: dict[int, Request] = {}  # the other requests
-        self._requests: dict[int, Request] = {}
+        self._with_shared_page: dict[int, CachedRequest] = {}  # the other requests
+        self._requests: dict[int, CachedRequest] = {}
         self._names = count()
         self._layouts = count()
 
@@ -94,7 +94,7 @@ class PageAllocator:
         """Requests, in the order in which they were added."""
         return tuple(self._requests)
 
-    def find(self, request: int) -> Request:
+    def find(self, request: int) -> CachedRequest:
         """Look up a request."""
         if request not in self._requests:
             raise ValueError(f"request must be one that was added and not freed, got {request!r}; add it first")
@@ -108,7 +108,7 @@ class PageAllocator:
         """A request's blocks on a rank."""
         return self.find(request).tables[rank]
 
-    def get_requests(self, requests: Collection[int]) -> list[Request]:
+    def get_requests(self, requests: Collection[int]) -> list[CachedRequest]:
         """Look up several requests at once."""
         try:
             return list(map(self._requests.__getitem__, requests))
@@ -357,7 +357,7 @@ class PageAllocator:
             self._find_end(one)
         return moves
 
-    def _assign_same_length(self, group: list[Request], counts: Sequence[int], one_by_one: bool) -> None:
+    def _assign_same_length(self, group: list[CachedRequest], counts: Sequence[int], one_by_one: bool) -> None:
         if len(set(counts)) != 1 or not self.have_same_placement([one.name for one in group]):
             raise ValueError(
                 f"requests must be equally long, on the same ranks, and get equally many tokens with same_length, got "
@@ -387,7 +387,7 @@ class PageAllocator:
             self._append(one, here)
             self._open(one, new - here, assigned)
 
-    def _use(self, one: Request, rank: int, table: BlockTable, begin: int, end: int) -> None:
+    def _use(self, one: CachedRequest, rank: int, table: BlockTable, begin: int, end: int) -> None:
         """Count one more user of the pages of blocks begin .. end - 1 of a request (Note [Page writers])."""
         users, writer, seen = self._users[rank], self._writer[rank], self._seen[rank]
         for page, rows in zip(table.pages[begin:end], table.lengths[begin:end], strict=True):
@@ -398,13 +398,13 @@ class PageAllocator:
             elif seen[page] < rows:
                 seen[page] = rows
 
-    def _append(self, one: Request, new: int) -> None:
+    def _append(self, one: CachedRequest, new: int) -> None:
         """Add tokens to the page that a request writes."""
         if new:
             one.last.lengths[-1] += new
             one.length += new
 
-    def _open(self, one: Request, new: int, assigned: Sequence[tuple[int, int]]) -> None:
+    def _open(self, one: CachedRequest, new: int, assigned: Sequence[tuple[int, int]]) -> None:
         """Add tokens in new pages, assigned as (rank, number of pages) in this order."""
         for rank, pages in assigned:
             here = min(new, pages * self.page_size)
@@ -430,35 +430,35 @@ class PageAllocator:
     def _pages_of(self, tokens: int) -> int:
         return max(0, -(-tokens // self.page_size))
 
-    def _end(self, one: Request) -> tuple[int, int, int] | None:
+    def _end(self, one: CachedRequest) -> tuple[int, int, int] | None:
         """Return the rank, page and rows of a request's last block."""
         if not one.spans:
             return None
         return one.spans[-1][0], one.last.pages[-1], one.last.lengths[-1]
 
-    def _free_rows(self, one: Request) -> int:
+    def _free_rows(self, one: CachedRequest) -> int:
         """Return the tokens that a request may add to its last page (Note [Page writers])."""
         end = self._end(one)
         return 0 if end is None else self._free_rows_after(one, *end)
 
-    def _find_end(self, one: Request) -> None:
+    def _find_end(self, one: CachedRequest) -> None:
         """Update what follows from a request's blocks, once per change: decode adds a token to most requests in most steps."""
         one.layout = next(self._layouts)
         one.max_blocks_after = max([len(table.pages) for table in one.tables])
         one.last = one.tables[one.spans[-1][0]] if one.spans else BlockTable()
         one.full = min(one.reserved_tokens, one.length + self._free_rows(one))
 
-    def _free_rows_after(self, one: Request, rank: int, page: int, rows: int) -> int:
+    def _free_rows_after(self, one: CachedRequest, rank: int, page: int, rows: int) -> int:
         """Return `_free_rows` of a request whose last block is this one."""
         if self._users[rank][page] > 1 and (self._writer[rank][page] != one.name or rows < self._seen[rank][page]):
             return 0
         return self.page_size - rows
 
-    def _pages_to_open(self, one: Request) -> int:
+    def _pages_to_open(self, one: CachedRequest) -> int:
         """Return the pages that a request may still open."""
         return self._pages_of(one.reserved_tokens - one.length - self._free_rows(one))
 
-    def _reserve(self, one: Request) -> None:
+    def _reserve(self, one: CachedRequest) -> None:
         """Update the sum of reservations after a change of a request (Note [Reservations])."""
         self._unreserve(one)
         if one.length == one.reserved_tokens:
@@ -470,7 +470,7 @@ class PageAllocator:
         one.pages_to_open = self._pages_to_open(one)
         self._total_to_open += one.pages_to_open
 
-    def _unreserve(self, one: Request) -> None:
+    def _unreserve(self, one: CachedRequest) -> None:
         """Remove a request from the sum of reservations."""
         self._total_to_open -= one.pages_to_open
         one.pages_to_open = 0
@@ -493,13 +493,13 @@ class PageAllocator:
                 "wait until others are freed, reserve less, or give the cache more memory"
             )
 
-    def _admit(self, reserve: int, first: int) -> Request:
+    def _admit(self, reserve: int, first: int) -> CachedRequest:
         name = next(self._names)
-        one = Request(name, reserve, first, 0, [BlockTable() for _ in range(self.world_size)])
+        one = CachedRequest(name, reserve, first, 0, [BlockTable() for _ in range(self.world_size)])
         self._requests[name] = one
         return one
 
-    def _drop(self, one: Request, rank: int, page: int) -> None:
+    def _drop(self, one: CachedRequest, rank: int, page: int) -> None:
         users, writer = self._users[rank], self._writer[rank]
         users[page] -= 1
         if writer[page] == one.name:

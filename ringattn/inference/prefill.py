@@ -39,7 +39,7 @@ from ringattn.kernels.runtime.table_cache import Key, find
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.device_tables import side_key
 from ringattn.plan.expressions import Mask
-from ringattn.plan.ring_plan import Plan, Rows, pack
+from ringattn.plan.ring_plan import RingPlan, Rows, pack
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import message_bytes, slices
 from ringattn.transport.base import GradMessage, Message, RingContext, Work, span
@@ -244,7 +244,7 @@ class QueryPlan:
         keys: Key of the table of this rank's keys.
     """
 
-    plan: Plan
+    plan: RingPlan
     side: RowMetadata
     segments: dict[int, QuerySegment]
     total: int

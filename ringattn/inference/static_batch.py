@@ -22,7 +22,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ringattn.inference.batch_metadata import BatchMetadata
-from ringattn.inference.block_table import Request
+from ringattn.inference.block_table import CachedRequest
 from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.kv_pool import KVPool
 
@@ -55,7 +55,7 @@ class StaticBatch(ForwardBatch):
         step.slots.fill_(-1)
         return step
 
-    def check(self, requests: Sequence[int], counts: Sequence[int]) -> list[Request]:
+    def check(self, requests: Sequence[int], counts: Sequence[int]) -> list[CachedRequest]:
         """Check that new tokens fit, before pages are assigned, and look up the requests."""
         allocator, (batch, new) = self.cache.allocator, self.tiles
         if self.pieces is not None:
@@ -84,7 +84,7 @@ class StaticBatch(ForwardBatch):
                 )
         return found
 
-    def refill(self, requests: Sequence[int], found: Sequence[Request], counts: Sequence[int]) -> None:
+    def refill(self, requests: Sequence[int], found: Sequence[CachedRequest], counts: Sequence[int]) -> None:
         """Write new tokens in place, whose pages were assigned to `found`, the requests that `check` returned."""
         allocator, new, counts = self.cache.allocator, self.tiles[1], tuple(counts)
         if counts != self.counts:

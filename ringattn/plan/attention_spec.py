@@ -20,7 +20,7 @@ from ringattn.kernels.registry import resolve_impl
 from ringattn.plan.expressions import Mask, check_mask, from_spec
 from ringattn.plan.mask import MaskUnion, ShortForms, fold_mask
 from ringattn.plan.options import MaskOptions, resolve_options
-from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, make_gather_plan, make_plan
+from ringattn.plan.ring_plan import GatherPlan, Nodes, RingPlan, make_gather_plan, make_plan
 from ringattn.plan.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ class AttentionSpec:
     forward_only: bool = False
     text: str = ""
     rank: int = field(init=False)
-    _plans: dict[tuple[str, Nodes | None], Plan] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _plans: dict[tuple[str, Nodes | None], RingPlan] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _gather_plans: dict[tuple[Nodes | None, int], GatherPlan] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -102,7 +104,7 @@ class AttentionSpec:
         """Compute what is read most."""
         object.__setattr__(self, "rank", self.sharding.rank)
 
-    def plan(self, moving: str, nodes: Nodes | None = None) -> Plan:
+    def plan(self, moving: str, nodes: Nodes | None = None) -> RingPlan:
         """Return the ring plan in which keys or queries move, in one node or several."""
         plan = self._plans.get((moving, nodes))
         if plan is None:

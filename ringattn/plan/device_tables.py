@@ -23,7 +23,7 @@ from ringattn.plan.block_pattern import BlockPattern
 from ringattn.plan.intervals import PiecewiseBound
 from ringattn.plan.layouts import Shard
 from ringattn.plan.mask import MaskAxis, MaskUnion
-from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, RingStep, Send, pack
+from ringattn.plan.ring_plan import GatherPlan, Nodes, RingPlan, RingStep, Send, pack
 
 Runs = tuple[tuple[int, int, int, int], ...]
 
@@ -47,7 +47,7 @@ class FusedTables:
 
 
 def step_tables(
-    spec: AttentionSpec, moving: str, device: torch.device, nodes: Nodes | None = None, plan: Plan | None = None
+    spec: AttentionSpec, moving: str, device: torch.device, nodes: Nodes | None = None, plan: RingPlan | None = None
 ) -> StepTables:
     """Return the keys of the tables of a stepwise loop in which "keys" or "queries" move."""
     of_keys: MaskAxis | None = None if spec.forward_only else "queries"

@@ -102,7 +102,7 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RingPlan:
     """Every rank's part.
 
     Attributes:
@@ -167,7 +167,7 @@ class GatherPlan:
 
 @lru_cache(maxsize=256)
 def make_gather_plan(
-    plan: Plan, rank: int, pad_rows: int, node_step: int = 0, nodes: Nodes | None = None
+    plan: RingPlan, rank: int, pad_rows: int, node_step: int = 0, nodes: Nodes | None = None
 ) -> GatherPlan:
     """Return one rank's fused form of a node step of a plan; cached.
 
@@ -193,7 +193,7 @@ def make_gather_plan(
     return GatherPlan(recvs, tuple(sends), remote_rows, slot_rows, most, node_step * size, skipped)
 
 
-def _recvs(plan: Plan, part: RankPlan, node_step: int, pad_rows: int) -> tuple[tuple[RecvSpec, ...], int]:
+def _recvs(plan: RingPlan, part: RankPlan, node_step: int, pad_rows: int) -> tuple[tuple[RecvSpec, ...], int]:
     size, at = part.local_size, 0
     recvs: list[RecvSpec] = []
     for ring_step in part.ring_steps[node_step * size + 1 : (node_step + 1) * size]:
@@ -227,7 +227,7 @@ def make_plan(
     mask: MaskUnion,
     moving: str,
     nodes: Nodes | None = None,
-) -> Plan:
+) -> RingPlan:
     """Return the plan of one mask over one pair of shardings; cached on its arguments.
 
     Every visible pair belongs to exactly one ring step of one rank. From step 1 on, a run of moving rows that no
@@ -306,7 +306,7 @@ def make_plan(
             if send is not None:
                 crossing = send.step % size == 0
                 most[crossing] = max(most[crossing], send.num_rows)
-    return Plan(moving, ranks, *most)
+    return RingPlan(moving, ranks, *most)
 
 
 def _check_nodes(nodes: Nodes | None, world_size: int) -> Nodes:
@@ -351,12 +351,12 @@ def _within(rows: Rows, held: Rows) -> Rows:
     return tuple(found)
 
 
-def moved_rows(plan: Plan) -> int:
+def moved_rows(plan: RingPlan) -> int:
     """The rows that the busiest rank receives from others, over all steps."""
     return max(rank.received_rows for rank in plan.ranks)
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: RingPlan) -> str:
     """Return a plan as a short table: per rank the rows received at each step, and its share of the work.
 
     Example:

@@ -23,7 +23,7 @@ from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.buffers import count_groups, gather_bytes
 from ringattn.plan.device_tables import FusedTables, StepTables, fused_tables, step_tables
 from ringattn.plan.layouts import shard_len
-from ringattn.plan.ring_plan import GatherPlan, Nodes, Plan, moved_rows
+from ringattn.plan.ring_plan import GatherPlan, Nodes, RingPlan, moved_rows
 from ringattn.transport.base import RingContext, Transport
 from ringattn.transport.call_order import CallMark
 
@@ -62,13 +62,13 @@ class ExecutionPlan:
     wide: torch.dtype
     tables: StepTables
     score: Score | None
-    ring_plan: Plan
+    ring_plan: RingPlan
     first_step: int
     last_step: int
     fused_forward: FusedPlan | None
     fused_backward: FusedPlan | None
     backward_moving: str
-    backward_plan: Plan
+    backward_plan: RingPlan
     backward_tables: StepTables
     is_short_forward: bool
     is_short_backward: bool

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.interface import Score
-from ringattn.plan.ring_plan import Plan, RankPlan, Rows
+from ringattn.plan.ring_plan import RankPlan, RingPlan, Rows
 from ringattn.transport.base import Buffers, GradMessage, Message, RingContext, Work
 
 Moving = Sequence[tuple[Tensor, int]]
@@ -36,7 +36,7 @@ def moving_tensors(moving: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *
     return [(q.contiguous(), 1), *((x.contiguous(), 1 if x.dim() == 4 else 2) for x in rows)]
 
 
-def reserve(plan: Plan, context: RingContext, moving: Moving, returned: Moving = ()) -> None:
+def reserve(plan: RingPlan, context: RingContext, moving: Moving, returned: Moving = ()) -> None:
     """Reserve transport memory for the largest messages of a call."""
     for transport, rows in ((context.transport, plan.largest_send), (context.slow_transport, plan.largest_remote_send)):
         if rows:

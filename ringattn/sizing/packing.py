@@ -15,7 +15,7 @@ import torch
 
 from ringattn.plan.layouts import MAX_SEQ_LEN, Run, Shard, shard_len, zigzag
 from ringattn.plan.mask import short_mask
-from ringattn.plan.ring_plan import Plan, make_plan
+from ringattn.plan.ring_plan import RingPlan, make_plan
 from ringattn.plan.sharding import Sharding, SupportsAllGather
 
 PAIRS_PER_TOKEN = 26_000
@@ -60,7 +60,7 @@ class PackedSequence:
         return sum(part.received_rows for part in self._plan.ranks)
 
     @cached_property
-    def _plan(self) -> Plan:
+    def _plan(self) -> RingPlan:
         window = None if self.window is None else (self.window - 1, 0)
         mask = short_mask(self.seq_len, causal=True, documents=self.documents, window=window)
         return make_plan(self.shards, self.shards, mask, "keys")

@@ -26,7 +26,7 @@ from ringattn.plan.device_tables import gathered_key, side_key, stationary_side
 from ringattn.plan.expressions import Chunks, Window
 from ringattn.plan.layouts import Shard, make_shards, shard_len
 from ringattn.plan.mask import MaskAxis, MaskUnion
-from ringattn.plan.ring_plan import Nodes, Plan, RecvSpec, RingStep, make_gather_plan, make_nodes, make_plan
+from ringattn.plan.ring_plan import Nodes, RecvSpec, RingPlan, RingStep, make_gather_plan, make_nodes, make_plan
 from ringattn.sizing.attention_launch import Exchange, Heads, launch_ms
 from ringattn.sizing.profile import Profile
 
@@ -111,11 +111,11 @@ class RingCall:
         return None if self.nodes == 1 else make_nodes(self.world_size, self.nodes)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> RingPlan:
         """The ring plan in which keys move."""
         return make_plan(self.shards, self.shards, self.mask, "keys", self.node_ranks)
 
-    def moved(self, *, backward: bool) -> tuple[Plan, MaskAxis, int, int]:
+    def moved(self, *, backward: bool) -> tuple[RingPlan, MaskAxis, int, int]:
         """Return the plan of a stepwise call, the side that moves, and the bytes of its rows and of their gradients.
 
         A backward moves the side with fewer bytes: keys and values, or q, o, do and two statistics of each query.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ringattn.plan.attention_spec import AttentionSpec, serialize
 from ringattn.plan.layouts import Run, Shard, balanced, contiguous, make_shards, striped, zigzag
-from ringattn.plan.ring_plan import Nodes, Plan, RingStep, Rows, describe, make_nodes, make_plan, moved_rows
+from ringattn.plan.ring_plan import Nodes, RingPlan, RingStep, Rows, describe, make_nodes, make_plan, moved_rows
 from ringattn.plan.sharding import Sharding
 from tests.support.random_masks import layouts, log_normal_documents, masks, positions, visible_times
 from tests.support.short_mask import ShortMask
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     keys: tuple[Shard, ...]
     moving: str
 
-    def plan(self, nodes: Nodes | None = None) -> Plan:
+    def plan(self, nodes: Nodes | None = None) -> RingPlan:
         return make_plan(self.queries, self.keys, self.mask, self.moving, nodes)
 
     @property
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     def visible(self, mine: int, other: int) -> int:
         return visible_times(self.mask, *self.pair(mine, other))
 
-    def assert_computes_every_visible_pair_once(self, plan: Plan) -> None:
+    def assert_computes_every_visible_pair_once(self, plan: RingPlan) -> None:
         stay, _ = self.sides
         computed = Counter(
             self.pair(mine, other)
@@ -66,7 +66,7 @@ def cases(draw_value: st.DrawFn) -> Case:
     return Case(mask, queries, keys, draw_value(st.sampled_from(DIRECTIONS)))
 
 
-def visits_of(plan: Plan) -> list[tuple[int, RingStep]]:
+def visits_of(plan: RingPlan) -> list[tuple[int, RingStep]]:
     return [(part.rank, ring_step) for part in plan.ranks for ring_step in part.ring_steps if ring_step is not None]
 
 
@@ -296,7 +296,7 @@ def test_shards_need_not_cover_the_sequence() -> None:
 
 
 def test_plans_are_cached_on_their_arguments() -> None:
-    def plan() -> Plan:
+    def plan() -> RingPlan:
         return make_plan(zigzag(24, 4), zigzag(24, 4), ShortMask(24, 24, causal=True), "keys")
 
     assert plan() is plan()
@@ -310,7 +310,7 @@ def test_plans_of_a_million_tokens_are_quick(moving: str) -> None:
     mask = ShortMask(seq_len, seq_len, causal=True, documents=documents)
     shards = balanced(seq_len, 8, mask.work, chunks_per_rank=64)
 
-    def plan() -> Plan:  # of a mask that has counted nothing yet
+    def plan() -> RingPlan:  # of a mask that has counted nothing yet
         make_plan.cache_clear()
         return make_plan(shards, shards, ShortMask(seq_len, seq_len, causal=True, documents=documents), moving)
 

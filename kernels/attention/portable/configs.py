@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Config:
+class PortableConfig:
     """The shape of one kernel launch.
 
     Attributes:
@@ -26,44 +26,56 @@ class Config:
 INTERPRETER = "interpreter"  # small tiles: many tiles and edges in a small test
 
 # (kind of device, bytes per element, largest padded head_dim) -> forward, keys (dk and dv), rows (dq)
-_TABLE: dict[tuple[str, int, int], tuple[Config, Config, Config]] = {
+_TABLE: dict[tuple[str, int, int], tuple[PortableConfig, PortableConfig, PortableConfig]] = {
     # 227 KiB of shared memory, wgmma
-    ("sm90", 2, 64): (Config(128, 64, 4, 3, tma=True), Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3, tma=True)),
-    ("sm90", 2, 128): (Config(128, 128, 8, 3, tma=True), Config(64, 128, 8, 3, tma=True), Config(128, 64, 8, 3)),
-    ("sm90", 2, 256): (Config(128, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2)),
-    ("sm90", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
-    ("sm90", 4, 128): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
-    ("sm90", 4, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    ("sm90", 2, 64): (
+        PortableConfig(128, 64, 4, 3, tma=True),
+        PortableConfig(64, 64, 4, 3, tma=True),
+        PortableConfig(64, 64, 4, 3, tma=True),
+    ),
+    ("sm90", 2, 128): (
+        PortableConfig(128, 128, 8, 3, tma=True),
+        PortableConfig(64, 128, 8, 3, tma=True),
+        PortableConfig(128, 64, 8, 3),
+    ),
+    ("sm90", 2, 256): (PortableConfig(128, 64, 8, 2), PortableConfig(32, 64, 8, 2), PortableConfig(64, 32, 4, 2)),
+    ("sm90", 4, 64): (PortableConfig(64, 32, 4, 2), PortableConfig(32, 32, 4, 2), PortableConfig(32, 32, 4, 2)),
+    ("sm90", 4, 128): (PortableConfig(64, 32, 4, 2), PortableConfig(32, 32, 4, 2), PortableConfig(32, 32, 4, 2)),
+    ("sm90", 4, 256): (PortableConfig(32, 32, 4, 1), PortableConfig(16, 32, 4, 1), PortableConfig(32, 16, 4, 1)),
     # 227 KiB, tensor memory
-    ("sm100", 2, 64): (Config(128, 64, 8, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
-    ("sm100", 2, 128): (Config(128, 64, 8, 2), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
-    ("sm100", 2, 256): (Config(128, 64, 8, 2), Config(32, 64, 8, 2), Config(64, 32, 4, 2)),
-    ("sm100", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
-    ("sm100", 4, 128): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
-    ("sm100", 4, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    ("sm100", 2, 64): (PortableConfig(128, 64, 8, 3), PortableConfig(64, 128, 8, 2), PortableConfig(128, 64, 8, 2)),
+    ("sm100", 2, 128): (PortableConfig(128, 64, 8, 2), PortableConfig(64, 128, 8, 2), PortableConfig(128, 64, 8, 2)),
+    ("sm100", 2, 256): (PortableConfig(128, 64, 8, 2), PortableConfig(32, 64, 8, 2), PortableConfig(64, 32, 4, 2)),
+    ("sm100", 4, 64): (PortableConfig(64, 32, 4, 2), PortableConfig(32, 32, 4, 2), PortableConfig(32, 32, 4, 2)),
+    ("sm100", 4, 128): (PortableConfig(64, 32, 4, 2), PortableConfig(32, 32, 4, 2), PortableConfig(32, 32, 4, 2)),
+    ("sm100", 4, 256): (PortableConfig(32, 32, 4, 1), PortableConfig(16, 32, 4, 1), PortableConfig(32, 16, 4, 1)),
     # 163 KiB
-    ("sm80", 2, 64): (Config(128, 64, 4, 3), Config(64, 128, 8, 2), Config(128, 64, 8, 2)),
-    ("sm80", 2, 128): (Config(128, 64, 8, 2), Config(64, 64, 8, 2), Config(64, 64, 4, 2)),
-    ("sm80", 2, 256): (Config(64, 32, 4, 2), Config(32, 64, 8, 1), Config(64, 32, 4, 1)),
-    ("sm80", 4, 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 2), Config(32, 32, 4, 2)),
-    ("sm80", 4, 128): (Config(64, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    ("sm80", 4, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
+    ("sm80", 2, 64): (PortableConfig(128, 64, 4, 3), PortableConfig(64, 128, 8, 2), PortableConfig(128, 64, 8, 2)),
+    ("sm80", 2, 128): (PortableConfig(128, 64, 8, 2), PortableConfig(64, 64, 8, 2), PortableConfig(64, 64, 4, 2)),
+    ("sm80", 2, 256): (PortableConfig(64, 32, 4, 2), PortableConfig(32, 64, 8, 1), PortableConfig(64, 32, 4, 1)),
+    ("sm80", 4, 64): (PortableConfig(64, 32, 4, 2), PortableConfig(32, 32, 4, 2), PortableConfig(32, 32, 4, 2)),
+    ("sm80", 4, 128): (PortableConfig(64, 32, 4, 2), PortableConfig(32, 32, 4, 1), PortableConfig(32, 32, 4, 1)),
+    ("sm80", 4, 256): (PortableConfig(32, 32, 4, 1), PortableConfig(16, 32, 4, 1), PortableConfig(32, 16, 4, 1)),
     # 99 KiB: consumer and workstation parts of every generation since
-    ("sm86", 2, 64): (Config(64, 64, 4, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2)),
-    ("sm86", 2, 128): (Config(64, 32, 4, 2), Config(32, 64, 4, 2), Config(64, 32, 4, 2)),
-    ("sm86", 2, 256): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
-    ("sm86", 4, 64): (Config(32, 32, 4, 2), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    ("sm86", 4, 128): (Config(32, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
-    ("sm86", 4, 256): (Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+    ("sm86", 2, 64): (PortableConfig(64, 64, 4, 2), PortableConfig(32, 64, 4, 2), PortableConfig(64, 32, 4, 2)),
+    ("sm86", 2, 128): (PortableConfig(64, 32, 4, 2), PortableConfig(32, 64, 4, 2), PortableConfig(64, 32, 4, 2)),
+    ("sm86", 2, 256): (PortableConfig(32, 32, 4, 1), PortableConfig(16, 32, 4, 1), PortableConfig(32, 16, 4, 1)),
+    ("sm86", 4, 64): (PortableConfig(32, 32, 4, 2), PortableConfig(32, 32, 4, 1), PortableConfig(32, 32, 4, 1)),
+    ("sm86", 4, 128): (PortableConfig(32, 32, 4, 1), PortableConfig(16, 32, 4, 1), PortableConfig(32, 16, 4, 1)),
+    ("sm86", 4, 256): (PortableConfig(16, 16, 4, 1), PortableConfig(16, 16, 4, 1), PortableConfig(16, 16, 4, 1)),
     # 64 KiB of LDS
-    ("amd", 2, 64): (Config(128, 64, 4, 1), Config(32, 64, 4, 1), Config(64, 32, 4, 1)),
-    ("amd", 2, 128): (Config(128, 32, 4, 1), Config(32, 64, 4, 1), Config(64, 32, 4, 1)),
-    ("amd", 2, 256): (Config(64, 32, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
-    ("amd", 4, 64): (Config(32, 32, 4, 1), Config(32, 32, 4, 1), Config(32, 32, 4, 1)),
-    ("amd", 4, 128): (Config(32, 16, 4, 1), Config(16, 32, 4, 1), Config(32, 16, 4, 1)),
-    ("amd", 4, 256): (Config(16, 16, 4, 1), Config(16, 16, 4, 1), Config(16, 16, 4, 1)),
+    ("amd", 2, 64): (PortableConfig(128, 64, 4, 1), PortableConfig(32, 64, 4, 1), PortableConfig(64, 32, 4, 1)),
+    ("amd", 2, 128): (PortableConfig(128, 32, 4, 1), PortableConfig(32, 64, 4, 1), PortableConfig(64, 32, 4, 1)),
+    ("amd", 2, 256): (PortableConfig(64, 32, 4, 1), PortableConfig(16, 32, 4, 1), PortableConfig(32, 16, 4, 1)),
+    ("amd", 4, 64): (PortableConfig(32, 32, 4, 1), PortableConfig(32, 32, 4, 1), PortableConfig(32, 32, 4, 1)),
+    ("amd", 4, 128): (PortableConfig(32, 16, 4, 1), PortableConfig(16, 32, 4, 1), PortableConfig(32, 16, 4, 1)),
+    ("amd", 4, 256): (PortableConfig(16, 16, 4, 1), PortableConfig(16, 16, 4, 1), PortableConfig(16, 16, 4, 1)),
 } | {
-    (INTERPRETER, size, head_dim): (Config(32, 16, 1, 1), Config(16, 32, 1, 1), Config(32, 16, 1, 1))
+    (INTERPRETER, size, head_dim): (
+        PortableConfig(32, 16, 1, 1),
+        PortableConfig(16, 32, 1, 1),
+        PortableConfig(32, 16, 1, 1),
+    )
     for size in (2, 4)
     for head_dim in (64, 128, 256)
 }
@@ -85,7 +97,7 @@ def kind_of(device: torch.device) -> str:
     return "sm86"
 
 
-def choose(kind: str, itemsize: int, head_dim: int, dot_only: bool) -> dict[str, Config]:
+def choose(kind: str, itemsize: int, head_dim: int, dot_only: bool) -> dict[str, PortableConfig]:
     """Return the configurations of "forward", "keys" (dk and dv) and "rows" (dq).
 
     Args:
@@ -98,6 +110,6 @@ def choose(kind: str, itemsize: int, head_dim: int, dot_only: bool) -> dict[str,
     return dict(zip(("forward", "keys", "rows"), found, strict=True))
 
 
-def without_tma(config: Config) -> Config:
+def without_tma(config: PortableConfig) -> PortableConfig:
     """Forward configuration to use when a tensor cannot be described: pointers take registers, so narrower."""
     return replace(config, tma=False, block_n=min(config.block_n, 64))

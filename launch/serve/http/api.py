@@ -330,7 +330,7 @@ ScoredToken = tuple[int, Logprob | None, int]
 
 
 @dataclass
-class Choice:
+class CompletionChoice:
     """State of one answer.
 
     Attributes:
@@ -425,7 +425,7 @@ class ResponseWriter:
         model: str,
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
-        choices: Sequence[Choice],
+        choices: Sequence[CompletionChoice],
         *,
         with_usage: bool = False,
         continuous_usage: bool = False,

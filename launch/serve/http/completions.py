@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 from ringattn.launch.serve.http.api import (
     MAX_SCORES,
     Chat,
-    Choice,
     Completion,
+    CompletionChoice,
     RequestError,
     ResponseWriter,
     ascii_only,
@@ -274,7 +274,7 @@ class CompletionHandler:
             echoed = (text if isinstance(text, str) else tokenizer.decode(tokens)) if echo else ""
             for choice in range(body.n):
                 options = echoed, score_prompt, asked == 0, body.min_tokens
-                choices.append(Choice(len(choices), tokens, tokenizer, body.stop, *options))
+                choices.append(CompletionChoice(len(choices), tokens, tokenizer, body.stop, *options))
                 request_id, sampling = next(self.client.ids), body.sampling(choice, stops)
                 requests.append(NewRequest(request_id, len(prompts), most, stops, sampling, score_prompt))
             prompts.append(Prompt(tokens, digests))

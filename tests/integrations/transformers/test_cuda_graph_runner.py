@@ -341,7 +341,7 @@ def go_down(folder: str) -> None:
     from ringattn.launch.serve.config import ServeArgs
     from ringattn.launch.serve.engine import Engine
     from ringattn.launch.serve.sampling import Sampling
-    from ringattn.launch.serve.scheduler import Request
+    from ringattn.launch.serve.scheduler import AnswerRequest
     from ringattn.transport import timeout
 
     descriptor = os.open(f"{folder}/{Ring().rank}", os.O_WRONLY | os.O_CREAT)
@@ -352,7 +352,7 @@ def go_down(folder: str) -> None:
     serve = Engine.run
 
     def ask_first(engine: Engine) -> None:
-        engine.submit([Request(0, [1, 2, 3], 8, sampling=Sampling())])
+        engine.submit([AnswerRequest(0, [1, 2, 3], 8, sampling=Sampling())])
         serve(engine)
 
     Engine.run = ask_first  # pyright: ignore[reportAttributeAccessIssue]

@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from ringattn.kernels.decode import configs as decode_configs  # noqa: E402
 from ringattn.kernels.decode import decode_triton  # noqa: E402
-from ringattn.kernels.decode.configs import Config  # noqa: E402
+from ringattn.kernels.decode.configs import DecodeConfig  # noqa: E402
 from tests.kernels.compile import offline, sass  # noqa: E402
 from tests.kernels.compile.offline import SHARED  # noqa: E402
 
@@ -41,7 +41,7 @@ class Built:
 
 def build(
     arch: int,
-    config: Config,
+    config: DecodeConfig,
     *,
     b: int = 1,
     s: int = 1,
@@ -84,7 +84,7 @@ def build(
     return Built(compiled.metadata.shared, ptx, sass.assemble(ptx), sass.disassemble(compiled.asm["cubin"]))
 
 
-def chosen(arch: int, itemsize: int, head_dim: int, rows: int) -> Config:
+def chosen(arch: int, itemsize: int, head_dim: int, rows: int) -> DecodeConfig:
     return decode_configs.choose(f"sm{arch}", itemsize, head_dim, rows)
 
 

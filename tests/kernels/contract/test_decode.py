@@ -183,7 +183,7 @@ def test_a_share_is_neither_too_small_nor_more_than_its_part_of_the_device() -> 
         tokens = page_size * decode_configs.least_blocks(s, group, page_size)
         assert tokens >= decode_configs.MIN_TOKENS
         assert tokens >= decode_configs.MIN_TOKENS_PER_ROW * s * group
-    two = decode_configs.Config(64, 4, 4, per_sm=2)
+    two = decode_configs.DecodeConfig(64, 4, 4, per_sm=2)
     splits = functools.partial(decode_configs.splits, page_size=64, sms=132, config=two)
     assert splits(1, 1, 32, 8, 16384) * 8 <= 2 * 132  # one wave of two programs for each multiprocessor
     assert splits(1, 1, 32, 8, 16384) * 8 > 2 * 132 - 8

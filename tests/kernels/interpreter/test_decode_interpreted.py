@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ringattn.kernels.decode.configs import Config
+from ringattn.kernels.decode.configs import DecodeConfig
 from ringattn.kernels.decode.dispatch import decode, parts_len, select_decode_kernel
 from tests.support.decode_bytes import assert_bytes_are_numbers
 from tests.support.decoding import CASES, Case, Scene, are_same, assert_exact, empty_parts, finish, make_scene
@@ -153,8 +153,10 @@ def test_pages_outside_the_window_are_not_looked_at() -> None:
     assert_exact(scene, results[0])
 
 
-@pytest.mark.parametrize("config", [Config(16, 1, 1, 3, block_m=16), Config(64, 1, 1, 1), Config(32, 1, 1, 7)], ids=str)
-def test_any_configuration_is_exact(config: Config) -> None:
+@pytest.mark.parametrize(
+    "config", [DecodeConfig(16, 1, 1, 3, block_m=16), DecodeConfig(64, 1, 1, 1), DecodeConfig(32, 1, 1, 7)], ids=str
+)
+def test_any_configuration_is_exact(config: DecodeConfig) -> None:
     from ringattn.kernels.decode import decode_triton
 
     scene = make_scene(Case(lengths=(300, 90), tokens=7, heads=8, kv_heads=2, head_dim=16, page_size=64))

@@ -20,7 +20,7 @@ from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.models import load_model, make_cache
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.sampling import Sampling
-from ringattn.launch.serve.scheduler import Plan, Request, Scheduler
+from ringattn.launch.serve.scheduler import AnswerRequest, Plan, Scheduler
 from ringattn.ring import Ring
 from tests.support.pool import Pools
 
@@ -60,7 +60,7 @@ class _Ahead:
         return _Later(self._model_runner.start(plan))
 
 
-def requests() -> list[Request]:
+def requests() -> list[AnswerRequest]:
     """Requests with every option, greedy and sampled, of which some end by a token."""
     draw = random.Random(3)
     found = []
@@ -80,13 +80,13 @@ def requests() -> list[Request]:
         )
         stops = frozenset(draw.sample(range(97, 123), 4 * (name % 2)))
         most = draw.choice([1, 5, 12])
-        found.append(Request(name, prompt, most, sampling=how, stops=stops, score_prompt=name == SCORED))
+        found.append(AnswerRequest(name, prompt, most, sampling=how, stops=stops, score_prompt=name == SCORED))
     return found
 
 
-def spoilt_requests() -> list[Request]:
+def spoilt_requests() -> list[AnswerRequest]:
     """Prompts with a token whose embedding is not a number, of lengths that share tiles and steps with those of `requests`."""
-    return [Request(100 + n, [98] * n + [SPOILT] + [99] * 4, 3, sampling=Sampling(0.0)) for n in (2, 30, 63)]
+    return [AnswerRequest(100 + n, [98] * n + [SPOILT] + [99] * 4, 3, sampling=Sampling(0.0)) for n in (2, 30, 63)]
 
 
 def scores_of(prompt: list[int]) -> Tensor:

@@ -28,7 +28,7 @@ from ringattn.launch.serve.http.detokenizer import StopStrings
 from ringattn.launch.serve.model_runner import MIXED_ROWS, ModelRunner
 from ringattn.launch.serve.models import broadcast_weights, check_memory, describe_cache, load_model, make_cache
 from ringattn.launch.serve.sampling import Logprob, Sampling, sample_tokens
-from ringattn.launch.serve.scheduler import Request, Scheduler
+from ringattn.launch.serve.scheduler import AnswerRequest, Scheduler
 from ringattn.launch.serve.tokenizer import ByteTokenizer, ChatTemplateError, PretrainedTokenizer, make_tokenizer
 from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer
 from ringattn.ring import Ring
@@ -105,7 +105,7 @@ def answered(
         rows=model_runner.graph_runner.most_rows if mixed else 0,
     )
     answers: dict[int, list[int]] = {name: [] for name in range(len(prompts))}
-    pending = [Request(name, prompt, 6, sampling=Sampling(0)) for name, prompt in enumerate(prompts)]
+    pending = [AnswerRequest(name, prompt, 6, sampling=Sampling(0)) for name, prompt in enumerate(prompts)]
     scheduler.add([pending.pop(0)])
     before, kinds = None, Counter[str]()
     while (plan := scheduler.plan()) or before:

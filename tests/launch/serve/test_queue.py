@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.messages import Event
-from ringattn.launch.serve.scheduler import Request, Scheduler
+from ringattn.launch.serve.scheduler import AnswerRequest, Scheduler
 from tests.support.serving import STOP, FakeRunner, FakeServer, FakeStep, Link, answer, make_engine
 
 
@@ -39,7 +39,7 @@ class Bench:
         self.scheduler = Scheduler(self.runner.allocator, chunk=64, max_running=slots, keep=keep, pieces=2)
         self.engine = make_engine(self.runner, self.scheduler, 1e6)
         self.engine.deliver = self._take
-        self.accepted: dict[int, Request] = {}
+        self.accepted: dict[int, AnswerRequest] = {}
         self.ended: dict[int, Event] = {}
         self.names = iter(range(1, 10**6))
 
@@ -54,7 +54,7 @@ class Bench:
     def ask(self, prompt: int = 4, max_tokens: int = 4, answers: int = 1) -> None:
         """Submit requests."""
         text = [1 + next(self.names) % 250] * prompt
-        requests = [Request(next(self.names), text, max_tokens, stops=frozenset([STOP])) for _ in range(answers)]
+        requests = [AnswerRequest(next(self.names), text, max_tokens, stops=frozenset([STOP])) for _ in range(answers)]
         self.accepted.update((request.id, request) for request in requests)
         self.engine.submit(requests)
 
@@ -170,7 +170,7 @@ def test_a_client_that_has_its_answer_may_ask_again_at_once():
 
 def test_the_time_limit_counts_from_the_arrival():
     bench = Bench(1)
-    waited = Request(1, [5], 4, arrived=time.monotonic() - 50.0)
-    bench.engine.submit([waited, fresh := Request(2, [5], 4)])
+    waited = AnswerRequest(1, [5], 4, arrived=time.monotonic() - 50.0)
+    bench.engine.submit([waited, fresh := AnswerRequest(2, [5], 4)])
     assert waited.deadline == waited.arrived + 1e6
     assert fresh.deadline - waited.deadline > 49.0

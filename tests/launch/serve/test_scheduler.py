@@ -15,12 +15,12 @@ from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.messages import Event, decode_to_rank, encode
 from ringattn.launch.serve.prefix_cache import PrefixIndex, prefix_digests
-from ringattn.launch.serve.scheduler import Plan, Request, Scheduler, apply_changes
+from ringattn.launch.serve.scheduler import AnswerRequest, Plan, Scheduler, apply_changes
 from tests.support.serving import STOP, FakeRunner, FakeStep, answer, scores_after
 
 
-def request(name: int, prompt: Sequence[int], max_tokens: int = 5, deadline: float = float("inf")) -> Request:
-    return Request(name, list(prompt), max_tokens, deadline, stops=frozenset([STOP]))
+def request(name: int, prompt: Sequence[int], max_tokens: int = 5, deadline: float = float("inf")) -> AnswerRequest:
+    return AnswerRequest(name, list(prompt), max_tokens, deadline, stops=frozenset([STOP]))
 
 
 class Bench:
@@ -255,7 +255,7 @@ def test_a_prompt_that_is_scored_is_computed_whole_in_short_steps_and_serves_oth
     bench.scheduler.add([request(0, prompt)])
     bench.drain()
     steps = len(bench.plans)
-    scored = Request(1, prompt, 5, stops=frozenset([STOP]), score_prompt=True)
+    scored = AnswerRequest(1, prompt, 5, stops=frozenset([STOP]), score_prompt=True)
     bench.scheduler.add([scored, request(2, [9] * 500), request(3, [8, 7])])
     bench.drain()
     assert bench.ended[1].num_cached == 0

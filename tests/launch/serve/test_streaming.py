@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.http import api, completions, engine_client
-from ringattn.launch.serve.http.api import Choice, ResponseWriter
+from ringattn.launch.serve.http.api import CompletionChoice, ResponseWriter
 from ringattn.launch.serve.http.app import make_app
 from ringattn.launch.serve.messages import Event, Settings, StepOutput, Stop
 from ringattn.launch.serve.sampling import Logprob
@@ -41,7 +41,7 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
             return None
 
     tokenizer: Any = Said()
-    choice = Choice(3, [], tokenizer, [])
+    choice = CompletionChoice(3, [], tokenizer, [])
     choices = [choice]
     lines = ResponseWriter(chat, model, tokenizer, [[]], choices, with_usage=with_usage, with_ids=with_ids)
     said, offset = "", 0
@@ -77,7 +77,7 @@ def test_a_line_is_the_json_of_its_chunk(chat, with_usage, with_ids, with_logpro
 
 def test_tokens_of_a_part_of_a_character_have_their_bytes():
     """Regression: they had none, and all shared one key of `top_logprobs`."""
-    choice = Choice(0, [], ByteTokenizer(), [])
+    choice = CompletionChoice(0, [], ByteTokenizer(), [])
     for token in "aß".encode():
         choice.push(Event(1, token, details=Logprob(-0.5, ((token, -0.5),))))
     (answer,) = json.loads(ResponseWriter(True, "bytes", ByteTokenizer(), [[1]], [choice]).whole())["choices"]
@@ -93,7 +93,7 @@ def test_tokens_of_a_part_of_a_character_have_their_bytes():
 
 def test_of_tokens_with_one_text_the_likeliest_is_reported():
     tokenizer = ByteTokenizer(300)  # tokens above 256 have no text
-    choice = Choice(0, [], tokenizer, [])
+    choice = CompletionChoice(0, [], tokenizer, [])
     top = ((0xC3, -0.1), (0x61, -3.0), (0xE2, -5.0), (270, -6.0), (271, -7.0))
     choice.push(Event(1, 0xC3, details=Logprob(-0.1, top)))
     (answer,) = json.loads(ResponseWriter(False, "bytes", tokenizer, [[1]], [choice]).whole())["choices"]
@@ -104,7 +104,7 @@ def test_of_tokens_with_one_text_the_likeliest_is_reported():
 @pytest.mark.parametrize("chat", [False, True])
 def test_logprobs_are_encoded_as_they_come_and_not_at_the_end(monkeypatch, chat):
     """Regression: the end of 128 answers of 500 tokens with 20 logprobs each stopped the event loop for seconds."""
-    choices = [Choice(place, [97, 98], ByteTokenizer(), [], score_prompt=not chat) for place in range(2)]
+    choices = [CompletionChoice(place, [97, 98], ByteTokenizer(), [], score_prompt=not chat) for place in range(2)]
     writer = ResponseWriter(chat, "bytes", ByteTokenizer(), [[97, 98]], choices)
     logprob = Logprob(-0.5, ((99, -0.5), (100, -1.0)))
     for place in range(2):
