@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ringattn.dispatch import resolve, ring_of, run_backward, run_forward
 from ringattn.kernels.interface import accumulation_dtype
 from ringattn.plan.attention_spec import ScoreTensors
-from ringattn.schedule.stepwise_backward import BackwardCall, WantedGrads
+from ringattn.schedule.execution_plan import BackwardCall, WantedGrads
 from ringattn.tensor_checks import has_tangent
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})

@@ -24,11 +24,11 @@ from ringattn.plan.expressions import Mask
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.ring_registry import RINGS, get_ring
-from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan, resolve_moving
+from ringattn.schedule.execution_plan import BackwardCall, ExecutionPlan, Gradients, make_execution_plan, resolve_moving
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarchical_forward
 from ringattn.schedule.local import local_backward, local_forward
-from ringattn.schedule.stepwise_backward import BackwardCall, Gradients, stepwise_backward
+from ringattn.schedule.stepwise_backward import stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.schedule.validation import check_call
 from ringattn.transport.base import RingContext

@@ -19,7 +19,7 @@ from ringattn.plan.expressions import Mask
 from ringattn.plan.options import resolve_flag, resolve_integer
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
-from ringattn.schedule.stepwise_backward import BackwardCall, Gradients, WantedGrads
+from ringattn.schedule.execution_plan import BackwardCall, Gradients, WantedGrads
 from ringattn.schedule.validation import check_call, check_tensors, expand_bias
 from ringattn.transport.base import RingContext
 from ringattn.transport.gpu_sharing import ranks_per_gpu, sm_margin_of

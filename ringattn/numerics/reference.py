@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast, overload
 
 import torch
 from torch import Tensor
@@ -133,8 +133,10 @@ def dense_attention(
     """
     b, _, h, d = q.shape
     hk = k.shape[2]
-    stat_dtype, scale = accumulation_dtype(q.dtype), options.pop("softmax_scale", None)
-    score = Score(d**-0.5 if scale is None else scale, **options)
+    stat_dtype = accumulation_dtype(q.dtype)
+    if options.get("softmax_scale") is None:
+        options["softmax_scale"] = d**-0.5
+    score = Score(**cast(Any, options))
     with torch.autocast(q.device.type, enabled=False):
         k = k.repeat_interleave(h // hk, dim=2)
         v = v.repeat_interleave(h // hk, dim=2)

@@ -170,12 +170,16 @@ class MaskUnion:
     @cached_property
     def batch_size(self) -> int:
         """Batch elements with pairs of their own; 1 when all share one mask."""
-        return self.expression.batch_size or 1
+        return self._elements or 1
 
     @cached_property
     def is_per_batch(self) -> bool:
         """Whether batch elements have pairs of their own."""
-        return self.expression.batch_size is not None
+        return self._elements is not None
+
+    @cached_property
+    def _elements(self) -> int | None:
+        return self.expression.batch_size
 
     @cached_property
     def _intervals(self) -> dict[int, list[Term]]:

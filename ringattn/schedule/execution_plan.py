@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,6 +75,80 @@ class ExecutionPlan:
     is_short_backward: bool
     mark: CallMark | None = None
     shares_seed: bool = False
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradients of this rank's tensors, in the accumulation dtype; None where not wanted.
+
+    In a ring of one rank dq, dk and dv have the dtype of the inputs.
+
+    Attributes:
+        dalibi: `h`: this rank's share; the sum over ranks is the gradient.
+        dsinks: `h`: this rank's share; the sum over ranks is the gradient.
+        dkey_bias: `b t`.
+        dbias: `b h s n`.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor | None
+    dalibi: Tensor | None
+    dkey_bias: Tensor | None
+    dbias: Tensor | None
+
+
+class WantedGrads(NamedTuple):
+    """Flags of the optional tensors of a score whose gradients are wanted."""
+
+    sinks: bool = False
+    alibi_slopes: bool = False
+    key_bias: bool = False
+    bias: bool = False
+
+
+class BackwardCall(NamedTuple):
+    """A backward: do `b s h dv` and dlse `b h s`, 0 on rows that saw nothing, and the arguments and results of its forward.
+
+    Attributes:
+        wanted: The gradients of optional tensors to compute.
+    """
+
+    do: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    score: Score
+    plan: ExecutionPlan
+    context: RingContext
+    wanted: WantedGrads
+
+    def gradients(
+        self,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        delta: Tensor,
+        dalibi: Tensor | None,
+        dkey_bias: Tensor | None = None,
+        dbias: Tensor | None = None,
+    ) -> Gradients:
+        """Return the gradients; delta and dalibi, the gradient of alibi_slopes by row, are `b h s`."""
+        dsinks = sinks_gradient(self.score, self.lse, delta) if self.wanted.sinks else None
+        return Gradients(dq, dk, dv, dsinks, None if dalibi is None else dalibi.sum((0, 2)), dkey_bias, dbias)
+
+
+def sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:
+    """Return this rank's share of the gradient of sinks, `h`; lse and delta are `b h s`."""
+    # a sink is a logit whose value row is zero: dp = 0, so ds = p * (0 - delta)
+    assert score.sinks is not None, "a gradient of sinks needs sinks"
+    # a row without keys and without a sink has no weight to give: exp(-inf + inf) would be NaN
+    p = torch.exp(score.sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+    return -(p * delta).sum((0, 2))
 
 
 def make_execution_plan(

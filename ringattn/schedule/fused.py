@@ -19,8 +19,14 @@ from torch import Tensor
 from ringattn.kernels.comm.grad_reduce import reduce_key_bias_grads, reduce_kv_grads
 from ringattn.kernels.interface import Arrivals, BackwardStep, Grads, Returns, Score, Step, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
-from ringattn.schedule.execution_plan import ExecutionPlan, FusedPlan, enqueue_or_replay, present
-from ringattn.schedule.stepwise_backward import BackwardCall, Gradients
+from ringattn.schedule.execution_plan import (
+    BackwardCall,
+    ExecutionPlan,
+    FusedPlan,
+    Gradients,
+    enqueue_or_replay,
+    present,
+)
 from ringattn.transport.base import KVGather, KVGatherHandle, RingContext, span
 
 

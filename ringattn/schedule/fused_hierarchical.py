@@ -27,10 +27,9 @@ from ringattn.kernels.kv.pack import pack
 from ringattn.kernels.partials.merge import merge_stack
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.plan.ring_plan import RankPlan, Rows
-from ringattn.schedule.execution_plan import ExecutionPlan
+from ringattn.schedule.execution_plan import BackwardCall, ExecutionPlan, Gradients
 from ringattn.schedule.fused import gather_of
 from ringattn.schedule.kv_rotation import NodeGradSums, slices
-from ringattn.schedule.stepwise_backward import BackwardCall, Gradients
 from ringattn.transport.base import Buffers, KVGather, Message, RingContext, Work, span
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import BackwardStep, Grads, Score, Step
 from ringattn.kernels.runtime.table_cache import find
-from ringattn.schedule.execution_plan import ExecutionPlan, enqueue_or_replay, present
-from ringattn.schedule.stepwise_backward import BackwardCall, Gradients
+from ringattn.schedule.execution_plan import BackwardCall, ExecutionPlan, Gradients, enqueue_or_replay, present
 from ringattn.transport.base import RingContext, span
 
 

@@ -8,82 +8,15 @@ posts of the next step. The owner adds contributions in step order, in fp32.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.interface import BackwardStep, Grads, Score, accumulation_dtype
+from ringattn.kernels.interface import BackwardStep, Grads, accumulation_dtype
 from ringattn.kernels.runtime.table_cache import find
-from ringattn.schedule.execution_plan import ExecutionPlan
+from ringattn.schedule.execution_plan import BackwardCall, Gradients
 from ringattn.schedule.kv_rotation import GradReturner, KVPrefetcher, moving_tensors, reserve
-from ringattn.transport.base import RingContext, span
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of this rank's tensors, in the accumulation dtype; None where not wanted.
-
-    In a ring of one rank dq, dk and dv have the dtype of the inputs.
-
-    Attributes:
-        dalibi: `h`: this rank's share; the sum over ranks is the gradient.
-        dsinks: `h`: this rank's share; the sum over ranks is the gradient.
-        dkey_bias: `b t`.
-        dbias: `b h s n`.
-    """
-
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
-    dsinks: Tensor | None
-    dalibi: Tensor | None
-    dkey_bias: Tensor | None
-    dbias: Tensor | None
-
-
-class WantedGrads(NamedTuple):
-    """Flags of the optional tensors of a score whose gradients are wanted."""
-
-    sinks: bool = False
-    alibi_slopes: bool = False
-    key_bias: bool = False
-    bias: bool = False
-
-
-class BackwardCall(NamedTuple):
-    """A backward: do `b s h dv` and dlse `b h s`, 0 on rows that saw nothing, and the arguments and results of its forward.
-
-    Attributes:
-        wanted: The gradients of optional tensors to compute.
-    """
-
-    do: Tensor
-    dlse: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    lse: Tensor
-    score: Score
-    plan: ExecutionPlan
-    context: RingContext
-    wanted: WantedGrads
-
-    def gradients(
-        self,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        delta: Tensor,
-        dalibi: Tensor | None,
-        dkey_bias: Tensor | None = None,
-        dbias: Tensor | None = None,
-    ) -> Gradients:
-        """Return the gradients; delta and dalibi, the gradient of alibi_slopes by row, are `b h s`."""
-        dsinks = sinks_gradient(self.score, self.lse, delta) if self.wanted.sinks else None
-        return Gradients(dq, dk, dv, dsinks, None if dalibi is None else dalibi.sum((0, 2)), dkey_bias, dbias)
+from ringattn.transport.base import span
 
 
 def stepwise_backward(call: BackwardCall) -> Gradients:
@@ -153,12 +86,3 @@ def stepwise_backward(call: BackwardCall) -> Gradients:
     grad_returner.finish()
     dalibi, dkey_bias = query_side[1] if wanted.alibi_slopes else None, key_side[2] if wanted.key_bias else None
     return call.gradients(query_side[0], key_side[0], key_side[1], delta, dalibi, dkey_bias, dbias)
-
-
-def sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:
-    """Return this rank's share of the gradient of sinks, `h`; lse and delta are `b h s`."""
-    # a sink is a logit whose value row is zero: dp = 0, so ds = p * (0 - delta)
-    assert score.sinks is not None, "a gradient of sinks needs sinks"
-    # a row without keys and without a sink has no weight to give: exp(-inf + inf) would be NaN
-    p = torch.exp(score.sinks.to(lse.dtype)[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
-    return -(p * delta).sum((0, 2))

@@ -11,8 +11,8 @@ from ringattn.kernels.interface import KernelSet, Score, accumulation_dtype
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.execution_plan import make_execution_plan
-from ringattn.schedule.stepwise_backward import BackwardCall, WantedGrads, stepwise_backward
+from ringattn.schedule.execution_plan import BackwardCall, WantedGrads, make_execution_plan
+from ringattn.schedule.stepwise_backward import stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.transport.base import Done, RingContext, Transport
 

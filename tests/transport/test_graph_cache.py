@@ -23,9 +23,8 @@ from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.layouts import make_shards
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule import execution_plan, fused
-from ringattn.schedule.execution_plan import ExecutionPlan, make_execution_plan
+from ringattn.schedule.execution_plan import BackwardCall, ExecutionPlan, WantedGrads, make_execution_plan
 from ringattn.schedule.fused import fused_backward, fused_forward
-from ringattn.schedule.stepwise_backward import BackwardCall, WantedGrads
 from ringattn.transport.base import RingContext
 from ringattn.transport.copy_engine import graph_cache
 from ringattn.transport.copy_engine import transport as copy_engine

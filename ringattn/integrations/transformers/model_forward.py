@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from itertools import accumulate
-from typing import Any, NoReturn, SupportsIndex, TypeVar
+from typing import Any, NoReturn, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ def attended_before(layer: int) -> bool:
 
 CACHE_KEYWORDS = ("cache", "past_key_values")
 """Keywords of a call's cache: since transformers 5.24, and before."""
-_BY_RELEASE = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+_BY_RELEASE = inspect.signature(cast(Any, GenerationMixin).prepare_inputs_for_generation).parameters
 
 
 def cache_keyword(parameters: Container[str]) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from accelerate import PartialState
@@ -177,7 +177,7 @@ class RingTrainerMixin(_Base):
                 self._check_count(model, inputs, count)
         before = num_forwards()
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        check_attention(self.model, before)
+        check_attention(cast(nn.Module, self.model), before)
         return result
 
     def prediction_step(

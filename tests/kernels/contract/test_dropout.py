@@ -12,7 +12,7 @@ from ringattn.kernels.attention.dropout import keep_mask, philox
 from ringattn.plan.attention_spec import ScoreTensors, serialize
 from ringattn.plan.layouts import zigzag
 from ringattn.plan.sharding import Sharding
-from ringattn.schedule.stepwise_backward import BackwardCall, WantedGrads
+from ringattn.schedule.execution_plan import BackwardCall, WantedGrads
 from ringattn.transport.base import RingContext
 from ringattn.transport.simulated import run_ranks
 
