@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 
@@ -84,7 +84,7 @@ def _answers(
         patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         patch.object(importlib.util, "find_spec", return_value=fitting),
         patch.object(operators, "available", _torch_available),
-        patch.object(importlib, "import_module", return_value=SimpleNamespace(**vars(fitting), forward=None)),
+        patch.object(importlib, "import_module", return_value=MagicMock(**vars(fitting))),
     ):
         for name in ("hopper", "torch", "portable", "eager"):
             features = () if feature is None else (feature,)

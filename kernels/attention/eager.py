@@ -329,7 +329,7 @@ class EagerKernels(KernelSet):
         lse, sources = step.lse, list(_sources(step, arrivals))
         carry = SoftmaxState(torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(step.o, dtype=lse.dtype))
         for number, source in enumerate(sources):
-            _forward(step._replace(**source, carry=carry, first=number == 0, last=number == len(sources) - 1))
+            self.forward(step._replace(**source, carry=carry, first=number == 0, last=number == len(sources) - 1))
 
     def backward_fused(self, step: BackwardStep, arrivals: Arrivals, returns: Returns, grads: Grads) -> None:
         """`KernelSet.backward_fused`."""
@@ -343,7 +343,7 @@ class EagerKernels(KernelSet):
             biased = returns.bias_grad_buffers is not None
             dkey_bias = torch.empty(b, t, dtype=torch.float32, device="cpu") if biased else None
             some = Grads(dq, region[..., :d], region[..., d:], dkey_bias, grads.dalibi, accumulate_rows=number > 0)
-            _backward(step._replace(**source, o=None), some)
+            self.backward(step._replace(**source, o=None), some)
             if returns.bias_grad_buffers is not None and dkey_bias is not None:
                 # heads are summed already: the sum stands with the first
                 region = _region(returns.bias_grad_buffers, number, (b, hk, returns.rows))[..., :t]

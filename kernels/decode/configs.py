@@ -128,7 +128,7 @@ def shares(weights: Sequence[int], s: int, h: int, hk: int, page_size: int, sms:
     Programs that multiply are long, so they are cut until the last round costs little; few enough that parts cost little.
 
     Example:
-        >>> one = Config(64, 8, 3, 1, block_m=128)
+        >>> one = DecodeConfig(64, 8, 3, 1, block_m=128)
         >>> [shares([2048] * b, 32, 32, 8, 64, 132, one) for b in (1, 4, 12)]
         [16, 4, 4]
     """
@@ -166,7 +166,7 @@ def splits(
     """The height of the stack: `kernels.decode.dispatch.num_splits` for a device of `sms` multiprocessors.
 
     Example:
-        >>> one = Config(64, 4, 3, 2)
+        >>> one = DecodeConfig(64, 4, 3, 2)
         >>> [splits(b, 1, 32, 8, 1024, 64, 132, one) for b in (2, 8, 64, 200)]
         [33, 33, 33, 20]
         >>> [splits(b, 16, 32, 8, 1024, 64, 132, one, same_length=True) for b in (2, 8, 32)]

@@ -19,7 +19,6 @@ from ringattn.launch.bench.inference_model import full_cache, local_bytes
 from ringattn.launch.check import cache_scenarios
 from ringattn.launch.common.session import open_session
 from ringattn.sizing.shapes import ModelShape
-from tests.support.pages import load
 
 SHAPE = ModelShape("test", dim=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp_dim=48, vocab_size=61)
 WORDS = ["--dim", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--mlp-dim", "48", "--vocab-size", "61"]
@@ -122,24 +121,3 @@ def test_layers_belong_to_lengths() -> None:
         InferenceFlags(lengths=(1, 2, 3), layers=(4, 5))
     with pytest.raises(ValueError, match="chunk must be at least 1"):
         InferenceFlags(chunk=0)
-
-
-def test_lines_take_graphs_and_chunks_where_there_are_any() -> None:
-    rows = [
-        {"part": "token", "world_size": 4, "seq_len": n, "batch": 1, "layers": 8, "how": how, "ms_per_token": ms}
-        for n in (32768, 65536)
-        for how, ms in (("graph", 3.0), ("eager", 9.0))
-    ]
-    rows += [
-        {"part": "token", "world_size": 4, "seq_len": 131072, "batch": 1, "layers": 8, "how": "eager", "refused": "x"}
-    ]
-    rows += [{"part": "first", "world_size": 1, "seq_len": 32768, "batch": 1, "layers": 8, "ttft_s": 1.0}]
-    rows += [
-        {"part": "prefill", "world_size": 4, "seq_len": n, "layers": 1, "who": who, "percent_of_training": percent}
-        for n in (32768, 65536)
-        for who, percent in (("ring", 100.0), ("attend", 97.0), ("attend_chunked", 93.0))
-    ]
-    assert load("figures").inference_lines(rows) == {
-        "token": {"4 GPUs, batch 1": [(32768, 3.0), (65536, 3.0)]},
-        "prefill": {"4 GPUs, batch 1": [(32768, 93.0), (65536, 93.0)]},
-    }

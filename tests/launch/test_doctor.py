@@ -45,7 +45,7 @@ def test_doctor_finds_a_broken_kernel(monkeypatch: pytest.MonkeyPatch, capsys: p
     def broken(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(eager, "forward", broken)
+    monkeypatch.setattr(eager.EagerKernels, "forward", broken)
     assert doctor.main(["--device", "cpu"]) == 1
     assert "no such instruction" in capsys.readouterr().out
 

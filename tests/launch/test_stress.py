@@ -34,29 +34,29 @@ def test_many_calls_on_one_ring_keep_their_bits(pool, tmp_path: Path) -> None:
 
 def _soak_with_a_late_mistake(words: list[str], name: str) -> int:
     """Make one small error on rank 1 after the sequence has begun."""
-    right, asked = getattr(eager, name), [0]
+    right, asked = getattr(eager.EagerKernels, name), [0]
     begun = stress._run
 
     def run(*args: Any) -> None:
         asked[0] = 1
         begun(*args)
 
-    def wrong(*args: Any, **kwargs: Any) -> None:
-        right(*args, **kwargs)
-        written = (kwargs["o"], kwargs["lse"]) if name == "forward" else (args[9].dk, args[9].dq)
-        if asked[0] and kwargs.get("last", True) and written[0].numel():
+    def wrong(kernels: eager.EagerKernels, step: Any, *grads: Any) -> None:
+        right(kernels, step, *grads)
+        written = (grads[0].dk, grads[0].dq) if grads else (step.o, step.lse)
+        if asked[0] and (grads or step.last) and written[0].numel():
             asked[0] += 1
             if asked[0] == 6 and dist.get_rank() == 1:
                 for x in written:
                     x.view(-1)[-1:].add_(1e-3)
 
     stress._run = run
-    setattr(eager, name, wrong)
+    setattr(eager.EagerKernels, name, wrong)
     try:
         return _soak(*words)
     finally:
         stress._run = begun
-        setattr(eager, name, right)
+        setattr(eager.EagerKernels, name, right)
 
 
 @pytest.mark.dist

@@ -51,7 +51,7 @@ CONFIGS = {
 def write_config(folder: Path, name: str = "llama", **changes: Any) -> str:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**CONFIGS[name], **changes}))
-    return str(folder)
+    return str(folder / "config.json")
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_weights_and_tokenizer_of_a_folder_are_used(tmp_path):
     words = {word: index for index, word in enumerate(["<end>", "<unknown>", "one", "two", "three", "four", "five"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    path = write_config(tmp_path / "model", vocab_size=7)
+    path = str(Path(write_config(tmp_path / "model", vocab_size=7)).parent)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
     model.save_pretrained(path)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(path)
