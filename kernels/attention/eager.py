@@ -44,7 +44,7 @@ TILE_KEYS = 256
 
 
 @contextlib.contextmanager
-def _plain(device: torch.device) -> Iterator[None]:
+def _without_autograd(device: torch.device) -> Iterator[None]:
     """Keep autograd out, and an ambient autocast from lowering the matmuls."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
@@ -178,7 +178,7 @@ def _forward(step: Step) -> None:
     q, k, v, rows, keys, score, o, lse, carry, first, last, _ = step
     assert isinstance(keys, RowMetadata), "a fused call is computed source by source"
     assert carry is not None or (first and last), "only a ring step that is first and last has no carry"
-    with _plain(q.device):
+    with _without_autograd(q.device):
         heads = _HeadMajor.of(q, k, v, rows, keys, score, lse.dtype)
         b, hk, g = heads.shape
         for x, tiles in _row_tiles(rows, keys):
@@ -236,7 +236,7 @@ def _backward(step: BackwardStep, grads: Grads) -> None:
     assert isinstance(keys, RowMetadata), "a fused call is computed source by source"
     if o is not None and not delta_made:
         eager_delta(o, do, dlse, delta)
-    with _plain(q.device):
+    with _without_autograd(q.device):
         heads = _HeadMajor.of(q, k, v, rows, keys, score, lse.dtype)
         dk, dv = torch.zeros_like(heads.keys_h), torch.zeros_like(heads.values_h)
         dkey_bias = None if grads.dkey_bias is None else torch.zeros_like(grads.dkey_bias)

@@ -223,7 +223,7 @@ def _build_model(
             raise
         raise Refusal(
             f"a model must attend through transformers' attention interface, got {config.model_type}, which chooses among classes "
-            "of its own (as Falcon, GPT-J and GPT-Neo do); serve another model"
+            "of its own (as Falcon and GPT-Neo do); serve another model"
         ) from None
     if tiny:
         _prefer_letters_(model)

@@ -255,6 +255,8 @@ class _Decode:
     options: _Options
     terms: list[tuple[Tensor, Tensor, int]] | None
     contains: ClassVar[bool] = False  # pages are read
+    comm_mode: ClassVar[str] = ""
+    kv_access: ClassVar[str] = ""
 
     def attend(self, step: ForwardBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> Tensor:
         """Return o `batch rows h dv`, the same bits on all ranks; the keys are in the cache."""

@@ -111,12 +111,12 @@ class ForwardBatch:
     @property
     def comm_modes(self) -> tuple[str, ...]:
         """Tensors sent in each kind of call of this step so far: "keys" or "queries"; empty for decode."""
-        return tuple(known.comm_mode for known in self.calls.values() if hasattr(known, "comm_mode"))
+        return tuple(known.comm_mode for known in self.calls.values() if known.comm_mode)
 
     @property
     def kv_accesses(self) -> tuple[str, ...]:
         """Access to cached rows of each kind of call of this step so far: "copies" or "pages"; empty for decode."""
-        return tuple(known.kv_access for known in self.calls.values() if hasattr(known, "kv_access"))
+        return tuple(known.kv_access for known in self.calls.values() if known.kv_access)
 
     def take(self, tokens: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's rows of all new tokens; in decode all of them.

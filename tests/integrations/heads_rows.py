@@ -39,7 +39,7 @@ ROWS = [
             "shard_batch",
             _ALONE,
             kind,
-            f"{_REFUSED[kind == 'mamba']}|unexpected keyword",
+            f"{'|'.join(_REFUSED[: 1 + (kind == 'mamba')])}|unexpected keyword",
             "run it on one process",
         )
         for kind, name in _UNAWARE.items()
