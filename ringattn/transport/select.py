@@ -6,8 +6,9 @@ import importlib.util
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,7 +22,6 @@ from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.reduce.stacked import LocalReducer, ProcessGroupReducer
 from ringattn.transport.timeout import BoundedWait
 
-TRANSPORTS = ("auto", "copy_engine", "process_group")
 PROBE_BYTES = 16 * 2**20
 """Size of the push that measures a link: large enough for full speed."""
 
@@ -117,6 +117,73 @@ def measure_push(
     return min(consensus.share("bytes per second", PROBE_BYTES / seconds))
 
 
+@dataclass(frozen=True)
+class _Place:
+    """What decides about the transport of a ring: its device and nodes, and the results of `look` of all ranks."""
+
+    device: torch.device
+    consensus: RankConsensus
+    nodes: Nodes | None
+    found: Sequence[dict[str, Any]]
+
+
+class _Offer(NamedTuple):
+    transport: Transport
+    why: str
+    rate: float
+
+
+def _offer_copy_engine(place: _Place) -> _Offer | str:
+    device, consensus, nodes, found = place.device, place.consensus, place.nodes, place.found
+    rank, world_size, timeout = consensus.rank, consensus.world_size, consensus.timeout
+    obstacle = consensus.first("obstacle", find_obstacle(rank, device, found, nodes))
+    if obstacle is not None:
+        return obstacle
+    from ringattn.transport.copy_engine.cuda_driver import CudaStreams
+    from ringattn.transport.copy_engine.symmetric_memory import SymmetricMemory
+    from ringattn.transport.copy_engine.transport import CopyEngineTransport
+
+    streams, error = None, None
+    try:
+        streams = CudaStreams(device)
+    except RuntimeError as refusal:
+        error = f"ring rank {rank}: {refusal}"
+    # one rank may have a broken installation: all must be ready before memory is made
+    obstacle = consensus.first("error", error)
+    if obstacle is not None:
+        return obstacle
+    assert streams is not None, "all ranks have streams"
+    mates, within, together = node_of(rank, nodes, world_size), consensus.group_name, consensus
+    why = f"the {world_size} GPUs of the ring are on one host and reach each other"
+    if nodes is not None:
+        why = f"the {world_size // len(nodes)} GPUs of each of {len(nodes)} nodes reach each other"
+        number = mates.index(rank)
+        within = f"ringattn/{consensus.name}/node {nodes.index(mates)}"
+        name_part(within, consensus.group_name, number, len(mates))
+        together = RankConsensus(consensus.group_name, number, len(mates), within, timeout)
+    memory = SymmetricMemory(within, together, device, streams.synchronize)
+    rate = measure_push(mates.index(rank), len(mates), streams.time_copy, memory, consensus)
+    sm_margin = sm_margin_of(device, most_on_one_gpu(found))
+    transport = CopyEngineTransport(
+        rank, mates, consensus.name, streams, memory, timeout.total_seconds(), sm_margin=sm_margin
+    )
+    return _Offer(transport, why, rate)
+
+
+@dataclass(frozen=True)
+class TransportRow:
+    """A transport: its name, what a ring must have for it, and a function that makes it on all ranks, or says what is missing."""
+
+    name: str
+    needs: str
+    offer: Callable[[_Place], _Offer | str]
+
+
+_TABLE = (TransportRow("copy_engine", "GPUs of one host that reach each other, in every node", _offer_copy_engine),)
+"""Tried in order; a ring that no row serves takes the process group."""
+TRANSPORTS = ("auto", *(row.name for row in _TABLE), "process_group")
+
+
 def choose(
     wanted: str,
     device: torch.device,
@@ -133,54 +200,32 @@ def choose(
     Returns:
         The transport, the reason, the bytes that gathered keys may take per rank, and `RingContext.push_rate`.
     """
-    rank, world_size, timeout = consensus.rank, consensus.world_size, consensus.timeout
     if wanted == "process_group":
         return fallback, SelectedTransport("process_group", "asked for"), memory_budget or 0, 0.0
-    here = look(device) | {"memory_budget": memory_budget}
-    found = consensus.share("place", here)
+    found = consensus.share("place", look(device) | {"memory_budget": memory_budget})
     budgets = [other["memory_budget"] for other in found]
     if len(set(budgets)) > 1:
         raise ValueError(f"memory_budget must be the same on all ring ranks, got {budgets} by rank; pass one number")
     budget = memory_budget if memory_budget is not None else min(other["free"] for other in found) // 4
-    transport, rate, obstacle = None, 0.0, find_obstacle(rank, device, found, nodes)
-    obstacle = consensus.first("obstacle", obstacle)
-    if obstacle is None:
-        from ringattn.transport.copy_engine.cuda_driver import CudaStreams
-        from ringattn.transport.copy_engine.symmetric_memory import SymmetricMemory
-        from ringattn.transport.copy_engine.transport import CopyEngineTransport
-
-        try:
-            streams = CudaStreams(device)
-            error = None
-        except RuntimeError as refusal:
-            streams, error = None, f"ring rank {rank}: {refusal}"
-        # one rank may have a broken installation: all must be ready before memory is made
-        obstacle = consensus.first("error", error)
-        if obstacle is None and streams is not None:
-            mates, within, together = node_of(rank, nodes, world_size), consensus.group_name, consensus
-            if nodes is not None:
-                place = mates.index(rank)
-                within = f"ringattn/{consensus.name}/node {nodes.index(mates)}"
-                name_part(within, consensus.group_name, place, len(mates))
-                together = RankConsensus(consensus.group_name, place, len(mates), within, timeout)
-            memory = SymmetricMemory(within, together, device, streams.synchronize)
-            rate = measure_push(mates.index(rank), len(mates), streams.time_copy, memory, consensus)
-            sm_margin = sm_margin_of(device, most_on_one_gpu(found))
-            transport = CopyEngineTransport(
-                rank, mates, consensus.name, streams, memory, timeout.total_seconds(), sm_margin=sm_margin
+    missing: list[str] = []
+    for row in _TABLE:
+        if wanted not in ("auto", row.name):
+            continue
+        offer = row.offer(_Place(device, consensus, nodes, found))
+        if isinstance(offer, _Offer):
+            why = "asked for" if wanted == row.name else offer.why
+            return (
+                offer.transport,
+                SelectedTransport(row.name, f"{why}, {offer.rate / 1e9:.0f} GB/s"),
+                budget,
+                offer.rate,
             )
-    if transport is not None:
-        why = f"the {world_size} GPUs of the ring are on one host and reach each other"
-        if nodes is not None:
-            why = f"the {world_size // len(nodes)} GPUs of each of {len(nodes)} nodes reach each other"
-        why = "asked for" if wanted == "copy_engine" else why
-        return transport, SelectedTransport("copy_engine", f"{why}, {rate / 1e9:.0f} GB/s"), budget, rate
-    if wanted == "copy_engine":
-        raise RuntimeError(
-            f"transport 'copy_engine' must have GPUs of one host that reach each other, in every node, got: {obstacle}; "
-            "use transport='auto' or 'process_group'"
-        )
-    return fallback, SelectedTransport("process_group", f"{obstacle}"), budget, 0.0
+        if wanted == row.name:
+            raise RuntimeError(
+                f"transport {row.name!r} must have {row.needs}, got: {offer}; use transport='auto' or 'process_group'"
+            )
+        missing.append(offer)
+    return fallback, SelectedTransport("process_group", "; ".join(missing)), budget, 0.0
 
 
 def choose_reducer(
