@@ -16,7 +16,7 @@ from typing import Any
 from ringattn.launch.serve.messages import UNAVAILABLE, Event, Heartbeat, StepCommand, Stop, ToRank
 from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.rank_channel import RankChannel
-from ringattn.launch.serve.scheduler import AnswerRequest, Plan, Scheduler, apply_changes
+from ringattn.launch.serve.scheduler import AnswerRequest, ScheduledStep, Scheduler, apply_changes
 
 BEAT_S = 1.0
 """Seconds between messages to idle ranks, whose waits have a timeout."""
@@ -28,7 +28,7 @@ WINDOW_S = 5.0
 
 @dataclass
 class _RunningStep:
-    plan: Plan
+    plan: ScheduledStep
     step: PendingStep
     began: float
 
@@ -159,7 +159,7 @@ class Engine:
         self._queue_seconds += sum(now - request.arrived for request in self.scheduler.admitted)
         self.scheduler.admitted.clear()
 
-    def _start(self, plan: Plan) -> _RunningStep | None:
+    def _start(self, plan: ScheduledStep) -> _RunningStep | None:
         """Broadcast a step and start it; return None when there is nothing to compute."""
         self.broadcast(plan)
         if not plan.cache_ids:

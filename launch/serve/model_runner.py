@@ -21,7 +21,7 @@ from ringattn.inference import PagedKVCache
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
 from ringattn.launch.serve.messages import StepCommand
 from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score, to_device
-from ringattn.launch.serve.scheduler import Plan
+from ringattn.launch.serve.scheduler import ScheduledStep
 from ringattn.transport.timeout import EventPair
 
 if TYPE_CHECKING:
@@ -117,13 +117,13 @@ class ModelRunner:
         return steps
 
     def start(self, plan: StepCommand) -> PendingStep:
-        """Enqueue a step and the sampling of its tokens; all ranks call it, rank 0 with a `Plan`."""
+        """Enqueue a step and the sampling of its tokens; all ranks call it, rank 0 with a `ScheduledStep`."""
         begun = self._record_event()
         tokens = self._tokens(plan)
         logits, scored = self._compute_scored(plan, tokens) if plan.scored else (self._compute_wanted(plan, tokens), [])
         sampled, count = None, len(plan.wanted)
         if self.cache.ring.rank == 0:
-            assert isinstance(plan, Plan), "rank 0 has the requests"
+            assert isinstance(plan, ScheduledStep), "rank 0 has the requests"
             requests = [plan.requests[place] for place in plan.wanted]
             samplings = [request.sampling or Sampling() for request in requests]
             sampled = sample_tokens(logits, samplings, [request.prompt for request in requests])
@@ -169,7 +169,7 @@ class ModelRunner:
         wanted = [parts[place][-1:] for place in plan.wanted]
         return torch.cat([out.logits[0, :0], *wanted]), [parts[place] for place in plan.scored]
 
-    def _score(self, plan: Plan, scored: Sequence[Tensor]) -> list[Tensor]:
+    def _score(self, plan: ScheduledStep, scored: Sequence[Tensor]) -> list[Tensor]:
         """Return the logprobs of prompt tokens on rank 0, one prompt after another: each may take much memory."""
         found = []
         for place, targets, logits in zip(plan.scored, plan.targets, scored, strict=True):

@@ -108,7 +108,7 @@ class AnswerRequest:
         return len(self.tokens) + self.pending < self.max_length
 
 
-class Plan(StepCommand, tag=StepCommand.__name__, dict=True):
+class ScheduledStep(StepCommand, tag=StepCommand.__name__, dict=True):
     """A step as rank 0 plans it; the other ranks get it as a StepCommand, without these attributes.
 
     Attributes:
@@ -229,7 +229,7 @@ class Scheduler:
             self.remove(request.id, keep=True)
         return events
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> ScheduledStep | None:
         """Return the next step; None when there is nothing to do.
 
         The tokens count as computed when it returns: run the step, then call `record`. One more may be planned in between.
@@ -245,7 +245,7 @@ class Scheduler:
                 answers.append(request)
         short, long = self._split_by_length(prompts)
         mixed = self._split_mixed(answers, short)
-        plan = Plan(changes=self._changes)
+        plan = ScheduledStep(changes=self._changes)
         self._changes = []
         if answers and not (self._decoded and (long or (short and not mixed))):
             self._decoded = True
@@ -284,7 +284,7 @@ class Scheduler:
 
     def record(
         self,
-        plan: Plan,
+        plan: ScheduledStep,
         chosen: Sequence[tuple[int | None, Logprob | None]],
         scores: Sequence[tuple[Logprob, ...] | None] = (),
     ) -> list[Event]:

@@ -27,7 +27,7 @@ from ringattn.launch.serve.messages import (
     send_to,
 )
 from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score
-from ringattn.launch.serve.scheduler import Plan, Scheduler
+from ringattn.launch.serve.scheduler import ScheduledStep, Scheduler
 from ringattn.launch.serve.tokenizer import ChatTemplateError, check_text
 from tests.support.page_spans import blocks_of, page_spans
 
@@ -106,11 +106,11 @@ class FakeRunner:
                 self.from_previous += 1
         logits = self.run(plan)
         # the other ranks have no requests
-        every, wanted = (plan.requests, plan.wanted) if isinstance(plan, Plan) else ([], [])
+        every, wanted = (plan.requests, plan.wanted) if isinstance(plan, ScheduledStep) else ([], [])
         samplings = [every[place].sampling or Sampling(0) for place in wanted]
         chosen = sample_tokens(logits[: len(samplings)], samplings, [every[place].prompt for place in wanted])
         scores = []
-        for place, targets in zip(plan.scored, plan.targets, strict=True) if isinstance(plan, Plan) else ():
+        for place, targets in zip(plan.scored, plan.targets, strict=True) if isinstance(plan, ScheduledStep) else ():
             request, tokens = every[place], torch.tensor(targets)
             ends = range(request.num_computed - plan.counts[place] + 1, request.num_computed + 1)
             rows = torch.stack([scores_after(request.prompt[:end]) for end in ends])

@@ -18,7 +18,7 @@ from ringattn.kernels.attention.eager import eager_delta
 from ringattn.kernels.attention.torch_ops import operators
 from ringattn.kernels.attention.torch_ops.bands import Line, calls, lines, tiles
 from ringattn.kernels.attention.torch_ops.delta_output import output_for, rest_for
-from ringattn.kernels.attention.torch_ops.operators import Launch, launch_of_call, launch_of_tile
+from ringattn.kernels.attention.torch_ops.operators import OperatorLaunch, launch_of_call, launch_of_tile
 from ringattn.kernels.interface import (
     BackwardStep,
     Grads,
@@ -53,12 +53,12 @@ class _Calls:
         key_gaps: Keys without a launch, in the same way.
     """
 
-    launches: tuple[Launch, ...]
+    launches: tuple[OperatorLaunch, ...]
     row_gaps: tuple[Part, ...] | None
     key_gaps: tuple[Part, ...] | None
 
     @classmethod
-    def of(cls, launches: Sequence[Launch], batch: int, rows: int, keys: int) -> _Calls:
+    def of(cls, launches: Sequence[OperatorLaunch], batch: int, rows: int, keys: int) -> _Calls:
         """Find the gaps of launches."""
         row_gaps = _gaps([(x.batch, x.rows) for x in launches], batch, rows)
         return cls(tuple(launches), row_gaps, _gaps([(x.batch, x.keys) for x in launches], batch, keys))
@@ -234,7 +234,9 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _forward(backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, launch: Launch) -> tuple[Tensor, Tensor]:
+def _forward(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, launch: OperatorLaunch
+) -> tuple[Tensor, Tensor]:
     """The normalised partial of a launch: o `b s h dv`, lse `b h s` of its rows."""
     (b0, b1), (x0, x1), (y0, y1) = launch.batch, launch.rows, launch.keys
     return operators.forward(backend, q[b0:b1, x0:x1], k[b0:b1, y0:y1], v[b0:b1, y0:y1], scale, launch)
@@ -302,7 +304,7 @@ def _find_step(rows: RowMetadata, keys: RowMetadata, batch: int) -> _Step:
 
 
 def _make_step(rows: RowMetadata, keys: RowMetadata, batch: int) -> _Step:
-    windowed, plain = list[Launch](), list[Launch]()
+    windowed, plain = list[OperatorLaunch](), list[OperatorLaunch]()
     by_line, device = _lines_of(rows, keys), rows.positions.device
     batches, most = len(by_line) // rows.terms, MOST_LAUNCHES * batch
     for index, found in enumerate(by_line):

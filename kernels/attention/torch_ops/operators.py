@@ -61,7 +61,7 @@ OPERATORS = {
 Grads3 = tuple[Tensor, Tensor, Tensor]
 
 
-class Launch(NamedTuple):
+class OperatorLaunch(NamedTuple):
     """One call of an operator on slices of rows and keys.
 
     Attributes:
@@ -83,22 +83,22 @@ class Launch(NamedTuple):
     flipped: bool = False
 
 
-def launch_of_call(call: Call, batch: tuple[int, int], device: torch.device) -> Launch:
+def launch_of_call(call: Call, batch: tuple[int, int], device: torch.device) -> OperatorLaunch:
     """Return the launch of a call of the operators that have windows."""
     causal = call.window == (None, 0)
     window = (None, None) if causal else call.window
     if len(call.bands) == 1:
-        return Launch(batch, call.rows, call.keys, causal, window)
+        return OperatorLaunch(batch, call.rows, call.keys, causal, window)
     (row, _), (key, _) = call.rows, call.keys
     ends = [[0, *(band.rows[1] - row for band in call.bands)], [0, *(band.keys[1] - key for band in call.bands)]]
     cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cpu").to(device)
     longest = max(band.shape[0] for band in call.bands), max(band.shape[1] for band in call.bands)
-    return Launch(batch, call.rows, call.keys, causal, window, (cu_seqlens[0], cu_seqlens[1]), longest)
+    return OperatorLaunch(batch, call.rows, call.keys, causal, window, (cu_seqlens[0], cu_seqlens[1]), longest)
 
 
-def launch_of_tile(tile: Tile, batch: tuple[int, int]) -> Launch:
+def launch_of_tile(tile: Tile, batch: tuple[int, int]) -> OperatorLaunch:
     """Return the launch of a tile of the operators that have no windows."""
-    return Launch(batch, tile.rows, tile.keys, causal=tile.kind != "full", flipped=tile.kind == "upper")
+    return OperatorLaunch(batch, tile.rows, tile.keys, causal=tile.kind != "full", flipped=tile.kind == "upper")
 
 
 def operator(name: str) -> Any:
@@ -204,7 +204,7 @@ def _try_active(
     del deterministic  # a switch of torch that the call reads, here a part of the key
     n = 128
     q, k, v, do = (torch.zeros(1, n, 1, d, dtype=dtype, device=device) for d in (*[head_dim] * 2, *[v_head_dim] * 2))
-    launch = Launch((0, 1), (0, n), (0, n), causal=True)
+    launch = OperatorLaunch((0, 1), (0, n), (0, n), causal=True)
     try:
         o, lse = forward("flash", q, k, v, 1.0, launch)
         backward("flash", do, q, k, v, o, lse, 1.0, launch)
@@ -235,7 +235,9 @@ def _torch_runs(backend: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     return can_use_cudnn_attention(params) if backend == "cudnn" else can_use_flash_attention(params)
 
 
-def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, launch: Launch) -> tuple[Tensor, Tensor]:
+def forward(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, launch: OperatorLaunch
+) -> tuple[Tensor, Tensor]:
     """Return o `b s h dv` and lse `b h s` of a launch, from slices of its rows and keys."""
     if launch.flipped:
         o, lse = forward(backend, q.flip(1), k.flip(1), v.flip(1), scale, launch._replace(flipped=False))
@@ -259,7 +261,15 @@ def forward(backend: str, q: Tensor, k: Tensor, v: Tensor, scale: float, launch:
 
 
 def backward(
-    backend: str, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, launch: Launch
+    backend: str,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+    launch: OperatorLaunch,
 ) -> Grads3:
     """Return dq `b s h d`, dk `b t hk d` and dv `b t hk dv` of a launch; o `b s h dv` and lse `b h s` are of finished rows."""
     if launch.flipped:
@@ -308,13 +318,13 @@ def _cudnn_lse_dims(device: torch.device, dtype: torch.dtype) -> int:
     return operator(OPERATORS["cudnn"][0])(x, x, x, None, True)[1].dim()
 
 
-def _lengths(q: Tensor, k: Tensor, launch: Launch) -> tuple[Tensor | None, Tensor | None, int, int]:
+def _lengths(q: Tensor, k: Tensor, launch: OperatorLaunch) -> tuple[Tensor | None, Tensor | None, int, int]:
     if launch.cu_seqlens is None:
         return None, None, q.shape[1], k.shape[1]
     return *launch.cu_seqlens, *launch.max_seqlens
 
 
-def _window(launch: Launch) -> dict[str, int | None]:
+def _window(launch: OperatorLaunch) -> dict[str, int | None]:
     """Window arguments: -1 is an unbounded side of a window; both None are no window."""
     if launch.window == (None, None):
         return {"window_size_left": None, "window_size_right": None}

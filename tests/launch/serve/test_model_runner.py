@@ -20,7 +20,7 @@ from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.models import load_model, make_cache
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.sampling import Sampling
-from ringattn.launch.serve.scheduler import AnswerRequest, Plan, Scheduler
+from ringattn.launch.serve.scheduler import AnswerRequest, ScheduledStep, Scheduler
 from ringattn.ring import Ring
 from tests.support.pool import Pools
 
@@ -55,7 +55,7 @@ class _Ahead:
     def __init__(self, model_runner: ModelRunner) -> None:
         self._model_runner, self.allocator, self.from_previous = model_runner, model_runner.allocator, 0
 
-    def start(self, plan: Plan) -> Any:
+    def start(self, plan: ScheduledStep) -> Any:
         self.from_previous += sum(place >= 0 for place in plan.from_previous)
         return _Later(self._model_runner.start(plan))
 

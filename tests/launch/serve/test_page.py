@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from ringattn.launch.serve.http.app import read_page
-from ringattn.launch.serve.scheduler import Plan
+from ringattn.launch.serve.scheduler import ScheduledStep
 from tests.launch.serve.test_http import going_on
 from tests.support.serving import STOP, FakeRunner, FakeServer, text_of
 
@@ -142,7 +142,7 @@ def test_answers_are_shown_as_text_and_never_as_markup(page):
 class Endless(FakeRunner):
     """A runner whose answers never stop."""
 
-    def run(self, plan: Plan) -> Tensor:
+    def run(self, plan: ScheduledStep) -> Tensor:
         logits = super().run(plan)
         logits[:, STOP] = -float("inf")
         return logits

@@ -15,7 +15,7 @@ from ringattn.inference.page_allocator import PageAllocator
 from ringattn.launch.serve import scheduler as scheduler_module
 from ringattn.launch.serve.messages import Event, decode_to_rank, encode
 from ringattn.launch.serve.prefix_cache import PrefixIndex, prefix_digests
-from ringattn.launch.serve.scheduler import AnswerRequest, Plan, Scheduler, apply_changes
+from ringattn.launch.serve.scheduler import AnswerRequest, ScheduledStep, Scheduler, apply_changes
 from tests.support.serving import STOP, FakeRunner, FakeStep, answer, scores_after
 
 
@@ -39,7 +39,7 @@ class Bench:
     ) -> None:
         self.runner = FakeRunner(2, pages, page_size)
         self.ahead = ahead
-        self.before: tuple[Plan, FakeStep] | None = None
+        self.before: tuple[ScheduledStep, FakeStep] | None = None
         self.other = FakeRunner(2, pages, page_size, ahead=False)
         self.scheduler = Scheduler(
             self.runner.allocator,
@@ -52,7 +52,7 @@ class Bench:
         self.answers: dict[int, list[int]] = {}
         self.scores: dict[int, list[float]] = {}
         self.ended: dict[int, Event] = {}
-        self.plans: list[Plan] = []
+        self.plans: list[ScheduledStep] = []
 
     def step(self) -> bool:
         """Run the next step; with `ahead` it is started before the previous one is read."""
@@ -79,7 +79,7 @@ class Bench:
             self.record(*started)
         return plan is not None or before is not None
 
-    def record(self, plan: Plan, step: FakeStep) -> None:
+    def record(self, plan: ScheduledStep, step: FakeStep) -> None:
         """Read and record a step."""
         sampled = step.wait()
         for event in self.scheduler.record(plan, sampled.read(), sampled.read_scores()):
@@ -176,7 +176,7 @@ def test_short_prompts_are_packed_and_take_turns_with_answers_and_long_ones():
     assert max(sum(plan.counts) for plan in bench.plans if not plan.packed) <= 100
 
 
-def kind_of(plan: Plan) -> str:
+def kind_of(plan: ScheduledStep) -> str:
     return "mixed" if plan.mixed else "packed" if plan.packed else "decodes" if plan.decodes else "ring"
 
 
