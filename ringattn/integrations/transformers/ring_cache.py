@@ -422,7 +422,7 @@ class RingCache(Cache):
         known = [min(padding, before) for padding in self._paddings] or [0] * b
         paddings = known if mask is None else _padding(mask, b, before + n)
         # a sequence that is padding alone so far may have more of it
-        if any(now < then or now > then < before for now, then in zip(paddings, known, strict=True)):
+        if any(found < held or found > held < before for found, held in zip(paddings, known, strict=True)):
             raise ValueError(
                 f"attention_mask must begin with the padding of the earlier calls, {known} tokens by sequence, got {paddings}; "
                 "call reset() before other prompts"
