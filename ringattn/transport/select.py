@@ -119,7 +119,7 @@ def measure_push(
 
 @dataclass(frozen=True)
 class _Place:
-    """What decides about the transport of a ring: its device and nodes, and the results of `look` of all ranks."""
+    """The facts that decide about the transport of a ring: its device and nodes, and the results of `look` of all ranks."""
 
     device: torch.device
     consensus: RankConsensus
