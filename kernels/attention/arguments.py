@@ -10,7 +10,8 @@ from ringattn.kernels.interface import GatheredKeys, RowMetadata, Score
 RAISED_BITS = 15
 """Note [Raised weights]
     Weights of float16 are multiplied by 2^15 before they are rounded for dv += p do: p <= 1, so that they stay below 65504, and
-    keep all digits down to 2^-29 in place of 2^-14. dv is divided by it once, exactly. bfloat16 needs none.
+    keep all digits down to 2^-29 in place of 2^-14. dv is divided by it once, exactly. bfloat16 needs none. The portable forward
+    has m 15 below the largest score for the same reason: l and the output, which are relative to m, grow alike.
 """
 LEAST_SCALE = 1e-30  # a smaller softmax_scale may be 0 in fp32, which makes NaN of a hidden pair: -inf times 0
 

@@ -10,6 +10,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from ringattn.kernels.attention.arguments import RAISED_BITS as _RAISED_BITS
 from ringattn.kernels.attention.portable.scores import LN2, LOG2E, Score, dropout_key, kept
 from ringattn.kernels.attention.portable.scores import score as score_of
 from ringattn.kernels.attention.portable.tiles import (
@@ -25,6 +26,7 @@ from ringattn.kernels.attention.portable.tiles import (
     swizzle,
 )
 
+RAISED_BITS = tl.constexpr(_RAISED_BITS)
 Keys = namedtuple("Keys", "k v b h k_ss v_ss")
 Config = namedtuple("Config", "BLOCK_M BLOCK_N D D_WIDTH DV DV_WIDTH DOT_ONLY SOFTCAP DROPOUT TMA PRECISION")
 
@@ -56,10 +58,12 @@ def _absorb(q_tile, m_i, l_i, acc, row, run, own, keys, score, cuts, c, MASKED: 
         visible = (k_pos[None, :] >= lo[:, None]) & (k_pos[None, :] < hi[:, None]) & inside[None, :]
         visible = cut_pairs(visible, own.positions[:, None], k_pos[None, :], run.table, cuts)
         s = tl.where(visible, s, float("-inf"))
+    # Note [Raised weights] of arguments.py; the factor of dropout would exceed float16
+    RAISED: tl.constexpr = RAISED_BITS if q_tile.dtype == tl.float16 and not c.DROPOUT else 0
     if c.DOT_ONLY:
-        m_new = tl.maximum(m_i, tl.max(s, 1) * score.scale)
+        m_new = tl.maximum(m_i, tl.max(s, 1) * score.scale - RAISED)
     else:
-        m_new = tl.maximum(m_i, tl.max(s, 1))
+        m_new = tl.maximum(m_i, tl.max(s, 1) - RAISED)
     m_ref = m_new
     if MASKED or score.key_bias is not None or score.bias is not None:
         m_ref = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that saw nothing so far: all weights are 2^-inf
