@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ringattn.autograd import attend
 from ringattn.dispatch import call_text
+from ringattn.plan.attention_spec import ScoreTensors
 from ringattn.plan.expressions import Mask
-from ringattn.plan.options import resolve_integer, resolve_real
+from ringattn.plan.options import EXPANDS, MaskOptions, resolve_integer, resolve_real, resolve_word
 from ringattn.plan.sharding import Sharding, check_sharding
-from ringattn.schedule.validation import check_tensors, expand_bias
+from ringattn.schedule.validation import check_latents, check_tensors, expand_bias
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _AUTOCAST = ("cpu", "cuda", "hip", "xpu")
 """Devices with autocast. A constant, because torch.compile of torch 2.11 does not trace `torch.amp.is_autocast_available`."""
@@ -167,29 +173,174 @@ def ring_attention_with_lse(
         o `b s h dv` in q's dtype, and lse `b h s`: natural log of the sum of exponentials over all visible keys (and
         the sink), fp32 (fp64 for fp64 inputs); -inf on rows that see nothing.
     """
+    options = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window": window,
+        "prefix_len": prefix_len,
+        "chunk_len": chunk_len,
+        "lengths": lengths,
+        "mask": mask,
+        "softcap": softcap,
+        "dropout_p": dropout_p,
+        "impl": impl,
+        "backward": backward,
+        "deterministic": deterministic,
+    }
+    tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
+    return _attend(q, {"k": k, "v": v}, sharding, kv_sharding, tensors, dropout_seed, options)
+
+
+class AttentionOptions(MaskOptions, total=False):
+    """Keywords of `ring_attention`."""
+
+    kv_sharding: Sharding | None
+    mask: Mask | None
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    key_bias: Tensor | None
+    bias: Tensor | None
+    dropout_p: float
+    dropout_seed: int | None
+    deterministic: bool
+    impl: str | None
+    backward: str
+
+
+def latent_attention(
+    q: Tensor,
+    latents: Tensor,
+    rotary_keys: Tensor,
+    k_up: Tensor,
+    v_up: Tensor,
+    sharding: Sharding,
+    *,
+    expand: str = "auto",
+    **options: Unpack[AttentionOptions],
+) -> Tensor:
+    """Multi-head latent attention over a sequence sharded around a ring of ranks.
+
+    Keys and values of all heads are made from latents: head i has keys `[latents @ k_up[i].T, rotary_keys]` and values
+    `latents @ v_up[i].T`. Equals `ring_attention` with these keys and values up to rounding. Only latents and rotary keys travel
+    between ranks, and their gradients return, so a token takes r + dr numbers in place of h (dn + dr + dv).
+
+    Args:
+        q: Queries of this rank, `b s h (dn + dr)`: columns for k_up first, then those for rotary_keys, rotated.
+        latents: `b t r`, this rank's rows, normalised as the model does.
+        rotary_keys: `b t dr`, this rank's rows, rotated; all heads share them. dr may be 0.
+        k_up: `hk dn r`, equal on all ranks; hk divides h, and is h in models.
+        v_up: `hk dv r`, equal on all ranks. With the weight of transformers' `kv_b_proj`:
+            `k_up, v_up = kv_b_proj.weight.view(h, dn + dv, r).split([dn, dv], dim=1)`.
+        sharding: The positions of each rank, from `ring.sharding`.
+        expand: The rank that expands a row to keys and values. "reader": each rank expands the rows that reach it, and latents
+            travel step by step. "owner": each rank expands its own rows, and keys and values travel. "auto": the owner where one
+            launch can gather the keys of a host's ranks, and in a ring of one rank; else the reader.
+        **options: Keywords of `ring_attention`.
+
+    Returns:
+        `b s h dv`, this rank's rows, q's dtype.
+
+    Raises:
+        ValueError: As `ring_attention`, or shapes do not fit each other; raised on every rank before any row moves.
+        TypeError: As `ring_attention`, or an option is unknown.
+        NotImplementedError: As `ring_attention`.
+        RuntimeError: As `ring_attention`.
+
+    Gradients flow to q, latents, rotary_keys, k_up and v_up, and to the tensors among the options. Those of k_up and v_up are this
+    rank's share, as for any replicated parameter: sum them over ranks. Softmax and sums over ring steps are fp32; the gradients of
+    a shard's keys and values are rounded to q's dtype before they are multiplied back to latents, as after `ring_attention`.
+
+    The method is that of DeepSeek-V2 (DeepSeek-AI 2024, section 2.1), with the expansion as the formula has it.
+
+    Example:
+        >>> from ringattn import Ring
+        >>> sharding = Ring().sharding(seq_len=5)
+        >>> q, latents, rotary_keys = torch.ones(1, 5, 2, 12), torch.ones(1, 5, 16), torch.ones(1, 5, 4)
+        >>> k_up, v_up = torch.ones(2, 8, 16), torch.ones(2, 6, 16)
+        >>> latent_attention(q, latents, rotary_keys, k_up, v_up, sharding, causal=True).shape
+        torch.Size([1, 5, 2, 6])
+    """
+    return latent_attention_with_lse(q, latents, rotary_keys, k_up, v_up, sharding, expand=expand, **options)[0]
+
+
+def latent_attention_with_lse(
+    q: Tensor,
+    latents: Tensor,
+    rotary_keys: Tensor,
+    k_up: Tensor,
+    v_up: Tensor,
+    sharding: Sharding,
+    *,
+    expand: str = "auto",
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]:
+    """`latent_attention` that also returns lse, which is differentiable.
+
+    Takes the arguments of `latent_attention` and raises what it raises.
+
+    Returns:
+        o `b s h dv` in q's dtype, and lse `b h s` as of `ring_attention_with_lse`.
+    """
+    unknown = options.keys() - AttentionOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"options must be keywords of ring_attention, got {sorted(unknown)}; leave them out")
+    given: dict[str, Any] = {**_DEFAULTS, **options, "latents": expand}
+    tensors = ScoreTensors(*(given.pop(name) for name in ScoreTensors._fields))
+    kv_sharding, seed = given.pop("kv_sharding"), given.pop("dropout_seed")
+    keys = {"latents": latents, "rotary_keys": rotary_keys, "k_up": k_up, "v_up": v_up}
+    return _attend(q, keys, sharding, kv_sharding, tensors, seed, given)
+
+
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in signature(ring_attention).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+
+
+def _attend(
+    q: Tensor,
+    keys: dict[str, Tensor],
+    sharding: Sharding,
+    kv_sharding: Sharding | None,
+    tensors: ScoreTensors,
+    dropout_seed: int | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Run a call of `ring_attention_with_lse` or, with the tensors of latents for keys, of `latent_attention_with_lse`."""
     try:
         if type(sharding) is not Sharding:
             check_sharding(sharding)
         if kv_sharding is not None:
             check_sharding(kv_sharding, "kv_sharding")
-        tensors = (q, k, v, sinks, alibi_slopes, key_bias, bias)
-        if not all(map(_is_dense_or_none, tensors)) or q is None or k is None or v is None:
-            check_tensors(q, k, v, sinks=sinks, alibi_slopes=alibi_slopes, key_bias=key_bias, bias=bias)
+        needed = (q, *keys.values())
+        if not all(map(_is_dense_or_none, (*needed, *tensors))) or any(x is None for x in needed):
+            check_tensors({"q": q, **keys}, tensors._asdict())
         kind = q.device.type
         if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
             lower = torch.get_autocast_dtype(kind)
-            q, k, v = (x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
-        if bias is not None:
-            bias = expand_bias(bias, q, (kv_sharding or sharding).seq_len)
-        if type(dropout_p) is not float:
-            dropout_p = resolve_real("dropout_p", dropout_p)
+            needed = [x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in needed]
+        if tensors.bias is not None:
+            tensors = tensors._replace(bias=expand_bias(tensors.bias, needed[0], (kv_sharding or sharding).seq_len))
+        if "latents" in options:
+            q, *given = needed
+            check_latents(q, *given, rows=(kv_sharding or sharding).shard_len)
+            needed = q, *join_latents(*given)
+            columns = needed[1].shape[2], needed[3].shape[2]
+            options["latents"] = (*columns, resolve_word("expand", options["latents"], EXPANDS))
+        if type(options["dropout_p"]) is not float:
+            options["dropout_p"] = resolve_real("dropout_p", options["dropout_p"])
+        dropout_p = options["dropout_p"]
         if dropout_p and dropout_seed is None:
             raise ValueError(
                 f"dropout_seed must be given when dropout_p is {dropout_p}; pass one integer per call, the same on all ranks"
             )
         # a q without features has no scale, and is refused where tensors are checked
         d = q.shape[-1] if q.dim() else 0
-        scale = (d**-0.5 if d else 1.0) if softmax_scale is None else softmax_scale
+        if options["softmax_scale"] is None:
+            options["softmax_scale"] = d**-0.5 if d else 1.0
         # a seed may be a symbol of a trace, which has no truth
         seed = 0 if dropout_seed is None else dropout_seed
         if type(seed) is not int and not isinstance(seed, torch.SymInt):
@@ -198,20 +349,6 @@ def ring_attention_with_lse(
             if _is_true(seed < 0) or _is_true(seed >= 2**64):
                 raise ValueError(f"dropout_seed must have 64 bits, got {seed}; take it modulo 2**64")
             seed -= 2**64  # the same bits: operators take signed integers
-        options = {
-            "softmax_scale": scale,
-            "causal": causal,
-            "window": window,
-            "prefix_len": prefix_len,
-            "chunk_len": chunk_len,
-            "lengths": lengths,
-            "mask": mask,
-            "softcap": softcap,
-            "dropout_p": dropout_p,
-            "impl": impl,
-            "backward": backward,
-            "deterministic": deterministic,
-        }
         call = call_text(sharding, kv_sharding, options)
     except Exception as error:
         # published to the other ranks, except in a trace, which has no other ranks
@@ -220,7 +357,18 @@ def ring_attention_with_lse(
         raise
     # the property raises where there is no ring
     ring = sharding.ring_name or sharding.ring.name
-    return attend(q, k, v, sinks, alibi_slopes, key_bias, bias, seed, ring, call)
+    return attend(*needed, *tensors, seed, ring, call)
+
+
+def join_latents(latents: Tensor, rotary_keys: Tensor, k_up: Tensor, v_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return latent rows and the weights that make keys and values of them (`schedule/latents.py`)."""
+    (hk, _, r), dr = k_up.shape, rotary_keys.shape[2]
+    if dr == 0:
+        return latents, k_up, v_up
+    copied = torch.eye(dr, dtype=k_up.dtype, device=k_up.device)
+    copied = torch.nn.functional.pad(copied, (r, 0)).expand(hk, dr, r + dr)
+    k_up = torch.cat([torch.nn.functional.pad(k_up, (0, dr)), copied], 1)
+    return torch.cat([latents, rotary_keys], 2), k_up, v_up
 
 
 def _is_true(condition: bool | torch.SymBool) -> bool:

@@ -16,6 +16,7 @@ Note [Beside compiled graphs]
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from ringattn.dispatch import resolve, ring_of, run_backward, run_forward
 from ringattn.kernels.interface import accumulation_dtype
 from ringattn.plan.attention_spec import ScoreTensors
 from ringattn.schedule.execution_plan import BackwardCall, WantedGrads
+from ringattn.schedule.latents import Latents
 from ringattn.tensor_checks import has_tangent
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -48,8 +50,19 @@ _LIBRARY.define(
     tags=_TAGS,
 )
 
+_LIBRARY.define(
+    f"latent_forward(Tensor q, Tensor rows, Tensor k_up, Tensor v_up, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS
+)
+_LIBRARY.define(
+    f"latent_backward(Tensor? do, Tensor? dlse, Tensor q, Tensor rows, Tensor k_up, Tensor v_up, Tensor o, Tensor lse, "
+    f"{_OPTIONS}, bool[] wanted) -> Tensor[]",
+    tags=_TAGS,
+)
+
 ring_attention_op = torch.ops.ringattn.forward.default
 ring_attention_backward_op = torch.ops.ringattn.backward.default
+latent_attention_op = torch.ops.ringattn.latent_forward.default
+latent_attention_backward_op = torch.ops.ringattn.latent_backward.default
 
 
 class _SideValues(threading.local):
@@ -81,63 +94,49 @@ def num_forwards() -> int:
     return _num_forwards[0]
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: int,
-    ring: str,
-    call: str,
-) -> tuple[Tensor, Tensor]:
-    """Return o `b s h dv` and lse `b h s` of this rank's rows; arguments as in `ring_attention`, ring and call as text."""
-    args = (q, k, v, sinks, alibi_slopes, key_bias, bias, dropout_seed, ring, call)
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return o `b s h dv` and lse `b h s` of this rank's rows; arguments as the schemas name them, ring and call as text."""
+    q, *keys, sinks, alibi_slopes, key_bias, bias, dropout_seed, ring, call = args
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
             return _forward(*args)
     _num_forwards[0] += 1
     tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
-    here, plan, score, _side.number = resolve(q, k, v, tensors, dropout_seed, ring, call)
-    o, lse, _side.saved = run_forward(_rows(q), _rows(k), _rows(v), score, plan, here.context, keep=_side.save)
+    k, v, latents = _keys_of(keys)
+    here, plan, score, _side.number = resolve(q, k, v, tensors, dropout_seed, ring, call, latents=latents)
+    rows = _rows(q), _rows(k), _rows(v)
+    o, lse, _side.saved = run_forward(*rows, score, plan, here.context, keep=_side.save, latents=latents)
     return o, lse
 
 
-def _backward(
-    do: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    key_bias: Tensor | None,
-    bias: Tensor | None,
-    dropout_seed: int,
-    ring: str,
-    call: str,
-    wanted: list[bool],
-) -> list[Tensor]:
-    """Return dq, dk, dv and those of dsinks, dalibi_slopes, dkey_bias, dbias that are wanted, in their tensors' dtypes."""
-    tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
+def _backward(do: Tensor | None, dlse: Tensor | None, *args: Any) -> list[Tensor]:
+    """Return gradients of q, of the keys' tensors, and of the options that are wanted, in their tensors' dtypes."""
+    q, *keys, o, lse, sinks, alibi_slopes, key_bias, bias, dropout_seed, ring, call, wanted = args
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
-            return _backward(do, dlse, q, k, v, o, lse, *tensors, dropout_seed, ring, call, wanted)
-    here, plan, score, _ = resolve(q, k, v, tensors, dropout_seed, ring, call, _side.forward)
+            return _backward(do, dlse, *args)
+    tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
+    k, v, latents = _keys_of(keys)
+    here, plan, score, _ = resolve(q, k, v, tensors, dropout_seed, ring, call, _side.forward, latents)
     do = torch.zeros_like(o) if do is None else _rows(_cast(do, o))
     rows = _rows(q), _rows(k), _rows(v)
-    backward = BackwardCall(do, dlse, *rows, o, lse, score, plan, here.context, WantedGrads(*wanted))
+    backward = BackwardCall(do, dlse, *rows, o, lse, score, plan, here.context, WantedGrads(*wanted), latents)
     grads = run_backward(backward, saved=_side.saved)
+    made = (grads.dk, grads.dv) if grads.latents is None else (grads.dk, grads.latents.k_up, grads.latents.v_up)
     found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
-    result = [_cast(grads.dq, q), _cast(grads.dk, k), _cast(grads.dv, v)]
+    result = [_cast(grad, x) for grad, x in zip((grads.dq, *made), (q, *keys), strict=True)]
     for grad, option in zip(found, tensors, strict=True):
         if grad is not None and option is not None:
             result.append(_cast(grad, option))
     return result
+
+
+def _keys_of(keys: list[Tensor]) -> tuple[Tensor, Tensor, Latents | None]:
+    """Return k and v, or stand-ins for them and the latents (rows, k_up, v_up) that they are made of."""
+    if len(keys) == 2:
+        return keys[0], keys[1], None
+    latents = Latents(*(x.contiguous() for x in keys))
+    return *latents.stand_ins(), latents
 
 
 def _cast(x: Tensor, like: Tensor) -> Tensor:
@@ -149,15 +148,17 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _fake_forward(q: Tensor, _k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+def _fake_forward(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    *keys, _sinks, _alibi_slopes, _key_bias, _bias, _seed, _ring, _call = args
     b, s, h, _ = q.shape
-    return q.new_empty(b, s, h, v.shape[-1]), q.new_empty(b, h, s, dtype=accumulation_dtype(q.dtype))
+    columns = keys[1].shape[-1] if len(keys) == 2 else keys[2].shape[1]
+    return q.new_empty(b, s, h, columns), q.new_empty(b, h, s, dtype=accumulation_dtype(q.dtype))
 
 
 def _fake_backward(_do: Tensor | None, _dlse: Tensor | None, *args: Any) -> list[Tensor]:
-    q, k, v, _o, _lse, sinks, alibi_slopes, key_bias, bias, _seed, _ring, _call, wanted = args
+    q, *keys, _o, _lse, sinks, alibi_slopes, key_bias, bias, _seed, _ring, _call, wanted = args
     options = zip((sinks, alibi_slopes, key_bias, bias), wanted, strict=True)
-    return [x.new_empty(x.shape) for x in (q, k, v, *(x for x, want in options if want and x is not None))]
+    return [x.new_empty(x.shape) for x in (q, *keys, *(x for x, want in options if want and x is not None))]
 
 
 def attend(*args: Any) -> tuple[Tensor, Tensor]:
@@ -166,7 +167,12 @@ def attend(*args: Any) -> tuple[Tensor, Tensor]:
     The dispatcher repacks the arguments three times per call for compilers, modes, subclasses of Tensor, functional transforms and
     profilers. Where none is active, the body is called as a function, with the same autograd around it.
     """
-    return _differentiably(None, *args) if _is_unseen(args[:7]) else ring_attention_op(*args)
+    return _differentiably(None, *args) if _is_unseen(args[:-3]) else _operators(args)[0](*args)
+
+
+def _operators(args: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the operators of both directions for the arguments of a forward: of latents there is one tensor more."""
+    return _OPERATORS[len(args)]
 
 
 def _is_unseen(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -197,7 +203,8 @@ class _Attention(torch.autograd.Function):
         finally:
             _side.save, _side.saved = False, None
         ctx.save_for_backward(*tensors, o, lse, saved)
-        ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors[3:]]
+        ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors[-4:]]
+        ctx.operator = _operators(args)[1]
         ctx.set_materialize_grads(False)
         return o, lse
 
@@ -210,27 +217,30 @@ class _Attention(torch.autograd.Function):
                 "ring attention must be given one gradient at a time, got a batch of them (vmap, is_grads_batched=True or "
                 "jacobian(vectorize=True)); loop over them with retain_graph=True, or use attention_reference",
             )
-        q, k, v, *options, o, lse, _side.saved = ctx.saved_tensors
+        *tensors, o, lse, _side.saved = ctx.saved_tensors
         _side.forward = ctx.number
-        run = _short_backward if _is_unseen((do, dlse, q, k, v, o, lse, *options)) else ring_attention_backward_op
-        run = _Gradients.apply if torch.is_grad_enabled() else run
-        args = (do, dlse, q, k, v, o, lse, *options, ctx.dropout_seed, ctx.ring_name, ctx.call, ctx.wanted)
+        given, options = tensors[:-4], tensors[-4:]
+        run = _short_backward if _is_unseen((do, dlse, *given, o, lse, *options)) else ctx.operator
+        args = (do, dlse, *given, o, lse, *options, ctx.dropout_seed, ctx.ring_name, ctx.call, ctx.wanted)
+        if torch.is_grad_enabled():
+            run, args = _Gradients.apply, (ctx.operator, *args)
         try:
-            dq, dk, dv, *others = run(*args)
+            made = run(*args)
         finally:
             _side.saved, _side.forward = None, 0
-        rest = iter(others)
-        return None, dq, dk, dv, *(next(rest) if want else None for want in ctx.wanted), None, None, None
+        rest = iter(made[len(given) :])
+        options = (next(rest) if want else None for want in ctx.wanted)
+        return None, *made[: len(given)], *options, None, None, None
 
 
 class _Gradients(torch.autograd.Function):
     """Autograd of the backward operator: raises."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, operator: Any, *args: Any) -> tuple[Tensor, ...]:
         *_, ring, _, _ = args
         ctx.ring = ring_of(ring)
-        return tuple(ring_attention_backward_op(*args))
+        return tuple(operator(*args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -264,21 +274,22 @@ def _below_autograd(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
     with torch._C._AutoDispatchBelowAutograd():
         if keys is None:
             return _forward(*args)
-        return ring_attention_op.redispatch(keys & torch._C._after_autograd_keyset, *args)
+        return _operators(args)[0].redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
 def _differentiably(keys: Any, *args: Any) -> tuple[Tensor, Tensor]:
     """Run the forward operator as autograd sees it; without keys of the dispatcher, as a function."""
-    if forward_ad._current_level >= 0 and has_tangent(*args[:7]):
+    tensors, ring = args[:-3], args[-2]
+    if forward_ad._current_level >= 0 and has_tangent(*tensors):
         _refuse(
-            args[8],
+            ring,
             "ring attention must be differentiated backward, got a tangent (torch.func.jvp or forward_ad); use "
             "attention_reference for it",
         )
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[:7]):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         if torch._C._are_functorch_transforms_active():
             _refuse(
-                args[8],
+                ring,
                 "ring attention must be differentiated by autograd, got a gradient of torch.func; call "
                 "torch.autograd.grad or backward(), or use attention_reference",
             )
@@ -295,8 +306,16 @@ def _refuse(ring: str, why: str) -> NoReturn:
     raise error
 
 
-_LIBRARY.impl("forward", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("backward", _backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("forward", _differentiably, "Autograd", with_keyset=True)
-torch.library.register_fake("ringattn::forward", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("ringattn::backward", _fake_backward, lib=_LIBRARY)
+for _name in ("", "latent_"):
+    _LIBRARY.impl(f"{_name}forward", _forward, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{_name}backward", _backward, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{_name}forward", _differentiably, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"ringattn::{_name}forward", _fake_forward, lib=_LIBRARY)
+    torch.library.register_fake(f"ringattn::{_name}backward", _fake_backward, lib=_LIBRARY)
+_OPERATORS = {
+    len(forward._schema.arguments): (forward, backward)
+    for forward, backward in (
+        (ring_attention_op, ring_attention_backward_op),
+        (latent_attention_op, latent_attention_backward_op),
+    )
+}

@@ -27,6 +27,7 @@ from ringattn.ring_registry import RINGS, get_ring
 from ringattn.schedule.execution_plan import BackwardCall, ExecutionPlan, Gradients, make_execution_plan, resolve_moving
 from ringattn.schedule.fused import fused_backward, fused_forward
 from ringattn.schedule.fused_hierarchical import hierarchical_backward, hierarchical_forward
+from ringattn.schedule.latents import LatentGrads, Latents
 from ringattn.schedule.local import local_backward, local_forward
 from ringattn.schedule.stepwise_backward import stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
@@ -76,17 +77,18 @@ def resolve(
     ring: str,
     text: str,
     forward: int = FORWARD,
+    latents: Latents | None = None,
 ) -> tuple[Ring, ExecutionPlan, Score, int]:
     """Return the ring, the plan, the score and the number of a call; every refusal happens here, on every rank.
 
     text is the call as `serialize` wrote it; forward is the number of the forward whose backward it is, 0 where that is unknown,
-    FORWARD in a forward.
+    FORWARD in a forward. With latents k and v are stand-ins.
     """
     here = ring_of(ring)
-    facts = (ring, here.generation, text, *_facts(q, k, v, tensors))
+    given = (q, k, v, *tensors) if latents is None else (q, *latents, *tensors)
+    facts = (ring, here.generation, text, *map(_fact, given))
     plan = _plans.get(facts)
     if plan is None:
-        given = (q, k, v, *tensors)
         spec = _specs.get((text, here.rank))
         if spec is None:
             with here.propagate_errors():
@@ -112,11 +114,19 @@ def resolve(
 
 
 def resolve_simulated(
-    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, dropout_seed: int, context: RingContext, text: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: ScoreTensors,
+    dropout_seed: int,
+    context: RingContext,
+    text: str,
+    latents: Latents | None = None,
 ) -> tuple[ExecutionPlan, Score]:
     """Return the plan and the score of a call of one simulated rank; takes arguments of `resolve`."""
     place = ("simulated", context.rank, context.world_size, context.nodes, context.budget)
-    facts = (place, text, *_facts(q, k, v, tensors))
+    given = (q, k, v, *tensors) if latents is None else (q, *latents, *tensors)
+    facts = (place, text, *map(_fact, given))
     plan = _plans.get(facts)
     if plan is None:
         spec = _specs.get((text, context.rank)) or AttentionSpec.deserialize(text, context.rank)
@@ -126,7 +136,15 @@ def resolve_simulated(
 
 
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext, *, keep: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Score,
+    plan: ExecutionPlan,
+    context: RingContext,
+    *,
+    keep: bool = False,
+    latents: Latents | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return o `b s h dv` in q's dtype, lse `b h s`, and the saved K/V (Note [Saved K/V] in fused.py), by the schedule of the plan.
 
@@ -138,11 +156,15 @@ def run_forward(
         plan: The resolved call.
         context: This rank's place in the ring.
         keep: Save the gathered K/V for the backward, where both directions are fused; the same on all ranks.
+        latents: Of latent attention, in which k and v are stand-ins.
     """
-    if context.world_size == 1:
+    if latents is not None and plan.expands_at_owner:
+        k, v = latents.expand(latents.rows, context.buffers)
+        latents = None
+    if context.world_size == 1 and latents is None:
         return *local_forward(q, k, v, score, plan, context), None
     if plan.fused_forward is None:
-        return *stepwise_forward(q, k, v, score, plan, context), None
+        return *stepwise_forward(q, k, v, score, plan, context, latents), None
     if context.nodes is not None:
         return *hierarchical_forward(q, k, v, score, plan, context), None
     return fused_forward(q, k, v, score, plan, context, keep=keep)
@@ -152,7 +174,12 @@ def run_backward(call: BackwardCall, *, saved: Tensor | None = None) -> Gradient
     """Return the gradients of `run_forward` by the schedule of the plan; dlse may be anything on rows that saw nothing."""
     if call.dlse is not None:
         call = call._replace(dlse=call.dlse.masked_fill(call.lse == float("-inf"), 0.0))
-    if call.context.world_size == 1:
+    latents = call.latents
+    if latents is not None and call.plan.expands_at_owner:
+        k, v = latents.expand(latents.rows, call.context.buffers)
+        grads, latent_grads = run_backward(call._replace(k=k, v=v, latents=None), saved=saved), LatentGrads(latents)
+        return replace(grads, dk=latent_grads.project(grads.dk, grads.dv), latents=latent_grads)
+    if call.context.world_size == 1 and latents is None:
         return local_backward(call)
     if call.plan.fused_backward is None:
         return stepwise_backward(call)
@@ -166,13 +193,9 @@ def ring_of(name: str) -> Ring:
     return RINGS.get(name) or get_ring(name)
 
 
-def _facts(q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> tuple[Hashable, ...]:
-    """Return all facts that decide a call apart from its text and its ring."""
-    return (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.requires_grad, k.requires_grad, v.requires_grad,
-        *((x.shape, x.dtype, x.device, x.requires_grad) if x is not None else None for x in tensors),
-    )  # fmt: skip
+def _fact(x: Tensor | None) -> Hashable:
+    """Return all of a tensor that decides a call."""
+    return None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
 
 
 def _validate(
@@ -206,5 +229,5 @@ def _keep(facts: Hashable, plan: ExecutionPlan) -> ExecutionPlan:
 def is_value(x: Any) -> bool:
     """Return whether an option has a type whose value, with the type, can be a key."""
     if type(x) is tuple:
-        return all(y is None or type(y) is int for y in x)
+        return all(y is None or type(y) in (int, str) for y in x)
     return type(x) in _VALUES or isinstance(x, Mask)

@@ -547,14 +547,15 @@ def _resolve_members(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
 
 
 def _without_rows(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Describe tensors without their row counts, which differ by rank: dim 1 of `b s h d` and `b t`, dim 2 of bias."""
+    """Describe tensors without their row counts, which differ by rank: dim 1 of `b s h d`, `b t c` and `b t`, dim 2 of bias."""
     result: list[Any] = []
     for x in tensors:
         if x is None:
             result.append(None)
             continue
         shape: list[Any] = list(x.shape)
-        if x.dim() in (2, 4):
-            shape[1 if x.dim() == 2 or len(result) < 3 else 2] = "rows"
+        index = len(result)
+        if x.dim() in (2, 4) or (x.dim(), index) == (3, 1):  # the only weights, k_up and v_up, have three dims too
+            shape[2 if x.dim() == 4 and index >= 3 else 1] = "rows"
         result.append([shape, str(x.dtype), x.device.type, x.requires_grad])
     return result

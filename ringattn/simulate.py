@@ -13,17 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ringattn.api import join_latents
 from ringattn.dispatch import call_text, is_value, resolve_simulated, run_backward, run_forward
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.expressions import Mask
-from ringattn.plan.options import resolve_flag, resolve_integer
+from ringattn.plan.options import EXPANDS, resolve_flag, resolve_integer, resolve_word
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
 from ringattn.schedule.execution_plan import BackwardCall, Gradients, WantedGrads
-from ringattn.schedule.validation import check_call, check_tensors, expand_bias
+from ringattn.schedule.latents import Latents
+from ringattn.schedule.validation import check_call, check_latents, check_tensors, expand_bias
 from ringattn.transport.base import RingContext
 from ringattn.transport.gpu_sharing import ranks_per_gpu, sm_margin_of
 from ringattn.transport.simulated import run_ranks
+
+LATENTS = ("latents", "rotary_keys", "k_up", "v_up")
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,11 @@ _checked: dict[Hashable, tuple[list[Sharding], list[Sharding], dict[str, Any], l
 
 def simulate_ring(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     world_size: int,
     *,
+    latents: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
     nodes: int = 1,
     layout: str = "zigzag",
     documents: Sequence[int] | Tensor | None = None,
@@ -76,6 +81,8 @@ def simulate_ring(
         k: Whole keys, `b m hk d`; m differs from n in cross attention.
         v: Whole values, `b m hk dv`.
         world_size: Ranks to simulate.
+        latents: Whole latents `b m r` and rotary_keys `b m dr`, and k_up and v_up, as in `latent_attention`; k and v are None.
+            Their gradients have these names, summed over ranks.
         nodes: Nodes of equal size that they share, as in `Ring`.
         layout: Layout of both sequences.
         documents: As in `Ring.sharding`.
@@ -91,7 +98,8 @@ def simulate_ring(
         dropout_seed: Seed of the dropout mask.
         memory_budget: As in `Ring`: bytes that gathered keys may take on a rank; 0: step by step.
         save_gathered_kv: As in `Ring`.
-        **options: causal, window, prefix_len, chunk_len, lengths, mask, softcap, dropout_p, deterministic, impl, backward.
+        **options: causal, window, prefix_len, chunk_len, lengths, mask, softcap, dropout_p, deterministic, impl, backward; with
+            latents also expand.
 
     Returns:
         Whole outputs and gradients.
@@ -107,6 +115,17 @@ def simulate_ring(
         >>> whole.o.shape, whole.lse.shape, sorted(whole.grads)
         (torch.Size([1, 8, 1, 16]), torch.Size([1, 1, 8]), ['k', 'q', 'v'])
     """
+    whole = None
+    if latents is not None:
+        check_latents(q, *latents, rows=latents[0].shape[1])
+        whole = Latents(*join_latents(*latents))
+        k, v = whole.stand_ins()
+        columns = whole.rows.shape[2], whole.v_up.shape[2]
+        options["latents"] = (*columns, resolve_word("expand", options.pop("expand", "auto"), EXPANDS))
+    if k is None or v is None:
+        raise TypeError(
+            f"k and v must be tensors without latents, got {type(k).__name__} and {type(v).__name__}; give both"
+        )
     tensors = {"sinks": sinks, "alibi_slopes": alibi_slopes, "key_bias": key_bias, "bias": bias, "do": do, "dlse": dlse}
     numbers = {"world_size": world_size, "nodes": nodes, "dropout_seed": dropout_seed, "memory_budget": memory_budget}
     layouts = {"layout": layout, "documents": documents, "balance": balance, "segments": segments}
@@ -131,17 +150,18 @@ def simulate_ring(
             None if key_bias is None else keys.cut(key_bias, 1),
             None if whole_bias is None else mine.cut(whole_bias, 2),
         )
-        local = mine.cut(q, 1), keys.cut(k, 1), keys.cut(v, 1)
+        given = None if whole is None else whole._replace(rows=keys.cut(whole.rows, 1))
+        local = mine.cut(q, 1), *((keys.cut(k, 1), keys.cut(v, 1)) if given is None else given.stand_ins())
         text = call_text(mine, None if keys is mine else keys, call)
-        plan, score = resolve_simulated(*local, score_tensors, dropout_seed, context, text)
+        plan, score = resolve_simulated(*local, score_tensors, dropout_seed, context, text, given)
         backward = do is not None or dlse is not None
-        o, lse, saved = run_forward(*local, score, plan, context, keep=save_gathered_kv and backward)
+        o, lse, saved = run_forward(*local, score, plan, context, keep=save_gathered_kv and backward, latents=given)
         if not backward:
             return o, lse, None
         d_o = torch.zeros_like(o) if do is None else mine.cut(do, 1)
         d_lse = None if dlse is None else mine.cut(dlse, 2)
         wanted = WantedGrads(*(x is not None for x in score_tensors))
-        backward_call = BackwardCall(d_o, d_lse, *local, o, lse, score, plan, context, wanted)
+        backward_call = BackwardCall(d_o, d_lse, *local, o, lse, score, plan, context, wanted, given)
         return o, lse, run_backward(backward_call, saved=saved)
 
     with torch.no_grad():
@@ -169,7 +189,21 @@ def simulate_ring(
             present = [x for grad in found if (x := getattr(grad, field)) is not None]
             if present:
                 grads[name] = torch.stack(present).sum(0) if sharding is None else sharding.concatenate(present, dim)
-        grads |= {name: grads[name].to(q.dtype) for name in "qkv"}
+        if latents is not None:
+            ups = [
+                torch.stack([getattr(grad.latents, name).to(q.dtype) for grad in found]).sum(0)
+                for name in ("k_up", "v_up")
+            ]
+            r, dn = latents[0].shape[2], latents[2].shape[1]
+            rows = grads.pop("k")
+            grads |= {
+                "latents": rows[..., :r],
+                "rotary_keys": rows[..., r:],
+                "k_up": ups[0][:, :dn, :r],
+                "v_up": ups[1],
+            }
+            grads.pop("v")
+        grads |= {name: grad.to(q.dtype) for name, grad in grads.items() if name in ("q", "k", "v", *LATENTS)}
         if bias is not None:
             grads["bias"] = grads["bias"].sum_to_size(bias.shape)
         return Simulated(o, lse, grads)
@@ -186,7 +220,7 @@ def _check(
     call: dict[str, Any],
 ) -> tuple[list[Sharding], list[Sharding], dict[str, Any], list[int]]:
     """Refuse whole tensors and options as `ring_attention` would; return both shardings of all ranks, options and numbers."""
-    check_tensors(q, k, v, **tensors)
+    check_tensors({"q": q, "k": k, "v": v}, tensors)
     numbers = {name: resolve_integer(name, x) for name, x in numbers.items()}
     resolve_flag("save_gathered_kv", save_gathered_kv)
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -51,6 +51,8 @@ class AttentionSpec:
         softcap: 0.0 for none.
         impl: Kernel set: "auto", or a name that `kernels.registry` knows.
         backward: Side that moves in a stepwise backward: "keys", "queries", or "auto" for the one of fewer bytes.
+        latents: Of latent attention: columns of latent rows, those of them that make values, and the rank that expands them:
+            "owner", "reader" or "auto".
         text: The text of the call (`serialize`), where it has one.
         rank: The ring rank whose rows these shardings describe.
     """
@@ -64,6 +66,7 @@ class AttentionSpec:
     impl: str
     backward: str
     deterministic: bool
+    latents: tuple[int, int, str] | None = None
     forward_only: bool = False
     text: str = ""
     rank: int = field(init=False)
@@ -155,10 +158,11 @@ class CallOptions(MaskOptions, total=False):
     impl: str
     backward: str
     deterministic: bool
+    latents: tuple[int, int, str] | None
 
 
 _SHORT_FORMS = tuple(ShortForms.__annotations__)
-_OTHERS = ("softmax_scale", "softcap", "dropout_p", "impl", "backward", "deterministic")
+_OTHERS = ("softmax_scale", "softcap", "dropout_p", "impl", "backward", "deterministic", "latents")
 _DEFAULTS: dict[str, Any] = {
     "causal": False,
     "window": None,
@@ -171,6 +175,7 @@ _DEFAULTS: dict[str, Any] = {
     "impl": "auto",
     "backward": "auto",
     "deterministic": False,
+    "latents": None,
 }
 
 
@@ -215,7 +220,7 @@ def write_call(sharding: Sharding, kv_sharding: Sharding | None, record: Mapping
         f"'prefix_len': {record['prefix_len']}, 'chunk_len': {record['chunk_len']}, 'lengths': {record['lengths']}, "
         f"'mask': {mask}, 'softmax_scale': {record['softmax_scale']}, 'softcap': {record['softcap']}, "
         f"'dropout_p': {record['dropout_p']}, 'impl': '{record['impl']}', 'backward': '{record['backward']}', "
-        f"'deterministic': {record['deterministic']}}}"
+        f"'deterministic': {record['deterministic']}, 'latents': {record['latents']}}}"
     )
 
 

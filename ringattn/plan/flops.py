@@ -21,6 +21,8 @@ def register_flops() -> None:
         return
     register_flop_formula(torch.ops.ringattn.forward)(_forward_flops)
     register_flop_formula(torch.ops.ringattn.backward)(_backward_flops)
+    register_flop_formula(torch.ops.ringattn.latent_forward)(_latent_forward_flops)
+    register_flop_formula(torch.ops.ringattn.latent_backward)(_latent_backward_flops)
 
 
 def _forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
@@ -39,3 +41,26 @@ def _backward_flops(
     ring, text = args[-3:-1]
     call = AttentionSpec.deserialize(text, get_ring(ring).rank)
     return 2 * call.pairs(q_shape[0]) * q_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
+
+
+def _latent_forward_flops(
+    q_shape: Any, rows_shape: Any, k_up_shape: Any, v_up_shape: Any, *args: Any, **kwargs: Any
+) -> int:
+    """The attention, without the products that expand latents: how many there are is the ring's choice."""
+    del rows_shape, k_up_shape
+    return _forward_flops(q_shape, None, (0, 0, 0, v_up_shape[1]), *args, **kwargs)
+
+
+def _latent_backward_flops(
+    do_shape: Any,
+    dlse_shape: Any,
+    q_shape: Any,
+    rows_shape: Any,
+    k_up_shape: Any,
+    v_up_shape: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> int:
+    """See `_latent_forward_flops`."""
+    del rows_shape, k_up_shape
+    return _backward_flops(do_shape, dlse_shape, q_shape, None, (0, 0, 0, v_up_shape[1]), *args, **kwargs)

@@ -148,6 +148,7 @@ def resolve_segments(segments: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 MOVEMENTS = ("auto", "keys", "queries")
+EXPANDS = ("auto", "owner", "reader")
 
 
 def resolve_options(given: Mapping[str, Any]) -> dict[str, Any]:

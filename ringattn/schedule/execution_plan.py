@@ -25,6 +25,7 @@ from ringattn.plan.buffers import count_groups, gather_bytes
 from ringattn.plan.device_tables import FusedTables, StepTables, fused_tables, step_tables
 from ringattn.plan.layouts import shard_len
 from ringattn.plan.ring_plan import GatherPlan, Nodes, RingPlan, moved_rows
+from ringattn.schedule.latents import EXPANDED_BYTES, LatentGrads, Latents
 from ringattn.transport.base import RingContext, Transport
 from ringattn.transport.call_order import CallMark
 
@@ -54,6 +55,8 @@ class ExecutionPlan:
         first_step: The first ring step at which this rank computes; -1: it sees no key at all.
         fused_forward: None: the forward goes step by step; fused_backward is the same of the backward.
         backward_moving: The side that moves in a stepwise backward: "keys" or "queries".
+        expands_at_owner: Of latent attention: each rank expands its own rows, and keys and values travel. Otherwise latent rows
+            travel, step by step, and the rank that attends to them expands them.
         is_short_forward: The device may finish a forward before the host has enqueued it; is_short_backward: a backward.
         shares_seed: Ranks must have equal dropout seeds (Note [Seeds] in dropout.py).
     """
@@ -73,6 +76,7 @@ class ExecutionPlan:
     backward_tables: StepTables
     is_short_forward: bool
     is_short_backward: bool
+    expands_at_owner: bool = True
     mark: CallMark | None = None
     shares_seed: bool = False
 
@@ -84,10 +88,13 @@ class Gradients:
     In a ring of one rank dq, dk and dv have the dtype of the inputs.
 
     Attributes:
+        dk: `b t hk d`; of latent attention that of the latent rows, `b t c`.
+        dv: `b t hk dv`; of latent attention nothing.
         dalibi: `h`: this rank's share; the sum over ranks is the gradient.
         dsinks: `h`: this rank's share; the sum over ranks is the gradient.
         dkey_bias: `b t`.
         dbias: `b h s n`.
+        latents: Those of the weights of latent attention: this rank's share.
     """
 
     dq: Tensor
@@ -97,6 +104,7 @@ class Gradients:
     dalibi: Tensor | None
     dkey_bias: Tensor | None
     dbias: Tensor | None
+    latents: LatentGrads | None = None
 
 
 class WantedGrads(NamedTuple):
@@ -113,6 +121,7 @@ class BackwardCall(NamedTuple):
 
     Attributes:
         wanted: The gradients of optional tensors to compute.
+        latents: Of latent attention, in which k and v are stand-ins.
     """
 
     do: Tensor
@@ -126,6 +135,7 @@ class BackwardCall(NamedTuple):
     plan: ExecutionPlan
     context: RingContext
     wanted: WantedGrads
+    latents: Latents | None = None
 
     def gradients(
         self,
@@ -136,10 +146,11 @@ class BackwardCall(NamedTuple):
         dalibi: Tensor | None,
         dkey_bias: Tensor | None = None,
         dbias: Tensor | None = None,
+        latents: LatentGrads | None = None,
     ) -> Gradients:
         """Return the gradients; delta and dalibi, the gradient of alibi_slopes by row, are `b h s`."""
         dsinks = sinks_gradient(self.score, self.lse, delta) if self.wanted.sinks else None
-        return Gradients(dq, dk, dv, dsinks, None if dalibi is None else dalibi.sum((0, 2)), dkey_bias, dbias)
+        return Gradients(dq, dk, dv, dsinks, None if dalibi is None else dalibi.sum((0, 2)), dkey_bias, dbias, latents)
 
 
 def sinks_gradient(score: Score, lse: Tensor, delta: Tensor) -> Tensor:
@@ -169,6 +180,9 @@ def make_execution_plan(
     has_no_tensors = all(x is None for x in tensors)
     moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
     fused = [_fuse(spec, q, k, v, tensors, bound, context, backward=backward) for backward in (False, True)]
+    at_owner = _expands_at_owner(spec, fused, k, v, context)
+    if not at_owner:
+        fused = [None, None]
     tables = step_tables(spec, "keys", q.device, context.nodes, ring_plan)
     # pairs are counted for kernels that a graph can hold, now or once no hook listens to launches
     b, _, h, d = q.shape
@@ -190,7 +204,25 @@ def make_execution_plan(
         backward_tables=tables if moving == "keys" else step_tables(spec, moving, q.device, context.nodes),
         is_short_forward=seconds < SHORT_SECONDS,
         is_short_backward=2.5 * seconds < SHORT_SECONDS,
+        expands_at_owner=at_owner,
     )
+
+
+def _expands_at_owner(
+    spec: AttentionSpec, fused: list[FusedPlan | None], k: Tensor, v: Tensor, context: RingContext
+) -> bool:
+    """Return whether a rank expands its own rows, all at once; with "auto", where one launch gathers them within a host.
+
+    On a ring of one rank also where they are few.
+
+    The copy engine moves expanded rows beside the kernel at no cost of its own, and products cost each reader. Elsewhere a row
+    of all heads costs more on the link than its product (docs/latent.md).
+    """
+    if spec.latents is None or spec.latents[2] != "auto":
+        return spec.latents is None or spec.latents[2] == "owner"
+    if context.world_size == 1:
+        return (k.numel() + v.numel()) * k.element_size() <= EXPANDED_BYTES
+    return context.nodes is None and None not in fused
 
 
 def resolve_moving(
@@ -210,7 +242,8 @@ def resolve_moving(
     e, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
     _, _, hk, d = k.shape
     h, dv = q.shape[2], v.shape[-1]
-    per_key = (e + wide) * hk * (d + dv)
+    latents = spec.latents
+    per_key = (e + wide) * (hk * (d + dv) if latents is None or latents[2] == "owner" else latents[0])
     per_query = e * h * (d + dv) + wide * h * (d + 2)
     keys, queries = moved_rows(spec.plan("keys", nodes)), moved_rows(spec.plan("queries", nodes))
     return "keys" if per_key * keys <= per_query * queries else "queries"

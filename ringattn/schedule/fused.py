@@ -65,7 +65,7 @@ def fused_backward(call: BackwardCall, *, saved: Tensor | None = None) -> Gradie
 
     The gradient of bias is no part of this schedule. saved: the K/V that the forward saved; None: they are gathered again.
     """
-    do, dlse, q, k, v, o, lse, score, plan, context, wanted = call
+    do, dlse, q, k, v, o, lse, score, plan, context, wanted, _ = call
     fused, kv_gather = gather_of(plan.fused_backward, context)
     b, _, hk, d = k.shape
     is_short = saved is None and plan.is_short_backward

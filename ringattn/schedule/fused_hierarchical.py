@@ -77,7 +77,7 @@ def hierarchical_forward(
 
 def hierarchical_backward(call: BackwardCall) -> Gradients:
     """Return the gradients of `hierarchical_forward`, of sinks and alibi_slopes at most."""
-    do, dlse, q, k, v, o, lse, score, plan, context, wanted = call
+    do, dlse, q, k, v, o, lse, score, plan, context, wanted, _ = call
     fused, kv_gather = gather_of(plan.fused_backward, context)
     nodes, device = context.nodes, q.device
     mine = plan.ring_plan.ranks[context.rank]

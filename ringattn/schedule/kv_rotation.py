@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import Score
 from ringattn.plan.ring_plan import RankPlan, RingPlan, Rows
+from ringattn.schedule.latents import Latents
 from ringattn.transport.base import Buffers, GradMessage, Message, RingContext, Work
 
 Moving = Sequence[tuple[Tensor, int]]
@@ -28,11 +29,13 @@ _ALIGNMENT = 16
 """Bytes at a multiple of which each tensor of a message begins."""
 
 
-def moving_tensors(moving: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *rows: Tensor) -> Moving:
-    """Return the tensors that move: keys (k, v, key_bias), or queries (q and the given `b s h dv` and `b h s` rows)."""
+def moving_tensors(
+    moving: str, q: Tensor, k: Tensor, v: Tensor, score: Score, *rows: Tensor, latents: Latents | None = None
+) -> Moving:
+    """Return the tensors that move: keys (k and v or latent rows, key_bias), or queries (q and `b s h dv` and `b h s` rows)."""
     if moving == "keys":
-        bias = [] if score.key_bias is None else [(score.key_bias, 1)]
-        return [(k.contiguous(), 1), (v.contiguous(), 1), *bias]
+        keys = (k, v) if latents is None else (latents.rows,)
+        return [(x.contiguous(), 1) for x in (*keys, *(() if score.key_bias is None else (score.key_bias,)))]
     return [(q.contiguous(), 1), *((x.contiguous(), 1 if x.dim() == 4 else 2) for x in rows)]
 
 

@@ -42,7 +42,7 @@ def local_forward(
 
 def local_backward(call: BackwardCall) -> Gradients:
     """Return the gradients of `local_forward`."""
-    do, dlse, q, k, v, o, lse, score, plan, context, wanted = call
+    do, dlse, q, k, v, o, lse, score, plan, context, wanted, _ = call
     wide = plan.wide
     # one step adds to no other, so gradients are rounded at once
     delta, dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (lse, q, k, v))

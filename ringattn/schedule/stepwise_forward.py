@@ -14,19 +14,29 @@ from ringattn.kernels.interface import Score, SoftmaxState, Step, accumulation_d
 from ringattn.kernels.runtime.table_cache import find
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import KVPrefetcher, moving_tensors, reserve
+from ringattn.schedule.latents import Latents, pieces
 from ringattn.transport.base import RingContext, span
 
 
 def stepwise_forward(
-    q: Tensor, k: Tensor, v: Tensor, score: Score, plan: ExecutionPlan, context: RingContext
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Score,
+    plan: ExecutionPlan,
+    context: RingContext,
+    latents: Latents | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return o and lse of this rank's query rows over the keys of all ranks; takes arguments of `dispatch.run_forward`."""
+    """Return o and lse of this rank's query rows over the keys of all ranks; takes arguments of `dispatch.run_forward`.
+
+    With latents, their rows travel in place of k and v, and are expanded once they are here.
+    """
     b, s, h, _ = q.shape
     o = torch.empty(b, s, h, v.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
     rows, ring_steps = find(plan.tables.stationary), plan.ring_plan.ranks[context.rank].ring_steps
     take, state = context.buffers.take, None
-    if plan.last_step > plan.first_step:
+    if plan.last_step > plan.first_step or latents is not None:
         state = SoftmaxState(
             m=take("carry m", lse.shape, lse.dtype, lse.device),
             l=take("carry l", lse.shape, lse.dtype, lse.device),
@@ -37,7 +47,7 @@ def stepwise_forward(
         empty = score if score.key_bias is None else dataclasses.replace(score, key_bias=score.key_bias[:, :0])
         keys = find(plan.tables.nothing)
         plan.kernels.forward(Step(q, k[:, :0], v[:, :0], rows, keys, empty, o, lse))
-    moving = moving_tensors("keys", q, k, v, score)
+    moving = moving_tensors("keys", q, k, v, score, latents=latents)
     reserve(plan.ring_plan, context, moving)
     prefetcher = KVPrefetcher(moving, plan.ring_plan.ranks[context.rank], context, "forward, keys")
     for step, (ring_step, keys) in enumerate(zip(ring_steps, plan.tables.moving, strict=True)):
@@ -46,7 +56,11 @@ def stepwise_forward(
         if ring_step is None or keys is None or s == 0:
             continue
         with span("ring step {}: keys of rank {}", step, ring_step.owner):
-            here = score if score.key_bias is None else dataclasses.replace(score, key_bias=held[2])
-            first, last = step == plan.first_step, step == plan.last_step
-            plan.kernels.forward(Step(q, held[0], held[1], rows, find(keys), here, o, lse, state, first, last))
+            found = find(keys)
+            parts = [(slice(None), found)] if latents is None else pieces(found, latents.rows_at_once())
+            for i, (part, side) in enumerate(parts):
+                here = score if score.key_bias is None else dataclasses.replace(score, key_bias=held[-1][:, part])
+                k, v = held[:2] if latents is None else latents.expand(held[0][:, part], context.buffers)
+                first, last = step == plan.first_step and i == 0, step == plan.last_step and i == len(parts) - 1
+                plan.kernels.forward(Step(q, k, v, rows, side, here, o, lse, state, first, last))
     return o, lse

@@ -5,6 +5,8 @@ Masks check themselves (`fold_mask`, `MaskUnion`), kernels are chosen in `kernel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -18,13 +20,41 @@ SOFTCAPS = {torch.float16: 2.0**13, torch.bfloat16: 2.0**16, torch.float32: 2.0*
 softcap times that: up to here less than one rounding of the dtype. Wider dtypes only need a number to multiply with."""
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, **options: Tensor | None) -> None:
+def check_tensors(needed: Mapping[str, Tensor], options: Mapping[str, Tensor | None]) -> None:
     """Raise unless all given tensors are plain (`check_tensor`) and have numbers; options that are None were not given."""
     given = [(name, x) for name, x in options.items() if x is not None]
-    for name, x in (("q", q), ("k", k), ("v", v), *given):
+    for name, x in (*needed.items(), *given):
         check_tensor(name, x)
         if x.is_meta:
             raise ValueError(f"{name} must have numbers, got a meta tensor; make it real")
+
+
+def check_latents(q: Tensor, latents: Tensor, rotary_keys: Tensor, k_up: Tensor, v_up: Tensor, rows: int) -> None:
+    """Raise ValueError unless the tensors of latent attention fit each other and the rows of a shard; see `latent_attention`."""
+    given = {"latents": latents, "rotary_keys": rotary_keys, "k_up": k_up, "v_up": v_up}
+    for name, x, dims in (("q", q, 4), *((name, x, 3) for name, x in given.items())):
+        if x.dim() != dims:
+            raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}; see latent_attention")
+    for name, x in given.items():
+        if (x.dtype, x.device) != (q.dtype, q.device):
+            raise ValueError(f"{name} must be {q.dtype} on {q.device} like q, got {x.dtype} on {x.device}; convert it")
+    (b, _, h, d), (hk, dn, r), dr = q.shape, k_up.shape, rotary_keys.shape[2]
+    for name, shape in (
+        ("latents", (b, rows, r)),
+        ("rotary_keys", (b, rows, dr)),
+        ("v_up", (hk, v_up.shape[1], r)),
+    ):
+        if tuple(given[name].shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} beside q {tuple(q.shape)} and k_up {tuple(k_up.shape)}, got "
+                f"{tuple(given[name].shape)}; pass this rank's rows, and weights with one latent width"
+            )
+    if d != dn + dr:
+        raise ValueError(f"q must have head_dim {dn + dr}: {dn} of k_up and {dr} of rotary_keys, got {d}")
+    if hk == 0 or h % hk:
+        raise ValueError(f"q must have a multiple of the {hk} heads of k_up, got {h}")
+    if r == 0 or v_up.shape[1] == 0:
+        raise ValueError(f"latents and v_up must have columns, got {r} of latents and {v_up.shape[1]} of values")
 
 
 def expand_bias(bias: Tensor, q: Tensor, kv_len: int, name: str = "bias") -> Tensor:
