@@ -25,24 +25,11 @@ from ringattn.kernels.attention.arguments import (
     scale_and_cap,
     strides,
 )
+from ringattn.kernels.attention.hopper import configs
 from ringattn.kernels.attention.hopper.backward import backward_kernel
 from ringattn.kernels.attention.hopper.backward_dkv_wide import backward_dkv_wide_kernel
 from ringattn.kernels.attention.hopper.backward_dq import add_parts_kernel, backward_dq_kernel
 from ringattn.kernels.attention.hopper.backward_pre_post import clear_grad_buffer_kernel, finish_kernel, prepare_kernel
-from ringattn.kernels.attention.hopper.configs import (
-    FUSED_MAX_HEAD_DIM,
-    PANELS,
-    WIDE_COLUMNS,
-    DkvConfig,
-    WideDkvConfig,
-    choose_dkv,
-    choose_dq,
-    choose_forward,
-    columns_of,
-    is_for_pair,
-    padded_dims,
-    scored_columns,
-)
 from ringattn.kernels.attention.hopper.descriptors import (
     Descriptors,
     multiprocessors,
@@ -92,18 +79,20 @@ class BoundCall:
         self.dims, self.group, self.deterministic = (d, dv), call.heads // call.kv_heads, call.deterministic
         self.programs, self.descriptors = multiprocessors(call.device), Descriptors()
         self.dot_only, self.extras = is_dot_only(call.score), _extras(call.score)
-        self.forward_columns, self.forward = choose_forward(d, dv, self.dot_only)
+        self.forward_columns, self.forward = configs.choose_forward(d, dv, self.dot_only)
         self.pack: int | None = None
         self.is_plain = is_dot_only(call.score, TINIEST_SCALE)
         self.dkv = {
-            want_dq: choose_dkv(d, dv, self.is_plain, self.extras, want_dq=want_dq) for want_dq in (False, True)
+            want_dq: configs.choose_dkv(d, dv, self.is_plain, self.extras, want_dq=want_dq) for want_dq in (False, True)
         }
-        self.dq = choose_dq(max(columns_of(d, PANELS), columns_of(dv, PANELS)), self.extras)
+        self.dq = configs.choose_dq(
+            max(configs.columns_of(d, configs.PANELS), configs.columns_of(dv, configs.PANELS)), self.extras
+        )
 
     def needs_pair(self, wants_extra_grads: bool) -> bool:
         """Return whether two kernels make the gradients: one dk and dv, one dq, both in a fixed order."""
-        wide = max(self.dims) > FUSED_MAX_HEAD_DIM
-        return self.deterministic or wide or is_for_pair(*self.dims, self.extras, wants_extra_grads)
+        wide = max(self.dims) > configs.FUSED_MAX_HEAD_DIM
+        return self.deterministic or wide or configs.is_for_pair(*self.dims, self.extras, wants_extra_grads)
 
 
 def launch_forward(bound: BoundCall, step: Step, arrivals: Arrivals | None) -> None:
@@ -123,7 +112,7 @@ def launch_forward(bound: BoundCall, step: Step, arrivals: Arrivals | None) -> N
     descriptors, (columns, v_columns), config = bound.descriptors, bound.forward_columns, bound.forward
     if rows.patterns is not None and config.consumers == 3:
         config = replace(config, consumers=2)  # 192 rows straddle blocks of 128
-    panel, v_panel = PANELS[columns], PANELS[v_columns]
+    panel, v_panel = configs.PANELS[columns], configs.PANELS[v_columns]
     assert config.block_n <= PAD_ROWS, "a block that begins in a source ends before the next one"
     tile = 64 * config.consumers
     pack = bound.pack or choose_pack(s, bound.group, tile)
@@ -253,12 +242,16 @@ def launch_dkv(
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
     config = bound.dkv[want_dq]
-    is_wide = isinstance(config, WideDkvConfig)
+    is_wide = isinstance(config, configs.WideDkvConfig)
     assert not (is_wide and want_dq), "the kernel for wide heads makes no dq"
     dot_only = not is_wide and bound.is_plain
     tile, block = config.tile, config.block
-    columns = (columns_of(d, WIDE_COLUMNS), columns_of(dv, WIDE_COLUMNS)) if is_wide else padded_dims(d, dv)
-    panels = PANELS[columns[0]], PANELS[columns[1]]
+    columns = (
+        (configs.columns_of(d, configs.WIDE_COLUMNS), configs.columns_of(dv, configs.WIDE_COLUMNS))
+        if is_wide
+        else configs.padded_dims(d, dv)
+    )
+    panels = configs.PANELS[columns[0]], configs.PANELS[columns[1]]
     lengths = key_rows(x)
     plan = shape = None
     if batch * s * sum(lengths) * h > 0:
@@ -316,7 +309,7 @@ def launch_dkv(
     of_dalibi: tuple[Any, ...] = ()
     of_rows: tuple[int, ...] = ()
     of_order: tuple[int, ...] = ()
-    if isinstance(config, DkvConfig):
+    if isinstance(config, configs.DkvConfig):
         # rounded sums of a whole tile leave through the buffer of dq and the copy engine
         staged = want_dq and returns is None and not out.accumulate_keys
         staged = staged and all(total_of.dtype == q.dtype and descriptors.describable(total_of) for total_of in sums)
@@ -331,8 +324,8 @@ def launch_dkv(
         switches: dict[str, Any] = {
             "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct,
             "LATE_ADDRESSES": config.late_addresses, "DS_LAYOUT": descriptors.layout((tile, block), q.dtype),
-            "HELD": config.held if dot_only else 0, "SCORED": scored_columns(d, columns[0]),
-            "V_SCORED": scored_columns(dv, columns[1]),
+            "HELD": config.held if dot_only else 0, "SCORED": configs.scored_columns(d, columns[0]),
+            "V_SCORED": configs.scored_columns(dv, columns[1]),
             # elsewhere the words would make loops without a mask spill
             "MASK_BITS": dot_only and block == 128 and want_dq and returns is None,
         }  # fmt: skip
@@ -400,8 +393,8 @@ def launch_dq(bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals 
                     total.zero_()
         return
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) and score.key_bias is not None else None
-    columns = columns_of(d, PANELS), columns_of(dv, PANELS)
-    panels = PANELS[columns[0]], PANELS[columns[1]]
+    columns = configs.columns_of(d, configs.PANELS), configs.columns_of(dv, configs.PANELS)
+    panels = configs.PANELS[columns[0]], configs.PANELS[columns[1]]
     do, q = descriptors.addressable(x.do), descriptors.addressable(q)
     local_kv, remote_kv = descriptors.addressable_kv((x.k, x.v), None if arrivals is None else arrivals[:2])
     shape = Shape(
