@@ -33,7 +33,6 @@ _tables: dict[int, weakref.ref[Tensor]] = {}
 """The first table of every buffer, which lives as long as the others."""
 _readers: defaultdict[torch.device, dict[int, torch.cuda.Stream]] = defaultdict(dict)
 """Streams that read tables, by device."""
-_lock = threading.Lock()
 
 
 def upload(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
