@@ -435,22 +435,6 @@ def _step(
 
 
 @gluon.jit
-def _put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr):
-    """Writes, or adds to what is there, the rows before `rows` of 64 rows from y on; `target` points at row 0."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    r = gl.expand_dims(hp.opaque(gl.arange(0, HALF, gl.SliceLayout(1, layout))), 1)
-    c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
-    at = (target + gl.cast(y, gl.int64) * stride + r * stride) + c
-    mask = r < rows - y
-    if WIDTH < COLUMNS:
-        column = columns_s.slice(0, COLUMNS).load(gl.SliceLayout(0, layout))
-        mask = mask & gl.expand_dims(column < WIDTH, 0)
-    if ADD:
-        value += gl.load(at, mask=mask, other=0.0)
-    gl.store(at, value.to(target.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
 def _dalibi(out, b, h):
     """Sums of dalibi of a query head."""
     return out.dalibi + gl.cast(b, gl.int64) * out.dalibi_sb + gl.cast(h, gl.int64) * out.dalibi_sh
@@ -561,8 +545,8 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
             dk = dk * score.softmax_scale
         if slot >= 0:
             part_out = out.parts + gl.cast(slot, gl.int64) * (TILE * (c.D + c.DV))
-            _put(part_out, c.D, dk, WHICH * HALF, TILE, mem.columns, c.D, c.D, False)
-            _put(part_out + TILE * c.D, c.DV, dv, WHICH * HALF, TILE, mem.columns, c.DV, c.DV, False)
+            hp.put(part_out, c.D, dk, WHICH * HALF, TILE, mem.columns, c.D, c.D, False)
+            hp.put(part_out + TILE * c.D, c.DV, dv, WHICH * HALF, TILE, mem.columns, c.DV, c.DV, False)
         elif out.dk_desc is not None:
             SUMS_LAYOUT: gl.constexpr = out.dk_desc.layout
             _put_sums(WHICH, dk, mem.dq.index(WHICH), mem.q.dtype, SUMS_LAYOUT, c.D)
@@ -583,8 +567,8 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         else:
             dk_at = out.dk + (gl.cast(b, gl.int64) * out.dk_sb + gl.cast(h_kv, gl.int64) * out.dk_sh) * c.UNIT
             dv_at = out.dv + (gl.cast(b, gl.int64) * out.dv_sb + gl.cast(h_kv, gl.int64) * out.dv_sh) * c.UNIT
-            _put(dk_at, out.dk_ss * c.UNIT, dk, y, plan.rows, mem.columns, c.D_WIDTH, c.D, c.ADD)
-            _put(dv_at, out.dv_ss * c.UNIT, dv, y, plan.rows, mem.columns, c.DV_WIDTH, c.DV, c.ADD)
+            hp.put(dk_at, out.dk_ss * c.UNIT, dk, y, plan.rows, mem.columns, c.D_WIDTH, c.D, c.ADD)
+            hp.put(dv_at, out.dv_ss * c.UNIT, dv, y, plan.rows, mem.columns, c.DV_WIDTH, c.DV, c.ADD)
         if c.WANT_KEY_BIAS:
             if slot >= 0:
                 gl.store(out.dkey_bias_parts + slot * TILE + (y_own - row), dkey_bias)

@@ -123,11 +123,6 @@ def _produce(plan, src, mem, c):
 
 
 @gluon.jit
-def _tanh(x):
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * hp.LOG2E)))
-
-
-@gluon.jit
 def _weigh(
     dv, weights, began, count, low, high, x, origin, stride, k_pos, slope, key_bias, k, score, mem, c, MASKED: gl.constexpr
 ):  # fmt: skip
@@ -161,7 +156,7 @@ def _weigh(
     s = s * score.scale
     tanh = s
     if c.SOFTCAP:
-        tanh = _tanh(s)
+        tanh = hp.tanh(s)
         s = tanh * score.cap
     row = x + hp.opaque(gl.arange(0, BLOCK, columns_l))
     if slope is not None:

@@ -94,11 +94,6 @@ def _produce(plan, src, mem, c):
 
 
 @gluon.jit
-def _tanh(x):
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * hp.LOG2E)))
-
-
-@gluon.jit
 def _step(
     W: gl.constexpr, dq, dalibi, count, lse2, delta, q_pos, low, high, y, origin, stride, slope, key_bias, score, mem, c,
     MASKED: gl.constexpr, WANT_ALIBI: gl.constexpr,
@@ -135,7 +130,7 @@ def _step(
     s = s * score.scale
     tanh = s
     if c.SOFTCAP:
-        tanh = _tanh(s)
+        tanh = hp.tanh(s)
         s = tanh * score.cap
     if slope is not None:
         k_pos = origin + stride * x
