@@ -163,7 +163,6 @@ def eager_delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None =
 
 
 def _store(target: Tensor, found: Tensor, accumulate: bool) -> None:
-    """Adds to `target`, or overwrites it."""
     if accumulate:
         target += found
     else:

@@ -248,7 +248,6 @@ def is_hooked() -> bool:
 
 
 def _open(compiled: Any, tail: tuple[Any, ...] | None) -> Bound:
-    """Find the launch function of a compiled kernel."""
     public = Bound(compiled, () if tail is None else tail)
     try:
         inside = importlib.import_module("triton.backends.nvidia.driver")

@@ -99,7 +99,6 @@ def _mark(table: Tensor) -> None:
 
 
 def _note(device: torch.device) -> None:
-    """Remembers that the current stream has uploaded something."""
     stream = torch.cuda.current_stream(device)
     uploaded = torch.cuda.Event()
     uploaded.record(stream)

@@ -189,7 +189,6 @@ def _attend(step: ForwardBatch, layer: int, given: Given, options: _Options) -> 
 def _plan_prefill(
     step: ForwardBatch, spec: AttentionSpec, options: _Options, q: Tensor, tensors: ScoreTensors
 ) -> prefill.Prefill:
-    """Resolve a prefill that ranks have compared."""
     cache, several, fresh = step.cache, step.cache.ring.world_size > 1, step.lengths == step.counts
     features = spec.features(tensors) | {"prefill"}
     kernels = select_kernels(
@@ -397,7 +396,6 @@ def _check_gradients(given: Given) -> None:
 
 
 def _check_tensors(step: ForwardBatch, q: Tensor, tensors: ScoreTensors) -> None:
-    """Check the tensors that the cache does not check."""
     cache, per_head = step.cache, (("sinks", tensors.sinks), ("alibi_slopes", tensors.alibi_slopes))
     for name, x in (("q", q), *per_head):
         if x is not None and x.device != cache.device:

@@ -396,7 +396,6 @@ def _return_partials(carry: SoftmaxState, s: int, context: RingContext, query_pl
 
 
 def _scatter_partial(part: Tensor, whole: Tensor, rows: Rows, shape: tuple[int, int, int, int]) -> None:
-    """Write the packed part of some rows of `b s h dv` into that of all of them."""
     b, s, h, dv = shape
     lengths = [length for _, length in rows]
     count = sum(lengths)
@@ -408,7 +407,6 @@ def _scatter_partial(part: Tensor, whole: Tensor, rows: Rows, shape: tuple[int, 
 
 
 def _pack_partial(carry: SoftmaxState, segment: QuerySegment, part: Tensor) -> None:
-    """Pack the partial of the rows of a segment."""
     b, _, h, dv = carry.acc.shape
     m, l, acc = views(part, b * segment.count * h, dv)  # noqa: E741
     torch.index_select(carry.acc, 1, segment.indices, out=acc.view(b, segment.count, h, dv))

@@ -104,8 +104,6 @@ def mask_pairs(
 
 
 class _ScoreOptions(TypedDict, total=False):
-    """Options of the score."""
-
     softmax_scale: float | None
     softcap: float
     sinks: Tensor | None
@@ -178,8 +176,6 @@ def dense_attention(
 
 
 class _Options(_ScoreOptions, total=False):
-    """Options of `attention_reference`."""
-
     causal: bool
     window: int | tuple[int | None, int | None] | None
     documents: Sequence[int] | None

@@ -283,7 +283,6 @@ def _spread(numbers_s, BM: gl.constexpr):
 
 @gluon.jit
 def _scored(x, COLUMNS: gl.constexpr):
-    """Return the first COLUMNS columns of a tile as panels."""
     if COLUMNS == x.shape[1]:
         return (x,)
     else:
@@ -436,7 +435,6 @@ def _step(
 
 @gluon.jit
 def _dalibi(out, b, h):
-    """Sums of dalibi of a query head."""
     return out.dalibi + gl.cast(b, gl.int64) * out.dalibi_sb + gl.cast(h, gl.int64) * out.dalibi_sh
 
 

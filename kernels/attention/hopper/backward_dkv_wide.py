@@ -194,7 +194,6 @@ def _weigh(
 
 @gluon.jit
 def _begin_dv(count, weights, dv, mem, STAGES: gl.constexpr):
-    """Begins dv + weights do of a block."""
     st, phase = _place(count, STAGES)
     mbarrier.wait(mem.do_full.index(st), phase)
     return hp.begin_sums(hp.operand_of(weights, mem.do), hp.panels_of(mem.do, st, len(dv)), dv)
@@ -314,7 +313,6 @@ def _make_dv(plan, out, score, mem, c):
 
 @gluon.jit
 def _send(target, stride, sums, y, rows, buffer, WIDTH: gl.constexpr):
-    """`send_grads` of all panels."""
     for i in gl.static_range(len(sums)):
         hp.send_grads(target, stride, sums[i], y, rows, buffer, i * sums[0].shape[1], WIDTH, sums[0].shape[1], CHUNK)
 
@@ -353,7 +351,6 @@ def _take(count, dp, dkey_bias, mem, c):
 
 @gluon.jit
 def _begin_dk(count, ds, dk, mem, STAGES: gl.constexpr):
-    """Begins dk + ds q of a block."""
     st, phase = _place(count, STAGES)
     mbarrier.wait(mem.q_full.index(st), phase)
     return hp.begin_sums(ds, hp.panels_of(mem.q, st, len(dk)), dk)

@@ -31,7 +31,6 @@ def _offsets(row0, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _region(grad_buffers, side):
-    """The region of a source, from the table of addresses."""
     return tl.multiple_of(tl.load(grad_buffers + side).to(tl.pointer_type(tl.float32)), 16)
 
 

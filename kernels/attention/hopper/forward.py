@@ -306,7 +306,6 @@ def _merge_sums(m_a, l_a, m_b, l_b):
 
 @gluon.jit
 def _panels(buffer, tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PANELS: gl.constexpr):
-    """Return the panels of a tile in shared memory, `rows columns` each."""
     panels = ()
     for i in gl.static_range(PANELS):
         panels += (buffer.index(tile * PANELS + i).reshape([ROWS, COLUMNS // PANELS]),)
@@ -321,7 +320,6 @@ def _waited(products, IN_FLIGHT: gl.constexpr):
 
 @gluon.jit
 def _times(acc, factor):
-    """Return the panels of an accumulator times a number per row."""
     return [x * gl.expand_dims(factor, 1) for x in acc]
 
 
@@ -628,7 +626,6 @@ def _store_panels(pointer, places, acc):
 
 @gluon.jit
 def _store_part(part_acc, at_row, acc, DV: gl.constexpr):
-    """Stores the accumulator of a split tile; `at_row`: rows of the workspace."""
     columns: gl.constexpr = acc[0].shape[1]
     y = gl.expand_dims(at_row, 1) * DV
     for i in gl.static_range(len(acc)):
@@ -663,7 +660,6 @@ def _carry_tile(INDEX: gl.constexpr, carry_s, q_s, place, HALVED: gl.constexpr):
 
 @gluon.jit
 def _carried(tile, LAYOUT: gl.constexpr):
-    """Return a carried accumulator from shared memory."""
     columns: gl.constexpr = tile[0].shape[-1]
     if len(tile) == 1:
         return tile[0].reshape([64, columns]).load(LAYOUT)
@@ -676,7 +672,6 @@ def _carried(tile, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _store_carry(INDEX: gl.constexpr, acc, tile, acc_desc, b, h, row, PACK: gl.constexpr):
-    """Stores an accumulator through shared memory and the copy engine."""
     columns: gl.constexpr = tile[0].shape[-1]
     pieces = _pieces(acc, columns)
     for i in gl.static_range(len(tile)):

@@ -241,7 +241,6 @@ def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
 
 
 def _sources(sides: AnyRows) -> list[tuple[RowMetadata, int]]:
-    """Every source and its ring step."""
     return list(zip(sides.sides, sides.steps, strict=True)) if isinstance(sides, GatheredKeys) else [(sides, 0)]
 
 
@@ -305,7 +304,6 @@ class _Pieces:
 
     @classmethod
     def concatenate(cls, parts: list[_Pieces]) -> _Pieces:
-        """All pieces, in order."""
         bounds = tuple(torch.cat(x) for x in zip(*(part.bounds for part in parts), strict=True))
         lo, hi = (torch.cat(x) for x in zip(*(part.window for part in parts), strict=True))
         return cls(bounds, (lo, hi), *(torch.cat([getattr(x, name) for x in parts]) for name in ("tile", "label")))

@@ -59,7 +59,6 @@ class _Calls:
 
     @classmethod
     def of(cls, launches: Sequence[OperatorLaunch], batch: int, rows: int, keys: int) -> _Calls:
-        """Find the gaps of launches."""
         row_gaps = _gaps([(x.batch, x.rows) for x in launches], batch, rows)
         return cls(tuple(launches), row_gaps, _gaps([(x.batch, x.keys) for x in launches], batch, keys))
 
@@ -72,7 +71,6 @@ class _Step:
     plain: _Calls | None
 
     def calls_of(self, backend: str) -> _Calls | None:
-        """The calls of a backend; None: it does not serve this step."""
         if backend == "flash":
             return self.windowed
         # cuDNN has no attention to one key
@@ -200,7 +198,6 @@ class _Sum:
                 x.zero_()
 
     def add(self, part: Part, found: Tensor) -> None:
-        """Add the gradient of some rows or keys."""
         target = _rows(self._sum, part)
         fast = import_optional("ringattn.kernels.attention.torch_ops.gradients_triton") if found.is_cuda else None
         if fast is not None:
@@ -211,7 +208,6 @@ class _Sum:
             target.copy_(found)
 
     def store(self) -> None:
-        """Write the sum where it was kept elsewhere."""
         if self._sum is not self._target:
             self._target.copy_(self._sum)
 
@@ -264,7 +260,6 @@ def _rows(x: Tensor, part: Part) -> Tensor:
 
 
 def _fresh(o: Tensor, lse: Tensor) -> SoftmaxState:
-    """An uninitialised carry."""
     m, l = torch.empty((2, *lse.shape), dtype=lse.dtype, device=o.device)  # noqa: E741
     return SoftmaxState(m, l, torch.empty(o.shape, dtype=lse.dtype, device=o.device))
 
