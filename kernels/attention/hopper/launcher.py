@@ -30,26 +30,12 @@ from ringattn.kernels.attention.hopper.backward import backward_kernel
 from ringattn.kernels.attention.hopper.backward_dkv_wide import backward_dkv_wide_kernel
 from ringattn.kernels.attention.hopper.backward_dq import add_parts_kernel, backward_dq_kernel
 from ringattn.kernels.attention.hopper.backward_pre_post import clear_grad_buffer_kernel, finish_kernel, prepare_kernel
-from ringattn.kernels.attention.hopper.descriptors import (
-    Descriptors,
-    multiprocessors,
-    store_unit,
-    workspace,
-)
+from ringattn.kernels.attention.hopper.descriptors import Descriptors, multiprocessors, store_unit, workspace
 from ringattn.kernels.attention.hopper.forward import forward_kernel
 from ringattn.kernels.attention.hopper.forward_combine import combine_kernel
 from ringattn.kernels.attention.hopper.progress_barrier import progress_board
 from ringattn.kernels.attention.hopper.tile_scheduler import L2_BYTES, Shape, WorkPlan, schedule_tiles
-from ringattn.kernels.interface import (
-    PAD_ROWS,
-    Arrivals,
-    BackwardStep,
-    CallShape,
-    GatheredKeys,
-    Grads,
-    Returns,
-    Step,
-)
+from ringattn.kernels.interface import PAD_ROWS, Arrivals, BackwardStep, CallShape, GatheredKeys, Grads, Returns, Step
 from ringattn.kernels.runtime import bound_launch
 
 MAX_PACK = 64  # heads in the rows of one warpgroup

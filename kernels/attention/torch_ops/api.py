@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringattn.kernels.attention.arguments import LEAST_SCALE
 from ringattn.kernels.attention.eager import eager_delta
+from ringattn.kernels.attention.torch_ops import carry as partials
 from ringattn.kernels.attention.torch_ops import operators
 from ringattn.kernels.attention.torch_ops.bands import Line, calls, lines, tiles
 from ringattn.kernels.attention.torch_ops.delta_output import output_for, rest_for
@@ -29,7 +30,6 @@ from ringattn.kernels.interface import (
     Step,
     accumulation_dtype,
 )
-from ringattn.kernels.partials import carry as partials
 from ringattn.kernels.runtime.optional_triton import import_optional
 
 MOST_LAUNCHES = 64
@@ -199,7 +199,7 @@ class _Sum:
 
     def add(self, part: Part, found: Tensor) -> None:
         target = _rows(self._sum, part)
-        fast = import_optional("ringattn.kernels.attention.torch_ops.gradients_triton") if found.is_cuda else None
+        fast = import_optional("ringattn.kernels.attention.torch_ops.rows_triton") if found.is_cuda else None
         if fast is not None:
             fast.add_rows(found, target, accumulate=self._adds)
         elif self._adds:

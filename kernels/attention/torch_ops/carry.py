@@ -1,4 +1,4 @@
-"""Merge of a normalised partial (o, lse) into the carry (m, l, acc) of its rows, in plain torch; `carry_triton` does it on GPUs.
+"""Merge of a normalised partial (o, lse) into the carry (m, l, acc) of its rows, in plain torch; `rows_triton` does it on GPUs.
 
 An operator that normalises gives o and lse of some keys, which are the partial (lse, 1, o). With M = max(m, lse):
 
@@ -41,7 +41,7 @@ def merge(
         return
     wide = carry.m if carry is not None else out.m if isinstance(out, SoftmaxState) else out[1]
     fast = (
-        import_optional("ringattn.kernels.partials.carry_triton")
+        import_optional("ringattn.kernels.attention.torch_ops.rows_triton")
         if wide.is_cuda and wide.dtype == torch.float32
         else None
     )
