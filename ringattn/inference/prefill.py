@@ -311,20 +311,16 @@ def _post_queries(q: Tensor, dv: int, context: RingContext, query_plan: QueryPla
 
 
 def _attend_and_merge(
-    in_flight: InFlightQueries,
-    dv: int,
-    score: Score,
-    context: RingContext,
-    attend: Callable[[Tensor, SoftmaxState], None],
+    posted: InFlightQueries, dv: int, score: Score, context: RingContext, attend: Callable[[Tensor, SoftmaxState], None]
 ) -> Tensor:
     """Return the finished attention `b s h dv` of this rank's query rows over the keys of all ranks.
 
     `attend` writes the partial of all rows that attend here, `b total h d`, over this rank's keys into a carry.
     """
-    q, query_plan = in_flight.q, in_flight.query_plan
+    q, query_plan = posted.q, posted.query_plan
     b, s, h, _ = q.shape
     wide, take = accumulation_dtype(q.dtype), context.buffers.take
-    rows = _gather_queries(in_flight, context)
+    rows = _gather_queries(posted, context)
     shape = (b, h, query_plan.total)
     carry = SoftmaxState(
         m=take("prefill m", shape, wide, q.device),

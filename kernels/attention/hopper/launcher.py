@@ -229,11 +229,9 @@ def launch_dkv(
     assert not (is_wide and want_dq), "the kernel for wide heads makes no dq"
     dot_only = not is_wide and bound.is_plain
     tile, block = config.tile, config.block
-    columns = (
-        (configs.columns_of(d, configs.WIDE_COLUMNS), configs.columns_of(dv, configs.WIDE_COLUMNS))
-        if is_wide
-        else configs.padded_dims(d, dv)
-    )
+    columns = configs.padded_dims(d, dv)
+    if is_wide:
+        columns = configs.columns_of(d, configs.WIDE_COLUMNS), configs.columns_of(dv, configs.WIDE_COLUMNS)
     panels = configs.PANELS[columns[0]], configs.PANELS[columns[1]]
     lengths = key_rows(x)
     plan = shape = None

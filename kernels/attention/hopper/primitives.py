@@ -205,9 +205,7 @@ def load_from(local, remote, step, place, full, target):
 
 
 @gluon.jit
-def load_panels(
-    local, remote, step, b, h, row, full, buffer, stage, PANELS: gl.constexpr, MORE: gl.constexpr
-):  # fmt: skip
+def load_panels(local, remote, step, b, h, row, full, buffer, stage, PANELS: gl.constexpr, MORE: gl.constexpr):
     """Loads a block of rows of a head as PANELS panels of columns; its barrier expects MORE bytes besides."""
     mbarrier.expect(full, PANELS * local.block_type.nbytes + MORE)
     for i in gl.static_range(PANELS):
@@ -404,9 +402,7 @@ def hide(s, low, high, first, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def put(
-    target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr
-):  # fmt: skip
+def put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr):
     """Writes, or adds to what is there, the rows before `rows` of the 64 rows of an accumulator from row y on.
 
     `target` points at row 0; WIDTH of the COLUMNS columns exist. `columns_s`: their numbers in shared memory, or None.

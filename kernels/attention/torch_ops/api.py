@@ -118,13 +118,9 @@ class TorchKernels(KernelSet):
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             q, k, v, scale, _ = _scaled(q, k, v, score)
             backend, found = _choose(q, k, v, rows, keys)
-            begun = (
-                partials.of_sinks(score.sinks, o, lse)
-                if first and score.sinks is not None
-                else None
-                if first
-                else carry
-            )
+            begun = None if first else carry
+            if first and score.sinks is not None:
+                begun = partials.of_sinks(score.sinks, o, lse)
             done = (o, lse) if last or carry is None else carry
             if found.row_gaps is not None:
                 for launch in found.launches:
@@ -239,10 +235,7 @@ def _forward(
 
 
 def _merge(
-    begun: SoftmaxState | None,
-    partial: tuple[Tensor, Tensor] | None,
-    done: SoftmaxState | tuple[Tensor, Tensor],
-    part: Part,
+    begun: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, done: partials.Merged, part: Part
 ) -> None:
     """Merge the partial of some rows with these rows of a carry."""
     (b0, b1), (x0, x1) = part

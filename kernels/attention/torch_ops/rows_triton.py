@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.attention.arguments import padded, pair, strides
+from ringattn.kernels.attention.torch_ops.carry import Merged
 from ringattn.kernels.attention.torch_ops.delta_output import limits
 from ringattn.kernels.interface import SoftmaxState
 from ringattn.kernels.partials.merge_triton import normalise
@@ -70,9 +71,7 @@ def _merge_kernel(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def merge(
-    carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out: SoftmaxState | tuple[Tensor, Tensor]
-) -> None:
+def merge(carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out: Merged) -> None:
     """`carry.merge` for fp32 carries, whose last dims are contiguous, of which not both sides are empty."""
     acc, top, total = (out.acc, out.m, out.l) if isinstance(out, SoftmaxState) else (*out, None)
     m, l, before = (None, None, None) if carry is None else (carry.m, carry.l, carry.acc)  # noqa: E741
