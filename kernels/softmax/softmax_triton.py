@@ -394,7 +394,7 @@ def _launch(x: _View, block_size: int | None, per_thread: int = 16) -> tuple[Lau
         block_size=block_size,
         per_thread=per_thread,
     )
-    return how, x.leading * triton.cdiv(x.inner, how.rows)
+    return how, x.leading * -(-x.inner // how.rows)
 
 
 def _share(n: int, how: Launch) -> tuple[int, int]:

@@ -587,7 +587,7 @@ def _waits_of(
 ) -> tuple[Tensor | None, Tensor | None, int | None, int | None, int | None]:
     """Flags, error, key heads of a group, steps of the flags, microseconds that a kernel waits; None where it does not wait."""
     if arrivals is None or (ready := arrivals.ready_flags) is None:
-        return (None,) * 5
+        return None, None, None, None, None
     # an integer of more than 32 bits is another kernel
     timeout_us = min(max(ready.timeout_ns // 1000, 1), 2**31 - 1)
     return ready.flags, ready.error, key_heads // ready.groups, ready.flags.shape[1], timeout_us

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ class PortableConfig:
 INTERPRETER = "interpreter"  # small tiles: many tiles and edges in a small test
 
 # (kind of device, bytes per element, largest padded head_dim) -> fields of forward, keys (dk and dv), rows (dq)
-_TABLE: dict[tuple[str, int, int], tuple[tuple[int, ...], ...]] = {
+_TABLE: dict[tuple[str, int, int], tuple[tuple[Any, ...], ...]] = {
     # 227 KiB of shared memory, wgmma
     ("sm90", 2, 64): ((128, 64, 4, 3, True), (64, 64, 4, 3, True), (64, 64, 4, 3, True)),
     ("sm90", 2, 128): ((128, 128, 8, 3, True), (64, 128, 8, 3, True), (128, 64, 8, 3)),

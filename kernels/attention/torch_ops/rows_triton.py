@@ -1,4 +1,4 @@
-"""What runs on a GPU around torch's operators, in one Triton launch each: the formulas are those of `carry` and `delta_output`.
+"""Kernels around torch's operators, in one Triton launch each: the formulas are those of `carry` and `delta_output`.
 
 torch's own `+=` and `copy_` fall short of the speed of memory where they convert between dtypes.
 """
