@@ -21,20 +21,11 @@ K = TypeVar("K")
 R = TypeVar("R")
 
 FEATURES = frozenset(
-    {
-        "softcap",
-        "dropout",
-        "sinks",
-        "alibi",
-        "key_bias",
-        "bias",
-        "per_batch_bounds",
-        "terms",
-        "block_pattern",
-        "deterministic",
+    (
+        "softcap", "dropout", "sinks", "alibi", "key_bias", "bias", "per_batch_bounds", "terms", "block_pattern", "deterministic",
         "prefill",
-    }
-)
+    )
+)  # fmt: skip
 """Options of a call beyond q . k and an interval; a kernel set may refuse some of them.
 
 "prefill" is the forward of an inference batch, whose shapes change from call to call."""

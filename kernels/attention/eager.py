@@ -10,12 +10,10 @@ of a tile. Inside, tensors are head-major: queries `c (g x) d`, keys `c y d`, lo
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,13 +24,11 @@ from ringattn.kernels.constants import LN2, LOG2E
 from ringattn.kernels.interface import (
     Arrivals,
     BackwardStep,
-    CallShape,
     GatheredKeys,
     Grads,
     KernelSet,
     Returns,
     RowMetadata,
-    Score,
     SoftmaxState,
     Step,
     accumulation_dtype,
@@ -41,13 +37,6 @@ from ringattn.kernels.interface import (
 # measured on one CPU core over head_dim 32 and 64: the logits of a tile stay in its caches, matmuls are still large
 TILE_ROWS = 256
 TILE_KEYS = 256
-
-
-@contextlib.contextmanager
-def _without_autograd(device: torch.device) -> Iterator[None]:
-    """Keep autograd out, and an ambient autocast from lowering the matmuls."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _row_tiles(rows: RowMetadata, keys: RowMetadata) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
@@ -67,25 +56,22 @@ def _row_tiles(rows: RowMetadata, keys: RowMetadata) -> Iterator[tuple[slice, li
         yield slice(x, min(x + TILE_ROWS, num_rows)), tiles
 
 
-@dataclass(frozen=True)
 class _HeadMajor:
-    """One ring step, head-major and in the accumulation dtype, as far as every tile needs it."""
+    """One ring step, head-major and in the accumulation dtype, as far as every tile needs it.
 
-    shape: tuple[int, int, int]  # b hk g
-    dtype: torch.dtype
-    keys_h: Tensor  # c t d
-    values_h: Tensor  # c t dv
-    rows: RowMetadata
-    keys: RowMetadata
-    score: Score
+    Attributes:
+        shape: (b, hk, g).
+        keys_h: `c t d`.
+        values_h: `c t dv`.
+    """
 
-    @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, score: Score, dtype: torch.dtype
-    ) -> _HeadMajor:
-        b, _, hk, _ = k.shape
-        shape = (b, hk, q.shape[2] // hk)
-        return cls(shape, dtype, _by_key_head(k, shape, dtype), _by_key_head(v, shape, dtype), rows, keys, score)
+    def __init__(self, step: Step | BackwardStep, keys: RowMetadata) -> None:
+        self.rows, self.keys, self.score, self.dtype = step.rows, keys, step.score, step.lse.dtype
+        b, t, hk, _ = step.k.shape
+        self.shape = b, hk, step.q.shape[2] // hk
+        self.keys_h, self.values_h = (
+            x.transpose(1, 2).to(self.dtype).reshape(b * hk, t, x.shape[3]) for x in (step.k, step.v)
+        )
 
     def by_head(self, x: Tensor) -> Tensor:
         """`b x h d` -> `c (g x) d`, accumulation dtype."""
@@ -168,61 +154,6 @@ class _HeadMajor:
         return keep.to(self.dtype).div_(1 - self.score.dropout_p).view(b * hk, g * keep.shape[2], keep.shape[3])
 
 
-def _by_key_head(x: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
-    """`b t hk d` -> `c t d`."""
-    b, hk, _ = shape
-    return x.transpose(1, 2).to(dtype).reshape(b * hk, x.shape[1], x.shape[3])
-
-
-def _forward(step: Step) -> None:
-    q, k, v, rows, keys, score, o, lse, carry, first, last, _ = step
-    assert isinstance(keys, RowMetadata), "a fused call is computed source by source"
-    assert carry is not None or (first and last), "only a ring step that is first and last has no carry"
-    with _without_autograd(q.device):
-        heads = _HeadMajor.of(q, k, v, rows, keys, score, lse.dtype)
-        b, hk, g = heads.shape
-        for x, tiles in _row_tiles(rows, keys):
-            num = x.stop - x.start
-            if not (first or last or tiles):
-                continue  # the carry stays as it is
-            if first:
-                m = heads.keys_h.new_full((b * hk, g * num, 1), -math.inf)
-                if score.sinks is not None:
-                    heads.grouped(m).copy_(heads.per_head(score.sinks) * LOG2E)
-                l = (m > -math.inf).to(m.dtype)  # noqa: E741
-                acc = m.new_zeros(b * hk, g * num, v.shape[3])
-            else:
-                assert carry is not None
-                m = heads.statistic(carry.m[:, :, x])
-                l = heads.statistic(carry.l[:, :, x])  # noqa: E741
-                acc = heads.by_head(carry.acc[:, x])
-
-            q_h = heads.by_head(q[:, x])
-            for y, masked in tiles:
-                s = heads.logits(heads.capped(q_h, y), x, y, masked)
-                m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-                # rows that have seen nothing: exponentials are taken against 0, so that 2^-inf is 0 and never NaN
-                m_safe = m_new.masked_fill(m_new == -math.inf, 0.0)
-                p = s.sub_(m_safe).exp2_()
-                rescale = (m - m_safe).exp2_()
-                l = l * rescale + p.sum(-1, keepdim=True)  # noqa: E741
-                if score.dropout_p:
-                    p.mul_(heads.kept(x, y))
-                acc = torch.baddbmm(acc * rescale, p, heads.values_h[:, y])
-                m = m_new
-
-            if last:
-                # a row without weight has acc = 0, and log2(0) = -inf is its lse
-                o[:, x] = heads.by_token(acc / l.masked_fill(l == 0, 1.0)).to(o.dtype)
-                m_safe = m.masked_fill(m == -math.inf, 0.0)
-                lse[:, :, x] = heads.grouped(LN2 * m_safe + l.log())[..., 0]
-            else:
-                assert carry is not None
-                carry.m[:, :, x] = heads.grouped(m)[..., 0]
-                carry.l[:, :, x] = heads.grouped(l)[..., 0]
-                carry.acc[:, x] = heads.by_token(acc)
-
-
 def eager_delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
     """rowsum(o * do) - dlse as `b h s` (`KernelSet.delta`)."""
     dtype = accumulation_dtype(o.dtype)
@@ -231,62 +162,7 @@ def eager_delta(o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None =
     return found if out is None else out.copy_(found)
 
 
-def _backward(step: BackwardStep, grads: Grads) -> None:
-    do, q, k, v, lse, delta, rows, keys, score, o, dlse, delta_made, _ = step
-    assert isinstance(keys, RowMetadata), "a fused call is computed source by source"
-    if o is not None and not delta_made:
-        eager_delta(o, do, dlse, delta)
-    with _without_autograd(q.device):
-        heads = _HeadMajor.of(q, k, v, rows, keys, score, lse.dtype)
-        dk, dv = torch.zeros_like(heads.keys_h), torch.zeros_like(heads.values_h)
-        dkey_bias = None if grads.dkey_bias is None else torch.zeros_like(grads.dkey_bias)
-        for x, tiles in _row_tiles(rows, keys):
-            q_h, do_h = heads.by_head(q[:, x]), heads.by_head(do[:, x])
-            lse2 = heads.statistic(lse[:, :, x]) * LOG2E
-            # a row that saw nothing has weights exp(s - inf) = 0
-            lse2 = lse2.masked_fill(lse2 == -math.inf, math.inf)
-            delta_h = heads.statistic(delta[:, :, x])
-            dq = torch.zeros_like(q_h)
-            dalibi = torch.zeros_like(lse2)
-            for y, masked in tiles:
-                capped = heads.capped(q_h, y)
-                p = heads.logits(capped, x, y, masked).sub_(lse2).exp2_()
-                dp = torch.bmm(do_h, heads.values_h[:, y].transpose(1, 2))
-                if score.dropout_p:
-                    kept = heads.kept(x, y)
-                    dp.mul_(kept)
-                    dv[:, y].baddbmm_((p * kept).transpose(1, 2), do_h)
-                else:
-                    dv[:, y].baddbmm_(p.transpose(1, 2), do_h)
-                ds = dp.sub_(delta_h).mul_(p)
-                if dkey_bias is not None:
-                    dkey_bias[:, y] += heads.grouped(ds).sum((1, 2))
-                if grads.dalibi is not None:
-                    dalibi -= (heads.grouped(ds) * heads.distance(x, y)).sum(-1).view_as(dalibi)
-                if grads.dbias is not None:
-                    # zero on invisible pairs, so adding writes the visible ones only
-                    grads.dbias[:, :, x].index_add_(3, keys.positions[y], heads.grouped(ds).to(grads.dbias.dtype))
-                if score.softcap:
-                    ds = ds.mul_(1 - capped.square_())
-                dq.baddbmm_(ds, heads.keys_h[:, y])
-                dk[:, y].baddbmm_(ds.transpose(1, 2), q_h)
-
-            _store(grads.dq[:, x], heads.by_token(dq.mul_(score.softmax_scale)), grads.accumulate_rows)
-            if grads.dalibi is not None:
-                _store(grads.dalibi[:, :, x], heads.grouped(dalibi)[..., 0], grads.accumulate_rows)
-
-        b, hk, _ = heads.shape
-        dk.mul_(score.softmax_scale)
-        assert grads.dk is not None, "a step writes dk and dv"
-        assert grads.dv is not None, "a step writes dk and dv"
-        _store(grads.dk, dk.view(b, hk, *dk.shape[1:]).transpose(1, 2), grads.accumulate_keys)
-        _store(grads.dv, dv.view(b, hk, *dv.shape[1:]).transpose(1, 2), grads.accumulate_keys)
-        if grads.dkey_bias is not None and dkey_bias is not None:
-            _store(grads.dkey_bias, dkey_bias, grads.accumulate_keys)
-
-
 def _store(target: Tensor, found: Tensor, accumulate: bool) -> None:
-    """Adds to `target`, or overwrites it."""
     if accumulate:
         target += found
     else:
@@ -300,13 +176,6 @@ class EagerKernels(KernelSet):
     in the memory of this process.
     """
 
-    def __init__(self, call: CallShape) -> None:
-        self.call = call
-
-    def can_capture(self) -> bool:
-        """`KernelSet.can_capture`: torch allocates."""
-        return False
-
     def can_fuse(self) -> bool:
         """`KernelSet.can_fuse`."""
         call = self.call
@@ -314,7 +183,52 @@ class EagerKernels(KernelSet):
 
     def forward(self, step: Step) -> None:
         """`KernelSet.forward`."""
-        _forward(step)
+        q, _, v, rows, keys, score, o, lse, carry, first, last, _ = step
+        assert isinstance(keys, RowMetadata), "a fused call is computed source by source"
+        assert carry is not None or (first and last), "only a ring step that is first and last has no carry"
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            heads = _HeadMajor(step, keys)
+            b, hk, g = heads.shape
+            for x, tiles in _row_tiles(rows, keys):
+                num = x.stop - x.start
+                if not (first or last or tiles):
+                    continue  # the carry stays as it is
+                if first:
+                    m = heads.keys_h.new_full((b * hk, g * num, 1), -math.inf)
+                    if score.sinks is not None:
+                        heads.grouped(m).copy_(heads.per_head(score.sinks) * LOG2E)
+                    l = (m > -math.inf).to(m.dtype)  # noqa: E741
+                    acc = m.new_zeros(b * hk, g * num, v.shape[3])
+                else:
+                    assert carry is not None
+                    m = heads.statistic(carry.m[:, :, x])
+                    l = heads.statistic(carry.l[:, :, x])  # noqa: E741
+                    acc = heads.by_head(carry.acc[:, x])
+
+                q_h = heads.by_head(q[:, x])
+                for y, masked in tiles:
+                    s = heads.logits(heads.capped(q_h, y), x, y, masked)
+                    m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+                    # rows that have seen nothing: exponentials are taken against 0, so that 2^-inf is 0 and never NaN
+                    m_safe = m_new.masked_fill(m_new == -math.inf, 0.0)
+                    p = s.sub_(m_safe).exp2_()
+                    rescale = (m - m_safe).exp2_()
+                    l = l * rescale + p.sum(-1, keepdim=True)  # noqa: E741
+                    if score.dropout_p:
+                        p.mul_(heads.kept(x, y))
+                    acc = torch.baddbmm(acc * rescale, p, heads.values_h[:, y])
+                    m = m_new
+
+                if last:
+                    # a row without weight has acc = 0, and log2(0) = -inf is its lse
+                    o[:, x] = heads.by_token(acc / l.masked_fill(l == 0, 1.0)).to(o.dtype)
+                    m_safe = m.masked_fill(m == -math.inf, 0.0)
+                    lse[:, :, x] = heads.grouped(LN2 * m_safe + l.log())[..., 0]
+                else:
+                    assert carry is not None
+                    carry.m[:, :, x] = heads.grouped(m)[..., 0]
+                    carry.l[:, :, x] = heads.grouped(l)[..., 0]
+                    carry.acc[:, x] = heads.by_token(acc)
 
     def delta(self, o: Tensor, do: Tensor, dlse: Tensor | None, out: Tensor | None = None) -> Tensor:
         """`KernelSet.delta`."""
@@ -322,7 +236,57 @@ class EagerKernels(KernelSet):
 
     def backward(self, step: BackwardStep, grads: Grads) -> None:
         """`KernelSet.backward`."""
-        _backward(step, grads)
+        do, q, _, _, lse, delta, rows, keys, score, o, dlse, delta_made, _ = step
+        assert isinstance(keys, RowMetadata), "a fused call is computed source by source"
+        if o is not None and not delta_made:
+            eager_delta(o, do, dlse, delta)
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            heads = _HeadMajor(step, keys)
+            dk, dv = torch.zeros_like(heads.keys_h), torch.zeros_like(heads.values_h)
+            dkey_bias = None if grads.dkey_bias is None else torch.zeros_like(grads.dkey_bias)
+            for x, tiles in _row_tiles(rows, keys):
+                q_h, do_h = heads.by_head(q[:, x]), heads.by_head(do[:, x])
+                lse2 = heads.statistic(lse[:, :, x]) * LOG2E
+                # a row that saw nothing has weights exp(s - inf) = 0
+                lse2 = lse2.masked_fill(lse2 == -math.inf, math.inf)
+                delta_h = heads.statistic(delta[:, :, x])
+                dq = torch.zeros_like(q_h)
+                dalibi = torch.zeros_like(lse2)
+                for y, masked in tiles:
+                    capped = heads.capped(q_h, y)
+                    p = heads.logits(capped, x, y, masked).sub_(lse2).exp2_()
+                    dp = torch.bmm(do_h, heads.values_h[:, y].transpose(1, 2))
+                    if score.dropout_p:
+                        kept = heads.kept(x, y)
+                        dp.mul_(kept)
+                        dv[:, y].baddbmm_((p * kept).transpose(1, 2), do_h)
+                    else:
+                        dv[:, y].baddbmm_(p.transpose(1, 2), do_h)
+                    ds = dp.sub_(delta_h).mul_(p)
+                    if dkey_bias is not None:
+                        dkey_bias[:, y] += heads.grouped(ds).sum((1, 2))
+                    if grads.dalibi is not None:
+                        dalibi -= (heads.grouped(ds) * heads.distance(x, y)).sum(-1).view_as(dalibi)
+                    if grads.dbias is not None:
+                        # zero on invisible pairs, so adding writes the visible ones only
+                        grads.dbias[:, :, x].index_add_(3, keys.positions[y], heads.grouped(ds).to(grads.dbias.dtype))
+                    if score.softcap:
+                        ds = ds.mul_(1 - capped.square_())
+                    dq.baddbmm_(ds, heads.keys_h[:, y])
+                    dk[:, y].baddbmm_(ds.transpose(1, 2), q_h)
+
+                _store(grads.dq[:, x], heads.by_token(dq.mul_(score.softmax_scale)), grads.accumulate_rows)
+                if grads.dalibi is not None:
+                    _store(grads.dalibi[:, :, x], heads.grouped(dalibi)[..., 0], grads.accumulate_rows)
+
+            b, hk, _ = heads.shape
+            dk.mul_(score.softmax_scale)
+            assert grads.dk is not None, "a step writes dk and dv"
+            assert grads.dv is not None, "a step writes dk and dv"
+            _store(grads.dk, dk.view(b, hk, *dk.shape[1:]).transpose(1, 2), grads.accumulate_keys)
+            _store(grads.dv, dv.view(b, hk, *dv.shape[1:]).transpose(1, 2), grads.accumulate_keys)
+            if grads.dkey_bias is not None and dkey_bias is not None:
+                _store(grads.dkey_bias, dkey_bias, grads.accumulate_keys)
 
     def forward_fused(self, step: Step, arrivals: Arrivals) -> None:
         """`KernelSet.forward_fused`."""

@@ -55,5 +55,4 @@ def _sum_rows(local: Tensor, remote: Sequence[Tensor], rows: Tensor) -> Tensor:
 
 
 def _over_heads(x: Tensor) -> Tensor:
-    """The sum of `b hk t` over heads, in order."""
     return functools.reduce(torch.add, x.unbind(1))

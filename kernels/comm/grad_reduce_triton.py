@@ -60,7 +60,6 @@ def _reduce_kv_grads_kernel(
 
 @triton.jit
 def _add_heads(part, row, there, grad_buffer_rows, HEADS: tl.constexpr):
-    """Sum over all heads of a part, for some rows."""
     total = tl.zeros(row.shape, tl.float32)
     for h in range(HEADS):
         total += tl.load(part + h * grad_buffer_rows + row, mask=there, other=0.0)

@@ -314,15 +314,7 @@ def _share_kernel(
 
 
 def share(
-    x: Tensor,
-    out: Tensor,
-    table: Tensor,
-    *,
-    adds: bool,
-    rank: int,
-    ranks: int,
-    slot: int,
-    timeout_us: int,
+    x: Tensor, out: Tensor, table: Tensor, *, adds: bool, rank: int, ranks: int, slot: int, timeout_us: int
 ) -> None:
     """One exchange of numbers as they are; every rank launches it alike, in the order of one stream.
 

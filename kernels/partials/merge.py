@@ -7,12 +7,10 @@ empty stays empty. `m` is in natural log units, or in log2 units as in kernels (
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-LN2 = math.log(2.0)
+from ringattn.kernels.constants import LN2
 
 
 def merge_stack(

@@ -71,7 +71,6 @@ def together(parts: int, numbers: int, warps: int) -> int:
 
 
 def _power(n: int) -> int:
-    """The smallest power of two that is at least n, and 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 

@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,18 +87,10 @@ class Bound:
         if found is None:
             if len(self.encoded) >= CAPACITY:
                 self.encoded.clear()
-            found = self.encoded[key] = self.encode(number, template.over(_Place(address)))
+            # only the address of the tensor is read
+            place = SimpleNamespace(data_ptr=lambda: address)
+            found = self.encoded[key] = self.encode(number, template.over(place))
         return found
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Stand-in for a tensor where only its address is used."""
-
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +241,6 @@ def is_hooked() -> bool:
 
 
 def _open(compiled: Any, tail: tuple[Any, ...] | None) -> Bound:
-    """Find the launch function of a compiled kernel."""
     public = Bound(compiled, () if tail is None else tail)
     try:
         inside = importlib.import_module("triton.backends.nvidia.driver")
@@ -270,18 +262,11 @@ def _open(compiled: Any, tail: tuple[Any, ...] | None) -> Bound:
         return public
     public.metas, public.blanks = metas, blanks
     public.straight = _find_straight(bare, function, packed)
-    if public.straight is not None:
-        launch, constants = public.straight
-
-        def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
-            launch(x, y, z, stream, *constants, *args)
-
+    if public.straight is None:
+        public.run = lambda x, y, z, stream, *args: bare(x, y, z, stream, function, packed, None, None, None, *args)
     else:
-
-        def run(x: int, y: int, z: int, stream: int, *args: Any) -> None:
-            bare(x, y, z, stream, function, packed, None, None, None, *args)
-
-    public.run = run
+        launch, constants = public.straight
+        public.run = lambda x, y, z, stream, *args: launch(x, y, z, stream, *constants, *args)
     return public
 
 

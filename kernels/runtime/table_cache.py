@@ -33,7 +33,6 @@ _tables: dict[int, weakref.ref[Tensor]] = {}
 """The first table of every buffer, which lives as long as the others."""
 _readers: defaultdict[torch.device, dict[int, torch.cuda.Stream]] = defaultdict(dict)
 """Streams that read tables, by device."""
-_lock = threading.Lock()
 
 
 def upload(tables: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -100,7 +99,6 @@ def _mark(table: Tensor) -> None:
 
 
 def _note(device: torch.device) -> None:
-    """Remembers that the current stream has uploaded something."""
     stream = torch.cuda.current_stream(device)
     uploaded = torch.cuda.Event()
     uploaded.record(stream)

@@ -21,6 +21,7 @@ merges both partials and writes columns 4-7 and 0-3, program 1 merges them too a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,20 @@ def _place(program, inner, ROWS: tl.constexpr):
     blocks = tl.cdiv(inner, ROWS)
     i = (program % blocks) * ROWS + tl.arange(0, ROWS)
     return (program // blocks).to(tl.int64), i.to(tl.int64), i < inner
+
+
+@triton.jit
+def _share_of(n, inner, shares, share, NEWEST_FIRST: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+    # -> _place, and of this program's share its number, first column, whole tiles, and columns behind them
+    program = tl.program_id(0)
+    if NEWEST_FIRST:
+        program = tl.num_programs(0) - 1 - program  # what the first launch read last is still in cache
+    leading, i, row_ok = _place(program // shares, inner, ROWS)
+    split = program % shares
+    start = split.to(tl.int64) * share
+    stop = tl.minimum(start + share, n)
+    full_tiles = (stop - start) // TILE
+    return leading, i, row_ok, split, start, full_tiles, (stop - start - full_tiles * TILE).to(tl.int32)
 
 
 @triton.jit
@@ -150,15 +165,7 @@ def _softmax_rows_kernel(
     WRITE: normalise the share (or write lse), else store the partial. Both: the share is the whole row.
     """
     TILE: tl.constexpr = LANES * VEC
-    program = tl.program_id(0)
-    if not REDUCE:
-        program = tl.num_programs(0) - 1 - program  # newest first: what the first launch read last is still in cache
-    leading, i, row_ok = _place(program // shares, inner, ROWS)
-    split = program % shares
-    start = split.to(tl.int64) * share
-    stop = tl.minimum(start + share, n)
-    full_tiles = (stop - start) // TILE
-    rest = (stop - start - full_tiles * TILE).to(tl.int32)
+    leading, i, row_ok, split, start, full_tiles, rest = _share_of(n, inner, shares, share, not REDUCE, ROWS, TILE)
     x_tile = _tile(x_ptr, leading, i, x_so, x_sn, x_si, LANES, VEC)
     tail_ok = row_ok[:, None, None] & (_columns(LANES, VEC) < rest)
     row = leading * inner + i
@@ -224,15 +231,7 @@ def _softmax_backward_rows_kernel(
 ):  # fmt: skip
     """One share of long rows; REDUCE and WRITE as in the forward, the partial being sum(y * dy) of the share."""
     TILE: tl.constexpr = LANES * VEC
-    program = tl.program_id(0)
-    if not REDUCE:
-        program = tl.num_programs(0) - 1 - program
-    leading, i, row_ok = _place(program // shares, inner, ROWS)
-    split = program % shares
-    start = split.to(tl.int64) * share
-    stop = tl.minimum(start + share, n)
-    full_tiles = (stop - start) // TILE
-    rest = (stop - start - full_tiles * TILE).to(tl.int32)
+    leading, i, row_ok, split, start, full_tiles, rest = _share_of(n, inner, shares, share, not REDUCE, ROWS, TILE)
     y_tile = _tile(y_ptr, leading, i, y_so, y_sn, y_si, LANES, VEC)
     dy_tile = _tile(dy_ptr, leading, i, dy_so, dy_sn, dy_si, LANES, VEC)
     tail_ok = row_ok[:, None, None] & (_columns(LANES, VEC) < rest)
@@ -277,12 +276,7 @@ def _logsumexp_backward_kernel(
 ):  # fmt: skip
     """One share of rows of any length: dx = g * exp(x - lse), and 0 for a row that is -inf throughout."""
     TILE: tl.constexpr = LANES * VEC
-    program = tl.program_id(0)
-    leading, i, row_ok = _place(program // shares, inner, ROWS)
-    start = (program % shares).to(tl.int64) * share
-    stop = tl.minimum(start + share, n)
-    full_tiles = (stop - start) // TILE
-    rest = (stop - start - full_tiles * TILE).to(tl.int32)
+    leading, i, row_ok, _split, start, full_tiles, rest = _share_of(n, inner, shares, share, False, ROWS, TILE)
     x_tile = _tile(x_ptr, leading, i, x_so, x_sn, x_si, LANES, VEC)
     dx_tile = _tile(dx_ptr, leading, i, dx_so, dx_sn, dx_si, LANES, VEC)
     row = leading * inner + i
@@ -380,11 +374,7 @@ class _View:
 
 def _view(x: Tensor, dim: int) -> _View:
     dim = dim % x.ndim
-    n, leading, inner = x.shape[dim], 1, 1
-    for size in x.shape[:dim]:
-        leading *= size
-    for size in x.shape[dim + 1 :]:
-        inner *= size
+    n, leading, inner = x.shape[dim], math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 :])
     flat = x.reshape(leading, n, inner)
     so, sn, si = flat.stride()
     if inner == 1:  # the last dim: outer rows can sit side by side in one program as well
@@ -392,8 +382,9 @@ def _view(x: Tensor, dim: int) -> _View:
     return _View(flat, leading, n, inner, (so, sn, si))
 
 
-def _launch(x: _View, block_size: int | None, per_thread: int = 16) -> Launch:
-    return choose_launch(
+def _launch(x: _View, block_size: int | None, per_thread: int = 16) -> tuple[Launch, int]:
+    """The launch for a tensor, and how many programs hold all rows."""
+    how = choose_launch(
         x.leading,
         x.n,
         x.inner,
@@ -403,6 +394,7 @@ def _launch(x: _View, block_size: int | None, per_thread: int = 16) -> Launch:
         block_size=block_size,
         per_thread=per_thread,
     )
+    return how, x.leading * -(-x.inner // how.rows)
 
 
 def _share(n: int, how: Launch) -> tuple[int, int]:
@@ -417,7 +409,7 @@ def _finish(out: Tensor, view: _View) -> Tensor:
     return out
 
 
-def _forward(x: Tensor, dim: int, block_size: int | None, want_lse: bool, how: Launch | None) -> Tensor:
+def _forward(x: Tensor, dim: int, block_size: int | None, want_lse: bool) -> Tensor:
     xv = _view(x, dim)
     if want_lse:
         shape = [size for d, size in enumerate(x.shape) if d != dim % x.ndim]
@@ -429,8 +421,7 @@ def _forward(x: Tensor, dim: int, block_size: int | None, want_lse: bool, how: L
         y = lse = yv.flat
     if x.numel() == 0:
         return out
-    how = how or _launch(xv, block_size)
-    row_blocks = xv.leading * triton.cdiv(xv.inner, how.rows)
+    how, row_blocks = _launch(xv, block_size)
     strides = (*xv.strides, *yv.strides)
     with torch.cuda.device_of(x):
         if xv.n <= how.tile:
@@ -440,7 +431,6 @@ def _forward(x: Tensor, dim: int, block_size: int | None, want_lse: bool, how: L
             )  # fmt: skip
             return _finish(out, yv) if not want_lse else out
         share, splits = _share(xv.n, how)
-        tiling = {"ROWS": how.rows, "LANES": how.lanes, "VEC": how.vec, "num_warps": how.warps}
         if splits == 1:
             m = l = lse  # not touched  # noqa: E741
             phases = [(1, True, True)]
@@ -450,31 +440,29 @@ def _forward(x: Tensor, dim: int, block_size: int | None, want_lse: bool, how: L
         for shares, reduce, write in phases:
             _softmax_rows_kernel[(row_blocks * shares,)](
                 xv.flat, y, lse, m, l, xv.n, xv.inner, shares, share, splits, *strides,
-                SPLITS=triton.next_power_of_2(splits), REDUCE=reduce, WRITE=write, WANT_LSE=want_lse, **tiling,
+                ROWS=how.rows, LANES=how.lanes, VEC=how.vec, SPLITS=triton.next_power_of_2(splits),
+                REDUCE=reduce, WRITE=write, WANT_LSE=want_lse, num_warps=how.warps,
             )  # fmt: skip
     return _finish(out, yv) if not want_lse else out
 
 
-def softmax(x: Tensor, dim: int, block_size: int | None = None, how: Launch | None = None) -> Tensor:
-    """`kernels.softmax.eager.softmax` for fp16, bf16 and fp32; `how` overrides `choose_launch`."""
-    return _forward(x, dim, block_size, False, how)
+def softmax(x: Tensor, dim: int, block_size: int | None = None) -> Tensor:
+    """`kernels.softmax.eager.softmax` for fp16, bf16 and fp32."""
+    return _forward(x, dim, block_size, False)
 
 
-def logsumexp(x: Tensor, dim: int, block_size: int | None = None, how: Launch | None = None) -> Tensor:
-    """`kernels.softmax.eager.logsumexp` for fp16, bf16 and fp32; `how` overrides `choose_launch`."""
-    return _forward(x, dim, block_size, True, how)
+def logsumexp(x: Tensor, dim: int, block_size: int | None = None) -> Tensor:
+    """`kernels.softmax.eager.logsumexp` for fp16, bf16 and fp32."""
+    return _forward(x, dim, block_size, True)
 
 
-def softmax_backward(
-    dy: Tensor, y: Tensor, dim: int, block_size: int | None = None, how: Launch | None = None
-) -> Tensor:
-    """`kernels.softmax.eager.softmax_backward`; `how` overrides `choose_launch`."""
+def softmax_backward(dy: Tensor, y: Tensor, dim: int, block_size: int | None = None) -> Tensor:
+    """`kernels.softmax.eager.softmax_backward`."""
     dx = torch.empty_like(y)
     if y.numel() == 0:
         return dx
     dyv, yv, dxv = _view(dy, dim), _view(y, dim), _view(dx, dim)
-    how = how or _launch(yv, block_size, per_thread=8)  # of each of two tensors
-    row_blocks = yv.leading * triton.cdiv(yv.inner, how.rows)
+    how, row_blocks = _launch(yv, block_size, per_thread=8)  # of each of two tensors
     strides = (*dyv.strides, *yv.strides, *dxv.strides)
     with torch.cuda.device_of(y):
         if yv.n <= how.tile:
@@ -494,17 +482,14 @@ def softmax_backward(
     return _finish(dx, dxv)
 
 
-def logsumexp_backward(
-    g: Tensor, x: Tensor, lse: Tensor, dim: int, block_size: int | None = None, how: Launch | None = None
-) -> Tensor:
-    """`kernels.softmax.eager.logsumexp_backward`; `how` overrides `choose_launch`."""
+def logsumexp_backward(g: Tensor, x: Tensor, lse: Tensor, dim: int, block_size: int | None = None) -> Tensor:
+    """`kernels.softmax.eager.logsumexp_backward`."""
     dx = torch.empty_like(x)
     if x.numel() == 0:
         return dx
     xv, dxv = _view(x, dim), _view(dx, dim)
-    how = how or _launch(xv, block_size)
+    how, row_blocks = _launch(xv, block_size)
     share, splits = _share(xv.n, how)
-    row_blocks = xv.leading * triton.cdiv(xv.inner, how.rows)
     with torch.cuda.device_of(x):
         _logsumexp_backward_kernel[(row_blocks * splits,)](
             g.contiguous(), xv.flat, lse.contiguous(), dxv.flat, xv.n, xv.inner, splits, share,

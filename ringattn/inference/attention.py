@@ -15,44 +15,16 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ringattn.inference import prefill
 from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.paged_prefill import KV_ACCESS_MODES, resolve_kv_access
-from ringattn.inference.prefill import (
-    COMM_MODES,
-    Prefill,
-    find_paged_rows,
-    growth_limit,
-    plan_queries,
-    resolve_comm_mode,
-)
 from ringattn.inference.static_batch import StaticBatch
-from ringattn.kernels.decode.dispatch import (
-    DecodeCall,
-    decode,
-    num_splits,
-    parts_len,
-    plan_splits,
-    select_decode_kernel,
-)
+from ringattn.kernels.decode import dispatch
 from ringattn.kernels.interface import Score, accumulation_dtype
-from ringattn.kernels.partials.merge import merge_stack
-from ringattn.kernels.partials.packed import finish_parts, views
+from ringattn.kernels.partials.packed import finish_parts, merge_parts
 from ringattn.kernels.registry import select_kernels
 from ringattn.plan import expressions as masks
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
-from ringattn.plan.expressions import (
-    Chunks,
-    Frame,
-    Intersection,
-    Lengths,
-    Mask,
-    PerBatch,
-    Prefix,
-    Sinks,
-    Union,
-    Window,
-    check_mask,
-)
 from ringattn.plan.intervals import MOST_TERMS, Term, empty, merged
 from ringattn.plan.mask import MaskUnion, fold_mask, restarting_chunks
 from ringattn.plan.options import resolve_chunk_len, resolve_flag, resolve_real, resolve_window
@@ -66,7 +38,7 @@ _TENSORS = ("q", "k", "v", "sinks", "alibi_slopes")
 
 
 class _Options(NamedTuple):
-    mask: Mask
+    mask: masks.Mask
     softmax_scale: float | None
     softcap: float
     comm_mode: str
@@ -80,9 +52,9 @@ class _Options(NamedTuple):
     @property
     def left(self) -> int | None:
         """Keys before a row that it may see; None: all."""
-        parts = self.mask.parts if isinstance(self.mask, Intersection) else (self.mask,)
-        found = [x.left for x in parts if isinstance(x, Window) and x.left is not None]
-        found += [x.length for x in parts if isinstance(x, Chunks)]
+        parts = self.mask.parts if isinstance(self.mask, masks.Intersection) else (self.mask,)
+        found = [x.left for x in parts if isinstance(x, masks.Window) and x.left is not None]
+        found += [x.length for x in parts if isinstance(x, masks.Chunks)]
         return min(found, default=None)
 
     def scale(self, q: Tensor) -> float:
@@ -103,7 +75,7 @@ def attend(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     chunk_len: int | None = None,
-    mask: Mask | None = None,
+    mask: masks.Mask | None = None,
     comm_mode: str = "auto",
     kv_access: str = "auto",
 ) -> Tensor:
@@ -169,7 +141,7 @@ def attend(
             mask = fold_mask(causal=causal, window=window, chunk_len=chunk_len)
         elif window is not None or chunk_len is not None:
             raise ValueError("mask must come without window and chunk_len, got both; intersect it with masks.window")
-        options = _Options(check_mask(mask), scale, softcap, comm_mode, kv_access)
+        options = _Options(masks.check_mask(mask), scale, softcap, comm_mode, kv_access)
     except Exception as error:
         step.cache.ring.raise_on_all_ranks(error)
     return run(step, layer, given, options)
@@ -216,15 +188,14 @@ def _attend(step: ForwardBatch, layer: int, given: Given, options: _Options) -> 
 
 def _plan_prefill(
     step: ForwardBatch, spec: AttentionSpec, options: _Options, q: Tensor, tensors: ScoreTensors
-) -> Prefill:
-    """Resolve a prefill that ranks have compared."""
+) -> prefill.Prefill:
     cache, several, fresh = step.cache, step.cache.ring.world_size > 1, step.lengths == step.counts
     features = spec.features(tensors) | {"prefill"}
     kernels = select_kernels(
         q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=features
     ).kernels
     wanted = "queries" if several and options.kv_access == "pages" else options.comm_mode
-    comm_mode = resolve_comm_mode(wanted, step, spec, q, fresh)
+    comm_mode = prefill.resolve_comm_mode(wanted, step, spec, q, fresh)
     copied = several and comm_mode == "keys"
     kv_access = (
         "copies"
@@ -232,15 +203,17 @@ def _plan_prefill(
         else resolve_kv_access(options.kv_access, step, q, options.left, fresh)
     )
     send_queries = comm_mode == "queries" and (several or kv_access == "copies")
-    query_plan = plan_queries(spec, q.device) if send_queries else None
-    paged_rows = find_paged_rows(step, spec, query_plan, q.shape[2], options.mask) if kv_access == "pages" else None
+    query_plan = prefill.plan_queries(spec, q.device) if send_queries else None
+    paged_rows = (
+        prefill.find_paged_rows(step, spec, query_plan, q.shape[2], options.mask) if kv_access == "pages" else None
+    )
     # the plan depends on shapes of keys and values, but not on their number of rows
     k, v = (
         torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
         for d in (cache.head_dim, cache.v_head_dim)
     )
     plan = make_execution_plan(spec, q, k, v, tensors, kernels, cache.ring.context)
-    return Prefill(plan, comm_mode, kv_access, fresh, query_plan, paged_rows, growth_limit(step))
+    return prefill.Prefill(plan, comm_mode, kv_access, fresh, query_plan, paged_rows, prefill.growth_limit(step))
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,7 +247,7 @@ class _Decode:
         score = Score(self.options.scale(q), self.options.softcap, alibi_slopes=slopes)
         blocks, width = table.pages.shape[1], max(cache.head_dim, dv)
         shape, packed = (b, s, h, cache.kv_heads, blocks, cache.page_size), step.pieces is not None
-        split = functools.partial(num_splits, head_dim=width, kv_dtype=cache.kv_dtype, same_length=packed)
+        split = functools.partial(dispatch.num_splits, head_dim=width, kv_dtype=cache.kv_dtype, same_length=packed)
         # partials of disjoint keys: the stack holds those of all terms
         if self.terms is not None:
             terms = [
@@ -284,13 +257,17 @@ class _Decode:
         else:
             splits = split(*shape, q.device)
             terms = [(lo, hi, splits) for lo, hi in step.bounds(self.options.mask)]
-        stack = torch.empty(sum(splits for _, _, splits in terms), parts_len(rows, dv), dtype=wide, device=q.device)
+        stack = torch.empty(
+            sum(splits for _, _, splits in terms), dispatch.parts_len(rows, dv), dtype=wide, device=q.device
+        )
         pools, scales = (cache.k[layer], cache.v[layer]), cache.scales(layer)
         parts = stack.split([splits for _, _, splits in terms])
         for i, (lo, hi, splits) in enumerate(terms):
-            call = DecodeCall(q, *pools, table, lo, hi, positions, score, *scales)
+            call = dispatch.DecodeCall(q, *pools, table, lo, hi, positions, score, *scales)
             key = self.options, i, tuple(q.shape), q.dtype, splits
-            decode(call, parts[i], split_plan=step.once(key, functools.partial(plan_splits, call, splits)))
+            dispatch.decode(
+                call, parts[i], split_plan=step.once(key, functools.partial(dispatch.plan_splits, call, splits))
+            )
         o = torch.empty(b, s, h, dv, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, h, s, dtype=wide, device=q.device)
         if wide == torch.float32:
@@ -298,8 +275,7 @@ class _Decode:
             return o.view(step.batch, step.rows, h, dv)
         # reducers are for fp32
         mine = torch.empty_like(stack[:1])
-        for target, x in zip(views(mine[0], rows, dv), merge_stack(*views(stack, rows, dv), log2=True), strict=True):
-            target.copy_(x)
+        merge_parts(stack, mine[0], rows, dv)
         stack = torch.cat(cache.ring.gather(mine, 0, (1,) * cache.ring.world_size))
         finish_parts(stack, rows, dv, sinks, o, lse)
         return o.view(step.batch, step.rows, h, dv)
@@ -316,7 +292,7 @@ def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: Score
     mask = MaskUnion(total, total, _mask_of_batch(step, options.mask, total), sharding and sharding.documents)
     dims = q.shape[-1], cache.v_head_dim
     if step.mode == "decode" or options.kv_access != "copies":
-        select_decode_kernel(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size)
+        dispatch.select_decode_kernel(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size)
     if sharding is None or kv_sharding is None:
         return None
     spec = AttentionSpec(
@@ -335,7 +311,7 @@ def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: Score
     return spec
 
 
-def _check_mask(step: ForwardBatch, mask: Mask, kv_access: str) -> None:
+def _check_mask(step: ForwardBatch, mask: masks.Mask, kv_access: str) -> None:
     """Raise where a mask that causal, window and sinks cannot say is not served."""
     requests, what = len(step.requests), "mask must be `causal() & (sinks(n) | window(w))` or a part of it in"
     if isinstance(step, StaticBatch):
@@ -354,10 +330,10 @@ def _check_mask(step: ForwardBatch, mask: Mask, kv_access: str) -> None:
         raise NotImplementedError(f'decode takes no masks.blocks, got {mask!r}; use extend(mode="prefill")')
 
 
-def _intervals_of(step: ForwardBatch, mask: Mask, i: int) -> list[Term]:
+def _intervals_of(step: ForwardBatch, mask: masks.Mask, i: int) -> list[Term]:
     """Return the intervals that the tokens of one request see, at least one."""
     length = step.lengths[i]
-    terms = merged(mask.intervals(Frame(length, length, i))) or [empty(length, None)]
+    terms = merged(mask.intervals(masks.Frame(length, length, i))) or [empty(length, None)]
     if len(terms) > MOST_TERMS:
         raise NotImplementedError(
             f"mask must have at most {MOST_TERMS} intervals per query, got {len(terms)} of {mask!r}; pass a flatter tree"
@@ -365,7 +341,7 @@ def _intervals_of(step: ForwardBatch, mask: Mask, i: int) -> list[Term]:
     return terms
 
 
-def _decode_bounds(step: ForwardBatch, mask: Mask) -> list[tuple[Tensor, Tensor, int]]:
+def _decode_bounds(step: ForwardBatch, mask: masks.Mask) -> list[tuple[Tensor, Tensor, int]]:
     """Return `_Decode.terms` of the new rows of a step."""
     found = []
     for i, length in enumerate(step.lengths):
@@ -381,21 +357,21 @@ def _decode_bounds(step: ForwardBatch, mask: Mask) -> list[tuple[Tensor, Tensor,
     return [(on_device[0, k], on_device[1, k], width) for k, width in enumerate(longest.tolist())]
 
 
-def _mask_of_batch(step: ForwardBatch, mask: Mask, total: int) -> Mask:
+def _mask_of_batch(step: ForwardBatch, mask: masks.Mask, total: int) -> masks.Mask:
     """Return a mask that is relative to requests, or to the first token of each batch element, over all tokens of a batch."""
     if step.sharding is None or mask.bounds(None, None, None) is None:
         return mask
     documents, stop = step.sharding.documents, step.lengths[0]
     lengths = tuple((first, stop) for first in step.firsts) if any(step.firsts) else None
-    parts: list[Mask] = []
-    for part in mask.parts if isinstance(mask, Intersection) else (mask,):
-        if isinstance(part, Chunks):
+    parts: list[masks.Mask] = []
+    for part in mask.parts if isinstance(mask, masks.Intersection) else (mask,):
+        if isinstance(part, masks.Chunks):
             part = restarting_chunks(total, part.length, documents, lengths)
-        elif isinstance(part, (Sinks, Prefix, Union)) and lengths is not None:
+        elif isinstance(part, (masks.Sinks, masks.Prefix, masks.Union)) and lengths is not None:
             edges = [masks.documents(sorted({0, first, stop, total})) for first, stop in lengths]
-            part = PerBatch(tuple(edge & part for edge in edges))
+            part = masks.PerBatch(tuple(edge & part for edge in edges))
         parts.append(part)
-    return Intersection((*parts, *(() if lengths is None else (Lengths(lengths),))))
+    return masks.Intersection((*parts, *(() if lengths is None else (masks.Lengths(lengths),))))
 
 
 def _kind(options: _Options, given: Given) -> str:
@@ -420,7 +396,6 @@ def _check_gradients(given: Given) -> None:
 
 
 def _check_tensors(step: ForwardBatch, q: Tensor, tensors: ScoreTensors) -> None:
-    """Check the tensors that the cache does not check."""
     cache, per_head = step.cache, (("sinks", tensors.sinks), ("alibi_slopes", tensors.alibi_slopes))
     for name, x in (("q", q), *per_head):
         if x is not None and x.device != cache.device:
@@ -448,9 +423,9 @@ def _check_tensors(step: ForwardBatch, q: Tensor, tensors: ScoreTensors) -> None
 
 def _check_options(options: _Options, dtype: torch.dtype) -> None:
     check_softcap(options.softcap, dtype)
-    if options.comm_mode not in COMM_MODES:
+    if options.comm_mode not in prefill.COMM_MODES:
         raise ValueError(
-            f"comm_mode must be one of {', '.join(COMM_MODES)}, got {options.comm_mode!r}; 'auto' sends what is fewer bytes"
+            f"comm_mode must be one of {', '.join(prefill.COMM_MODES)}, got {options.comm_mode!r}; 'auto' sends what is fewer bytes"
         )
     if options.kv_access not in KV_ACCESS_MODES:
         raise ValueError(

@@ -48,7 +48,6 @@ class _BlockUpdates:
     lengths: array[int] = field(default_factory=lambda: array("i"))
 
     def add(self, table: BlockTable, begin: int, row_starts: range) -> None:
-        """Add the blocks of a table from `begin` on, for rows whose first blocks have these indices."""
         blocks = range(begin, len(table))
         for row_start in row_starts if blocks else ():
             self.places.extend(range(row_start + blocks.start, row_start + blocks.stop))
@@ -56,7 +55,6 @@ class _BlockUpdates:
             ours.extend(theirs[begin:] * len(row_starts))
 
     def data(self) -> bytearray:
-        """Return the bytes to upload."""
         count = len(self.places)
         gaps = [bytes(_INT * (_aligned(n) - n)) for n in (2 * count, 3 * count)]
         return bytearray().join((self.places, gaps[0], self.pages, self.starts, self.lengths, gaps[1]))
@@ -148,7 +146,6 @@ class BatchMetadata:
     def _write_tokens(
         self, data: bytearray, requests: Sequence[CachedRequest], counts: Sequence[int], rows: Sequence[int]
     ) -> None:
-        """Write the integers of each token, and the number of blocks of each row."""
         ints, longs, new, used = memoryview(data).cast("i"), memoryview(data).cast("q"), self._new, sum(rows)
         positions, slots, positions32, starts, ends, causal_ends, num_blocks, _ = self._offsets
         positions, slots = positions // 2, slots // 2
@@ -184,7 +181,6 @@ class BatchMetadata:
                 longs[slots + at : slots + at + count] = _slots(table, self._page_size, before, count)
 
     def _tables(self, requests: Sequence[CachedRequest], rows: Sequence[int]) -> bytearray:
-        """Return the block tables of all rows."""
         data, width, begin = bytearray(_INT * 3 * self._width), self._width, 0
         ints = memoryview(data).cast("i")
         for one, height in zip(requests, rows, strict=True):

@@ -84,7 +84,6 @@ class ConsistencyChecker:
             self._ring.assert_equal_across_ranks(what, self._take_records().removeprefix(", "))
 
     def _discard_after_failure(self) -> None:
-        """Discard what was compared and recorded before a call failed."""
         if self._failures != self._ring.failures:
             self._failures, self._decoding = self._ring.failures, None
             self._records.clear()

@@ -399,7 +399,6 @@ class PageAllocator:
                 seen[page] = rows
 
     def _append(self, one: CachedRequest, new: int) -> None:
-        """Add tokens to the page that a request writes."""
         if new:
             one.last.lengths[-1] += new
             one.length += new
@@ -431,7 +430,6 @@ class PageAllocator:
         return max(0, -(-tokens // self.page_size))
 
     def _end(self, one: CachedRequest) -> tuple[int, int, int] | None:
-        """Return the rank, page and rows of a request's last block."""
         if not one.spans:
             return None
         return one.spans[-1][0], one.last.pages[-1], one.last.lengths[-1]
@@ -455,7 +453,6 @@ class PageAllocator:
         return self.page_size - rows
 
     def _pages_to_open(self, one: CachedRequest) -> int:
-        """Return the pages that a request may still open."""
         return self._pages_of(one.reserved_tokens - one.length - self._free_rows(one))
 
     def _reserve(self, one: CachedRequest) -> None:
@@ -471,7 +468,6 @@ class PageAllocator:
         self._total_to_open += one.pages_to_open
 
     def _unreserve(self, one: CachedRequest) -> None:
-        """Remove a request from the sum of reservations."""
         self._total_to_open -= one.pages_to_open
         one.pages_to_open = 0
         self._with_shared_page.pop(one.name, None)

@@ -311,20 +311,16 @@ def _post_queries(q: Tensor, dv: int, context: RingContext, query_plan: QueryPla
 
 
 def _attend_and_merge(
-    in_flight: InFlightQueries,
-    dv: int,
-    score: Score,
-    context: RingContext,
-    attend: Callable[[Tensor, SoftmaxState], None],
+    posted: InFlightQueries, dv: int, score: Score, context: RingContext, attend: Callable[[Tensor, SoftmaxState], None]
 ) -> Tensor:
     """Return the finished attention `b s h dv` of this rank's query rows over the keys of all ranks.
 
     `attend` writes the partial of all rows that attend here, `b total h d`, over this rank's keys into a carry.
     """
-    q, query_plan = in_flight.q, in_flight.query_plan
+    q, query_plan = posted.q, posted.query_plan
     b, s, h, _ = q.shape
     wide, take = accumulation_dtype(q.dtype), context.buffers.take
-    rows = _gather_queries(in_flight, context)
+    rows = _gather_queries(posted, context)
     shape = (b, h, query_plan.total)
     carry = SoftmaxState(
         m=take("prefill m", shape, wide, q.device),
@@ -396,7 +392,6 @@ def _return_partials(carry: SoftmaxState, s: int, context: RingContext, query_pl
 
 
 def _scatter_partial(part: Tensor, whole: Tensor, rows: Rows, shape: tuple[int, int, int, int]) -> None:
-    """Write the packed part of some rows of `b s h dv` into that of all of them."""
     b, s, h, dv = shape
     lengths = [length for _, length in rows]
     count = sum(lengths)
@@ -408,7 +403,6 @@ def _scatter_partial(part: Tensor, whole: Tensor, rows: Rows, shape: tuple[int, 
 
 
 def _pack_partial(carry: SoftmaxState, segment: QuerySegment, part: Tensor) -> None:
-    """Pack the partial of the rows of a segment."""
     b, _, h, dv = carry.acc.shape
     m, l, acc = views(part, b * segment.count * h, dv)  # noqa: E741
     torch.index_select(carry.acc, 1, segment.indices, out=acc.view(b, segment.count, h, dv))

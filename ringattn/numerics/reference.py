@@ -19,17 +19,8 @@ from torch import Tensor
 
 from ringattn.kernels.attention.dropout import keep_mask
 from ringattn.kernels.interface import Score, accumulation_dtype
+from ringattn.plan import options as plan_options
 from ringattn.plan.expressions import Mask
-from ringattn.plan.options import (
-    resolve_chunk_len,
-    resolve_documents,
-    resolve_flag,
-    resolve_integer,
-    resolve_lengths,
-    resolve_real,
-    resolve_width,
-    resolve_window,
-)
 from ringattn.tensor_checks import check_tensor
 
 if TYPE_CHECKING:
@@ -104,8 +95,6 @@ def mask_pairs(
 
 
 class _ScoreOptions(TypedDict, total=False):
-    """Options of the score."""
-
     softmax_scale: float | None
     softcap: float
     sinks: Tensor | None
@@ -178,8 +167,6 @@ def dense_attention(
 
 
 class _Options(_ScoreOptions, total=False):
-    """Options of `attention_reference`."""
-
     causal: bool
     window: int | tuple[int | None, int | None] | None
     documents: Sequence[int] | None
@@ -272,17 +259,17 @@ def attention_reference(
     visible = visible_pairs(
         s,
         t,
-        causal=resolve_flag("causal", causal),
-        window=resolve_window(window),
-        documents=resolve_documents(documents),
-        prefix_len=resolve_width("prefix_len", prefix_len),
-        chunk_len=resolve_chunk_len(chunk_len),
-        lengths=resolve_lengths(lengths),
+        causal=plan_options.resolve_flag("causal", causal),
+        window=plan_options.resolve_window(window),
+        documents=plan_options.resolve_documents(documents),
+        prefix_len=plan_options.resolve_width("prefix_len", prefix_len),
+        chunk_len=plan_options.resolve_chunk_len(chunk_len),
+        lengths=plan_options.resolve_lengths(lengths),
         device=q.device,
     )
     if mask is not None:
-        visible = visible & mask_pairs(mask, s, t, resolve_documents(documents), q.device)
-    dropout_p = resolve_real("dropout_p", dropout_p)
+        visible = visible & mask_pairs(mask, s, t, plan_options.resolve_documents(documents), q.device)
+    dropout_p = plan_options.resolve_real("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p must be in [0, 1), got {dropout_p}; 0.0 drops nothing")
     o, lse = dense_attention(
@@ -299,6 +286,6 @@ def attention_reference(
         key_bias=key_bias,
         bias=bias,
         dropout_p=dropout_p,
-        dropout_seed=resolve_integer("dropout_seed", dropout_seed),
+        dropout_seed=plan_options.resolve_integer("dropout_seed", dropout_seed),
     )
     return (o, lse) if return_lse else o

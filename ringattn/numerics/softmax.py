@@ -7,6 +7,7 @@ Owns the operators (fake, autograd, second derivatives) and the choice between `
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -169,19 +170,20 @@ def _(x: Tensor, dim: int, block_size: int | None, impl: str) -> Tensor:  # noqa
     return x.new_empty([*x.shape[:dim], *x.shape[dim + 1 :]], dtype=accumulation_dtype(x.dtype))
 
 
-def _save_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, *ctx.how = inputs
-    ctx.save_for_backward(output)
+def _saves(which: slice) -> Callable[[Any, tuple[Any, ...], Tensor], None]:
+    """Return a function that saves some of the tensors of a call, its output last, and its options."""
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *tensors, dim, block_size, impl = inputs
+        ctx.how = dim, block_size, impl
+        ctx.save_for_backward(*(*tensors, output)[which])
+
+    return setup_context
 
 
 def _grad_softmax(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     (y,) = ctx.saved_tensors
     return torch.ops.ringattn.online_softmax_backward(dy, y, *ctx.how), None, None, None
-
-
-def _save_softmax_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
-    dy, y, *ctx.how = inputs
-    ctx.save_for_backward(dy, y)
 
 
 def _grad_softmax_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
@@ -192,19 +194,9 @@ def _grad_softmax_backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     return torch.ops.ringattn.online_softmax_backward(g, y, *ctx.how), g * (dy - dot) - dy * cross, None, None, None
 
 
-def _save_logsumexp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, *ctx.how = inputs
-    ctx.save_for_backward(x, output)
-
-
 def _grad_logsumexp(ctx: Any, g: Tensor) -> tuple[Any, ...]:
     x, lse = ctx.saved_tensors
     return torch.ops.ringattn.online_logsumexp_backward(g, x, lse, *ctx.how), None, None, None
-
-
-def _save_logsumexp_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    g, x, lse, *ctx.how = inputs
-    ctx.save_for_backward(g, x, lse, output)
 
 
 def _grad_logsumexp_backward(ctx: Any, h: Tensor) -> tuple[Any, ...]:
@@ -216,7 +208,7 @@ def _grad_logsumexp_backward(ctx: Any, h: Tensor) -> tuple[Any, ...]:
     return (h * p).sum(dim).to(g.dtype), grad_x, -grad_x.sum(dim).to(lse.dtype), None, None, None
 
 
-_softmax.register_autograd(_grad_softmax, setup_context=_save_softmax)
-_softmax_backward.register_autograd(_grad_softmax_backward, setup_context=_save_softmax_backward)
-_logsumexp.register_autograd(_grad_logsumexp, setup_context=_save_logsumexp)
-_logsumexp_backward.register_autograd(_grad_logsumexp_backward, setup_context=_save_logsumexp_backward)
+_softmax.register_autograd(_grad_softmax, setup_context=_saves(slice(1, None)))
+_softmax_backward.register_autograd(_grad_softmax_backward, setup_context=_saves(slice(2)))
+_logsumexp.register_autograd(_grad_logsumexp, setup_context=_saves(slice(None)))
+_logsumexp_backward.register_autograd(_grad_logsumexp_backward, setup_context=_saves(slice(None)))

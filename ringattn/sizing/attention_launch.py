@@ -104,7 +104,6 @@ def make_launch(
         streamed_bytes=group * rows_of(rows) * (heads.width * 2 + 4 * heads.head_dim * accumulates),
         repeats=group,
         align=4,
-        split=tiles.split,
         groups=groups,
     )
     # the kernels before and after it stream o, do, dq and its fp32 sums once

@@ -9,16 +9,7 @@ from torch import Tensor
 
 from ringattn.kernels.attention.hopper.launcher import BoundCall, launch_backward, launch_forward
 from ringattn.kernels.attention.portable.api import PortableKernels, portable_delta
-from ringattn.kernels.interface import (
-    Arrivals,
-    BackwardStep,
-    CallShape,
-    GatheredKeys,
-    Grads,
-    KernelSet,
-    Returns,
-    Step,
-)
+from ringattn.kernels.interface import Arrivals, BackwardStep, CallShape, GatheredKeys, Grads, KernelSet, Returns, Step
 from ringattn.kernels.runtime import bound_launch
 
 

@@ -52,34 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringattn.kernels.attention.hopper.primitives import (
-    EPOCH,
-    LOG2E,
-    Inputs,
-    Plan,
-    Score,
-    arrive,
-    begin_scores,
-    bounds_in,
-    entry,
-    exit_barrier,
-    grad_buffer_of,
-    hide,
-    limits,
-    load_from,
-    lowered,
-    opaque,
-    pinned,
-    reciprocal,
-    reduce_add,
-    rounded,
-    segment_of,
-    send_grads,
-    slope_of,
-    sync,
-    wait_flag,
-    wait_for_progress,
-)
+from ringattn.kernels.attention.hopper import primitives as hp
 
 TILE = gl.constexpr(128)  # keys
 HALF = gl.constexpr(64)  # keys of a consumer
@@ -122,7 +95,7 @@ def _end(plan, at):
 @gluon.jit
 def _tile(plan, at):
     """(head, row, segment, masked, full, masked_blocks, full_blocks, slot); all blocks of a tile that the end cuts are masked."""
-    head, row, segment, masked, full, masked_blocks, full_blocks, slot = entry(plan.work, at)
+    head, row, segment, masked, full, masked_blocks, full_blocks, slot = hp.entry(plan.work, at)
     cut = row + TILE > _end(plan, at)
     masked = gl.where(cut, masked + full, masked)
     full = gl.where(cut, 0, full)
@@ -187,13 +160,13 @@ def _producer(plan, src, mem, BM: gl.constexpr):
         if src.flags is not None:
             flag = h_kv // src.heads_per_group * src.steps + step
             if step > 0 and flag > seen:
-                there = wait_flag(src.flags + flag, src.error, src.timeout_us)
+                there = hp.wait_flag(src.flags + flag, src.error, src.timeout_us)
                 seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
         if taken > 0:
             mbarrier.wait(mem.kv_free.index(0), (taken & 1) ^ 1)
         kv_full = mem.kv_full
         mbarrier.expect(kv_full.index(0), src.k.block_type.nbytes)
-        load_from(src.k, src.k_remote, step, [b, h_kv, row, 0], kv_full.index(0), mem.k.index(0))
+        hp.load_from(src.k, src.k_remote, step, [b, h_kv, row, 0], kv_full.index(0), mem.k.index(0))
         fresh = True
         turned = _turned(plan.near, taken)
         for number in range(_runs(masked, full, plan.group, turned)):
@@ -202,12 +175,12 @@ def _producer(plan, src, mem, BM: gl.constexpr):
             for _j in range(blocks):
                 if src.board is not None:
                     met += 1
-                    if met == EPOCH:
+                    if met == hp.EPOCH:
                         met = 0
-                        epoch = wait_for_progress(src.board, epoch, src.epochs)
+                        epoch = hp.wait_for_progress(src.board, epoch, src.epochs)
                 st = count & 1
                 if count >= STAGES:
-                    sync(STAGE_FREE + st, 288)
+                    hp.sync(STAGE_FREE + st, 288)
                 stat = (b * plan.heads * plan.group + h) * src.padded_queries + x
                 q_full = mem.q_full.index(st)
                 do_full = mem.do_full.index(st)
@@ -220,13 +193,13 @@ def _producer(plan, src, mem, BM: gl.constexpr):
                 if fresh:
                     # after the first block: S needs K and Q, and only then does dP need V and dO
                     mbarrier.expect(kv_full.index(1), src.v.block_type.nbytes)
-                    load_from(src.v, src.v_remote, step, [b, h_kv, row, 0], kv_full.index(1), mem.v.index(0))
+                    hp.load_from(src.v, src.v_remote, step, [b, h_kv, row, 0], kv_full.index(1), mem.v.index(0))
                     fresh = False
                 x, h = _next(x, h, h_kv * plan.group + g, span, pace)
                 count += 1
         taken += 1
     if src.board is not None:
-        exit_barrier(src.board, epoch, src.epochs)
+        hp.exit_barrier(src.board, epoch, src.epochs)
 
 
 @gluon.jit
@@ -244,34 +217,34 @@ def _storer(plan, out, dq_s, D: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr
             h = h_kv * plan.group + g
             for _j in range(blocks):
                 tma.store_wait(1)
-                arrive(DQ_FREE, 160)
+                hp.arrive(DQ_FREE, 160)
                 tma.store_wait(0)
-                arrive(DQ_FREE + 1, 160)
-                sync(DQ_FULL, 160)
-                reduce_add(dq_desc, [b, h, x, 0], dq_s.index(0))
-                sync(DQ_FULL + 1, 160)
+                hp.arrive(DQ_FREE + 1, 160)
+                hp.sync(DQ_FULL, 160)
+                hp.reduce_add(dq_desc, [b, h, x, 0], dq_s.index(0))
+                hp.sync(DQ_FULL + 1, 160)
                 if BM == 64:
-                    reduce_add(dq_desc, [b, h, x, D * BM // 128], dq_s.index(1))
+                    hp.reduce_add(dq_desc, [b, h, x, D * BM // 128], dq_s.index(1))
                 else:
-                    reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
+                    hp.reduce_add(dq_desc, [b, h, x + 64, 0], dq_s.index(1))
                 x, h = _next(x, h, h_kv * plan.group + g, span, pace)
         if out.grad_buffers is not None:
             if slot < 0:
                 # no full half follows, so that the meeting itself keeps this warp from running ahead
                 tma.store_wait(0)
-                sync(DQ_FREE, 160)
-                sync(DQ_FREE + 1, 160)
+                hp.sync(DQ_FREE, 160)
+                hp.sync(DQ_FREE + 1, 160)
         if dk_desc is not None:
             DTYPE: gl.constexpr = dk_desc.dtype
             LAYOUT: gl.constexpr = dk_desc.layout
             if slot < 0:
                 for n in gl.static_range(2):
                     tma.store_wait(1)
-                    arrive(DQ_FREE, 160)
+                    hp.arrive(DQ_FREE, 160)
                     tma.store_wait(0)
-                    arrive(DQ_FREE + 1, 160)
+                    hp.arrive(DQ_FREE + 1, 160)
                     for which in gl.static_range(2):
-                        sync(DQ_FULL + which, 160)
+                        hp.sync(DQ_FULL + which, 160)
                         place = [b, h_kv, row + which * HALF, 0]
                         if n == 0:
                             tma.async_copy_shared_to_global(dk_desc, place, _sums(dq_s.index(which), DTYPE, LAYOUT, D))
@@ -289,7 +262,7 @@ def _sums(half, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _tanh(x):
-    return 1.0 - 2.0 * reciprocal(1.0 + gl.exp2(x * (2.0 * LOG2E)))
+    return 1.0 - 2.0 * hp.reciprocal(1.0 + gl.exp2(x * (2.0 * hp.LOG2E)))
 
 
 @gluon.jit
@@ -310,7 +283,6 @@ def _spread(numbers_s, BM: gl.constexpr):
 
 @gluon.jit
 def _scored(x, COLUMNS: gl.constexpr):
-    """Return the first COLUMNS columns of a tile as panels."""
     if COLUMNS == x.shape[1]:
         return (x,)
     else:
@@ -329,7 +301,7 @@ def _send(
     ds_block.slice(WHICH * HALF, HALF, 0).store(ds)
     dv_token = warpgroup_mma(gl.convert_layout(weights, gl.DotOperandLayout(0, dv_l, 2)), do, dv, is_async=True)
     fence_async_shared()
-    sync(DS_STORED, 256)
+    hp.sync(DS_STORED, 256)
     if BM == 64:
         ds_t = ds_block.permute((1, 0))
     else:
@@ -345,19 +317,19 @@ def _put_dq(WHICH: gl.constexpr, dq, dq_half, softmax_scale, SCALE_DQ: gl.conste
     """Hands this warpgroup's half of dq to the storer."""
     if SCALE_DQ:
         dq = dq * softmax_scale
-    sync(DQ_FREE + WHICH, 160)
+    hp.sync(DQ_FREE + WHICH, 160)
     dq_half.store(dq)
     fence_async_shared()
-    arrive(DQ_FULL + WHICH, 160)
+    hp.arrive(DQ_FULL + WHICH, 160)
 
 
 @gluon.jit
 def _put_sums(WHICH: gl.constexpr, sums, half, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, WIDTH: gl.constexpr):
     """Hands 64 x WIDTH sums to the storer through the buffer of dq."""
-    sync(DQ_FREE + WHICH, 160)
+    hp.sync(DQ_FREE + WHICH, 160)
     _sums(half, DTYPE, LAYOUT, WIDTH).reshape([HALF, WIDTH]).store(sums.to(DTYPE))
     fence_async_shared()
-    arrive(DQ_FULL + WHICH, 160)
+    hp.arrive(DQ_FULL + WHICH, 160)
 
 
 @gluon.jit
@@ -380,7 +352,7 @@ def _step(
     COLUMNS: gl.constexpr = c.D * c.BM // 128
     # K and V stay, so the compiler would keep descriptors of all their slices in registers that the products need; an index
     # that it cannot see through makes them where they are used
-    tile = opaque(gl.to_tensor(0)) if c.LATE_ADDRESSES else 0
+    tile = hp.opaque(gl.to_tensor(0)) if c.LATE_ADDRESSES else 0
     k = mem.k.index(tile).reshape([TILE, c.D])
     k_w = k.slice(WHICH * HALF, HALF, 0)
     v_w = mem.v.index(tile).reshape([TILE, c.DV]).slice(WHICH * HALF, HALF, 0)
@@ -396,23 +368,23 @@ def _step(
     start_dp = _spread(mem.delta.index(st), c.BM)
     if c.DOT_ONLY:
         if MASKED:
-            start_s = hide(start_s, low, high, x, columns_l) if c.MASK_BITS else gl.where(visible, start_s, HIDDEN)
+            start_s = hp.hide(start_s, low, high, x, columns_l) if c.MASK_BITS else gl.where(visible, start_s, HIDDEN)
             # behind the selects of a mask the compiler would wait for S before it issues dP
-            start_s = pinned(start_s)
-            start_dp = pinned(start_dp)
-        s_token = begin_scores(_scored(k_w, c.SCORED), _scored(q, c.SCORED), start_s, True)
+            start_s = hp.pinned(start_s)
+            start_dp = hp.pinned(start_dp)
+        s_token = hp.begin_scores(_scored(k_w, c.SCORED), _scored(q, c.SCORED), start_s, True)
     else:
         zero = gl.zeros([HALF, c.BM], gl.float32, s_l)
-        s_token = begin_scores(_scored(k_w, c.SCORED), _scored(q, c.SCORED), zero, False)
+        s_token = hp.begin_scores(_scored(k_w, c.SCORED), _scored(q, c.SCORED), zero, False)
     mbarrier.wait(mem.do_full.index(st), phase)
     if c.HELD == 0:
-        dp_token = begin_scores(_scored(v_w, c.V_SCORED), _scored(do, c.V_SCORED), start_dp, True)
+        dp_token = hp.begin_scores(_scored(v_w, c.V_SCORED), _scored(do, c.V_SCORED), start_dp, True)
     elif c.HELD >= c.DV:
-        dp_token = begin_scores((keys.v_held,), (do,), start_dp, True)
+        dp_token = hp.begin_scores((keys.v_held,), (do,), start_dp, True)
     else:
         v_panels = keys.v_held, v_w.slice(c.HELD, c.V_SCORED - c.HELD, 1)
         do_panels = do.slice(0, c.HELD, 1), do.slice(c.HELD, c.V_SCORED - c.HELD, 1)
-        dp_token = begin_scores(v_panels, do_panels, start_dp, True)
+        dp_token = hp.begin_scores(v_panels, do_panels, start_dp, True)
     s = warpgroup_mma_wait(1, deps=[s_token])
     if c.DOT_ONLY:
         p = gl.exp2(s * score.scale)
@@ -428,7 +400,7 @@ def _step(
         p = gl.exp2(s - start_s)
         if MASKED:
             p = gl.where(visible, p, 0.0)
-    weights = rounded(p, dtype)
+    weights = hp.rounded(p, dtype)
     if c.SOFTCAP:
         if c.WANT_KEY_BIAS or dalibi is not None:
             steepness = 1.0 - t * t
@@ -441,7 +413,7 @@ def _step(
     if dalibi is not None:
         column = x + mem.columns.slice(0, c.BM).load(columns_l)
         # distances once more: kept until dp is there they would not fit into registers
-        away = _away(origin + stride * column, opaque(keys.positions))
+        away = _away(origin + stride * column, hp.opaque(keys.positions))
         gl.atomic_add(dalibi + column, -gl.sum(ds * away, 0), mask=column < keys.queries, sem="relaxed")
     if c.SOFTCAP:
         if c.WANT_KEY_BIAS or dalibi is not None:
@@ -457,29 +429,12 @@ def _step(
         dk_token = warpgroup_mma(gl.convert_layout(ds, gl.DotOperandLayout(0, dk_l, 2)), q, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv_token])
     dk = warpgroup_mma_wait(0, deps=[dk_token])
-    arrive(STAGE_FREE + st, 288)
+    hp.arrive(STAGE_FREE + st, 288)
     return dk, dv, dkey_bias
 
 
 @gluon.jit
-def _put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr):
-    """Writes, or adds to what is there, the rows before `rows` of 64 rows from y on; `target` points at row 0."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
-    r = gl.expand_dims(opaque(gl.arange(0, HALF, gl.SliceLayout(1, layout))), 1)
-    c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
-    at = (target + gl.cast(y, gl.int64) * stride + r * stride) + c
-    mask = r < rows - y
-    if WIDTH < COLUMNS:
-        column = columns_s.slice(0, COLUMNS).load(gl.SliceLayout(0, layout))
-        mask = mask & gl.expand_dims(column < WIDTH, 0)
-    if ADD:
-        value += gl.load(at, mask=mask, other=0.0)
-    gl.store(at, value.to(target.dtype.element_ty), mask=mask)
-
-
-@gluon.jit
 def _dalibi(out, b, h):
-    """Sums of dalibi of a query head."""
     return out.dalibi + gl.cast(b, gl.int64) * out.dalibi_sb + gl.cast(h, gl.int64) * out.dalibi_sh
 
 
@@ -502,7 +457,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         y = row + WHICH * HALF
         dk = gl.zeros([HALF, c.D], gl.float32, dk_l)
         dv = gl.zeros([HALF, c.DV], gl.float32, dv_l)
-        y_own = y + opaque(gl.arange(0, HALF, rows_l))
+        y_own = y + hp.opaque(gl.arange(0, HALF, rows_l))
         exists = y_own < _end(plan, i)
         y_table = y_own
         if plan.tiles is not None:
@@ -513,7 +468,7 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
         if score.key_bias is not None:
             bias_at = score.key_bias + gl.cast(b, gl.int64) * score.key_bias_sb + y_table
             if plan.tiles is None:
-                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * hp.LOG2E
         k_pos = None
         if score.alibi_slopes is not None:
             k_pos = gl.load(score.positions + y_table, mask=exists, other=0)
@@ -529,19 +484,19 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
             v_held = v_own.load(gl.DotOperandLayout(0, s_l, 2))
         if score.key_bias is not None:
             if plan.tiles is not None:
-                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * hp.LOG2E
         keys = Keys(k_pos, key_bias, v_held, out.queries)
 
         for g in range(plan.group):
-            slope = slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
+            slope = hp.slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
             dalibi = _dalibi(out, b, h_kv * plan.group + g) if out.dalibi is not None else None
             for part in range(segment, segment + masked):
-                x, blocks, begin, end, origin, stride = segment_of(plan.segments, part)
-                own_lo, own_hi = bounds_in(
+                x, blocks, begin, end, origin, stride = hp.segment_of(plan.segments, part)
+                own_lo, own_hi = hp.bounds_in(
                     lo, hi, score.lo + gl.cast(b, gl.int64) * score.lo_sb, score.hi + gl.cast(b, gl.int64) * score.hi_sb,
                     score.lo_st, score.hi_st, plan.segments, part, y_own - row, y_table, exists,
                 )  # fmt: skip
-                low, high = limits(own_lo, own_hi, begin, end, origin, stride)
+                low, high = hp.limits(own_lo, own_hi, begin, end, origin, stride)
                 for _j in range(blocks):
                     dk, dv, dkey_bias = _step(
                         WHICH, count, dk, dv, dkey_bias, low, high, x, origin, stride, keys, slope, dalibi, dq_half, mem,
@@ -559,10 +514,10 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
             turned = _turned(plan.near, taken)
             for number in range(masked * plan.group, _runs(masked, full, plan.group, turned)):
                 part, g, span, x, pace, blocks = _run(plan, number, segment, masked, full, turned, c.BM)
-                _row, _blocks, begin, end, origin, stride = segment_of(plan.segments, part)
+                _row, _blocks, begin, end, origin, stride = hp.segment_of(plan.segments, part)
                 h = h_kv * plan.group + g
                 for _j in range(blocks):
-                    slope = slope_of(score, h) if score.alibi_slopes is not None else None
+                    slope = hp.slope_of(score, h) if score.alibi_slopes is not None else None
                     dalibi = _dalibi(out, b, h) if out.dalibi is not None else None
                     dk, dv, dkey_bias = _step(
                         WHICH, count, dk, dv, dkey_bias, None, None, x, origin, stride, keys, slope, dalibi, dq_half, mem,
@@ -573,12 +528,12 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
 
         mbarrier.arrive(mem.kv_free.index(0), count=1)
         # read again: kept through the loops it would cost registers there
-        again = opaque(gl.to_tensor(i))
-        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = entry(plan.work, again)
+        again = hp.opaque(gl.to_tensor(i))
+        head, row, segment, masked, full, _masked_blocks, full_blocks, slot = hp.entry(plan.work, again)
         b = head // plan.heads
         h_kv = head % plan.heads
         y = row + WHICH * HALF
-        dv = lowered(dv, mem.q.dtype)
+        dv = hp.lowered(dv, mem.q.dtype)
         if out.error is not None:
             health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
             dk = dk * (score.softmax_scale * health)
@@ -588,8 +543,8 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
             dk = dk * score.softmax_scale
         if slot >= 0:
             part_out = out.parts + gl.cast(slot, gl.int64) * (TILE * (c.D + c.DV))
-            _put(part_out, c.D, dk, WHICH * HALF, TILE, mem.columns, c.D, c.D, False)
-            _put(part_out + TILE * c.D, c.DV, dv, WHICH * HALF, TILE, mem.columns, c.DV, c.DV, False)
+            hp.put(part_out, c.D, dk, WHICH * HALF, TILE, mem.columns, c.D, c.D, False)
+            hp.put(part_out + TILE * c.D, c.DV, dv, WHICH * HALF, TILE, mem.columns, c.DV, c.DV, False)
         elif out.dk_desc is not None:
             SUMS_LAYOUT: gl.constexpr = out.dk_desc.layout
             _put_sums(WHICH, dk, mem.dq.index(WHICH), mem.q.dtype, SUMS_LAYOUT, c.D)
@@ -600,24 +555,24 @@ def _consumer(WHICH: gl.constexpr, plan, out, score, mem, c):
             own_rows = gl.load(side + 3) - begin
             first_row = gl.cast(b, gl.int64) * out.grad_buffer_rows * plan.heads + h_kv
             WIDTH: gl.constexpr = c.D_WIDTH + c.DV_WIDTH
-            grad_buffer = grad_buffer_of(out.grad_buffers, gl.load(side), first_row, WIDTH)
+            grad_buffer = hp.grad_buffer_of(out.grad_buffers, gl.load(side), first_row, WIDTH)
             stride = plan.heads * WIDTH
             if c.WANT_DQ:
-                sync(DQ_FREE + WHICH, 160)
+                hp.sync(DQ_FREE + WHICH, 160)
             CHUNK: gl.constexpr = COLUMNS if c.WANT_DQ else 32
-            send_grads(grad_buffer, stride, dk, y - begin, own_rows, dq_half, 0, c.D_WIDTH, c.D, CHUNK)
-            send_grads(grad_buffer + c.D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, c.DV_WIDTH, c.DV, CHUNK)
+            hp.send_grads(grad_buffer, stride, dk, y - begin, own_rows, dq_half, 0, c.D_WIDTH, c.D, CHUNK)
+            hp.send_grads(grad_buffer + c.D_WIDTH, stride, dv, y - begin, own_rows, dq_half, 0, c.DV_WIDTH, c.DV, CHUNK)
         else:
             dk_at = out.dk + (gl.cast(b, gl.int64) * out.dk_sb + gl.cast(h_kv, gl.int64) * out.dk_sh) * c.UNIT
             dv_at = out.dv + (gl.cast(b, gl.int64) * out.dv_sb + gl.cast(h_kv, gl.int64) * out.dv_sh) * c.UNIT
-            _put(dk_at, out.dk_ss * c.UNIT, dk, y, plan.rows, mem.columns, c.D_WIDTH, c.D, c.ADD)
-            _put(dv_at, out.dv_ss * c.UNIT, dv, y, plan.rows, mem.columns, c.DV_WIDTH, c.DV, c.ADD)
+            hp.put(dk_at, out.dk_ss * c.UNIT, dk, y, plan.rows, mem.columns, c.D_WIDTH, c.D, c.ADD)
+            hp.put(dv_at, out.dv_ss * c.UNIT, dv, y, plan.rows, mem.columns, c.DV_WIDTH, c.DV, c.ADD)
         if c.WANT_KEY_BIAS:
             if slot >= 0:
                 gl.store(out.dkey_bias_parts + slot * TILE + (y_own - row), dkey_bias)
             elif out.grad_buffers is not None:
                 side = plan.tiles + again * 4
-                line = grad_buffer_of(out.dkey_bias, gl.load(side), head, out.grad_buffer_rows)
+                line = hp.grad_buffer_of(out.dkey_bias, gl.load(side), head, out.grad_buffer_rows)
                 gl.store(line + (y_own - gl.load(side + 2)), dkey_bias, mask=exists)
             else:
                 gl.store(out.dkey_bias + gl.cast(head, gl.int64) * plan.rows + y_own, dkey_bias, mask=exists)
@@ -699,8 +654,8 @@ def backward_kernel(
         ds_s = gl.allocate_shared_memory(q_desc.dtype, [2, TILE, BM], DS_LAYOUT)
         dq_s = gl.allocate_shared_memory(gl.float32, [2, 1, 1, 64, D * BM // 128], dq_desc.layout)
     _specialize(
-        Plan(work, segments, starts, heads, group, rows, tiles, near),
-        Inputs(
+        hp.Plan(work, segments, starts, heads, group, rows, tiles, near),
+        hp.Inputs(
             q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, padded_queries, flags, error, steps,
             heads_per_group, timeout_us, board, epochs,
         ),
@@ -708,7 +663,7 @@ def backward_kernel(
             dq_desc, dk_desc, dv_desc, dk_out, dv_out, grad_buffers, grad_buffer_rows, error, parts, dkey_bias_out,
             dkey_bias_parts, dalibi_out, queries, dk_sb, dk_ss, dk_sh, dv_sb, dv_ss, dv_sh, dalibi_sb, dalibi_sh,
         ),
-        Score(
+        hp.Score(
             positions, lo_ptr, hi_ptr, lo_sb, hi_sb, lo_st, hi_st, local_rows, alibi_slopes, key_bias, key_bias_sb, scale,
             cap, softmax_scale,
         ),

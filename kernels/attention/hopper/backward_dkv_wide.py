@@ -30,38 +30,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from ringattn.kernels.attention.hopper.primitives import (
-    EPOCH,
-    LOG2E,
-    Inputs,
-    Plan,
-    Score,
-    arrive,
-    begin_scores,
-    begin_sums,
-    bounds_in,
-    entry,
-    exit_barrier,
-    grad_buffer_of,
-    held,
-    limits,
-    load_panels,
-    lowered,
-    opaque,
-    operand_of,
-    packed,
-    panels_of,
-    put_panels,
-    scaled,
-    segment_of,
-    send_grads,
-    slope_of,
-    sync,
-    wait_flag,
-    wait_for_progress,
-    wait_for_sums,
-    zero_sums,
-)
+from ringattn.kernels.attention.hopper import primitives as hp
 
 TILE = gl.constexpr(64)  # keys
 BLOCK = gl.constexpr(64)  # queries
@@ -108,7 +77,7 @@ def _produce(plan, src, mem, c):
     seen = 0
     epoch = 0
     for at in range(first, last):
-        head, row, segment, masked, full, _m, _f, _slot = entry(plan.work, at)
+        head, row, segment, masked, full, _m, _f, _slot = hp.entry(plan.work, at)
         b = head // plan.heads
         h_kv = head % plan.heads
         step = 0
@@ -117,11 +86,11 @@ def _produce(plan, src, mem, c):
         if src.flags is not None:
             flag = h_kv // src.heads_per_group * src.steps + step
             if step > 0 and flag > seen:
-                there = wait_flag(src.flags + flag, src.error, src.timeout_us)
+                there = hp.wait_flag(src.flags + flag, src.error, src.timeout_us)
                 seen = gl.where(there == 1, flag, NEVER)  # what is lost is lost: no more waiting
         phase = ((at - first) & 1) ^ 1
         mbarrier.wait(mem.k_free, phase)
-        load_panels(src.k, src.k_remote, step, b, h_kv, row, mem.k_full, mem.k, 0, PANELS, 0)
+        hp.load_panels(src.k, src.k_remote, step, b, h_kv, row, mem.k_full, mem.k, 0, PANELS, 0)
         fresh = 1
         for turn in range(2 * plan.group):
             # masked segments of all heads come before full ones of all heads
@@ -134,28 +103,23 @@ def _produce(plan, src, mem, c):
                 blocks = gl.load(plan.segments + part * 8 + 1)
                 for _j in range(blocks):
                     if src.board is not None:
-                        if count > 0 and count % EPOCH == 0:
-                            epoch = wait_for_progress(src.board, epoch, src.epochs)
+                        if count > 0 and count % hp.EPOCH == 0:
+                            epoch = hp.wait_for_progress(src.board, epoch, src.epochs)
                     st, _phase = _place(count, c.STAGES)
                     if count >= c.STAGES:
-                        sync(FREE + st, 288)
-                    load_panels(src.q, None, 0, b, h, x, mem.q_full.index(st), mem.q, st, PANELS, BLOCK * 4)
+                        hp.sync(FREE + st, 288)
+                    hp.load_panels(src.q, None, 0, b, h, x, mem.q_full.index(st), mem.q, st, PANELS, BLOCK * 4)
                     tma.async_copy_global_to_shared(src.lse, [stat + x], mem.q_full.index(st), mem.lse.index(st))
                     if fresh == 1:
                         mbarrier.wait(mem.v_free, phase)
-                        load_panels(src.v, src.v_remote, step, b, h_kv, row, mem.v_full, mem.v, 0, V_PANELS, 0)
-                    load_panels(src.do, None, 0, b, h, x, mem.do_full.index(st), mem.do, st, V_PANELS, BLOCK * 4)
+                        hp.load_panels(src.v, src.v_remote, step, b, h_kv, row, mem.v_full, mem.v, 0, V_PANELS, 0)
+                    hp.load_panels(src.do, None, 0, b, h, x, mem.do_full.index(st), mem.do, st, V_PANELS, BLOCK * 4)
                     tma.async_copy_global_to_shared(src.delta, [stat + x], mem.do_full.index(st), mem.delta.index(st))
                     fresh = 0
                     x += BLOCK
                     count += 1
     if src.board is not None:
-        exit_barrier(src.board, epoch, src.epochs)
-
-
-@gluon.jit
-def _tanh(x):
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * LOG2E)))
+        hp.exit_barrier(src.board, epoch, src.epochs)
 
 
 @gluon.jit
@@ -174,13 +138,13 @@ def _weigh(
     PANELS: gl.constexpr = c.D // mem.k.shape[4]
     zero = gl.zeros([TILE, BLOCK], gl.float32, s_l)
     st, phase = _place(count, c.STAGES)
-    q = panels_of(mem.q, st, PANELS)
+    q = hp.panels_of(mem.q, st, PANELS)
     if k is None:
         # an index the compiler cannot see through: held through the loop, the addresses of all slices fill the registers
-        k = panels_of(mem.k, opaque(gl.to_tensor(0)), PANELS)
+        k = hp.panels_of(mem.k, hp.opaque(gl.to_tensor(0)), PANELS)
 
     mbarrier.wait(mem.q_full.index(st), phase)
-    s_token = begin_scores(k, q, zero, False)
+    s_token = hp.begin_scores(k, q, zero, False)
     lse2 = gl.expand_dims(mem.lse.index(st).load(columns_l), 0)
     if c.STAGES > 2:
         # dv of the block before runs beneath the exponentials of this one; before the first it adds weights of 0
@@ -192,9 +156,9 @@ def _weigh(
     s = s * score.scale
     tanh = s
     if c.SOFTCAP:
-        tanh = _tanh(s)
+        tanh = hp.tanh(s)
         s = tanh * score.cap
-    row = x + opaque(gl.arange(0, BLOCK, columns_l))
+    row = x + hp.opaque(gl.arange(0, BLOCK, columns_l))
     if slope is not None:
         away = gl.expand_dims(origin + stride * row, 0) - gl.expand_dims(k_pos, 1)
         s -= slope * gl.abs(away).to(gl.float32)
@@ -208,7 +172,7 @@ def _weigh(
     weights = p.to(dtype)
     p_st = count & 1
     if count >= P_STAGES:
-        sync(P_FREE + p_st, 256)
+        hp.sync(P_FREE + p_st, 256)
     if c.SOFTCAP:
         # ds has the derivative of the soft cap besides, the gradient of the key bias does not
         mem.p.index(p_st).store((p * (1.0 - tanh * tanh)).to(dtype))
@@ -216,24 +180,23 @@ def _weigh(
             mem.p.index(p_st + P_STAGES).store(weights)
     else:
         mem.p.index(p_st).store(weights)
-    arrive(P_FULL + p_st, 256)
+    hp.arrive(P_FULL + p_st, 256)
     if c.STAGES > 2:
-        weights = packed(weights)
-        dv = wait_for_sums(tokens)
+        weights = hp.packed(weights)
+        dv = hp.wait_for_sums(tokens)
         if count > began:
-            arrive(FREE + _place(before, c.STAGES)[0], 288)
+            hp.arrive(FREE + _place(before, c.STAGES)[0], 288)
     else:
-        dv = wait_for_sums(_begin_dv(count, weights, dv, mem, c.STAGES))
-        arrive(FREE + st, 288)
+        dv = hp.wait_for_sums(_begin_dv(count, weights, dv, mem, c.STAGES))
+        hp.arrive(FREE + st, 288)
     return dv, weights
 
 
 @gluon.jit
 def _begin_dv(count, weights, dv, mem, STAGES: gl.constexpr):
-    """Begins dv + weights do of a block."""
     st, phase = _place(count, STAGES)
     mbarrier.wait(mem.do_full.index(st), phase)
-    return begin_sums(operand_of(weights, mem.do), panels_of(mem.do, st, len(dv)), dv)
+    return hp.begin_sums(hp.operand_of(weights, mem.do), hp.panels_of(mem.do, st, len(dv)), dv)
 
 
 @gluon.jit
@@ -245,14 +208,14 @@ def _make_dv(plan, out, score, mem, c):
     last = gl.load(plan.starts + gl.program_id(0) + 1)
     count = 0
     for at in range(first, last):
-        head, row, segment, masked, full, _m, full_blocks, slot = entry(plan.work, at)
+        head, row, segment, masked, full, _m, full_blocks, slot = hp.entry(plan.work, at)
         b = head // plan.heads
         h_kv = head % plan.heads
         b64 = gl.cast(b, gl.int64)
-        dv = zero_sums(mem.do, c.DV // mem.do.shape[4])
-        weights = packed(gl.zeros([TILE, BLOCK], mem.q.dtype, s_l))
+        dv = hp.zero_sums(mem.do, c.DV // mem.do.shape[4])
+        weights = hp.packed(gl.zeros([TILE, BLOCK], mem.q.dtype, s_l))
         began = count
-        y_tile = opaque(gl.arange(0, TILE, gl.SliceLayout(1, s_l)))
+        y_tile = hp.opaque(gl.arange(0, TILE, gl.SliceLayout(1, s_l)))
         y = row + y_tile
         exists = y < plan.rows
         if plan.tiles is not None:
@@ -263,7 +226,7 @@ def _make_dv(plan, out, score, mem, c):
         if score.key_bias is not None:
             bias_at = score.key_bias + b64 * score.key_bias_sb + y
             if plan.tiles is None:
-                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * hp.LOG2E
         k_pos = None
         if score.alibi_slopes is not None:
             k_pos = gl.load(score.positions + y, mask=exists, other=0)
@@ -272,22 +235,22 @@ def _make_dv(plan, out, score, mem, c):
         mbarrier.wait(mem.k_full, (at - first) & 1)
         k = None
         if c.HELD:
-            k = held(panels_of(mem.k, 0, PANELS), BLOCK)
+            k = hp.held(hp.panels_of(mem.k, 0, PANELS), BLOCK)
             if out.grad_buffers is None:
                 mbarrier.arrive(mem.k_free, count=1)
         if score.key_bias is not None:
             if plan.tiles is not None:
-                key_bias = gl.load(bias_at, mask=exists, other=0.0) * LOG2E
+                key_bias = gl.load(bias_at, mask=exists, other=0.0) * hp.LOG2E
 
         for g in range(plan.group):
-            slope = slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
+            slope = hp.slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
             for part in range(segment, segment + masked):
-                x, blocks, begin, end, origin, stride = segment_of(plan.segments, part)
-                own_lo, own_hi = bounds_in(
+                x, blocks, begin, end, origin, stride = hp.segment_of(plan.segments, part)
+                own_lo, own_hi = hp.bounds_in(
                     lo, hi, score.lo + b64 * score.lo_sb, score.hi + b64 * score.hi_sb, score.lo_st, score.hi_st,
                     plan.segments, part, y_tile, y, exists,
                 )  # fmt: skip
-                low, high = limits(own_lo, own_hi, begin, end, origin, stride)
+                low, high = hp.limits(own_lo, own_hi, begin, end, origin, stride)
                 for _j in range(blocks):
                     dv, weights = _weigh(
                         dv, weights, began, count, low, high, x, origin, stride, k_pos, slope, key_bias, k, score, mem, c,
@@ -297,9 +260,9 @@ def _make_dv(plan, out, score, mem, c):
                     count += 1
         if score.alibi_slopes is not None:
             for g in range(plan.group):
-                slope = slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
+                slope = hp.slope_of(score, h_kv * plan.group + g) if score.alibi_slopes is not None else None
                 for part in range(segment + masked, segment + masked + full):
-                    x, blocks, _begin, _end, origin, stride = segment_of(plan.segments, part)
+                    x, blocks, _begin, _end, origin, stride = hp.segment_of(plan.segments, part)
                     for _j in range(blocks):
                         dv, weights = _weigh(
                             dv, weights, began, count, lo, hi, x, origin, stride, k_pos, slope, key_bias, k, score, mem, c,
@@ -314,34 +277,34 @@ def _make_dv(plan, out, score, mem, c):
                 )  # fmt: skip
                 count += 1
         if c.STAGES > 2:
-            dv = wait_for_sums(_begin_dv(count - 1, weights, dv, mem, c.STAGES))
-            arrive(FREE + _place(count - 1, c.STAGES)[0], 288)
+            dv = hp.wait_for_sums(_begin_dv(count - 1, weights, dv, mem, c.STAGES))
+            hp.arrive(FREE + _place(count - 1, c.STAGES)[0], 288)
         if out.grad_buffers is None:
             if not c.HELD:
                 mbarrier.arrive(mem.k_free, count=1)
         else:
             # read again: kept through the loops it would cost registers there
-            again = opaque(gl.to_tensor(at))
-            head, row, _s, _masked, _full, _m, _f, slot = entry(plan.work, again)
+            again = hp.opaque(gl.to_tensor(at))
+            head, row, _s, _masked, _full, _m, _f, slot = hp.entry(plan.work, again)
             b64 = gl.cast(head // plan.heads, gl.int64)
             h_kv = head % plan.heads
-        dv = [lowered(x, mem.q.dtype) for x in dv]
+        dv = [hp.lowered(x, mem.q.dtype) for x in dv]
         if out.error is not None:
-            dv = scaled(dv, gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan")))
+            dv = hp.scaled(dv, gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan")))
         if slot >= 0:
             part_out = out.parts + gl.cast(slot, gl.int64) * (TILE * (c.D + c.DV)) + TILE * c.D
-            put_panels(part_out, c.DV, dv, 0, TILE, c.DV, False)
+            hp.put_panels(part_out, c.DV, dv, 0, TILE, c.DV, False)
         elif out.grad_buffers is not None:
             begin = gl.load(plan.tiles + again * 4 + 2)
             own_rows = gl.load(plan.tiles + again * 4 + 3) - begin
             first_row = b64 * out.grad_buffer_rows * plan.heads + h_kv
             WIDTH: gl.constexpr = c.D_WIDTH + c.DV_WIDTH
-            grad_buffer = grad_buffer_of(out.grad_buffers, gl.load(plan.tiles + again * 4), first_row, WIDTH)
+            grad_buffer = hp.grad_buffer_of(out.grad_buffers, gl.load(plan.tiles + again * 4), first_row, WIDTH)
             buffer = _beginning(mem.k, c.GRAD_LAYOUT)
             _send(grad_buffer + c.D_WIDTH, plan.heads * WIDTH, dv, row - begin, own_rows, buffer, c.DV_WIDTH)
         else:
             target = out.dv + (b64 * out.dv_sb + gl.cast(h_kv, gl.int64) * out.dv_sh) * c.UNIT
-            put_panels(target, out.dv_ss * c.UNIT, dv, row, plan.rows, c.DV_WIDTH, c.ADD)
+            hp.put_panels(target, out.dv_ss * c.UNIT, dv, row, plan.rows, c.DV_WIDTH, c.ADD)
         if out.grad_buffers is not None:
             # the buffer was that of K: what comes next comes through another proxy
             fence_async_shared()
@@ -350,9 +313,8 @@ def _make_dv(plan, out, score, mem, c):
 
 @gluon.jit
 def _send(target, stride, sums, y, rows, buffer, WIDTH: gl.constexpr):
-    """`send_grads` of all panels."""
     for i in gl.static_range(len(sums)):
-        send_grads(target, stride, sums[i], y, rows, buffer, i * sums[0].shape[1], WIDTH, sums[0].shape[1], CHUNK)
+        hp.send_grads(target, stride, sums[i], y, rows, buffer, i * sums[0].shape[1], WIDTH, sums[0].shape[1], CHUNK)
 
 
 @gluon.jit
@@ -361,13 +323,13 @@ def _slopes(count, v, mem, c):
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     V_PANELS: gl.constexpr = c.DV // mem.do.shape[4]
     st, phase = _place(count, c.STAGES)
-    do = panels_of(mem.do, st, V_PANELS)
+    do = hp.panels_of(mem.do, st, V_PANELS)
     if v is None:
-        v = panels_of(mem.v, opaque(gl.to_tensor(0)), V_PANELS)
+        v = hp.panels_of(mem.v, hp.opaque(gl.to_tensor(0)), V_PANELS)
     mbarrier.wait(mem.do_full.index(st), phase)
     minus_delta = gl.expand_dims(mem.delta.index(st).load(gl.SliceLayout(0, s_l)), 0)
     start, _zero = gl.broadcast(minus_delta, gl.zeros([TILE, BLOCK], gl.float32, s_l))
-    return begin_scores(v, do, start, True)
+    return hp.begin_scores(v, do, start, True)
 
 
 @gluon.jit
@@ -375,24 +337,23 @@ def _take(count, dp, dkey_bias, mem, c):
     """(ds as an operand, dkey_bias) from the weights of a block, when they come."""
     s_l: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     st = count & 1
-    dp = lowered(dp, mem.q.dtype)
-    sync(P_FULL + st, 256)
+    dp = hp.lowered(dp, mem.q.dtype)
+    hp.sync(P_FULL + st, 256)
     ds = mem.p.index(st).load(s_l).to(gl.float32) * dp
     if c.WANT_KEY_BIAS:
         if c.SOFTCAP:
             dkey_bias += gl.sum(mem.p.index(st + P_STAGES).load(s_l).to(gl.float32) * dp, 1)
         else:
             dkey_bias += gl.sum(ds, 1)
-    arrive(P_FREE + st, 256)
-    return operand_of(ds.to(mem.q.dtype), mem.q), dkey_bias
+    hp.arrive(P_FREE + st, 256)
+    return hp.operand_of(ds.to(mem.q.dtype), mem.q), dkey_bias
 
 
 @gluon.jit
 def _begin_dk(count, ds, dk, mem, STAGES: gl.constexpr):
-    """Begins dk + ds q of a block."""
     st, phase = _place(count, STAGES)
     mbarrier.wait(mem.q_full.index(st), phase)
-    return begin_sums(ds, panels_of(mem.q, st, len(dk)), dk)
+    return hp.begin_sums(ds, hp.panels_of(mem.q, st, len(dk)), dk)
 
 
 @gluon.jit
@@ -405,13 +366,13 @@ def _make_dk(plan, out, score, mem, c):
     last = gl.load(plan.starts + gl.program_id(0) + 1)
     count = 0
     for at in range(first, last):
-        head, row, _s, _masked, _full, masked_blocks, full_blocks, slot = entry(plan.work, at)
-        dk = zero_sums(mem.q, c.D // mem.q.shape[4])
+        head, row, _s, _masked, _full, masked_blocks, full_blocks, slot = hp.entry(plan.work, at)
+        dk = hp.zero_sums(mem.q, c.D // mem.q.shape[4])
         dkey_bias = gl.zeros([TILE], gl.float32, rows_l)
         mbarrier.wait(mem.v_full, (at - first) & 1)
         v = None
         if c.HELD:
-            v = held(panels_of(mem.v, 0, V_PANELS), BLOCK)
+            v = hp.held(hp.panels_of(mem.v, 0, V_PANELS), BLOCK)
             if out.grad_buffers is None:
                 mbarrier.arrive(mem.v_free, count=1)
         blocks = (masked_blocks + full_blocks) * plan.group
@@ -421,31 +382,31 @@ def _make_dk(plan, out, score, mem, c):
             dp_token = _slopes(count + 1, v, mem, c)
             dk_tokens = _begin_dk(count, ds, dk, mem, c.STAGES)
             dp = warpgroup_mma_wait(len(dk), deps=[dp_token])
-            dk = wait_for_sums(dk_tokens)
-            arrive(FREE + _place(count, c.STAGES)[0], 288)
+            dk = hp.wait_for_sums(dk_tokens)
+            hp.arrive(FREE + _place(count, c.STAGES)[0], 288)
             count += 1
         ds, dkey_bias = _take(count, dp, dkey_bias, mem, c)
-        dk = wait_for_sums(_begin_dk(count, ds, dk, mem, c.STAGES))
-        arrive(FREE + _place(count, c.STAGES)[0], 288)
+        dk = hp.wait_for_sums(_begin_dk(count, ds, dk, mem, c.STAGES))
+        hp.arrive(FREE + _place(count, c.STAGES)[0], 288)
         count += 1
         if out.grad_buffers is None:
             if not c.HELD:
                 mbarrier.arrive(mem.v_free, count=1)
         else:
-            again = opaque(gl.to_tensor(at))
-            head, row, _s, _masked, _full, _m, _f, slot = entry(plan.work, again)
+            again = hp.opaque(gl.to_tensor(at))
+            head, row, _s, _masked, _full, _m, _f, slot = hp.entry(plan.work, again)
 
         b = gl.cast(head // plan.heads, gl.int64)
         h_kv = gl.cast(head % plan.heads, gl.int64)
-        y = opaque(gl.arange(0, TILE, rows_l))
+        y = hp.opaque(gl.arange(0, TILE, rows_l))
         if out.error is not None:
             health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
-            dk = scaled(dk, score.softmax_scale * health)
+            dk = hp.scaled(dk, score.softmax_scale * health)
             dkey_bias = dkey_bias * health
         else:
-            dk = scaled(dk, score.softmax_scale)
+            dk = hp.scaled(dk, score.softmax_scale)
         if slot >= 0:
-            put_panels(out.parts + gl.cast(slot, gl.int64) * (TILE * (c.D + c.DV)), c.D, dk, 0, TILE, c.D, False)
+            hp.put_panels(out.parts + gl.cast(slot, gl.int64) * (TILE * (c.D + c.DV)), c.D, dk, 0, TILE, c.D, False)
             if c.WANT_KEY_BIAS:
                 gl.store(out.dkey_bias_parts + slot * TILE + y, dkey_bias)
         elif out.grad_buffers is not None:
@@ -454,16 +415,16 @@ def _make_dk(plan, out, score, mem, c):
             own_rows = gl.load(plan.tiles + again * 4 + 3) - begin
             WIDTH: gl.constexpr = c.D_WIDTH + c.DV_WIDTH
             first_row = b * out.grad_buffer_rows * plan.heads + h_kv
-            grad_buffer = grad_buffer_of(out.grad_buffers, side, first_row, WIDTH)
+            grad_buffer = hp.grad_buffer_of(out.grad_buffers, side, first_row, WIDTH)
             _send(
                 grad_buffer, plan.heads * WIDTH, dk, row - begin, own_rows, _beginning(mem.v, c.GRAD_LAYOUT), c.D_WIDTH
             )
             if c.WANT_KEY_BIAS:
-                line = grad_buffer_of(out.dkey_bias, side, head, out.grad_buffer_rows) + (row - begin)
+                line = hp.grad_buffer_of(out.dkey_bias, side, head, out.grad_buffer_rows) + (row - begin)
                 gl.store(line + y, dkey_bias, mask=y < own_rows - (row - begin))
         else:
             target = out.dk + (b * out.dk_sb + h_kv * out.dk_sh) * c.UNIT
-            put_panels(target, out.dk_ss * c.UNIT, dk, row, plan.rows, c.D_WIDTH, c.ADD)
+            hp.put_panels(target, out.dk_ss * c.UNIT, dk, row, plan.rows, c.D_WIDTH, c.ADD)
             if c.WANT_KEY_BIAS:
                 at_row = out.dkey_bias + gl.cast(head, gl.int64) * plan.rows + row + y
                 gl.store(at_row, dkey_bias, mask=row + y < plan.rows)
@@ -532,8 +493,8 @@ def backward_dkv_wide_kernel(
         mbarrier.init(q_full.index(n), count=1)
         mbarrier.init(do_full.index(n), count=1)
     _specialize(
-        Plan(work, segments, starts, heads, group, rows, tiles),
-        Inputs(
+        hp.Plan(work, segments, starts, heads, group, rows, tiles),
+        hp.Inputs(
             q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse_desc, delta_desc, padded_queries, flags, error, steps,
             heads_per_group, timeout_us, board, epochs,
         ),
@@ -541,7 +502,7 @@ def backward_dkv_wide_kernel(
             dk_out, dv_out, grad_buffers, grad_buffer_rows, error, parts, dkey_bias_out, dkey_bias_parts, dk_sb, dk_ss, dk_sh,
             dv_sb, dv_ss, dv_sh,
         ),
-        Score(
+        hp.Score(
             positions, lo_ptr, hi_ptr, lo_sb, hi_sb, lo_st, hi_st, local_rows, alibi_slopes, key_bias, key_bias_sb, scale, cap,
             softmax_scale,
         ),

@@ -27,31 +27,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from ringattn.kernels.attention.hopper.primitives import (
-    EPOCH,
-    LOG2E,
-    Plan,
-    Score,
-    arrive,
-    begin_scores,
-    begin_sums,
-    bounds_in,
-    entry,
-    exit_barrier,
-    limits,
-    load_panels,
-    opaque,
-    operand_of,
-    panels_of,
-    put_panels,
-    rows_ahead,
-    scaled,
-    segment_of,
-    sync,
-    wait_for_progress,
-    wait_for_sums,
-    zero_sums,
-)
+from ringattn.kernels.attention.hopper import primitives as hp
 
 V_EMPTY = gl.constexpr(8)
 K_EMPTY = gl.constexpr(11)
@@ -77,7 +53,7 @@ def _produce(plan, src, mem, c):
     count = 0
     epoch = 0
     for at in range(first, last):
-        head, row, segment, masked, full, _m, _f, _s = entry(plan.work, at)
+        head, row, segment, masked, full, _m, _f, _s = hp.entry(plan.work, at)
         b = head // plan.heads
         h = head % plan.heads
         hk = h // plan.group
@@ -90,34 +66,31 @@ def _produce(plan, src, mem, c):
                 step = gl.load(segments + i * 8 + 6)
             for _j in range(blocks):
                 if src.board is not None:
-                    if count > 0 and count % EPOCH == 0:
-                        epoch = wait_for_progress(src.board, epoch, src.epochs)
+                    if count > 0 and count % hp.EPOCH == 0:
+                        epoch = hp.wait_for_progress(src.board, epoch, src.epochs)
                 stage = count % c.K_STAGES
                 if count >= c.K_STAGES:
-                    sync(K_EMPTY + stage, 288)
-                load_panels(src.k, src.k_remote, step, b, hk, y, mem.k_full.index(stage), mem.k, stage, PANELS, 0)
+                    hp.sync(K_EMPTY + stage, 288)
+                hp.load_panels(src.k, src.k_remote, step, b, hk, y, mem.k_full.index(stage), mem.k, stage, PANELS, 0)
                 if fresh == 1:
                     if at > first:
-                        sync(ROWS_EMPTY, 288)
+                        hp.sync(ROWS_EMPTY, 288)
                     for w in gl.static_range(2):
-                        load_panels(src.q, None, 0, b, h, row + w * HALF, mem.q_full.index(w), mem.q, w, PANELS, 0)
+                        hp.load_panels(src.q, None, 0, b, h, row + w * HALF, mem.q_full.index(w), mem.q, w, PANELS, 0)
                 stage = count % c.V_STAGES
                 if count >= c.V_STAGES:
-                    sync(V_EMPTY + stage, 288)
-                load_panels(src.v, src.v_remote, step, b, hk, y, mem.v_full.index(stage), mem.v, stage, V_PANELS, 0)
+                    hp.sync(V_EMPTY + stage, 288)
+                hp.load_panels(src.v, src.v_remote, step, b, hk, y, mem.v_full.index(stage), mem.v, stage, V_PANELS, 0)
                 if fresh == 1:
                     for w in gl.static_range(2):
-                        load_panels(src.do, None, 0, b, h, row + w * HALF, mem.do_full.index(w), mem.do, w, V_PANELS, 0)
+                        hp.load_panels(
+                            src.do, None, 0, b, h, row + w * HALF, mem.do_full.index(w), mem.do, w, V_PANELS, 0
+                        )
                 fresh = 0
                 y += src.k.block_type.shape[2]
                 count += 1
     if src.board is not None:
-        exit_barrier(src.board, epoch, src.epochs)
-
-
-@gluon.jit
-def _tanh(x):
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * LOG2E)))
+        hp.exit_barrier(src.board, epoch, src.epochs)
 
 
 @gluon.jit
@@ -133,36 +106,36 @@ def _step(
     k_stage = count % c.K_STAGES
     v_stage = count % c.V_STAGES
     # the same address, computed where it stands: held through the loop, the descriptors of all its slices fill 100 registers
-    warpgroup = opaque(gl.to_tensor(W))
-    q = panels_of(mem.q, warpgroup, len(dq))
-    do = panels_of(mem.do, warpgroup, V_PANELS)
+    warpgroup = hp.opaque(gl.to_tensor(W))
+    q = hp.panels_of(mem.q, warpgroup, len(dq))
+    do = hp.panels_of(mem.do, warpgroup, V_PANELS)
     if c.V_STAGES == 1:
-        v_stage = opaque(v_stage)
-    k = panels_of(mem.k, k_stage, len(dq))
-    v = panels_of(mem.v, v_stage, V_PANELS)
+        v_stage = hp.opaque(v_stage)
+    k = hp.panels_of(mem.k, k_stage, len(dq))
+    v = hp.panels_of(mem.v, v_stage, V_PANELS)
 
     mbarrier.wait(mem.k_full.index(k_stage), (count // c.K_STAGES) & 1)
-    s_token = begin_scores(q, k, zero, False)
+    s_token = hp.begin_scores(q, k, zero, False)
     mbarrier.wait(mem.v_full.index(v_stage), (count // c.V_STAGES) & 1)
-    dp_token = begin_scores(do, v, zero, False)
+    dp_token = hp.begin_scores(do, v, zero, False)
     x = gl.arange(0, c.BLOCK, columns)
     if slope is not None or key_bias is not None:
-        x = opaque(x)  # hoisted it would cost registers; masks alone are better off without
+        x = hp.opaque(x)  # hoisted it would cost registers; masks alone are better off without
     x = y + x
     bias = zero
     if key_bias is not None:
-        bias = gl.load(key_bias + x, mask=x < score.keys, other=0.0) * LOG2E
+        bias = gl.load(key_bias + x, mask=x < score.keys, other=0.0) * hp.LOG2E
     s = warpgroup_mma_wait(V_PANELS, deps=[s_token])
 
     s = s * score.scale
     tanh = s
     if c.SOFTCAP:
-        tanh = _tanh(s)
+        tanh = hp.tanh(s)
         s = tanh * score.cap
     if slope is not None:
         k_pos = origin + stride * x
         distance = gl.abs(gl.expand_dims(q_pos, 1) - gl.expand_dims(k_pos, 0)).to(gl.float32)
-        s = s - distance * (slope * LOG2E)
+        s = s - distance * (slope * hp.LOG2E)
     if key_bias is not None:
         s = s + gl.expand_dims(bias, 0)
     p = gl.exp2(s - gl.expand_dims(lse2, 1))
@@ -172,16 +145,16 @@ def _step(
         p = gl.where(visible, p, 0.0)
 
     dp = warpgroup_mma_wait(0, deps=[dp_token])
-    arrive(V_EMPTY + v_stage, 288)
+    hp.arrive(V_EMPTY + v_stage, 288)
     ds = p * (dp - gl.expand_dims(delta, 1))
     if WANT_ALIBI:
         # made again: held since the scores it would cost as many registers as they
-        here = gl.expand_dims(opaque(q_pos), 1)
+        here = gl.expand_dims(hp.opaque(q_pos), 1)
         dalibi -= gl.sum(ds * gl.abs(here - gl.expand_dims(origin + stride * x, 0)).to(gl.float32), 1)
     if c.SOFTCAP:
         ds = ds * (1.0 - tanh * tanh)
-    dq = wait_for_sums(begin_sums(operand_of(ds.to(mem.k.dtype), mem.k), k, dq))
-    arrive(K_EMPTY + k_stage, 288)
+    dq = hp.wait_for_sums(hp.begin_sums(hp.operand_of(ds.to(mem.k.dtype), mem.k), k, dq))
+    hp.arrive(K_EMPTY + k_stage, 288)
     return dq, dalibi
 
 
@@ -196,14 +169,14 @@ def _consume(W: gl.constexpr, plan, src, out, score, mem, c):
     last = gl.load(plan.starts + gl.program_id(0) + 1)
     count = 0
     for at in range(first, last):
-        head, row, segment, masked, full, _m, _f, slot = entry(plan.work, at)
+        head, row, segment, masked, full, _m, _f, slot = hp.entry(plan.work, at)
         b = head // plan.heads
         h = head % plan.heads
         b64 = gl.cast(b, gl.int64)
         h64 = gl.cast(h, gl.int64)
         x = row + W * HALF + gl.arange(0, HALF, of_s)
         exists = x < plan.rows
-        lse2 = gl.load(src.lse + b64 * src.lse_sb + h64 * src.lse_sh + x, mask=exists, other=float("-inf")) * LOG2E
+        lse2 = gl.load(src.lse + b64 * src.lse_sb + h64 * src.lse_sh + x, mask=exists, other=float("-inf")) * hp.LOG2E
         # rows that saw nothing: all their weights are 0
         lse2 = gl.where(lse2 == float("-inf"), float("inf"), lse2)
         delta = gl.load(src.delta + b64 * src.delta_sb + h64 * src.delta_sh + x, mask=exists, other=0.0)
@@ -215,23 +188,23 @@ def _consume(W: gl.constexpr, plan, src, out, score, mem, c):
         bias = None
         if score.key_bias is not None:
             bias = score.key_bias + b64 * score.key_bias_sb
-        dq = zero_sums(mem.k, c.D // mem.k.shape[4])
+        dq = hp.zero_sums(mem.k, c.D // mem.k.shape[4])
         dalibi = gl.zeros([HALF], gl.float32, of_s)
 
         mbarrier.wait(mem.q_full.index(W), (at - first) & 1)
         mbarrier.wait(mem.do_full.index(W), (at - first) & 1)
         for i in range(segment, segment + masked):
-            y, blocks, begin, end, origin, stride = segment_of(segments, i)
+            y, blocks, begin, end, origin, stride = hp.segment_of(segments, i)
             lo = gl.load(score.lo + b64 * score.lo_sb + x, mask=exists, other=0)
             hi = gl.load(score.hi + b64 * score.hi_sb + x, mask=exists, other=0)
-            lo, hi = bounds_in(
+            lo, hi = hp.bounds_in(
                 lo, hi, score.lo + b64 * score.lo_sb, score.hi + b64 * score.hi_sb, score.lo_st, score.hi_st, segments, i,
                 x - row, x, exists,
             )  # fmt: skip
-            low, high = limits(lo, hi, begin, end, origin, stride)
+            low, high = hp.limits(lo, hi, begin, end, origin, stride)
             of_source = bias
             if score.local_rows is not None:
-                of_source = bias + rows_ahead(segments, i, score.local_rows)
+                of_source = bias + hp.rows_ahead(segments, i, score.local_rows)
             for _j in range(blocks):
                 dq, dalibi = _step(
                     W, dq, dalibi, count, lse2, delta, q_pos, low, high, y, origin, stride, slope, of_source, score, mem, c, True,
@@ -240,10 +213,10 @@ def _consume(W: gl.constexpr, plan, src, out, score, mem, c):
                 y += c.BLOCK
                 count += 1
         for i in range(segment + masked, segment + masked + full):
-            y, blocks, _begin, _end, origin, stride = segment_of(segments, i)
+            y, blocks, _begin, _end, origin, stride = hp.segment_of(segments, i)
             of_source = bias
             if score.local_rows is not None:
-                of_source = bias + rows_ahead(segments, i, score.local_rows)
+                of_source = bias + hp.rows_ahead(segments, i, score.local_rows)
             for _j in range(blocks):
                 dq, dalibi = _step(
                     W, dq, dalibi, count, lse2, delta, q_pos, x, x, y, origin, stride, slope, of_source, score, mem, c, False,
@@ -251,21 +224,27 @@ def _consume(W: gl.constexpr, plan, src, out, score, mem, c):
                 )  # fmt: skip
                 y += c.BLOCK
                 count += 1
-        arrive(ROWS_EMPTY, 288)
+        hp.arrive(ROWS_EMPTY, 288)
         if out.error is not None:
             health = gl.where(gl.load(out.error, volatile=True) == 0, 1.0, float("nan"))
-            dq = scaled(dq, health)
+            dq = hp.scaled(dq, health)
             dalibi = dalibi * health
 
         if slot >= 0:
             tile = gl.cast(slot, gl.int64) * TILE + W * HALF
-            put_panels(out.part + tile * c.D, c.D, dq, 0, HALF, c.D, False)
+            hp.put_panels(out.part + tile * c.D, c.D, dq, 0, HALF, c.D, False)
             if WANT_ALIBI:
                 gl.store(out.dalibi_part + tile + gl.arange(0, HALF, of_s), dalibi)
         else:
             target = out.dq + (b64 * out.dq_sb + h64 * out.dq_sh) * c.UNIT
-            put_panels(
-                target, out.dq_ss * c.UNIT, scaled(dq, score.softmax_scale), row + W * HALF, plan.rows, c.D_WIDTH, c.ADD
+            hp.put_panels(
+                target,
+                out.dq_ss * c.UNIT,
+                hp.scaled(dq, score.softmax_scale),
+                row + W * HALF,
+                plan.rows,
+                c.D_WIDTH,
+                c.ADD,
             )
             if WANT_ALIBI:
                 sums = out.dalibi + b64 * out.dalibi_sb + h64 * out.dalibi_sh + x
@@ -323,10 +302,10 @@ def backward_dq_kernel(
     for i in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(i), count=1)
     _specialize(
-        Plan(work, segments, starts, num_heads, group, rows),
+        hp.Plan(work, segments, starts, num_heads, group, rows),
         Inputs(q_desc, do_desc, k_desc, v_desc, k_remote, v_remote, lse, delta, lse_sb, lse_sh, delta_sb, delta_sh, board, epochs),
         Outputs(dq_out, dalibi_out, error, part, dalibi_part, dq_sb, dq_ss, dq_sh, dalibi_sb, dalibi_sh),
-        Score(
+        hp.Score(
             positions, lo, hi, lo_sb, hi_sb, lo_st, hi_st, local_rows, alibi_slopes, key_bias, key_bias_sb, scale, cap,
             softmax_scale, keys=t,
         ),

@@ -31,7 +31,6 @@ def _offsets(row0, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _region(grad_buffers, side):
-    """The region of a source, from the table of addresses."""
     return tl.multiple_of(tl.load(grad_buffers + side).to(tl.pointer_type(tl.float32)), 16)
 
 
@@ -159,9 +158,7 @@ def _finish_keys(
         dk_out = _region(grad_buffers, tl.load(source))
         dv_out = dk_out + WIDTH
     at = parts + slot * SIZE
-    _finish_part(
-        at, count, dk_out + b * dk.sb + h * dk.sh, dk.ss, row0, first, end, SIZE, ROWS, COLUMNS, WIDTH, ADD
-    )  # fmt: skip
+    _finish_part(at, count, dk_out + b * dk.sb + h * dk.sh, dk.ss, row0, first, end, SIZE, ROWS, COLUMNS, WIDTH, ADD)
     if V_COLUMNS > 0:
         _finish_part(
             at + TILE * COLUMNS, count, dv_out + b * dv.sb + h * dv.sh, dv.ss, row0, first, end, SIZE, ROWS, V_COLUMNS,

@@ -1,9 +1,9 @@
-"""Shapes of the Hopper kernels: tile sizes, pipeline depth, switches for measurements. A measured choice is a changed number."""
+"""Shapes of the Hopper kernels: tile sizes and pipeline depth. A measured choice is a changed number."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 
@@ -45,7 +45,6 @@ class DkvConfig:
 
     Attributes:
         block: Query rows of a block: 64 or 128, without dq also 32.
-        persistent: As many programs as multiprocessors, which take several tiles each; else one tile per program.
         late_addresses: Addresses of K and V are made where products use them, in uniform registers; else they are kept through all
             loops. Costs some 40 uniform instructions a block.
         held: Columns of V that dP reads from registers instead of shared memory, where the score is plain.
@@ -53,15 +52,9 @@ class DkvConfig:
     """
 
     block: int
-    persistent: bool = True
     late_addresses: bool = True
     held: int = 0
     tile: ClassVar[int] = 128
-
-    @property
-    def split(self) -> bool:
-        """Tiles may be split among programs."""
-        return self.persistent
 
 
 @dataclass(frozen=True)
@@ -69,20 +62,16 @@ class WideDkvConfig:
     """The shape of a launch of the kernel that makes dk and dv of wide heads.
 
     Attributes:
-        split: Tiles may be split among programs.
         held: K and V stay in registers.
         stages: Blocks of q and do in shared memory, 2 to 4; from 3 on dv of a block is made beside the scores of the next.
         tile: Keys of a tile.
         block: Query rows of a block.
-        persistent: As many programs as multiprocessors.
     """
 
-    split: bool = True
     held: bool = False
     stages: int = 2
     tile: ClassVar[int] = 64
     block: ClassVar[int] = 64
-    persistent: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -93,13 +82,11 @@ class DqConfig:
         block: Keys per step.
         k_stages: Blocks of K in flight.
         v_stages: Blocks of V in flight.
-        split: Tiles may be split among programs.
     """
 
     block: int
     k_stages: int
     v_stages: int
-    split: bool = True
 
 
 BUCKETS = (64, 128, 256)  # columns of a head in one piece
@@ -111,10 +98,7 @@ _FORWARD: dict[tuple[int, int], tuple[ForwardConfig, ForwardConfig]] = {
     (64, 64): (ForwardConfig(3, 128, 4, early=True, store=True, ahead=True), ForwardConfig(2, 128, 4)),
     (64, 128): (ForwardConfig(2, 128, 4), ForwardConfig(2, 64, 4)),
     (64, 256): (ForwardConfig(2, 64, 4), ForwardConfig(2, 64, 4)),
-    (96, 128): (
-        ForwardConfig(2, 128, 3, early=True, store=True, ahead=True, lazy=True),
-        ForwardConfig(2, 64, 4),
-    ),
+    (96, 128): (ForwardConfig(2, 128, 3, early=True, store=True, ahead=True, lazy=True), ForwardConfig(2, 64, 4)),
     (128, 64): (ForwardConfig(2, 128, 3), ForwardConfig(2, 64, 4)),
     (128, 128): (ForwardConfig(2, 128, 2, early=True, store=True, ahead=True, lazy=True), ForwardConfig(2, 64, 4)),
     (128, 256): (ForwardConfig(2, 64, 3), ForwardConfig(2, 64, 3)),
@@ -137,22 +121,13 @@ def columns_of(head_dim: int, among: Iterable[int] = BUCKETS) -> int:
     return next(columns for columns in among if head_dim <= columns)
 
 
-def choose_forward(
-    head_dim: int, v_head_dim: int, dot_only: bool, *, patterned: bool = False
-) -> tuple[tuple[int, int], ForwardConfig]:
+def choose_forward(head_dim: int, v_head_dim: int, dot_only: bool) -> tuple[tuple[int, int], ForwardConfig]:
     """The columns of q and k and of v of a forward launch, and its configuration.
 
-    The table's narrowest pair of columns that holds both head dims.
-
-    Args:
-        dot_only: The score is q . k times a positive scale.
-        patterned: Tables of blocks cut the mask.
+    The table's narrowest pair of columns that holds both head dims; dot_only: the score is q . k times a positive scale.
     """
     columns = min((pair for pair in _FORWARD if head_dim <= pair[0] and v_head_dim <= pair[1]), key=sum)
-    config = _FORWARD[columns][0 if dot_only else 1]
-    if patterned and config.consumers == 3:
-        config = replace(config, consumers=2)  # 192 rows straddle blocks of 128
-    return columns, config
+    return columns, _FORWARD[columns][0 if dot_only else 1]
 
 
 # (padded head_dim, padded v_head_dim) -> plain scores, other scores (their terms need registers, so smaller blocks)

@@ -11,7 +11,6 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ringattn.kernels.interface import ReadyFlags
 from ringattn.kernels.runtime.bound_launch import WORD, Template
 
 CAPACITY = 1024
@@ -126,11 +125,6 @@ def workspace(beside: Tensor, *shape: int) -> Tensor:
 def multiprocessors(device: torch.device) -> int:
     """Number of programs that run side by side; on a CPU, where kernels are emulated, a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
-def timeout_us_of(ready_flags: ReadyFlags) -> int:
-    """Timeout of kernels that wait, in microseconds, so that every timeout has one width: a wider integer is another kernel."""
-    return min(max(ready_flags.timeout_ns // 1000, 1), 2**31 - 1)
 
 
 def store_unit(x: Tensor, widest: int) -> int:

@@ -36,27 +36,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from ringattn.kernels.attention.hopper.primitives import (
-    EPOCH,
-    LN2,
-    LOG2E,
-    Plan,
-    Score,
-    arrive,
-    begin_scores,
-    begin_sums,
-    bounds_in,
-    entry,
-    exit_barrier,
-    hide,
-    opaque,
-    packed,
-    rows_ahead,
-    segment_of,
-    sync,
-    wait_flag,
-    wait_for_progress,
-)
+from ringattn.kernels.attention.hopper import primitives as hp
 
 EMPTY_K = gl.constexpr(8)  # the first free named barrier
 GROWTH = gl.constexpr(8.0)  # weights stay below 2^8, which every dtype holds
@@ -92,7 +72,7 @@ def _fill(
     consumers spill.)
     """
     if used:
-        sync(name + stage, THREADS)
+        hp.sync(name + stage, THREADS)
     mbarrier.expect(full.index(stage), PANELS * desc.block_type.nbytes)
     for i in gl.static_range(PANELS):
         at = [b, h, row, i * (COLUMNS // PANELS)]
@@ -138,7 +118,7 @@ def _producer(plan, src, mem, c):
     met = 0
     epoch = 0
     for at in range(first, stop):
-        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = entry(plan.work, at)
+        head, row, segment, masked, full, _masked_blocks, _full_blocks, _slot = hp.entry(plan.work, at)
         b = head // plan.heads
         h = head % plan.heads
         h_kv = h // plan.group
@@ -154,14 +134,14 @@ def _producer(plan, src, mem, c):
                 if step > 0:
                     flag = h_kv // src.flag_heads * src.flag_steps + step
                     if flag > seen:
-                        there = wait_flag(src.flags + flag, src.error, src.timeout_us)
+                        there = hp.wait_flag(src.flags + flag, src.error, src.timeout_us)
                         seen = gl.where(there == 1, flag, ALL)
             for j in range(blocks):
                 if src.board is not None:
                     met += 1
-                    if met == EPOCH:
+                    if met == hp.EPOCH:
                         met = 0
-                        epoch = wait_for_progress(src.board, epoch, src.epochs)
+                        epoch = hp.wait_for_progress(src.board, epoch, src.epochs)
                 _fill(
                     src.k, src.k_remote, step, b, h_kv, key, mem.k, mem.k_full, stage, used, EMPTY_K, c.D, c.PANELS,
                     threads,
@@ -180,7 +160,7 @@ def _producer(plan, src, mem, c):
                     stage = 0
                     used = True
     if src.board is not None:
-        exit_barrier(src.board, epoch, src.epochs)
+        hp.exit_barrier(src.board, epoch, src.epochs)
 
 
 @gluon.jit
@@ -207,11 +187,11 @@ def _limits_in(
     exists = (x < plan.rows) & anything
     lo = gl.load(score.lo + b * lo_sb + x, mask=exists, other=0)
     hi = gl.load(score.hi + b * hi_sb + x, mask=exists, other=0)
-    lo, hi = bounds_in(
+    lo, hi = hp.bounds_in(
         lo, hi, score.lo + b * lo_sb, score.hi + b * hi_sb, score.lo_st, score.hi_st, plan.segments, segment,
         (INDEX * 64 + gl.arange(0, 64, LAYOUT)) // PACK, x, exists,
     )  # fmt: skip
-    _key, _blocks, begin, end, origin, stride = segment_of(plan.segments, segment)
+    _key, _blocks, begin, end, origin, stride = hp.segment_of(plan.segments, segment)
     return _limits(lo, hi, begin, end, origin, stride)
 
 
@@ -230,7 +210,7 @@ def _score(s, distance, key, stride, slope, key_bias, ahead, score, SOFTCAP: gl.
     `ahead`: how many numbers of the bias stand before those of the buffer; None: none.
     """
     if SOFTCAP:
-        s = score.cap - (2.0 * score.cap) / (1.0 + gl.exp2(s * (2.0 * LOG2E * score.scale)))
+        s = score.cap - (2.0 * score.cap) / (1.0 + gl.exp2(s * (2.0 * hp.LOG2E * score.scale)))
     else:
         s = s * score.scale
     if slope is not None:
@@ -243,7 +223,7 @@ def _score(s, distance, key, stride, slope, key_bias, ahead, score, SOFTCAP: gl.
             key += ahead
         y = key + gl.arange(0, s.shape[1], COLUMNS)
         bias = gl.load(key_bias + y, mask=(y >= 0) & (y < score.keys), other=0.0)
-        s += gl.expand_dims(bias * LOG2E, 0)
+        s += gl.expand_dims(bias * hp.LOG2E, 0)
     return s
 
 
@@ -326,7 +306,6 @@ def _merge_sums(m_a, l_a, m_b, l_b):
 
 @gluon.jit
 def _panels(buffer, tile, ROWS: gl.constexpr, COLUMNS: gl.constexpr, PANELS: gl.constexpr):
-    """Return the panels of a tile in shared memory, `rows columns` each."""
     panels = ()
     for i in gl.static_range(PANELS):
         panels += (buffer.index(tile * PANELS + i).reshape([ROWS, COLUMNS // PANELS]),)
@@ -341,7 +320,6 @@ def _waited(products, IN_FLIGHT: gl.constexpr):
 
 @gluon.jit
 def _times(acc, factor):
-    """Return the panels of an accumulator times a number per row."""
     return [x * gl.expand_dims(factor, 1) for x in acc]
 
 
@@ -363,7 +341,7 @@ def _first_product(INDEX: gl.constexpr, mem, tile, stage, parity, there, c, S_LA
         mbarrier.wait(mem.k_full.index(stage), parity)
     zero = gl.zeros([64, c.BLOCK_N], gl.float32, S_LAYOUT)
     q = _panels(mem.q, place, 64, c.D, c.PANELS)
-    return begin_scores(q, _panels(mem.k, stage, c.BLOCK_N, c.D, c.PANELS), zero, False)
+    return hp.begin_scores(q, _panels(mem.k, stage, c.BLOCK_N, c.D, c.PANELS), zero, False)
 
 
 @gluon.jit
@@ -380,13 +358,13 @@ def _products(q, mem, stage, parity, p, acc, alpha, c, S_LAYOUT: gl.constexpr):
     if c.LAZY:
         acc = [_scaled(x, alpha) for x in acc]
     mbarrier.wait(mem.k_full.index(stage), parity)
-    qk = begin_scores(q, k, gl.zeros([64, c.BLOCK_N], gl.float32, S_LAYOUT), False)
+    qk = hp.begin_scores(q, k, gl.zeros([64, c.BLOCK_N], gl.float32, S_LAYOUT), False)
     mbarrier.wait(mem.v_full.index(v_stage), v_parity)
     if not c.LAZY:
         acc = _times(acc, alpha)  # here, so that q . k does not wait for it
-    products = begin_sums(p, v, acc)
+    products = hp.begin_sums(p, v, acc)
     s = warpgroup_mma_wait(c.V_PANELS, deps=[qk])
-    arrive(EMPTY_K + stage, 128 * c.CONSUMERS + 32)
+    hp.arrive(EMPTY_K + stage, 128 * c.CONSUMERS + 32)
     return s, products, stage, parity
 
 
@@ -419,11 +397,11 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
         qk = _first_product(INDEX, mem, 0, stage, parity, first < stop, c, s_layout)
         s = warpgroup_mma_wait(0, deps=[qk])
         if first < stop:
-            arrive(EMPTY_K + stage, threads)
+            hp.arrive(EMPTY_K + stage, threads)
     if c.AHEAD:
         low, high = _first_limits(INDEX, first, plan, score, c.PACK, s_rows)
     for at in range(first, stop):
-        head, row, segment, masked, _full, masked_blocks, full_blocks, _slot = entry(plan.work, at)
+        head, row, segment, masked, _full, masked_blocks, full_blocks, _slot = hp.entry(plan.work, at)
         b64 = gl.cast(head // plan.heads, gl.int64)
         h = head % plan.heads
 
@@ -438,7 +416,7 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
         x = row + r // c.PACK
         head_of_row = h * c.PACK + r % c.PACK
         exists = x < plan.rows
-        key, blocks, _begin, _end, origin, stride = segment_of(segments, segment)
+        key, blocks, _begin, _end, origin, stride = hp.segment_of(segments, segment)
         if not c.AHEAD:
             low, high = _first_limits(INDEX, at, plan, score, c.PACK, s_rows)
         m_i = gl.full([64], -float("inf"), gl.float32, s_rows)
@@ -450,21 +428,21 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
         bias = None
         ahead = None
         if score.alibi_slopes is not None:
-            slope = gl.load(score.alibi_slopes + head_of_row) * LOG2E
+            slope = gl.load(score.alibi_slopes + head_of_row) * hp.LOG2E
             position = gl.load(score.positions + x, mask=exists, other=0)
             distance = position - origin
         if score.key_bias is not None:
             bias = score.key_bias + b64 * score.key_bias_sb
             if score.local_rows is not None:
-                ahead = rows_ahead(segments, segment, score.local_rows)
+                ahead = hp.rows_ahead(segments, segment, score.local_rows)
         if not c.EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
-            arrive(EMPTY_K + stage, threads)
+            hp.arrive(EMPTY_K + stage, threads)
         q = _panels(mem.q, (at - first) % c.Q_STAGES * c.CONSUMERS + INDEX, 64, c.D, c.PANELS)
         if not c.DOT_ONLY:
             s = _score(s, distance, key, stride, slope, bias, ahead, score, c.SOFTCAP, s_columns)
         if masked > 0:
-            s = hide(s, low, high, key, s_columns)
+            s = hp.hide(s, low, high, key, s_columns)
         p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, tree, c.DOT_ONLY, True, c.LAZY)
         alpha = gl.convert_layout(alpha, o_rows)
         p = gl.convert_layout(p.to(dtype), p_layout)
@@ -475,45 +453,45 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
             left -= 1
             if left == 0:
                 segment += 1
-                key, left, _begin, _end, origin, stride = segment_of(segments, segment)
+                key, left, _begin, _end, origin, stride = hp.segment_of(segments, segment)
                 # widened here: what is made of strides outside of the loop would be spilled beside wide heads
-                of_lo = opaque(gl.to_tensor(score.lo_sb))
-                of_hi = opaque(gl.to_tensor(score.hi_sb))
+                of_lo = hp.opaque(gl.to_tensor(score.lo_sb))
+                of_hi = hp.opaque(gl.to_tensor(score.hi_sb))
                 low, high = _limits_in(INDEX, at, segment, True, plan, score, of_lo, of_hi, c.PACK, s_rows)
                 if score.alibi_slopes is not None:
                     distance = position - origin
                 if score.local_rows is not None:
-                    ahead = rows_ahead(segments, segment, score.local_rows)
+                    ahead = hp.rows_ahead(segments, segment, score.local_rows)
             v_stage = stage
             s, products, stage, parity = _products(q, mem, stage, parity, p, acc, alpha, c, s_layout)
             if not c.DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, score, c.SOFTCAP, s_columns)
-            s = hide(s, low, high, key, s_columns)
+            s = hp.hide(s, low, high, key, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, tree, c.DOT_ONLY, True, c.LAZY)
             acc = _waited(products, 0)
-            arrive(EMPTY_K + c.STAGES + v_stage, threads)
+            hp.arrive(EMPTY_K + c.STAGES + v_stage, threads)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
-        p = packed(p)
+        p = hp.packed(p)
         for _ in range(gl.where(masked_blocks == 0, 1, 0), full_blocks):
             if PLACED:
                 key += c.BLOCK_N
                 left -= 1
                 if left == 0:
                     segment += 1
-                    key, left, _begin, _end, origin, stride = segment_of(segments, segment)
+                    key, left, _begin, _end, origin, stride = hp.segment_of(segments, segment)
                     if score.alibi_slopes is not None:
                         distance = position - origin
                     if score.local_rows is not None:
-                        ahead = rows_ahead(segments, segment, score.local_rows)
+                        ahead = hp.rows_ahead(segments, segment, score.local_rows)
             v_stage = stage
             s, products, stage, parity = _products(q, mem, stage, parity, p, acc, alpha, c, s_layout)
             if not c.DOT_ONLY:
                 s = _score(s, distance, key, stride, slope, bias, ahead, score, c.SOFTCAP, s_columns)
             p, m_i, l_i, alpha = _softmax(s, m_i, l_i, score.scale, tree, c.DOT_ONLY, GUARD, c.LAZY)
             acc = _waited(products, 0)
-            arrive(EMPTY_K + c.STAGES + v_stage, threads)
+            hp.arrive(EMPTY_K + c.STAGES + v_stage, threads)
             alpha = gl.convert_layout(alpha, o_rows)
             p = gl.convert_layout(p.to(dtype), p_layout)
 
@@ -524,7 +502,7 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
             mbarrier.arrive(mem.q_empty.index(q_place), count=1)
         mbarrier.wait(mem.v_full.index(stage), parity)
         acc = _times(acc, alpha)
-        products = begin_sums(p, _panels(mem.v, stage, c.BLOCK_N, c.DV, c.V_PANELS), acc)
+        products = hp.begin_sums(p, _panels(mem.v, stage, c.BLOCK_N, c.DV, c.V_PANELS), acc)
         v_stage = stage
         stage += 1
         if stage == c.STAGES:
@@ -535,7 +513,7 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
         if c.AHEAD:
             low, high = _first_limits(INDEX, gl.minimum(at + 1, stop - 1), plan, score, c.PACK, s_rows)
         # read again, so that it holds no registers through the loops
-        this_head, this_row, _, _, _, _, _, this_slot = entry(plan.work, at)
+        this_head, this_row, _, _, _, _, _, this_slot = hp.entry(plan.work, at)
         b64 = gl.cast(this_head // plan.heads, gl.int64)
         h = this_head % plan.heads
         r = INDEX * 64 + gl.arange(0, 64, s_rows)
@@ -559,14 +537,14 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
         if out.error is not None:
             in_vain = gl.load(out.error, volatile=True) != 0
         acc = _waited(products, c.PANELS if c.EARLY else 0)
-        arrive(EMPTY_K + c.STAGES + v_stage, threads)
+        hp.arrive(EMPTY_K + c.STAGES + v_stage, threads)
         if TILED and not c.FIRST:
             mbarrier.wait(mem.carry_full.index(INDEX), (at - first) & 1)
 
         if whole:
             if c.FIRST:
                 if score.sinks is not None:
-                    m_0 = gl.load(score.sinks + head_of_row) * LOG2E
+                    m_0 = gl.load(score.sinks + head_of_row) * hp.LOG2E
                     m_i, l_i, mine, _sink = _merge_sums(m_i, l_i, m_0, 1.0)
                     acc = _times(acc, gl.convert_layout(mine, o_rows))
             else:
@@ -579,7 +557,7 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
                 acc = _plus(acc, acc_0, gl.convert_layout(carried, o_rows))
             if c.LAST:
                 divisor = gl.where(l_i > 0.0, l_i, 1.0)
-                found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * LN2, -float("inf"))
+                found = gl.where(l_i > 0.0, (m_i + gl.log2(divisor)) * hp.LN2, -float("inf"))
                 if out.error is not None:
                     divisor = gl.where(in_vain, float("nan"), divisor)
                     found = gl.where(in_vain, float("nan"), found)
@@ -611,7 +589,7 @@ def _consumer(INDEX: gl.constexpr, plan, out, score, mem, c):
         if c.EARLY:
             s = warpgroup_mma_wait(0, deps=[qk])
             if at + 1 < stop:
-                arrive(EMPTY_K + stage, threads)
+                hp.arrive(EMPTY_K + stage, threads)
         if c.STORE or (TILED and not c.LAST):
             tma.store_wait(0)
         if c.STORE or HALVED:
@@ -648,7 +626,6 @@ def _store_panels(pointer, places, acc):
 
 @gluon.jit
 def _store_part(part_acc, at_row, acc, DV: gl.constexpr):
-    """Stores the accumulator of a split tile; `at_row`: rows of the workspace."""
     columns: gl.constexpr = acc[0].shape[1]
     y = gl.expand_dims(at_row, 1) * DV
     for i in gl.static_range(len(acc)):
@@ -683,7 +660,6 @@ def _carry_tile(INDEX: gl.constexpr, carry_s, q_s, place, HALVED: gl.constexpr):
 
 @gluon.jit
 def _carried(tile, LAYOUT: gl.constexpr):
-    """Return a carried accumulator from shared memory."""
     columns: gl.constexpr = tile[0].shape[-1]
     if len(tile) == 1:
         return tile[0].reshape([64, columns]).load(LAYOUT)
@@ -696,7 +672,6 @@ def _carried(tile, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _store_carry(INDEX: gl.constexpr, acc, tile, acc_desc, b, h, row, PACK: gl.constexpr):
-    """Stores an accumulator through shared memory and the copy engine."""
     columns: gl.constexpr = tile[0].shape[-1]
     pieces = _pieces(acc, columns)
     for i in gl.static_range(len(tile)):
@@ -789,13 +764,13 @@ def forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
 
     _specialize(
-        Plan(work, segments, starts, heads, group, rows),
+        hp.Plan(work, segments, starts, heads, group, rows),
         Inputs(q, k, v, k_remote, v_remote, flags, error, flag_heads, flag_steps, timeout_us, board, epochs),
         Outputs(
             o_desc, acc_desc, o, lse, carry_m, carry_l, carry_acc, part_m, part_l, part_acc, error, o_sb, o_ss, o_sh, acc_sb,
             acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh,
         ),
-        Score(
+        hp.Score(
             positions, lo_ptr, hi_ptr, lo_sb, hi_sb, lo_st, hi_st, local_rows, alibi_slopes, key_bias, key_bias_sb, scale, cap,
             keys=keys, sinks=sinks,
         ),

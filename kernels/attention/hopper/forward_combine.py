@@ -24,20 +24,8 @@ def _merge(m_i, l_i, acc, m, l, part):  # noqa: E741
 
 
 @triton.jit(
-    do_not_specialize=[
-        "acc_sb",
-        "acc_ss",
-        "acc_sh",
-        "lse_sb",
-        "lse_sh",
-        "m_sb",
-        "m_sh",
-        "l_sb",
-        "l_sh",
-        "heads",
-        "rows",
-    ]
-)
+    do_not_specialize=["acc_sb", "acc_ss", "acc_sh", "lse_sb", "lse_sh", "m_sb", "m_sh", "l_sb", "l_sh", "heads", "rows"]
+)  # fmt: skip
 def combine_kernel(
     splits, part_m, part_l, part_acc, o, lse, carry_m, carry_l, carry_acc, sinks, error,
     o_sb, o_ss, o_sh, acc_sb, acc_ss, acc_sh, lse_sb, lse_sh, m_sb, m_sh, l_sb, l_sh, heads, rows,

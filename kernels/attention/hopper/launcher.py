@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,47 +25,17 @@ from ringattn.kernels.attention.arguments import (
     scale_and_cap,
     strides,
 )
+from ringattn.kernels.attention.hopper import configs
 from ringattn.kernels.attention.hopper.backward import backward_kernel
 from ringattn.kernels.attention.hopper.backward_dkv_wide import backward_dkv_wide_kernel
 from ringattn.kernels.attention.hopper.backward_dq import add_parts_kernel, backward_dq_kernel
 from ringattn.kernels.attention.hopper.backward_pre_post import clear_grad_buffer_kernel, finish_kernel, prepare_kernel
-from ringattn.kernels.attention.hopper.configs import (
-    FUSED_MAX_HEAD_DIM,
-    PANELS,
-    WIDE_COLUMNS,
-    DkvConfig,
-    WideDkvConfig,
-    choose_dkv,
-    choose_dq,
-    choose_forward,
-    columns_of,
-    is_for_pair,
-    padded_dims,
-    scored_columns,
-)
-from ringattn.kernels.attention.hopper.descriptors import (
-    Descriptors,
-    multiprocessors,
-    store_unit,
-    timeout_us_of,
-    workspace,
-)
+from ringattn.kernels.attention.hopper.descriptors import Descriptors, multiprocessors, store_unit, workspace
 from ringattn.kernels.attention.hopper.forward import forward_kernel
 from ringattn.kernels.attention.hopper.forward_combine import combine_kernel
 from ringattn.kernels.attention.hopper.progress_barrier import progress_board
 from ringattn.kernels.attention.hopper.tile_scheduler import L2_BYTES, Shape, WorkPlan, schedule_tiles
-from ringattn.kernels.interface import (
-    PAD_ROWS,
-    Arrivals,
-    BackwardStep,
-    CallShape,
-    GatheredKeys,
-    Grads,
-    ReadyFlags,
-    Returns,
-    Score,
-    Step,
-)
+from ringattn.kernels.interface import PAD_ROWS, Arrivals, BackwardStep, CallShape, GatheredKeys, Grads, Returns, Step
 from ringattn.kernels.runtime import bound_launch
 
 MAX_PACK = 64  # heads in the rows of one warpgroup
@@ -91,30 +61,32 @@ class BoundCall:
         d, dv = call.head_dim, call.v_head_dim
         self.dims, self.group, self.deterministic = (d, dv), call.heads // call.kv_heads, call.deterministic
         self.programs, self.descriptors = multiprocessors(call.device), Descriptors()
-        self.dot_only, self.extras = is_dot_only(call.score), _extras(call.score)
-        self.forward_columns, self.forward = choose_forward(d, dv, self.dot_only)
+        score = call.score
+        self.dot_only = is_dot_only(score)
+        self.extras = (score.softcap > 0) + (score.alibi_slopes is not None) + (score.key_bias is not None)
+        self.forward_columns, self.forward = configs.choose_forward(d, dv, self.dot_only)
         self.pack: int | None = None
-        self.is_plain = is_dot_only(call.score, TINIEST_SCALE)
+        self.is_plain = is_dot_only(score, TINIEST_SCALE)
         self.dkv = {
-            want_dq: choose_dkv(d, dv, self.is_plain, self.extras, want_dq=want_dq) for want_dq in (False, True)
+            want_dq: configs.choose_dkv(d, dv, self.is_plain, self.extras, want_dq=want_dq) for want_dq in (False, True)
         }
-        self.dq = choose_dq(max(columns_of(d, PANELS), columns_of(dv, PANELS)), self.extras)
+        self.dq = configs.choose_dq(
+            max(configs.columns_of(d, configs.PANELS), configs.columns_of(dv, configs.PANELS)), self.extras
+        )
 
     def needs_pair(self, wants_extra_grads: bool) -> bool:
         """Return whether two kernels make the gradients: one dk and dv, one dq, both in a fixed order."""
-        wide = max(self.dims) > FUSED_MAX_HEAD_DIM
-        return self.deterministic or wide or is_for_pair(*self.dims, self.extras, wants_extra_grads)
+        wide = max(self.dims) > configs.FUSED_MAX_HEAD_DIM
+        return self.deterministic or wide or configs.is_for_pair(*self.dims, self.extras, wants_extra_grads)
 
 
 def launch_forward(bound: BoundCall, step: Step, arrivals: Arrivals | None) -> None:
     """One launch, and one that adds up split tiles; arrivals: the remote rows of a fused call."""
     q, k, v, rows, keys, score, o, lse, carry, first, last, sm_margin = step
-    flags = error = local_rows = None
-    remote_kv, flag_numbers, streamed_rows = None, (None,) * 3, k.shape[1]
+    flags, error, *flag_numbers = _waits_of(arrivals, k.shape[2])
+    remote_kv, local_rows, streamed_rows = None, None, k.shape[1]
     if arrivals is not None and isinstance(keys, GatheredKeys):
-        remote_kv, ready_flags = arrivals[:2], arrivals.ready_flags
-        flags, error = _flags_of(ready_flags)
-        flag_numbers = _waits_of(ready_flags, k.shape[2])
+        remote_kv = arrivals[:2]
         local_rows = None if score.key_bias is None else keys.local_rows
         streamed_rows = keys.local_rows + keys.remote_rows
     batch, s, h, d = q.shape
@@ -123,7 +95,7 @@ def launch_forward(bound: BoundCall, step: Step, arrivals: Arrivals | None) -> N
     descriptors, (columns, v_columns), config = bound.descriptors, bound.forward_columns, bound.forward
     if rows.patterns is not None and config.consumers == 3:
         config = replace(config, consumers=2)  # 192 rows straddle blocks of 128
-    panel, v_panel = PANELS[columns], PANELS[v_columns]
+    panel, v_panel = configs.PANELS[columns], configs.PANELS[v_columns]
     assert config.block_n <= PAD_ROWS, "a block that begins in a source ends before the next one"
     tile = 64 * config.consumers
     pack = bound.pack or choose_pack(s, bound.group, tile)
@@ -249,37 +221,40 @@ def launch_dkv(
         out: Where gradients go; without `want_dq`, dq and dalibi are left as they are.
     """
     do, q, k, v, score, descriptors = x.do, x.q, x.k, x.v, x.score, bound.descriptors
-    ready_flags = None if arrivals is None else arrivals.ready_flags
     batch, s, h, d = q.shape
     t, hk, dv = v.shape[1:]
+    flags, error, heads_per_group, steps, timeout_us = _waits_of(arrivals, hk)
     config = bound.dkv[want_dq]
-    is_wide = isinstance(config, WideDkvConfig)
+    is_wide = isinstance(config, configs.WideDkvConfig)
     assert not (is_wide and want_dq), "the kernel for wide heads makes no dq"
     dot_only = not is_wide and bound.is_plain
     tile, block = config.tile, config.block
-    columns = (columns_of(d, WIDE_COLUMNS), columns_of(dv, WIDE_COLUMNS)) if is_wide else padded_dims(d, dv)
-    panels = PANELS[columns[0]], PANELS[columns[1]]
+    columns = configs.padded_dims(d, dv)
+    if is_wide:
+        columns = configs.columns_of(d, configs.WIDE_COLUMNS), configs.columns_of(dv, configs.WIDE_COLUMNS)
+    panels = configs.PANELS[columns[0]], configs.PANELS[columns[1]]
     lengths = key_rows(x)
     plan = shape = None
     if batch * s * sum(lengths) * h > 0:
         size = q.element_size()
-        tiles = batch * hk * sum(-(-length // tile) for length in lengths)
         shape = Shape(
             batch=batch,
             heads=hk,
             tile=tile,
             block=block,
-            programs=max(1, bound.programs - x.sm_margin) if config.persistent else tiles,
+            programs=max(1, bound.programs - x.sm_margin),
             streamed_bytes=h // hk * s * ((d + dv) * size + (0 if is_wide else 4 * d)),
             repeats=h // hk,
             align=4,  # bulk loads begin at multiples of 16 bytes
             every_tile=not out.accumulate_keys,
-            split=config.split,
-            groups=1 if ready_flags is None else ready_flags.groups,
+            groups=1 if flags is None else flags.shape[0],
         )
         plan = schedule_tiles(x.keys, x.rows, shape)
     if plan is None or shape is None or plan.programs == 0:
-        _write_zeros(out, want_dq=want_dq)
+        if want_dq and not out.accumulate_rows:
+            _zero(out.dq, out.dalibi)
+        if not out.accumulate_keys:
+            _zero(out.dk, out.dv, out.dkey_bias)
         if x.o is not None and not x.delta_made and x.delta.numel():
             _prepare(x, None, columns[0], LOG2E, 0, math.inf)
         if returns is not None:
@@ -292,7 +267,7 @@ def launch_dkv(
     do, q = descriptors.addressable(do), descriptors.addressable(q)
     local_kv, remote_kv = descriptors.addressable_kv((k, v), None if arrivals is None else arrivals[:2])
     # sums that may turn out to be lost are finished by a kernel that knows
-    direct = out.dq.dtype == torch.float32 and descriptors.describable(out.dq) and ready_flags is None
+    direct = out.dq.dtype == torch.float32 and descriptors.describable(out.dq) and flags is None
     total = (out.dq if direct else workspace(q, batch, s, h, d)) if want_dq else None
     zeroed = None if direct and out.accumulate_rows else total
     factor, empty = (-1 / score.softmax_scale, HIDDEN) if dot_only else (LOG2E, math.inf)
@@ -308,15 +283,13 @@ def launch_dkv(
     unit = 8 if all(stride % 8 == 0 for stride in sums_strides) else 1
     grad_buffers, grad_buffer_rows = (None, None) if returns is None else (returns.grad_buffers, returns.rows)
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) else None
-    heads_per_group, steps, timeout_us = _waits_of(ready_flags, hk)
-    flags, error = _flags_of(ready_flags)
     (lo_sb, lo_st), (hi_sb, hi_st) = bound_strides(x.keys.lo, x.keys), bound_strides(x.keys.hi, x.keys)
     # what only the kernel with dq is given: tiles of its sums, dalibi, and the rows of q
     of_tiles: tuple[Any, ...] = ()
     of_dalibi: tuple[Any, ...] = ()
     of_rows: tuple[int, ...] = ()
     of_order: tuple[int, ...] = ()
-    if isinstance(config, DkvConfig):
+    if isinstance(config, configs.DkvConfig):
         # rounded sums of a whole tile leave through the buffer of dq and the copy engine
         staged = want_dq and returns is None and not out.accumulate_keys
         staged = staged and all(total_of.dtype == q.dtype and descriptors.describable(total_of) for total_of in sums)
@@ -331,8 +304,8 @@ def launch_dkv(
         switches: dict[str, Any] = {
             "BM": block, "DOT_ONLY": dot_only, "WANT_DQ": want_dq, "SCALE_DQ": direct,
             "LATE_ADDRESSES": config.late_addresses, "DS_LAYOUT": descriptors.layout((tile, block), q.dtype),
-            "HELD": config.held if dot_only else 0, "SCORED": scored_columns(d, columns[0]),
-            "V_SCORED": scored_columns(dv, columns[1]),
+            "HELD": config.held if dot_only else 0, "SCORED": configs.scored_columns(d, columns[0]),
+            "V_SCORED": configs.scored_columns(dv, columns[1]),
             # elsewhere the words would make loops without a mask spill
             "MASK_BITS": dot_only and block == 128 and want_dq and returns is None,
         }  # fmt: skip
@@ -387,21 +360,20 @@ def launch_dkv(
 def launch_dq(bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals | None = None) -> None:
     """Makes dq and dalibi of keys that are all there, the same bits from run to run; other gradients are left alone."""
     q, score, dq, dalibi, add = x.q, x.score, out.dq, out.dalibi, out.accumulate_rows
-    descriptors, config, (_, error) = bound.descriptors, bound.dq, _flags_of(arrivals and arrivals.ready_flags)
+    descriptors, config = bound.descriptors, bound.dq
     batch, s, h, d = q.shape
     hk, dv = x.v.shape[2:]
+    _, error, *_ = _waits_of(arrivals, hk)
     t = sum(key_rows(x))
     if batch * s * h == 0:
         return
     if t == 0:
         if not add:
-            for total in (dq, dalibi):
-                if total is not None:
-                    total.zero_()
+            _zero(dq, dalibi)
         return
     local_rows = x.keys.local_rows if isinstance(x.keys, GatheredKeys) and score.key_bias is not None else None
-    columns = columns_of(d, PANELS), columns_of(dv, PANELS)
-    panels = PANELS[columns[0]], PANELS[columns[1]]
+    columns = configs.columns_of(d, configs.PANELS), configs.columns_of(dv, configs.PANELS)
+    panels = configs.PANELS[columns[0]], configs.PANELS[columns[1]]
     do, q = descriptors.addressable(x.do), descriptors.addressable(q)
     local_kv, remote_kv = descriptors.addressable_kv((x.k, x.v), None if arrivals is None else arrivals[:2])
     shape = Shape(
@@ -412,7 +384,6 @@ def launch_dq(bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals 
         programs=max(1, bound.programs - x.sm_margin),
         streamed_bytes=t * (d + dv) * q.element_size() * hk // h,
         every_tile=not add,
-        split=config.split,
     )
     plan = schedule_tiles(x.rows, x.keys, shape)
     if plan.programs == 0:
@@ -461,15 +432,8 @@ def launch_dq(bound: BoundCall, x: BackwardStep, out: Grads, arrivals: Arrivals 
         )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class RowSums:
-    """dq in fp32 before it is scaled.
-
-    Attributes:
-        total: `b s h d` fp32.
-        dq: `b s h d` in any dtype: scale * total is written to it, or added.
-        dalibi: NaN, like dq, where `error` is set.
-    """
+class RowSums(NamedTuple):
+    """dq before it is scaled: scale * total, both `b s h d`, is written to dq, or added; NaN, like dalibi, where `error` is set."""
 
     total: Tensor
     dq: Tensor
@@ -480,8 +444,7 @@ class RowSums:
     add: bool
 
 
-@dataclass(frozen=True, eq=False)
-class KeySums:
+class KeySums(NamedTuple):
     """Partial results of split tiles of keys, and where their sums belong.
 
     Attributes:
@@ -574,8 +537,7 @@ def _prepare(
     lse, delta, o = x.lse, x.delta, None if x.delta_made else x.o
     dlse = None if o is None else x.dlse
     batch, h, s = lse.shape
-    do = None if o is None else x.do
-    v_width = columns if o is None else o.shape[-1]
+    do, v_width = (None, columns) if o is None else (x.do, o.shape[-1])
     rows_of_head = padded_rows(s)
     start_s, start_dp = workspace(lse, batch, h, rows_of_head), workspace(lse, batch, h, rows_of_head)
     width = columns if zeroed is None else zeroed.shape[-1]
@@ -614,31 +576,21 @@ def _clear_grad_buffers(
             )
 
 
-def _write_zeros(out: Grads, *, want_dq: bool) -> None:
-    """Writes the gradients of a call in which nothing is seen."""
-    owed: list[Tensor | None] = []
-    if want_dq and not out.accumulate_rows:
-        owed += [out.dq, out.dalibi]
-    if not out.accumulate_keys:
-        owed += [out.dk, out.dv, out.dkey_bias]
-    for x in owed:
+def _zero(*sums: Tensor | None) -> None:
+    for x in sums:
         if x is not None:
             x.zero_()
 
 
-def _flags_of(ready_flags: ReadyFlags | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if ready_flags is None else (ready_flags.flags, ready_flags.error)
-
-
-def _waits_of(ready_flags: ReadyFlags | None, key_heads: int) -> tuple[int | None, int | None, int | None]:
-    """Key heads of a group, steps of the flags, and microseconds that a kernel waits; None where nothing is waited for."""
-    if ready_flags is None:
-        return None, None, None
-    return key_heads // ready_flags.groups, ready_flags.flags.shape[1], timeout_us_of(ready_flags)
-
-
-def _extras(score: Score) -> int:
-    return (score.softcap > 0) + (score.alibi_slopes is not None) + (score.key_bias is not None)
+def _waits_of(
+    arrivals: Arrivals | None, key_heads: int
+) -> tuple[Tensor | None, Tensor | None, int | None, int | None, int | None]:
+    """Flags, error, key heads of a group, steps of the flags, microseconds that a kernel waits; None where it does not wait."""
+    if arrivals is None or (ready := arrivals.ready_flags) is None:
+        return None, None, None, None, None
+    # an integer of more than 32 bits is another kernel
+    timeout_us = min(max(ready.timeout_ns // 1000, 1), 2**31 - 1)
+    return ready.flags, ready.error, key_heads // ready.groups, ready.flags.shape[1], timeout_us
 
 
 def key_rows(x: BackwardStep) -> list[int]:

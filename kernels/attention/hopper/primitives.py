@@ -188,6 +188,12 @@ def reciprocal(x):
 
 
 @gluon.jit
+def tanh(x):
+    """Hyperbolic tangent."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(x * (2.0 * LOG2E)))
+
+
+@gluon.jit
 def load_from(local, remote, step, place, full, target):
     """Loads a block from where its source lies: local, or remote (None: there is none) for steps above 0."""
     if remote is None:
@@ -199,9 +205,7 @@ def load_from(local, remote, step, place, full, target):
 
 
 @gluon.jit
-def load_panels(
-    local, remote, step, b, h, row, full, buffer, stage, PANELS: gl.constexpr, MORE: gl.constexpr
-):  # fmt: skip
+def load_panels(local, remote, step, b, h, row, full, buffer, stage, PANELS: gl.constexpr, MORE: gl.constexpr):
     """Loads a block of rows of a head as PANELS panels of columns; its barrier expects MORE bytes besides."""
     mbarrier.expect(full, PANELS * local.block_type.nbytes + MORE)
     for i in gl.static_range(PANELS):
@@ -398,12 +402,10 @@ def hide(s, low, high, first, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def put(
-    target, stride, value, y, rows, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr
-):  # fmt: skip
+def put(target, stride, value, y, rows, columns_s, WIDTH: gl.constexpr, COLUMNS: gl.constexpr, ADD: gl.constexpr):
     """Writes, or adds to what is there, the rows before `rows` of the 64 rows of an accumulator from row y on.
 
-    `target` points at row 0; WIDTH of the COLUMNS columns exist.
+    `target` points at row 0; WIDTH of the COLUMNS columns exist. `columns_s`: their numbers in shared memory, or None.
     """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, layout))), 1)
@@ -411,6 +413,8 @@ def put(
     at = (target + gl.cast(y, gl.int64) * stride + r * stride) + c
     mask = r < rows - y
     if WIDTH < COLUMNS:
+        if columns_s is not None:
+            c = gl.expand_dims(columns_s.slice(0, COLUMNS).load(gl.SliceLayout(0, layout)), 0)
         mask = mask & (c < WIDTH)
     if ADD:
         value += gl.load(at, mask=mask, other=0.0)
@@ -422,7 +426,7 @@ def put_panels(target, stride, sums, y, rows, WIDTH: gl.constexpr, ADD: gl.const
     """`put` of all panels, of whose columns WIDTH exist."""
     for i in gl.static_range(len(sums)):
         place = target + i * sums[0].shape[1]
-        put(place, stride, sums[i], y, rows, WIDTH - i * sums[0].shape[1], sums[0].shape[1], ADD)
+        put(place, stride, sums[i], y, rows, None, WIDTH - i * sums[0].shape[1], sums[0].shape[1], ADD)
 
 
 @gluon.jit

@@ -241,7 +241,6 @@ def _make(stationary: AnyRows, streamed: AnyRows, shape: Shape) -> WorkPlan:
 
 
 def _sources(sides: AnyRows) -> list[tuple[RowMetadata, int]]:
-    """Every source and its ring step."""
     return list(zip(sides.sides, sides.steps, strict=True)) if isinstance(sides, GatheredKeys) else [(sides, 0)]
 
 
@@ -305,7 +304,6 @@ class _Pieces:
 
     @classmethod
     def concatenate(cls, parts: list[_Pieces]) -> _Pieces:
-        """All pieces, in order."""
         bounds = tuple(torch.cat(x) for x in zip(*(part.bounds for part in parts), strict=True))
         lo, hi = (torch.cat(x) for x in zip(*(part.window for part in parts), strict=True))
         return cls(bounds, (lo, hi), *(torch.cat([getattr(x, name) for x in parts]) for name in ("tile", "label")))
@@ -513,14 +511,8 @@ def _assign(blocks: Tensor, shape: Shape) -> _Assignment:
     """Assign entries of so many blocks, in this order (Note [Assignment])."""
     counts = blocks.tolist()
     costs = (blocks * shape.repeats + OVERHEAD).tolist()
-    programs = shape.programs
-    loads = list(range(programs))  # a heap of load * programs + program
-    owners = []
-    for cost in costs:
-        owners.append(loads[0] % programs)
-        heapreplace(loads, loads[0] + cost * programs)
-    whole = _Assignment(owners, {}, max(loads) // programs)
-    mean = sum(costs) / programs
+    whole = _assign_within(counts, costs, sum(costs), shape)
+    mean = sum(costs) / shape.programs
     if not shape.split or whole.makespan <= mean * (1 + SLACK):
         return whole
     least = max(mean, MIN_PART + OVERHEAD + EPILOGUE)
@@ -541,7 +533,7 @@ def _assign_within(counts: list[int], costs: list[int], limit: int, shape: Shape
     The makespan exceeds the limit if that cannot be kept.
     """
     programs = shape.programs
-    loads = list(range(programs))
+    loads = list(range(programs))  # a heap of load * programs + program
     owners: list[int] = []
     parts: dict[int, list[tuple[int, int, int]]] = {}
     top = limit * programs + programs  # beyond every load that is within the limit
@@ -606,51 +598,47 @@ def _assemble(
     """
     owners = torch.tensor(assigned.owners, dtype=torch.int64, device="cpu")
     entries = torch.cat((head[:, None], row[:, None], tiles.table[index], torch.full_like(head, -1)[:, None]), 1)
-    whole = owners >= 0
-    position = torch.arange(len(owners), device="cpu")
-    work, owner, sequence = [entries[whole]], [owners[whole]], [position[whole]]
-    split = torch.tensor(list(assigned.parts), dtype=torch.int64, device="cpu")
-    segments = [tiles.segments]
+    # lines of work, each with its program and its entry
+    lines = torch.cat((entries, owners[:, None], torch.arange(len(owners), device="cpu")[:, None]), 1)[owners >= 0]
+    of_parts: list[list[int]] = []
+    segments: list[list[int]] = []
     splits: list[tuple[int, int, int, int]] = []
-    slot, following = 0, tiles.segments.shape[0]
     for entry, parts in assigned.parts.items():
         of_head, of_row, segment, masked, full = entries[entry, :5].tolist()
         own = tiles.segments[segment : segment + masked + full].tolist()
-        splits.append((of_head, of_row, slot, len(parts)))
+        splits.append((of_head, of_row, len(of_parts), len(parts)))
         for first, number, program in parts:
             cut = _cut_segments(own, first, number, masked, shape.block)
+            following = tiles.segments.shape[0] + len(segments), len(cut[0]), len(cut[1])
             numbers = [sum(x[1] for x in cut[kind]) for kind in (0, 1)]
-            line = [of_head, of_row, following, len(cut[0]), len(cut[1]), *numbers, slot]
-            work.append(torch.tensor([line], device="cpu"))
-            owner.append(torch.tensor([program], device="cpu"))
-            sequence.append(torch.tensor([entry], device="cpu"))
-            segments.append(torch.tensor(cut[0] + cut[1], device="cpu"))
-            following += len(cut[0]) + len(cut[1])
-            slot += 1
-    table, owners, sequence = torch.cat(work), torch.cat(owner), torch.cat(sequence)
+            of_parts.append([of_head, of_row, *following, *numbers, len(of_parts), program, entry])
+            segments += cut[0] + cut[1]
+    lines = torch.cat((lines, torch.tensor(of_parts, dtype=torch.int64, device="cpu").reshape(-1, 10)))
+    table, owners, sequence = lines[:, :8], lines[:, 8], lines[:, 9]
     unsorted = table[:, 5:7].sum(1)
-    order = torch.argsort(owners * len(position) + place[sequence], stable=True)
+    order = torch.argsort(owners * head.shape[0] + place[sequence], stable=True)
     table = table[order]
     taken = torch.bincount(owners, minlength=1)
     taken = taken[taken > 0]
     starts = torch.cat((torch.zeros(1, dtype=torch.int64, device="cpu"), taken.cumsum(0)))
-    merged = torch.tensor(splits, dtype=torch.int64, device="cpu").reshape(-1, 4)
-    blocks = int(table[:, 5:7].sum())
+    merged, added = (
+        torch.tensor(x, dtype=torch.int64, device="cpu").reshape(-1, n) for x, n in ((splits, 4), (segments, 8))
+    )
     none = torch.zeros(0, 4, dtype=torch.int64, device="cpu")
-    sources = (none, none) if source is None else (source[sequence[order]], source[split])
+    sources = (none, none) if source is None else (source[sequence[order]], source[list(assigned.parts)])
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the plan of a call must be on the device before it is captured, got a first call during a capture; "
             "make the call once outside it"
         )
-    uploaded = upload((table, torch.cat(segments), starts, merged, *sources), device)
+    uploaded = upload((table, torch.cat((tiles.segments, added)), starts, merged, *sources), device)
     met = torch.zeros(shape.programs, dtype=torch.int64, device="cpu").index_add_(0, owners, unsorted)
     longest, deepest = int(met.max()) * shape.repeats, int(unsorted.max()) if unsorted.numel() else 0
     return WorkPlan(
         *uploaded,
         programs=taken.shape[0],
-        slots=slot,
-        blocks=blocks,
+        slots=len(of_parts),
+        blocks=int(unsorted.sum()),
         longest=longest,
         deepest=deepest,
         shares_ends=_shares_ends(tiles, shape.block),

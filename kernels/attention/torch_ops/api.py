@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ringattn.kernels.attention.arguments import LEAST_SCALE
 from ringattn.kernels.attention.eager import eager_delta
+from ringattn.kernels.attention.torch_ops import carry as partials
 from ringattn.kernels.attention.torch_ops import operators
 from ringattn.kernels.attention.torch_ops.bands import Line, calls, lines, tiles
 from ringattn.kernels.attention.torch_ops.delta_output import output_for, rest_for
@@ -29,7 +30,6 @@ from ringattn.kernels.interface import (
     Step,
     accumulation_dtype,
 )
-from ringattn.kernels.partials import carry as partials
 from ringattn.kernels.runtime.optional_triton import import_optional
 
 MOST_LAUNCHES = 64
@@ -59,7 +59,6 @@ class _Calls:
 
     @classmethod
     def of(cls, launches: Sequence[OperatorLaunch], batch: int, rows: int, keys: int) -> _Calls:
-        """Find the gaps of launches."""
         row_gaps = _gaps([(x.batch, x.rows) for x in launches], batch, rows)
         return cls(tuple(launches), row_gaps, _gaps([(x.batch, x.keys) for x in launches], batch, keys))
 
@@ -72,7 +71,6 @@ class _Step:
     plain: _Calls | None
 
     def calls_of(self, backend: str) -> _Calls | None:
-        """The calls of a backend; None: it does not serve this step."""
         if backend == "flash":
             return self.windowed
         # cuDNN has no attention to one key
@@ -120,13 +118,9 @@ class TorchKernels(KernelSet):
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             q, k, v, scale, _ = _scaled(q, k, v, score)
             backend, found = _choose(q, k, v, rows, keys)
-            begun = (
-                partials.of_sinks(score.sinks, o, lse)
-                if first and score.sinks is not None
-                else None
-                if first
-                else carry
-            )
+            begun = None if first else carry
+            if first and score.sinks is not None:
+                begun = partials.of_sinks(score.sinks, o, lse)
             done = (o, lse) if last or carry is None else carry
             if found.row_gaps is not None:
                 for launch in found.launches:
@@ -200,9 +194,8 @@ class _Sum:
                 x.zero_()
 
     def add(self, part: Part, found: Tensor) -> None:
-        """Add the gradient of some rows or keys."""
         target = _rows(self._sum, part)
-        fast = import_optional("ringattn.kernels.attention.torch_ops.gradients_triton") if found.is_cuda else None
+        fast = import_optional("ringattn.kernels.attention.torch_ops.rows_triton") if found.is_cuda else None
         if fast is not None:
             fast.add_rows(found, target, accumulate=self._adds)
         elif self._adds:
@@ -211,7 +204,6 @@ class _Sum:
             target.copy_(found)
 
     def store(self) -> None:
-        """Write the sum where it was kept elsewhere."""
         if self._sum is not self._target:
             self._target.copy_(self._sum)
 
@@ -243,10 +235,7 @@ def _forward(
 
 
 def _merge(
-    begun: SoftmaxState | None,
-    partial: tuple[Tensor, Tensor] | None,
-    done: SoftmaxState | tuple[Tensor, Tensor],
-    part: Part,
+    begun: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, done: partials.Merged, part: Part
 ) -> None:
     """Merge the partial of some rows with these rows of a carry."""
     (b0, b1), (x0, x1) = part
@@ -264,7 +253,6 @@ def _rows(x: Tensor, part: Part) -> Tensor:
 
 
 def _fresh(o: Tensor, lse: Tensor) -> SoftmaxState:
-    """An uninitialised carry."""
     m, l = torch.empty((2, *lse.shape), dtype=lse.dtype, device=o.device)  # noqa: E741
     return SoftmaxState(m, l, torch.empty(o.shape, dtype=lse.dtype, device=o.device))
 

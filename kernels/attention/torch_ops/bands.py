@@ -133,7 +133,6 @@ def lines(lo: Sequence[int], hi: Sequence[int], changes: Sequence[int]) -> list[
 
 
 def _seeing(line: Line) -> Line | None:
-    """The rows of a line that see a key; None: there are none."""
     num, width = line.stop - line.start, line.hi - line.lo
     if line.lo_slope == line.hi_slope:
         return line if width > 0 else None

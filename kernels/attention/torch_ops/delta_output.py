@@ -1,4 +1,4 @@
-"""The output that gives an operator its delta, in plain torch; `delta_output_triton` makes it on GPUs.
+"""The output that gives an operator its delta, in plain torch; `rows_triton` makes it on GPUs.
 
 Note [Output for delta]
     Backward operators take o where `KernelSet.backward` has delta, and compute delta = rowsum(o * do) from it. Any o with this
@@ -33,7 +33,7 @@ def output_for(do: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
 
     In float16 do stays as it is, and o of some rows is 0: see `rest_for`.
     """
-    fast = import_optional(f"{__name__}_triton") if do.is_cuda else None
+    fast = import_optional("ringattn.kernels.attention.torch_ops.rows_triton") if do.is_cuda else None
     if fast is not None:
         return fast.output_for(do, delta)
     d, (most, least) = do.shape[-1], limits(do.dtype)

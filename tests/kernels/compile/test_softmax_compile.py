@@ -11,8 +11,8 @@ triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
 
-from ringattn.kernels.attention.torch_ops import delta_output_triton, gradients_triton  # noqa: E402
-from ringattn.kernels.partials import carry_triton, merge_triton  # noqa: E402
+from ringattn.kernels.attention.torch_ops import rows_triton  # noqa: E402
+from ringattn.kernels.partials import merge_triton  # noqa: E402
 from ringattn.kernels.softmax import softmax_triton  # noqa: E402
 from ringattn.kernels.softmax.softmax_triton import choose_launch  # noqa: E402
 from tests.kernels.compile import sass  # noqa: E402
@@ -81,18 +81,18 @@ def test_the_merge_compiles_without_spills(capability) -> None:
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_kernels_between_calls_of_torch_compile_without_spills(capability) -> None:
-    carry, output = carry_triton._merge_kernel, delta_output_triton._output_for_kernel
-    sums = gradients_triton._add_rows_kernel
+    carry, output = rows_triton._merge_kernel, rows_triton._output_for_kernel
+    sums = rows_triton._add_rows_kernel
     wide = {name: "*fp32" for fn in (carry, output, sums) for name in fn.arg_names if name.endswith("_ptr")}
     narrow = wide | {name: "*bf16" for name in ("o_ptr", "do_ptr", "used_ptr", "found_ptr")}
     floats = dict.fromkeys(("most", "least", "root"), "fp32")
     launches: list[tuple[Any, dict[str, object]]] = [
-        (carry, {"ROWS": carry_triton.NUMBERS // 128, "DV": 128, **dict.fromkeys(absent)})
+        (carry, {"ROWS": rows_triton.NUMBERS // 128, "DV": 128, **dict.fromkeys(absent)})
         for absent in ((), ("total_ptr",), ("m_ptr", "l_ptr", "acc_ptr"), ("o_ptr", "lse_ptr", "total_ptr"))
     ]
-    launches.append((output, {"ROWS": delta_output_triton.NUMBERS // 128, "D": 128}))
+    launches.append((output, {"ROWS": rows_triton.NUMBERS // 128, "D": 128}))
     launches += [
-        (sums, {"ROWS": gradients_triton.NUMBERS // 128, "D": 128, "ADD": add, "EVEN": even})
+        (sums, {"ROWS": rows_triton.NUMBERS // 128, "D": 128, "ADD": add, "EVEN": even})
         for add, even in itertools.product((False, True), repeat=2)
     ]
     for fn, options in launches:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ringattn.kernels.partials.carry import LOG2E, merge, of_sinks
+from ringattn.kernels.attention.torch_ops.carry import LOG2E, merge, of_sinks
 from tests.support.carries import empty_state, partial_of, scores_of
 
 

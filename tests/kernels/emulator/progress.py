@@ -19,15 +19,9 @@ def keep_pace_always(monkeypatch: pytest.MonkeyPatch, launcher: types.ModuleType
     """Epochs of two blocks in every launch of a module; gives the boards of launches to come, and how many programs each has."""
     from triton.experimental.gluon import language as gl
 
-    from ringattn.kernels.attention.hopper import (
-        backward,
-        backward_dkv_wide,
-        backward_dq,
-        forward,
-        progress_barrier,
-    )
+    from ringattn.kernels.attention.hopper import primitives, progress_barrier
 
-    for module in (progress_barrier, forward, backward, backward_dq, backward_dkv_wide):
+    for module in (progress_barrier, primitives):
         monkeypatch.setattr(module, "EPOCH", gl.constexpr(2))
     monkeypatch.setattr(progress_barrier, "L2_BYTES", 0)
     boards: list[tuple[Tensor, int]] = []

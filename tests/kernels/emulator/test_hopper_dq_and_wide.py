@@ -99,7 +99,7 @@ def test_small_weights_keep_their_digits(case: Case, dtype: torch.dtype):
 @pytest.mark.emulated
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_switches_and_float16_stay_within_budget(case: Case):
-    run_case(partial(WideKernels, dq=NARROW, dkv=WideDkvConfig(split=False)), case, torch.float16, "cpu")
+    run_case(partial(WideKernels, dq=NARROW, dkv=WideDkvConfig()), case, torch.float16, "cpu")
 
 
 @pytest.mark.parametrize(

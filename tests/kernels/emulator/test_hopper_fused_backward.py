@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 if os.environ.get("GLUON_EMULATOR") != "1":
     pytest.skip("the kernels must not be imported before the emulator is there", allow_module_level=True)
 
-from ringattn.kernels.attention.hopper import launcher
+from ringattn.kernels.attention.hopper import launcher, tile_scheduler
 from ringattn.kernels.attention.hopper.api import HopperKernels
 from ringattn.kernels.attention.hopper.configs import DkvConfig, DqConfig, WideDkvConfig
 from ringattn.kernels.attention.hopper.launcher import launch_dkv, launch_dq
@@ -242,14 +242,15 @@ def assert_same_keys(region: Tensor, grads: Grads) -> None:
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", ["zigzag", "documents", "lengths", "narrow_columns", "slopes_wide"])
 @pytest.mark.parametrize("both", [True, False], ids=["fused", "keys"])
-def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
+def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool, monkeypatch: pytest.MonkeyPatch):
     """Where no tile is split, sums have one order."""
+    monkeypatch.setattr(tile_scheduler, "SLACK", 1e9)
     scene = named(name)
     whole = make_whole(scene)
     for rank in range(len(scene.shards)):
         ring_step = make_visit(whole, rank)
         step, grads, bound = ring_step.step(), ring_step.grads(torch.float32), HopperKernels(ring_step.call()).bound
-        bound.dkv[both] = DkvConfig(block=64, persistent=False)
+        bound.dkv[both] = DkvConfig(block=64)
         with machine.mode(mapped=tuple(ring_step.regions), outside=ring_step.arrive):
             launch_dkv(bound, step, grads, ring_step.arrivals, ring_step.returns, want_dq=both)
         for source, region in enumerate(ring_step.regions):
@@ -261,14 +262,15 @@ def test_contributions_are_the_bits_of_visits_one_by_one(name: str, both: bool):
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", ["wide_terms", "wide_groups"])
-def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str):
+def test_wide_contributions_are_the_bits_of_visits_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch):
     """Likewise, dkey_bias too."""
+    monkeypatch.setattr(tile_scheduler, "SLACK", 1e9)
     scene = named(name)
     whole = make_whole(scene)
     for rank in range(len(scene.shards)):
         ring_step = make_visit(whole, rank)
         bound = HopperKernels(ring_step.call()).bound
-        bound.dkv[False] = WideDkvConfig(split=False)
+        bound.dkv[False] = WideDkvConfig()
         with machine.mode(mapped=(*ring_step.regions, *ring_step.bias_regions), outside=ring_step.arrive):
             launch_dkv(bound, ring_step.step(), Grads(torch.empty(0)), ring_step.arrivals, ring_step.returns)
         for source, region in enumerate(ring_step.regions):

@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 
-from ringattn.kernels.partials import carry as eager
+from ringattn.kernels.attention.torch_ops import carry as eager
 from tests.support.carries import empty_state, partial_of, scores_of
 
 
 @pytest.mark.parametrize(("dv", "dtype"), list(itertools.product([40, 128], [torch.float32, torch.float16])))
 def test_the_kernel_equals_the_eager_merge(dv: int, dtype: torch.dtype) -> None:
-    from ringattn.kernels.partials import carry_triton
+    from ringattn.kernels.attention.torch_ops import rows_triton
 
     scores, values = scores_of(2, 13, 3, 6, dv)
     parts = [partial_of(scores[..., some], values[:, some]) for some in (slice(0, 2), slice(2, 6))]
@@ -23,7 +23,7 @@ def test_the_kernel_equals_the_eager_merge(dv: int, dtype: torch.dtype) -> None:
         (o.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.float().mT.contiguous().mT) for o, lse in parts
     ]
     outputs = []
-    for merge in (carry_triton.merge, eager.merge):
+    for merge in (rows_triton.merge, eager.merge):
         begun, carry = (empty_state(2, 13, 3, dv, torch.float32) for _ in range(2))
         merge(eager.of_sinks(torch.tensor([0.5, -math.inf, 1.0]), begun.acc, begun.m), parts[0], begun)
         merge(None, parts[0], carry)

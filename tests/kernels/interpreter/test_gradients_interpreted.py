@@ -10,7 +10,7 @@ import torch
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_the_kernel_equals_plain_torch(heads_first: bool, accumulate: bool, dtype: torch.dtype) -> None:
-    from ringattn.kernels.attention.torch_ops.gradients_triton import add_rows
+    from ringattn.kernels.attention.torch_ops.rows_triton import add_rows
 
     found = torch.randn(2, 21, 3, 40).to(torch.float16)
     if heads_first:

@@ -1,4 +1,4 @@
-"""Merge of a normalised partial (o, lse) into the carry (m, l, acc) of its rows, in plain torch; `carry_triton` does it on GPUs.
+"""Merge of a normalised partial (o, lse) into the carry (m, l, acc) of its rows, in plain torch; `rows_triton` does it on GPUs.
 
 An operator that normalises gives o and lse of some keys, which are the partial (lse, 1, o). With M = max(m, lse):
 
@@ -18,6 +18,9 @@ from ringattn.kernels.constants import LOG2E
 from ringattn.kernels.interface import SoftmaxState
 from ringattn.kernels.runtime.optional_triton import import_optional
 
+Merged = SoftmaxState | tuple[Tensor, Tensor]
+"""A carry, or o and lse of finished rows."""
+
 
 def of_sinks(sinks: Tensor, o: Tensor, lse: Tensor) -> SoftmaxState:
     """Return the carry of sinks `h`, in natural log units, for o `b s h dv` and lse `b h s`; acc is one row, expanded."""
@@ -25,9 +28,7 @@ def of_sinks(sinks: Tensor, o: Tensor, lse: Tensor) -> SoftmaxState:
     return SoftmaxState(m, (m > -math.inf).to(m.dtype), m.new_zeros(o.shape[-1]).expand(o.shape))
 
 
-def merge(
-    carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out: SoftmaxState | tuple[Tensor, Tensor]
-) -> None:
+def merge(carry: SoftmaxState | None, partial: tuple[Tensor, Tensor] | None, out: Merged) -> None:
     """Merge a partial into a carry.
 
     Args:
@@ -40,11 +41,8 @@ def merge(
         _copy(partial, out)
         return
     wide = carry.m if carry is not None else out.m if isinstance(out, SoftmaxState) else out[1]
-    fast = (
-        import_optional("ringattn.kernels.partials.carry_triton")
-        if wide.is_cuda and wide.dtype == torch.float32
-        else None
-    )
+    is_fast = wide.is_cuda and wide.dtype == torch.float32
+    fast = import_optional("ringattn.kernels.attention.torch_ops.rows_triton") if is_fast else None
     if fast is not None:
         fast.merge(carry, partial, out)
         return
@@ -69,7 +67,7 @@ def merge(
     o.copy_(merged.acc / _per_row(merged.l.masked_fill(merged.l == 0, 1.0)))
 
 
-def _copy(partial: tuple[Tensor, Tensor] | None, out: SoftmaxState | tuple[Tensor, Tensor]) -> None:
+def _copy(partial: tuple[Tensor, Tensor] | None, out: Merged) -> None:
     """Write a partial, or nothing, where no carry was."""
     if isinstance(out, SoftmaxState):
         out.acc.zero_()
