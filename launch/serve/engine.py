@@ -13,13 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringattn.launch.serve.messages import UNAVAILABLE, Event, Heartbeat, StepCommand, Stop, ToRank
+from ringattn.launch.serve.messages import BEAT_S, UNAVAILABLE, Event, Heartbeat, StepCommand, Stop, ToRank
 from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.scheduler import AnswerRequest, ScheduledStep, Scheduler, apply_changes
 
-BEAT_S = 1.0
-"""Seconds between messages to idle ranks, whose waits have a timeout."""
 STATE_S = 0.2
 """Maximum age of a busy server's state in seconds."""
 WINDOW_S = 5.0

@@ -14,6 +14,8 @@ import zmq
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.sampling import Logprob, Sampling
 
+BEAT_S = 1.0
+"""Seconds between heartbeats of a process, and between messages to idle ranks, whose waits have a timeout."""
 LINGER_MS = 5000
 """Milliseconds in which a message that was sent may leave after its socket was closed."""
 UNAVAILABLE, TIME_LIMIT, NOT_FINITE = "unavailable", "time_limit", "not_finite"

@@ -6,7 +6,7 @@ On SIGTERM or SIGINT rank 0 accepts no more requests, rejects waiting ones, wait
 sends Stop to the other ranks; all exit with 0. The others ignore both signals: they end when rank 0 sends Stop or is gone. When a
 rank or the HTTP process is lost, or a step fails, every rank prints the cause it knows and exits with 1; open requests get an
 error. Every wait has a timeout: collectives give up after --timeout, each rank holds a connection whose end is noticed at once
-(rank_liveness.py), and so does the HTTP process (engine_server.py), which ends with the message Stop, or with rank 0.
+(rank_channel.py), and so does the HTTP process (engine_server.py), which ends with the message Stop, or with rank 0.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from ringattn.launch.serve.models import (
     load_model,
     make_cache,
 )
-from ringattn.launch.serve.rank_channel import RankChannel
-from ringattn.launch.serve.rank_liveness import RankLiveness
+from ringattn.launch.serve.rank_channel import RankChannel, RankLiveness
 from ringattn.launch.serve.scheduler import Scheduler
 from ringattn.ring import Ring
 

@@ -21,8 +21,6 @@ from ringattn.launch.serve import messages
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.metrics import Metrics
 
-BEAT_S = 1.0
-"""Seconds between heartbeats."""
 KEEP_ALIVE_S = 15.0
 """Seconds after which a stream without tokens gets a comment: proxies cut off answers that are silent for a minute."""
 
@@ -159,7 +157,7 @@ class EngineClient:
     def _beat(self) -> None:
         if not self.ended:
             self._send(messages.encode(messages.Heartbeat()))
-            self._loop.call_later(BEAT_S, self._beat)
+            self._loop.call_later(messages.BEAT_S, self._beat)
 
 
 @dataclass(slots=True)
