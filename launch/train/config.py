@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -179,68 +179,32 @@ class TrainConfig:
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
-_CPU = TrainConfig(preset="cpu")
-_GPU = TrainConfig(
-    preset="gpu",
-    steps=1000,
-    seq_len=32_768,
-    batch_size=4,
-    dim=768,
-    num_layers=12,
-    num_heads=12,
-    num_kv_heads=4,
-    head_dim=64,
-    mlp_dim=2048,
-    lr=1e-3,
-    warmup_steps=100,
-    eval_interval=100,
-    checkpoint_interval=100,
-    sample_len=400,
-)
-_GPU_128K = replace(
-    _GPU,
-    preset="gpu-128k",
-    steps=200,
-    seq_len=131_072,
-    batch_size=1,
-    dim=1024,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    mlp_dim=2816,
-    recompute="selective",
-    lr=6e-4,
-    warmup_steps=20,
-    eval_interval=50,
-    eval_batches=2,
-    checkpoint_interval=50,
-)
-PRESETS = {
-    "tiny": TrainConfig(
-        preset="tiny",
-        steps=20,
-        seq_len=64,
-        batch_size=2,
-        dim=32,
-        num_layers=2,
-        head_dim=8,
-        mlp_dim=64,
-        warmup_steps=5,
-        eval_interval=10,
-        eval_batches=2,
-        checkpoint_interval=5,
-        sample_len=16,
-        prompt_len=16,
-    ),
-    "cpu": _CPU,
-    "gpu": _GPU,
-    "gpu-128k": _GPU_128K,
-    "gpu-1m": replace(
-        _GPU_128K, preset="gpu-1m", steps=20, seq_len=1_048_576, eval_batches=1, eval_interval=20, compare_steps=0
-    ),
+# the values of a flag in each preset
+_PRESETS: dict[str, Sequence[Any]] = {
+    "preset": ("tiny", "cpu", "gpu", "gpu-128k", "gpu-1m"),
+    "steps": (20, 300, 1000, 200, 20),
+    "seq_len": (64, 1024, 32_768, 131_072, 1_048_576),
+    "batch_size": (2, 4, 4, 1, 1),
+    "dim": (32, 128, 768, 1024, 1024),
+    "num_layers": (2, 4, 12, 12, 12),
+    "num_heads": (4, 4, 12, 8, 8),
+    "num_kv_heads": (2, 2, 4, 2, 2),
+    "head_dim": (8, 32, 64, 128, 128),
+    "mlp_dim": (64, 352, 2048, 2816, 2816),
+    "lr": (3e-3, 3e-3, 1e-3, 6e-4, 6e-4),
+    "warmup_steps": (5, 30, 100, 20, 20),
+    "recompute": ("none", "none", "none", "selective", "selective"),
+    "eval_interval": (10, 50, 100, 50, 20),
+    "eval_batches": (2, 4, 4, 2, 1),
+    "checkpoint_interval": (5, 50, 100, 50, 50),
+    "compare_steps": (3, 3, 3, 3, 0),
+    "sample_len": (16, 200, 400, 400, 400),
+    "prompt_len": (16, 100, 100, 100, 100),
 }
-
-
+PRESETS = {
+    values[0]: TrainConfig(**dict(zip(_PRESETS, values, strict=True)))
+    for values in zip(*_PRESETS.values(), strict=True)
+}
 PACKAGES = ("tyro", "tqdm", "matplotlib", "psutil")
 """Packages that every run imports beside those of the library."""
 
@@ -273,7 +237,7 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Train
     if preset == "auto":
         preset = "gpu" if early.device != "cpu" and torch.cuda.is_available() else "cpu"
     # the defaults are of the preset, and tyro refuses an unknown one
-    default = replace(PRESETS.get(preset, _CPU), preset="auto")
+    default = replace(PRESETS.get(preset, PRESETS["cpu"]), preset="auto")
     parsed = tyro.cli(TrainConfig, args=_with_pack(arguments), default=default, prog=prog, description=description)
     if parsed.model is not None:
         check_installed(("transformers",), "train", "transformers")
