@@ -11,7 +11,7 @@ Note [Exposed communication]
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,24 +64,15 @@ def peak_memory_mib(device: torch.device, so_far: float) -> float:
     return max(so_far, psutil.Process().memory_info().rss / 2**20)
 
 
-class ForwardFlops:
-    """Counts FLOPs inside `with`, in this process: `attention`, by visible pairs only (`ringattn.plan.flops`), and `others`."""
+def count_flops(run: Callable[[], object]) -> tuple[int, int]:
+    """Return the FLOPs of a call in this process: of attention, by visible pairs only (`ringattn.plan.flops`), and others."""
+    from torch.utils.flop_counter import FlopCounterMode
 
-    attention = 0
-    others = 0
-
-    def __enter__(self) -> ForwardFlops:
-        from torch.utils.flop_counter import FlopCounterMode
-
-        self._counter = FlopCounterMode(display=False)
-        self._counter.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._counter.__exit__(*error)
-        counts = self._counter.get_flop_counts().get("Global", {})
-        self.attention = sum(count for op, count in counts.items() if "ringattn" in str(op))
-        self.others = sum(counts.values()) - self.attention
+    with FlopCounterMode(display=False) as counter:
+        run()
+    counts = counter.get_flop_counts().get("Global", {})
+    attention = sum(count for op, count in counts.items() if "ringattn" in str(op))
+    return attention, sum(counts.values()) - attention
 
 
 class AttentionTimer(TorchDispatchMode):

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ringattn.launch.train.checkpoint import (
 )
 from ringattn.launch.train.config import SHAPE, TrainConfig
 from ringattn.launch.train.data import NUM_BYTES, Batches, Corpus
-from ringattn.launch.train.metrics import AttentionTimer, ForwardFlops, mfu, peak_flops, peak_memory_mib
+from ringattn.launch.train.metrics import AttentionTimer, count_flops, mfu, peak_flops, peak_memory_mib
 from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, summarise
 from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.parallel import make_parallel, mesh_sizes, single_rank
@@ -48,12 +47,7 @@ TIMER_INTERVAL = 10
 def _interrupts() -> Iterator[list[int]]:
     """Record Ctrl-C in a list instead of raising, so that all ranks can stop after the same step."""
     seen: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        del frame
-        seen.append(number)
-
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:
         yield seen
     finally:
@@ -178,24 +172,19 @@ def check_memory(config: TrainConfig, world_size: int, whole: int) -> str:
         plans = [planned_memory(one, dp, ranks, schedule) for schedule in ("fused", "stepwise")]
         return plans[0] if plans[0].total <= whole else min(plans, key=lambda memory: memory.total)
 
-    flags = {
-        "recompute": "--recompute {}",
-        "accumulate": "--accumulate {}",
-        "ranks": "rings of {} ranks",
-        "seq_len": "--seq-len {}",
+    tries: dict[str, tuple[str, Sequence[Any]]] = {
+        "recompute": ("--recompute {}", ("selective", "full")),
+        "accumulate": ("--accumulate {}", (config.batch_size // dp,)),
+        "ranks": ("rings of {} ranks", [cp << x for x in range(1, 8)]),
+        "seq_len": ("--seq-len {}", [length for x in range(1, 12) if (length := config.seq_len >> x) >= cp]),
     }
-    tries: list[tuple[str, Any]] = [
-        ("recompute", "selective"),
-        ("recompute", "full"),
-        ("accumulate", config.batch_size // dp),
-    ]
-    tries += [("ranks", cp << x) for x in range(1, 8)]
-    tries += [("seq_len", config.seq_len >> x) for x in range(1, 12) if config.seq_len >> x >= cp]
-    planned, fitting = plan(), dict[str, str]()
-    for name, value in tries if planned.total > whole else ():
-        if name not in fitting and (total := plan(**{name: value}).total) <= whole:
-            fitting[name] = f"{flags[name].format(value)} ({total / 2**30:.1f} GiB)"
-    remedy = f"take {' or '.join([*fitting.values(), '--no-check-memory to go on anyway'])}"
+    planned, fitting = plan(), list[str]()
+    for name, (text, values) in tries.items() if planned.total > whole else ():
+        for value in values:
+            if (total := plan(**{name: value}).total) <= whole:
+                fitting.append(f"{text.format(value)} ({total / 2**30:.1f} GiB)")
+                break
+    remedy = f"take {' or '.join([*fitting, '--no-check-memory to go on anyway'])}"
     return check_fits(planned, whole, remedy, refuse=config.check_memory and config.model is None)
 
 
@@ -303,11 +292,9 @@ class Run:
         """Count the FLOPs of a token and of a visible pair from one forward of the first batch, over all ranks."""
         windows = self.batches.training(0)
         # compiled code hides its operators
-        with torch.compiler.set_stance("force_eager"), ForwardFlops() as counted:
-            self.trainer.evaluate([windows])
-        attention, others = (
-            sum(column) for column in zip(*self.session.gather((counted.attention, counted.others)), strict=True)
-        )
+        with torch.compiler.set_stance("force_eager"):
+            counted = count_flops(lambda: self.trainer.evaluate([windows]))
+        attention, others = map(sum, zip(*self.session.gather(counted), strict=True))
         self._flops_per_token = others / (windows.shape[0] * (windows.shape[1] - 1))
         self._flops_per_pair = attention / self.trainer.pairs(windows)
 

@@ -83,13 +83,12 @@ class Trainer:
                 block.forward = torch.compile(block.forward)
         shard_model_(self.model, blocks, parallel.all_ranks, recipe.dtype, recipe.reshard)
         self.model.to(self.device)  # buffers: parameters are there
-        parameters = list(self.model.parameters())
-        decayed = [parameter for parameter in parameters if parameter.ndim > 1]
-        others = [parameter for parameter in parameters if parameter.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=(0.9, 0.95), fused=True
-        )
+        groups = [
+            {"params": chosen, "weight_decay": recipe.weight_decay if matrices else 0.0}
+            for matrices in (True, False)
+            if (chosen := [x for x in self.model.parameters() if (x.ndim > 1) == matrices])
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
 
     def sharding(self, rows: Rows) -> Any:
         """Return the sharding of some rows over this ring."""
