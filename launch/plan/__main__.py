@@ -124,18 +124,12 @@ def read_documents(path: Path, tokens: int) -> tuple[int, ...]:
 def options_of(args: PlanArgs) -> dict[str, Any]:
     """Return the arguments of `estimate`."""
     tokens = read_count(args.tokens)
-    return {
-        "model": args.model,
+    names = ("model", "gpus", "gpus_per_node", "gpu", "mode", "batch", "window")
+    return {name: getattr(args, name) for name in names} | {
         "tokens": tokens,
-        "gpus": args.gpus,
-        "gpus_per_node": args.gpus_per_node,
-        "gpu": args.gpu,
         "link_gbps": args.link,
-        "mode": args.mode,
-        "batch": args.batch,
         "documents": None if args.documents is None else read_documents(args.documents, tokens),
         "causal": args.mask == "causal",
-        "window": args.window,
         "recompute": None if args.recompute == "auto" else args.recompute,
         "layout": None if args.layout == "auto" else args.layout,
     }
