@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.launch.train.loss import IGNORED
+from ringattn.launch.train.model import IGNORED
 from ringattn.plan.layouts import Shard
 
 NUM_BYTES = 256

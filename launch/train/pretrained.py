@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ringattn.launch.common.checkpoint_files import read_config, read_model, tokenizer_folder
 from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train.data import NUM_BYTES
-from ringattn.launch.train.loss import cross_entropy_sum
-from ringattn.launch.train.model import document_positions
+from ringattn.launch.train.model import cross_entropy_sum, document_positions
 
 
 def read_config_json(path: str) -> dict[str, Any]:

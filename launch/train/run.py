@@ -28,8 +28,16 @@ from ringattn.launch.train.checkpoint import (
 )
 from ringattn.launch.train.config import SHAPE, TrainConfig
 from ringattn.launch.train.data import NUM_BYTES, Batches, Corpus
-from ringattn.launch.train.metrics import AttentionTimer, count_flops, mfu, peak_flops, peak_memory_mib
-from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, summarise
+from ringattn.launch.train.metrics import (
+    AttentionTimer,
+    MetricsLog,
+    count_flops,
+    mfu,
+    peak_flops,
+    peak_memory_mib,
+    plot_losses,
+    summarise,
+)
 from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.parallel import make_parallel, mesh_sizes, single_rank
 from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer, read_config_json

@@ -18,11 +18,12 @@ from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train import metrics
 from ringattn.launch.train.config import PRESETS, TrainConfig
 from ringattn.launch.train.data import Batches, count_targets, load_corpus, make_rows
-from ringattn.launch.train.loss import IGNORED, cross_entropy_sum
 from ringattn.launch.train.model import (
+    IGNORED,
     ROPE_THETA,
     Transformer,
     apply_rope,
+    cross_entropy_sum,
     document_positions,
     recompute_,
     rope_tables,
