@@ -32,20 +32,14 @@ PACKAGES = ("einops", "triton", "numpy", "tyro", "rich", "tqdm", "matplotlib", "
 
 @dataclass(frozen=True)
 class DoctorArgs:
-    """Reports what this machine has and what the library would use on it, and why.
+    """Reports what this machine has and what the library would use on it, and why."""
 
-    Attributes:
-        device: GPUs where there are any, or the CPU.
-        json: Where to write the report as JSON.
-        profile: Where to write a profile for `ringattn.launch.plan`: kernels, memory and, under torchrun, links and rings of this
-            machine, measured in one to two minutes. Needs GPUs.
-        nodes: Nodes of the ring whose transport is shown; 0: by host, where each has equally many ranks.
-    """
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    json: Path | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # GPUs where there are any, or the CPU.
+    json: Path | None = None  # Where to write the report as JSON.
+    # Where to write a profile for `ringattn.launch.plan`: kernels, memory and, under torchrun, links and rings of this machine,
+    # measured in one to two minutes. Needs GPUs.
     profile: Path | None = None
-    nodes: int = 0
+    nodes: int = 0  # Nodes of the ring whose transport is shown; 0: by host, where each has equally many ranks.
 
 
 def list_devices() -> list[dict[str, Any]]:
@@ -214,7 +208,11 @@ def show(report: dict[str, Any]) -> None:
         columns = ["index", "name", "architecture", "multiprocessors", "memory_gib"]
         table("GPUs", columns, [[row[column] for column in columns] for row in report["devices"]])
         peers = [[x, *("yes" if one else "no" for one in row)] for x, row in enumerate(report["peer_access"])]
-        table("peer access: can the GPU of the row read the GPU of the column", ["GPU", *map(str, range(len(peers)))], peers)
+        table(
+            "peer access: can the GPU of the row read the GPU of the column",
+            ["GPU", *map(str, range(len(peers)))],
+            peers,
+        )
     else:
         print("no GPU is visible to torch: everything runs on the CPU, which is for tests and small problems\n")
     if report["topology"]:

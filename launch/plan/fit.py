@@ -17,12 +17,10 @@ from ringattn.sizing.ring_time import SCHEDULES, RingCall, attention_time, gathe
 
 Row = dict[str, Any]
 WAYS = ("forward", "backward")
-LONG_TOKENS = 8192
-"""Tokens per rank from which on a call of a ring is bound by the device."""
+LONG_TOKENS = 8192  # tokens per rank from which on a call of a ring is bound by the device
 NCCL_GBPS = (2, 3, 4, 6, 8, 10, 12, 16, 20, 25, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 140, 170, 200, 250, 300, 400)
 """Rates among which that of NCCL's messages is the one that explains times of rings best, 10^9 bytes per second."""
-LONG_MS = 20.0
-"""Kernels that run longer are slowed by the clock, which falls."""
+LONG_MS = 20.0  # kernels that run longer are slowed by the clock, which falls
 ROW_SCHEDULES = {
     "auto": "fused",
     "fused": "fused",

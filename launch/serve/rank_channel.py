@@ -26,10 +26,8 @@ from ringattn.launch.serve.messages import BEAT_S, Heartbeat, ToRank, decode_to_
 
 MAX_MESSAGE = 1024
 """Bytes of a message to rank 0, which gets process ids and heartbeats; the connection that sends more is closed."""
-LINGER_MS = 2000
-"""Milliseconds in which a message that was sent may leave after its socket was closed."""
-CLOSING_S = 0.1
-"""Seconds after which a thread of `RankLiveness` ends at the latest when its rank has ended."""
+LINGER_MS = 2000  # milliseconds in which a message that was sent may leave after its socket was closed
+CLOSING_S = 0.1  # seconds after which a thread of `RankLiveness` ends at the latest when its rank has ended
 
 _HEARTBEAT = encode(Heartbeat())
 

@@ -45,52 +45,39 @@ from ringattn.launch.serve.messages import NOT_FINITE, TIME_LIMIT, Event, StepCo
 from ringattn.launch.serve.prefix_cache import Digest, PrefixIndex, prefix_digests
 from ringattn.launch.serve.sampling import Logprob, Sampling
 
-PACKED_STEPS = 4
-"""Packed steps that a prompt may take; beyond them a chunk around the ring is faster."""
+PACKED_STEPS = 4  # packed steps that a prompt may take; beyond them a chunk around the ring is faster
 MAX_KEYS = 2**20
 """Keys on a rank that the pieces of a packed step may read together: 4 GiB of each layer for 8 key heads of 128 in bf16."""
 MIXED_LENGTH = 8192
 """Tokens, on all ranks, of the longest request of a mixed step: half of them are 2 MiB to read for one program, some 40 us."""
 MIXED_KEYS = 2**18
 """Keys on a rank that the rows of prompts of a mixed step may read together: a fourth of MAX_KEYS, because every row reads."""
-MAX_KEPT = 1024
-"""Maximum of kept prefixes of finished requests: each costs some bookkeeping."""
+MAX_KEPT = 1024  # maximum of kept prefixes of finished requests: each costs some bookkeeping
 SCORED = 256
 """Tokens that a prompt brings to a step if logits of all of them are wanted: 128 MiB of a vocabulary of 2**17 in fp32."""
 
 
 @dataclass
 class AnswerRequest:
-    """Request for one answer.
-
-    Attributes:
-        deadline: Time, on the clock of the scheduler, after which it fails.
-        arrived: Time at which it came; 0: when the engine gets it.
-        digests: Of the prompt (`prefix_digests`).
-        score_prompt: Whether the logprobs of the prompt's tokens are wanted. Then all of it is computed, in steps around the ring:
-            these give the logits of all rows, a cached prefix has none.
-        tokens: The prompt and the answer so far.
-        num_computed: Tokens that are in the cache, or in a step that was planned.
-        num_cached: Tokens of the prompt that were in the cache at its admission.
-        pending: Tokens that are being sampled: of steps that were planned and not recorded.
-        output_index: Index of the last of them among the tokens that its step samples.
-    """
+    """Request for one answer."""
 
     id: int
     prompt: list[int]
     max_tokens: int
-    deadline: float = float("inf")
+    deadline: float = float("inf")  # time, on the clock of the scheduler, after which it fails
     sampling: Sampling | None = None
     stops: frozenset[int] = frozenset()
-    digests: list[Digest] = field(default_factory=list)
+    digests: list[Digest] = field(default_factory=list)  # of the prompt (`prefix_digests`)
+    # whether the logprobs of the prompt's tokens are wanted. Then all of it is computed, in steps around the ring: these give
+    # the logits of all rows, a cached prefix has none.
     score_prompt: bool = False
-    arrived: float = 0.0
-    tokens: list[int] = field(default_factory=list)
+    arrived: float = 0.0  # time at which it came; 0: when the engine gets it
+    tokens: list[int] = field(default_factory=list)  # the prompt and the answer so far
     cache_id: int = -1
-    num_computed: int = 0
-    num_cached: int = 0
-    pending: int = 0
-    output_index: int = -1
+    num_computed: int = 0  # tokens that are in the cache, or in a step that was planned
+    num_cached: int = 0  # tokens of the prompt that were in the cache at its admission
+    pending: int = 0  # tokens that are being sampled: of steps that were planned and not recorded
+    output_index: int = -1  # index of the last of them among the tokens that its step samples
 
     @property
     def max_length(self) -> int:
@@ -328,7 +315,6 @@ class Scheduler:
         return events
 
     def _fail(self, request: AnswerRequest) -> Event:
-        """Remove a request whose logits are not finite."""
         self._remove(request, keep=False)
         message = "the model's scores for the next token are not numbers: its dtype may be too narrow for this prompt"
         return Event(request.id, failure=(500, message, NOT_FINITE))

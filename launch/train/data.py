@@ -30,18 +30,13 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of all files, one after the other: bytes (uint8), or token ids of a tokenizer (int32).
-
-    Attributes:
-        fingerprint: Digest of the length and of 1,024 pieces of the tokens.
-        separator: The token between files, which none of them contains: the zero byte.
-    """
+    """Tokens of all files, one after the other: bytes (uint8), or token ids of a tokenizer (int32)."""
 
     text: Tensor
     source: str
     num_files: int
-    fingerprint: str
-    separator: int = 0
+    fingerprint: str  # digest of the length and of 1,024 pieces of the tokens
+    separator: int = 0  # the token between files, which none of them contains: the zero byte
 
     def encoded(self, tokenizer: Any, name: str) -> Corpus:
         """Return the same files as tokens of a tokenizer of transformers, its end-of-text token between them."""

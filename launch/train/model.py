@@ -19,13 +19,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import ringattn
 from ringattn.sizing.shapes import ModelShape
 
-IGNORED = -100
-"""Target of a row that predicts nothing."""
+IGNORED = -100  # target of a row that predicts nothing
 
-CHUNK_ELEMENTS = 1 << 27
-"""Logits at a time: 512 MiB in fp32."""
-ROPE_THETA = 500_000.0
-"""Base of the frequencies of rotary embedding."""
+CHUNK_ELEMENTS = 1 << 27  # logits at a time: 512 MiB in fp32
+ROPE_THETA = 500_000.0  # base of the frequencies of rotary embedding
 
 
 def document_positions(sharding: Any) -> Tensor:

@@ -47,8 +47,7 @@ from ringattn.sizing import Memory, load_shape
 from ringattn.sizing.memory import heads_of, training_memory
 from ringattn.sizing.ring_time import RingCall
 
-TIMER_INTERVAL = 10
-"""Steps between measurements of exposed communication."""
+TIMER_INTERVAL = 10  # steps between measurements of exposed communication
 
 
 @contextlib.contextmanager

@@ -35,27 +35,22 @@ from ringattn.sizing.packing import place
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training options of a model, without its data.
-
-    Attributes:
-        separator: The last token of each document, when attention stays inside documents; None: it does not.
-        recompute: Activations that the backward recomputes, as in `recompute_`.
-        window: Tokens that each token sees, for balancing work and counting it; None: all before it.
-        pairs_per_token: Documents of a micro-batch are placed over all ranks (`sizing.place`), where so many visible pairs cost
-            as much as all else of a token; None: each ring has the documents of its sequences.
-    """
+    """Training options of a model, without its data."""
 
     seed: int = 0
     layout: str = "zigzag"
+    # the last token of each document, when attention stays inside documents; None: it does not
     separator: int | None = None
     accumulate: int = 1
     dtype: torch.dtype = torch.float32
-    recompute: str = "none"
+    recompute: str = "none"  # activations that the backward recomputes, as in `recompute_`
     reshard: bool = True
     compile: bool = False
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
-    window: int | None = None
+    window: int | None = None  # tokens that each token sees, for balancing work and counting it; None: all before it
+    # documents of a micro-batch are placed over all ranks (`sizing.place`), where so many visible pairs cost as much as all
+    # else of a token; None: each ring has the documents of its sequences
     pairs_per_token: float | None = None
 
 

@@ -33,20 +33,14 @@ from ringattn.launch.serve.messages import NOT_FINITE, TIME_LIMIT, NewRequest, P
 from ringattn.launch.serve.prefix_cache import prefix_digests
 from ringattn.launch.serve.tokenizer import ChatTemplateError, TextTooLongError, Tokenizer
 
-BODY_S = 60.0
-"""Seconds in which a body must have come."""
-SHORT_BYTES = 2**16
-"""Bytes of a body that is tokenized beside long ones, and does not count as waiting."""
-LONG_THREADS = 2
-"""Threads that tokenize long bodies."""
+BODY_S = 60.0  # seconds in which a body must have come
+SHORT_BYTES = 2**16  # bytes of a body that is tokenized beside long ones, and does not count as waiting
+LONG_THREADS = 2  # threads that tokenize long bodies
 WAITING_BODIES = 2
 """Bodies of the largest size, or more smaller ones as long together, that may be received and tokenized at a time."""
-KEEP_ALIVE = b": keep-alive\n\n"
-"""Comment in a stream."""
-MAX_ANSWERS = 1024
-"""Answers of one request: prompts times choices."""
-COMPLETION_TOKENS = 16
-"""New tokens of a completion that does not say how many: OpenAI's default."""
+KEEP_ALIVE = b": keep-alive\n\n"  # comment in a stream
+MAX_ANSWERS = 1024  # answers of one request: prompts times choices
+COMPLETION_TOKENS = 16  # new tokens of a completion that does not say how many: OpenAI's default
 
 
 Prepared = tuple[bool, ResponseWriter, list[int], bytes]
@@ -97,8 +91,7 @@ def error_response(error: RequestError) -> JSONResponse:
 class Body:
     """The body of a request of at most `limit` bytes, which is one of `bodies` until it is released.
 
-    Attributes:
-        long: Bytes that count among those of WAITING_BODIES.
+    `long` is the number of its bytes that count among those of WAITING_BODIES.
     """
 
     def __init__(self, bodies: set[Body], limit: int) -> None:
