@@ -63,10 +63,7 @@ class PlanArgs:
 
 
 def read_count(text: str) -> int:
-    """Return a number of tokens.
-
-    Raises:
-        ValueError: It is none.
+    """Return a number of tokens; raise ValueError if it is none.
 
     Example:
         >>> read_count("128K"), read_count("1.5M"), read_count("1_000")
@@ -86,11 +83,7 @@ def read_count(text: str) -> int:
 
 
 def read_documents(path: Path, tokens: int) -> tuple[int, ...]:
-    """Return the boundaries of documents that fill a sequence: lengths of a file, again from its beginning where they end.
-
-    Raises:
-        ValueError: The file holds no lengths.
-    """
+    """Return bounds of documents that fill a sequence, by lengths of a file, which repeat; raise ValueError if there are none."""
     words = path.read_text().split() if path.is_file() else []
     if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ValueError(f"documents must be a file of lengths above 0, got {path}; write one number after the other")

@@ -21,15 +21,8 @@ LONG_TOKENS = 8192  # tokens per rank from which on a call of a ring is bound by
 NCCL_GBPS = (2, 3, 4, 6, 8, 10, 12, 16, 20, 25, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 140, 170, 200, 250, 300, 400)
 """Rates among which that of NCCL's messages is the one that explains times of rings best, 10^9 bytes per second."""
 LONG_MS = 20.0  # kernels that run longer are slowed by the clock, which falls
-ROW_SCHEDULES = {
-    "auto": "fused",
-    "fused": "fused",
-    "fused_saved_kv": "fused",
-    "fused_kv_buffer": "fused",
-    "stepwise": "stepwise",
-    "nccl": "process_group",
-    "process_group": "process_group",
-}
+ROW_SCHEDULES = dict.fromkeys(("auto", "fused", "fused_saved_kv", "fused_kv_buffer"), "fused")
+ROW_SCHEDULES |= {"stepwise": "stepwise", "nccl": "process_group", "process_group": "process_group"}
 """Schedules by the names of rows."""
 
 
@@ -79,10 +72,7 @@ def _least_squares(counts: torch.Tensor, us: torch.Tensor) -> KernelCost:
 
 
 def ring_costs(rows: Sequence[Row], profile: Profile) -> Profile:
-    """Return a profile whose links, slowdowns, semaphores and host times are fitted to rows of `bench ring`.
-
-    Schedules without a row keep those of the profile.
-    """
+    """Return a profile whose links, slowdowns, semaphores and host times are fitted to the schedules in rows of `bench ring`."""
     least = min(row["tokens_per_rank"] for row in rows)
     groups = {name: [row for row in rows if ROW_SCHEDULES[row["who"]] == name] for name in SCHEDULES}
     short = {name: [row for row in groups[name] if row["tokens_per_rank"] == least] for name in SCHEDULES}

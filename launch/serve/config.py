@@ -124,14 +124,8 @@ def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
 
 
 def raise_file_limit(most: int) -> None:
-    """Let this process, and those that it starts, open a file per connection: without one left, a client is cut off.
-
-    Args:
-        most: Maximum of open connections, beside MAX_CLOSING.
-
-    Raises:
-        Refusal: The system does not allow so many files.
-    """
+    """Let this process, and those that it starts, open `most` connections; raise Refusal if the system does not allow it."""
+    # each takes a file: without one left, a client is cut off
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = most + MAX_CLOSING + OTHER_FILES
     if hard != resource.RLIM_INFINITY and files > hard:

@@ -57,11 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpProcess:
-    """The process that will serve HTTP; it begins to load packages.
-
-    Args:
-        bound: The socket for clients, which does not listen yet.
-    """
+    """The process that will serve HTTP to clients of `bound`, which does not listen yet; it begins to load packages."""
 
     def __init__(self, bound: socket.socket) -> None:
         self._bound, self.port = bound, bound.getsockname()[1]

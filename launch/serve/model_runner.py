@@ -76,10 +76,7 @@ class ModelRunner:
         self._steps = 0
 
     def prepare(self, longest: int | None = None) -> list[str]:
-        """Compute prompts of several lengths, of `longest` tokens at most, and capture graphs, before the first request.
-
-        Returns lines to print.
-        """
+        """Compute prompts of up to `longest` tokens, and capture graphs, before the first request; return lines to print."""
         began, lines, runner = time.monotonic(), [], self.graph_runner
         runner.prepare()
         if runner.captured:
@@ -231,11 +228,7 @@ class PendingStep:
         return self.end is None or self.end.query()
 
     def wait(self) -> SampledTokens | None:
-        """Wait for its end; return the sampled tokens on rank 0.
-
-        Raises:
-            RuntimeError: A rank did not come in time; see `Ring.synchronize`.
-        """
+        """Wait for its end; return the sampled tokens on rank 0, or raise RuntimeError if a rank is late (`Ring.synchronize`)."""
         runner = self.model_runner
         if self.end is not None and any(self.kind[:3]):
             events = EventPair(self.begun, self.end, runner.typical_s.get(self.kind, 0.0))

@@ -79,11 +79,9 @@ def _identity(secret: str, index: int) -> bytes:
 
 
 class RankChannel:
-    """Messages from rank 0 to all other ranks.
+    """Messages from rank 0 to all other ranks; a wait for one, or for a receiver, raises RuntimeError after `timeout_s`.
 
     Every rank makes one, and calls `broadcast` (rank 0) or `receive` (the others) equally often.
-
-    A wait for a message, or for a receiver, raises RuntimeError after `timeout_s`.
     """
 
     def __init__(self, session: Session, timeout_s: float) -> None:
@@ -150,12 +148,13 @@ class RankLiveness:
         self._thread: threading.Thread | None = None
         if session.world_size == 1:
             return
-        if session.first:
-            router, names = accept_ranks(session, timeout_s)
-            self._start(lambda: self._watch_ranks(router, names))
-        else:
-            dealer, ended = connect_to_rank_0(session)
-            self._start(lambda: self._watch_rank_0(dealer, ended))
+        self._thread = threading.Thread(
+            target=self._watch_ranks if session.first else self._watch_rank_0,
+            args=accept_ranks(session, timeout_s) if session.first else connect_to_rank_0(session),
+            daemon=True,
+            name="rank_liveness",
+        )
+        self._thread.start()
 
     def expect_end(self) -> None:
         """Declare that ranks which end from now on are not lost. Rank 0 calls it before it sends Stop."""
@@ -167,10 +166,6 @@ class RankLiveness:
         self._closing.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
-
-    def _start(self, body: Callable[[], None]) -> None:
-        self._thread = threading.Thread(target=body, daemon=True, name="rank_liveness")
-        self._thread.start()
 
     def _watch_ranks(self, router: zmq.Socket[bytes], connected: dict[bytes, str]) -> None:
         """Receive heartbeats on rank 0, and send some, which raises if a rank is gone."""

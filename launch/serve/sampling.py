@@ -4,8 +4,7 @@ Legend: b rows, vocab.
 
 Note [Reproducible draws]
     A row gives the same token whatever is computed beside it. With m the largest logit of a row, the weight of a token with
-    logit x is 2^((x - m) log2(e) / temperature) as a multiple of 2^-40: an integer, whose sums do not depend on the order of
-    adding.
+    logit x is 2^((x - m) log2(e) / temperature) as a multiple of 2^-40: an integer, whose sums do not depend on their order.
 
     top_k keeps the k largest logits. With W the sum of the weights that are left, top_p keeps x >= t, where t is the largest
     logit such that the weights from there on come to at least top_p W. min_p keeps weights of at least min_p times the largest

@@ -1,34 +1,31 @@
 """Scheduling of requests, and the contents of each step: continuous batching. Integers only, so it is tested without a model.
 
 Note [Scheduling policy]
-    Requests are admitted in order of arrival. A request is admitted when the cache has pages for its prompt and for all tokens
-    it may still generate, so every admitted request can finish. It starts with a fork of the longest prefix that another
-    request has computed. A request whose prefix is being computed waits for it, and later ones may pass. Prefixes of finished
-    requests are kept until their pages are needed, and are evicted in the order of their last use.
+    Requests are admitted in order of arrival, when the cache has pages for the prompt and for all tokens that may follow: every
+    admitted request can finish. It starts with a fork of the longest computed prefix; if its prefix is still being computed, it
+    waits, and later ones may pass. Prefixes of finished requests are kept until their pages are needed; the least recently used
+    go first.
 
-    A step computes prompts, or decodes, or both (Note [Short prompts]). If they cannot share a step they alternate: between two
-    tokens of an answer there is at most one chunk of prompts. Where no answer waits, a step has a chunk for each rank: a chunk
-    divided among ranks leaves each too few rows to be fast. Half of a step, or more if the others leave some, belongs to the
-    oldest prompt, and the rest to those that are closest to their end: a long prompt stalls neither answers nor short prompts,
-    and is not starved by them.
+    A step computes prompts, or decodes, or both (Note [Short prompts]); otherwise they alternate, and between two tokens of an
+    answer there is at most one chunk of prompts. Where no answer waits, a step has a chunk for each rank: a chunk divided among
+    ranks leaves each too few rows to be fast. Half of a step, or more if the others leave some, belongs to the oldest prompt,
+    and the rest to those closest to their end: a long prompt stalls neither answers nor short prompts, nor do they starve it.
 
 Note [Short prompts]
-    A packed step computes prompts like decoding, in `pieces`, and takes little longer than a step that decodes; a step around
-    the ring takes two to ten times as long. So a prompt whose rest fits into PACKED_STEPS such steps is computed that way, and
-    alternates with chunks of longer ones. Every piece reads all keys of its request: a prompt with a long past counts as long
-    from MAX_KEYS on.
+    A packed step computes prompts like decoding, in `pieces`, and takes little longer than decoding; a step around the ring
+    takes two to ten times as long. So a prompt whose rest fits into PACKED_STEPS such steps is computed that way. Every piece
+    reads all keys of its request: a prompt with a long past counts as long from MAX_KEYS on.
 
-    A mixed step computes short prompts, in single `rows`, with the tokens of all answers: most of the time of a decoding step
-    is spent on reading the weights, which serve the rows of prompts, too. Every row of a prompt reads all keys before it, and
-    an answer is read by one program per head, so MIXED_LENGTH and MIXED_KEYS bound them; requests beyond these limits
-    alternate.
+    A mixed step computes short prompts, in single `rows`, with the tokens of all answers, because reading the weights takes
+    most of a decoding step. Every row of a prompt reads all keys before it, and an answer is read by one program per head, so
+    MIXED_LENGTH and MIXED_KEYS bound them; requests beyond these limits alternate.
 
 Note [Asynchronous steps]
-    On GPUs (`ModelRunner.ahead`) the next step is planned, broadcast and started while one runs, and only then are the tokens
-    of that one read, recorded and delivered. The plan refers to such a token by its index among those that the previous step
-    samples (`from_previous`). A request that turns out to have ended with its last token was in one step too many: its token is
-    dropped, and its key is truncated before the prefix is kept. Its pages are free at once, although a running step still
-    writes there: steps are computed in the order of their plans. At most one step runs when another one is started.
+    On GPUs (`ModelRunner.ahead`) the next step is planned, broadcast and started before the tokens of the running one are read,
+    recorded and delivered. The plan refers to such a token by its index among those that the previous step samples
+    (`from_previous`). A request that turns out to have ended was in one step too many: its token is dropped, and its key is
+    truncated before the prefix is kept. Its pages are free at once, although a running step still writes there: steps are
+    computed in the order of their plans. At most one step runs when another one is started.
 """
 
 from __future__ import annotations
@@ -96,16 +93,12 @@ class AnswerRequest:
 
 
 class ScheduledStep(StepCommand, tag=StepCommand.__name__, dict=True):
-    """A step as rank 0 plans it; the other ranks get it as a StepCommand, without these attributes.
-
-    Attributes:
-        answers: The number of requests, the first ones, that compute their last token.
-        targets: For each scored request the tokens after its rows, without the one after the prompt.
-    """
+    """A step as rank 0 plans it; the other ranks get it as a StepCommand, without these attributes."""
 
     def __post_init__(self) -> None:
         self.requests: list[AnswerRequest] = []
-        self.answers = 0
+        self.answers = 0  # the number of requests, the first ones, that compute their last token
+        # for each scored request the tokens after its rows, without the one after the prompt
         self.targets: list[list[int]] = []
 
     def add_answers(self, answers: list[AnswerRequest]) -> None:
@@ -151,24 +144,17 @@ def apply_changes(allocator: PageAllocator, changes: Iterable[Sequence[Any]]) ->
 
 
 class Scheduler:
-    """Plans every step (Note [Scheduling policy]).
-
-    Args:
-        chunk: Tokens of prompts in a step around the ring that delays answers; other steps have as many for each rank.
-        keep: Whether prefixes are shared, and kept when their requests have ended.
-        pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps.
-        rows: Tokens that a mixed step has room for; 0: there are no such steps.
-    """
+    """Plans every step (Note [Scheduling policy])."""
 
     def __init__(
         self,
         allocator: PageAllocator,
         *,
-        chunk: int,
+        chunk: int,  # tokens of prompts in a step around the ring that delays answers; others have as many for each rank
         max_running: int,
-        keep: bool = True,
-        pieces: int = 0,
-        rows: int = 0,
+        keep: bool = True,  # whether prefixes are shared, and kept when their requests have ended
+        pieces: int = 0,  # pieces of PIECE tokens that a packed step has room for; 0: there are no such steps
+        rows: int = 0,  # tokens that a mixed step has room for; 0: there are no such steps
     ) -> None:
         self.allocator, self.chunk, self.keep, self.pieces, self.rows = allocator, chunk, keep, pieces, rows
         self.max_running = max_running
@@ -278,7 +264,6 @@ class Scheduler:
         """Record the tokens that a step has sampled, and return the events in the order of the plan.
 
         Args:
-            plan: The step.
             chosen: For each of `plan.wanted` its token, None when the logits are not finite, and its logprobs.
             scores: Logprobs of `plan.targets`; None when the logits are not finite.
         """

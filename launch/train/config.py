@@ -130,8 +130,7 @@ class TrainConfig:
             shape = self.shape()
             weights = shape.dim * (2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.mlp_dim)
             # with a model of transformers the default of sizing.place
-            ratio = PAIRS_PER_TOKEN if self.model else weights / (2 * shape.heads * shape.head_dim)
-            own["pairs_per_token"] = ratio
+            own["pairs_per_token"] = PAIRS_PER_TOKEN if self.model else weights / (2 * shape.heads * shape.head_dim)
         return Recipe(**same | own)
 
     @property

@@ -46,8 +46,7 @@ class CausalLM(nn.Module):
     @property
     def blocks(self) -> nn.ModuleList:
         """The decoder layers: the longest list of modules in the model."""
-        lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
-        return max(lists, key=len)
+        return max((module for module in self.model.modules() if isinstance(module, nn.ModuleList)), key=len)
 
     def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
         """Return the logits `b s vocab` of this rank's rows, or with targets `b s` the sum of their losses, fp32."""

@@ -48,11 +48,7 @@ Prepared = tuple[bool, ResponseWriter, list[int], bytes]
 
 
 class CancellableResponse(Response):
-    """Answers a request, or cancels it when the client disconnects.
-
-    Args:
-        work: Sends the answer; a RequestError before the first byte becomes an error answer.
-    """
+    """Calls `work`, which answers a request, and cancels it when the client disconnects; its RequestError becomes the answer."""
 
     def __init__(self, work: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         super().__init__()
@@ -89,10 +85,7 @@ def error_response(error: RequestError) -> JSONResponse:
 
 
 class Body:
-    """The body of a request of at most `limit` bytes, which is one of `bodies` until it is released.
-
-    `long` is the number of its bytes that count among those of WAITING_BODIES.
-    """
+    """The body of a request of at most `limit` bytes, one of `bodies` until its release; `long` of them count in WAITING_BODIES."""
 
     def __init__(self, bodies: set[Body], limit: int) -> None:
         self.data, self.long, self._size, self._full = bytearray(), 0, 0, False
@@ -100,11 +93,7 @@ class Body:
         bodies.add(self)
 
     async def read(self, http_request: HttpRequest) -> None:
-        """Receive the body.
-
-        Raises:
-            RequestError: It has more bytes than the limit, or than may wait, comes too slowly, or is not declared as JSON.
-        """
+        """Receive the body; raise RequestError if it or those that wait are too long, it comes too slowly, or is not JSON."""
         kind = http_request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # forms of other sites, which browsers send without asking, cannot have this type
