@@ -21,17 +21,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ringattn.launch.common.session import (
-    Session,
-    describe,
-    installed,
-    machine,
-    open_session,
-    parse,
-    table,
-    write_json,
-)
+from ringattn.launch.common.session import Session, describe, installed, machine, open_session, parse, table, write_json
 
+FAILED = {"name": "none", "why": "the tiny attention failed"}
 MIB = 2**20
 MESSAGE_MIB = (1, 8, 64)
 HEAD_DIMS = (64, 128)
@@ -40,20 +32,14 @@ PACKAGES = ("einops", "triton", "numpy", "tyro", "rich", "tqdm", "matplotlib", "
 
 @dataclass(frozen=True)
 class DoctorArgs:
-    """Reports what this machine has and what the library would use on it, and why.
+    """Reports what this machine has and what the library would use on it, and why."""
 
-    Attributes:
-        device: GPUs where there are any, or the CPU.
-        json: Where to write the report as JSON.
-        profile: Where to write a profile for `ringattn.launch.plan`: kernels, memory and, under torchrun, links and rings of this
-            machine, measured in one to two minutes. Needs GPUs.
-        nodes: Nodes of the ring whose transport is shown; 0: by host, where each has equally many ranks.
-    """
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    json: Path | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # GPUs where there are any, or the CPU.
+    json: Path | None = None  # Where to write the report as JSON.
+    # Where to write a profile for `ringattn.launch.plan`: kernels, memory and, under torchrun, links and rings of this machine,
+    # measured in one to two minutes. Needs GPUs.
     profile: Path | None = None
-    nodes: int = 0
+    nodes: int = 0  # Nodes of the ring whose transport is shown; 0: by host, where each has equally many ranks.
 
 
 def list_devices() -> list[dict[str, Any]]:
@@ -109,20 +95,16 @@ def choose_kernels(device: torch.device) -> list[dict[str, Any]]:
     """Per dtype and head dim: the kernel set of `impl="auto"`, the reason, and the reasons against the others."""
     from ringattn.kernels.registry import select_kernels
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         for head_dim in HEAD_DIMS:
-            row: dict[str, Any] = {
-                "device": device.type,
-                "dtype": str(dtype).removeprefix("torch."),
-                "head_dim": head_dim,
-            }
+            row = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "head_dim": head_dim}
             try:
                 choice = select_kernels(device, dtype, head_dim, head_dim, impl="auto")
+                row |= {"kernels": choice.name, "why": choice.reason, "rejected": dict(choice.rejected)}
             except (NotImplementedError, ValueError) as refusal:
-                rows.append(row | {"kernels": None, "why": str(refusal), "rejected": {}})
-                continue
-            rows.append(row | {"kernels": choice.name, "why": choice.reason, "rejected": dict(choice.rejected)})
+                row |= {"kernels": None, "why": str(refusal), "rejected": {}}
+            rows.append(row)
     return rows
 
 
@@ -133,10 +115,8 @@ def try_attention(session: Session) -> dict[str, Any]:
     started = time.perf_counter()
     dtype = torch.bfloat16 if session.device.type == "cuda" else torch.float32
     sharding = ringattn.Ring().sharding(32 * session.world_size, layout="zigzag")
-    q, k, v = (
-        torch.randn(1, sharding.shard_len, 2, 64, device=session.device, dtype=dtype, requires_grad=True)
-        for _ in range(3)
-    )
+    shape = 1, sharding.shard_len, 2, 64
+    q, k, v = (torch.randn(shape, device=session.device, dtype=dtype, requires_grad=True) for _ in range(3))
     o = ringattn.ring_attention(q, k, v, sharding, causal=True)
     o.sum().backward()
     finite = all(bool(x.isfinite().all()) for x in (o, q.grad, k.grad, v.grad) if x is not None)
@@ -183,12 +163,8 @@ def find_faults(report: dict[str, Any]) -> list[str]:
         faults.append(
             f"a tiny attention must work, got: {report['attention']['result']}; run the check command for details"
         )
-    faults += [
-        f"messages of {row['mib']} MiB must arrive whole, got other bytes"
-        for row in report["links"]
-        if not row["intact"]
-    ]
-    return faults
+    damaged = [row["mib"] for row in report["links"] if not row["intact"]]
+    return [*faults, *(f"messages of {mib} MiB must arrive whole, got other bytes" for mib in damaged)]
 
 
 def examine(session: Session, nodes: int = 0) -> dict[str, Any]:
@@ -211,9 +187,7 @@ def examine(session: Session, nodes: int = 0) -> dict[str, Any]:
         "topology": read_topology(),
         "ranks": [{"rank": rank, "host": host, "device": device} for rank, host, device, _ in where],
         "backends": list_backends(),
-        "transport": choose_transport(session, nodes)
-        if works
-        else {"name": "none", "why": "the tiny attention failed"},
+        "transport": choose_transport(session, nodes) if works else FAILED,
         "kernels": choose_kernels(session.device),
         "attention": attention,
         "links": measure_links(session) if works and session.world_size > 1 else [],
@@ -228,19 +202,17 @@ def show(report: dict[str, Any]) -> None:
     print(describe(line))
     built = ("ringattn", "commit", "python", "torch", "cuda", "cudnn", "nccl", "driver", "cpu")
     versions = [*((name, line[name]) for name in built), *report["versions"].items()]
-    table(
-        "versions",
-        ["what", "version"],
-        [[name, value or ("source tree" if name == "ringattn" else "not here")] for name, value in versions],
-    )
+    absent = {"ringattn": "source tree"}
+    table("versions", ["what", "version"], [[name, x or absent.get(name, "not here")] for name, x in versions])
     if report["devices"]:
         columns = ["index", "name", "architecture", "multiprocessors", "memory_gib"]
         table("GPUs", columns, [[row[column] for column in columns] for row in report["devices"]])
-        names = [str(index) for index in range(len(report["peer_access"]))]
-        peers = [
-            [x, *("yes" if one else "no" for one in row)] for x, row in zip(names, report["peer_access"], strict=True)
-        ]
-        table("peer access: can the GPU of the row read the GPU of the column", ["GPU", *names], peers)
+        peers = [[x, *("yes" if one else "no" for one in row)] for x, row in enumerate(report["peer_access"])]
+        table(
+            "peer access: can the GPU of the row read the GPU of the column",
+            ["GPU", *map(str, range(len(peers)))],
+            peers,
+        )
     else:
         print("no GPU is visible to torch: everything runs on the CPU, which is for tests and small problems\n")
     if report["topology"]:

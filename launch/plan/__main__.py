@@ -28,65 +28,42 @@ TIME_NAMES = {
     "tp_exposed": "TP, exposed",
     "matmul": "matrix products",
 }
-FEW = 10
-"""Meshes in the table without --all."""
+FEW = 10  # meshes in the table without --all
 
 
 @dataclass(frozen=True)
 class PlanArgs:
-    """Plans a job before it runs: memory and time by what takes them, and the best meshes. Needs no GPU.
+    """Plans a job before it runs: memory and time by what takes them, and the best meshes. Needs no GPU."""
 
-    Attributes:
-        model: A preset (llama3-8b, llama3-70b, llama3-405b, qwen3-32b, qwen3-235b-a22b, deepseek-v3-dense), or a config.json of
-            transformers; left out, --heads, --kv-heads and --head-dim give one attention.
-        tokens: Tokens of a sequence; 128K and 1M are powers of two.
-        documents: File of document lengths, one number after the other, which are packed into the sequence.
-        mask: causal or full.
-        window: Tokens that each token sees, itself the last of them.
-        gpus: GPUs of the job.
-        gpus_per_node: GPUs that NVLink connects.
-        gpu: h100, h200, a100, b200, or a file that doctor --profile wrote.
-        link: 10^9 bytes per second of a GPU to another node; by default that of the profile.
-        mode: train or serve.
-        batch: Sequences of a step, or requests; by default one per data-parallel rank, or one request.
-        recompute: Recomputation of activations; auto tries all.
-        layout: Layout of shards; auto is the best for the mask.
-        heads: Query heads of one attention.
-        kv_heads: Key/value heads of one attention.
-        head_dim: Of q, k and v of one attention.
-        all: Print every mesh.
-        longest: Find the longest sequence that fits.
-        json: Where to write the estimate as JSON.
-        picture: Where to draw memory and time of the best meshes, and a heat map over tokens and GPUs (SVG or PNG).
-    """
-
+    # A preset (llama3-8b, llama3-70b, llama3-405b, qwen3-32b, qwen3-235b-a22b, deepseek-v3-dense), or a config.json of
+    # transformers; left out, --heads, --kv-heads and --head-dim give one attention.
     model: str | None = None
-    tokens: str = "128K"
+    tokens: str = "128K"  # Tokens of a sequence; 128K and 1M are powers of two.
+    # File of document lengths, one number after the other, which are packed into the sequence.
     documents: Path | None = None
-    mask: Literal["causal", "full"] = "causal"
-    window: int | None = None
-    gpus: int = 8
-    gpus_per_node: int = 8
-    gpu: str = "h200"
-    link: float | None = None
-    mode: Literal["train", "serve"] = "train"
-    batch: int | None = None
-    recompute: Literal["auto", "none", "selective", "full"] = "auto"
+    mask: Literal["causal", "full"] = "causal"  # causal or full.
+    window: int | None = None  # Tokens that each token sees, itself the last of them.
+    gpus: int = 8  # GPUs of the job.
+    gpus_per_node: int = 8  # GPUs that NVLink connects.
+    gpu: str = "h200"  # h100, h200, a100, b200, or a file that doctor --profile wrote.
+    link: float | None = None  # 10^9 bytes per second of a GPU to another node; by default that of the profile.
+    mode: Literal["train", "serve"] = "train"  # train or serve.
+    batch: int | None = None  # Sequences of a step, or requests; by default one per data-parallel rank, or one request.
+    recompute: Literal["auto", "none", "selective", "full"] = "auto"  # Recomputation of activations; auto tries all.
+    # Layout of shards; auto is the best for the mask.
     layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    all: bool = False
-    longest: bool = True
-    json: Path | None = None
+    heads: int = 32  # Query heads of one attention.
+    kv_heads: int = 8  # Key/value heads of one attention.
+    head_dim: int = 128  # Of q, k and v of one attention.
+    all: bool = False  # Print every mesh.
+    longest: bool = True  # Find the longest sequence that fits.
+    json: Path | None = None  # Where to write the estimate as JSON.
+    # Where to draw memory and time of the best meshes, and a heat map over tokens and GPUs (SVG or PNG).
     picture: Path | None = None
 
 
 def read_count(text: str) -> int:
-    """Return a number of tokens.
-
-    Raises:
-        ValueError: It is none.
+    """Return a number of tokens; raise ValueError if it is none.
 
     Example:
         >>> read_count("128K"), read_count("1.5M"), read_count("1_000")
@@ -106,11 +83,7 @@ def read_count(text: str) -> int:
 
 
 def read_documents(path: Path, tokens: int) -> tuple[int, ...]:
-    """Return the boundaries of documents that fill a sequence: lengths of a file, again from its beginning where they end.
-
-    Raises:
-        ValueError: The file holds no lengths.
-    """
+    """Return bounds of documents that fill a sequence, by lengths of a file, which repeat; raise ValueError if there are none."""
     words = path.read_text().split() if path.is_file() else []
     if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
         raise ValueError(f"documents must be a file of lengths above 0, got {path}; write one number after the other")
@@ -124,18 +97,12 @@ def read_documents(path: Path, tokens: int) -> tuple[int, ...]:
 def options_of(args: PlanArgs) -> dict[str, Any]:
     """Return the arguments of `estimate`."""
     tokens = read_count(args.tokens)
-    return {
-        "model": args.model,
+    names = ("model", "gpus", "gpus_per_node", "gpu", "mode", "batch", "window")
+    return {name: getattr(args, name) for name in names} | {
         "tokens": tokens,
-        "gpus": args.gpus,
-        "gpus_per_node": args.gpus_per_node,
-        "gpu": args.gpu,
         "link_gbps": args.link,
-        "mode": args.mode,
-        "batch": args.batch,
         "documents": None if args.documents is None else read_documents(args.documents, tokens),
         "causal": args.mask == "causal",
-        "window": args.window,
         "recompute": None if args.recompute == "auto" else args.recompute,
         "layout": None if args.layout == "auto" else args.layout,
     }

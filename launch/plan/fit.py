@@ -17,21 +17,12 @@ from ringattn.sizing.ring_time import SCHEDULES, RingCall, attention_time, gathe
 
 Row = dict[str, Any]
 WAYS = ("forward", "backward")
-LONG_TOKENS = 8192
-"""Tokens per rank from which on a call of a ring is bound by the device."""
+LONG_TOKENS = 8192  # tokens per rank from which on a call of a ring is bound by the device
 NCCL_GBPS = (2, 3, 4, 6, 8, 10, 12, 16, 20, 25, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 140, 170, 200, 250, 300, 400)
 """Rates among which that of NCCL's messages is the one that explains times of rings best, 10^9 bytes per second."""
-LONG_MS = 20.0
-"""Kernels that run longer are slowed by the clock, which falls."""
-ROW_SCHEDULES = {
-    "auto": "fused",
-    "fused": "fused",
-    "fused_saved_kv": "fused",
-    "fused_kv_buffer": "fused",
-    "stepwise": "stepwise",
-    "nccl": "process_group",
-    "process_group": "process_group",
-}
+LONG_MS = 20.0  # kernels that run longer are slowed by the clock, which falls
+ROW_SCHEDULES = dict.fromkeys(("auto", "fused", "fused_saved_kv", "fused_kv_buffer"), "fused")
+ROW_SCHEDULES |= {"stepwise": "stepwise", "nccl": "process_group", "process_group": "process_group"}
 """Schedules by the names of rows."""
 
 
@@ -72,9 +63,8 @@ def programs(row: Row, profile: Profile) -> tuple[tuple[float, float, float], fl
 def _least_squares(counts: torch.Tensor, us: torch.Tensor) -> KernelCost:
     """Return the cost with the least relative errors, over subsets of columns until none is negative."""
     for columns in ([0, 1, 2], [0, 1], [0, 2], [0]):
-        solution = torch.linalg.lstsq(
-            counts[:, columns] / us[:, None], torch.ones(len(us), 1, dtype=torch.float64)
-        ).solution
+        ones = torch.ones(len(us), 1, dtype=torch.float64)
+        solution = torch.linalg.lstsq(counts[:, columns] / us[:, None], ones).solution
         if bool((solution >= 0).all()):
             cost = dict(zip(columns, solution[:, 0].tolist(), strict=True))
             return KernelCost(*(round(cost.get(column, 0.0), 4) for column in range(3)))
@@ -82,10 +72,7 @@ def _least_squares(counts: torch.Tensor, us: torch.Tensor) -> KernelCost:
 
 
 def ring_costs(rows: Sequence[Row], profile: Profile) -> Profile:
-    """Return a profile whose links, slowdowns, semaphores and host times are fitted to rows of `bench ring`.
-
-    Schedules without a row keep those of the profile.
-    """
+    """Return a profile whose links, slowdowns, semaphores and host times are fitted to the schedules in rows of `bench ring`."""
     least = min(row["tokens_per_rank"] for row in rows)
     groups = {name: [row for row in rows if ROW_SCHEDULES[row["who"]] == name] for name in SCHEDULES}
     short = {name: [row for row in groups[name] if row["tokens_per_rank"] == least] for name in SCHEDULES}
@@ -93,16 +80,13 @@ def ring_costs(rows: Sequence[Row], profile: Profile) -> Profile:
     for schedule, way in itertools.product(SCHEDULES, WAYS):
         if short[schedule]:
             host_us |= _host_us(short[schedule], schedule, way)
-    slowdown = {
-        f"{schedule}_{way}": 1.0 if groups[schedule] else profile.slowdown.get(f"{schedule}_{way}", 1.0)
-        for schedule in SCHEDULES
-        for way in WAYS
-    }
+    names = {f"{schedule}_{way}": schedule for schedule, way in itertools.product(SCHEDULES, WAYS)}
+    slowdown = {name: 1.0 if groups[x] else profile.slowdown.get(name, 1.0) for name, x in names.items()}
     profile = replace(profile, slowdown=dict(slowdown), host_us=host_us)
     graphs = [x for x in groups["process_group"] if x["tokens_per_rank"] >= 2048 and x.get("forward_graph_ms")]
     if graphs:
         rated = [replace(profile, nccl=replace(profile.nccl, gbps=rate)) for rate in NCCL_GBPS]
-        profile = min(rated, key=lambda one: _forward_error(graphs, one))
+        profile = min(rated, key=lambda one: _median_error(graphs, one))
     for schedule, way in itertools.product(SCHEDULES, WAYS):
         long = [row for row in groups[schedule] if row["tokens_per_rank"] >= LONG_TOKENS]
         if long:
@@ -125,15 +109,11 @@ def _host_us(rows: Sequence[Row], schedule: str, way: str) -> dict[str, float]:
 def _semaphores_us(rows: Sequence[Row], profile: Profile) -> dict[str, float]:
     """Return the microseconds of a fused call's semaphores: CUDA graphs of rows, in which the host takes no part, less the rest."""
     graphs = [row for row in rows if row.get("forward_graph_ms") and row.get("both_graph_ms")]
-    found, without = (
-        dict(profile.semaphores_us),
-        replace(profile, semaphores_us={"turn": profile.semaphores_us["turn"]}),
-    )
+    found = dict(profile.semaphores_us)
+    without = replace(profile, semaphores_us={"turn": found["turn"]})
     for way in WAYS if graphs else ():
-        us = statistics.median(
-            1e3 * (_measured_ms(row, way, "graph_ms") - _way_ms(row, without, way)) for row in graphs
-        )
-        found[f"fused_{way}"] = max(0.0, round(us, 1))
+        us = (1e3 * (_measured_ms(row, way, "graph_ms") - _way_ms(row, without, way)) for row in graphs)
+        found[f"fused_{way}"] = max(0.0, round(statistics.median(us), 1))
     return found
 
 
@@ -141,8 +121,7 @@ def _way_ms(row: Row, profile: Profile, way: str) -> float:
     return attention_time(ring_call(row, row["world_size"], ROW_SCHEDULES[row["who"]]), profile, way).device_ms
 
 
-def _forward_error(rows: Sequence[Row], profile: Profile) -> float:
-    """Return the median error of the forwards of rows in CUDA graphs."""
+def _median_error(rows: Sequence[Row], profile: Profile) -> float:
     return statistics.median(abs(row["forward_graph_ms"] / _way_ms(row, profile, "forward") - 1) for row in rows)
 
 

@@ -24,22 +24,14 @@ from ringattn.launch.train.metrics import peak_flops
 from ringattn.ring import Ring
 from ringattn.sizing.profile import Profile, load_profile
 
-NEAREST = "h200"
-"""Profile whose numbers stand for what is not measured."""
+NEAREST = "h200"  # profile whose numbers stand for what is not measured
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Problems that are measured.
+    """Problems that are measured."""
 
-    Attributes:
-        kernels: Masks, tokens and head_dims of kernels.
-        ring_tokens: Tokens per rank of ring calls; the first ones are so short that plain calls show the host.
-        matmul: Rows, columns and inner size of matrix products.
-        memory_bytes: Bytes of both sides of a copy; a collective's result has a fourth of a side.
-        rounds: Rounds; the median counts. seconds: limit of one group of calls.
-    """
-
+    # masks, tokens and head_dims of kernels
     kernels: tuple[tuple[MaskName, int, int], ...] = (
         *(("causal", n, 128) for n in (2048, 8192, 32768)),
         *(("full", n, 128) for n in (2048, 4096, 16384)),
@@ -49,12 +41,13 @@ class Sizes:
         *(("full", 8192, d) for d in (64, 256)),
         *(("window", 16384, d) for d in (64, 256)),
     )
+    # tokens per rank of ring calls; the first ones are so short that plain calls show the host
     ring_tokens: tuple[int, ...] = (128, 2048, 8192, 16384)
     heads: int = 16
-    matmul: tuple[int, int, int] = (16384, 14336, 4096)
-    memory_bytes: int = 2**31
-    rounds: int = 5
-    seconds: float = 4.0
+    matmul: tuple[int, int, int] = (16384, 14336, 4096)  # rows, columns and inner size of matrix products
+    memory_bytes: int = 2**31  # bytes of both sides of a copy; a collective's result has a fourth of a side
+    rounds: int = 5  # of which the median counts
+    seconds: float = 4.0  # limit of one group of calls
 
 
 def measure_profile(session: Session, sizes: Sizes | None = None) -> Profile:

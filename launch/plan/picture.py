@@ -12,17 +12,8 @@ from ringattn.sizing.estimate import estimate_job
 INK = "#7d8590"
 """Gray that stands out from white and from near black alike."""
 COLORS = ("#388bfd", "#a371f7", "#db61a2", "#f0883e", "#2da44e", "#bf8700", "#8b949e", "#e5484d")
-STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "ringattn",
-    "font.size": 9,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "savefig.transparent": True,
-}
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "ringattn", "font.size": 9, "savefig.transparent": True}
+STYLE |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color"), INK)
 MOST_BARS = 6
 
 
@@ -51,7 +42,6 @@ def _seconds(one: MeshEstimate) -> dict[str, float]:
 
 
 def _stack(axes: Any, names: list[str], parts: list[dict[str, float]], label: str) -> None:
-    """Draw one horizontal bar per mesh."""
     kinds = [kind for kind in parts[0] if any(one[kind] > 0 for one in parts)] if parts else []
     left = [0.0] * len(names)
     for kind, color in zip(kinds, COLORS, strict=False):
@@ -61,36 +51,29 @@ def _stack(axes: Any, names: list[str], parts: list[dict[str, float]], label: st
     axes.invert_yaxis()
     axes.set_xlabel(label)
     axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _heat(figure: Any, axes: Any, found: Estimate) -> None:
     """Draw MFU over tokens and GPUs; cells in which nothing fits stay empty."""
     job = found.job
+    nodes = job.gpus_per_node
     tokens = [max(job.gpus, job.tokens * 4**i // 4) for i in range(4)]
-    gpus = [
-        n
-        for n in (job.gpus // 4, job.gpus, job.gpus * 4)
-        if n and (n <= job.gpus_per_node or n % job.gpus_per_node == 0)
-    ]
-    cells = []
-    for length in tokens:
-        row = []
-        for count in gpus:
-            best = estimate_job(replace(job, tokens=length, gpus=count, documents=None)).best
-            row.append(float("nan") if best is None or best.mfu is None else 100 * best.mfu)
-        cells.append(row)
+    gpus = [n for n in (job.gpus // 4, job.gpus, job.gpus * 4) if n and (n <= nodes or n % nodes == 0)]
+
+    def percent(length: int, count: int) -> float:
+        best = estimate_job(replace(job, tokens=length, gpus=count, documents=None)).best
+        return float("nan") if best is None or best.mfu is None else 100 * best.mfu
+
+    cells = [[percent(length, count) for count in gpus] for length in tokens]
     image = axes.imshow(cells, aspect="auto", cmap="viridis", origin="lower")
     axes.set_xticks(range(len(gpus)), [str(n) for n in gpus])
     axes.set_yticks(range(len(tokens)), [_short(n) for n in tokens])
-    axes.set_xlabel("GPUs")
-    axes.set_ylabel("tokens")
+    axes.set(xlabel="GPUs", ylabel="tokens")
     for y, row in enumerate(cells):
         for x, value in enumerate(row):
-            axes.text(
-                x, y, "-" if value != value else f"{value:.0f}%", ha="center", va="center", color="white", fontsize=8
-            )
+            text = "-" if value != value else f"{value:.0f}%"
+            axes.text(x, y, text, ha="center", va="center", color="white", fontsize=8)
     figure.colorbar(image, ax=axes, label="MFU %")
 
 

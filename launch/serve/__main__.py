@@ -1,10 +1,4 @@
-"""An OpenAI-compatible server whose contexts are sharded over the ranks of a ring.
-
-    python -m ringattn.launch.serve --model PATH               starts its own ranks: one per GPU, or two on the CPU
-    torchrun --nproc_per_node 4 -m ringattn.launch.serve --model PATH
-
-Starts the ranks and returns the exit code. A rank is in run.py.
-"""
+"""Command of the OpenAI-compatible server: starts the ranks and returns the exit code. A rank is in run.py."""
 
 from __future__ import annotations
 

@@ -15,113 +15,80 @@ from ringattn.launch.common.checkpoint_files import check_place
 from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.common.session import check_numbers
 
-TINY = "tiny"
-"""The name of a model that needs no files."""
+TINY = "tiny"  # the name of a model that needs no files
 KEY = "RINGATTN_API_KEY"
 """Environment variable of the API key, which a command line would show to all users of the machine."""
 ENDED = "RINGATTN_SERVE_ENDED"
 """Environment variable with the path of a file that rank 0 makes after an orderly shutdown."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")  # names of this machine
 MAX_CLOSING = 256
 """Connections beyond --max-connections that are being closed at a time; one more ends the wait for the first of them."""
-OTHER_FILES = 64
-"""Files of the HTTP process that are not connections."""
-RANDOM_TOKENS = 512
-"""--default-tokens of a model with random weights."""
-EXIT_S = 15.0
-"""Seconds after --grace in which the processes of the server end."""
+OTHER_FILES = 64  # files of the HTTP process that are not connections
+RANDOM_TOKENS = 512  # --default-tokens of a model with random weights
+EXIT_S = 15.0  # seconds after --grace in which the processes of the server end
 
 
 @dataclass(frozen=True)
 class ServeArgs:
-    """Flags of the server.
+    """Flags of the server; comments are the text of --help."""
 
-    Attributes:
-        model: A folder of transformers (config, all weights as safetensors, tokenizer), the path of a config.json (random weights,
-            and bytes for tokens if no tokenizer is beside it), or tiny, which needs no files and talks nonsense.
-        adapter: A folder of peft with an adapter, such as LoRA, that is merged into the model's weights.
-        name: The name by which requests call the model; default the folder's name.
-        served_model_name: Several such names, in place of --name; answers have the first.
-        chat_template: A file with the chat template, in place of the tokenizer's own.
-        generation_defaults: Whether requests that leave out temperature, top_k, top_p, min_p or repetition_penalty get those of the
-            model's generation_config.json.
-        host: The address to listen on; only this machine reaches the default.
-        port: The port; 0 for any that is free.
-        allowed_host: Further values of Host that requests may have, beside this machine's; * for any. By default any where --host
-            admits other machines.
-        allowed_origin: Sites, such as https://chat.example.org, whose pages may use the server (CORS); * for any.
-        root_path: Path below which a proxy shows the server, such as /llm.
-        access_log: Whether each request is printed.
-        log_level: Of the HTTP process's other messages.
-        metrics_key: Whether /metrics needs the key, too.
-        api_key: What requests must send as a bearer token; better given by the environment variable RINGATTN_API_KEY.
-        nproc: Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
-        device: auto takes GPUs where there are any.
-        dtype: auto is the config's on GPUs, float32 on CPUs.
-        seed: Seed of random weights.
-        cache_gib: GiB per rank for keys and values; by default most of what a GPU has left, or 0.25 on CPUs.
-        check_memory: Whether a model and cache whose planned memory GPUs cannot hold are refused before they are loaded, not only
-            warned of.
-        page_size: Tokens of a page.
-        kv_dtype: auto is the dtype; fp8 keeps keys and values in half of bfloat16's bytes, which changes answers a little.
-        chunk: Tokens of prompts in a step that delays answers; other steps take as many on each rank.
-        max_running: Requests that are computed at a time.
-        queue: Requests that may be open beyond --max-running; more get status 429.
-        max_connections: Connections that may be open, asking or not; one more gets status 503.
-        max_len: Tokens of a prompt and its answer; by default what the model's config says, which models that learned
-            their positions cannot exceed; always what the cache holds.
-        max_tokens: New tokens that a request may ask for; by default all that fit.
-        default_tokens: New tokens of an answer to a chat that does not say how many, for which the cache reserves room; by default
-            all that fit, or 512 where weights are random, because such answers hardly end.
-        max_body_mib: MiB of a request; more gets status 413.
-        time_limit: Seconds that a request may take, waiting included; then it gets status 503.
-        graphs: Whether decoding steps are captured in CUDA graphs, on GPUs, before the server answers.
-        fuse: Whether the model's decoder layers are compiled for decode, on GPUs, before the server answers.
-        split: Whether each GPU reads a slice of MLPs and of the output head in steps whose rows all GPUs have.
-        keep_prefixes: Whether beginnings of requests are kept for later ones that begin alike.
-        grace: Seconds that running requests get to end when the server is told to stop; a supervisor that kills must wait longer.
-        timeout: Seconds after which ranks that wait for each other give up.
-    """
-
+    # A folder of transformers (config, all weights as safetensors, tokenizer), the path of a config.json (random weights, and
+    # bytes for tokens if no tokenizer is beside it), or tiny, which needs no files and talks nonsense.
     model: str
+    # A folder of peft with an adapter, such as LoRA, that is merged into the model's weights.
     adapter: str | None = None
-    name: str | None = None
-    served_model_name: tuple[str, ...] = ()
-    chat_template: str | None = None
+    name: str | None = None  # The name by which requests call the model; default the folder's name.
+    served_model_name: tuple[str, ...] = ()  # Several such names, in place of --name; answers have the first.
+    chat_template: str | None = None  # A file with the chat template, in place of the tokenizer's own.
+    # Whether requests that leave out temperature, top_k, top_p, min_p or repetition_penalty get those of the model's
+    # generation_config.json.
     generation_defaults: bool = True
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = "127.0.0.1"  # The address to listen on; only this machine reaches the default.
+    port: int = 8000  # The port; 0 for any that is free.
+    # Further values of Host that requests may have, beside this machine's; * for any. By default any where --host admits other
+    # machines.
     allowed_host: tuple[str, ...] = ()
+    # Sites, such as https://chat.example.org, whose pages may use the server (CORS); * for any.
     allowed_origin: tuple[str, ...] = ()
-    root_path: str = ""
-    access_log: bool = True
-    log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    metrics_key: bool = True
+    root_path: str = ""  # Path below which a proxy shows the server, such as /llm.
+    access_log: bool = True  # Whether each request is printed.
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"  # Of the HTTP process's other messages.
+    metrics_key: bool = True  # Whether /metrics needs the key, too.
+    # What requests must send as a bearer token; better given by the environment variable RINGATTN_API_KEY.
     api_key: str | None = None
+    # Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
     nproc: int | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes GPUs where there are any.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto is the config's on GPUs, float32 on CPUs.
+    seed: int = 0  # Seed of random weights.
+    # GiB per rank for keys and values; by default most of what a GPU has left, or 0.25 on CPUs.
     cache_gib: float | None = None
+    # Whether a model and cache whose planned memory GPUs cannot hold are refused before they are loaded, not only warned of.
     check_memory: bool = True
-    page_size: int = 64
+    page_size: int = 64  # Tokens of a page.
+    # auto is the dtype; fp8 keeps keys and values in half of bfloat16's bytes, which changes answers a little.
     kv_dtype: Literal["auto", "fp8"] = "auto"
-    chunk: int = 4096
-    max_running: int = 64
-    queue: int = 256
-    max_connections: int = 512
+    chunk: int = 4096  # Tokens of prompts in a step that delays answers; other steps take as many on each rank.
+    max_running: int = 64  # Requests that are computed at a time.
+    queue: int = 256  # Requests that may be open beyond --max-running; more get status 429.
+    max_connections: int = 512  # Connections that may be open, asking or not; one more gets status 503.
+    # Tokens of a prompt and its answer; by default what the model's config says, which models that learned their positions cannot
+    # exceed; always what the cache holds.
     max_len: int | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # New tokens that a request may ask for; by default all that fit.
+    # New tokens of an answer to a chat that does not say how many, for which the cache reserves room; by default all that fit,
+    # or 512 where weights are random, because such answers hardly end.
     default_tokens: int | None = None
-    max_body_mib: float = 32.0
-    time_limit: float = 600.0
-    graphs: bool = True
-    fuse: bool = True
+    max_body_mib: float = 32.0  # MiB of a request; more gets status 413.
+    time_limit: float = 600.0  # Seconds that a request may take, waiting included; then it gets status 503.
+    graphs: bool = True  # Whether decoding steps are captured in CUDA graphs, on GPUs, before the server answers.
+    fuse: bool = True  # Whether the model's decoder layers are compiled for decode, on GPUs, before the server answers.
+    # Whether each GPU reads a slice of MLPs and of the output head in steps whose rows all GPUs have.
     split: bool = True
-    keep_prefixes: bool = True
+    keep_prefixes: bool = True  # Whether beginnings of requests are kept for later ones that begin alike.
+    # Seconds that running requests get to end when the server is told to stop; a supervisor that kills must wait longer.
     grace: float = 10.0
-    timeout: float = 300.0
+    timeout: float = 300.0  # Seconds after which ranks that wait for each other give up.
 
     @property
     def max_requests(self) -> int:
@@ -157,14 +124,8 @@ def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
 
 
 def raise_file_limit(most: int) -> None:
-    """Let this process, and those that it starts, open a file per connection: without one left, a client is cut off.
-
-    Args:
-        most: Maximum of open connections, beside MAX_CLOSING.
-
-    Raises:
-        Refusal: The system does not allow so many files.
-    """
+    """Let this process, and those that it starts, open `most` connections; raise Refusal if the system does not allow it."""
+    # each takes a file: without one left, a client is cut off
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = most + MAX_CLOSING + OTHER_FILES
     if hard != resource.RLIM_INFINITY and files > hard:

@@ -13,17 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ringattn.launch.serve.messages import UNAVAILABLE, Event, Heartbeat, StepCommand, Stop, ToRank
+from ringattn.launch.serve.messages import BEAT_S, UNAVAILABLE, Event, Heartbeat, StepCommand, Stop, ToRank
 from ringattn.launch.serve.model_runner import ModelRunner, PendingStep
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.scheduler import AnswerRequest, ScheduledStep, Scheduler, apply_changes
 
-BEAT_S = 1.0
-"""Seconds between messages to idle ranks, whose waits have a timeout."""
-STATE_S = 0.2
-"""Maximum age of a busy server's state in seconds."""
-WINDOW_S = 5.0
-"""Seconds over which speeds are averaged."""
+STATE_S = 0.2  # maximum age of a busy server's state in seconds
+WINDOW_S = 5.0  # seconds over which speeds are averaged
 
 
 @dataclass
@@ -34,24 +30,20 @@ class _RunningStep:
 
 
 class Engine:
-    """Engine of rank 0.
-
-    Attributes:
-        closed: Reason why no requests are accepted; None while they are.
-        deliver: Called once per step, in the thread of the loop, with events and with the state, None if that is not new; after a
-            failure in the thread that reports it.
-    """
+    """Engine of rank 0."""
 
     def __init__(
         self, runner: ModelRunner, scheduler: Scheduler, broadcast: Callable[[ToRank], None], *, time_limit_s: float
     ) -> None:
         self.runner, self.scheduler, self.broadcast, self.time_limit_s = runner, scheduler, broadcast, time_limit_s
+        # called once per step, in the thread of the loop, with events and with the state, None if that is not new; after a
+        # failure in the thread that reports it
         self.deliver: Callable[[list[Event], dict[str, Any] | None], None] = lambda *_: None
         self._wake = threading.Condition()
         self._submitted: list[AnswerRequest] = []
         self._cancelled: list[tuple[int, bool]] = []
         self._open: set[int] = set()
-        self.closed: str | None = None
+        self.closed: str | None = None  # reason why no requests are accepted
         self._stop_deadline: float | None = None  # when running requests are ended
         self._began = time.monotonic()
         self._steps = {"prefill": 0, "decode": 0}

@@ -33,16 +33,12 @@ from ringattn.launch.serve.scheduler import AnswerRequest
 
 MODULE = "ringattn.launch.serve.http.process"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-BACKLOG = 2048
-"""Connections that wait to be accepted."""
-UNREAD_S = 30.0
-"""Seconds in which a client takes nothing of what is sent, after which the system ends its connection."""
+BACKLOG = 2048  # connections that wait to be accepted
+UNREAD_S = 30.0  # seconds in which a client takes nothing of what is sent, after which the system ends its connection
 MAX_QUEUED = 2**15
 """Maximum of messages that wait for the HTTP process; one has the tokens of a step, half a KiB for 64 answers."""
-START_S = 60.0
-"""Seconds that the HTTP process may take at least to be ready: it loads tokenizers and packages."""
-CHECK_S = 1.0
-"""Seconds between checks for heartbeats that are missing."""
+START_S = 60.0  # seconds that the HTTP process may take at least to be ready: it loads tokenizers and packages
+CHECK_S = 1.0  # seconds between checks for heartbeats that are missing
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -61,21 +57,14 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpProcess:
-    """The process that will serve HTTP; it begins to load packages.
-
-    Args:
-        bound: The socket for clients, which does not listen yet.
-
-    Attributes:
-        link: Socket that closes with the process.
-    """
+    """The process that will serve HTTP to clients of `bound`, which does not listen yet; it begins to load packages."""
 
     def __init__(self, bound: socket.socket) -> None:
         self._bound, self.port = bound, bound.getsockname()[1]
         # for this user only. The path of a socket has a maximal length, which a long TMPDIR exceeds
         long = len(os.fsencode(tempfile.gettempdir())) + len("/ringattn-xxxxxxxx/engine") > zmq.IPC_PATH_MAX_LEN
         self.folder = tempfile.mkdtemp(prefix="ringattn-", dir="/tmp" if long else None)
-        self.link, theirs = socket.socketpair()
+        self.link, theirs = socket.socketpair()  # closed with the process
         environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
         # the same code as here, and no GPU
         environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}

@@ -14,31 +14,23 @@ import zmq
 from ringattn.launch.serve.config import ServeArgs
 from ringattn.launch.serve.sampling import Logprob, Sampling
 
-LINGER_MS = 5000
-"""Milliseconds in which a message that was sent may leave after its socket was closed."""
+BEAT_S = 1.0  # seconds between heartbeats of a process, and between messages to idle ranks, whose waits have a timeout
+LINGER_MS = 5000  # milliseconds in which a message that was sent may leave after its socket was closed
 UNAVAILABLE, TIME_LIMIT, NOT_FINITE = "unavailable", "time_limit", "not_finite"
 """Codes of failures: of the server, of a request that took too long, of one whose logits are NaN."""
-RETRY_MS = 10
-"""Milliseconds between attempts to connect to a receiver that is not there yet."""
+RETRY_MS = 10  # milliseconds between attempts to connect to a receiver that is not there yet
 
 
 class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A new token of an answer, its end, or both.
-
-    Attributes:
-        finish: Reason for the end of the answer: "stop" or "length".
-        failure: HTTP status, message and code of the error, if there is no answer.
-        num_cached: Tokens of the prompt that were in the cache already.
-        details: Logprobs of the token, if requested.
-        scores: Logprobs of the prompt's next tokens, from its second one on; then there is neither token nor end.
-    """
+    """A new token of an answer, its end, or both."""
 
     request_id: int
     token: int | None = None
-    finish: str | None = None
-    failure: tuple[int, str, str] | None = None
-    num_cached: int = 0
-    details: Logprob | None = None
+    finish: str | None = None  # reason for the end of the answer: "stop" or "length"
+    failure: tuple[int, str, str] | None = None  # HTTP status, message and code of the error, if there is no answer
+    num_cached: int = 0  # tokens of the prompt that were in the cache already
+    details: Logprob | None = None  # logprobs of the token, if requested
+    # logprobs of the prompt's next tokens, from its second one on; then there is neither token nor end
     scores: tuple[Logprob, ...] = ()
 
     @property
@@ -69,15 +61,11 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class Submit(msgspec.Struct, tag=True):
-    """New requests. A prompt that several requests have is sent once.
-
-    Attributes:
-        arrived: When they came, on the monotonic clock of the machine; 0: just now.
-    """
+    """New requests. A prompt that several requests have is sent once."""
 
     prompts: list[Prompt]
     requests: list[NewRequest]
-    arrived: float = 0.0
+    arrived: float = 0.0  # when they came, on the monotonic clock of the machine; 0: just now
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -102,22 +90,15 @@ ToEngine = Submit | Cancel | Ready | Heartbeat
 
 
 class Settings(msgspec.Struct, tag=True):
-    """The first message: all that the HTTP process needs to begin.
-
-    Attributes:
-        tokenizer: Argument of `make_tokenizer`.
-        length: Maximum tokens of a prompt and its answer.
-        about: Description of the server for /state.
-        defaults: Options of requests that leave them out.
-    """
+    """The first message: all that the HTTP process needs to begin."""
 
     model: str
-    tokenizer: dict[str, Any]
+    tokenizer: dict[str, Any]  # argument of `make_tokenizer`
     args: ServeArgs
-    length: int
+    length: int  # maximum tokens of a prompt and its answer
     state: dict[str, Any]
-    about: dict[str, Any] = {}
-    defaults: dict[str, float] = {}
+    about: dict[str, Any] = {}  # description of the server for /state
+    defaults: dict[str, float] = {}  # options of requests that leave them out
 
 
 class StepOutput(msgspec.Struct, tag=True, omit_defaults=True):
@@ -138,32 +119,25 @@ ToHttp = Settings | StepOutput | Stop
 
 
 class StepCommand(msgspec.Struct, tag=True, omit_defaults=True):
-    """A step that all ranks compute.
+    """A step that all ranks compute."""
 
-    Attributes:
-        changes: Changes of the page allocator before the step: ("add_request", cache_id, max_length), ("fork", cache_id, parent,
-            length, max_length), ("truncate", cache_id, length, max_length) or ("free", cache_id).
-        cache_ids: Ids in the cache of the requests that compute tokens; empty when there is nothing to compute.
-        counts: Number of tokens of each.
-        tokens: Those tokens, one request after another.
-        from_previous: For each token its index among those that the previous step samples (Note [Asynchronous steps] of
-            scheduler.py), and -1 if `tokens` has it. Empty if it has all.
-        wanted: Indices of the requests that get a token from this step: all but those in the middle of their prompt.
-        decodes: Whether each request computes its last token; else they compute parts of prompts.
-        packed: Whether these are computed like decoding (Note [Short prompts] of scheduler.py).
-        mixed: Whether some compute their last token, and others parts of prompts, in single rows (same Note).
-        scored: Indices of the requests whose rows all give logits; only if decodes, packed and mixed are False.
-    """
-
+    # changes of the page allocator before the step: ("add_request", cache_id, max_length), ("fork", cache_id, parent, length,
+    # max_length), ("truncate", cache_id, length, max_length) or ("free", cache_id)
     changes: list[tuple[Any, ...]] = []
+    # ids in the cache of the requests that compute tokens; empty when there is nothing to compute
     cache_ids: list[int] = []
-    counts: list[int] = []
-    tokens: list[int] = []
+    counts: list[int] = []  # number of tokens of each
+    tokens: list[int] = []  # those tokens, one request after another
+    # for each token its index among those that the previous step samples (Note [Asynchronous steps] of scheduler.py), and -1 if
+    # `tokens` has it. Empty if it has all.
     from_previous: list[int] = []
+    # indices of the requests that get a token from this step: all but those in the middle of their prompt
     wanted: list[int] = []
-    decodes: bool = False
-    packed: bool = False
+    decodes: bool = False  # whether each request computes its last token; else they compute parts of prompts
+    packed: bool = False  # whether these are computed like decoding (Note [Short prompts] of scheduler.py)
+    # whether some compute their last token, and others parts of prompts, in single rows (same Note)
     mixed: bool = False
+    # indices of the requests whose rows all give logits; only if decodes, packed and mixed are False
     scored: list[int] = []
 
 

@@ -49,9 +49,6 @@ class ModelRunner:
         most: Maximum of requests that decode together.
         graphs: Whether steps of decoding and of short prompts are replayed from CUDA graphs: None: if possible; False: never;
             or the capturer.
-
-    Attributes:
-        ahead: Whether `start` returns before a step is computed, so that another one may be started.
     """
 
     def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | GraphCapturer | None = None) -> None:
@@ -70,6 +67,7 @@ class ModelRunner:
             max_graphs=len(sizes) + len(PACKED_PIECES) + len(rows),
             awaited=False,
         )
+        # whether `start` returns before a step is computed, so that another one may be started
         self.ahead = cache.device.type == "cuda"
         # tokens of the last step, on every rank
         self._previous = torch.empty(0, dtype=torch.int64, device=cache.device)
@@ -78,10 +76,7 @@ class ModelRunner:
         self._steps = 0
 
     def prepare(self, longest: int | None = None) -> list[str]:
-        """Compute prompts of several lengths, of `longest` tokens at most, and capture graphs, before the first request.
-
-        Returns lines to print.
-        """
+        """Compute prompts of up to `longest` tokens, and capture graphs, before the first request; return lines to print."""
         began, lines, runner = time.monotonic(), [], self.graph_runner
         runner.prepare()
         if runner.captured:
@@ -218,21 +213,14 @@ class ModelRunner:
 
 @dataclass
 class PendingStep:
-    """A step that was started.
-
-    Attributes:
-        sampled: The sampled tokens on rank 0; None elsewhere.
-        begun: Event before the step; None on CPUs.
-        end: Event after the step; None on CPUs, where it is done at once.
-        what: The step in messages.
-    """
+    """A step that was started."""
 
     model_runner: ModelRunner
     kind: StepKind
-    sampled: SampledTokens | None
-    begun: torch.cuda.Event | None
-    end: torch.cuda.Event | None
-    what: str
+    sampled: SampledTokens | None  # the sampled tokens on rank 0; None elsewhere
+    begun: torch.cuda.Event | None  # event before the step; None on CPUs
+    end: torch.cuda.Event | None  # event after the step; None on CPUs, where it is done at once
+    what: str  # the step in messages
 
     @property
     def ended(self) -> bool:
@@ -240,11 +228,7 @@ class PendingStep:
         return self.end is None or self.end.query()
 
     def wait(self) -> SampledTokens | None:
-        """Wait for its end; return the sampled tokens on rank 0.
-
-        Raises:
-            RuntimeError: A rank did not come in time; see `Ring.synchronize`.
-        """
+        """Wait for its end; return the sampled tokens on rank 0, or raise RuntimeError if a rank is late (`Ring.synchronize`)."""
         runner = self.model_runner
         if self.end is not None and any(self.kind[:3]):
             events = EventPair(self.begun, self.end, runner.typical_s.get(self.kind, 0.0))

@@ -24,8 +24,7 @@ from ringattn.sizing.memory import heads_of, serving_memory
 from ringattn.sizing.ring_time import RingCall
 from ringattn.sizing.shapes import load_shape
 
-CPU_CACHE_GIB = 0.25
-"""GiB of the cache of a rank on CPUs, where other processes need most of the memory."""
+CPU_CACHE_GIB = 0.25  # GiB of the cache of a rank on CPUs, where other processes need most of the memory
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _TINY = {
@@ -43,23 +42,15 @@ _TINY = {
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A loaded model.
+    """A loaded model."""
 
-    Attributes:
-        model: On its device, with ring attention.
-        length: Maximum tokens of a sequence, by its config; None if that has none.
-        facts: Text that must be the same on all ranks.
-        defaults: Options of requests that leave them out, by its generation_config.json.
-        random_weights: They were drawn: all ranks must take those of rank 0 (`broadcast_weights`).
-    """
-
-    model: Any
+    model: Any  # on its device, with ring attention
     tokenizer: Tokenizer
     name: str
-    length: int | None
-    facts: str
-    defaults: dict[str, float]
-    random_weights: bool = False
+    length: int | None  # maximum tokens of a sequence, by its config; None if that has none
+    facts: str  # text that must be the same on all ranks
+    defaults: dict[str, float]  # options of requests that leave them out, by its generation_config.json
+    random_weights: bool = False  # they were drawn: all ranks take those of rank 0
 
 
 def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
@@ -115,15 +106,9 @@ def load_model(args: ServeArgs, device: torch.device) -> ServedModel:
     own_name = TINY if path == TINY else (place if place.is_dir() else place.parent).resolve().name
     name = args.name or next(iter(args.served_model_name), own_name)
     defaults = _sampling_defaults(place) if args.generation_defaults and not random_weights else {}
-    facts = (
-        type(model).__name__,
-        config.to_json_string(use_diff=False),
-        chosen,
-        args.seed,
-        sorted(tokenizer.stops),
-        defaults,
-    )
-    return ServedModel(model, tokenizer, name, length, str(facts), defaults, random_weights)
+    text = config.to_json_string(use_diff=False)
+    facts = f"{type(model).__name__} {text} {chosen} {args.seed} {sorted(tokenizer.stops)} {defaults}"
+    return ServedModel(model, tokenizer, name, length, facts, defaults, random_weights)
 
 
 def _sampling_defaults(folder: Path) -> dict[str, float]:
@@ -143,7 +128,6 @@ def _sampling_defaults(folder: Path) -> dict[str, float]:
 
 
 def _read(path: str) -> Any:
-    """Return the configuration of a model."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model("llama", **_TINY) if path == TINY else read_config(path)
@@ -270,7 +254,6 @@ def _prefer_letters_(model: Any) -> None:
 
 
 def _stops(model: Any) -> frozenset[int]:
-    """Return the tokens that end an answer, by the model's configurations."""
     found: set[int] = set()
     for config in (getattr(model, "generation_config", None), model.config.get_text_config(decoder=True)):
         value = getattr(config, "eos_token_id", None)
@@ -279,11 +262,7 @@ def _stops(model: Any) -> frozenset[int]:
 
 
 def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_dtype: str) -> PagedKVCache:
-    """Return the cache of a model; every rank calls it with the same arguments.
-
-    Raises:
-        Refusal: Not even one page fits, or the model keeps more than keys; raised on every rank.
-    """
+    """Return the cache of a model; raise Refusal, on every rank, if not even one page fits, or it keeps more than keys."""
     shape = _cache_sizes(model)
     if gib is None and model.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -305,7 +284,6 @@ def make_cache(model: Any, ring: Ring, *, gib: float | None, page_size: int, kv_
 
 
 def _cache_sizes(model: Any) -> dict[str, Any]:
-    """Return the sizes of a model's cache; raise Refusal if one cache cannot serve it."""
     from ringattn.integrations.transformers.support import cache_sizes
 
     try:

@@ -6,7 +6,7 @@ On SIGTERM or SIGINT rank 0 accepts no more requests, rejects waiting ones, wait
 sends Stop to the other ranks; all exit with 0. The others ignore both signals: they end when rank 0 sends Stop or is gone. When a
 rank or the HTTP process is lost, or a step fails, every rank prints the cause it knows and exits with 1; open requests get an
 error. Every wait has a timeout: collectives give up after --timeout, each rank holds a connection whose end is noticed at once
-(rank_liveness.py), and so does the HTTP process (engine_server.py), which ends with the message Stop, or with rank 0.
+(rank_channel.py), and so does the HTTP process (engine_server.py), which ends with the message Stop, or with rank 0.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from ringattn.launch.common.distributed import Refusal, Session, init_ranks
 from ringattn.launch.common.model_optimization import optimize_model
@@ -42,17 +42,12 @@ from ringattn.launch.serve.models import (
     load_model,
     make_cache,
 )
-from ringattn.launch.serve.rank_channel import RankChannel
-from ringattn.launch.serve.rank_liveness import RankLiveness
+from ringattn.launch.serve.rank_channel import RankChannel, RankLiveness
 from ringattn.launch.serve.scheduler import Scheduler
 from ringattn.ring import Ring
 
-T = TypeVar("T")
-
-FAREWELL_S = 1.0
-"""Seconds in which error answers may be sent before the process exits."""
-HTTP_EXIT_S = 10.0
-"""Seconds in which the HTTP process must exit after Stop."""
+FAREWELL_S = 1.0  # seconds in which error answers may be sent before the process exits
+HTTP_EXIT_S = 10.0  # seconds in which the HTTP process must exit after Stop
 SHOWN_FLAGS = "kv_dtype page_size chunk max_running queue max_connections keep_prefixes fuse split".split()
 """Flags on which speeds depend, shown by /state."""
 
@@ -84,8 +79,7 @@ def run_rank(args: ServeArgs) -> int:
     stops: list[int] = []
     serving = threading.Event()
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        del frame
+    def on_signal(number: int, _: FrameType | None) -> None:
         if not serving.is_set():
             os._exit(128 + number)  # nothing is open that could be ended in order
         stops.append(number)
@@ -99,17 +93,20 @@ def run_rank(args: ServeArgs) -> int:
 
             def start_http() -> None:
                 raise_file_limit(args.max_connections)
-                fatal_exit.process = HttpProcess(_use_port(args, lambda: bind(args.host, args.port)))
+                with _refuse_taken_port(args):
+                    bound = bind(args.host, args.port)
+                fatal_exit.process = HttpProcess(bound)
                 stack.callback(fatal_exit.process.kill)
 
             def listen() -> None:
                 assert fatal_exit.process is not None, "rank 0 has started it"
-                fatal_exit.process.listen()
+                with _refuse_taken_port(args):
+                    fatal_exit.process.listen()
 
             try:
                 session.lead(start_http)
                 served, model_runner = _prepare(args, session)  # which may take minutes
-                session.lead(lambda: _use_port(args, listen))
+                session.lead(listen)
                 freeze_gc()
                 liveness = RankLiveness(session, fatal_exit, args.timeout)
                 serving.set()
@@ -134,7 +131,6 @@ def run_rank(args: ServeArgs) -> int:
 
 
 def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunner]:
-    """Load the model; return it with its runner."""
     session.check_count(args.nproc)
     ring = Ring(timeout=datetime.timedelta(seconds=args.timeout))
     problem, served, whole = "", None, least_gpu_bytes(session)
@@ -172,10 +168,10 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
     return served, model_runner
 
 
-def _use_port(args: ServeArgs, use: Callable[[], T]) -> T:
-    """Return what a function returns that needs the port for clients; raise Refusal if the port is taken."""
+@contextlib.contextmanager
+def _refuse_taken_port(args: ServeArgs) -> Iterator[None]:
     try:
-        return use()
+        yield
     except OSError as why:
         raise Refusal(
             f"host and port must be free to listen on, got {args.host} and {args.port}: {why.strerror or why}; "
@@ -211,25 +207,18 @@ def _serve(
     length = min(args.max_len or served.length or tokens, tokens)
     if served.random_weights and args.default_tokens is None:
         args = dataclasses.replace(args, default_tokens=RANDOM_TOKENS)
-    settings = Settings(
-        model=served.name,
-        tokenizer=served.tokenizer.recipe,
-        args=args,
-        length=length,
-        state=engine.state(),
-        about=_server_info(args, session, served, model_runner),
-        defaults=served.defaults,
-    )
+    about = _server_info(args, session, served, model_runner)
+    recipe, defaults = served.tokenizer.recipe, served.defaults
     server = EngineServer(engine, process.folder, process.link, process.name, fatal_exit, args.timeout)
-    server.start(settings)
+    server.start(Settings(served.name, recipe, args, length, engine.state(), about, defaults))
     print(f"cache: {describe_cache(model_runner.cache)}", flush=True)
     if args.default_tokens is None and (fit := tokens // length) < args.max_running:
         print(
             f"a chat without max_tokens reserves the rest of {length} tokens, so that {fit} or more run at a time; "
             "--default-tokens bounds it"
         )
-    if served.defaults:
-        print(f"requests that leave them out get {served.defaults}, by generation_config.json")
+    if defaults:
+        print(f"requests that leave them out get {defaults}, by generation_config.json")
     print(f"serving {served.name} at {where} (a page to look at) and {where}/v1 (the interface)", flush=True)
     if session.backend is not None and ENDED not in os.environ:
         print(

@@ -4,8 +4,7 @@ Legend: b rows, vocab.
 
 Note [Reproducible draws]
     A row gives the same token whatever is computed beside it. With m the largest logit of a row, the weight of a token with
-    logit x is 2^((x - m) log2(e) / temperature) as a multiple of 2^-40: an integer, whose sums do not depend on the order of
-    adding.
+    logit x is 2^((x - m) log2(e) / temperature) as a multiple of 2^-40: an integer, whose sums do not depend on their order.
 
     top_k keeps the k largest logits. With W the sum of the weights that are left, top_p keeps x >= t, where t is the largest
     logit such that the weights from there on come to at least top_p W. min_p keeps weights of at least min_p times the largest
@@ -31,16 +30,12 @@ from torch import Tensor
 
 from ringattn.kernels.constants import LOG2E
 
-MIN_TEMPERATURE = 1e-6
-"""Temperatures below it choose the same, and might be 0 in fp32."""
-ONE = 2.0**40
-"""The weight of the likeliest token."""
+MIN_TEMPERATURE = 1e-6  # temperatures below it choose the same, and might be 0 in fp32
+ONE = 2.0**40  # the weight of the likeliest token
 MAX_SCALE = 2.0**100
 """Upper bound of the factor of logit differences, and inverse of the lower bound: 0 times infinity is NaN."""
-MAX_LOGITS = 2**22
-"""Logits of a row: their weights come to less than 2^63."""
-IN_PROMPT = 2**30
-"""Added to a token's count in the answer if the prompt contains it."""
+MAX_LOGITS = 2**22  # logits of a row: their weights come to less than 2^63
+IN_PROMPT = 2**30  # added to a token's count in the answer if the prompt contains it
 
 
 class Logprob(msgspec.Struct, array_like=True, frozen=True):
@@ -56,29 +51,21 @@ class Sampling(msgspec.Struct, array_like=True, dict=True):
     logit_bias, then repetition_penalty, then frequency_penalty and presence_penalty change the logits, also at temperature 0.
     Temperature, top_k, top_p and min_p follow if a token is drawn; each sees the tokens that the one before it kept. This is the
     order of transformers, with vLLM's meaning and place of frequency_penalty and presence_penalty.
-
-    Attributes:
-        temperature: Divisor of the logits; 0 takes the largest.
-        seed: Seed of the draws; None for a random one. An integer becomes a string: msgpack has none beyond 64 bits.
-        logprobs: Number of likeliest tokens to report beside the sampled one; None for no logprobs.
-        top_k: 0 for all tokens.
-        logit_bias: Tokens, each once, and what is added to their logits.
-        min_tokens: Tokens of an answer among which none of `stops` is sampled.
-        stops: Tokens that end an answer.
     """
 
-    temperature: float = 1.0
+    temperature: float = 1.0  # divisor of the logits; 0 takes the largest
     top_p: float = 1.0
+    # seed of the draws; None for a random one. An integer becomes a string: msgpack has none beyond 64 bits.
     seed: int | str | None = None
-    logprobs: int | None = None
-    top_k: int = 0
+    logprobs: int | None = None  # number of likeliest tokens to report beside the sampled one; None for no logprobs
+    top_k: int = 0  # 0 for all tokens
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    stops: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, each once, and what is added to their logits
+    min_tokens: int = 0  # tokens of an answer among which none of `stops` is sampled
+    stops: tuple[int, ...] = ()  # tokens that end an answer
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, int):

@@ -1,34 +1,31 @@
 """Scheduling of requests, and the contents of each step: continuous batching. Integers only, so it is tested without a model.
 
 Note [Scheduling policy]
-    Requests are admitted in order of arrival. A request is admitted when the cache has pages for its prompt and for all tokens
-    it may still generate, so every admitted request can finish. It starts with a fork of the longest prefix that another
-    request has computed. A request whose prefix is being computed waits for it, and later ones may pass. Prefixes of finished
-    requests are kept until their pages are needed, and are evicted in the order of their last use.
+    Requests are admitted in order of arrival, when the cache has pages for the prompt and for all tokens that may follow: every
+    admitted request can finish. It starts with a fork of the longest computed prefix; if its prefix is still being computed, it
+    waits, and later ones may pass. Prefixes of finished requests are kept until their pages are needed; the least recently used
+    go first.
 
-    A step computes prompts, or decodes, or both (Note [Short prompts]). If they cannot share a step they alternate: between two
-    tokens of an answer there is at most one chunk of prompts. Where no answer waits, a step has a chunk for each rank: a chunk
-    divided among ranks leaves each too few rows to be fast. Half of a step, or more if the others leave some, belongs to the
-    oldest prompt, and the rest to those that are closest to their end: a long prompt stalls neither answers nor short prompts,
-    and is not starved by them.
+    A step computes prompts, or decodes, or both (Note [Short prompts]); otherwise they alternate, and between two tokens of an
+    answer there is at most one chunk of prompts. Where no answer waits, a step has a chunk for each rank: a chunk divided among
+    ranks leaves each too few rows to be fast. Half of a step, or more if the others leave some, belongs to the oldest prompt,
+    and the rest to those closest to their end: a long prompt stalls neither answers nor short prompts, nor do they starve it.
 
 Note [Short prompts]
-    A packed step computes prompts like decoding, in `pieces`, and takes little longer than a step that decodes; a step around
-    the ring takes two to ten times as long. So a prompt whose rest fits into PACKED_STEPS such steps is computed that way, and
-    alternates with chunks of longer ones. Every piece reads all keys of its request: a prompt with a long past counts as long
-    from MAX_KEYS on.
+    A packed step computes prompts like decoding, in `pieces`, and takes little longer than decoding; a step around the ring
+    takes two to ten times as long. So a prompt whose rest fits into PACKED_STEPS such steps is computed that way. Every piece
+    reads all keys of its request: a prompt with a long past counts as long from MAX_KEYS on.
 
-    A mixed step computes short prompts, in single `rows`, with the tokens of all answers: most of the time of a decoding step
-    is spent on reading the weights, which serve the rows of prompts, too. Every row of a prompt reads all keys before it, and
-    an answer is read by one program per head, so MIXED_LENGTH and MIXED_KEYS bound them; requests beyond these limits
-    alternate.
+    A mixed step computes short prompts, in single `rows`, with the tokens of all answers, because reading the weights takes
+    most of a decoding step. Every row of a prompt reads all keys before it, and an answer is read by one program per head, so
+    MIXED_LENGTH and MIXED_KEYS bound them; requests beyond these limits alternate.
 
 Note [Asynchronous steps]
-    On GPUs (`ModelRunner.ahead`) the next step is planned, broadcast and started while one runs, and only then are the tokens
-    of that one read, recorded and delivered. The plan refers to such a token by its index among those that the previous step
-    samples (`from_previous`). A request that turns out to have ended with its last token was in one step too many: its token is
-    dropped, and its key is truncated before the prefix is kept. Its pages are free at once, although a running step still
-    writes there: steps are computed in the order of their plans. At most one step runs when another one is started.
+    On GPUs (`ModelRunner.ahead`) the next step is planned, broadcast and started before the tokens of the running one are read,
+    recorded and delivered. The plan refers to such a token by its index among those that the previous step samples
+    (`from_previous`). A request that turns out to have ended was in one step too many: its token is dropped, and its key is
+    truncated before the prefix is kept. Its pages are free at once, although a running step still writes there: steps are
+    computed in the order of their plans. At most one step runs when another one is started.
 """
 
 from __future__ import annotations
@@ -45,52 +42,39 @@ from ringattn.launch.serve.messages import NOT_FINITE, TIME_LIMIT, Event, StepCo
 from ringattn.launch.serve.prefix_cache import Digest, PrefixIndex, prefix_digests
 from ringattn.launch.serve.sampling import Logprob, Sampling
 
-PACKED_STEPS = 4
-"""Packed steps that a prompt may take; beyond them a chunk around the ring is faster."""
+PACKED_STEPS = 4  # packed steps that a prompt may take; beyond them a chunk around the ring is faster
 MAX_KEYS = 2**20
 """Keys on a rank that the pieces of a packed step may read together: 4 GiB of each layer for 8 key heads of 128 in bf16."""
 MIXED_LENGTH = 8192
 """Tokens, on all ranks, of the longest request of a mixed step: half of them are 2 MiB to read for one program, some 40 us."""
 MIXED_KEYS = 2**18
 """Keys on a rank that the rows of prompts of a mixed step may read together: a fourth of MAX_KEYS, because every row reads."""
-MAX_KEPT = 1024
-"""Maximum of kept prefixes of finished requests: each costs some bookkeeping."""
+MAX_KEPT = 1024  # maximum of kept prefixes of finished requests: each costs some bookkeeping
 SCORED = 256
 """Tokens that a prompt brings to a step if logits of all of them are wanted: 128 MiB of a vocabulary of 2**17 in fp32."""
 
 
 @dataclass
 class AnswerRequest:
-    """Request for one answer.
-
-    Attributes:
-        deadline: Time, on the clock of the scheduler, after which it fails.
-        arrived: Time at which it came; 0: when the engine gets it.
-        digests: Of the prompt (`prefix_digests`).
-        score_prompt: Whether the logprobs of the prompt's tokens are wanted. Then all of it is computed, in steps around the ring:
-            these give the logits of all rows, a cached prefix has none.
-        tokens: The prompt and the answer so far.
-        num_computed: Tokens that are in the cache, or in a step that was planned.
-        num_cached: Tokens of the prompt that were in the cache at its admission.
-        pending: Tokens that are being sampled: of steps that were planned and not recorded.
-        output_index: Index of the last of them among the tokens that its step samples.
-    """
+    """Request for one answer."""
 
     id: int
     prompt: list[int]
     max_tokens: int
-    deadline: float = float("inf")
+    deadline: float = float("inf")  # time, on the clock of the scheduler, after which it fails
     sampling: Sampling | None = None
     stops: frozenset[int] = frozenset()
-    digests: list[Digest] = field(default_factory=list)
+    digests: list[Digest] = field(default_factory=list)  # of the prompt (`prefix_digests`)
+    # whether the logprobs of the prompt's tokens are wanted. Then all of it is computed, in steps around the ring: these give
+    # the logits of all rows, a cached prefix has none.
     score_prompt: bool = False
-    arrived: float = 0.0
-    tokens: list[int] = field(default_factory=list)
+    arrived: float = 0.0  # time at which it came; 0: when the engine gets it
+    tokens: list[int] = field(default_factory=list)  # the prompt and the answer so far
     cache_id: int = -1
-    num_computed: int = 0
-    num_cached: int = 0
-    pending: int = 0
-    output_index: int = -1
+    num_computed: int = 0  # tokens that are in the cache, or in a step that was planned
+    num_cached: int = 0  # tokens of the prompt that were in the cache at its admission
+    pending: int = 0  # tokens that are being sampled: of steps that were planned and not recorded
+    output_index: int = -1  # index of the last of them among the tokens that its step samples
 
     @property
     def max_length(self) -> int:
@@ -109,16 +93,12 @@ class AnswerRequest:
 
 
 class ScheduledStep(StepCommand, tag=StepCommand.__name__, dict=True):
-    """A step as rank 0 plans it; the other ranks get it as a StepCommand, without these attributes.
-
-    Attributes:
-        answers: The number of requests, the first ones, that compute their last token.
-        targets: For each scored request the tokens after its rows, without the one after the prompt.
-    """
+    """A step as rank 0 plans it; the other ranks get it as a StepCommand, without these attributes."""
 
     def __post_init__(self) -> None:
         self.requests: list[AnswerRequest] = []
-        self.answers = 0
+        self.answers = 0  # the number of requests, the first ones, that compute their last token
+        # for each scored request the tokens after its rows, without the one after the prompt
         self.targets: list[list[int]] = []
 
     def add_answers(self, answers: list[AnswerRequest]) -> None:
@@ -164,24 +144,17 @@ def apply_changes(allocator: PageAllocator, changes: Iterable[Sequence[Any]]) ->
 
 
 class Scheduler:
-    """Plans every step (Note [Scheduling policy]).
-
-    Args:
-        chunk: Tokens of prompts in a step around the ring that delays answers; other steps have as many for each rank.
-        keep: Whether prefixes are shared, and kept when their requests have ended.
-        pieces: Pieces of PIECE tokens that a packed step has room for; 0: there are no such steps.
-        rows: Tokens that a mixed step has room for; 0: there are no such steps.
-    """
+    """Plans every step (Note [Scheduling policy])."""
 
     def __init__(
         self,
         allocator: PageAllocator,
         *,
-        chunk: int,
+        chunk: int,  # tokens of prompts in a step around the ring that delays answers; others have as many for each rank
         max_running: int,
-        keep: bool = True,
-        pieces: int = 0,
-        rows: int = 0,
+        keep: bool = True,  # whether prefixes are shared, and kept when their requests have ended
+        pieces: int = 0,  # pieces of PIECE tokens that a packed step has room for; 0: there are no such steps
+        rows: int = 0,  # tokens that a mixed step has room for; 0: there are no such steps
     ) -> None:
         self.allocator, self.chunk, self.keep, self.pieces, self.rows = allocator, chunk, keep, pieces, rows
         self.max_running = max_running
@@ -291,7 +264,6 @@ class Scheduler:
         """Record the tokens that a step has sampled, and return the events in the order of the plan.
 
         Args:
-            plan: The step.
             chosen: For each of `plan.wanted` its token, None when the logits are not finite, and its logprobs.
             scores: Logprobs of `plan.targets`; None when the logits are not finite.
         """
@@ -328,7 +300,6 @@ class Scheduler:
         return events
 
     def _fail(self, request: AnswerRequest) -> Event:
-        """Remove a request whose logits are not finite."""
         self._remove(request, keep=False)
         message = "the model's scores for the next token are not numbers: its dtype may be too narrow for this prompt"
         return Event(request.id, failure=(500, message, NOT_FINITE))

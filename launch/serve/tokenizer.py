@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-REPLACEMENT = "\ufffd"
-"""Stands for bytes that are not valid text, or not yet."""
+REPLACEMENT = "\ufffd"  # stands for bytes that are not valid text, or not yet
 
 MAX_COMPOSED = 3
 """Bytes of text for one byte of its composed form (NFC): 9 of three Hangul letters are 3 of their syllable."""
@@ -75,9 +74,6 @@ class PretrainedTokenizer:
         folder: Only files there are read, and no code in them is run.
         stops: Tokens that end an answer, besides the tokenizer's own.
         template: Chat template in place of the tokenizer's own.
-
-    Attributes:
-        max_token_bytes: Bytes of text that a token stands for at most; None where one may stand for any number.
     """
 
     def __init__(self, folder: Path, stops: frozenset[int], vocab_size: int, template: str | None = None) -> None:

@@ -33,8 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from ringattn.launch.common.distributed import Refusal, Session
 
 MANIFEST = "manifest.json"
-KEPT = 2
-"""Checkpoints of a run that are kept."""
+KEPT = 2  # checkpoints of a run that are kept
 _NAME = re.compile(r"step-(\d+)-([0-9a-f]{16})")
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -25,99 +25,67 @@ SHAPE = "dim num_layers num_heads num_kv_heads head_dim mlp_dim window tie_embed
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Flags of the training job. Values shown as defaults are those of the chosen preset.
+    """Flags of the training job. Values shown as defaults are those of the chosen preset."""
 
-    Attributes:
-        preset: Where the other defaults come from: tiny (seconds), cpu (minutes on two cores), gpu, gpu-128k, gpu-1m;
-            auto is gpu where there are GPUs, else cpu.
-        nproc: Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
-        mesh: How ranks share the work, such as dp=2,cp=4: cp ranks share sequences, dp groups of them have different ones.
-            A size that is left out is what the ranks leave; by default all are on cp. Changes no result.
-        device: auto takes GPUs where there are any.
-        data: A file or a folder of text; by default the sources of Python's standard library.
-        out: Folder of the log, the loss curve, the checkpoints and the sample.
-        resume: auto continues from the newest intact checkpoint in out; never refuses a folder that has any; else the
-            checkpoint to continue from: the newest in out, or one of elsewhere with a new out.
-        max_restarts: How often in a row, without a new checkpoint in between, a run whose rank died is started again.
-        steps: Updates in all, counting those before a resume.
-        seq_len: Context in tokens; the part that is split over ranks.
-        batch_size: Sequences per step, over all ranks and micro-batches.
-        accumulate: Micro-batches that a step is made of; gradients are exchanged once.
-        pack: fixed: attention stays inside documents (files), whose positions begin at 0; the sequences that a ring has at
-            a time become one. balanced: documents are also placed over all ranks such that they finish together, short ones whole
-            on one rank. --pack alone is fixed.
-        model: A folder of transformers: that causal language model with all its weights, instead of the shape below; or a
-            configuration (config.json): with random ones. Its tokenizer where there is one, also beside config.json, else bytes.
-        dim: Width of the residual stream.
-        num_layers: Blocks.
-        num_heads: Query heads.
-        num_kv_heads: Key/value heads; divides num_heads.
-        head_dim: Width of a head.
-        mlp_dim: Hidden width of SwiGLU.
-        window: Each token sees this many tokens, itself the last of them; by default all before it.
-        tie_embeddings: Whether the output projection is the embedding.
-        lr: Learning rate after the warm-up; falls along a cosine to a tenth.
-        warmup_steps: Steps over which the learning rate rises.
-        weight_decay: Of matrices.
-        max_grad_norm: Gradients are scaled down to this norm.
-        layout: How sequences are sharded over ranks; auto is zigzag, and balanced for packed documents.
-        seed: Of initialisation, batches and sample.
-        dtype: auto is bfloat16 on GPUs, float32 on CPUs; parameters, gradients and optimiser state are always float32.
-        recompute: What the backward recomputes to save memory: selective is everything but attention.
-        reshard: Whether parameters gathered for a block's forward are dropped until its backward: less memory, more traffic.
-        compile: Whether blocks are compiled.
-        check_memory: Whether a run on GPUs whose planned memory they cannot hold is refused before it begins, not only warned of.
-        eval_interval: Steps between validations.
-        eval_batches: Batches of a validation.
-        checkpoint_interval: Steps between checkpoints; the last two are kept.
-        compare_steps: First steps of a fresh run that are also run on one rank alone, and compared; 0 for none.
-        sample_len: Tokens of text to generate at the end; 0 for none.
-        prompt_len: Tokens of validation text the sample begins with.
-        temperature: Of the sample.
-        timeout: Seconds after which ranks that wait for each other give up.
-    """
-
+    # Where the other defaults come from: tiny (seconds), cpu (minutes on two cores), gpu, gpu-128k, gpu-1m; auto is gpu where
+    # there are GPUs, else cpu.
     preset: Literal["auto", "tiny", "cpu", "gpu", "gpu-128k", "gpu-1m"] = "auto"
+    # Ranks to start; by default one per GPU, or two where there are none. Under torchrun, leave it out.
     nproc: int | None = None
+    # How ranks share the work, such as dp=2,cp=4: cp ranks share sequences, dp groups of them have different ones. A size that is
+    # left out is what the ranks leave; by default all are on cp. Changes no result.
     mesh: str | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    data: str | None = None
-    out: str = "runs/train"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes GPUs where there are any.
+    data: str | None = None  # A file or a folder of text; by default the sources of Python's standard library.
+    out: str = "runs/train"  # Folder of the log, the loss curve, the checkpoints and the sample.
+    # auto continues from the newest intact checkpoint in out; never refuses a folder that has any; else the checkpoint to
+    # continue from: the newest in out, or one of elsewhere with a new out.
     resume: str = "auto"
+    # How often in a row, without a new checkpoint in between, a run whose rank died is started again.
     max_restarts: int = 3
-    steps: int = 300
-    seq_len: int = 1024
-    batch_size: int = 4
-    accumulate: int = 1
+    steps: int = 300  # Updates in all, counting those before a resume.
+    seq_len: int = 1024  # Context in tokens; the part that is split over ranks.
+    batch_size: int = 4  # Sequences per step, over all ranks and micro-batches.
+    accumulate: int = 1  # Micro-batches that a step is made of; gradients are exchanged once.
+    # fixed: attention stays inside documents (files), whose positions begin at 0; the sequences that a ring has at a time become
+    # one. balanced: documents are also placed over all ranks such that they finish together, short ones whole on one rank. --pack
+    # alone is fixed.
     pack: Literal["off", "fixed", "balanced"] = "off"
+    # A folder of transformers: that causal language model with all its weights, instead of the shape below; or a
+    # configuration (config.json): with random ones. Its tokenizer where there is one, also beside config.json, else bytes.
     model: str | None = None
-    dim: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
-    mlp_dim: int = 352
-    window: int | None = None
-    tie_embeddings: bool = True
-    lr: float = 3e-3
-    warmup_steps: int = 30
-    weight_decay: float = 0.1
-    max_grad_norm: float = 1.0
+    dim: int = 128  # Width of the residual stream.
+    num_layers: int = 4  # Blocks.
+    num_heads: int = 4  # Query heads.
+    num_kv_heads: int = 2  # Key/value heads; divides num_heads.
+    head_dim: int = 32  # Width of a head.
+    mlp_dim: int = 352  # Hidden width of SwiGLU.
+    window: int | None = None  # Each token sees this many tokens, itself the last of them; by default all before it.
+    tie_embeddings: bool = True  # Whether the output projection is the embedding.
+    lr: float = 3e-3  # Learning rate after the warm-up; falls along a cosine to a tenth.
+    warmup_steps: int = 30  # Steps over which the learning rate rises.
+    weight_decay: float = 0.1  # Of matrices.
+    max_grad_norm: float = 1.0  # Gradients are scaled down to this norm.
+    # How sequences are sharded over ranks; auto is zigzag, and balanced for packed documents.
     layout: Literal["auto", "contiguous", "striped", "zigzag", "balanced"] = "auto"
-    seed: int = 0
+    seed: int = 0  # Of initialisation, batches and sample.
+    # auto is bfloat16 on GPUs, float32 on CPUs; parameters, gradients and optimiser state are always float32.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # What the backward recomputes to save memory: selective is everything but attention.
     recompute: Literal["none", "selective", "full"] = "none"
+    # Whether parameters gathered for a block's forward are dropped until its backward: less memory, more traffic.
     reshard: bool = True
-    compile: bool = False
+    compile: bool = False  # Whether blocks are compiled.
+    # Whether a run on GPUs whose planned memory they cannot hold is refused before it begins, not only warned of.
     check_memory: bool = True
-    eval_interval: int = 50
-    eval_batches: int = 4
-    checkpoint_interval: int = 50
-    compare_steps: int = 3
-    sample_len: int = 200
-    prompt_len: int = 100
-    temperature: float = 0.7
-    timeout: float = 600.0
+    eval_interval: int = 50  # Steps between validations.
+    eval_batches: int = 4  # Batches of a validation.
+    checkpoint_interval: int = 50  # Steps between checkpoints; the last two are kept.
+    compare_steps: int = 3  # First steps of a fresh run that are also run on one rank alone, and compared; 0 for none.
+    sample_len: int = 200  # Tokens of text to generate at the end; 0 for none.
+    prompt_len: int = 100  # Tokens of validation text the sample begins with.
+    temperature: float = 0.7  # Of the sample.
+    timeout: float = 600.0  # Seconds after which ranks that wait for each other give up.
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -162,8 +130,7 @@ class TrainConfig:
             shape = self.shape()
             weights = shape.dim * (2 * (shape.heads + shape.kv_heads) * shape.head_dim + 3 * shape.mlp_dim)
             # with a model of transformers the default of sizing.place
-            ratio = PAIRS_PER_TOKEN if self.model else weights / (2 * shape.heads * shape.head_dim)
-            own["pairs_per_token"] = ratio
+            own["pairs_per_token"] = PAIRS_PER_TOKEN if self.model else weights / (2 * shape.heads * shape.head_dim)
         return Recipe(**same | own)
 
     @property
@@ -179,70 +146,33 @@ class TrainConfig:
         return self.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
-_CPU = TrainConfig(preset="cpu")
-_GPU = TrainConfig(
-    preset="gpu",
-    steps=1000,
-    seq_len=32_768,
-    batch_size=4,
-    dim=768,
-    num_layers=12,
-    num_heads=12,
-    num_kv_heads=4,
-    head_dim=64,
-    mlp_dim=2048,
-    lr=1e-3,
-    warmup_steps=100,
-    eval_interval=100,
-    checkpoint_interval=100,
-    sample_len=400,
-)
-_GPU_128K = replace(
-    _GPU,
-    preset="gpu-128k",
-    steps=200,
-    seq_len=131_072,
-    batch_size=1,
-    dim=1024,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    mlp_dim=2816,
-    recompute="selective",
-    lr=6e-4,
-    warmup_steps=20,
-    eval_interval=50,
-    eval_batches=2,
-    checkpoint_interval=50,
-)
-PRESETS = {
-    "tiny": TrainConfig(
-        preset="tiny",
-        steps=20,
-        seq_len=64,
-        batch_size=2,
-        dim=32,
-        num_layers=2,
-        head_dim=8,
-        mlp_dim=64,
-        warmup_steps=5,
-        eval_interval=10,
-        eval_batches=2,
-        checkpoint_interval=5,
-        sample_len=16,
-        prompt_len=16,
-    ),
-    "cpu": _CPU,
-    "gpu": _GPU,
-    "gpu-128k": _GPU_128K,
-    "gpu-1m": replace(
-        _GPU_128K, preset="gpu-1m", steps=20, seq_len=1_048_576, eval_batches=1, eval_interval=20, compare_steps=0
-    ),
+# the values of a flag in each preset
+_PRESETS: dict[str, Sequence[Any]] = {
+    "preset": ("tiny", "cpu", "gpu", "gpu-128k", "gpu-1m"),
+    "steps": (20, 300, 1000, 200, 20),
+    "seq_len": (64, 1024, 32_768, 131_072, 1_048_576),
+    "batch_size": (2, 4, 4, 1, 1),
+    "dim": (32, 128, 768, 1024, 1024),
+    "num_layers": (2, 4, 12, 12, 12),
+    "num_heads": (4, 4, 12, 8, 8),
+    "num_kv_heads": (2, 2, 4, 2, 2),
+    "head_dim": (8, 32, 64, 128, 128),
+    "mlp_dim": (64, 352, 2048, 2816, 2816),
+    "lr": (3e-3, 3e-3, 1e-3, 6e-4, 6e-4),
+    "warmup_steps": (5, 30, 100, 20, 20),
+    "recompute": ("none", "none", "none", "selective", "selective"),
+    "eval_interval": (10, 50, 100, 50, 20),
+    "eval_batches": (2, 4, 4, 2, 1),
+    "checkpoint_interval": (5, 50, 100, 50, 50),
+    "compare_steps": (3, 3, 3, 3, 0),
+    "sample_len": (16, 200, 400, 400, 400),
+    "prompt_len": (16, 100, 100, 100, 100),
 }
-
-
-PACKAGES = ("tyro", "tqdm", "matplotlib", "psutil")
-"""Packages that every run imports beside those of the library."""
+PRESETS = {
+    values[0]: TrainConfig(**dict(zip(_PRESETS, values, strict=True)))
+    for values in zip(*_PRESETS.values(), strict=True)
+}
+PACKAGES = ("tyro", "tqdm", "matplotlib", "psutil")  # packages that every run imports beside those of the library
 
 
 def _with_pack(arguments: Sequence[str]) -> list[str]:
@@ -273,7 +203,7 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Train
     if preset == "auto":
         preset = "gpu" if early.device != "cpu" and torch.cuda.is_available() else "cpu"
     # the defaults are of the preset, and tyro refuses an unknown one
-    default = replace(PRESETS.get(preset, _CPU), preset="auto")
+    default = replace(PRESETS.get(preset, PRESETS["cpu"]), preset="auto")
     parsed = tyro.cli(TrainConfig, args=_with_pack(arguments), default=default, prog=prog, description=description)
     if parsed.model is not None:
         check_installed(("transformers",), "train", "transformers")

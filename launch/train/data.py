@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.launch.train.loss import IGNORED
+from ringattn.launch.train.model import IGNORED
 from ringattn.plan.layouts import Shard
 
 NUM_BYTES = 256
@@ -30,18 +30,13 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of all files, one after the other: bytes (uint8), or token ids of a tokenizer (int32).
-
-    Attributes:
-        fingerprint: Digest of the length and of 1,024 pieces of the tokens.
-        separator: The token between files, which none of them contains: the zero byte.
-    """
+    """Tokens of all files, one after the other: bytes (uint8), or token ids of a tokenizer (int32)."""
 
     text: Tensor
     source: str
     num_files: int
-    fingerprint: str
-    separator: int = 0
+    fingerprint: str  # digest of the length and of 1,024 pieces of the tokens
+    separator: int = 0  # the token between files, which none of them contains: the zero byte
 
     def encoded(self, tokenizer: Any, name: str) -> Corpus:
         """Return the same files as tokens of a tokenizer of transformers, its end-of-text token between them."""

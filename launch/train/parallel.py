@@ -57,19 +57,9 @@ class Parallel:
     all_ranks: DeviceMesh
     device: torch.device
 
-    @property
-    def world_size(self) -> int:
-        """Number of all ranks."""
-        return self.all_ranks.size()
-
-    @property
-    def cp(self) -> int:
-        """Number of ranks of a ring."""
-        return self.ring.world_size
-
     def all_reduce_(self, values: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all ranks, in place."""
-        if self.world_size > 1:
+        if self.all_ranks.size() > 1:
             dist.all_reduce(values, group=self.all_ranks.get_group())
         return values
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ringattn.launch.common.checkpoint_files import read_config, read_model, tokenizer_folder
 from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train.data import NUM_BYTES
-from ringattn.launch.train.loss import cross_entropy_sum
-from ringattn.launch.train.model import document_positions
+from ringattn.launch.train.model import cross_entropy_sum, document_positions
 
 
 def read_config_json(path: str) -> dict[str, Any]:
@@ -47,8 +46,7 @@ class CausalLM(nn.Module):
     @property
     def blocks(self) -> nn.ModuleList:
         """The decoder layers: the longest list of modules in the model."""
-        lists = [module for module in self.model.modules() if isinstance(module, nn.ModuleList)]
-        return max(lists, key=len)
+        return max((module for module in self.model.modules() if isinstance(module, nn.ModuleList)), key=len)
 
     def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
         """Return the logits `b s vocab` of this rank's rows, or with targets `b s` the sum of their losses, fp32."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,18 +18,9 @@ from torch import nn
 from ringattn.launch.common.distributed import Refusal, Session, was_restarted
 from ringattn.launch.common.planned_memory import RESERVE, check_fits, least_gpu_bytes
 from ringattn.launch.common.session import machine, write_json
-from ringattn.launch.train.checkpoint import (
-    Checkpoints,
-    find_checkpoint,
-    find_damage,
-    list_checkpoints,
-    read_facts,
-    step_of,
-)
+from ringattn.launch.train import checkpoint, metrics
 from ringattn.launch.train.config import SHAPE, TrainConfig
 from ringattn.launch.train.data import NUM_BYTES, Batches, Corpus
-from ringattn.launch.train.metrics import AttentionTimer, ForwardFlops, mfu, peak_flops, peak_memory_mib
-from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, summarise
 from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.parallel import make_parallel, mesh_sizes, single_rank
 from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer, read_config_json
@@ -40,20 +30,14 @@ from ringattn.sizing import Memory, load_shape
 from ringattn.sizing.memory import heads_of, training_memory
 from ringattn.sizing.ring_time import RingCall
 
-TIMER_INTERVAL = 10
-"""Steps between measurements of exposed communication."""
+TIMER_INTERVAL = 10  # steps between measurements of exposed communication
 
 
 @contextlib.contextmanager
 def _interrupts() -> Iterator[list[int]]:
     """Record Ctrl-C in a list instead of raising, so that all ranks can stop after the same step."""
     seen: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        del frame
-        seen.append(number)
-
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:
         yield seen
     finally:
@@ -66,22 +50,22 @@ def choose_checkpoint(resume: str, out: Path, session: Session) -> Path | None:
     A run that is restarted after a rank died resumes from its own newest one, if it has any. Raises Refusal if the checkpoint
     does not exist or is damaged, or if the folder has checkpoints of another run.
     """
-    found = session.broadcast(len(list_checkpoints(out)))
+    found = session.broadcast(len(checkpoint.list_checkpoints(out)))
     if resume == "auto" or (found and was_restarted()):
-        return find_checkpoint(out, session)
+        return checkpoint.find_checkpoint(out, session)
     if resume == "never":
         if found:
             raise Refusal(f"out must hold no checkpoints for a fresh run, got {found} in {out}; pass another --out")
         return None
     if not session.broadcast(Path(resume).is_dir()):
         raise Refusal(f"resume must be auto, never or a checkpoint that exists, got {resume}; look into {out}")
-    if damage := find_damage(Path(resume), session):
+    if damage := checkpoint.find_damage(Path(resume), session):
         raise Refusal(
             f"resume must be an intact checkpoint, got {resume}, which {damage}; look into {out} for another one"
         )
     # a restart before the first save resumes from the newest in out, and the first save removes later ones
     if others := session.broadcast(
-        [path.name for path in list_checkpoints(out) if not _is_same_or_earlier(path, Path(resume))]
+        [path.name for path in checkpoint.list_checkpoints(out) if not _is_same_or_earlier(path, Path(resume))]
     ):
         raise Refusal(
             f"out must hold no checkpoints but the one to continue from and earlier ones of its run, got {others[0]} in {out}; "
@@ -93,7 +77,7 @@ def choose_checkpoint(resume: str, out: Path, session: Session) -> Path | None:
 def _is_same_or_earlier(path: Path, chosen: Path) -> bool:
     """Return whether a checkpoint is the chosen one, or an earlier one in the same folder."""
     path, chosen = path.resolve(), chosen.resolve()
-    return path == chosen or (path.parent == chosen.parent and step_of(path) < step_of(chosen))
+    return path == chosen or (path.parent == chosen.parent and checkpoint.step_of(path) < checkpoint.step_of(chosen))
 
 
 def check_continues(config: TrainConfig, corpus: Corpus, facts: dict[str, Any]) -> list[str]:
@@ -178,24 +162,19 @@ def check_memory(config: TrainConfig, world_size: int, whole: int) -> str:
         plans = [planned_memory(one, dp, ranks, schedule) for schedule in ("fused", "stepwise")]
         return plans[0] if plans[0].total <= whole else min(plans, key=lambda memory: memory.total)
 
-    flags = {
-        "recompute": "--recompute {}",
-        "accumulate": "--accumulate {}",
-        "ranks": "rings of {} ranks",
-        "seq_len": "--seq-len {}",
+    tries: dict[str, tuple[str, Sequence[Any]]] = {
+        "recompute": ("--recompute {}", ("selective", "full")),
+        "accumulate": ("--accumulate {}", (config.batch_size // dp,)),
+        "ranks": ("rings of {} ranks", [cp << x for x in range(1, 8)]),
+        "seq_len": ("--seq-len {}", [length for x in range(1, 12) if (length := config.seq_len >> x) >= cp]),
     }
-    tries: list[tuple[str, Any]] = [
-        ("recompute", "selective"),
-        ("recompute", "full"),
-        ("accumulate", config.batch_size // dp),
-    ]
-    tries += [("ranks", cp << x) for x in range(1, 8)]
-    tries += [("seq_len", config.seq_len >> x) for x in range(1, 12) if config.seq_len >> x >= cp]
-    planned, fitting = plan(), dict[str, str]()
-    for name, value in tries if planned.total > whole else ():
-        if name not in fitting and (total := plan(**{name: value}).total) <= whole:
-            fitting[name] = f"{flags[name].format(value)} ({total / 2**30:.1f} GiB)"
-    remedy = f"take {' or '.join([*fitting.values(), '--no-check-memory to go on anyway'])}"
+    planned, fitting = plan(), list[str]()
+    for name, (text, values) in tries.items() if planned.total > whole else ():
+        for value in values:
+            if (total := plan(**{name: value}).total) <= whole:
+                fitting.append(f"{text.format(value)} ({total / 2**30:.1f} GiB)")
+                break
+    remedy = f"take {' or '.join([*fitting, '--no-check-memory to go on anyway'])}"
     return check_fits(planned, whole, remedy, refuse=config.check_memory and config.model is None)
 
 
@@ -221,7 +200,7 @@ class Run:
                 self.print(check_memory(config, session.world_size, whole))
             except ValueError as error:
                 self.print(f"memory is not planned: {error}")
-        self.checkpoints = Checkpoints(self.out, session)
+        self.checkpoints = checkpoint.Checkpoints(self.out, session)
         # a group per rank, for steps without the others
         self._single: Any = dist.new_group([session.rank], use_local_synchronization=True)
         path = choose_checkpoint(config.resume, self.out, session)
@@ -235,9 +214,9 @@ class Run:
             self.checkpoints.load_(path, state)
             self.trainer.load_state_(state)
         self.saved = self.start
-        self.metrics_log = MetricsLog(self.out, self.start, writes=session.first)
+        self.metrics_log = metrics.MetricsLog(self.out, self.start, writes=session.first)
         clocked = session.device.type == "cuda" and not config.compile
-        self._timer = AttentionTimer(self._single) if clocked else None
+        self._timer = metrics.AttentionTimer(self._single) if clocked else None
         self._unit = "byte" if self.tokenizer is None else "token"
 
     def build(self) -> nn.Module:
@@ -262,7 +241,7 @@ class Run:
         """Read the facts of the checkpoint to resume from, if any, and print which flags changed."""
         if path is None:
             return None
-        facts = self.session.lead(lambda: read_facts(path))
+        facts = self.session.lead(lambda: checkpoint.read_facts(path))
         assert facts is not None, "a checkpoint has facts"
         # on rank 0, for a file may differ between hosts
         changes = self.session.lead(lambda: check_continues(self.config, self.corpus, facts))
@@ -303,11 +282,9 @@ class Run:
         """Count the FLOPs of a token and of a visible pair from one forward of the first batch, over all ranks."""
         windows = self.batches.training(0)
         # compiled code hides its operators
-        with torch.compiler.set_stance("force_eager"), ForwardFlops() as counted:
-            self.trainer.evaluate([windows])
-        attention, others = (
-            sum(column) for column in zip(*self.session.gather((counted.attention, counted.others)), strict=True)
-        )
+        with torch.compiler.set_stance("force_eager"):
+            counted = metrics.count_flops(lambda: self.trainer.evaluate([windows]))
+        attention, others = map(sum, zip(*self.session.gather(counted), strict=True))
         self._flops_per_token = others / (windows.shape[0] * (windows.shape[1] - 1))
         self._flops_per_pair = attention / self.trainer.pairs(windows)
 
@@ -318,7 +295,8 @@ class Run:
 
     def print_summary(self) -> None:
         """Print model, mesh, batch and data."""
-        config, session, parallel = self.config, self.session, self.trainer.parallel
+        config, session = self.config, self.session
+        dp, cp = self.trainer.parallel.dp, self.trainer.ring.world_size
         first = next(iter(self.trainer.micro_batches(self.batches.training(0))))
         lengths = [f"{length:,}" for length in sorted(set(session.gather(self.trainer.sharding(first).shard_len)))]
         held = lengths[0] if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
@@ -327,7 +305,7 @@ class Run:
         packed = f", packed to {first.tokens.shape[1]:,}" if config.packs else ""
         self.print(
             f"{self.trainer.num_parameters / 1e6:.2f}M parameters, {str(self.recipe.dtype).removeprefix('torch.')}, "
-            f"{session.world_size} rank(s) (dp {parallel.dp} x cp {parallel.cp}) on {where}, backend {session.backend or 'none'}\n"
+            f"{session.world_size} rank(s) (dp {dp} x cp {cp}) on {where}, backend {session.backend or 'none'}\n"
             f"context {config.seq_len:,} tokens{packed} ({self.recipe.layout}: {held} per rank), "
             f"batch {config.batch_size}{micro}, {config.steps} steps\n"
             f"{self.corpus.source}: {self.corpus.text.numel() / 1e6:.1f} M tokens in {self.corpus.num_files} file(s), "
@@ -341,7 +319,7 @@ class Run:
         self.print(f"step {step}: validation loss {loss:.4f}")
         if self.session.first:
             title = f"{self.session.world_size} rank(s), context {self.config.seq_len:,}, {self.config.layout}"
-            plot_losses(self.metrics_log.rows, self.out / "loss.png", title, self._unit)
+            metrics.plot_losses(self.metrics_log.rows, self.out / "loss.png", title, self._unit)
 
     def save(self, step: int) -> None:
         """Start to write a checkpoint; `Checkpoints.wait` waits for it."""
@@ -370,7 +348,7 @@ class Run:
 
         config, world_size = self.config, self.session.world_size
         gpu = torch.cuda.get_device_name(self.session.device) if self.session.device.type == "cuda" else ""
-        peak_rate = peak_flops(gpu, self.recipe.dtype)
+        peak_rate = metrics.peak_flops(gpu, self.recipe.dtype)
         peak, ring_results, stopped, done = 0.0, [], False, self.start
         shown = max(1, config.steps // 20)
         disable = None if self.session.first else True  # None: no bar without a terminal
@@ -383,7 +361,7 @@ class Run:
             for step in range(self.start, config.steps):
                 values = [0.0] * (1 + world_size)
                 values[0] = float(bool(seen) or self.session.orphaned)
-                values[1 + self.session.rank] = peak = peak_memory_mib(self.session.device, peak)
+                values[1 + self.session.rank] = peak = metrics.peak_memory_mib(self.session.device, peak)
                 try:
                     result, seconds, exposed = self._timed_step(step, values)
                 except FloatingPointError:
@@ -392,7 +370,7 @@ class Run:
                 speed = config.batch_size * config.seq_len / seconds
                 share = None
                 if peak_rate:
-                    share = mfu(self.flops(self.batches.training(step)), seconds, world_size, peak_rate)
+                    share = metrics.mfu(self.flops(self.batches.training(step)), seconds, world_size, peak_rate)
                 stopped, memory = result.sums[0] > 0, result.sums[1:]
                 done = step + 1
                 self.metrics_log.add(
@@ -459,7 +437,7 @@ class Run:
             return
         memory: list[float] = []
         if self.start < training[-1]["step"]:
-            found = summarise(rows, self.start)
+            found = metrics.summarise(rows, self.start)
             memory = found["peak_memory_mib"]
             write_json(self.out / "result.json", {"machine": machine(self.session), "rows": [self._facts() | found]})
         self.print(
@@ -470,14 +448,13 @@ class Run:
         )
 
     def _facts(self) -> dict[str, Any]:
-        """Return the fields of the result that describe the run."""
         config, parallel = self.config, self.trainer.parallel
         named = ("preset", "model", "seq_len", "batch_size", "accumulate", "pack", "recompute", "compile")
         return {
             "bench": "train",
             "world_size": self.session.world_size,
             "dp": parallel.dp,
-            "cp": parallel.cp,
+            "cp": parallel.ring.world_size,
             "parameters": self.trainer.num_parameters,
             "dtype": str(self.recipe.dtype).removeprefix("torch."),
             **{name: getattr(config, name) for name in named},

@@ -35,27 +35,22 @@ from ringattn.sizing.packing import place
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training options of a model, without its data.
-
-    Attributes:
-        separator: The last token of each document, when attention stays inside documents; None: it does not.
-        recompute: Activations that the backward recomputes, as in `recompute_`.
-        window: Tokens that each token sees, for balancing work and counting it; None: all before it.
-        pairs_per_token: Documents of a micro-batch are placed over all ranks (`sizing.place`), where so many visible pairs cost
-            as much as all else of a token; None: each ring has the documents of its sequences.
-    """
+    """Training options of a model, without its data."""
 
     seed: int = 0
     layout: str = "zigzag"
+    # the last token of each document, when attention stays inside documents; None: it does not
     separator: int | None = None
     accumulate: int = 1
     dtype: torch.dtype = torch.float32
-    recompute: str = "none"
+    recompute: str = "none"  # activations that the backward recomputes, as in `recompute_`
     reshard: bool = True
     compile: bool = False
     weight_decay: float = 0.1
     max_grad_norm: float = 1.0
-    window: int | None = None
+    window: int | None = None  # tokens that each token sees, for balancing work and counting it; None: all before it
+    # documents of a micro-batch are placed over all ranks (`sizing.place`), where so many visible pairs cost as much as all
+    # else of a token; None: each ring has the documents of its sequences
     pairs_per_token: float | None = None
 
 
@@ -83,13 +78,12 @@ class Trainer:
                 block.forward = torch.compile(block.forward)
         shard_model_(self.model, blocks, parallel.all_ranks, recipe.dtype, recipe.reshard)
         self.model.to(self.device)  # buffers: parameters are there
-        parameters = list(self.model.parameters())
-        decayed = [parameter for parameter in parameters if parameter.ndim > 1]
-        others = [parameter for parameter in parameters if parameter.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=(0.9, 0.95), fused=True
-        )
+        groups = [
+            {"params": chosen, "weight_decay": recipe.weight_decay if matrices else 0.0}
+            for matrices in (True, False)
+            if (chosen := [x for x in self.model.parameters() if (x.ndim > 1) == matrices])
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
 
     def sharding(self, rows: Rows) -> Any:
         """Return the sharding of some rows over this ring."""
@@ -116,7 +110,7 @@ class Trainer:
             return None
         batch = place(
             [end - start for start, end in bounds],
-            cp=self.parallel.cp,
+            cp=self.ring.world_size,
             dp=self.parallel.dp,
             pairs_per_token=pairs_per_token,
             window=self.recipe.window,

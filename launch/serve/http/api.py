@@ -10,7 +10,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,14 +26,15 @@ from ringattn.launch.serve.tokenizer import REPLACEMENT, Tokenizer
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
-MAX_SCORES = 2**20
-"""Maximum of logprobs of an answer, all choices together: some 70 MiB of JSON."""
-MAX_NAMED = 1024
-"""Maximum of tokens in `logit_bias` or `stop_token_ids`."""
+MAX_SCORES = 2**20  # maximum of logprobs of an answer, all choices together: some 70 MiB of JSON
+MAX_NAMED = 1024  # maximum of tokens in `logit_bias` or `stop_token_ids`
 
 FIELD = re.compile("(?!(str|int|float|bool)$)\\w+")
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+
+_SAMPLING = "temperature top_p min_p repetition_penalty presence_penalty frequency_penalty min_tokens".split()
+"""Fields that `Sampling` has as they are."""
 
 _to_json = msgspec.json.Encoder().encode
 
@@ -147,25 +148,21 @@ class _Body(_Strict):
             raise RequestError(400, "stream_options must be left out when stream is not true", "stream_options")
         return self
 
+    logprobs: Any = None  # a number of tokens; of chats a flag
+
     @property
     def wanted_logprobs(self) -> int | None:
         """Number of likeliest tokens to return; None for no logprobs."""
-        raise NotImplementedError("each kind of request has fields of its own for it")
+        return self.logprobs
 
     def sampling(self, choice: int, stops: Sequence[int] = ()) -> Sampling:
         """Return the sampling of a choice, which `stops` may end; each of several has its own seed."""
         return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
+            **{name: getattr(self, name) for name in _SAMPLING},
             seed=None if self.seed is None else self.seed + choice,
             logprobs=self.wanted_logprobs,
             top_k=max(0, self.top_k),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
-            min_tokens=self.min_tokens,
             stops=tuple(stops) if self.min_tokens else (),
         )
 
@@ -195,11 +192,6 @@ class Completion(_Body):
         if self.max_tokens == 0 and not self.echo:
             raise RequestError(400, "max_tokens: must be at least 1 when echo is not true, got 0", "max_tokens")
         return self
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """Number of likeliest tokens to return; None for no logprobs."""
-        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, each a text or tokens; raise RequestError if they are something else, or none."""
@@ -325,43 +317,35 @@ def ascii_only(text: str) -> str:
     return text.encode("ascii", "backslashreplace").decode()
 
 
-ScoredToken = tuple[int, Logprob | None, int]
-"""A token, its logprobs, and where it begins in the text."""
+ScoredToken = tuple[int, int, Logprob | None]  # a token, where it begins in the text, and its logprobs
 
 
 @dataclass
 class CompletionChoice:
-    """State of one answer.
-
-    Attributes:
-        score_prompt: Whether logprobs of the prompt come, which is echoed.
-        min_tokens: Tokens in whose text no stop string is looked for.
-        silent: Whether it has no tokens: only its prompt is wanted.
-        length: Characters of its tokens so far, with those that may yet begin a stop string.
-        scored: Tokens with logprobs since the writer took them: of the prompt, whose first one has none, and of the answer.
-    """
+    """State of one answer."""
 
     index: int
     prompt: Sequence[int]
     tokenizer: Tokenizer
     stops: Sequence[str]
     echo: str = ""
-    score_prompt: bool = False
-    silent: bool = False
-    min_tokens: int = 0
+    score_prompt: bool = False  # whether logprobs of the prompt come, which is echoed
+    silent: bool = False  # whether it has no tokens: only its prompt is wanted
+    min_tokens: int = 0  # tokens in whose text no stop string is looked for
     finish: str | None = None
-    length: int = 0
+    length: int = 0  # characters of its tokens so far, with those that may yet begin a stop string
     num_cached: int = 0
     ids: list[int] = field(default_factory=list)
+    # tokens with logprobs since the writer took them: of the prompt, whose first one has none, and of the answer
     scored: list[ScoredToken] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._detokenizer = Detokenizer(self.tokenizer.decode, self.prompt)
         self._stops = StopStrings(self.stops)
         self._texts: list[str] = []
-        self._prompt_detokenizer, self._num_echoed, self._echoed_length = Detokenizer(self.tokenizer.decode), 0, 0
+        self._prompt_tokens = self._with_offsets(self.prompt)
         if self.score_prompt:
-            self._echo(None)
+            self.scored.append((*next(self._prompt_tokens), None))
 
     @property
     def text(self) -> str:
@@ -374,8 +358,7 @@ class CompletionChoice:
             status, message, code = event.failure
             raise RequestError(status, message, code=code)
         self.num_cached = event.num_cached
-        for logprob in event.scores:
-            self._echo(logprob)
+        self.scored += ((*next(self._prompt_tokens), logprob) for logprob in event.scores)
         if self.silent:
             self.finish = "length" if event.token is not None or event.finish is not None else None
             return ""
@@ -383,7 +366,7 @@ class CompletionChoice:
         if event.token is not None:
             self.ids.append(event.token)
             if event.details is not None:
-                self.scored.append((event.token, event.details, len(self.echo) + self.length))
+                self.scored.append((event.token, len(self.echo) + self.length, event.details))
             piece = self._before_stops(self._detokenizer.push(event.token))
         if event.finish is not None:
             piece += self._before_stops(self._detokenizer.rest()) + self._stops.rest()
@@ -391,12 +374,12 @@ class CompletionChoice:
         self.finish = "stop" if self._stops.found else event.finish
         return piece
 
-    def _echo(self, logprob: Logprob | None) -> None:
-        """Add the logprobs of the prompt's next token."""
-        token = self.prompt[self._num_echoed]
-        self._num_echoed += 1
-        self.scored.append((token, logprob, self._echoed_length))
-        self._echoed_length += len(self._prompt_detokenizer.push(token))
+    def _with_offsets(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield each token, and where it begins in their text."""
+        detokenizer, length = Detokenizer(self.tokenizer.decode), 0
+        for token in tokens:
+            yield token, length
+            length += len(detokenizer.push(token))
 
     def _before_stops(self, piece: str) -> str:
         """Return the part of some more text that certainly comes before any stop string."""
@@ -410,14 +393,7 @@ def sse_line(chunk: dict[str, Any]) -> bytes:
 
 
 class ResponseWriter:
-    """The answer to one request: at once, or as the lines of a stream, which accumulate while a client does not read.
-
-    Args:
-        choices: The same number for each prompt, in order.
-        with_usage: Whether a stream ends with the usage.
-        continuous_usage: Whether each chunk has the usage so far.
-        with_ids: Whether answers and chunks have the field `token_ids`, and tokens without text a chunk.
-    """
+    """The answer to one request: at once, or as the lines of a stream, which accumulate while a client does not read."""
 
     def __init__(
         self,
@@ -425,11 +401,11 @@ class ResponseWriter:
         model: str,
         tokenizer: Tokenizer,
         prompts: Sequence[Sequence[int]],
-        choices: Sequence[CompletionChoice],
+        choices: Sequence[CompletionChoice],  # the same number for each prompt, in order
         *,
-        with_usage: bool = False,
-        continuous_usage: bool = False,
-        with_ids: bool = False,
+        with_usage: bool = False,  # whether a stream ends with the usage
+        continuous_usage: bool = False,  # whether each chunk has the usage so far
+        with_ids: bool = False,  # whether answers and chunks have the field `token_ids`, and tokens without text a chunk
     ) -> None:
         self._chat, self._tokenizer, self._prompts, self._choices = chat, tokenizer, prompts, choices
         self._with_usage, self._continuous_usage, self._with_ids = with_usage, continuous_usage, with_ids
@@ -522,7 +498,7 @@ class ResponseWriter:
     def _encode(self, place: int) -> None:
         """Encode logprobs as they come: those of a long answer, or of many, would stop the event loop at its end."""
         columns, choice = self._columns[place], self._choices[place]
-        for token, found, offset in choice.scored:
+        for token, offset, found in choice.scored:
             if self._chat:
                 assert found is not None, "a chat echoes nothing"
                 top = [self._entry(one, value) for one, value in found.top]

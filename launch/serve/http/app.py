@@ -35,12 +35,10 @@ from ringattn.launch.serve.messages import Settings
 from ringattn.launch.serve.tokenizer import Tokenizer
 
 PAGE = Path(__file__).with_name("page.html")
-REQUEST_ID = re.compile(rb"[!-~]{1,200}")
-"""A request id that a client may choose: it comes back in the answer."""
+REQUEST_ID = re.compile(rb"[!-~]{1,200}")  # a request id that a client may choose: it comes back in the answer
 SINGLE_HEADERS = ("host", "authorization", "x-request-id")
 """Headers that may be sent once: of two, a proxy in front and this server may each obey another one."""
-OPEN_PATHS = ("/", "/health")
-"""Paths that need no key: the page by itself shows nothing."""
+OPEN_PATHS = ("/", "/health")  # paths that need no key: the page by itself shows nothing
 
 
 async def _on_error(http_request: HttpRequest, error: Exception) -> Response:

@@ -33,20 +33,14 @@ from ringattn.launch.serve.messages import NOT_FINITE, TIME_LIMIT, NewRequest, P
 from ringattn.launch.serve.prefix_cache import prefix_digests
 from ringattn.launch.serve.tokenizer import ChatTemplateError, TextTooLongError, Tokenizer
 
-BODY_S = 60.0
-"""Seconds in which a body must have come."""
-SHORT_BYTES = 2**16
-"""Bytes of a body that is tokenized beside long ones, and does not count as waiting."""
-LONG_THREADS = 2
-"""Threads that tokenize long bodies."""
+BODY_S = 60.0  # seconds in which a body must have come
+SHORT_BYTES = 2**16  # bytes of a body that is tokenized beside long ones, and does not count as waiting
+LONG_THREADS = 2  # threads that tokenize long bodies
 WAITING_BODIES = 2
 """Bodies of the largest size, or more smaller ones as long together, that may be received and tokenized at a time."""
-KEEP_ALIVE = b": keep-alive\n\n"
-"""Comment in a stream."""
-MAX_ANSWERS = 1024
-"""Answers of one request: prompts times choices."""
-COMPLETION_TOKENS = 16
-"""New tokens of a completion that does not say how many: OpenAI's default."""
+KEEP_ALIVE = b": keep-alive\n\n"  # comment in a stream
+MAX_ANSWERS = 1024  # answers of one request: prompts times choices
+COMPLETION_TOKENS = 16  # new tokens of a completion that does not say how many: OpenAI's default
 
 
 Prepared = tuple[bool, ResponseWriter, list[int], bytes]
@@ -54,11 +48,7 @@ Prepared = tuple[bool, ResponseWriter, list[int], bytes]
 
 
 class CancellableResponse(Response):
-    """Answers a request, or cancels it when the client disconnects.
-
-    Args:
-        work: Sends the answer; a RequestError before the first byte becomes an error answer.
-    """
+    """Calls `work`, which answers a request, and cancels it when the client disconnects; its RequestError becomes the answer."""
 
     def __init__(self, work: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         super().__init__()
@@ -95,11 +85,7 @@ def error_response(error: RequestError) -> JSONResponse:
 
 
 class Body:
-    """The body of a request of at most `limit` bytes, which is one of `bodies` until it is released.
-
-    Attributes:
-        long: Bytes that count among those of WAITING_BODIES.
-    """
+    """The body of a request of at most `limit` bytes, one of `bodies` until its release; `long` of them count in WAITING_BODIES."""
 
     def __init__(self, bodies: set[Body], limit: int) -> None:
         self.data, self.long, self._size, self._full = bytearray(), 0, 0, False
@@ -107,11 +93,7 @@ class Body:
         bodies.add(self)
 
     async def read(self, http_request: HttpRequest) -> None:
-        """Receive the body.
-
-        Raises:
-            RequestError: It has more bytes than the limit, or than may wait, comes too slowly, or is not declared as JSON.
-        """
+        """Receive the body; raise RequestError if it or those that wait are too long, it comes too slowly, or is not JSON."""
         kind = http_request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # forms of other sites, which browsers send without asking, cannot have this type

@@ -30,11 +30,7 @@ Health = Callable[[], tuple[int, dict[str, str]]]
 
 
 def limit_connections(kind: Any, most: int, health: Health, root: str = "") -> type[asyncio.Protocol]:
-    """Return a subclass of uvicorn's protocol `kind` that accepts at most `most` connections.
-
-    Args:
-        health: Returns status and body of the answer to /health, also below the path `root`.
-    """
+    """Return a subclass of uvicorn's protocol `kind` for `most` connections; `health` answers /health, also below `root`."""
     accepted: set[asyncio.Protocol] = set()
     beyond: dict[asyncio.Protocol, Any] = {}  # in the order in which they came, with their transports
     probe = re.compile(rb"(GET|HEAD) (%b)?/health[ ?]" % re.escape(root.encode()))
@@ -45,8 +41,7 @@ def limit_connections(kind: Any, most: int, health: Health, root: str = "") -> t
     class LimitedProtocol(kind):
         """One connection."""
 
-        begun: bytes | None = b""
-        """First bytes of a connection beyond the limit, until it is answered."""
+        begun: bytes | None = b""  # first bytes of a connection beyond the limit, until it is answered
         timer: Any = None
 
         def connection_made(self, transport: Any) -> None:

@@ -7,15 +7,11 @@ from functools import lru_cache
 
 from ringattn.launch.serve.tokenizer import REPLACEMENT
 
-CONTEXT_TOKENS = 8
-"""Tokens of the prompt before an answer: the text of a token may depend on those before it."""
-MAX_BEGUN = 3
-"""Bytes, and so tokens, of a character that has begun and not ended."""
+CONTEXT_TOKENS = 8  # tokens of the prompt before an answer: the text of a token may depend on those before it
+MAX_BEGUN = 3  # bytes, and so tokens, of a character that has begun and not ended
 MAX_KEPT = CONTEXT_TOKENS + MAX_BEGUN
-MAX_UNDECODED = 64
-"""Tokens after which text that never becomes valid is given as it is."""
-MAX_TEXTS = 2**16
-"""Texts of tokens, and of pairs of them, that are cached; 2**16 pairs take about 15 MiB."""
+MAX_UNDECODED = 64  # tokens after which text that never becomes valid is given as it is
+MAX_TEXTS = 2**16  # texts of tokens, and of pairs of them, that are cached; 2**16 pairs take about 15 MiB
 
 Decode = Callable[[Sequence[int]], str]
 

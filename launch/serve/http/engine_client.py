@@ -21,8 +21,6 @@ from ringattn.launch.serve import messages
 from ringattn.launch.serve.http.api import RequestError
 from ringattn.launch.serve.http.metrics import Metrics
 
-BEAT_S = 1.0
-"""Seconds between heartbeats."""
 KEEP_ALIVE_S = 15.0
 """Seconds after which a stream without tokens gets a comment: proxies cut off answers that are silent for a minute."""
 
@@ -30,17 +28,9 @@ ENGINE_GONE = "the server is going down: its engine is gone"
 
 
 class EngineClient:
-    """Sends requests to the engine, and passes on its events.
+    """Sends requests to the engine, and passes on its events; `link` is a socket that closes with the engine's process.
 
     All methods are called in the event loop's thread, unless they say otherwise.
-
-    Args:
-        link: Socket that closes with the engine's process.
-
-    Attributes:
-        ids: New ids of requests; in any thread.
-        ended: Whether the engine has sent Stop, or is gone.
-        stopped: Whether it has sent Stop.
     """
 
     def __init__(
@@ -51,7 +41,10 @@ class EngineClient:
         max_requests: int,
         state: dict[str, Any],
     ) -> None:
-        self.max_requests, self.ids, self.ended, self.stopped = max_requests, itertools.count(1), False, False
+        self.max_requests = max_requests
+        self.ids = itertools.count(1)  # new ids of requests; in any thread
+        self.stopped = False  # whether the engine has sent Stop
+        self.ended = False  # whether it has sent Stop, or is gone
         self._pull, self._push, self._link, self._state = pull, push, link, state
         self._descriptor: Any = pull.fd
         self._closed: str | None = None
@@ -159,7 +152,7 @@ class EngineClient:
     def _beat(self) -> None:
         if not self.ended:
             self._send(messages.encode(messages.Heartbeat()))
-            self._loop.call_later(BEAT_S, self._beat)
+            self._loop.call_later(messages.BEAT_S, self._beat)
 
 
 @dataclass(slots=True)
@@ -173,13 +166,7 @@ class _OpenRequest:
 
 
 class OpenRequests:
-    """Events of some requests until all have ended; at the end of the context the others are cancelled.
-
-    Args:
-        take: Called with the place of a request and an event of it; returns whether it is finished. `wait` raises its exceptions.
-        arrived: Time of the requests' arrival, on the monotonic clock.
-        each: Whether `wait` returns for each event, and each KEEP_ALIVE_S, and not only when all requests have ended.
-    """
+    """Events of some requests until all have ended; at the end of the context the others are cancelled."""
 
     def __init__(
         self,
@@ -187,9 +174,10 @@ class OpenRequests:
         metrics: Metrics,
         request_ids: Sequence[int],
         encoded: bytes,
+        # called with the place of a request and an event of it; returns whether it is finished. `wait` raises its exceptions
         take: Callable[[int, messages.Event], bool],
-        arrived: float,
-        each: bool,
+        arrived: float,  # time of the requests' arrival, on the monotonic clock
+        each: bool,  # whether `wait` returns for each event, and each KEEP_ALIVE_S, and not only when all requests have ended
     ) -> None:
         self._client, self._metrics, self._ids, self._take = client, metrics, request_ids, take
         self._began, self._each, self._wake = arrived, each, asyncio.Event()
@@ -213,10 +201,7 @@ class OpenRequests:
             self._client.cancel(request_id)
 
     async def wait(self) -> bool:
-        """Wait for an event since the last call, and return whether more can follow; raise RequestError if a request has failed.
-
-        See `each`.
-        """
+        """Wait for an event (see `each`), and return whether more can follow; raise RequestError if a request has failed."""
         await self._wake.wait()
         self._wake.clear()
         if self._error is not None:

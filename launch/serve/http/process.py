@@ -12,7 +12,6 @@ import socket
 import sys
 
 import uvicorn
-import zmq
 
 from ringattn.launch.serve import messages
 from ringattn.launch.serve.config import freeze_gc
@@ -27,15 +26,14 @@ TURN_S = 0.0005
 def main(port: int, link: int, folder: str) -> int:
     """Serve until the engine sends Stop, or is gone; return the exit code, 0 after Stop or without settings.
 
-    Args:
-        port: Descriptor of the socket for clients.
-        link: Descriptor of the socket that closes with the engine's process.
-        folder: Folder of the sockets; removed if the engine's process can not do it.
+    `port` and `link` are descriptors of the sockets for clients, and of the one that closes with the engine's process. `folder` has
+    the other sockets; it is removed if the engine's process cannot do it.
     """
     engine = socket.socket(fileno=link)
     pull, push = messages.receive_at(folder, "http"), messages.send_to(folder, "engine")
-    settings = _receive_settings(pull, engine)
-    if settings is None:
+    begins = pull in dict(messages.poller(pull, engine).poll())
+    settings = messages.decode_to_http(pull.recv()) if begins else None
+    if not isinstance(settings, messages.Settings):  # the engine has ended or failed before
         shutil.rmtree(folder, ignore_errors=True)
         return 0
     client = EngineClient(pull, push, engine, settings.args.max_requests, settings.state)
@@ -62,14 +60,6 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         return self._client.ended or await super().on_tick(counter)
-
-
-def _receive_settings(pull: zmq.Socket[bytes], engine: socket.socket) -> messages.Settings | None:
-    """Return the first message; None when the engine ends or fails before."""
-    if pull not in dict(messages.poller(pull, engine).poll()):
-        return None
-    message = messages.decode_to_http(pull.recv())
-    return message if isinstance(message, messages.Settings) else None
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train.__main__ import check, run_rank
 from ringattn.launch.train.config import PRESETS, TrainConfig
 from ringattn.launch.train.data import load_corpus
-from ringattn.launch.train.metrics_log import read_rows
+from ringattn.launch.train.metrics import read_rows
 from ringattn.launch.train.parallel import Parallel, make_parallel, single_process_group
 from ringattn.launch.train.pretrained import build_causal_lm, load_tokenizer
 from ringattn.launch.train.trainer import Recipe, Trainer

@@ -15,10 +15,9 @@ import torch
 import zmq
 
 from ringattn.launch.common.distributed import Session
-from ringattn.launch.serve import rank_liveness
+from ringattn.launch.serve import rank_channel
 from ringattn.launch.serve.messages import StepCommand, Stop
-from ringattn.launch.serve.rank_channel import RankChannel, accept_ranks, close_dealer, connect_to_rank_0
-from ringattn.launch.serve.rank_liveness import RankLiveness
+from ringattn.launch.serve.rank_channel import RankChannel, RankLiveness, accept_ranks, close_dealer, connect_to_rank_0
 
 
 def rank(index: int, world_size: int = 2) -> Session:
@@ -38,7 +37,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[Any]:
 
     monkeypatch.setattr(Session, "broadcast", broadcast)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr(rank_liveness, "BEAT_S", 0.1)
+    monkeypatch.setattr(rank_channel, "BEAT_S", 0.1)
     return sent
 
 

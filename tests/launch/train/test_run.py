@@ -44,7 +44,7 @@ from ringattn.launch.train.checkpoint import (
 )
 from ringattn.launch.train.config import PRESETS, TrainConfig, parse
 from ringattn.launch.train.data import load_corpus
-from ringattn.launch.train.metrics_log import MetricsLog, plot_losses, read_rows, summarise
+from ringattn.launch.train.metrics import MetricsLog, plot_losses, read_rows, summarise
 from ringattn.launch.train.model import Transformer
 from ringattn.launch.train.parallel import make_parallel, single_process_group
 from ringattn.launch.train.pretrained import read_config_json

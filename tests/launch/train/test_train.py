@@ -18,11 +18,12 @@ from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train import metrics
 from ringattn.launch.train.config import PRESETS, TrainConfig
 from ringattn.launch.train.data import Batches, count_targets, load_corpus, make_rows
-from ringattn.launch.train.loss import IGNORED, cross_entropy_sum
 from ringattn.launch.train.model import (
+    IGNORED,
     ROPE_THETA,
     Transformer,
     apply_rope,
+    cross_entropy_sum,
     document_positions,
     recompute_,
     rope_tables,
@@ -413,14 +414,13 @@ def test_a_mesh_of_another_size_is_refused():
 
 def test_flops_are_counted_by_visible_pairs(alone):
     trainer, windows = Trainer(make_model, Recipe(separator=0), alone), some_tokens(2, 65) % 9
-    with metrics.ForwardFlops() as counted:
-        trainer.evaluate([windows])
+    attention, others = metrics.count_flops(lambda: trainer.evaluate([windows]))
     matrices = sum(p.numel() for name, p in make_model().named_parameters() if p.ndim == 2)
-    assert counted.others == 2 * matrices * 128  # the tied embedding counts once, as the output projection
+    assert others == 2 * matrices * 128  # the tied embedding counts once, as the output projection
     pairs = trainer.pairs(windows)
     documents = make_rows(windows, 0).documents or ()
     assert pairs == sum((b - a) * (b - a + 1) // 2 for a, b in itertools.pairwise(documents))
-    assert counted.attention == SMALL.layers * 4 * SMALL.head_dim * SMALL.heads * pairs
+    assert attention == SMALL.layers * 4 * SMALL.head_dim * SMALL.heads * pairs
 
 
 class FakeEvent:
