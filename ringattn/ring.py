@@ -477,23 +477,17 @@ class Ring:
             link.close()
 
     def _init_transport(self, device: torch.device) -> None:
-        """Decide the transport, once, together with all ranks."""
         if self._has_transport or (device.type != "cuda" and self._wanted_transport == "auto"):
             return
         assert self._consensus is not None, "a ring of one rank is settled from the start"
         moves, self._choice, budget, rate = choose(
-            self._wanted_transport,
-            device,
-            self._consensus,
-            self._memory_budget,
-            self._links[0],
-            self.context.nodes,
+            self._wanted_transport, device, self._consensus, self._memory_budget, self._links[0], self.context.nodes
         )
         if self.save_gathered_kv and (self._choice.name != "copy_engine" or self.context.nodes is not None):
             self._choice = replace(self._choice, why=f"{self._choice.why}; save_gathered_kv finds nothing to keep")
         between = self.context.between_nodes
         if between is not None:
-            between = moves.watch_transport(between) or between
+            between = moves.watch_transport(between)
         self.context = replace(self.context, transport=moves, between_nodes=between, budget=budget, push_rate=rate)
         self.generation += 1
         self._has_transport = True

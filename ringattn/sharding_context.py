@@ -68,7 +68,6 @@ _used = False  # whether any sharding has ever been current in this process
 
 
 def _backward_pass() -> int:
-    """Return the backward pass that this thread is in, or -1."""
     return torch._C._current_graph_task_id()
 
 

@@ -144,12 +144,9 @@ def simulate_ring(
 
     def run(context: RingContext) -> tuple[Tensor, Tensor, Gradients | None]:
         mine, keys = shardings[context.rank], kv_shardings[context.rank]
-        score_tensors = ScoreTensors(
-            sinks,
-            alibi_slopes,
-            None if key_bias is None else keys.cut(key_bias, 1),
-            None if whole_bias is None else mine.cut(whole_bias, 2),
-        )
+        own_key_bias = None if key_bias is None else keys.cut(key_bias, 1)
+        own_bias = None if whole_bias is None else mine.cut(whole_bias, 2)
+        score_tensors = ScoreTensors(sinks, alibi_slopes, own_key_bias, own_bias)
         given = None if whole is None else whole._replace(rows=keys.cut(whole.rows, 1))
         local = mine.cut(q, 1), *((keys.cut(k, 1), keys.cut(v, 1)) if given is None else given.stand_ins())
         text = call_text(mine, None if keys is mine else keys, call)
@@ -227,13 +224,8 @@ def _check(
         if x.dim() != 4:
             raise ValueError(f"{name} must be 4-dimensional, `batch rows heads head_dim`, got shape {tuple(x.shape)}")
     (b, n, h, d), m = q.shape, k.shape[1]
-    bias = tensors["bias"]
-    score = ScoreTensors(
-        tensors["sinks"],
-        tensors["alibi_slopes"],
-        tensors["key_bias"],
-        None if bias is None else expand_bias(bias, q, m),
-    )
+    bias = None if tensors["bias"] is None else expand_bias(tensors["bias"], q, m)
+    score = ScoreTensors(tensors["sinks"], tensors["alibi_slopes"], tensors["key_bias"], bias)
     shardings = _shardings(n, **layouts, world_size=numbers["world_size"])
     kv_layouts = {**layouts, "documents": None}
     kv_shardings = shardings if m == n else _shardings(m, **kv_layouts, world_size=numbers["world_size"])

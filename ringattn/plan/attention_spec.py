@@ -100,7 +100,7 @@ class AttentionSpec:
         if given is None:
             given = fold_mask(**{name: record[name] for name in _SHORT_FORMS})
         mask = MaskUnion(sharding.seq_len, kv_sharding.seq_len, given, sharding.documents)
-        others = {name: record[name] for name in _OTHERS}
+        others = {name: record[name] for name in ("softmax_scale", *_OF_SCORE)}
         return cls(sharding.detached, kv_sharding.detached, mask, **others, text=text)
 
     def __post_init__(self) -> None:
@@ -162,14 +162,8 @@ class CallOptions(MaskOptions, total=False):
 
 
 _SHORT_FORMS = tuple(ShortForms.__annotations__)
-_OTHERS = ("softmax_scale", "softcap", "dropout_p", "impl", "backward", "deterministic", "latents")
-_DEFAULTS: dict[str, Any] = {
-    "causal": False,
-    "window": None,
-    "prefix_len": 0,
-    "chunk_len": None,
-    "lengths": None,
-    "mask": None,
+_OF_MASK = {"causal": False, "window": None, "prefix_len": 0, "chunk_len": None, "lengths": None, "mask": None}
+_OF_SCORE = {
     "softcap": 0.0,
     "dropout_p": 0.0,
     "impl": "auto",
@@ -177,14 +171,11 @@ _DEFAULTS: dict[str, Any] = {
     "deterministic": False,
     "latents": None,
 }
+_DEFAULTS: dict[str, Any] = _OF_MASK | _OF_SCORE
 
 
 def serialize(
-    sharding: Sharding,
-    kv_sharding: Sharding | None = None,
-    *,
-    softmax_scale: float,
-    **options: Unpack[CallOptions],
+    sharding: Sharding, kv_sharding: Sharding | None = None, *, softmax_scale: float, **options: Unpack[CallOptions]
 ) -> str:
     """Return the text of a call, equal on all ranks, which `AttentionSpec.deserialize` reads; options as in `ring_attention`.
 

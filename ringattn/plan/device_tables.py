@@ -55,14 +55,9 @@ def step_tables(
         (spec.sharding.shards, "keys", of_keys) if moving == "keys" else (spec.kv_sharding.shards, of_keys, "keys")
     )
     ring_steps = (plan or spec.plan(moving, nodes)).ranks[spec.rank].ring_steps
-    return StepTables(
-        side_key(pack(shards[spec.rank]), spec.mask, device, stays),
-        tuple(
-            None if ring_step is None else side_key(ring_step.runs, spec.mask, device, moves)
-            for ring_step in ring_steps
-        ),
-        side_key((), spec.mask, device, moves),
-    )
+    moving_keys = [step and side_key(step.runs, spec.mask, device, moves) for step in ring_steps]
+    stationary = side_key(pack(shards[spec.rank]), spec.mask, device, stays)
+    return StepTables(stationary, tuple(moving_keys), side_key((), spec.mask, device, moves))
 
 
 def sides_of(tables: StepTables, moving: str) -> list[tuple[RowMetadata, RowMetadata]]:
@@ -73,20 +68,20 @@ def sides_of(tables: StepTables, moving: str) -> list[tuple[RowMetadata, RowMeta
 
 def fused_tables(spec: AttentionSpec, device: torch.device, nodes: Nodes | None = None) -> FusedTables:
     """Return the keys of the tables of fused launches."""
-    plan, size = spec.plan("keys", nodes).ranks[spec.rank], len(nodes[0]) if nodes else len(spec.sharding.shards)
+    plan = spec.plan("keys", nodes).ranks[spec.rank]
     keys, returning = list[Key[GatheredKeys]](), list[Key[Tensor]]()
     for node_step in range(len(plan.remote_shards)):
-        held, gather_plan = plan.held(node_step), spec.gather_plan(nodes, node_step)
-        ring_steps = (held, *plan.ring_steps[node_step * size + 1 : (node_step + 1) * size])
+        ring_steps, gather_plan = plan.node_steps(node_step), spec.gather_plan(nodes, node_step)
         keys.append(gathered_key(ring_steps, gather_plan, spec.mask, device, forward_only=spec.forward_only))
-        returning.append(returning_key(gather_plan.sends, held.num_rows, device))
+        returning.append(returning_key(gather_plan.sends, plan.held(node_step).num_rows, device))
     rows = side_key(pack(spec.sharding.shards[spec.rank]), spec.mask, device, "keys")
     return FusedTables(rows, tuple(keys), tuple(returning))
 
 
 def side_key(runs: Runs, mask: MaskUnion, device: torch.device | str, axis: MaskAxis | None) -> Key[RowMetadata]:
     """Return the key of the table of rows that are packed by runs; axis None: Note [Forward only]."""
-    return Key(device, (runs, mask, axis), lambda place: _make(runs, mask, place, axis))
+    rows = sum(length for _, length, _, _ in runs)
+    return Key(device, (runs, mask, axis), lambda place: _make(rows, [(0, runs)], 0, mask, place, axis).sides[0])
 
 
 def stationary_side(shard: Shard, mask: MaskUnion, device: torch.device | str, axis: MaskAxis = "keys") -> RowMetadata:
@@ -103,6 +98,7 @@ def gathered_key(
     forward_only: bool = False,
 ) -> Key[GatheredKeys]:
     """Return the key of the tables of all ring steps of a rank, by inner step, when they are computed in one launch."""
+    axis: MaskAxis | None = None if forward_only else "queries"
     own = ring_steps[0]
     assert own is not None, "a rank without keys of its own goes step by step"
     local_rows, sources = own.num_rows, [(0, own.runs)]
@@ -114,7 +110,7 @@ def gathered_key(
     return Key(
         device,
         (tuple(sources), gather_plan.remote_rows, mask, forward_only),
-        lambda place: _make_gathered(local_rows, sources, gather_plan.remote_rows, mask, place, forward_only),
+        lambda place: _make(local_rows, sources, gather_plan.remote_rows, mask, place, axis),
     )
 
 
@@ -141,22 +137,16 @@ def bounds_of(positions: Tensor, mask: MaskUnion, axis: MaskAxis | None) -> tupl
     if axis is None:
         nothing = positions.new_empty(1, 0)
         return nothing, nothing
-    found = {
-        variant: torch.stack(
-            [
-                torch.stack([_evaluate(bound, positions) for bound in term.bounds])
-                for term in mask.intervals(axis, variant)
-            ]
-        )
-        for variant in mask.variants
-    }
+    found = dict[int, Tensor]()
+    for variant in mask.variants:
+        bounds = [bound for term in mask.intervals(axis, variant) for bound in term.bounds]
+        found[variant] = torch.stack([_evaluate(bound, positions) for bound in bounds]).unflatten(0, (-1, 2))
     # terms 2 b s
     lines = torch.stack([found[b] for b in mask.variant_of], 2)
     return lines[:, 0].flatten(0, 1), lines[:, 1].flatten(0, 1)
 
 
 def _evaluate(bound: PiecewiseBound, positions: Tensor) -> Tensor:
-    """Return the values of a bound at positions."""
     starts, values, slopes = (
         torch.tensor(x, dtype=torch.int64, device=positions.device)
         for x in (bound.starts[:-1], bound.values, bound.slopes)
@@ -186,34 +176,25 @@ def _patterns_key(patterns: tuple[BlockPattern | None, ...], device: torch.devic
     return Key(device, patterns, make)
 
 
-def _make(runs: Runs, mask: MaskUnion, device: torch.device, axis: MaskAxis | None) -> RowMetadata:
-    positions = _positions(runs, torch.int32 if axis is None else torch.int64)
-    lo, hi = bounds_of(positions, mask, axis)
-    table = torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4)
-    views = upload([table, positions, lo, hi], device)
-    terms, patterns = _cuts(mask, device, axis)
-    bounds = lo.to(torch.int32), hi.to(torch.int32)
-    return RowMetadata(*views, run_list=runs, lo_host=bounds[0], hi_host=bounds[1], terms=terms, patterns=patterns)
-
-
-def _make_gathered(
+def _make(
     local_rows: int,
-    sources: list[tuple[int, Runs]],
+    sources: Sequence[tuple[int, Runs]],
     remote_rows: int,
     mask: MaskUnion,
     device: torch.device,
-    forward_only: bool,
+    axis: MaskAxis | None,
 ) -> GatheredKeys:
+    """Return the tables of rows of several (ring step, runs), those of step 0 first, and of all of them together."""
     places, parts = [], []
-    dtype = torch.int32 if forward_only else torch.int64
+    dtype = torch.int32 if axis is None else torch.int64
     for step, runs in sources:
         positions = _positions(runs, dtype)
         first = runs[0][0] + local_rows if step else 0
         places.append(slice(first, first + positions.shape[0]))
-        parts.append((positions, *bounds_of(positions, mask, None if forward_only else "queries")))
+        parts.append((positions, *bounds_of(positions, mask, axis)))
     batches = max(lo.shape[0] for _, lo, _ in parts)
     positions = torch.zeros(local_rows + remote_rows, dtype=dtype, device="cpu")
-    columns = 0 if forward_only else local_rows + remote_rows
+    columns = 0 if axis is None else local_rows + remote_rows
     lo, hi = torch.zeros(2, batches, columns, dtype=torch.int64, device="cpu")
     for place, part in zip(places, parts, strict=True):
         positions[place] = part[0]
@@ -221,23 +202,15 @@ def _make_gathered(
             lo[:, place], hi[:, place] = part[1:]
     tables = [torch.tensor(runs, dtype=torch.int64, device="cpu").reshape(-1, 4) for _, runs in sources]
     on_device = upload([positions, lo, hi, *tables], device)
-    terms, patterns = _cuts(mask, device, None if forward_only else "queries")
-    sides = tuple(
-        RowMetadata(
-            table,
-            on_device[0][place],
-            on_device[1][:, place],
-            on_device[2][:, place],
-            run_list=runs,
-            lo_host=lo[:, place].to(torch.int32),
-            hi_host=hi[:, place].to(torch.int32),
-            terms=terms,
-            patterns=patterns,
-        )
-        for (_, runs), place, table in zip(sources, places, on_device[3:], strict=True)
-    )
-    positions, lo, hi = on_device[:3]
-    return GatheredKeys(sides, tuple(step for step, _ in sources), local_rows, remote_rows, positions, lo, hi)
+    whole = on_device[:3]
+    terms, patterns = _cuts(mask, device, axis)
+    sides = []
+    for (_, runs), place, table in zip(sources, places, on_device[3:], strict=True):
+        host = [x[:, place].to(torch.int32) for x in (lo, hi)]
+        views = [x[..., place] for x in whole]
+        sides.append(RowMetadata(table, views[0], views[1], views[2], runs, host[0], host[1], terms, patterns))
+    positions, lo, hi = whole
+    return GatheredKeys(tuple(sides), tuple(step for step, _ in sources), local_rows, remote_rows, positions, lo, hi)
 
 
 def _positions(runs: Runs, dtype: torch.dtype) -> Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import and_, index, or_
 from typing import Any, ClassVar
 
@@ -63,20 +63,30 @@ class Mask(ABC):
 
     Masks know no sequence; `pairs`, `draw` and calls of attention give them one. They are immutable and hashable, and
     their text (`repr`) is the expression that makes them.
+
+    Attributes:
+        word: First word of `spec`.
+        kinds: All kinds of masks by this word.
+        text: The literal of `spec`, which is part of the text of a call.
     """
 
     word: ClassVar[str]
-    _text: str = field(init=False, repr=False, compare=False)
+    kinds: ClassVar[dict[str, Callable[..., Mask]]] = {}
+    text: str = field(init=False)
+
+    def __init_subclass__(cls, word: str = "") -> None:
+        cls.word = word
+        Mask.kinds[word] = cls
 
     def __post_init__(self) -> None:
         # now: torch.compile, which calls with a mask, does not trace the lock of a cached property
-        object.__setattr__(self, "_text", repr(self.spec))
+        object.__setattr__(self, "text", repr(self.spec))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Mask) and self._text == other._text)
+        return self is other or (isinstance(other, Mask) and self.text == other.text)
 
     def __hash__(self) -> int:
-        return hash(self._text)
+        return hash(self.text)
 
     def __and__(self, other: Mask) -> Mask:
         return Intersection((*_flat(self, Intersection), *_flat(check_mask(other), Intersection)))
@@ -140,7 +150,6 @@ class Mask(ABC):
         None for all of them only whether it is known. Chunks, prefixes and sinks are counted from `starts`.
         """
         del here, starts, ends
-        return None
 
     @property
     def batch_size(self) -> int | None:
@@ -156,11 +165,6 @@ class Mask(ABC):
         del seq_len, kv_len
 
     @property
-    def text(self) -> str:
-        """The literal of `spec`, which is part of the text of a call."""
-        return self._text
-
-    @property
     def spec(self) -> tuple[Any, ...]:
         """The mask as nested tuples of primitives, which `from_spec` reads."""
         return (self.word, *(getattr(self, one.name) for one in fields(self) if one.init))
@@ -170,10 +174,8 @@ class Mask(ABC):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Causal(Mask):
+class Causal(Mask, word="causal"):
     """Keys j <= i."""
-
-    word: ClassVar[str] = "causal"
 
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
         return j <= i
@@ -187,10 +189,9 @@ class Causal(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Window(Mask):
+class Window(Mask, word="window"):
     """Keys `i - left <= j <= i + right`; None: unbounded."""
 
-    word: ClassVar[str] = "window"
     left: int | None
     right: int | None
 
@@ -214,10 +215,9 @@ class Window(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Documents(Mask):
+class Documents(Mask, word="documents"):
     """i and j in the same document."""
 
-    word: ClassVar[str] = "documents"
     boundaries: tuple[int, ...]
 
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
@@ -229,10 +229,9 @@ class Documents(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Prefix(Mask):
+class Prefix(Mask, word="prefix"):
     """Keys j < length."""
 
-    word: ClassVar[str] = "prefix"
     length: int
 
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
@@ -247,10 +246,9 @@ class Prefix(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Chunks(Mask):
+class Chunks(Mask, word="chunks"):
     """`i // length == j // length`."""
 
-    word: ClassVar[str] = "chunks"
     length: int
 
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
@@ -277,16 +275,14 @@ class Chunks(Mask):
         if n == m:
             # documents compile faster where chunks are thousands
             return Documents((*range(0, n, length), n)).intervals(frame)
-        starts = range(0, n, length)
-        lower = from_pieces([(min(length, n - a), min(a, m), 0) for a in starts])
-        return [Term((lower, from_pieces([(min(length, n - a), min(a + length, m), 0) for a in starts])))]
+        rows = [(a, min(a + length, n), min(a, m), min(a + length, m)) for a in range(0, n, length)]
+        return [Term(_of_stretches(rows, n))]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Lengths(Mask):
+class Lengths(Mask, word="lengths"):
     """Both i and j in [start, stop) of their batch element."""
 
-    word: ClassVar[str] = "lengths"
     extents: tuple[tuple[int, int], ...]
 
     def visible(self, i: Any, j: Any, *, b: int = 0, **_: Any) -> Any:  # noqa: D102
@@ -322,10 +318,9 @@ class Lengths(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Spans(Mask):
+class Spans(Mask, word="spans"):
     """i and j in the same span; a token outside of all spans neither sees nor is seen."""
 
-    word: ClassVar[str] = "spans"
     stretches: tuple[tuple[int, int], ...]
 
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
@@ -342,17 +337,14 @@ class Spans(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Sinks(Mask):
+class Sinks(Prefix, word="sinks"):
     """The first keys of the document of i."""
-
-    word: ClassVar[str] = "sinks"
-    length: int
 
     def visible(  # noqa: D102
         self, i: Any, j: Any, *, documents: tuple[int, ...] | None = None, **_: Any
     ) -> Any:
         if documents is None:
-            return (j < self.length) & (i == i)
+            return super().visible(i, j)
         inside = [(a <= i) & (i < e) & (a <= j) & (j < min(a + self.length, e)) for a, e in pairwise(documents)]
         return reduce(or_, inside)
 
@@ -360,17 +352,14 @@ class Sinks(Mask):
         return [] if here is None else [(starts.expand_as(here), _reach(starts, self.length, ends).expand_as(here))]
 
     def intervals(self, frame: Frame) -> list[Term]:  # noqa: D102
-        stretches = frame.stretches
-        lower = from_pieces([(e - a, first, 0) for a, e, first, _ in stretches])
-        upper = [(e - a, min(first + self.length, stop), 0) for a, e, first, stop in stretches]
-        return [Term((lower, from_pieces(upper)))]
+        rows = [(a, e, first, min(first + self.length, stop)) for a, e, first, stop in frame.stretches]
+        return [Term(_of_stretches(rows, frame.seq_len))]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class GlobalTokens(Mask):
+class GlobalTokens(Mask, word="global_tokens"):
     """Pairs of which one is among the first tokens of their document."""
 
-    word: ClassVar[str] = "global_tokens"
     length: int
 
     def visible(  # noqa: D102
@@ -392,7 +381,7 @@ class GlobalTokens(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Tree(Mask):
+class Tree(Mask, word="tree"):
     """Nodes of tokens in depth-first order: a row sees the nodes above its own, and its own up to itself.
 
     Attributes:
@@ -400,17 +389,13 @@ class Tree(Mask):
         lengths: Tokens of each node.
     """
 
-    word: ClassVar[str] = "tree"
     parents: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @property
     def starts(self) -> list[int]:
         """First position of each node, and the number of tokens."""
-        found = [0]
-        for length in self.lengths:
-            found.append(found[-1] + length)
-        return found
+        return list(accumulate(self.lengths, initial=0))
 
     @property
     def depths(self) -> list[int]:
@@ -468,10 +453,9 @@ class Tree(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Blocks(Mask):
+class Blocks(Mask, word="blocks"):
     """Pairs whose blocks of positions a table shows."""
 
-    word: ClassVar[str] = "blocks"
     pattern: BlockPattern
 
     def visible(self, i: Any, j: Any, **_: Any) -> Any:  # noqa: D102
@@ -502,8 +486,6 @@ class Blocks(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _Combined(Mask):
-    """A mask of parts."""
-
     parts: tuple[Mask, ...]
 
     @property
@@ -528,10 +510,8 @@ class _Combined(Mask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Intersection(_Combined):
+class Intersection(_Combined, word="all"):
     """Pairs that all parts show."""
-
-    word: ClassVar[str] = "all"
 
     def visible(self, i: Any, j: Any, *, b: int = 0, documents: tuple[int, ...] | None = None) -> Any:  # noqa: D102
         for part in self.parts:
@@ -568,16 +548,14 @@ class Intersection(_Combined):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Union(_Combined):
+class Union(_Combined, word="any"):
     """Pairs that one part shows at least."""
-
-    word: ClassVar[str] = "any"
 
     def visible(self, i: Any, j: Any, **context: Any) -> Any:  # noqa: D102
         return reduce(or_, (part.visible(i, j, **context) for part in self.parts))
 
     def bounds(self, here: Any, starts: Any, ends: Any) -> list[tuple[Any, Any]] | None:  # noqa: D102
-        first = [part for part in self.parts if isinstance(part, (Prefix, Sinks))]
+        first = [part for part in self.parts if isinstance(part, Prefix)]
         others = [part for part in self.parts if part not in first]
         if len(first) != 1 or len(others) != 1:
             return None
@@ -600,10 +578,8 @@ class Union(_Combined):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class PerBatch(_Combined):
+class PerBatch(_Combined, word="per_batch"):
     """A mask of its own for each batch element."""
-
-    word: ClassVar[str] = "per_batch"
 
     def visible(self, i: Any, j: Any, *, b: int = 0, **context: Any) -> Any:  # noqa: D102
         return self.parts[b].visible(i, j, b=b, **context)
@@ -801,16 +777,11 @@ def from_spec(spec: Sequence[Any]) -> Mask:
     """Return the mask that `Mask.spec` describes; lists serve as well as tuples (JSON)."""
     word, *values = spec
     if word in ("all", "any", "per_batch"):
-        return {"all": Intersection, "any": Union, "per_batch": PerBatch}[word](tuple(map(from_spec, values)))
+        return Mask.kinds[word](tuple(map(from_spec, values)))
     if word == "blocks":
         lines, columns, size = values
         return Blocks(BlockPattern(tuple(int(line, 16) for line in lines.split(" ")), columns, size))
-    return _LEAVES[word](*map(_frozen, values))
-
-
-_LEAVES: dict[str, type[Mask]] = {
-    kind.word: kind for kind in (Causal, Window, Documents, Prefix, Chunks, Lengths, Spans, Sinks, GlobalTokens, Tree)
-}
+    return Mask.kinds[word](*map(_frozen, values))
 
 
 def _of_stretches(stretches: list[tuple[int, int, int, int]], rows: int) -> Bounds:

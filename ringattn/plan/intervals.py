@@ -207,12 +207,6 @@ def merge_touching(a: Bounds, b: Bounds) -> Bounds | None:
     return lower, upper
 
 
-def count(bounds: Bounds, a: int, b: int) -> int:
-    """Pairs of the rows [a, b)."""
-    lower, upper = bounds
-    return upper.total(b) - upper.total(a) - lower.total(b) + lower.total(a)
-
-
 MOST_TERMS = 16
 """Terms of the largest mask: each is met by every tile of a kernel."""
 
@@ -236,33 +230,35 @@ def merged(given: list[Term]) -> list[Term]:
     """Return terms without those that show nothing, joined where the union is one interval."""
     found: list[Term] = []
     for term in given:
-        while True:
-            for k, other in enumerate(found):
-                joined = merge_touching(other.bounds, term.bounds) if other.pattern == term.pattern else None
-                if joined is not None:
-                    term = Term(joined, found.pop(k).pattern)
-                    break
-            else:
-                break
+        kept, term = _merge_one(found, term)
+        # what has grown may touch terms that did not touch it before
+        while len(kept) < len(found):
+            found = kept
+            kept, term = _merge_one(found, term)
         if not term.is_empty:
             found.append(term)
     return found
 
 
+def _merge_one(disjoint: list[Term], new: Term) -> tuple[list[Term], Term]:
+    """Return the terms that a new one does not touch, and the new one joined with the others."""
+    kept = []
+    for term in disjoint:
+        joined = merge_touching(term.bounds, new.bounds) if term.pattern == new.pattern else None
+        if joined is None:
+            kept.append(term)
+        else:
+            new = Term(joined, new.pattern)
+    return kept, new
+
+
 def count_term(term: Term, a: int, b: int) -> int:
     """Visible pairs of the queries [a, b)."""
     if term.pattern is None:
-        return count(term.bounds, a, b)
-    size, total = term.pattern.block_size, 0
-    lower, upper = term.bounds
-    for index in range(a // size, -(-b // size)):
-        first, last = max(a, index * size), min(b, (index + 1) * size)
-        for begin, end in term.pattern.spans[index]:
-            if lower.at(last - 1) <= begin and end <= upper.at(first):
-                total += (last - first) * (end - begin)
-            else:
-                total += sum(max(0, min(upper.at(i), end) - max(lower.at(i), begin)) for i in range(first, last))
-    return total
+        lower, upper = term.bounds
+        return upper.total(b) - upper.total(a) - lower.total(b) + lower.total(a)
+    every = (Run(0, 1, term.pattern.columns * term.pattern.block_size),)
+    return count_term_pairs(term, [(Run(a, 1, b - a),)], [every])[0][0]
 
 
 def both(a: Term, b: Term) -> Term:
@@ -273,13 +269,7 @@ def both(a: Term, b: Term) -> Term:
 
 def united(disjoint: list[Term], new: Term) -> list[Term]:
     """Add to disjoint terms what they do not show of another."""
-    kept = []
-    for term in disjoint:
-        joined = merge_touching(term.bounds, new.bounds) if term.pattern == new.pattern else None
-        if joined is None:
-            kept.append(term)
-        else:
-            new = Term(joined, new.pattern)
+    kept, new = _merge_one(disjoint, new)
     pieces = [new]
     for term in kept:
         pieces = [rest for piece in pieces for rest in _without(piece, term) if not rest.is_empty]
@@ -617,7 +607,6 @@ def _add_classes(
 def _add_pieces(
     counts: list[list[int]], sign: int, bound: PiecewiseBound, rows: Sequence[Shard], others: Sequence[Shard]
 ) -> None:
-    """Add the rows below a bound, piece by piece."""
     tallies = [Tally(shard) for shard in others]
     columns: dict[int, list[int]] = {}
     starts, values, slopes = bound.starts, bound.values, bound.slopes

@@ -149,11 +149,7 @@ def segmented(lengths: Sequence[int], world_size: int) -> tuple[Shard, ...]:
 
 
 def make_shards(
-    layout: str,
-    seq_len: int,
-    world_size: int,
-    mask: Any = None,
-    segments: Sequence[int] | None = None,
+    layout: str, seq_len: int, world_size: int, mask: Any = None, segments: Sequence[int] | None = None
 ) -> tuple[Shard, ...]:
     """The shards of a layout given by name.
 

@@ -59,10 +59,6 @@ def fold_mask(
         >>> fold_mask(causal=True, window=(3, 0))
         causal() & window(3, 0)
     """
-    widths = {"window": window or (), "prefix_len": (prefix_len,), "chunk_len": (chunk_len,)}
-    for name, numbers in widths.items():
-        if any(x is not None and type(x) is not int for x in numbers):
-            raise ValueError(f"{name} must be of integers, got {numbers!r}; convert it first")
     if window is not None and len(window) != 2:
         raise ValueError(f"window must be (left, right), got {window}; None on a side means unbounded")
     if any(side is not None and side < 0 for side in window or ()):
@@ -77,16 +73,14 @@ def fold_mask(
         raise ValueError(f"chunk_len must be at least 1 or None, got {chunk_len}; None means no chunks")
     if lengths is not None and not lengths:
         raise ValueError("lengths must have one (start, stop) per batch element, got none; None means no padding")
-    parts: list[Mask] = []
-    if causal:
-        parts.append(Causal() | Prefix(prefix_len) if prefix_len else Causal())
-    if window is not None:
-        parts.append(Window(*window))
-    if chunk_len is not None:
-        parts.append(Chunks(chunk_len))
-    if lengths is not None:
-        parts.append(Lengths(lengths))
-    return Intersection(tuple(parts)) if len(parts) > 1 else parts[0] if parts else Window(None, None)
+    parts = [
+        causal and (Causal() | Prefix(prefix_len) if prefix_len else Causal()),
+        window is not None and Window(*window),
+        chunk_len is not None and Chunks(chunk_len),
+        lengths is not None and Lengths(lengths),
+    ]
+    found = tuple(part for part in parts if isinstance(part, Mask))
+    return Intersection(found) if len(found) > 1 else found[0] if found else Window(None, None)
 
 
 def restarting_chunks(
@@ -149,19 +143,14 @@ class MaskUnion:
     def _content(self) -> tuple[Any, ...]:
         return self.seq_len, self.kv_len, self.expression
 
-    @cached_property
-    def _hash(self) -> int:
-        # plans are looked up on every call, and documents may be thousands of integers
-        return hash(self._content)
-
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self._content)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, MaskUnion) and self._content == other._content)
 
     def __reduce__(self) -> tuple[type[MaskUnion], tuple[object, ...]]:
-        # copies have no cached hash: the hash of None differs from process to process
+        # copies are small: without the terms
         return MaskUnion, (self.seq_len, self.kv_len, self.mask, self.documents)
 
     def __repr__(self) -> str:
@@ -170,16 +159,12 @@ class MaskUnion:
     @cached_property
     def batch_size(self) -> int:
         """Batch elements with pairs of their own; 1 when all share one mask."""
-        return self._elements or 1
+        return self.expression.batch_size or 1
 
     @cached_property
     def is_per_batch(self) -> bool:
         """Whether batch elements have pairs of their own."""
-        return self._elements is not None
-
-    @cached_property
-    def _elements(self) -> int | None:
-        return self.expression.batch_size
+        return self.expression.batch_size is not None
 
     @cached_property
     def _intervals(self) -> dict[int, list[Term]]:
@@ -196,10 +181,11 @@ class MaskUnion:
                 f"mask must have at most {MOST_TERMS} intervals per query, got {sum(most.values())} of {self.expression!r}; "
                 "for a deep tree or an irregular mask use masks.blocks, or bias"
             )
-        return {
-            b: [term for pattern, number in most.items() for term in _padded(terms, pattern, number, self.seq_len)]
-            for b, terms in found.items()
-        }
+        for terms in found.values():
+            own = Counter(term.pattern for term in terms)
+            terms += [empty(self.seq_len, x) for x in most for _ in range(most[x] - own[x])]
+            terms.sort(key=lambda term: list(most).index(term.pattern))
+        return found
 
     @cached_property
     def is_union(self) -> bool:
@@ -238,11 +224,6 @@ class MaskUnion:
     def work(self, a: int, b: int) -> int:
         """Visible pairs of the queries [a, b), summed over batch elements."""
         return sum(times * self.pairs(a, b, variant) for variant, times in self.variants.items())
-
-
-def _padded(given: list[Term], pattern: Any, number: int, rows: int) -> list[Term]:
-    found = [term for term in given if term.pattern == pattern]
-    return found + [empty(rows, pattern)] * (number - len(found))
 
 
 def short_mask(

@@ -150,24 +150,6 @@ def resolve_segments(segments: Sequence[int] | None) -> tuple[int, ...] | None:
 MOVEMENTS = ("auto", "keys", "queries")
 EXPANDS = ("auto", "owner", "reader")
 
-
-def resolve_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a call as Python's own values; mask and impl are left as they are."""
-    return {
-        **given,
-        "causal": resolve_flag("causal", given["causal"]),
-        "window": resolve_window(given["window"]),
-        "prefix_len": resolve_width("prefix_len", given["prefix_len"]),
-        "chunk_len": resolve_chunk_len(given["chunk_len"]),
-        "lengths": resolve_lengths(given["lengths"]),
-        "softmax_scale": resolve_real("softmax_scale", given["softmax_scale"]),
-        "softcap": resolve_real("softcap", given["softcap"]),
-        "dropout_p": resolve_real("dropout_p", given["dropout_p"]),
-        "backward": resolve_word("backward", given["backward"], MOVEMENTS),
-        "deterministic": resolve_flag("deterministic", given["deterministic"]),
-    }
-
-
 _MASK: dict[str, Callable[[Any], Any]] = {
     "causal": partial(resolve_flag, "causal"),
     "window": resolve_window,
@@ -175,6 +157,16 @@ _MASK: dict[str, Callable[[Any], Any]] = {
     "chunk_len": resolve_chunk_len,
     "lengths": resolve_lengths,
 }
+_OPTIONS = _MASK | {
+    **{name: partial(resolve_real, name) for name in ("softmax_scale", "softcap", "dropout_p")},
+    "backward": partial(resolve_word, "backward", choices=MOVEMENTS),
+    "deterministic": partial(resolve_flag, "deterministic"),
+}
+
+
+def resolve_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a call as Python's own values; mask and impl are left as they are."""
+    return {**given, **{name: resolve(given[name]) for name, resolve in _OPTIONS.items()}}
 
 
 def resolve_balance(balance: Mapping[str, Any] | None) -> dict[str, Any]:

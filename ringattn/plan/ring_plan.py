@@ -31,8 +31,17 @@ Nodes = tuple[tuple[int, ...], ...]
 """Ranks by node and place; every rank once, equally many in each node."""
 
 
+class _MovesRows:
+    rows: Rows
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows that move."""
+        return sum(length for _, length in self.rows)
+
+
 @dataclass(frozen=True)
-class RingStep:
+class RingStep(_MovesRows):
     """Computation of one stationary shard with rows of one moving shard."""
 
     step: int
@@ -43,18 +52,13 @@ class RingStep:
     local_root: int | None = None
 
     @cached_property
-    def num_rows(self) -> int:
-        """Rows that move."""
-        return sum(length for _, length in self.rows)
-
-    @cached_property
     def source(self) -> int:
         """The rank that sends the rows, and that contributions to their gradients are sent to."""
         return self.owner if self.local_root is None else self.local_root
 
 
 @dataclass(frozen=True)
-class Send:
+class Send(_MovesRows):
     """Rows that `peer` receives from this rank at `step` (within one node peer == (rank + step) % world_size).
 
     They are rows of the buffer that this rank holds: its own shard or, from node step 1 on, a remote shard.
@@ -63,11 +67,6 @@ class Send:
     step: int
     peer: int
     rows: Rows
-
-    @cached_property
-    def num_rows(self) -> int:
-        """Rows that move."""
-        return sum(length for _, length in self.rows)
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,11 @@ class RankPlan:
         found = self.remote_shards[node_step] if node_step else self.ring_steps[0]
         return RingStep(node_step * self.local_size, self.rank, (), (), 0) if found is None else found
 
+    def node_steps(self, node_step: int) -> tuple[RingStep | None, ...]:
+        """Ring steps of a node step, that of the rows that this rank holds first."""
+        first = node_step * self.local_size
+        return self.held(node_step), *self.ring_steps[first + 1 : first + self.local_size]
+
     @property
     def received_rows(self) -> int:
         """Rows that this rank receives from others, over all steps."""
@@ -118,7 +122,7 @@ class RingPlan:
 
 
 @dataclass(frozen=True)
-class RecvSpec:
+class RecvSpec(_MovesRows):
     """Rows that a fused launch receives from one owner; `at` is their first row in the remote buffer."""
 
     step: int
@@ -196,7 +200,7 @@ def make_gather_plan(
 def _recvs(plan: RingPlan, part: RankPlan, node_step: int, pad_rows: int) -> tuple[tuple[RecvSpec, ...], int]:
     size, at = part.local_size, 0
     recvs: list[RecvSpec] = []
-    for ring_step in part.ring_steps[node_step * size + 1 : (node_step + 1) * size]:
+    for ring_step in part.node_steps(node_step)[1:]:
         if ring_step is not None:
             send = plan.ranks[ring_step.source].sends[ring_step.step]
             assert send is not None, "rows of a ring step are sent"
@@ -222,11 +226,7 @@ def make_nodes(world_size: int, num_nodes: int) -> Nodes:
 
 @lru_cache(maxsize=128)
 def make_plan(
-    q_shards: tuple[Shard, ...],
-    kv_shards: tuple[Shard, ...],
-    mask: MaskUnion,
-    moving: str,
-    nodes: Nodes | None = None,
+    q_shards: tuple[Shard, ...], kv_shards: tuple[Shard, ...], mask: MaskUnion, moving: str, nodes: Nodes | None = None
 ) -> RingPlan:
     """Return the plan of one mask over one pair of shardings; cached on its arguments.
 
@@ -300,12 +300,8 @@ def make_plan(
     ranks = tuple(
         RankPlan(rank, ring_steps[rank], tuple(sends[rank]), remote_shards[rank]) for rank in range(world_size)
     )
-    most = [0, 0]
-    for part in ranks:
-        for send in part.sends:
-            if send is not None:
-                crossing = send.step % size == 0
-                most[crossing] = max(most[crossing], send.num_rows)
+    sizes = [(send.step % size == 0, send.num_rows) for part in ranks for send in part.sends if send is not None]
+    most = [max((rows for crosses, rows in sizes if crosses == across), default=0) for across in (False, True)]
     return RingPlan(moving, ranks, *most)
 
 
@@ -342,13 +338,9 @@ def _within(rows: Rows, held: Rows) -> Rows:
         for offset, count in rows:
             first, last = max(begin, offset), min(begin + length, offset + count)
             if first < last:
-                at = packed + first - begin
-                if found and sum(found[-1]) == at:
-                    found[-1] = (found[-1][0], found[-1][1] + last - first)
-                else:
-                    found.append((at, last - first))
+                found.append((packed + first - begin, last - first))
         packed += length
-    return tuple(found)
+    return tuple(_united(found))
 
 
 def moved_rows(plan: RingPlan) -> int:
@@ -396,17 +388,14 @@ def _ring_step(
         spans = sorted(span for rows_seen in visible for span in rows_seen.spans(run))
         exact = isinstance(visible[0], SeenRows)
         for first, length in _united(spans, with_gaps=exact):
-            if rows and sum(rows[-1]) == base + first:
-                rows[-1] = (rows[-1][0], rows[-1][1] + length)
-            else:
-                rows.append((base + first, length))
+            rows.append((base + first, length))
             runs.append((packed, length, run.position(first), run.stride))
             packed += length
         base += run.length
-    return RingStep(step, owner, tuple(rows), tuple(runs), pairs)
+    return RingStep(step, owner, tuple(_united(rows)), tuple(runs), pairs)
 
 
-def _united(spans: list[tuple[int, int]], with_gaps: bool) -> list[tuple[int, int]]:
+def _united(spans: list[tuple[int, int]], with_gaps: bool = True) -> list[tuple[int, int]]:
     """Return sorted (offset, length) without overlaps, or as one from the first to the last row."""
     found: list[tuple[int, int]] = []
     for offset, length in spans:

@@ -167,8 +167,8 @@ class Sharding:
             TypeError: x is no tensor, or dim no integer.
             NotImplementedError: x is a DTensor, or another tensor with a meaning of its own.
         """
-        with self._propagate_errors():
-            dim = self._check_rows("x", x, dim, "seq_len", self.seq_len, "the whole sequence, or name its dim")
+        with _propagate_errors(self._ring):
+            dim = self._check_rows("x", x, dim, "seq_len", "the whole sequence, or name its dim")
         return self.cut(x, dim)
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
@@ -191,24 +191,12 @@ class Sharding:
             TypeError: x_local is no tensor, or dim no integer.
             NotImplementedError: x_local is a DTensor, or another tensor with a meaning of its own.
         """
-        ring = self._ring
-        with self._propagate_errors():
-            dim = self._check_rows(
-                "x_local", x_local, dim, "shard_len", self.shard_len, "this rank's rows, or name their dim"
-            )
-        if self.world_size == 1:
-            return self.assemble([x_local], dim)
+        with _propagate_errors(self._ring):
+            dim = self._check_rows("x_local", x_local, dim, "shard_len", "this rank's rows, or name their dim")
+            ring = self._ring_to("unshard")
         if ring is None:
-            raise RuntimeError(
-                f"unshard must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
-                "make it with Ring.sharding, or pass all parts to assemble"
-            )
-        if not torch.compiler.is_compiling():  # a trace has no other ranks
-            shape = [*x_local.shape[:dim], self.shard_lens, *x_local.shape[dim + 1 :]]
-            kind = f"{x_local.dtype} {x_local.device.type}"
-            differentiable = torch.is_grad_enabled() and x_local.requires_grad
-            text = f"{shape} {kind} with gradients: {differentiable}"
-            ring.assert_equal_once("a tensor to unshard", text, f"Sharding.unshard({shape}, {kind})")
+            return self.assemble([x_local], dim)
+        self._compare(ring, "unshard", x_local, dim, self.shard_lens)
         return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
 
     def reshard(self, x_local: Tensor, other: Sharding, dim: int = 1) -> Tensor:
@@ -237,7 +225,7 @@ class Sharding:
             >>> ring.sharding(4, "zigzag").reshard(torch.arange(4), ring.sharding(4, "contiguous"), dim=0).tolist()
             [0, 1, 2, 3]
         """
-        with self._propagate_errors():
+        with _propagate_errors(self._ring):
             check_sharding(other, "other")
             here, there = (self.seq_len, self.ring_name), (other.seq_len, other.ring_name)
             if here != there or PART in (self.layout, other.layout):
@@ -245,36 +233,42 @@ class Sharding:
                     f"other must be a sharding of the same {self.seq_len} tokens over the same ring, got {other!r}; make both "
                     "with ring.sharding of one ring"
                 )
-            dim = self._check_rows(
-                "x_local", x_local, dim, "shard_len", self.shard_len, "this rank's rows, or name their dim"
-            )
-            if self.world_size > 1 and self._ring is None:
-                raise RuntimeError(
-                    f"reshard must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
-                    "make it with Ring.sharding"
-                )
+            dim = self._check_rows("x_local", x_local, dim, "shard_len", "this rank's rows, or name their dim")
+            ring = self._ring_to("reshard")
         exchange = self._exchanges.get(other.text)
         if exchange is None:
             exchange = self._exchanges[other.text] = _exchange_plan(self.shards, other.shards, self.rank)
         take, sends, receives, place = exchange
         rows = x_local.movedim(dim, 0).index_select(0, take.to(x_local.device))
-        if self._ring is not None and self.world_size > 1:
-            if not torch.compiler.is_compiling():  # a trace has no other ranks
-                shape = [*x_local.shape[:dim], "rows", *x_local.shape[dim + 1 :]]
-                differentiable = torch.is_grad_enabled() and x_local.requires_grad
-                text = f"{shape} {x_local.dtype} {x_local.device.type} with gradients: {differentiable}, {self.text} {other.text}"
-                self._ring.assert_equal_once("a tensor to reshard", text, f"Sharding.reshard({shape}, {x_local.dtype})")
-            rows = self._ring.all_to_all(rows, sends, receives)
+        if ring is not None:
+            self._compare(ring, "reshard", x_local, dim, "rows", f", {self.text} {other.text}")
+            rows = ring.all_to_all(rows, sends, receives)
         return rows.index_select(0, place.to(x_local.device)).movedim(0, dim).contiguous()
 
-    def _propagate_errors(self) -> AbstractContextManager[None]:
-        return _propagate_errors(self._ring)
+    def _ring_to(self, doing: str) -> SupportsAllGather | None:
+        """Return the ring for a method that reaches other ranks, None where there are none; refuse a sharding without."""
+        if self.world_size == 1:
+            return None
+        if self._ring is None:
+            raise RuntimeError(
+                f"{doing} must reach the other {self.world_size - 1} ranks, got a sharding without a ring; "
+                "make it with Ring.sharding, or pass all parts to assemble"
+            )
+        return self._ring
 
     @staticmethod
-    def _check_rows(name: str, x: Tensor, dim: int, wanted: str, rows: int, instead: str) -> int:
-        """Return dim, counted from the front; refuse a tensor with another number of rows there."""
+    def _compare(ring: SupportsAllGather, doing: str, x: Tensor, dim: int, rows: object, more: str = "") -> None:
+        """Compare the tensors of all ranks, by shape with `rows` in place of their number, dtype, device and gradient."""
+        if torch.compiler.is_compiling():  # a trace has no other ranks
+            return
+        call = f"{[*x.shape[:dim], rows, *x.shape[dim + 1 :]]}, {x.dtype} {x.device.type}"
+        text = f"{call} with gradients: {torch.is_grad_enabled() and x.requires_grad}{more}"
+        ring.assert_equal_once(f"a tensor to {doing}", text, f"Sharding.{doing}({call})")
+
+    def _check_rows(self, name: str, x: Tensor, dim: int, wanted: str, instead: str) -> int:
+        """Return dim, counted from the front; refuse a tensor with another number of rows there than an attribute says."""
         check_tensor(name, x)
-        dim = _resolve_dim(x, dim)
+        dim, rows = _resolve_dim(x, dim), getattr(self, wanted)
         if x.shape[dim] != rows:
             raise ValueError(
                 f"{name} must have {wanted} {rows} in dim {dim}, got {x.shape[dim]} (shape {tuple(x.shape)}); pass {instead}"
@@ -335,10 +329,6 @@ class Sharding:
             shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self.shards)
         return self.seq_len, self.layout, self.world_size, self.documents, shards
 
-    @property
-    def _content(self) -> tuple[Any, ...]:
-        return self.rank, self.spec
-
     @classmethod
     def from_spec(
         cls,
@@ -362,14 +352,10 @@ class Sharding:
         return cls(seq_len, layout, shards, rank, documents, ring=ring, device=device)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Sharding) and self._content == other._content)
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._content)
+        return self is other or (isinstance(other, Sharding) and (self.rank, self.text) == (other.rank, other.text))
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash((self.rank, self.text))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a ring has connections and is found by its name: workers of a DataLoader send shardings to the process that holds it,

@@ -83,29 +83,14 @@ def make_launch(
     group = heads.heads // heads.kv_heads
     if direction == "forward":
         _, config = choose_forward(heads.head_dim, heads.head_dim, True)
-        shape = Shape(
-            batch=heads.batch,
-            heads=heads.heads,
-            tile=64 * config.consumers,
-            block=config.block_n,
-            programs=programs,
-            streamed_bytes=rows_of(keys) * heads.width * 2 // group,
-            groups=groups,
-        )
+        tile, streamed_bytes = 64 * config.consumers, rows_of(keys) * heads.width * 2 // group
+        shape = Shape(heads.batch, heads.heads, tile, config.block_n, programs, streamed_bytes, groups=groups)
         return PredictedLaunch(schedule_tiles(rows, keys, shape), shape, False, profile.launch_us, times)
     tiles = choose_dkv(heads.head_dim, heads.head_dim, True)
     accumulates = heads.head_dim <= FUSED_MAX_HEAD_DIM
-    shape = Shape(
-        batch=heads.batch,
-        heads=heads.kv_heads,
-        tile=tiles.tile,
-        block=tiles.block,
-        programs=programs,
-        streamed_bytes=group * rows_of(rows) * (heads.width * 2 + 4 * heads.head_dim * accumulates),
-        repeats=group,
-        align=4,
-        groups=groups,
-    )
+    streamed_bytes = group * rows_of(rows) * (heads.width * 2 + 4 * heads.head_dim * accumulates)
+    sizes = heads.batch, heads.kv_heads, tiles.tile, tiles.block, programs, streamed_bytes
+    shape = Shape(*sizes, repeats=group, align=4, groups=groups)
     # the kernels before and after it stream o, do, dq and its fp32 sums once
     row_bytes = heads.batch * rows_of(rows) * heads.heads * times * 14 * heads.head_dim
     other_us = row_bytes / profile.memory_gbps / 1e3 + 3 * profile.launch_us

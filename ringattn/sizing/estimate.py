@@ -204,12 +204,8 @@ def estimate(
         >>> str(found.best.mesh), found.best.memory.total > 0
         ('dp=1,cp=4', True)
     """
-    for name, number in (
-        ("tokens", tokens),
-        ("gpus", gpus),
-        ("gpus_per_node", gpus_per_node),
-        ("batch", 1 if batch is None else batch),
-    ):
+    numbers = {"tokens": tokens, "gpus": gpus, "gpus_per_node": gpus_per_node, "batch": 1 if batch is None else batch}
+    for name, number in numbers.items():
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}; give a positive number")
     check_nodes(gpus, gpus_per_node)
@@ -219,19 +215,11 @@ def estimate(
         raise ValueError(f"recompute must be one of {', '.join(RECOMPUTE)}, got {recompute!r}; None tries all")
     if recompute is not None and mode == "serve":
         raise ValueError(f"recompute must be None when serving, got {recompute!r}; nothing is kept for a backward")
-    job = Job(
-        load_shape(model),
-        tokens,
-        gpus,
-        gpus_per_node,
-        with_link(load_profile(gpu), link_gbps),
-        mode,
-        batch,
-        None if documents is None else tuple(documents),
-        ShortForms(**resolve_balance({"causal": True, **mask})),
-        RECOMPUTE if recompute is None else (recompute,),
-        layout,
-    )
+    machine = gpus, gpus_per_node, with_link(load_profile(gpu), link_gbps)
+    boundaries = None if documents is None else tuple(documents)
+    forms = ShortForms(**resolve_balance({"causal": True, **mask}))
+    tried = RECOMPUTE if recompute is None else (recompute,)
+    job = Job(load_shape(model), tokens, *machine, mode, batch, boundaries, forms, tried, layout)
     _ = job.masks  # a wrong one is refused here
     return estimate_job(job)
 
@@ -268,17 +256,13 @@ def estimate_job(job: Job) -> Estimate:
     simulated = [_simulate(job, one) for one in list(fitting.values())[:SIMULATED]]
     simulated.sort(key=_per_sequence)
     best = simulated[0] if simulated else None
-    return Estimate(
-        job,
-        (
-            *simulated[:1],
-            *(replace(one, reason=_reason(one, best)) for one in (*simulated[1:], *list(fitting.values())[SIMULATED:])),
-            *(
-                replace(one, reason=f"out of memory by {(one.memory.total - capacity) / 2**30:.0f} GiB")
-                for one in beyond.values()
-            ),
-        ),
-    )
+    slower = [replace(one, reason=_reason(one, best)) for one in (*simulated[1:], *list(fitting.values())[SIMULATED:])]
+    missing = [(one.memory.total - capacity) / 2**30 for one in beyond.values()]
+    too_large = [
+        replace(one, reason=f"out of memory by {gib:.0f} GiB")
+        for one, gib in zip(beyond.values(), missing, strict=True)
+    ]
+    return Estimate(job, (*simulated[:1], *slower, *too_large))
 
 
 def _meshes(job: Job) -> Iterator[Mesh]:
@@ -333,14 +317,9 @@ def _candidates(job: Job, mesh: Mesh) -> Iterator[MeshEstimate]:
         for keep in (True, False) if keeps else (False,):
             call, _ = _calls(job, mesh, schedule, keep=keep)[0]
             if trains:
+                rows, shards = -(-job.tokens // mesh.cp), mesh.dp * mesh.cp
                 memory = training_memory(
-                    job.shape,
-                    -(-job.tokens // mesh.cp),
-                    call,
-                    shards=mesh.dp * mesh.cp,
-                    tp=mesh.tp,
-                    recompute=recompute,
-                    reserve=reserve,
+                    job.shape, rows, call, shards=shards, tp=mesh.tp, recompute=recompute, reserve=reserve
                 )
             else:
                 memory = serving_memory(job.shape, job.tokens, sequences, CHUNK, call, reserve=reserve)
@@ -358,7 +337,6 @@ def _bound(job: Job, mesh: Mesh, recompute: str, sequences: int) -> float:
 
 
 def _simulate(job: Job, one: MeshEstimate) -> MeshEstimate:
-    """Return a candidate with its times."""
     shape, profile, mesh, ms = job.shape, job.profile, one.mesh, None
     calls = _calls(job, mesh, one.schedule, keep=one.keep)
     if job.mode == "serve":
@@ -367,17 +345,9 @@ def _simulate(job: Job, one: MeshEstimate) -> MeshEstimate:
         ms = token_ms(shape, job.tokens, one.sequences, mesh.cp, profile)
         rate = one.sequences * 1e3 / ms
     else:
-        seconds = training_step(
-            shape,
-            -(-job.tokens // mesh.cp),
-            calls,
-            profile,
-            shards=mesh.dp * mesh.cp,
-            gpus_per_node=job.gpus_per_node,
-            tp=mesh.tp,
-            recompute=one.recompute,
-            accumulate=one.sequences // mesh.dp,
-        )
+        rows, accumulate = -(-job.tokens // mesh.cp), one.sequences // mesh.dp
+        ranks = {"shards": mesh.dp * mesh.cp, "gpus_per_node": job.gpus_per_node, "tp": mesh.tp}
+        seconds = training_step(shape, rows, calls, profile, recompute=one.recompute, accumulate=accumulate, **ranks)
         flops = one.sequences * shape.step_flops(job.tokens, job.pairs)
         rate = one.sequences * job.tokens / seconds.total
     mfu = flops / seconds.total / job.gpus / profile.peak_tflops / 1e12
@@ -416,9 +386,6 @@ def attention_estimate(call: RingCall, gpu: str | Path | Profile = "h200") -> di
     profile, found = load_profile(gpu), dict[str, float]()
     for way in ("forward", "backward"):
         time = attention_time(call, profile, way)
-        found |= {
-            f"{way}_ms": time.ms,
-            f"{way}_exposed_ms": time.exposed_ms,
-            f"{way}_bytes": float(time.bytes_received),
-        }
+        found |= {f"{way}_ms": time.ms, f"{way}_exposed_ms": time.exposed_ms}
+        found[f"{way}_bytes"] = float(time.bytes_received)
     return found | {"peak_bytes": attention_peak(call, profile)}

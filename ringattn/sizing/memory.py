@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ringattn.kernels.interface import PAD_ROWS
 from ringattn.plan.buffers import gather_bytes
 from ringattn.plan.layouts import shard_len
-from ringattn.plan.ring_plan import make_gather_plan
 from ringattn.sizing.attention_launch import Heads, split_bytes
 from ringattn.sizing.profile import Profile
 from ringattn.sizing.ring_time import RingCall, gathered
@@ -76,21 +74,9 @@ def ring_bytes(call: RingCall, *, backward: bool) -> float:
         return 0.0
     planned, heads = call.planned, call.heads
     if call.schedule == "fused":
-        gather = make_gather_plan(planned.plan, 0, PAD_ROWS, 0, planned.node_ranks)
-        members = planned.world_size // planned.nodes
-        return float(
-            FIXED_BYTES
-            + gather_bytes(
-                heads.batch,
-                heads.kv_heads,
-                heads.width,
-                2,
-                gather,
-                members,
-                backward=backward,
-                hierarchical=planned.nodes > 1,
-            )
-        )
+        sizes = heads.batch, heads.kv_heads, heads.width, 2
+        place = planned.gather_plan(0), planned.world_size // planned.nodes
+        return float(FIXED_BYTES + gather_bytes(*sizes, *place, backward=backward, hierarchical=planned.nodes > 1))
     return stepwise_bytes(planned, backward=backward)
 
 
@@ -126,7 +112,7 @@ def attention_peak(call: RingCall, profile: Profile) -> float:
     kv = s * heads.kv_bytes()
     ring = ring_bytes(call, backward=True)
     if call.saved and call.world_size > 1:
-        ring += make_gather_plan(call.planned.plan, 0, PAD_ROWS).remote_rows * heads.kv_bytes()
+        ring += call.planned.gather_plan(0).remote_rows * heads.kv_bytes()
     if call.schedule == "fused" or call.world_size == 1:
         # dk and dv are made when the fp32 sums of dq are gone, which are twice as large or more
         parts = split_bytes(*gathered(call.planned, 0), heads, profile)
@@ -166,7 +152,7 @@ def training_memory(
     activations = shape.layers * saved
     if call.saved and call.world_size > 1:
         # full recomputation gathers again, and keeps only the keys of the layer at work
-        rows = make_gather_plan(call.plan, 0, PAD_ROWS).most_remote_rows
+        rows = call.gather_plan(0).most_remote_rows
         activations += rows * call.heads.kv_bytes() * (1 if recompute == "full" else shape.layers)
     units = 2 * shape.root_parameters + 2 * shape.vocab_size * shape.dim + (2 * 2 + 2 + 4) * shape.layer_parameters
     working = MLP_TENSORS * min(tokens, mlp_rows) * shape.mlp_width * 2 / tp + STREAMS * stream

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 
 import torch
@@ -141,18 +141,8 @@ def pack(
             room = tokens
         found[-1].append(index)
         room -= length
-    return [
-        place(
-            [lengths[index] for index in batch],
-            cp=cp,
-            dp=dp,
-            pairs_per_token=pairs_per_token,
-            tolerance=tolerance,
-            indices=batch,
-        )
-        for batch in found
-        if batch
-    ]
+    place_batch = partial(place, cp=cp, dp=dp, pairs_per_token=pairs_per_token, tolerance=tolerance)
+    return [place_batch([lengths[index] for index in batch], indices=batch) for batch in found if batch]
 
 
 def place(

@@ -26,7 +26,7 @@ from ringattn.plan.device_tables import gathered_key, side_key, stationary_side
 from ringattn.plan.expressions import Chunks, Window
 from ringattn.plan.layouts import Shard, make_shards, shard_len
 from ringattn.plan.mask import MaskAxis, MaskUnion
-from ringattn.plan.ring_plan import Nodes, RecvSpec, RingPlan, RingStep, make_gather_plan, make_nodes, make_plan
+from ringattn.plan.ring_plan import GatherPlan, Nodes, RingPlan, make_gather_plan, make_nodes, make_plan
 from ringattn.sizing.attention_launch import Exchange, Heads, launch_ms
 from ringattn.sizing.profile import Profile
 
@@ -115,6 +115,10 @@ class RingCall:
         """The ring plan in which keys move."""
         return make_plan(self.shards, self.shards, self.mask, "keys", self.node_ranks)
 
+    def gather_plan(self, rank: int, node_step: int = 0) -> GatherPlan:
+        """Return the rows that a rank receives and sends in a node step of a fused call."""
+        return make_gather_plan(self.plan, rank, PAD_ROWS, node_step, self.node_ranks)
+
     def moved(self, *, backward: bool) -> tuple[RingPlan, MaskAxis, int, int]:
         """Return the plan of a stepwise call, the side that moves, and the bytes of its rows and of their gradients.
 
@@ -189,17 +193,9 @@ class Step:
 
 def gathered(call: RingCall, rank: int, node_step: int = 0) -> tuple[RowMetadata, GatheredKeys]:
     """Return the tables of a fused launch: the rank's rows, and the keys of a node step."""
-    part = call.plan.ranks[rank]
-    gather = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
-    size = part.local_size
-    steps: tuple[RingStep | None, ...] = (
-        part.held(node_step),
-        *part.ring_steps[node_step * size + 1 : (node_step + 1) * size],
-    )
-    return (
-        stationary_side(call.shards[rank], call.mask, "cpu"),
-        find(gathered_key(steps, gather, call.mask, "cpu")),
-    )
+    steps = call.plan.ranks[rank].node_steps(node_step)
+    keys = gathered_key(steps, call.gather_plan(rank, node_step), call.mask, "cpu")
+    return stationary_side(call.shards[rank], call.mask, "cpu"), find(keys)
 
 
 def _fused(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple[list[Step], float]:
@@ -211,10 +207,10 @@ def _fused(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple
     crossing_ms = [profile.network.ms(own * (key + grad)) for own in held[1:]]
     steps: list[Step] = []
     for node_step, (own, crosses) in enumerate(zip(held, [*crossing_ms, 0.0], strict=True)):
-        gather = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
+        gather = call.gather_plan(rank, node_step)
         rows, keys = gathered(call, rank, node_step)
         margin = COMM_SMS if crosses else 0
-        moved = sum(_num_rows(recv) for recv in gather.recvs)
+        moved = sum(recv.num_rows for recv in gather.recvs)
         arrivals = torch.zeros(1, part.local_size, dtype=torch.float64, device="cpu")
         if moved and not (call.saved and grad):
             arrivals = _arrivals(call, profile, rank, node_step)
@@ -237,14 +233,10 @@ def _fused(call: RingCall, profile: Profile, direction: str, rank: int) -> tuple
     return steps, crossing_ms[-1] * 2 / 3 if grad and crossing_ms else 0.0
 
 
-def _num_rows(recv: RecvSpec) -> int:
-    return sum(length for _, length in recv.rows)
-
-
 def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Tensor:
     """Return `groups steps`, microseconds from the launch at which pushed rows are there."""
     members = next(node for node in (call.node_ranks or (tuple(range(call.world_size)),)) if rank in node)
-    mine = make_gather_plan(call.plan, rank, PAD_ROWS, node_step, call.node_ranks)
+    mine = call.gather_plan(rank, node_step)
     heads, link = call.heads, profile.copy_engine
     groups = count_groups(heads.batch, heads.kv_heads, heads.width, 2, mine.slot_rows, link.gbps * 1e9)
     found = torch.zeros(groups, len(members), dtype=torch.float64, device="cpu")
@@ -254,13 +246,13 @@ def _arrivals(call: RingCall, profile: Profile, rank: int, node_step: int) -> Te
         now = 0.0
         for group in range(groups):
             for recv in mine.recvs:
-                now += link.ms(_num_rows(recv) * row) * 1e3 + turn_us
+                now += link.ms(recv.num_rows * row) * 1e3 + turn_us
                 found[group, recv.step] = now
         return found
     sends = [
         (send.step, owner, send.peer, send.num_rows)
         for owner in members
-        for send in make_gather_plan(call.plan, owner, PAD_ROWS, node_step, call.node_ranks).sends
+        for send in call.gather_plan(owner, node_step).sends
     ]
     owner_free, reader_free = dict.fromkeys(members, 0.0), dict.fromkeys(members, 0.0)
     previous = dict[int, int]()

@@ -228,7 +228,6 @@ def _from_config(content: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _windowed(config: Mapping[str, Any], types: Any) -> int:
-    """Return the number of layers with a sliding window."""
     if types:
         return sum(kind == "sliding_attention" for kind in types)
     return 0 if config.get("use_sliding_window") is False else int(config["num_hidden_layers"])

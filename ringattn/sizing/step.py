@@ -76,7 +76,6 @@ def collective_s(num_bytes: float, ranks: int, profile: Profile, ranks_per_node:
 
 
 def _bytes_per_row(shape: ModelShape, per_column: tuple[int, int, int]) -> int:
-    """Return the bytes of elementwise kernels per row of a layer."""
     stream, qk, mlp = per_column
     return stream * shape.dim + qk * shape.head_dim * (shape.heads + shape.kv_heads) + mlp * shape.mlp_width
 
@@ -143,13 +142,7 @@ def training_step(
 
 
 def prefill_s(
-    shape: ModelShape,
-    tokens: int,
-    calls: LayerCalls,
-    profile: Profile,
-    *,
-    compiled: bool = True,
-    tp: int = 1,
+    shape: ModelShape, tokens: int, calls: LayerCalls, profile: Profile, *, compiled: bool = True, tp: int = 1
 ) -> Seconds:
     """Return the seconds from a prompt to its first token.
 

@@ -64,7 +64,7 @@ class Transport:
     their own.
 
     Attributes:
-        graph_launches: Calls that were launched as one graph since memory was made.
+        graph_launches: Calls that were launched as one graph.
     """
 
     graph_launches: int = 0
@@ -97,7 +97,6 @@ class Transport:
 
     def kv_gather(self) -> KVGather | None:
         """Return the all-gather of KV that runs beside one kernel; None where this transport has none."""
-        return None
 
     def zero_copy_kv(
         self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
@@ -116,8 +115,6 @@ class Transport:
         Returns:
             K `b t hk d` and v `b t hk dv`, views of one buffer.
         """
-        del name, batch, rows, mine, heads, dims, dtype
-        return None
 
     def replay_or_enqueue(
         self,
@@ -139,14 +136,9 @@ class Transport:
         del key, given, made, held
         enqueue()
 
-    def watch_transport(self, link: Transport) -> Transport | None:
-        """Return a transport between nodes whose waits this one's watchdog observes; None where there is no watchdog.
-
-        Args:
-            link: The transport between nodes.
-        """
-        del link
-        return None
+    def watch_transport(self, link: Transport) -> Transport:
+        """Return a transport between nodes whose waits this one's watchdog observes; the given one where there is no watchdog."""
+        return link
 
     def check(self) -> None:
         """Raise if the transport has failed.
@@ -159,7 +151,8 @@ class Transport:
         """Release all memory and communicators; every rank calls it. Later calls make them anew."""
 
 
-class KVGatherHandle(Protocol):
+@dataclass(eq=False)
+class KVGatherHandle:
     """Remote K/V in flight.
 
     Attributes:
@@ -178,7 +171,7 @@ class KVGatherHandle(Protocol):
 
     def close(self) -> None:
         """End the gather, behind the kernels that read remote rows; then k, v, key_bias and remote may be overwritten."""
-        ...
+        raise NotImplementedError(f"a gather must implement close, got {type(self).__name__}; define it")
 
 
 class GradReturn(Protocol):

@@ -242,8 +242,7 @@ class ProcessGroupTransport(Transport):
         """Shut down the communicator of `prepare`; every rank must call it."""
         end_communicator(self._name)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """See `Transport.post`."""
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:  # noqa: D102
         pending = self._start(sends, receives, what)
         if self._mark is None:
             return pending

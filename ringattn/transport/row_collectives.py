@@ -18,9 +18,6 @@ from ringattn.transport.process_group import resolve_group
 _LIBRARY = torch.library.Library("ringattn", "FRAGMENT")
 # Note [Beside compiled graphs] of autograd.py
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
-_LIBRARY.define("gather_rows(Tensor x, int dim, SymInt[] lengths, int rank, str group) -> Tensor", tags=_TAGS)
-_LIBRARY.define("reduce_rows(Tensor x, int dim, SymInt[] lengths, int rank, str group) -> Tensor", tags=_TAGS)
-_LIBRARY.define("exchange_rows(Tensor x, SymInt[] sends, SymInt[] receives, int rank, str group) -> Tensor", tags=_TAGS)
 
 
 def gather_rows(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> list[Tensor]:
@@ -67,18 +64,16 @@ def _exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int], rank: in
     return out
 
 
-def _fake_gather(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
-    del rank, group
+def _fake_gather(x: Tensor, dim: int, lengths: Sequence[int], *_: object) -> Tensor:
     return x.new_empty([*x.shape[:dim], sum(lengths), *x.shape[dim + 1 :]])
 
 
-def _fake_reduce(x: Tensor, dim: int, lengths: Sequence[int], rank: int, group: str) -> Tensor:
-    del group
+def _fake_reduce(x: Tensor, dim: int, lengths: Sequence[int], rank: int, *_: object) -> Tensor:
     return x.new_empty([*x.shape[:dim], lengths[rank], *x.shape[dim + 1 :]])
 
 
-def _fake_exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int], rank: int, group: str) -> Tensor:
-    del sends, rank, group
+def _fake_exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int], *_: object) -> Tensor:
+    del sends
     return x.new_empty([sum(receives), *x.shape[1:]])
 
 
@@ -100,12 +95,12 @@ def _exchange_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.ringattn.exchange_rows.default(grad, receives, sends, rank, group), None, None, None, None
 
 
-_LIBRARY.impl("gather_rows", _gather, "CompositeExplicitAutograd")
-_LIBRARY.impl("reduce_rows", _reduce, "CompositeExplicitAutograd")
-_LIBRARY.impl("exchange_rows", _exchange, "CompositeExplicitAutograd")
-torch.library.register_fake("ringattn::gather_rows", _fake_gather, lib=_LIBRARY)
-torch.library.register_fake("ringattn::reduce_rows", _fake_reduce, lib=_LIBRARY)
-torch.library.register_fake("ringattn::exchange_rows", _fake_exchange, lib=_LIBRARY)
-torch.library.register_autograd("ringattn::gather_rows", _gather_backward, setup_context=_remember, lib=_LIBRARY)
-torch.library.register_autograd("ringattn::reduce_rows", _reduce_backward, setup_context=_remember, lib=_LIBRARY)
-torch.library.register_autograd("ringattn::exchange_rows", _exchange_backward, setup_context=_remember, lib=_LIBRARY)
+for _name, _options, _run, _fake, _backward in (
+    ("gather_rows", "int dim, SymInt[] lengths", _gather, _fake_gather, _gather_backward),
+    ("reduce_rows", "int dim, SymInt[] lengths", _reduce, _fake_reduce, _reduce_backward),
+    ("exchange_rows", "SymInt[] sends, SymInt[] receives", _exchange, _fake_exchange, _exchange_backward),
+):
+    _LIBRARY.define(f"{_name}(Tensor x, {_options}, int rank, str group) -> Tensor", tags=_TAGS)
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ringattn::{_name}", _fake, lib=_LIBRARY)
+    torch.library.register_autograd(f"ringattn::{_name}", _backward, setup_context=_remember, lib=_LIBRARY)

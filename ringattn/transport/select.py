@@ -6,7 +6,6 @@ import importlib.util
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +17,7 @@ from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.copy_engine.symmetric_memory import Memory
 from ringattn.transport.gpu_sharing import SHARE, may_share_gpus, ranks_per_gpu, sm_margin_of
 from ringattn.transport.process_group import name_part
-from ringattn.transport.reduce.base import PartialReducer
-from ringattn.transport.reduce.stacked import LocalReducer, ProcessGroupReducer
+from ringattn.transport.reduce.base import LocalReducer, PartialReducer, ProcessGroupReducer
 from ringattn.transport.timeout import BoundedWait
 
 PROBE_BYTES = 16 * 2**20
@@ -117,24 +115,15 @@ def measure_push(
     return min(consensus.share("bytes per second", PROBE_BYTES / seconds))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The facts that decide about the transport of a ring: its device and nodes, and the results of `look` of all ranks."""
-
-    device: torch.device
-    consensus: RankConsensus
-    nodes: Nodes | None
-    found: Sequence[dict[str, Any]]
-
-
 class _Offer(NamedTuple):
     transport: Transport
     why: str
     rate: float
 
 
-def _offer_copy_engine(place: _Place) -> _Offer | str:
-    device, consensus, nodes, found = place.device, place.consensus, place.nodes, place.found
+def _offer_copy_engine(
+    device: torch.device, consensus: RankConsensus, nodes: Nodes | None, found: Sequence[dict[str, Any]]
+) -> _Offer | str:
     rank, world_size, timeout = consensus.rank, consensus.world_size, consensus.timeout
     obstacle = consensus.first("obstacle", find_obstacle(rank, device, found, nodes))
     if obstacle is not None:
@@ -167,16 +156,19 @@ def _offer_copy_engine(place: _Place) -> _Offer | str:
     transport = CopyEngineTransport(
         rank, mates, consensus.name, streams, memory, timeout.total_seconds(), sm_margin=sm_margin
     )
+    transport.watchdog.start()
     return _Offer(transport, why, rate)
 
 
-@dataclass(frozen=True)
-class TransportRow:
-    """A transport: its name, what a ring must have for it, and a function that makes it on all ranks, or says what is missing."""
+class TransportRow(NamedTuple):
+    """A transport: its name, what a ring must have for it, and a function that makes it on all ranks, or says what is missing.
+
+    The function takes the device, the consensus and the nodes of the ring, and the results of `look` of all ranks.
+    """
 
     name: str
     needs: str
-    offer: Callable[[_Place], _Offer | str]
+    offer: Callable[[torch.device, RankConsensus, Nodes | None, Sequence[dict[str, Any]]], _Offer | str]
 
 
 _TABLE = (TransportRow("copy_engine", "GPUs of one host that reach each other, in every node", _offer_copy_engine),)
@@ -211,15 +203,11 @@ def choose(
     for row in _TABLE:
         if wanted not in ("auto", row.name):
             continue
-        offer = row.offer(_Place(device, consensus, nodes, found))
+        offer = row.offer(device, consensus, nodes, found)
         if isinstance(offer, _Offer):
             why = "asked for" if wanted == row.name else offer.why
-            return (
-                offer.transport,
-                SelectedTransport(row.name, f"{why}, {offer.rate / 1e9:.0f} GB/s"),
-                budget,
-                offer.rate,
-            )
+            selected = SelectedTransport(row.name, f"{why}, {offer.rate / 1e9:.0f} GB/s")
+            return offer.transport, selected, budget, offer.rate
         if wanted == row.name:
             raise RuntimeError(
                 f"transport {row.name!r} must have {row.needs}, got: {offer}; use transport='auto' or 'process_group'"

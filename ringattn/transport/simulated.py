@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringattn.kernels.interface import ReadyFlags
 from ringattn.plan.ring_plan import GatherPlan, Nodes
-from ringattn.transport.base import GradMessage, GradReturn, Message, RingContext, Transport, Work
+from ringattn.transport.base import GradMessage, GradReturn, KVGatherHandle, Message, RingContext, Transport, Work
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -92,8 +92,7 @@ class SimulatedTransport(Transport):
     sm_margin: int = 0
     _posts: int = 0
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """See `Transport.post`."""
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:  # noqa: D102
         self._posts += 1
         peers: dict[bool, int] = {}
         for message in sends:
@@ -103,12 +102,12 @@ class SimulatedTransport(Transport):
                     f"{what}: one peer per kind of message"
                 )
                 self.hub.deliver(self.rank, peer, x, (self._posts, isinstance(message, GradMessage)))
-        for _, x in receives:
+        expected = list[tuple[Message, MessageTag]]()
+        for message in receives:
             # all bits set is NaN in every float dtype, in messages of bytes too
-            x.view(-1).view(torch.uint8).fill_(255)
-        expected = [
-            (message, (self._posts, isinstance(message, GradMessage))) for message in receives if message[1].numel()
-        ]
+            message[1].view(-1).view(torch.uint8).fill_(255)
+            if message[1].numel():
+                expected.append((message, (self._posts, isinstance(message, GradMessage))))
         return _SimulatedWork(self.hub, self.rank, expected, what)
 
     def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
@@ -121,14 +120,13 @@ class SimulatedTransport(Transport):
     def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
         """Return: mailboxes hold any size."""
 
-    def remote_shard_buffer(
+    def remote_shard_buffer(  # noqa: D102
         self, turn: int, shape: tuple[int, int, int], rows: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
-        """See `KVGather.remote_shard_buffer`."""
         del turn
         return torch.full((*shape, sum(dims)), float("nan"), dtype=dtype, device=self.hub.device)[:, :rows]
 
-    def gather(
+    def gather(  # noqa: D102
         self,
         k: Tensor,
         v: Tensor,
@@ -140,7 +138,6 @@ class SimulatedTransport(Transport):
         keep: bool = False,
         grad_return: GradReturn | None = None,
     ) -> _SimulatedHandle:
-        """See `KVGather.gather`."""
         assert k.shape[2] % groups == 0, "head groups divide the key heads"
         mine = torch.cat((k, v), -1)
         remote = self._fetch(
@@ -166,9 +163,7 @@ class SimulatedTransport(Transport):
         """Write the rows of all others into remote, whose dimension 1 is rows, and return it."""
         for reader in gather_plan.sends:
             self.hub.deliver(
-                self.rank,
-                reader.peer,
-                torch.cat([mine.narrow(1, offset, length) for offset, length in reader.rows], 1),
+                self.rank, reader.peer, torch.cat([mine.narrow(1, offset, length) for offset, length in reader.rows], 1)
             )
         for fetch in gather_plan.recvs:
             rows = self.hub.collect(
@@ -177,29 +172,19 @@ class SimulatedTransport(Transport):
             remote[:, fetch.at : fetch.at + rows.shape[1]] = rows
         return remote
 
-    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags:
-        """See `KVGather.saved_ready_flags`."""
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags:  # noqa: D102
         del gather_plan
         # raised from the start; flags are passed as on real ranks, so that the same kernels run
         flags = torch.ones(groups, self.hub.world_size, dtype=torch.int32, device=self.hub.device)
         return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=self.hub.device), timeout_ns=10**9)
 
-    def grad_return(
+    def grad_return(  # noqa: D102
         self, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool = False
     ) -> _SimulatedGradReturn:
-        """See `KVGather.grad_return`."""
         return _SimulatedGradReturn(self.hub, self.rank, shape, gather_plan, what, biased=biased)
 
 
-@dataclass
-class _SimulatedHandle:
-    remote: Tensor
-    k: Tensor
-    v: Tensor
-    saved: Tensor | None
-    key_bias: Tensor | None
-    ready_flags: ReadyFlags | None
-
+class _SimulatedHandle(KVGatherHandle):
     def close(self) -> None:
         # a kernel that is launched later must not read it
         self.remote.fill_(float("nan"))
@@ -239,9 +224,7 @@ class _SimulatedGradReturn:
             self._hub.deliver(self._rank, fetch.owner, made)
         return [
             self._hub.collect(
-                reader.peer,
-                self._rank,
-                f"{self._what}, gradients of ring step {self._gather_plan.first + reader.step}",
+                reader.peer, self._rank, f"{self._what}, gradients of ring step {self._gather_plan.first + reader.step}"
             )
             for reader in self._gather_plan.sends
         ]
@@ -253,7 +236,6 @@ class _SimulatedGradReturn:
 
 
 def _addresses(regions: Tensor) -> Tensor:
-    """Return the int64 addresses of the regions."""
     return torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=regions.device)
 
 

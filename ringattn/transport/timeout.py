@@ -65,25 +65,20 @@ def pause_s(elapsed_s: float, usual_s: float) -> float:
     return min(max(elapsed_s / 64, LEAST_PAUSE_S), MOST_PAUSE_S)
 
 
-def wait_until_done(
-    events: EventPair,
-    bound_s: float,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], object] = time.sleep,
-) -> bool:
+def wait_until_done(events: EventPair, bound_s: float) -> bool:
     """Wait until the end of some work has been passed, for at most bound_s seconds; return whether it was."""
-    start = clock()
+    start = time.monotonic()
     began = start if events.begun is None else math.inf
     while not events.ended.query():
-        now = clock()
+        now = time.monotonic()
         if began == math.inf and events.begun is not None and events.begun.query():
             began = now
         if now - began > bound_s:
             return False
         pause = pause_s(now - start, events.lasted_s)
         if pause:
-            sleep(pause)
-    events.lasted_s = clock() - start
+            time.sleep(pause)
+    events.lasted_s = time.monotonic() - start
     return True
 
 
@@ -100,8 +95,6 @@ class BoundedWait:
     name: str
     timeout: float
     abort_communicators: Callable[[torch.device], None]
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], object] = time.sleep
     failure: str | None = None
 
     @property
@@ -117,7 +110,7 @@ class BoundedWait:
     def wait(self, events: EventPair) -> bool:
         """Wait until some work has ended, if it does in time; return whether it has."""
         self.check()
-        return wait_until_done(events, self.bound_s, self.clock, self.sleep)
+        return wait_until_done(events, self.bound_s)
 
     def raise_timeout(self, what: str, device: torch.device) -> NoReturn:
         """Raise RuntimeError because the named work has not ended in time; from now on `check` raises it, too."""

@@ -48,7 +48,7 @@ class Ranks:
 
         def make(rank: int) -> None:
             streams, memory = self.streams[rank], self.memories[rank]
-            ends[rank] = CopyEngineTransport(rank, mates[rank], "ring", streams, memory, timeout, start_watchdog=False)
+            ends[rank] = CopyEngineTransport(rank, mates[rank], "ring", streams, memory, timeout)
 
         self.each(make)
         self.ends = [ends[rank] for rank in range(ranks)]

@@ -217,7 +217,7 @@ class FakeRing:
         sharding = Sharding(case.n, "zigzag", shards, 1, case.documents)
         text = serialize(sharding, softmax_scale=case.scale, **case.mask, **case.options)
         self.spec = AttentionSpec.deserialize(text, 1)
-        self.transport = CopyEngineTransport(1, range(ranks), "ring", Idle(), Alone(ranks), 10.0, start_watchdog=False)
+        self.transport = CopyEngineTransport(1, range(ranks), "ring", Idle(), Alone(ranks), 10.0)
         self.context = RingContext(1, ranks, self.transport, budget=2**40)
         self.plan: ExecutionPlan | None = None
 

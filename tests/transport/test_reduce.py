@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.transport.base import RingContext, SelectedTransport
-from ringattn.transport.reduce import stacked
+from ringattn.transport.reduce import base
 from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.simulated import run_ranks
 from tests.kernels.contract.test_packed import Sizes, attend, draw_parts
@@ -384,7 +384,7 @@ def _lost() -> str:
         raise RuntimeError("connection closed by peer")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stacked, "_gather", fail)
+        patch.setattr(base, "_gather", fail)
         try:
             _finish(reducer, 1, 1, 2, 4)
         except RuntimeError as error:

@@ -16,13 +16,13 @@ from tests.support.pool import Pools
 
 
 class Time:
-    """A clock that only looks and sleeps move on: a look takes a microsecond, a sleep 60 microseconds longer than it should."""
+    """A clock in place of `time`. Only looks, a microsecond, and sleeps, 60 microseconds longer than asked for, move it on."""
 
     def __init__(self) -> None:
         self.now = self.asleep = 0.0
         self.looks = 0
 
-    def clock(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -43,16 +43,22 @@ class At:
         return self.time.now >= self.when
 
 
-def make(time: Time, timeout: float = 5.0, world_size: int = 3) -> tuple[BoundedWait, list[torch.device]]:
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    found = Time()
+    monkeypatch.setattr("ringattn.transport.timeout.time", found)
+    return found
+
+
+def make(timeout: float = 5.0, world_size: int = 3) -> tuple[BoundedWait, list[torch.device]]:
     gone: list[torch.device] = []
-    return BoundedWait(1, world_size, "r#0", timeout, gone.append, time.clock, time.sleep), gone
+    return BoundedWait(1, world_size, "r#0", timeout, gone.append), gone
 
 
 @pytest.mark.parametrize("took", [1e-4, 1e-3, 4e-3, 0.02, 0.3])
-def test_replays_that_last_equally_long_are_noticed_at_once_and_slept_through(took: float) -> None:
+def test_replays_that_last_equally_long_are_noticed_at_once_and_slept_through(time: Time, took: float) -> None:
     """Also when one of them takes half as long, or half as long again; then it may be late once."""
-    time = Time()
-    bounded_wait, _ = make(time)
+    bounded_wait, _ = make()
     events = EventPair(At(time, 0.0), At(time, 0.0))
     for number, factor in enumerate((1, 1, 1, 0.97, 1.02, 1, 0.5, 0.5, 0.5, 1.5, 1.5)):
         asleep, start = time.asleep, time.now
@@ -65,9 +71,8 @@ def test_replays_that_last_equally_long_are_noticed_at_once_and_slept_through(to
 
 
 @pytest.mark.parametrize("queued", [0.0, 100.0])
-def test_time_counts_from_when_the_device_has_begun(queued: float) -> None:
-    time = Time()
-    bounded_wait, gone = make(time, timeout=2.0)
+def test_time_counts_from_when_the_device_has_begun(time: Time, queued: float) -> None:
+    bounded_wait, gone = make(timeout=2.0)
     for beyond in (0.9, 1.1):
         begins = time.now + queued
         events = EventPair(At(time, begins), At(time, begins + beyond * 3.0))
@@ -76,23 +81,20 @@ def test_time_counts_from_when_the_device_has_begun(queued: float) -> None:
     assert not gone
 
 
-def test_a_wait_that_may_be_long_looks_seldom() -> None:
-    time = Time()
-    bounded_wait, _ = make(time, timeout=30.0)
+def test_a_wait_that_may_be_long_looks_seldom(time: Time) -> None:
+    bounded_wait, _ = make(timeout=30.0)
     assert not bounded_wait.wait(EventPair(At(time, 0.0), At(time, math.inf)))
     assert 32.0 < time.now < 32.1
     assert time.looks < 32.0 / MOST_PAUSE_S + 2000
 
 
-def test_a_ring_of_one_rank_has_no_timeout() -> None:
-    time = Time()
-    bounded_wait, _ = make(time, timeout=0.01, world_size=1)
+def test_a_ring_of_one_rank_has_no_timeout(time: Time) -> None:
+    bounded_wait, _ = make(timeout=0.01, world_size=1)
     assert bounded_wait.wait(EventPair(None, At(time, 5.0)))
 
 
-def test_a_timeout_aborts_communicators_once_and_is_raised_from_then_on() -> None:
-    time = Time()
-    bounded_wait, gone = make(time, timeout=2.0)
+def test_a_timeout_aborts_communicators_once_and_is_raised_from_then_on(time: Time) -> None:
+    bounded_wait, gone = make(timeout=2.0)
     stuck = EventPair(At(time, 0.0), At(time, math.inf))
     bounded_wait.check()
     assert not bounded_wait.wait(stuck)
@@ -110,9 +112,15 @@ def test_a_timeout_aborts_communicators_once_and_is_raised_from_then_on() -> Non
 
 def given_up(how: str) -> tuple[str, str]:
     """What a ring says whose replay does not end, and its exchange afterwards."""
-    ring, device = Ring(), torch.device("cpu")
     time = Time()
-    ring._bounded_wait = BoundedWait(ring.rank, 2, ring.name, 60.0, lambda _: None, time.clock, time.sleep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ringattn.transport.timeout.time", time)
+        return _given_up(time, how)
+
+
+def _given_up(time: Time, how: str) -> tuple[str, str]:
+    ring, device = Ring(), torch.device("cpu")
+    ring._bounded_wait = BoundedWait(ring.rank, 2, ring.name, 60.0, lambda _: None)
     reducer: Any = ring.partial_reducer(device)
     ring.synchronize(device)
     ring.synchronize(device, events=EventPair(None, At(time, 61.0)))

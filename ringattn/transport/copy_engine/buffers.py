@@ -248,10 +248,6 @@ class RankBuffers:
             self._zero_copy_at.pop(before.untyped_storage().data_ptr(), None)
         return flat
 
-    def _make_local_grads(self, num_bytes: int) -> Tensor:
-        self._local_grads = self._local(self._local_grads, num_bytes, self.watchdog.recovery.local_grads, 1)
-        return self._local_grads
-
     def _make_flags(self, groups: int) -> Tensor:
         """Return `groups world_size` flags of rows that are in flight."""
         count = groups * len(self._members)
@@ -397,11 +393,13 @@ class RankBuffers:
         b, hk, width = shape
         size = b * gather_plan.slot_rows * hk * (width + biased) * 4
         grad_buffers = self._grow(self._grad_buffers, len(self.semaphores.peers) * aligned(size), "gradients")
-        local_grads = self._make_local_grads(size)
+        self._local_grads = self._local(self._local_grads, size, self.watchdog.recovery.local_grads, 1)
         self._refuse_in_capture("a return of gradients")
         # both at once: a capture may begin at either
         first, second = (
-            grad_return_programs(self.semaphores, gather_plan, peer_buffer, local_grads, shape, what, biased=biased)
+            grad_return_programs(
+                self.semaphores, gather_plan, peer_buffer, self._local_grads, shape, what, biased=biased
+            )
             for peer_buffer in grad_buffers
         )
         return first, second
@@ -409,10 +407,5 @@ class RankBuffers:
 
 def _same(x: Tensor, y: Tensor) -> bool:
     # an empty tensor has no address, but it has a storage
-    return bool(
-        x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
-        and x.storage_offset() == y.storage_offset()
-        and x.shape == y.shape
-        and x.stride() == y.stride()
-        and x.dtype == y.dtype
-    )
+    mine, others = ((z.untyped_storage().data_ptr(), z.storage_offset(), z.shape, z.stride(), z.dtype) for z in (x, y))
+    return mine == others

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_ulonglong, c_void_p
 from dataclasses import dataclass
@@ -115,7 +116,6 @@ def load_driver() -> ctypes.CDLL:
 
 
 def _refuse(driver: ctypes.CDLL, status: int, doing: str) -> None:
-    """Raise DriverError for a status."""
     name = ctypes.c_char_p()
     driver.cuGetErrorName(status, byref(name))
     text = name.value.decode() if name.value else "an unknown error"
@@ -148,6 +148,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._cu = load_driver()
+        self._do = functools.partial(_do, self._cu)
         self._device = device
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         low, high = c_int(), c_int()
@@ -164,16 +165,13 @@ class CudaStreams:
         self._event = event.value
         self._pool: torch.cuda.MemPool | None = None  # of temporary tensors of recorded work
 
-    def main(self) -> int:
-        """See `Streams.main`."""
+    def main(self) -> int:  # noqa: D102
         return torch._C._cuda_getCurrentRawStream(self._index)
 
-    def capturing(self) -> bool:
-        """See `Streams.capturing`."""
+    def capturing(self) -> bool:  # noqa: D102
         return torch.cuda.is_current_stream_capturing()
 
-    def compile(self, ops: Sequence[Op]) -> _Calls:
-        """See `Streams.compile`."""
+    def compile(self, ops: Sequence[Op]) -> _Calls:  # noqa: D102
         calls: list[Callable[[int], None]] = []
         entries: list[_Word] = []
         copies = False
@@ -190,8 +188,7 @@ class CudaStreams:
         becomes_a_graph = copies and len(calls) >= WORTH_A_GRAPH and not self.capturing()
         return _Calls(calls, 1 if becomes_a_graph else -1)
 
-    def launch(self, program: _Calls, stream: int) -> None:
-        """See `Streams.launch`."""
+    def launch(self, program: _Calls, stream: int) -> None:  # noqa: D102
         if program.until_graph == 0:
             program.graph = _Graph(
                 self._cu, self._capture_stream, lambda: [call(self._capture_stream) for call in program.calls]
@@ -205,27 +202,22 @@ class CudaStreams:
         for call in program.calls:
             call(stream)
 
-    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """See `Streams.copy`."""
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:  # noqa: D102
         status = self._cu.cuMemcpyAsync(target, source, num_bytes, stream)
         if status:
             _refuse(self._cu, status, "enqueue a copy")
 
-    def order(self, first: int, then: int) -> None:
-        """See `Streams.order`."""
+    def order(self, first: int, then: int) -> None:  # noqa: D102
         self._do("record an event", self._cu.cuEventRecord, self._event, first)
         self._do("wait for an event", self._cu.cuStreamWaitEvent, then, self._event, 0)
 
-    def call(self, work: Callable[[], object]) -> None:
-        """See `Streams.call`."""
+    def call(self, work: Callable[[], object]) -> None:  # noqa: D102
         work()
 
-    def wait_until_idle(self, seconds: float) -> bool:
-        """See `Streams.wait_until_idle`."""
+    def wait_until_idle(self, seconds: float) -> bool:  # noqa: D102
         return wait_until_done(record_events(self._device), seconds)
 
-    def record(self, work: Callable[[], object]) -> _Calls:
-        """See `Streams.record`."""
+    def record(self, work: Callable[[], object]) -> _Calls:  # noqa: D102
         recorded = _Calls([], -1)
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
@@ -235,19 +227,16 @@ class CudaStreams:
             recorded.graph = _Graph(self._cu, self._capture_stream, work, _RELAXED)
         return recorded
 
-    def graph_bytes(self) -> int:
-        """See `Streams.graph_bytes`."""
+    def graph_bytes(self) -> int:  # noqa: D102
         return 0 if self._pool is None else sum(segment["total_size"] for segment in self._pool.snapshot())
 
-    def rescue(self, ops: Sequence[Op]) -> None:
-        """See `Streams.rescue`."""
+    def rescue(self, ops: Sequence[Op]) -> None:  # noqa: D102
         with _relaxed(self._cu, self._index):
             for call in self.compile(ops).calls:
                 call(self._rescue_stream)
             self._do("finish a rescue", self._cu.cuStreamSynchronize, self._rescue_stream)
 
-    def fill(self, address: int, num_bytes: int) -> None:
-        """See `Streams.fill`."""
+    def fill(self, address: int, num_bytes: int) -> None:  # noqa: D102
         with _relaxed(self._cu, self._index):
             self._do("fill memory", self._cu.cuMemsetD32Async, address, 0xFFFFFFFF, num_bytes // 4, self._rescue_stream)
             self._do("finish a rescue", self._cu.cuStreamSynchronize, self._rescue_stream)
@@ -265,8 +254,7 @@ class CudaStreams:
             times.append(begin.elapsed_time(end) * 1e-3)
         return min(times[1:])
 
-    def synchronize(self) -> None:
-        """See `Streams.synchronize`."""
+    def synchronize(self) -> None:  # noqa: D102
         torch.cuda.synchronize(self._device)
 
     def __del__(self) -> None:
@@ -290,9 +278,6 @@ class CudaStreams:
         stream = c_void_p()
         self._do("make a stream", self._cu.cuStreamCreateWithPriority, byref(stream), _NON_BLOCKING, priority)
         return stream.value or 0
-
-    def _do(self, doing: str, function: Callable[..., int], *args: Any) -> None:
-        _do(self._cu, doing, function, *args)
 
     def _flush(self, entries: list[_Word], calls: list[Callable[[int], None]]) -> None:
         if not entries:
@@ -348,9 +333,7 @@ class _Graph:
             if not driver.cuStreamEndCapture(capture_stream, byref(graph)):
                 driver.cuGraphDestroy(graph)
             raise
-        ended = driver.cuStreamEndCapture(capture_stream, byref(graph))
-        if ended:
-            _refuse(driver, ended, "end a capture")
+        _do(driver, "end a capture", driver.cuStreamEndCapture, capture_stream, byref(graph))
         made = driver.cuGraphInstantiateWithFlags(byref(ready), graph, 0)
         driver.cuGraphDestroy(graph)
         if made:

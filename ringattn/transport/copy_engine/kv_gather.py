@@ -44,8 +44,7 @@ class Bias:
     table: Tensor
     local: int
 
-    def places(self, *, published: bool) -> tuple[Tensor | None, Tensor, Tensor]:
-        """See `GatherPrograms.bias`."""
+    def places(self, *, published: bool) -> tuple[Tensor | None, Tensor, Tensor]:  # noqa: D102
         return self.slot[:, : self.local] if published else None, self.table[:, : self.local], self.table
 
     def pushes(self, table: int, reader: SendSpec) -> list[Op]:
@@ -195,7 +194,7 @@ def gather_programs(
 def pad_rows(remote_rows: int, recvs: Sequence[RecvSpec]) -> list[tuple[int, int]]:
     """Return the first and last row of each range of the remote buffer that belongs to no owner."""
     ends = [fetch.at for fetch in recvs[1:]] + [remote_rows]
-    return [(fetch.at + _num_rows(fetch.rows), end) for fetch, end in zip(recvs, ends, strict=False)]
+    return [(fetch.at + fetch.num_rows, end) for fetch, end in zip(recvs, ends, strict=False)]
 
 
 def _push(semaphores: Semaphores, here: GatherMemory, gather_plan: GatherPlan, number: int) -> list[Op]:
@@ -260,7 +259,7 @@ def _flag_ops(
         copies = list[Op]()
         if address is not None:
             for fetch in recvs:
-                rows = ((fetch.at, _num_rows(fetch.rows)),)
+                rows = ((fetch.at, fetch.num_rows),)
                 copies += _copies(mine, address, (remote_rows, remote_rows), b, row, rows, fetch.at, 0, 1)
         return [*begins, *raises, *copies, *ends]
 
@@ -268,15 +267,7 @@ def _flag_ops(
 
 
 def _copies(
-    source: int,
-    target: int,
-    between: tuple[int, int],
-    b: int,
-    row: int,
-    rows: Rows,
-    at: int,
-    group: int,
-    groups: int,
+    source: int, target: int, between: tuple[int, int], b: int, row: int, rows: Rows, at: int, group: int, groups: int
 ) -> list[Op]:
     """Return the copies of one group of heads of row ranges to consecutive rows.
 
@@ -297,7 +288,3 @@ def _copies(
                 found.append(Copy(end + i * target_pitch, start + i * source_pitch, length * row))
         at += length
     return found
-
-
-def _num_rows(rows: Rows) -> int:
-    return sum(length for _, length in rows)

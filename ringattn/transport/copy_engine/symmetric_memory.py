@@ -70,8 +70,7 @@ class SymmetricMemory:
     device: torch.device
     synchronize: Callable[[], None]
 
-    def region(self, num_bytes: int, what: str) -> Region:
-        """See `Memory.region`."""
+    def region(self, num_bytes: int, what: str) -> Region:  # noqa: D102
         from torch.distributed import _symmetric_memory as symmetric
 
         if not torch.cuda.is_current_stream_capturing():
@@ -87,13 +86,11 @@ class SymmetricMemory:
         self.barrier(f"{what} at {offset}")
         return Region(local, addresses, handle)
 
-    def barrier(self, what: str) -> None:
-        """See `Memory.barrier`."""
+    def barrier(self, what: str) -> None:  # noqa: D102
         self.synchronize()
         self._compare(what, "ready")
 
-    def pinned_ints(self, count: int) -> Tensor:
-        """See `Memory.pinned_ints`."""
+    def pinned_ints(self, count: int) -> Tensor:  # noqa: D102
         return torch.zeros(count, dtype=torch.int32, pin_memory=True, device="cpu")
 
     def _compare(self, what: str, text: str) -> None:

@@ -27,8 +27,7 @@ from ringattn.transport.copy_engine.peer_buffers import padded
 from ringattn.transport.copy_engine.send_recv import SendRecvPrograms, send_recv_programs
 from ringattn.transport.copy_engine.streams import Program, Streams
 from ringattn.transport.copy_engine.symmetric_memory import Memory
-from ringattn.transport.copy_engine.watchdog import POSTS
-from ringattn.transport.copy_engine.watched_transport import WatchedTransport
+from ringattn.transport.copy_engine.watchdog import BETWEEN_NODES, POSTS, ProgramInfo
 from ringattn.transport.reduce.one_shot import OneShotReducer
 
 RECEIVED = 256
@@ -36,7 +35,7 @@ RECEIVED = 256
 
 
 class CopyEngineTransport(RankBuffers, Transport):
-    """One rank's end of the transport; sm_margin is that of `KVGather`."""
+    """One rank's end of the transport, whose watchdog the caller starts; sm_margin is that of `KVGather`."""
 
     def __init__(
         self,
@@ -47,7 +46,6 @@ class CopyEngineTransport(RankBuffers, Transport):
         memory: Memory,
         timeout: float,
         *,
-        start_watchdog: bool = True,
         sm_margin: int = 0,
     ) -> None:
         super().__init__(rank, members, name, streams, memory, timeout)
@@ -59,20 +57,16 @@ class CopyEngineTransport(RankBuffers, Transport):
         self._handle: _CopyEngineGather | None = None
         self._grad_return: _CopyEngineGradReturn | None = None
         self._posts: list[_CopyEngineWork | None] = [None] * POSTS
-        if start_watchdog:
-            self.watchdog.start()
 
     def __del__(self) -> None:
         watchdog = getattr(self, "watchdog", None)
         if watchdog is not None:
             watchdog.stop()
 
-    def kv_gather(self) -> CopyEngineTransport:
-        """See `Transport.kv_gather`."""
+    def kv_gather(self) -> CopyEngineTransport:  # noqa: D102
         return self
 
-    def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
-        """See `KVGather.reserve_gather`."""
+    def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:  # noqa: D102
         remote_capacity = self._remote_buffers[0].num_bytes if self._remote_buffers else 0
         shard_capacity = min(x.numel() for x in self._shard_buffers) if remote_shards else slot_bytes
         if slot_bytes > min(self._slot.numel(), shard_capacity) or remote_bytes > remote_capacity:
@@ -82,7 +76,7 @@ class CopyEngineTransport(RankBuffers, Transport):
                 self._make_shard_buffer(turn, slot_bytes)
             self._make_remote_buffer(remote_bytes)
 
-    def gather(
+    def gather(  # noqa: D102
         self,
         k: Tensor,
         v: Tensor,
@@ -94,7 +88,6 @@ class CopyEngineTransport(RankBuffers, Transport):
         keep: bool = False,
         grad_return: GradReturn | None = None,
     ) -> KVGatherHandle:
-        """See `KVGather.gather`."""
         assert key_bias is None or not keep, "saved rows have no bias"
         assert grad_return is None or isinstance(grad_return, _CopyEngineGradReturn), (
             "gradients are returned by the transport of the gather"
@@ -164,10 +157,9 @@ class CopyEngineTransport(RankBuffers, Transport):
             grad_return.begin_with(handle, combined)
         return handle
 
-    def remote_shard_buffer(
+    def remote_shard_buffer(  # noqa: D102
         self, turn: int, shape: tuple[int, int, int], rows: int, dims: tuple[int, int], dtype: torch.dtype
     ) -> Tensor:
-        """See `KVGather.remote_shard_buffer`."""
         self._enter()
         key = ("remote shard", turn, shape, rows, dims, dtype)
         found: ZeroCopyKV | None = self.find(key)
@@ -176,8 +168,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         self._zero_copy_at[found.slot.untyped_storage().data_ptr()] = found
         return found.slot[:, :rows]
 
-    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags | None:
-        """See `KVGather.saved_ready_flags`."""
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags | None:  # noqa: D102
         if not gather_plan.recvs:
             return None
         flags = self._raised.get(groups)
@@ -185,10 +176,9 @@ class CopyEngineTransport(RankBuffers, Transport):
             flags = self._make_raised(groups)
         return ReadyFlags(flags, self._error, self._timeout_ns)
 
-    def grad_return(
+    def grad_return(  # noqa: D102
         self, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool = False
     ) -> GradReturn:
-        """See `KVGather.grad_return`."""
         if self._grad_return is not None:
             self._grad_return.receive()
             self._grad_return.close()
@@ -202,7 +192,7 @@ class CopyEngineTransport(RankBuffers, Transport):
             self._kept.append(plans)
         return _CopyEngineGradReturn(self, key, plans)
 
-    def replay_or_enqueue(
+    def replay_or_enqueue(  # noqa: D102
         self,
         key: tuple[Hashable, ...],
         given: Sequence[Tensor],
@@ -210,7 +200,6 @@ class CopyEngineTransport(RankBuffers, Transport):
         enqueue: Callable[[], object],
         held: tuple[Any, ...],
     ) -> None:
-        """See `Transport.replay_or_enqueue`."""
         _, capturing = self._enter()
         if capturing or self._grad_return is not None:
             enqueue()
@@ -220,6 +209,7 @@ class CopyEngineTransport(RankBuffers, Transport):
         if graph is not None:
             self._remote_layout, self._grad_turn = known.layout, 1 - turn if known.takes_turn else turn
             self.streams.launch(graph, self.streams.main())
+            self.graph_launches += 1
             return
         enqueue()
         known.count()
@@ -243,27 +233,16 @@ class CopyEngineTransport(RankBuffers, Transport):
 
     def one_shot(self, consensus: RankConsensus, why: str) -> OneShotReducer:
         """Return a reducer in this transport's memory; every member calls it."""
-        return OneShotReducer(
-            self._members.index(self._rank),
-            len(self._members),
-            self._name,
-            self.streams,
-            self._memory,
-            consensus,
-            self.watchdog,
-            self._timeout,
-            why,
-        )
+        place = self._members.index(self._rank), len(self._members), self._name
+        return OneShotReducer(*place, self.streams, self._memory, consensus, self.watchdog, self._timeout, why)
 
-    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
-        """See `Transport.reserve`."""
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:  # noqa: D102
         for kind, size in zip(KINDS, (num_bytes, grad_bytes), strict=True):
             if size > self._reserved[kind]:
                 self._enter()
                 self._make_boxes(kind, size)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
-        """See `Transport.post`."""
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:  # noqa: D102
         out, into = self._payloads(sends, what), self._payloads(receives, what)
         if len({kind for _, kind in out}) < len(out):
             raise RuntimeError(
@@ -313,9 +292,8 @@ class CopyEngineTransport(RankBuffers, Transport):
         self._posts[index] = pending
         return pending
 
-    def watch_transport(self, link: Transport) -> Transport:
-        """See `Transport.watch_transport`."""
-        return WatchedTransport(self, link)
+    def watch_transport(self, link: Transport) -> Transport:  # noqa: D102
+        return _WatchedTransport(self, link)
 
     def zero_copy_kv(
         self, name: str, batch: int, rows: int, mine: int, heads: int, dims: tuple[int, int], dtype: torch.dtype
@@ -333,17 +311,10 @@ class CopyEngineTransport(RankBuffers, Transport):
             zero_copy.k, zero_copy.v = zero_copy.slot[:, :mine, :, :d], zero_copy.slot[:, :mine, :, d:]
         return zero_copy.k, zero_copy.v
 
-    @property
-    def graph_launches(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Transport.graph_launches`."""
-        return self._graphs.launched
-
-    def check(self) -> None:
-        """See `Transport.check`."""
+    def check(self) -> None:  # noqa: D102
         self.watchdog.check()
 
-    def close(self) -> None:
-        """See `Transport.close`."""
+    def close(self) -> None:  # noqa: D102
         self._finish()
         if self.watchdog.failure is None:
             self._memory.barrier("close")
@@ -401,21 +372,14 @@ class CopyEngineTransport(RankBuffers, Transport):
         return found
 
 
-class _CopyEngineGather:
-    """See `KVGatherHandle`."""
-
-    __slots__ = ("_flagged", "_plan", "_transport", "k", "key_bias", "ready_flags", "remote", "saved", "v")
-
+class _CopyEngineGather(KVGatherHandle):
     def __init__(
         self, transport: CopyEngineTransport, plan: GatherPrograms, saved: Tensor | None, *, flagged: bool
     ) -> None:
+        super().__init__(*plan.remote, saved, None if plan.bias is None else plan.bias[2], plan.ready_flags)
         self._transport = transport
         self._plan: GatherPrograms | None = plan
         self._flagged = flagged
-        self.remote, self.k, self.v = plan.remote
-        self.saved = saved
-        self.key_bias = None if plan.bias is None else plan.bias[2]
-        self.ready_flags = plan.ready_flags
 
     def close(self) -> None:
         self.finish()
@@ -442,8 +406,6 @@ class _CopyEngineGather:
 
 
 class _CopyEngineGradReturn:
-    """See `GradReturn`."""
-
     __slots__ = (
         "_begun", "_closed", "_combined", "_handle", "_received", "_transport",
         "addresses", "bias_addresses", "key", "local_bias_grads", "local_grads", "plan", "plans", "rows",
@@ -501,8 +463,6 @@ class _CopyEngineGradReturn:
 
 @dataclass(eq=False, slots=True)
 class _CopyEngineWork:
-    """See `Work`."""
-
     transport: CopyEngineTransport
     index: int
     programs: SendRecvPrograms
@@ -522,5 +482,47 @@ class _CopyEngineWork:
             streams.launch(self.programs.fetching, stream)
             streams.order(streams.copy_stream, stream)
         streams.launch(self.programs.join, stream)
+        if here.watchdog.failure is not None:
+            here.watchdog.check()
+
+
+@dataclass(eq=False)
+class _WatchedTransport(Transport):
+    """A `Transport` between nodes that reports its waits to the watchdog of this rank's node."""
+
+    buffers: RankBuffers
+    link: Transport
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
+        work = self.link.post(sends, receives, what)
+        peers = tuple(sorted({peer for peer, x in (*sends, *receives) if x.numel()}))
+        return _WatchedWork(self.buffers, work, peers, what) if peers else work
+
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        self.link.reserve(num_bytes, grad_bytes)
+
+
+@dataclass(eq=False, slots=True)
+class _WatchedWork:
+    buffers: RankBuffers
+    work: Work
+    peers: tuple[int, ...]
+    what: str
+
+    def wait(self) -> None:
+        here = self.buffers
+        streams = here.streams
+        key = ("between nodes", self.peers)
+        found: tuple[ProgramInfo, Program, Program] | None = here.find(key)
+        if found is None:
+            info = ProgramInfo(self.what, self.peers, since=None)
+            place = here.semaphores.report_place(here.watchdog.number(info), BETWEEN_NODES)
+            found = here.keep(key, (info, streams.compile([place]), streams.compile(here.semaphores.exit_ring())))
+        info, begin, end = found
+        info.what = self.what
+        stream = streams.main()
+        streams.launch(begin, stream)
+        self.work.wait()
+        streams.launch(end, stream)
         if here.watchdog.failure is not None:
             here.watchdog.check()

@@ -1,4 +1,4 @@
-"""Base class of reducers: every rank passes its share, and all get the same result. The calls of its methods, and their checks.
+"""Reducers: every rank passes its share, and all get the same result. The calls of their methods, and their checks.
 
 A rank merges its own splits into one packed partial (Note [Packed parts] of the kernels) and sends it to all ranks; each then
 merges the partials of ranks 0, 1, ..., P - 1, in this order, and normalises. A sum adds in the same order, in fp32, and rounds
@@ -12,11 +12,17 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.kernels.partials.packed import finish_parts, merge_parts, size
 from ringattn.transport.base import SelectedTransport
 from ringattn.transport.consensus import RankConsensus
+from ringattn.transport.process_group import resolve_group
+from ringattn.transport.timeout import BoundedWait
+
+# torch 2.13 renames the collective and warns of the old name
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 SHARED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of sums and columns."""
@@ -178,15 +184,7 @@ class PartialReducer:
         return str(self.choice)
 
     def merge_partials(
-        self,
-        splits: Tensor,
-        b: int,
-        s: int,
-        h: int,
-        dv: int,
-        sinks: Tensor | None,
-        o: Tensor,
-        lse: Tensor,
+        self, splits: Tensor, b: int, s: int, h: int, dv: int, sinks: Tensor | None, o: Tensor, lse: Tensor
     ) -> None:
         """Merge the partials of all ranks and normalise; returns at once, in stream order on CUDA.
 
@@ -270,7 +268,6 @@ class PartialReducer:
         raise NotImplementedError(f"a reducer must implement _stack, got {type(self).__name__}; define it")
 
     def _run_merge(self, call: MergeCall) -> None:
-        """Run a call of `merge_partials` that was admitted."""
         mine = call.splits[0]
         if len(call.splits) > 1 or not mine.is_contiguous():
             mine = torch.empty(call.send_numel, dtype=torch.float32, device=mine.device)
@@ -278,16 +275,60 @@ class PartialReducer:
         finish_parts(self._stack(mine, call.what), call.rows, call.dv, call.sinks, call.o, call.lse)
 
     def _run_sum(self, call: ShareCall) -> None:
-        """Run a call of `all_reduce` that was admitted."""
         first, *others = self._stack(call.x, call.what)
         for other in others:
             first = first.float() + other
         call.out.copy_(first)
 
     def _run_columns(self, call: ShareCall) -> None:
-        """Run a call of `all_gather_columns` that was admitted."""
         rows, width = call.x.shape
         call.out.view(rows, call.ranks, width).copy_(self._stack(call.x, call.what).transpose(0, 1))
+
+
+class LocalReducer(PartialReducer):
+    """The reducer of a ring of one rank."""
+
+    capturable = True
+
+    def __init__(self) -> None:
+        super().__init__(SelectedTransport("alone", "one rank: every key is here already"), None, 1)
+
+    def _run_merge(self, call: MergeCall) -> None:
+        finish_parts(call.splits, call.rows, call.dv, call.sinks, call.o, call.lse)
+
+    def _stack(self, mine: Tensor, what: str) -> Tensor:
+        del what
+        return mine[None]
+
+
+class ProcessGroupReducer(PartialReducer):
+    """Reducer with one collective of the process group per call: NCCL between GPUs, gloo between CPU processes."""
+
+    def __init__(self, consensus: RankConsensus, bounded_wait: BoundedWait, why: str) -> None:
+        super().__init__(SelectedTransport("group", why), consensus, consensus.world_size)
+        self._group_name, self._rank = consensus.group_name, consensus.rank
+        self._bounded_wait = bounded_wait
+        # gloo's collectives run on the host
+        self.capturable = "cuda:nccl" in dist.get_backend_config(resolve_group(self._group_name))
+
+    def check(self) -> None:  # noqa: D102
+        self._bounded_wait.check()
+
+    def _stack(self, mine: Tensor, what: str) -> Tensor:
+        self.check()
+        # not kept from call to call: a graph that captured this has memory of its own
+        stack = mine.new_empty((self._world_size, *mine.shape))
+        try:
+            # bytes, which every backend moves
+            parts = [x.view(-1).view(torch.uint8) for x in (stack, mine)]
+            _gather(*parts, group=resolve_group(self._group_name, (self._rank, self._world_size)))
+        except RuntimeError as error:
+            peers = [peer for peer in range(self._world_size) if peer != self._rank]
+            raise RuntimeError(
+                f"ring rank {self._rank}: an exchange of {what}: the collective with ring ranks {peers} failed or timed out; look "
+                f"for an earlier error on those ranks ({error})"
+            ) from error
+        return stack
 
 
 def _overlap(x: Tensor, out: Tensor) -> bool:

@@ -75,16 +75,14 @@ class OneShotReducer(PartialReducer):
         """Return the bytes of device memory that this rank's control and mailbox take."""
         return sum(region.local.numel() for region in (self._control, self._boxes) if region is not None)
 
-    def check(self) -> None:
-        """See `PartialReducer.check`."""
+    def check(self) -> None:  # noqa: D102
         if self._control is None:
             raise RuntimeError("an exchange must not be used after its ring was closed, got a call; ask the ring again")
         self._watchdog.check()
         if self._said.tobytes() != self._silence:
             raise RuntimeError(self._describe())
 
-    def close(self) -> None:
-        """See `PartialReducer.close`."""
+    def close(self) -> None:  # noqa: D102
         if self._control is None:
             return
         if self._watchdog.failure is None and self._said.tobytes() == self._silence:
