@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import torch
 
-import ringattn
 from ringattn.launch.bench.baselines import PEERS, Contender, Unsupported, prepare
 from ringattn.launch.bench.correctness import Expected, make_expected
 from ringattn.launch.bench.rows import Rows
@@ -162,9 +161,7 @@ def check_answers(entry: _Entry, expected: Expected) -> None:
             entry.refused = f"wrong answer: {', '.join(wrong)}"
 
 
-def measure(
-    args: KernelsFlags, group: Group, problem: Problem, ring: ringattn.Ring, session: Session
-) -> Iterator[dict[str, Any]]:
+def measure(args: KernelsFlags, group: Group, problem: Problem, session: Session) -> Iterator[dict[str, Any]]:
     """Yield the rows of one problem: all contenders checked on it, then timed in turns.
 
     Raises:
@@ -175,7 +172,7 @@ def measure(
     entries = [_Entry(who, level) for who in args.who for level in (("op",) if who in PEERS else args.levels)]
     for entry in entries:
         try:
-            entry.contender = prepare(entry.who, entry.level, inputs, ring)
+            entry.contender = prepare(entry.who, entry.level, inputs)
             check_answers(entry, expected)
         except Unsupported as error:
             entry.refused = str(error)
@@ -236,7 +233,7 @@ def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict
         raise SystemExit(
             "bench kernels must have a problem to measure, got none; pass other --groups, --masks or --lengths"
         )
-    rows, ring, began = Rows(session, keep, {"bench": "kernels"}), ringattn.Ring(), time.monotonic()
+    rows, began = Rows(session, keep, {"bench": "kernels"}), time.monotonic()
     with own_stream(session.device):
         for group, problem in planned:
             case = {"group": group, **dataclasses.asdict(problem), "who": "all", "ours": False, "level": "op"}
@@ -244,7 +241,7 @@ def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict
                 rows.add({**case, "direction": "forward", "refused": f"left out: {args.budget_s:g} s were over"})
                 continue
             try:
-                for row in measure(args, group, problem, ring, session):
+                for row in measure(args, group, problem, session):
                     rows.add(row)
             except torch.OutOfMemoryError as error:
                 rows.add({**case, "direction": "forward", "refused": reason(error)})

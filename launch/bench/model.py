@@ -19,14 +19,13 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
 from ringattn.launch.bench.baselines import Unsupported
 from ringattn.launch.bench.correctness import check_rings, step_difference
 from ringattn.launch.bench.inference_model import ContextArgs
-from ringattn.launch.bench.ring_baselines import torch_context_parallel
+from ringattn.launch.bench.ring_baselines import torch_context_parallel, torch_cp_attention
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent
 from ringattn.launch.check.attention import DTYPES
@@ -99,27 +98,20 @@ def use_attention(model: Transformer, who: str, session: Session) -> Iterator[No
         return
     if session.device.type != "cuda" or session.world_size == 1:
         raise Unsupported("runs among several GPUs only")
-    from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sharding: ringattn.Sharding, **mask: Any) -> Tensor:
         del sharding, mask  # supports causal over zigzag shards only
         group = q.shape[2] // k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return torch_cp_attention(who.removeprefix("torch_cp_"), q, k, v).transpose(1, 2)
 
-    set_rotate_method(who.removeprefix("torch_cp_"))
-    attentions = [cast(Block, block).attention for block in model.blocks]
-    with torch_context_parallel(session):
-        try:
-            for attention in attentions:
-                attention.attend = attend
-            yield
-        finally:
-            for attention in attentions:
-                attention.attend = ringattn.ring_attention
+    with torch_context_parallel(session), contextlib.ExitStack() as undo:
+        for block in model.blocks:
+            attention = cast(Block, block).attention
+            attention.attend = attend
+            undo.callback(setattr, attention, "attend", ringattn.ring_attention)
+        yield
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 
 import ringattn
+from ringattn.launch.bench.baselines import Contender, Unsupported
 from ringattn.launch.bench.correctness import check_rings, disagreement
-from ringattn.launch.bench.ring_baselines import PeerName, Peers, RingContender, attempt, make_sharding, prepare_ours
+from ringattn.launch.bench.ring_baselines import PeerName, Peers, attempt, make_sharding, prepare_ours
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import (
     FACTORS,
@@ -25,11 +26,11 @@ from ringattn.launch.bench.workloads import (
     MaskName,
     PeakMemory,
     Problem,
-    best_layout,
     draw_inputs,
     free_memory,
     mask_of,
     own_stream,
+    resolve_layouts,
     same_work,
     teraflops,
 )
@@ -37,7 +38,7 @@ from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.common.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
 from ringattn.launch.common.session import Keep, Session
 from ringattn.launch.common.timing import Time, host_us, time_together
-from ringattn.plan.ring_plan import make_plan, moved_rows
+from ringattn.plan.ring_plan import RingPlan, make_plan, moved_rows
 
 Layout = Literal["best", "contiguous", "striped", "zigzag", "balanced"]
 WAYS = ("forward", "both")
@@ -107,16 +108,17 @@ def bytes_received(problem: Problem, sharding: ringattn.Sharding) -> dict[str, i
     per_key = problem.batch * problem.kv_heads * problem.head_dim * 2
     # lse and delta travel with the queries, two numbers per row and head
     per_query = problem.batch * problem.heads * (problem.head_dim * (2 * element + wide) + 2 * wide)
-    mean, most = {}, {}
-    for moving in ("keys", "queries"):
-        plan = make_plan(sharding.shards, sharding.shards, mask, moving)
-        ring_steps = [ring_step for rank in plan.ranks for ring_step in rank.ring_steps if ring_step and ring_step.step]
-        mean[moving] = sum(ring_step.num_rows for ring_step in ring_steps) // len(plan.ranks)
-        most[moving] = moved_rows(plan)
+    plans = {moving: make_plan(sharding.shards, sharding.shards, mask, moving) for moving in ("keys", "queries")}
+
+    def mean(plan: RingPlan) -> int:
+        ring_steps = (ring_step for rank in plan.ranks for ring_step in rank.ring_steps)
+        return sum(one.num_rows for one in ring_steps if one and one.step) // len(plan.ranks)
+
     found = {}
-    for name, rows in (("", mean), ("_most", most)):
-        found[f"forward{name}"] = rows["keys"] * per_key * element
-        found[f"backward{name}"] = min(rows["keys"] * per_key * (element + wide), rows["queries"] * per_query)
+    for name, count in (("", mean), ("_most", moved_rows)):
+        keys, queries = (count(plans[moving]) for moving in ("keys", "queries"))
+        found[f"forward{name}"] = keys * per_key * element
+        found[f"backward{name}"] = min(keys * per_key * (element + wide), queries * per_query)
     return found
 
 
@@ -141,14 +143,9 @@ def bench_ring(args: RingFlags, session: Session, keep: Keep) -> list[dict[str, 
     rows = Rows(session, keep, {"bench": "host" if args.host else "ring", "world_size": session.world_size})
     with Peers(session) as peers, own_stream(session.device):
         for problem in problems:
-            best = best_layout(problem, session.world_size)
-            for layout in dict.fromkeys(best if one == "best" else one for one in args.layouts):
-                common = {
-                    "tokens_per_rank": problem.seq_len // session.world_size,
-                    "layout": layout,
-                    **dataclasses.asdict(problem),
-                    "pairs": problem.pairs,
-                }
+            for layout in resolve_layouts(args.layouts, problem, session.world_size):
+                common = {"tokens_per_rank": problem.seq_len // session.world_size, "layout": layout}
+                common |= {**dataclasses.asdict(problem), "pairs": problem.pairs}
                 if args.host:
                     found = [
                         {"who": who, **measure_host(args, problem, layout, ring, session)}
@@ -177,7 +174,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row per implementation of one problem: speeds where answers agree with our first ring, reasons elsewhere."""
     share = same_work(problem, session.world_size)
-    makers: dict[str, Callable[[], RingContender]] = {}
+    makers: dict[str, Callable[[], Contender]] = {}
     for name, ring in rings.items():
         makers[name] = lambda ring=ring, kv_buffer=name == "fused_kv_buffer": prepare_ours(
             problem, ring, layout, session.device, args.impl, session.rank, kv_buffer=kv_buffer
@@ -185,24 +182,22 @@ def measure(
     if layout == "zigzag":
         for who in dict.fromkeys(args.peers):
             makers[who] = lambda who=who: peers.prepare(who, problem, session.rank)
-    able: dict[str, RingContender] = {}
+    able: dict[str, Contender] = {}
     refused: dict[str, str] = {}
     standard: list[torch.Tensor] = []
     for who, make in makers.items():
-        contender, answers, why = attempt(make, session)
-        if contender is None:
-            refused[who] = why
-            continue
-        if who in rings:
-            standard = standard or answers
-        elif not standard:
-            refused[who] = "no answer of ours to compare with"
-            continue
-        if wrong := disagreement(answers, standard, problem.dtype, session):
-            refused[who] = wrong
-            continue
-        del answers
-        able[who] = contender
+        try:
+            contender, answers = attempt(make, session)
+            if who in rings:
+                standard = standard or answers
+            elif not standard:
+                raise Unsupported("no answer of ours to compare with")
+            if wrong := disagreement(answers, standard, problem.dtype, session):
+                raise Unsupported(wrong)
+            able[who] = contender
+        except Unsupported as error:
+            refused[who] = str(error)
+        contender = answers = None
     peaks = {who: peak_gib(makers[who], rings.get(who), session) for who in able}
     single = prepare_ours(share, alone, "contiguous", session.device, args.impl, session.rank)
     calls = {f"{who} {way}": getattr(one, way) for who, one in [*able.items(), ("alone", single)] for way in WAYS}
@@ -250,7 +245,7 @@ def _speeds(
     return row
 
 
-def peak_gib(make: Callable[[], RingContender], ring: ringattn.Ring | None, session: Session) -> float | None:
+def peak_gib(make: Callable[[], Contender], ring: ringattn.Ring | None, session: Session) -> float | None:
     """Return the peak of one forward and backward, inputs and gradients included, of the rank that holds most.
 
     The second of two steps counts: in the first, buffers grow. Infinity when it does not fit; None on a CPU.

@@ -8,42 +8,26 @@ where that is not installed it runs on the FlashAttention-2 inside torch (`provi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
-from ringattn.launch.bench.baselines import Unsupported
+from ringattn.launch.bench.baselines import Contender, Unsupported, differentiable
 from ringattn.launch.bench.workloads import Problem, draw_inputs
 from ringattn.launch.common.session import Session
 from ringattn.launch.common.timing import reason
 
 PeerName = Literal["torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"]
-
-
-@dataclass(frozen=True)
-class RingContender:
-    """One way to compute this rank's rows of a problem.
-
-    Attributes:
-        forward: The forward, recorded for a backward.
-        both: The forward and its backward.
-        answers: o, dq, dk and dv of this rank's rows, `b s h d`; to be compared, not timed.
-        note: Shown with its times.
-    """
-
-    forward: Callable[[], Any]
-    both: Callable[[], Any]
-    answers: Callable[[], list[Tensor]]
-    note: str = ""
 
 
 def make_sharding(problem: Problem, ring: ringattn.Ring, layout: str) -> ringattn.Sharding:
@@ -61,7 +45,7 @@ def prepare_ours(
     seed: int,
     *,
     kv_buffer: bool = False,
-) -> RingContender:
+) -> Contender:
     """Prepare our attention on this rank's rows; kv_buffer: KV lies in the ring's own memory."""
     sharding = make_sharding(problem, ring, layout)
     q, k, v, do = draw_inputs(problem, sharding.shard_len, device, seed)
@@ -73,23 +57,9 @@ def prepare_ours(
                 target.copy_(x)
         k, v = (x.detach().requires_grad_() for x in held)
 
-    def forward() -> Tensor:
-        return ringattn.ring_attention(q, k, v, sharding, impl=impl, **problem.options)
-
-    return _differentiable(forward, (q, k, v), do)
-
-
-def _differentiable(forward: Callable[[], Tensor], leaves: tuple[Tensor, ...], do: Tensor) -> RingContender:
-    """Make a contender of one function and autograd, in our memory layout."""
-
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(forward(), leaves, do)
-
-    def answers() -> list[Tensor]:
-        o = forward()
-        return [o.detach(), *torch.autograd.grad(o, leaves, do)]
-
-    return RingContender(forward, both, answers)
+    return differentiable(
+        lambda: ringattn.ring_attention(q, k, v, sharding, impl=impl, **problem.options), (q, k, v), do
+    )
 
 
 @contextlib.contextmanager
@@ -105,6 +75,17 @@ def torch_context_parallel(session: Session) -> Iterator[None]:
         yield
 
 
+def torch_cp_attention(rotation: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention `b h s d` of torch's context parallelism, inside `torch_context_parallel`, with cuDNN's kernels."""
+    from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # one setting for the whole process, read by forwards and backwards alike
+    set_rotate_method(rotation)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Peers(contextlib.ExitStack):
     """Other implementations, set up at their first use; a context manager that undoes the setup."""
 
@@ -113,7 +94,7 @@ class Peers(contextlib.ExitStack):
         self._session = session
         self._patched = False
 
-    def prepare(self, who: str, problem: Problem, seed: int) -> RingContender:
+    def prepare(self, who: str, problem: Problem, seed: int) -> Contender:
         """Prepare the peer called `who`, on the inputs of `prepare_ours` with the same seed under zigzag.
 
         Raises:
@@ -131,39 +112,24 @@ class Peers(contextlib.ExitStack):
         inputs = draw_inputs(problem, problem.seq_len // world_size, self._session.device, seed)
         if who == "ring_flash_attn":
             attention, (q, k, v, do) = find_ring_flash_attn(), inputs
-            return _differentiable(lambda: attention(q, k, v, causal=True, group=dist.group.WORLD), (q, k, v), do)
-        return self._torch_cp(who.removeprefix("torch_cp_"), problem, inputs)
-
-    def _torch_cp(self, rotation: str, problem: Problem, inputs: list[Tensor]) -> RingContender:
-        from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method
-        from torch.nn import functional
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
+            return differentiable(lambda: attention(q, k, v, causal=True, group=dist.group.WORLD), (q, k, v), do)
         if not self._patched:
             self.enter_context(torch_context_parallel(self._session))
             self._patched = True
-        group = problem.heads // problem.kv_heads
+        group, heads = problem.heads // problem.kv_heads, problem.heads
         drawn = [x.detach().transpose(1, 2) for x in inputs]
-        q, k, v, do = (x.repeat_interleave(problem.heads // x.shape[1], 1).contiguous() for x in drawn)
+        q, k, v, do = (x.repeat_interleave(heads // x.shape[1], 1).contiguous() for x in drawn)
         leaves = tuple(x.requires_grad_() for x in (q, k, v))
+        rotation = who.removeprefix("torch_cp_")
+        found = differentiable(lambda: torch_cp_attention(rotation, *leaves), leaves, do, lambda x: x.transpose(1, 2))
 
-        def forward() -> Tensor:
-            # one setting for the whole process, read by forwards and backwards alike
-            set_rotate_method(rotation)
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-                return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        def both() -> tuple[Tensor, ...]:
-            return torch.autograd.grad(forward(), leaves, do)
-
-        def answers() -> list[Tensor]:
-            o = forward()
-            dq, dk, dv = torch.autograd.grad(o, leaves, do)
-            dk, dv = (x.unflatten(1, (-1, group)).float().sum(2).to(x.dtype) for x in (dk, dv))
-            return [x.detach().transpose(1, 2) for x in (o, dq, dk, dv)]
+        def answers() -> Iterator[tuple[str, Tensor]]:
+            for name, x in found.answers():
+                is_key = name in ("dk", "dv")
+                yield name, x.unflatten(2, (-1, group)).float().sum(3).to(x.dtype) if is_key else x
 
         note = "cuDNN kernels" + ("; keys and values repeated to the query heads beforehand" if group > 1 else "")
-        return RingContender(forward, both, answers, note)
+        return dataclasses.replace(found, answers=answers, note=note)
 
 
 def find_ring_flash_attn() -> Callable[..., Tensor]:
@@ -185,21 +151,18 @@ def provide_flash_attn() -> None:
     torch. The adapter for transformers imports private names of old versions; an empty module takes its place.
     """
     adapters = types.ModuleType("ring_flash_attn.adapters")
-    for name in ("substitute_hf_flash_attn", "update_ring_flash_attn_params"):
-        setattr(adapters, name, None)
+    adapters.__dict__.update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)
     sys.modules.setdefault("ring_flash_attn.adapters", adapters)
     if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
         return
     package, interface = (types.ModuleType(name) for name in ("flash_attn", "flash_attn.flash_attn_interface"))
     package.__path__ = []
-    functions: dict[str, Any] = {
-        "_flash_attn_forward": _flash_forward,
-        "_flash_attn_backward": _flash_backward,
-        "_flash_attn_varlen_forward": _no_varlen,
-        "_flash_attn_varlen_backward": _no_varlen,
-    }
-    for name, function in functions.items():
-        setattr(interface, name, function)
+    interface.__dict__.update(
+        _flash_attn_forward=_flash_forward,
+        _flash_attn_backward=_flash_backward,
+        _flash_attn_varlen_forward=_no_varlen,
+        _flash_attn_varlen_backward=_no_varlen,
+    )
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
 
 
@@ -251,20 +214,17 @@ def _check_unused(options: dict[str, Any]) -> None:
             raise NotImplementedError(f"{name} must be left out, got {value}; install flash_attn")
 
 
-def attempt(prepare: Callable[[], RingContender], session: Session) -> tuple[RingContender | None, list[Tensor], str]:
-    """Prepare a contender and compute its answers once, on every rank or on none.
-
-    Returns:
-        The contender and its answers, or None and the reason, the same on every rank.
-    """
-    contender, answers, why = None, [], ""
+def attempt(prepare: Callable[[], Contender], session: Session) -> tuple[Contender, list[Tensor]]:
+    """Prepare a contender and compute its answers once; return both, or raise Unsupported, on every rank alike."""
+    why, found = "", None
     try:
         contender = prepare()
-        answers = contender.answers()
+        found = contender, [x for _, x in contender.answers()]
     except Unsupported as error:
         why = str(error)
     except Exception as error:
         why = reason(error)
     if reasons := sorted({one for one in session.gather(why) if one}):
-        return None, [], "; ".join(reasons)
-    return contender, answers, ""
+        raise Unsupported("; ".join(reasons))
+    assert found is not None, "a contender that no rank refused"
+    return found

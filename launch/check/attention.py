@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import multiprocessing
 import os
 import sys
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 import ringattn
+from ringattn.kernels.interface import accumulation_dtype
 from ringattn.kernels.registry import FEATURES, select_kernels
 from ringattn.launch.check.inference import DTYPES, MOVES, Finding, InferenceCase, budget_dtypes, examine_history
 from ringattn.launch.common.ring_variants import ScheduleName, make_ring
@@ -132,6 +134,16 @@ def masks(n: int) -> dict[str, dict[str, Any]]:
     """Every kind of mask, and some intersections, at length n."""
     cuts = tuple(sorted({0, n // 7, n // 3, n // 2, n - n // 9, n}))
     with_an_empty_one = (*cuts[:3], *cuts[2:])
+    m, halves, part = ringattn.masks, (0, n // 3, n), n // 8
+    pattern = [[(3 * x + 5 * y) % 7 < 3 for y in range(-(-n // 8))] for x in range(-(-n // 8))]
+    unions = {
+        "sinks and window": m.causal() & m.documents(halves) & (m.sinks(min(4, n)) | m.window(n // 6)),
+        "global tokens": m.global_tokens(max(1, n // 9)) | m.window(n // 7, n // 7),
+        "tree": m.tree([None, 0, 1, 1, 0], [n - 4 * part, part, part, part, part]) if part else m.causal(),
+        "spans": m.causal() | m.spans([(n // 9, n // 4), (n // 2, n - n // 5)]),
+        "blocks": m.blocks(pattern, 8),
+        "blocks or window": (m.causal() & m.blocks(pattern, 8)) | m.window(n // 9, 2),
+    }
     return {
         "full": {},
         "causal": {"causal": True},
@@ -145,23 +157,8 @@ def masks(n: int) -> dict[str, dict[str, Any]]:
         "chunks": {"causal": True, "chunk_len": n // 3 + 1},
         "lengths": {"causal": True, "lengths": ((0, n - n // 4), (n // 5, n))},
         "lengths and band": {"window": (n // 7, n // 9), "lengths": ((n // 6, n // 2), (0, n))},
-        **unions(n),
+        **{name: {"mask": mask} for name, mask in unions.items()},
     }
-
-
-def unions(n: int) -> dict[str, dict[str, Any]]:
-    """Masks of several intervals."""
-    m, cuts, part = ringattn.masks, (0, n // 3, n), n // 8
-    pattern = [[(3 * x + 5 * y) % 7 < 3 for y in range(-(-n // 8))] for x in range(-(-n // 8))]
-    expressions = {
-        "sinks and window": m.causal() & m.documents(cuts) & (m.sinks(min(4, n)) | m.window(n // 6)),
-        "global tokens": m.global_tokens(max(1, n // 9)) | m.window(n // 7, n // 7),
-        "tree": m.tree([None, 0, 1, 1, 0], [n - 4 * part, part, part, part, part]) if part else m.causal(),
-        "spans": m.causal() | m.spans([(n // 9, n // 4), (n // 2, n - n // 5)]),
-        "blocks": m.blocks(pattern, 8),
-        "blocks or window": (m.causal() & m.blocks(pattern, 8)) | m.window(n // 9, 2),
-    }
-    return {name: {"mask": mask} for name, mask in expressions.items()}
 
 
 def masked(name: str, n: int, **sizes: Any) -> Case:
@@ -241,26 +238,20 @@ def draw(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:
     """Whole-sequence inputs and cotangents, the same on every rank, in the dtypes of a call."""
     generator = torch.Generator().manual_seed(seed)
     b, n, h, hk, dtype = case.batch, case.seq_len, case.heads, case.kv_heads, DTYPES[case.dtype]
-    accumulation = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device, dtype)
-
-    drawn = {
-        "q": normal(b, n, h, case.head_dim, dtype=dtype),
-        "k": normal(b, n, hk, case.head_dim, dtype=dtype),
-        "v": normal(b, n, hk, case.v_head_dim, dtype=dtype),
-        "do": normal(b, n, h, case.v_head_dim, dtype=dtype),
-        "dlse": normal(b, h, n, dtype=accumulation),
+    wide = accumulation_dtype(dtype)
+    shapes = {
+        "q": ((b, n, h, case.head_dim), dtype),
+        "k": ((b, n, hk, case.head_dim), dtype),
+        "v": ((b, n, hk, case.v_head_dim), dtype),
+        "do": ((b, n, h, case.v_head_dim), dtype),
+        "dlse": ((b, h, n), wide),
     }
-    if "sinks" in case.options:
-        drawn["sinks"] = normal(h, dtype=accumulation)
-    if "alibi_slopes" in case.options:
-        drawn["alibi_slopes"] = (torch.rand(h, generator=generator) / 8).to(device, accumulation)
-    if "key_bias" in case.options:
-        drawn["key_bias"] = normal(b, n, dtype=accumulation)
-    if "bias" in case.options:
-        drawn["bias"] = normal(b, h, n, n, dtype=dtype)
+    options = {"sinks": ((h,), wide), "alibi_slopes": ((h,), wide), "key_bias": ((b, n), wide)}
+    options["bias"] = (b, h, n, n), dtype
+    shapes |= {name: shape for name, shape in options.items() if name in case.options}
+    drawn = {name: torch.randn(shape, generator=generator).to(device, to) for name, (shape, to) in shapes.items()}
+    if "alibi_slopes" in drawn:
+        drawn["alibi_slopes"] = drawn["alibi_slopes"].abs() / 8
     return drawn
 
 
@@ -274,6 +265,12 @@ def scalar_options(case: Case, seed: int) -> dict[str, Any]:
     if "dropout" in case.options:
         options |= {"dropout_p": 0.3, "dropout_seed": 0x9876543210 + seed}
     return options
+
+
+def ring_options(case: Case, args: CheckArgs) -> dict[str, Any]:
+    """The options of a ring that are no tensors."""
+    chosen = {"impl": args.impl, "backward": case.backward, "deterministic": "deterministic" in case.options}
+    return scalar_options(case, args.seed) | chosen
 
 
 def gradients(answer: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -298,14 +295,13 @@ def solve(
 ) -> Answer:
     """The ring's answer, the rows of all ranks put together."""
     sharding = ring.sharding(case.seq_len, layout=layout, documents=case.documents)
-    options: dict[str, Any] = scalar_options(case, args.seed) | {"impl": args.impl, "backward": case.backward}
-    options |= {"deterministic": "deterministic" in case.options, "sharding": sharding}
 
     def local(x: Tensor, name: str) -> Tensor:
         dim = sequence_dim(name)
         return x if dim is None else sharding.shard(x, dim=dim)
 
-    answer = functools.partial(ringattn.ring_attention_with_lse, **options)
+    options = ring_options(case, args)
+    answer = functools.partial(ringattn.ring_attention_with_lse, sharding=sharding, **options)
     whole = {}
     for name, x in gradients(answer, {name: local(x, name) for name, x in inputs.items()}).items():
         dim = sequence_dim(name)
@@ -323,11 +319,8 @@ def solve_simulated(
         nodes=args.nodes,
         layout=layout,
         documents=case.documents,
-        impl=args.impl,
-        backward=case.backward,
-        deterministic="deterministic" in case.options,
         memory_budget=budget,
-        **scalar_options(case, args.seed),
+        **ring_options(case, args),
     )
     found = {f"d{name}": x for name, x in (whole.grads or {}).items()}
     return {"o": whole.o, "lse": whole.lse, **found}, lambda x, name: x  # noqa: ARG005
@@ -507,24 +500,30 @@ class Verdict:
         """The rows that are wrong."""
         return [row for row in self.rows if not row["ratio"] <= 1]
 
+    @property
+    def summary(self) -> str:
+        """Text of how many rows are right."""
+        return f"{len(self.rows) - len(self.red)} of {len(self.rows)} runs"
+
 
 def merge_findings(session: Session, case: AnyCase, findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """One row per finding from those of all ranks: the worst tensor, and the rank that holds it."""
-    by_rank = session.gather([(finding.ratios, finding.errors, finding.broken) for finding in findings])
+    by_rank = session.gather(findings)
     rows = []
-    for index, finding in enumerate(findings):
+    for here, *others in zip(findings, *by_rank, strict=True):
+        found = [(one.ratios if one.broken is None else {"answer": math.inf}, one.errors) for one in others]
         ratios: dict[str, float] = {}
         worst = (-1.0, 0.0, "", 0)
-        for rank, (found, errors, broken) in enumerate(one[index] for one in by_rank):
-            for tensor, ratio in (found if broken is None else {"answer": float("inf")}).items():
-                ratio = float("inf") if ratio != ratio else ratio
+        for rank, (used, errors) in enumerate(found):
+            for tensor, ratio in used.items():
+                ratio = math.inf if math.isnan(ratio) else ratio
                 ratios[tensor] = max(ratios.get(tensor, 0.0), ratio)
                 worst = max(worst, (ratio, errors.get(tensor, 0.0), tensor, rank))
         ratio, _, tensor, rank = worst
         row = {"case": case.name, "dtype": case.dtype, "shape": case.shape, "options": list(case.options)}
-        row |= {"layout": finding.layout, "ratio": ratio, "tensor": tensor, "rank": rank}
-        row |= {"error": by_rank[rank][index][1].get(tensor), "budget": finding.budgets.get(tensor)}
-        rows.append(row | {"ratios": ratios, "broken": by_rank[rank][index][2]})
+        row |= {"layout": here.layout, "ratio": ratio, "tensor": tensor, "rank": rank}
+        row |= {"error": found[rank][1].get(tensor), "budget": here.budgets.get(tensor)}
+        rows.append(row | {"ratios": ratios, "broken": others[rank].broken})
     return rows
 
 

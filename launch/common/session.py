@@ -267,12 +267,12 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     print(flush=True)
 
 
-def keeper(path: Path, session: Session, line: dict[str, Any]) -> Keep:
-    """Return a `Keep` that writes all rows so far as JSON, on rank 0."""
+def keeper(path: Path, session: Session, head: dict[str, Any]) -> Keep:
+    """Return a `Keep` that writes `head`, as it is then, and all rows so far as JSON, on rank 0."""
 
     def keep(rows: list[dict[str, Any]]) -> None:
-        if session.rank == 0:
-            write_json(path, {"machine": line, "rows": rows})
+        if session.first:
+            write_json(path, {**head, "rows": rows})
 
     return keep
 

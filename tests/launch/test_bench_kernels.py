@@ -132,7 +132,7 @@ def test_a_peer_that_raises_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("only SM100 is supported")
 
     def half(inputs: workloads.Inputs) -> baselines.Contender:
-        whole = baselines.prepare("auto", "op", inputs, ringattn.Ring())
+        whole = baselines.prepare("auto", "op", inputs)
 
         def answers() -> Any:
             yield next(whole.answers())
@@ -141,7 +141,7 @@ def test_a_peer_that_raises_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
         def backward() -> None:
             raise RuntimeError("no backward")
 
-        return baselines.Contender(whole.forward, backward, answers)
+        return dataclasses.replace(whole, backward=backward, answers=answers)
 
     monkeypatch.setattr(baselines, "prepare_fa4", breaks)
     monkeypatch.setattr(baselines, "prepare_flex", half)

@@ -69,14 +69,14 @@ def _bench_with_others(out: str) -> int:
             raise NotImplementedError("peers must reach each other's memory, got CPUs; use process_group")
         return make(schedule, group)
 
-    def peer(self: Any, who: str, problem: Any, seed: int) -> ring_baselines.RingContender:
+    def peer(self: Any, who: str, problem: Any, seed: int) -> baselines.Contender:
         if who == "ring_flash_attn":
             raise baselines.Unsupported("not installed")
         ring = peer_ring
         right = ring_baselines.prepare_ours(problem, ring, "zigzag", torch.device("cpu"), "auto", seed)
         if who == "torch_cp_allgather":
             return right
-        return dataclasses.replace(right, answers=lambda: [x.flip(1) for x in right.answers()])
+        return dataclasses.replace(right, answers=lambda: ((name, x.flip(1)) for name, x in right.answers()))
 
     make, peer_ring = ring_variants.make_ring, ringattn.Ring()
     ring_variants.make_ring = refuse
@@ -154,7 +154,7 @@ def test_bench_ring_host_times_every_direction(pool, tmp_path: Path) -> None:
 
 def test_the_layout_of_a_window_moves_fewer_rows() -> None:
     wide = workloads.Problem("window", 4 * 32768, 1, 32, 8, 128, "bf16", window=4095)
-    assert workloads.best_layout(wide, 4) == "contiguous"
+    assert workloads.resolve_layouts(("best",), wide, 4) == ("contiguous",)
     moved = {}
     for world_size in (2, 4, 8):
         problem = dataclasses.replace(wide, seq_len=world_size * 32768)
