@@ -31,6 +31,7 @@ from torch import Tensor
 
 import ringattn
 from ringattn.inference import CacheFull, PagedKVCache, attend
+from ringattn.launch.bench.baselines import prepare_ours
 from ringattn.launch.bench.correctness import check_attention, check_decoded, check_model
 from ringattn.launch.bench.inference_model import (
     PAGE_SIZE,
@@ -45,7 +46,6 @@ from ringattn.launch.bench.inference_model import (
     pages_for,
     use_attention,
 )
-from ringattn.launch.bench.ring_baselines import prepare_ours
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent, own_stream, teraflops
 from ringattn.launch.check.attention import DTYPES
@@ -535,20 +535,15 @@ def measure_generate(bench: _Bench, model: _Model, length: int) -> None:
 
 def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options: Any) -> dict[str, float]:
     """Return the seconds until the first token of `model.generate`, and the milliseconds of a later one (median, most)."""
-    from transformers import StoppingCriteria, StoppingCriteriaList
+    from transformers import StoppingCriteriaList
 
-    class Clock(StoppingCriteria):
-        """Clock that generate calls after every token."""
+    times: list[float] = []
 
-        def __init__(self) -> None:
-            self.times: list[float] = []
+    def clock(input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        input_ids[:, -1].tolist()  # on the host, like ours
+        times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-            input_ids[:, -1].tolist()  # on the host, like ours
-            self.times.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    clock = Clock()
     if prompt.is_cuda:
         torch.cuda.synchronize(prompt.device)
     began = time.perf_counter()
@@ -557,8 +552,8 @@ def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=tokens,
         do_sample=False,
-        stopping_criteria=StoppingCriteriaList([clock]),
+        stopping_criteria=StoppingCriteriaList([clock]),  # pyright: ignore[reportArgumentType]
         **options,
     )
-    later = [1e3 * (b - a) for a, b in itertools.pairwise(clock.times)]
-    return {"ttft_s": clock.times[0] - began, "ms_per_token": statistics.median(later), "worst_ms": max(later)}
+    later = [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+    return {"ttft_s": times[0] - began, "ms_per_token": statistics.median(later), "worst_ms": max(later)}

@@ -5,6 +5,10 @@ function with autograd, "kernel" for our kernel set alone (forward; delta and ba
 ranks. `ms` is `graph_ms` where there is one and `calls_ms` otherwise, and `timing` says which. `ratio` is the part of the error
 budget that the worst tensor of that direction uses up on the problem itself. A contender that is wrong or cannot compute the
 problem has `refused` in place of times.
+
+Rows of the online softmax have bytes per second, beside torch.softmax and a device copy. Counted for every implementation are 2
+reads and 1 write of each element forward, 4 reads and 1 write backward: the traffic of a kernel with O(block) state. A kernel
+that keeps a row on chip moves less, so short rows can be faster than the copy.
 """
 
 from __future__ import annotations
@@ -12,17 +16,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ringattn.launch.bench.baselines import PEERS, Contender, Unsupported, prepare
 from ringattn.launch.bench.correctness import Expected, make_expected
 from ringattn.launch.bench.rows import Rows
-from ringattn.launch.bench.softmax import softmax_rows
 from ringattn.launch.bench.workloads import (
     UNIONS,
     DTypeName,
@@ -35,6 +39,8 @@ from ringattn.launch.bench.workloads import (
 )
 from ringattn.launch.common.session import Keep, Session, check_kernels
 from ringattn.launch.common.timing import Time, Timing, reason, time_calls
+from ringattn.numerics.error_budget import Budget
+from ringattn.numerics.softmax import online_logsumexp, online_softmax
 
 Group = Literal["target", "batch", "masks", "grouped", "lengths", "unions", "softmax"]
 GROUPS: tuple[Group, ...] = ("target", "batch", "masks", "grouped", "lengths")
@@ -251,3 +257,85 @@ def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict
             for row in softmax_rows(session, args.rounds, args.round_s):
                 rows.add(row)
     return rows.rows
+
+
+LENGTHS = (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 15, 1 << 17, 1 << 18, 1 << 20)
+ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 12}
+TRAFFIC = {"copy": 2, "ours": 3, "torch": 3, "lse": 1, "ours_backward": 5, "torch_backward": 5}
+"""Reads and writes of each element."""
+
+
+def softmax_rows(session: Session, rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield a row per dtype and row length: GB/s and shares of a copy of the same tensor, or the wrong answers."""
+    elements, device = ELEMENTS[session.device.type], session.device
+    for dtype, n in itertools.product((torch.float32, torch.bfloat16), LENGTHS):
+        if n > elements:
+            continue
+        m = max(elements // n, 2)
+        x = torch.randn(m, n, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0)) * 4
+        x[1] = float("-inf")
+        row = {"group": "softmax", "part": "softmax", "who": "online_softmax", "ours": True}
+        row |= {"dtype": "fp32" if dtype == torch.float32 else "bf16", "n": n, "m": m}
+        wrong = check_softmax(x)
+        yield row | (
+            {"refused": f"wrong answer: {'; '.join(wrong)}"} if wrong else _measure_softmax(x, session, rounds, seconds)
+        )
+
+
+def check_softmax(x: Tensor) -> list[str]:
+    """Return what is wrong with softmax, log-sum-exp and their gradients of `x`, whose second row is -inf.
+
+    Some rows against fp64 inside the error budget; the whole output, where an element might not have been written, against torch.
+    """
+    rows = sorted({0, 2 % len(x), len(x) // 3, len(x) // 2, len(x) - 1} - {1})
+    generator = torch.Generator(x.device).manual_seed(1)
+    dy = torch.randn(x.shape, device=x.device, dtype=x.dtype, generator=generator)
+
+    def evaluate(
+        x: Tensor, dy: Tensor, softmax: Callable[..., Tensor], logsumexp: Callable[..., Tensor]
+    ) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        y, lse = softmax(leaf, -1), logsumexp(leaf, -1)
+        (dx,), (dx_of_lse,) = torch.autograd.grad(y, leaf, dy), torch.autograd.grad(lse, leaf, torch.ones_like(lse))
+        return [y.detach(), lse.detach(), dx, dx_of_lse]
+
+    found = evaluate(x, dy, online_softmax, online_logsumexp)
+    exact = evaluate(x[rows].double(), dy[rows].double(), torch.softmax, torch.logsumexp)
+    low = evaluate(x[rows], dy[rows], torch.softmax, torch.logsumexp)
+    wrong = []
+    for name, value, a, b in zip(("y", "lse", "dx of y", "dx of lse"), found, exact, low, strict=True):
+        ratio = Budget.of(a, b).ratio(value[rows], a)
+        if not ratio <= 1:
+            wrong.append(f"{name} {ratio:.3g} x its budget")
+    whole = torch.softmax(x, -1)
+    whole[1] = 0
+    gap = (found[0] - whole).abs().max().item()
+    # two sums of a million terms in different orders
+    if not gap <= max(64 * torch.finfo(torch.float32).eps, torch.finfo(x.dtype).eps):
+        wrong.append(f"y is {gap:.2e} from torch.softmax somewhere")
+    if found[1][1].item() != float("-inf"):
+        wrong.append("lse of a row of -inf must be -inf")
+    return wrong
+
+
+def _measure_softmax(x: Tensor, session: Session, rounds: int, seconds: float) -> dict[str, float]:
+    y = online_softmax(x)
+    dy, target = torch.randn_like(x), torch.empty_like(x)
+    calls: dict[str, Callable[[], Any]] = {
+        "copy": lambda: target.copy_(x),
+        "ours": lambda: online_softmax(x),
+        "torch": lambda: torch.softmax(x, -1),
+        "lse": lambda: online_logsumexp(x),
+        "ours_backward": lambda: torch.ops.ringattn.online_softmax_backward(dy, y, 1, None, "auto"),
+        "torch_backward": lambda: torch.ops.aten._softmax_backward_data(dy, y, -1, x.dtype),
+    }
+    times = time_calls(calls, session, rounds, "calls", seconds)
+    ms = {name: found.eager_ms for name, found in times.items() if found.refused is None}
+    gbps = {name: TRAFFIC[name] * x.numel() * x.element_size() / 1e6 / value for name, value in ms.items()}
+    return {
+        **{f"{name}_ms": value for name, value in ms.items()},
+        **{f"{name}_gbps": value for name, value in gbps.items()},
+        "share_of_copy": gbps["ours"] / gbps["copy"],
+        **{f"{name}_share_of_copy": gbps[name] / gbps["copy"] for name in ("torch", "torch_backward")},
+        "backward_share_of_copy": gbps["ours_backward"] / gbps["copy"],
+    }

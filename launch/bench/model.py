@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ringattn
-from ringattn.launch.bench.baselines import Unsupported
+from ringattn.launch.bench.baselines import Unsupported, torch_context_parallel, torch_cp_attention
 from ringattn.launch.bench.correctness import check_rings, step_difference
 from ringattn.launch.bench.inference_model import ContextArgs
-from ringattn.launch.bench.ring_baselines import torch_context_parallel, torch_cp_attention
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent
 from ringattn.launch.check.attention import DTYPES
@@ -145,19 +144,14 @@ def disagreement(args: ModelFlags, model: Transformer, ring: ringattn.Ring, sess
             with use_attention(model, who, session):
                 loss = batch.loss(model)
                 loss.backward()
-        except Unsupported as error:
-            wrong[who] = str(error)
-            continue
+            square = sum((p.grad.to_local().double() ** 2).sum() for p in model.parameters() if p.grad is not None)  # pyright: ignore[reportAttributeAccessIssue]
+            total, square = session.sum(torch.stack([loss.detach().double(), torch.as_tensor(square)])).tolist()
+            found[who] = [total / session.world_size, math.sqrt(square)]
         except Exception as error:
             if who.startswith("ring"):
                 raise
-            wrong[who] = reason(error)
-            model.zero_grad(set_to_none=True)
-            continue
-        square = sum((p.grad.to_local().double() ** 2).sum() for p in model.parameters() if p.grad is not None)  # pyright: ignore[reportAttributeAccessIssue]
+            wrong[who] = str(error) if isinstance(error, Unsupported) else reason(error)
         model.zero_grad(set_to_none=True)
-        total, square = session.sum(torch.stack([loss.detach().double(), torch.as_tensor(square)])).tolist()
-        found[who] = [total / session.world_size, math.sqrt(square)]
     differ = {who: step_difference(step, found["ring"], args.dtype) for who, step in found.items()}
     return wrong | {who: why for who, why in differ.items() if why}
 
@@ -208,18 +202,17 @@ def _measure(
     losses: list[float] = []
     while len(taken) < 1 + args.steps and (not taken or taken[0] <= args.max_step_s):
         session.barrier()
-        began, loss = time.perf_counter(), None
+        began = time.perf_counter()
         try:
             loss = batch.loss(model)
             loss.backward()
             optimizer.step()
             session.barrier()
         except torch.OutOfMemoryError:
-            loss = None
-        optimizer.zero_grad(set_to_none=True)
-        # ranks hold equally much: when one is full they all are
-        if loss is None:
+            # ranks hold equally much: when one is full they all are
             return {"refused": "out of memory"}
+        finally:
+            optimizer.zero_grad(set_to_none=True)
         taken.append(session.maximum([time.perf_counter() - began])[0])
         losses.append(float(session.sum(loss.detach())) / session.world_size)
     seconds = statistics.median(taken[1:] or taken)

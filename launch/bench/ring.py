@@ -16,9 +16,16 @@ from typing import Any, Literal
 import torch
 
 import ringattn
-from ringattn.launch.bench.baselines import Contender, Unsupported
+from ringattn.launch.bench.baselines import (
+    Contender,
+    PeerName,
+    Peers,
+    Unsupported,
+    attempt,
+    make_sharding,
+    prepare_ours,
+)
 from ringattn.launch.bench.correctness import check_rings, disagreement
-from ringattn.launch.bench.ring_baselines import PeerName, Peers, attempt, make_sharding, prepare_ours
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import (
     FACTORS,
@@ -227,22 +234,22 @@ def _speeds(
     flops = FACTORS[way] * problem.flops / world_size
     same = alone.eager_ms * factor
     row: dict[str, float | str | None] = {
-        f"{way}_ms": found.eager_ms,
-        f"{way}_tflops": teraflops(flops, found.eager_ms),
-        f"{way}_alone_ms": same,
-        f"{way}_alone_tflops": teraflops(flops, same),
-        f"{way}_percent": 100 * same / found.eager_ms,
-        f"{way}_exposed_ms": found.eager_ms - same,
-        f"{way}_host_us": found.host_us,
-        f"{way}_graph_ms": found.graph_ms,
-        f"{way}_graph_refused": found.graph_refused,
-        f"{way}_rounds": found.rounds,
+        "ms": found.eager_ms,
+        "tflops": teraflops(flops, found.eager_ms),
+        "alone_ms": same,
+        "alone_tflops": teraflops(flops, same),
+        "percent": 100 * same / found.eager_ms,
+        "exposed_ms": found.eager_ms - same,
+        "host_us": found.host_us,
+        "graph_ms": found.graph_ms,
+        "graph_refused": found.graph_refused,
+        "rounds": found.rounds,
     }
     if found.graph_ms is not None:
-        row[f"{way}_graph_tflops"] = teraflops(flops, found.graph_ms)
-    if found.graph_ms is not None and alone.graph_ms is not None:
-        row[f"{way}_graph_percent"] = 100 * alone.graph_ms * factor / found.graph_ms
-    return row
+        row["graph_tflops"] = teraflops(flops, found.graph_ms)
+        if alone.graph_ms is not None:
+            row["graph_percent"] = 100 * alone.graph_ms * factor / found.graph_ms
+    return {f"{way}_{name}": value for name, value in row.items()}
 
 
 def peak_gib(make: Callable[[], Contender], ring: ringattn.Ring | None, session: Session) -> float | None:

@@ -70,11 +70,11 @@ def bench_trainer(args: TrainerFlags, session: Session, keep: Keep) -> list[dict
         for who in args.who:
             row: dict[str, Any] = {"seq_len": length, "who": who, "ours": who.startswith("ring")}
             found = _measure(args, who, length, session)
-            if "refused" not in found:
-                first = next(iter(known.values()), found)
-                here, there = ([one["loss"], one["grad_norm"]] for one in (found, first))
-                if wrong := step_difference(here, there, args.dtype):
-                    found = {"refused": wrong}
+            here, there = (
+                (one.get("loss"), one.get("grad_norm")) for one in (found, next(iter(known.values()), found))
+            )
+            if "refused" not in found and (wrong := step_difference(here, there, args.dtype)):
+                found = {"refused": wrong}
             if "refused" not in found:
                 known[who] = found
                 row["ratio"] = known["sdpa"]["step_s"] / found["step_s"] if "sdpa" in known else None
@@ -94,11 +94,10 @@ def _measure(args: TrainerFlags, who: str, length: int, session: Session) -> dic
     from ringattn.integrations.transformers.trainer import RingTrainer
 
     times: list[float] = []
-    limit_s = args.seconds
+    limit_s, on_cpu, is_ring = args.seconds, session.device.type == "cpu", who == "ring_trainer"
 
     class Clock(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            del args, state, kwargs
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:  # noqa: ARG002
             session.barrier()
             times.append(time.perf_counter())
             control.should_training_stop = len(times) > 1 and times[-1] - times[0] > limit_s
@@ -109,7 +108,7 @@ def _measure(args: TrainerFlags, who: str, length: int, session: Session) -> dic
     if not who.startswith("ring"):
         model.set_attn_implementation("sdpa")
     tokens = draw_tokens(length, args.vocab_size, torch.device("cpu"), seed=length)
-    collator: Any = default_data_collator
+    collator: Any = RingCollator(default_data_collator, ringattn.Ring()) if is_ring else default_data_collator
     kernel = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if who == "flash" else contextlib.nullcontext()
     with tempfile.TemporaryDirectory() as folder, kernel:
         options = TrainingArguments(
@@ -117,28 +116,24 @@ def _measure(args: TrainerFlags, who: str, length: int, session: Session) -> dic
             per_device_train_batch_size=1,
             max_steps=1 + args.steps,
             learning_rate=1e-4,
-            optim="adamw_torch_fused" if session.device.type == "cuda" else "adamw_torch",
+            optim="adamw_torch" if on_cpu else "adamw_torch_fused",
             gradient_checkpointing=True,
             gradient_checkpointing_kwargs={"use_reentrant": False},
             logging_steps=1,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            use_cpu=session.device.type == "cpu",
+            use_cpu=on_cpu,
         )
-        if who == "ring_trainer":
-            collator = RingCollator(collator, ringattn.Ring())
         data: Any = [{"input_ids": tokens, "labels": tokens}] * (1 + args.steps)
-        trainer = (RingTrainer if who == "ring_trainer" else HFTrainer)(
+        trainer = (RingTrainer if is_ring else HFTrainer)(
             model, options, data_collator=collator, train_dataset=data, callbacks=[Clock()]
         )
         memory = PeakMemory(session)
         try:
             trainer.train()
-        except torch.OutOfMemoryError:
-            return {"refused": "out of memory"}
         except RuntimeError as error:
-            return {"refused": reason(error)}
+            return {"refused": "out of memory" if isinstance(error, torch.OutOfMemoryError) else reason(error)}
     first = next(entry for entry in trainer.state.log_history if "loss" in entry)
     steps = [after - before for before, after in pairwise(times)]
     seconds = statistics.median(steps)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -161,12 +162,12 @@ def masks(n: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def masked(name: str, n: int, **sizes: Any) -> Case:
+def masked(name: str, n: int, title: str | None = None, **sizes: Any) -> Case:
     """A case under one of `masks`."""
     mask = dict(masks(n)[name])
     if "lengths" in mask:
         sizes["batch"] = len(mask["lengths"])
-    return Case(sizes.pop("title", name), seq_len=n, documents=mask.pop("documents", None), mask=mask, **sizes)
+    return Case(title or name, seq_len=n, documents=mask.pop("documents", None), mask=mask, **sizes)
 
 
 def default_cases(world_size: int, device: str) -> Iterator[Case]:
@@ -174,23 +175,20 @@ def default_cases(world_size: int, device: str) -> Iterator[Case]:
 
     On GPUs one head dim, and options one at a time: about ninety kernels, which compile within a minute on sixteen cores.
     """
-    n, d = (301, 64) if device == "cuda" else (37, 16)
-    main = "bf16" if device == "cuda" else "fp32"
-    size: dict[str, Any] = {"head_dim": d, "v_head_dim": d}
-    for name in masks(n):
-        yield masked(name, n, dtype=main, **size)
-    for option in OPTIONS:
-        yield masked("causal", n, title=option, dtype=main, kv_heads=4, options=(option,), **size)
+    n, d, main = (301, 64, "bf16") if device == "cuda" else (37, 16, "fp32")
+    case = functools.partial(masked, head_dim=d, v_head_dim=d)
+    yield from (case(name, n, dtype=main) for name in masks(n))
+    yield from (case("causal", n, option, dtype=main, kv_heads=4, options=(option,)) for option in OPTIONS)
     for moving in ("keys", "queries"):
-        yield masked("band", n, title=f"backward moves {moving}", dtype=main, backward=moving, **size)
+        yield case("band", n, f"backward moves {moving}", dtype=main, backward=moving)
     for dtype in DTYPES:
         if dtype != main and not (dtype == "fp64" and device == "cuda"):
-            yield masked("causal", n, dtype=dtype, layouts=("zigzag",), **size)
-    yield masked("causal", 1, title="one token", dtype=main, **size)
+            yield case("causal", n, dtype=dtype, layouts=("zigzag",))
+    yield case("causal", 1, "one token", dtype=main)
     if world_size > 2:
-        yield masked("causal", world_size - 1, title="fewer tokens than ranks", dtype=main, **size)
+        yield case("causal", world_size - 1, "fewer tokens than ranks", dtype=main)
     # long enough for "balanced" to give a rank more than one run
-    yield masked("documents", 256 * world_size + 1, title="balanced", dtype=main, layouts=("balanced",), **size)
+    yield case("documents", 256 * world_size + 1, "balanced", dtype=main, layouts=("balanced",))
 
 
 def full_cases(world_size: int, device: str) -> Iterator[Case]:
@@ -200,38 +198,31 @@ def full_cases(world_size: int, device: str) -> Iterator[Case]:
     and head dim, all options together meet the other dtypes, and head dims meet one layout.
     """
     gpu = device == "cuda"
-    n, n_odd = (1021, 509) if gpu else (131, 67)
-    d, d_wide = (64, 128) if gpu else (16, 24)
-    main = "bf16" if gpu else "fp32"
+    n, n_odd, d, d_wide, main = (1021, 509, 64, 128, "bf16") if gpu else (131, 67, 16, 24, "fp32")
     dtypes = [name for name in DTYPES if not (gpu and name == "fp64")]
-    size: dict[str, Any] = {"head_dim": d, "v_head_dim": d}
+    case = functools.partial(masked, head_dim=d, v_head_dim=d)
     wide: dict[str, Any] = {"head_dim": d_wide, "v_head_dim": d_wide}
+    yield from (case(name, n, dtype=main, heads=8, kv_heads=1, backward="keys") for name in masks(n))
     for name in masks(n):
-        yield masked(name, n, dtype=main, heads=8, kv_heads=1, backward="keys", **size)
-    for name in masks(n):
-        yield masked(name, n, dtype=main, kv_heads=4, backward="queries", **(wide if gpu else size))
-    for dtype in dtypes:
+        yield case(name, n, dtype=main, kv_heads=4, backward="queries", **(wide if gpu else {}))
+    for dtype, name in itertools.product(dtypes, masks(n_odd)):
         if dtype != main:
-            for name in masks(n_odd):
-                yield masked(name, n_odd, dtype=dtype, layouts=("zigzag",) if gpu else LAYOUTS, **size)
-    for option in OPTIONS:
-        yield masked("causal", n_odd, title=option, dtype=main, kv_heads=4, options=(option,), **size)
-    for option in OPTIONS:
-        if option != "bias":
-            title = f"{option}, queries move"
-            yield masked("band", n_odd, title=title, dtype=main, options=(option,), backward="queries", **size)
+            yield case(name, n_odd, dtype=dtype, layouts=("zigzag",) if gpu else LAYOUTS)
+    yield from (case("causal", n_odd, option, dtype=main, kv_heads=4, options=(option,)) for option in OPTIONS)
+    for option in (one for one in OPTIONS if one != "bias"):
+        yield case("band", n_odd, f"{option}, queries move", dtype=main, options=(option,), backward="queries")
     for dtype in dtypes:
-        yield masked("documents and window", n_odd, title="all options", dtype=dtype, options=OPTIONS[:-1], **size)
-    yield masked("causal", n_odd, title="all options", dtype=main, kv_heads=4, options=OPTIONS, **wide)
+        yield case("documents and window", n_odd, "all options", dtype=dtype, options=OPTIONS[:-1])
+    yield case("causal", n_odd, "all options", dtype=main, kv_heads=4, options=OPTIONS, **wide)
     for head_dim, v_head_dim in ((16, 16), (40, 40), (96, 96), (256, 256), (d, d_wide), (d_wide, d), (192, 128)):
         dims = {"head_dim": head_dim, "v_head_dim": v_head_dim}
-        yield masked("causal", n_odd, title="head dim", dtype=main, layouts=("zigzag",), **dims)
+        yield case("causal", n_odd, "head dim", dtype=main, layouts=("zigzag",), **dims)
     for heads, kv_heads, batch in ((1, 1, 3), (6, 2, 2), (8, 2, 1), (12, 1, 1)):
-        yield masked("causal", n_odd, title="heads", dtype=main, heads=heads, kv_heads=kv_heads, batch=batch, **size)
+        yield case("causal", n_odd, "heads", dtype=main, heads=heads, kv_heads=kv_heads, batch=batch)
     for length in sorted({1, 2, world_size - 1, world_size + 1, 2 * world_size + 1, 128 * world_size} - {0}):
-        yield masked("causal", length, title="length", dtype=main, **size)
+        yield case("causal", length, "length", dtype=main)
     for name in ("causal", "documents", "lengths"):
-        yield masked(name, 256 * world_size + 1, title=f"balanced, {name}", dtype=main, layouts=("balanced",), **size)
+        yield case(name, 256 * world_size + 1, f"balanced, {name}", dtype=main, layouts=("balanced",))
 
 
 def draw(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:

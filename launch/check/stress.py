@@ -117,9 +117,7 @@ def prepare(case: Case, ring: ringattn.Ring, args: CheckArgs, session: Session, 
     sharding = ring.sharding(case.seq_len, layout=layout, documents=case.documents)
 
     def local(name: str, x: Tensor) -> Tensor:
-        dim = attention.sequence_dim(name)
-        assert dim is not None, f"{name} is sharded"
-        return sharding.shard(x, dim=dim).contiguous()
+        return sharding.shard(x, dim=sharded_dim(name)).contiguous()
 
     leaves = tuple(local(name, inputs[name]).requires_grad_() for name in ("q", "k", "v"))
     one = Prepared(case, leaves, [local(name, inputs[name]) for name in ("do", "dlse")], sharding, {}, standard)
@@ -141,9 +139,14 @@ def prepare(case: Case, ring: ringattn.Ring, args: CheckArgs, session: Session, 
 def ratio_of(one: Prepared, name: str, x: Tensor) -> float:
     """The part of its budget that a whole tensor uses up. A collective."""
     exact, budget = one.standard[name]
+    return budget.ratio(one.sharding.unshard(x, dim=sharded_dim(name)), exact)
+
+
+def sharded_dim(name: str) -> int:
+    """The dim of a tensor of which every rank has some rows."""
     dim = attention.sequence_dim(name)
     assert dim is not None, f"{name} is sharded"
-    return budget.ratio(one.sharding.unshard(x, dim=dim), exact)
+    return dim
 
 
 def _title(case: Case) -> str:
