@@ -19,7 +19,7 @@ from ringattn.launch.bench.kernels import KernelsFlags, bench_kernels
 from ringattn.launch.bench.model import ModelFlags, bench_model
 from ringattn.launch.bench.ring import RingFlags, bench_ring
 from ringattn.launch.bench.rows import failures, print_tables
-from ringattn.launch.bench.server import ServerFlags, bench_server, red_rows
+from ringattn.launch.bench.server import ServerFlags, bench_server
 from ringattn.launch.bench.trainer import TrainerFlags, bench_trainer
 from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.common.session import Keep, Session, describe, keeper, machine, open_session, parse
@@ -57,9 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if session.first:
             print_tables(rows)
             print(f"rows: {path}")
-        if bench == "server":
-            return _fail(red_rows(rows), session)
-        return _fail(failures(rows) if rows and "ours" in rows[0] else [], session)
+        return _fail(failures(rows), session)
 
 
 def _fail(reasons: Sequence[str], session: Session) -> int:

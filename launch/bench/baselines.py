@@ -286,15 +286,9 @@ def _packed(inputs: Inputs, attention: Callable[..., Tensor]) -> Contender:
 
 
 def prepare(who: str, level: str, inputs: Inputs) -> Contender:
-    """Prepare the contender called `who`.
+    """Prepare one of PEERS, "auto", or one of our kernel sets; raise Unsupported if it cannot compute the problem here.
 
-    Args:
-        who: One of PEERS, "auto", or the name of one of our kernel sets.
-        level: "op": a function with autograd; "kernel": our kernel set alone; "steps": as RANKS ranks of a ring call it.
-        inputs: Of the problem.
-
-    Raises:
-        Unsupported: It cannot compute the problem here.
+    Levels of ours are "op", a function with autograd; "kernel", the kernel set alone; "steps", as RANKS ranks of a ring call it.
     """
     peers = {"cudnn": prepare_cudnn, "fa2": prepare_fa2, "flex": prepare_flex, "fa4": prepare_fa4}
     if who in peers:
@@ -375,11 +369,7 @@ class Peers(contextlib.ExitStack):
         self._patched = False
 
     def prepare(self, who: str, problem: Problem, seed: int) -> Contender:
-        """Prepare the peer called `who`, on the inputs of `prepare_ours` with the same seed under zigzag.
-
-        Raises:
-            Unsupported: It cannot compute the problem here.
-        """
+        """Prepare a peer on the inputs of `prepare_ours` with the same seed under zigzag; raise Unsupported if it cannot."""
         world_size = self._session.world_size
         if problem.mask != "causal":
             raise Unsupported(f"no {problem.mask} mask over load-balanced shards")
@@ -413,11 +403,7 @@ class Peers(contextlib.ExitStack):
 
 
 def find_ring_flash_attn() -> Callable[..., Tensor]:
-    """Return the zigzag attention of ring-flash-attn.
-
-    Raises:
-        Unsupported: It is not installed.
-    """
+    """Return the zigzag attention of ring-flash-attn; raise Unsupported where that is not installed."""
     if importlib.util.find_spec("ring_flash_attn") is None:
         raise Unsupported("not installed (pip install --no-deps ring-flash-attn)")
     provide_flash_attn()

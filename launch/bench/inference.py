@@ -432,6 +432,8 @@ def _first_token_rows(bench: _Bench, model: _Model, length: int) -> Iterator[Row
 
 def _token_rows(bench: _Bench, model: _Model, case: Row) -> Iterator[Row]:
     """Yield numbers of one token more for each of a batch; "how" is eager, graph, or fastest: a graph where there is one."""
+    from ringattn.integrations.transformers import cuda_graph_runner
+
     args, session, shape, batch = bench.args, bench.session, model.shape, case["batch"]
     # a capture and its check take a token each, and so do the bytes
     cache, requests = bench.full_cache(shape, batch, case["seq_len"], WARMUP_TOKENS + args.tokens + 3)
@@ -442,10 +444,13 @@ def _token_rows(bench: _Bench, model: _Model, case: Row) -> Iterator[Row]:
     bound = (weight_bytes + kv_bytes) / bench.gbps / 1e6
     how, decoder = "eager", Decoder(model.model, cache, requests)
     if case["how"] != "eager":
-        replayed, refused = _captured(model.model, cache, requests)
-        if replayed is not None:
-            how, decoder = "graph", replayed
-        elif case["how"] == "graph":
+        if not (refused := cuda_graph_runner.capture_obstacle(model.model, cache)):
+            replayed = Decoder(model.model, cache, requests, cuda_graph_runner.CUDAGraphCapturer(cache.device))
+            # which is captured, and compared with a plain call
+            replayed.next_tokens()
+            if not (refused := replayed.runner.refusal):
+                how, decoder = "graph", replayed
+        if refused and case["how"] == "graph":
             raise _LeftOut(refused)
     for _ in range(WARMUP_TOKENS):
         decoder.next_tokens()
@@ -453,20 +458,6 @@ def _token_rows(bench: _Bench, model: _Model, case: Row) -> Iterator[Row]:
     ms = statistics.median(taken)
     numbers = {"ms_per_token": ms, "worst_ms": max(taken), "tokens_per_s": batch * 1e3 / ms, "ratio": ms / bound}
     yield {"how": how, **numbers, "kv_bytes": kv_bytes, "weight_bytes": weight_bytes, "bound_ms": bound}
-
-
-def _captured(
-    model: PreTrainedModel, cache: PagedKVCache, requests: Sequence[int]
-) -> tuple[Decoder | None, str | None]:
-    """Return a decoder that replays CUDA graphs, on every rank or on none, and why not."""
-    from ringattn.integrations.transformers import cuda_graph_runner
-
-    if why := cuda_graph_runner.capture_obstacle(model, cache):
-        return None, why
-    decoder = Decoder(model, cache, requests, cuda_graph_runner.CUDAGraphCapturer(cache.device))
-    # which is captured, and compared with a plain call
-    decoder.next_tokens()
-    return (decoder if decoder.refusal is None else None), decoder.refusal
 
 
 def measure_throughput(bench: _Bench, model: _Model, length: int) -> None:

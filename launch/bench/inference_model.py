@@ -217,17 +217,12 @@ class Decoder:
         from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner
 
         self._requests = list(requests)
-        self._runner = CUDAGraphRunner(model, cache, capturer)
+        self.runner = CUDAGraphRunner(model, cache, capturer)
         self.tokens = torch.zeros(len(requests), 1, dtype=torch.int64, device=cache.device)
-
-    @property
-    def refusal(self) -> str | None:
-        """Reason for steps that are not replayed."""
-        return self._runner.refusal
 
     def next_tokens(self) -> list[list[int]]:
         """Return the next token of each request, on the host."""
-        self.logits = self._runner.run(self._requests, self.tokens).logits[:, -1]
+        self.logits = self.runner.run(self._requests, self.tokens).logits[:, -1]
         torch.argmax(self.logits, -1, keepdim=True, out=self.tokens)
         return self.tokens.tolist()
 

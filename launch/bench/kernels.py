@@ -155,31 +155,47 @@ class _Entry:
     def ours(self) -> bool:
         return self.who not in PEERS
 
+    def prepare(self, inputs: Inputs, expected: Expected) -> None:
+        """Make the contender and compare its answers; a wrong one becomes its reason for having no speed."""
+        self.contender = prepare(self.who, self.level, inputs)
+        budgets, wrong = 1.0 if self.ours else PEER_BUDGET, []
+        for name, x in self.contender.answers():
+            ratio = self.ratios[name] = expected.ratio(name, x)
+            if not ratio <= budgets:
+                wrong.append(f"{name} {ratio:.3g} x its budget")
+                self.refused = f"wrong answer: {', '.join(wrong)}"
 
-def check_answers(entry: _Entry, expected: Expected) -> None:
-    """Compare the answers of a contender with the expected ones; a wrong one becomes its reason for having no speed."""
-    assert entry.contender is not None, "a contender to check"
-    budgets, wrong = 1.0 if entry.ours else PEER_BUDGET, []
-    for name, x in entry.contender.answers():
-        ratio = entry.ratios[name] = expected.ratio(name, x)
-        if not ratio <= budgets:
-            wrong.append(f"{name} {ratio:.3g} x its budget")
-            entry.refused = f"wrong answer: {', '.join(wrong)}"
+    def row(self, problem: Problem, direction: str, time_: Time) -> dict[str, Any]:
+        """Return the row of one direction."""
+        row: dict[str, Any] = {"who": self.who, "ours": self.ours, "level": self.level, "direction": direction}
+        if self.contender is not None and self.contender.note:
+            row["kernels"] = self.contender.note
+        if ratios := [self.ratios[name] for name in TENSORS[direction] if name in self.ratios]:
+            row["ratio"] = max(ratios)
+        if time_.refused is not None:
+            return row | {"refused": time_.refused}
+        return row | {
+            "calls_ms": time_.calls_ms,
+            "graph_ms": time_.graph_ms,
+            "graph_refused": time_.graph_refused,
+            "timing": "calls" if time_.graph_ms is None else "graph",
+            "rounds": time_.rounds,
+            "ms": time_.best_ms,
+            "tflops": teraflops(problem.flops if direction == "forward" else problem.backward_flops, time_.best_ms),
+        }
 
 
-def measure(args: KernelsFlags, group: Group, problem: Problem, session: Session) -> Iterator[dict[str, Any]]:
+def measure(args: KernelsFlags, problem: Problem, session: Session) -> Iterator[dict[str, Any]]:
     """Yield the rows of one problem: all contenders checked on it, then timed in turns.
 
-    Raises:
-        SystemExit: The device no longer answers: later errors would be blamed on other contenders.
+    A device that no longer answers is a SystemExit: later errors would be blamed on other contenders.
     """
     inputs = Inputs(problem, session.device)
     expected = make_expected(inputs)
     entries = [_Entry(who, level) for who in args.who for level in (("op",) if who in PEERS else args.levels)]
     for entry in entries:
         try:
-            entry.contender = prepare(entry.who, entry.level, inputs)
-            check_answers(entry, expected)
+            entry.prepare(inputs, expected)
         except Unsupported as error:
             entry.refused = str(error)
         except Exception as error:
@@ -194,30 +210,7 @@ def measure(args: KernelsFlags, group: Group, problem: Problem, session: Session
         _check_device("one of the contenders", session)
         for entry in entries:
             time_ = times.get(f"{entry.who} {entry.level}", Time(refused=entry.refused))
-            yield {"group": group, **dataclasses.asdict(problem), "pairs": problem.pairs} | make_row(
-                problem, direction, entry, time_
-            )
-
-
-def make_row(problem: Problem, direction: str, entry: _Entry, time_: Time) -> dict[str, Any]:
-    """Make the row of one contender in one direction."""
-    row: dict[str, Any] = {"who": entry.who, "ours": entry.ours, "level": entry.level, "direction": direction}
-    if entry.contender is not None and entry.contender.note:
-        row["kernels"] = entry.contender.note
-    ratios = [entry.ratios[name] for name in TENSORS[direction] if name in entry.ratios]
-    if ratios:
-        row["ratio"] = max(ratios)
-    if time_.refused is not None:
-        return row | {"refused": time_.refused}
-    return row | {
-        "calls_ms": time_.calls_ms,
-        "graph_ms": time_.graph_ms,
-        "graph_refused": time_.graph_refused,
-        "timing": "calls" if time_.graph_ms is None else "graph",
-        "rounds": time_.rounds,
-        "ms": time_.best_ms,
-        "tflops": teraflops(problem.flops if direction == "forward" else problem.backward_flops, time_.best_ms),
-    }
+            yield {"pairs": problem.pairs, **entry.row(problem, direction, time_)}
 
 
 def _check_device(who: str, session: Session) -> None:
@@ -242,15 +235,16 @@ def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict
     rows, began = Rows(session, keep, {"bench": "kernels"}), time.monotonic()
     with own_stream(session.device):
         for group, problem in planned:
-            case = {"group": group, **dataclasses.asdict(problem), "who": "all", "ours": False, "level": "op"}
+            case = {"group": group, **dataclasses.asdict(problem)}
+            left_out = case | {"who": "all", "ours": False, "level": "op", "direction": "forward"}
             if args.budget_s and time.monotonic() - began > args.budget_s:
-                rows.add({**case, "direction": "forward", "refused": f"left out: {args.budget_s:g} s were over"})
+                rows.add(left_out | {"refused": f"left out: {args.budget_s:g} s were over"})
                 continue
             try:
-                for row in measure(args, group, problem, session):
-                    rows.add(row)
+                for row in measure(args, problem, session):
+                    rows.add(case | row)
             except torch.OutOfMemoryError as error:
-                rows.add({**case, "direction": "forward", "refused": reason(error)})
+                rows.add(left_out | {"refused": reason(error)})
             torch.compiler.reset()
             free_memory()
         if "softmax" in args.groups:

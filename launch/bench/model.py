@@ -84,11 +84,7 @@ def open_model(args: ModelFlags, layers: int, session: Session) -> tuple[Transfo
 
 @contextlib.contextmanager
 def use_attention(model: Transformer, who: str, session: Session) -> Iterator[None]:
-    """Let `who` compute the model's attention inside the context.
-
-    Raises:
-        Unsupported: It cannot be used here.
-    """
+    """Let `who` compute the model's attention inside the context; raise Unsupported if it cannot here."""
     for block in model.blocks:
         block.__dict__.pop("forward", None)  # checkpointing of the last one
     recompute_([*model.blocks], "selective" if who == "ring" else "full")
@@ -157,11 +153,7 @@ def disagreement(args: ModelFlags, model: Transformer, ring: ringattn.Ring, sess
 
 
 def bench_model(args: ModelFlags, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
-    """Return the rows of training steps, one per length and attention; None when the check is red.
-
-    Raises:
-        Refusal: There is no process group, over which FSDP2 could shard.
-    """
+    """Return the rows of training steps, one per length and attention; None when the check is red."""
     if not dist.is_initialized():
         raise Refusal(
             "bench model must run in ranks of torchrun, over which FSDP2 shards, got a process by itself; "

@@ -8,7 +8,7 @@ that); exposed ms = time of the ring minus that time, both for the same number o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -130,11 +130,7 @@ def bytes_received(problem: Problem, sharding: ringattn.Sharding) -> dict[str, i
 
 
 def bench_ring(args: RingFlags, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
-    """Return the rows of the ring, one per problem, layout and implementation; None when the check is red.
-
-    Raises:
-        Refusal: No schedule gives a ring, on any rank alike.
-    """
+    """Return the rows of the ring, one per problem, layout and implementation; None when the check is red."""
     lengths = args.total or tuple(tokens * session.world_size for tokens in args.tokens)
     problems = [
         Problem(mask, n, args.batch, args.heads, kv_heads, args.head_dim, args.dtype, args.window)
@@ -153,13 +149,9 @@ def bench_ring(args: RingFlags, session: Session, keep: Keep) -> list[dict[str, 
             for layout in resolve_layouts(args.layouts, problem, session.world_size):
                 common = {"tokens_per_rank": problem.seq_len // session.world_size, "layout": layout}
                 common |= {**dataclasses.asdict(problem), "pairs": problem.pairs}
+                found = measure(args, problem, layout, rings, alone, peers, session)
                 if args.host:
-                    found = [
-                        {"who": who, **measure_host(args, problem, layout, ring, session)}
-                        for who, ring in rings.items()
-                    ]
-                else:
-                    found = measure(args, problem, layout, rings, alone, peers, session)
+                    found = ({"who": who, **measure_host(args, problem, layout, rings[who], session)} for who in rings)
                 for row in found:
                     rows.add(common | row)
                 # no rank may still read memory that another one frees
@@ -178,8 +170,8 @@ def measure(
     alone: ringattn.Ring,
     peers: Peers,
     session: Session,
-) -> list[dict[str, Any]]:
-    """Return a row per implementation of one problem: speeds where answers agree with our first ring, reasons elsewhere."""
+) -> Iterator[dict[str, Any]]:
+    """Yield a row per implementation of one problem: speeds where answers agree with our first ring, reasons elsewhere."""
     share = same_work(problem, session.world_size)
     makers: dict[str, Callable[[], Contender]] = {}
     for name, ring in rings.items():
@@ -211,11 +203,10 @@ def measure(
     captured = [name for name in calls if name.split()[0] in (*rings, "alone")] if args.graphs else []
     times = time_together(calls, session, args.rounds, args.seconds, captured)
     factor = problem.pairs / session.world_size / share.pairs
-    rows = []
     for who in makers:
         row: dict[str, Any] = {"who": who, "ours": who in rings}
         if who in refused:
-            rows.append(row | {"refused": refused[who]})
+            yield row | {"refused": refused[who]}
             continue
         if who in rings:
             row["bytes_received"] = bytes_received(problem, make_sharding(problem, rings[who], layout))
@@ -223,8 +214,7 @@ def measure(
             row["note"] = able[who].note
         for way in WAYS:
             row |= _speeds(way, times[f"{who} {way}"], times[f"alone {way}"], factor, problem, session.world_size)
-        rows.append(row | {"peak_gib": peaks[who]})
-    return rows
+        yield row | {"peak_gib": peaks[who]}
 
 
 def _speeds(

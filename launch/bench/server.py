@@ -152,11 +152,7 @@ def _object(content: Any) -> dict[str, Any]:
 
 
 async def query_server(client: ServerClient, args: ServerFlags) -> Target:
-    """Return the model, limits and flags of a server.
-
-    Raises:
-        Refusal: It does not answer, requires a key, or does not report what must be known.
-    """
+    """Return the model, limits and flags of a server; raise Refusal if it does not report what must be known."""
     where = client.url
     try:
         status, models = await client.get("/v1/models")
@@ -222,9 +218,8 @@ async def run_load(bench: Bench, clients: int, wanted: int) -> Load:
     load, warm, busy = Load(), 0, 0.0
 
     async def ask(tokens: int) -> Answer:
-        answer = Answer()
-        load.asked.append(answer)
-        return await bench.client.ask(bench.target.model, bench.draw(), tokens, answer)
+        load.asked.append(Answer())
+        return await bench.ask(bench.draw(), tokens, load.asked[-1])
 
     async def work() -> None:
         nonlocal warm, busy
@@ -275,9 +270,9 @@ class Bench:
         count = length or self.random.randint(*self.args.prompt_lengths)
         return self.random.choices(range(self.target.vocab_size), k=count)
 
-    async def ask(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """Return one answer."""
-        return await self.client.ask(self.target.model, prompt, tokens)
+    async def ask(self, prompt: Sequence[int], tokens: int, answer: Answer | None = None) -> Answer:
+        """Return one answer, in `answer` if given."""
+        return await self.client.ask(self.target.model, prompt, tokens, answer)
 
 
 def counted(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -411,9 +406,6 @@ def bench_server(args: ServerFlags, session: Session, head: dict[str, Any], keep
 
     `head`, of the JSON, has the machine line of this process, which becomes that of the client, and gets that of the server if
     it is known (the command is this one), and the seed.
-
-    Raises:
-        Refusal: The server cannot be measured, or aiohttp is not installed.
     """
     check_installed(["aiohttp"], "bench server", "launch")
     try:
@@ -448,13 +440,3 @@ def describe_target(target: Target) -> str:
     words = [f"{about['world_size']} rank(s)", device, about["dtype"], f"torch {about['torch']}"]
     words += [f"commit {about['commit']}"] if about.get("commit") else []
     return ", ".join([*words, f"{about['graphs']} graphs", *(f"{name} {value}" for name, value in flags.items())])
-
-
-def red_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each row with failures."""
-    return [
-        f"{row['part']}, {row['clients']} clients: {row['failed']} failed, {count} x {first}"
-        for row in rows
-        if row.get("failed")
-        for first, count in list(row["failures"].items())[:1]
-    ]

@@ -54,11 +54,7 @@ class TrainerFlags(ModelArgs):
 
 
 def bench_trainer(args: TrainerFlags, session: Session, keep: Keep) -> list[dict[str, Any]]:
-    """Return the rows of steps, one per length and implementation.
-
-    Raises:
-        Refusal: There are several ranks.
-    """
+    """Return the rows of steps, one per length and implementation."""
     if session.world_size > 1:
         raise Refusal(
             f"bench trainer must run in one process, got {session.world_size} ranks; start it with "

@@ -366,8 +366,8 @@ class KernelCalls:
             if "key_bias" in x:
                 keys["dkey_bias"] = buffer(*k.shape[:2])
             buffers: dict[str, Any] = {name: found for name, (found, _) in (rows | keys).items()}
-            adds = {"accumulate_rows": case.accumulate or step > 0, "accumulate_keys": case.accumulate}
-            grads = Grads(**buffers, dbias=dbias, **adds)
+            buffers |= {"accumulate_rows": case.accumulate or step > 0, "accumulate_keys": case.accumulate}
+            grads = Grads(**buffers, dbias=dbias)
             given = self._do, self._q, k, v, answer["lse"], delta, self._rows, side, score
             self._kernels.backward(BackwardStep(*given), grads)
             for name, (found, before) in keys.items():
