@@ -16,11 +16,10 @@ from typing import Any
 
 from ringattn.launch.bench.inference import InferenceFlags, bench_inference
 from ringattn.launch.bench.kernels import KernelsFlags, bench_kernels
-from ringattn.launch.bench.model import ModelFlags, bench_model
+from ringattn.launch.bench.model import ModelFlags, TrainerFlags, bench_model, bench_trainer
 from ringattn.launch.bench.ring import RingFlags, bench_ring
 from ringattn.launch.bench.rows import failures, print_tables
 from ringattn.launch.bench.server import ServerFlags, bench_server
-from ringattn.launch.bench.trainer import TrainerFlags, bench_trainer
 from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.common.session import Keep, Session, describe, keeper, machine, open_session, parse
 

@@ -259,14 +259,6 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def outside_torch(device: torch.device) -> int:
-    """Return the bytes in use on a GPU outside of torch's allocator, such as memory that ranks map into each other."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
-
-
 def mfu_percent(flops: float, seconds: float, session: Session, dtype: torch.dtype) -> float | None:
     """Return the share of the datasheet's FLOP/s that all ranks reach; None on a device without one."""
     device = torch.cuda.get_device_name(session.device) if session.device.type == "cuda" else "CPU"
@@ -278,21 +270,25 @@ class PeakMemory:
     """Peak memory of a rank from here on, in torch's allocator and outside; earlier allocations count unless subtracted."""
 
     def __init__(self, session: Session, *, subtract_allocated: bool = False) -> None:
-        self._session, self._cuda = session, session.device.type == "cuda"
-        self._outside = outside_torch(session.device)
-        self._before = torch.cuda.memory_allocated(session.device) if self._cuda and subtract_allocated else 0
-        self.reset()
+        self._session, self._device = session, session.device
+        if self._device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(self._device) if subtract_allocated else 0
+            self._outside = self._outside_torch()
+            self.reset()
+
+    def _outside_torch(self) -> int:
+        """Return the bytes in use outside of torch's allocator, such as memory that ranks map into each other."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
 
     def reset(self) -> None:
-        """Forget the peak so far."""
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(self._session.device)
+        """Forget the peak so far; on GPUs."""
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def gib(self) -> float | None:
         """Return the peak of the rank that holds most; None on a CPU. Collective."""
-        if not self._cuda:
+        if self._device.type != "cuda":
             return None
-        device = self._session.device
-        peak = torch.cuda.max_memory_allocated(device) - self._before
-        peak += max(0, outside_torch(device) - self._outside)
+        peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        peak += max(0, self._outside_torch() - self._outside)
         return self._session.maximum([peak / 2**30])[0]
