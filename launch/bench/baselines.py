@@ -146,17 +146,13 @@ def prepare_kernels(inputs: Inputs, impl: str, layout: str, world_size: int) -> 
     text = serialize(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
     ranks = [_RankSteps(inputs, text, rank, impl) for rank in range(world_size)]
 
-    def forward() -> None:
-        for one in ranks:
-            one.forward()
+    def call(*directions: Callable[[_RankSteps], None]) -> None:
+        for direction, one in itertools.product(directions, ranks):
+            direction(one)
 
-    def backward() -> None:
-        for one in ranks:
-            one.backward()
-
-    def both() -> None:
-        forward()
-        backward()
+    forward = functools.partial(call, _RankSteps.forward)
+    backward = functools.partial(call, _RankSteps.backward)
+    both = functools.partial(call, _RankSteps.forward, _RankSteps.backward)
 
     def answers() -> Iterator[tuple[str, Tensor]]:
         def whole(index: int) -> Tensor:

@@ -24,7 +24,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -262,7 +262,18 @@ class Bench:
     def add(self, row: dict[str, Any]) -> None:
         """Add a row and print its warnings."""
         self.rows.add(row)
-        for line in warnings_of(row):
+        lines, cached, busy = [], row.get("cached_tokens"), row.get("client_busy_percent") or 0
+        if row.get("differ"):
+            at = ", ".join(map(str, row["first_differences"]))
+            lines.append(f"{row['differ']} answers differ among others, from tokens {at} on: by rounding, or wrong")
+        if cached and row["part"] != "check" and not row.get("reuse"):
+            lines.append(
+                f"the server had {cached} tokens of prompts that should have been new: first tokens came too soon; "
+                "restart it, or leave --seed out"
+            )
+        if busy > BUSY_PERCENT:
+            lines.append(f"this client was busy for {busy:.0f}% of the time: its own delays are in the times")
+        for line in lines:
             print(f"  warning: {line}", flush=True)
 
     def draw(self, length: int | None = None) -> list[int]:
@@ -284,22 +295,6 @@ def counted(answers: Sequence[Answer]) -> dict[str, Any]:
         "failures": dict(failures.most_common(3)),
         "cached_tokens": sum(answer.cached for answer in answers),
     }
-
-
-def warnings_of(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the warnings of a row."""
-    if row["part"] == "check":
-        if row["differ"]:
-            at = ", ".join(str(place) for place in row["first_differences"])
-            yield f"{row['differ']} answers differ among others, from tokens {at} on: by rounding, or wrong"
-        return
-    if row.get("cached_tokens") and not row.get("reuse"):
-        yield (
-            f"the server had {row['cached_tokens']} tokens of prompts that should have been new: first tokens came too "
-            "soon; restart it, or leave --seed out"
-        )
-    if (row.get("client_busy_percent") or 0) > BUSY_PERCENT:
-        yield f"this client was busy for {row['client_busy_percent']:.0f}% of the time: its own delays are in the times"
 
 
 async def compare(bench: Bench) -> None:

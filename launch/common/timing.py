@@ -168,8 +168,7 @@ def time_together(
     least three, where they would take more than `seconds` together. Of the calls named in `captured` up to LONG_MS, graph and
     host are timed, too.
     """
-    found = {name: Time() for name in calls}
-    turns: dict[tuple[str, str], _Turn] = {}
+    found, turns = {name: Time() for name in calls}, dict[tuple[str, str], _Turn]()
     for name, call in calls.items():
         turn = turns[name, "calls"] = _plan(call, session)
         if name in captured and turn.once_ms <= LONG_MS:
@@ -185,8 +184,7 @@ def time_calls(
 
     `timing` is plain calls; graphs where they can be captured and plain calls elsewhere; or both for calls up to LONG_MS.
     """
-    found = {name: Time() for name in calls}
-    turns: dict[tuple[str, str], _Turn] = {}
+    found, turns = {name: Time() for name in calls}, dict[tuple[str, str], _Turn]()
     for name, call in calls.items():
         try:
             turn = _plan(call, session)
@@ -206,10 +204,9 @@ def _plan(call: Callable[[], Any], session: Session) -> _Turn:
     call()
     session.barrier()
     once = session.maximum([clock(call, 1, session.device)])[0]
-    if session.device.type != "cuda":
-        return _Turn(call, 1, 1, 0, once)
-    repeats = max(1, min(100, math.ceil(TURN_MS / once)))
-    return _Turn(call, repeats, 1, 0 if once > LONG_MS else repeats, once)
+    on_gpu = session.device.type == "cuda"
+    repeats = max(1, min(100, math.ceil(TURN_MS / once))) if on_gpu else 1
+    return _Turn(call, repeats, 1, repeats if on_gpu and once <= LONG_MS else 0, once)
 
 
 def _add_graph(turns: dict[tuple[str, str], _Turn], name: str, session: Session, turn: _Turn, found: Time) -> None:
