@@ -196,12 +196,11 @@ def measure(args: KernelsFlags, problem: Problem, session: Session) -> Iterator[
     for entry in entries:
         try:
             entry.prepare(inputs, expected)
-        except Unsupported as error:
-            entry.refused = str(error)
         except Exception as error:
             # one that fails in the backward still has a forward
             if not entry.ratios:
-                entry.refused = reason(error)
+                refusals = Unsupported, NotImplementedError
+                entry.refused = str(error) if isinstance(error, refusals) else reason(error)
             _check_device(entry.who, session)
     for direction in TENSORS:
         able = [entry for entry in entries if entry.refused is None]
