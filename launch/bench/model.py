@@ -268,11 +268,11 @@ def bench_trainer(args: TrainerFlags, session: Session, keep: Keep) -> list[dict
         for who in args.who:
             row: dict[str, Any] = {"seq_len": length, "who": who, "ours": who.startswith("ring")}
             found = _measure_trainer(args, who, length, session)
-            here, there = (
-                (one.get("loss"), one.get("grad_norm")) for one in (found, next(iter(known.values()), found))
-            )
-            if "refused" not in found and (wrong := step_difference(here, there, args.dtype)):
-                found = {"refused": wrong}
+            if "refused" not in found:
+                first = next(iter(known.values()), found)
+                here, there = ([one["loss"], one["grad_norm"]] for one in (found, first))
+                if wrong := step_difference(here, there, args.dtype):
+                    found = {"refused": wrong}
             if "refused" not in found:
                 known[who] = found
                 row["ratio"] = known["sdpa"]["step_s"] / found["step_s"] if "sdpa" in known else None
