@@ -1,21 +1,35 @@
-"""Implementations of attention on one GPU, each in the memory layout it takes: our kernel sets, and those of others."""
+"""Implementations of attention: our kernel sets and rings, and those of others, each in the memory layout it takes.
+
+torch's context parallelism knows causal masks over zigzag shards only, and no grouped heads: keys and values are repeated to
+the query heads before they are timed, and their gradients are summed before they are compared. ring-flash-attn calls flash_attn;
+where that is not installed it runs on the FlashAttention-2 inside torch (`provide_flash_attn`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
 import itertools
+import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
 from ringattn.kernels.interface import BackwardStep, CallShape, Grads, SoftmaxState, Step, accumulation_dtype
 from ringattn.kernels.registry import select_kernels
-from ringattn.kernels.runtime.table_cache import find
-from ringattn.launch.bench.workloads import UNIONS, Inputs, document_of, union_rule
+from ringattn.launch.bench.workloads import Inputs, Problem, draw_inputs, mask_rule
+from ringattn.launch.common.session import Session
+from ringattn.launch.common.timing import reason
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
 from ringattn.plan.device_tables import sides_of, step_tables
 from ringattn.plan.sharding import Sharding
@@ -31,106 +45,82 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute a problem.
+    """One way to compute a problem, or a rank's rows of it.
 
     Attributes:
-        forward: The forward alone.
+        forward: The forward alone, recorded for a backward.
         backward: The backward alone, of a forward that was done once.
+        both: The forward and its backward.
         answers: Results of these calls by name (o, dq, dk, dv), `b s h d`; to be compared, not timed.
-        note: The kernel set that was chosen.
+        note: The kernel set that was chosen, or a remark that is shown with the times.
     """
 
     forward: Callable[[], Any]
     backward: Callable[[], Any]
+    both: Callable[[], Any]
     answers: Callable[[], Iterator[tuple[str, Tensor]]]
     note: str = ""
 
 
-def _differentiable(
+def differentiable(
     forward: Callable[[], Tensor],
     leaves: Sequence[Tensor],
     do: Tensor,
     read: Callable[[Tensor], Tensor] = lambda x: x,
     note: str = "",
 ) -> Contender:
-    """Make a contender whose backward is autograd's."""
-    o = forward()
+    """Make a contender whose backward is autograd's; `read` returns an output or gradient as `b s h d`."""
+    held = functools.cache(forward)
 
     def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(o, leaves, do, retain_graph=True)
+        return torch.autograd.grad(held(), leaves, do, retain_graph=True)
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), leaves, do)
 
     def answers() -> Iterator[tuple[str, Tensor]]:
+        o = forward()
         yield "o", read(o.detach())
-        for name, x in zip(("dq", "dk", "dv"), backward(), strict=True):
+        for name, x in zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do), strict=True):
             yield name, read(x)
 
-    return Contender(forward, backward, answers, note)
+    return Contender(forward, backward, both, answers, note)
 
 
-def prepare_op(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
+def prepare_op(inputs: Inputs, impl: str) -> Contender:
     """Prepare our public function on a ring of one."""
     problem = inputs.problem
     q, k, v, do = inputs.take("bshd")
-    sharding = ring.sharding(problem.seq_len, layout="contiguous", documents=problem.documents)
+    sharding = ringattn.Ring().sharding(problem.seq_len, layout="contiguous", documents=problem.documents)
     choice = select_kernels(inputs.device, q.dtype, *problem.head_dims, impl=impl)
 
     def forward() -> Tensor:
         return ringattn.ring_attention(q, k, v, sharding, impl=impl, **problem.options)
 
-    return _differentiable(forward, (q, k, v), do, note=choice.name)
-
-
-def prepare_kernels(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
-    """Prepare our kernel set as the ring calls it, on one step: no autograd, no allocation; the backward makes delta."""
-    problem = inputs.problem
-    q, k, v, do = (x.detach() for x in inputs.take("bshd"))
-    choice = select_kernels(inputs.device, q.dtype, *problem.head_dims, impl=impl)
-    sharding = ring.sharding(problem.seq_len, layout="contiguous", documents=problem.documents)
-    text = serialize(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
-    spec = AttentionSpec.deserialize(text, 0)
-    tables = step_tables(spec, "keys", inputs.device)
-    assert tables.moving[0] is not None, "a ring of one computes its only step"
-    rows, keys = find(tables.stationary), find(tables.moving[0])
-    score = spec.score(q.dtype, 0, ScoreTensors())
-    o, dk, dv = torch.empty_like(do), torch.empty_like(k), torch.empty_like(v)
-    grads = Grads(torch.empty_like(q), dk, dv)
-    kernels = choice.kernels(CallShape.of(q, k, v, score))
-    b, s, h, _ = q.shape
-    lse, delta = torch.empty(2, b, h, s, dtype=accumulation_dtype(q.dtype), device=q.device)
-
-    def forward() -> None:
-        kernels.forward(Step(q, k, v, rows, keys, score, o, lse))
-
-    def backward() -> None:
-        kernels.backward(BackwardStep(do, q, k, v, lse, delta, rows, keys, score, o), grads)
-
-    def answers() -> Iterator[tuple[str, Tensor]]:
-        forward()
-        yield "o", o
-        backward()
-        yield from (("dq", grads.dq), ("dk", dk), ("dv", dv))
-
-    return Contender(forward, backward, answers, choice.name)
+    return differentiable(forward, (q, k, v), do, note=choice.name)
 
 
 class _RankSteps:
-    """Rows of one rank of `prepare_steps`, the keys of each of its steps, and the buffers of results."""
+    """Rows of one rank of `prepare_kernels`, the keys of each of its steps, and the buffers of results."""
 
     def __init__(self, inputs: Inputs, text: str, rank: int, impl: str) -> None:
         spec, head_dims = AttentionSpec.deserialize(text, rank), inputs.problem.head_dims
         q, k, v, do = (x.detach() for x in inputs.take("bshd"))
         self.sides = sides_of(step_tables(spec, "keys", inputs.device), "keys")
-        self.choice = select_kernels(inputs.device, q.dtype, *head_dims, impl=impl, steps=lambda: self.sides)
+        self.single = spec.sharding.world_size == 1
+        steps = None if self.single else lambda: self.sides
+        self.choice = select_kernels(inputs.device, q.dtype, *head_dims, impl=impl, steps=steps)
         self.score = spec.score(q.dtype, 0, ScoreTensors())
         self.rows, self.keys = self.sides[0][0].positions.long(), [keys.positions.long() for _, keys in self.sides]
         self.q, self.do = q[:, self.rows], do[:, self.rows]
         self.held = [(k[:, at], v[:, at]) for at in self.keys]
         self.kernels = self.choice.kernels(CallShape.of(self.q, *self.held[0], self.score))
         wide, (b, s, h, _) = accumulation_dtype(q.dtype), self.q.shape
-        self.o, self.dq = torch.empty_like(self.do), torch.empty_like(self.q, dtype=wide)
-        self.sums = [tuple(torch.empty_like(x, dtype=wide) for x in pair) for pair in self.held]
-        self.lse, m, l = torch.empty(3, b, h, s, dtype=wide, device=q.device)  # noqa: E741
-        self.carry = SoftmaxState(m, l, torch.empty_like(self.o, dtype=wide))
+        of_grads = q.dtype if self.single else wide
+        self.o, self.dq = torch.empty_like(self.do), torch.empty_like(self.q, dtype=of_grads)
+        self.sums = [tuple(torch.empty_like(x, dtype=of_grads) for x in pair) for pair in self.held]
+        self.lse, self.delta, m, l = torch.empty(4, b, h, s, dtype=wide, device=q.device)  # noqa: E741
+        self.carry = None if self.single else SoftmaxState(m, l, torch.empty_like(self.o, dtype=wide))
 
     def forward(self) -> None:
         last = len(self.sides) - 1
@@ -139,28 +129,30 @@ class _RankSteps:
             self.kernels.forward(Step(*given, step == 0, step == last))
 
     def backward(self) -> None:
-        delta = self.kernels.delta(self.o, self.do, None)
+        delta = self.delta if self.single else self.kernels.delta(self.o, self.do, None)
         for step, ((rows, keys), (k, v), sums) in enumerate(zip(self.sides, self.held, self.sums, strict=True)):
             grads = Grads(self.dq, *sums, accumulate_rows=step > 0)
             given = self.do, self.q, k, v, self.lse, delta, rows, keys, self.score, self.o
-            self.kernels.backward(BackwardStep(*given, delta_made=True), grads)
+            self.kernels.backward(BackwardStep(*given, delta_made=not self.single), grads)
 
 
-def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
-    """Prepare our kernel set as the RANKS ranks of a zigzag ring call it, one after the other: all ring steps, no transport."""
-    del ring
+def prepare_kernels(inputs: Inputs, impl: str, layout: str, world_size: int) -> Contender:
+    """Prepare our kernel set as the ranks of a ring call it, one after the other: all ring steps, no transport, no autograd.
+
+    A single rank has no delta of its own: the backward makes it, and nothing is allocated.
+    """
     problem = inputs.problem
-    sharding = Sharding.from_spec((problem.seq_len, "zigzag", RANKS, problem.documents, None), 0)
+    sharding = Sharding.from_spec((problem.seq_len, layout, world_size, problem.documents, None), 0)
     text = serialize(sharding, softmax_scale=problem.head_dim**-0.5, impl=impl, **problem.options)
-    ranks = [_RankSteps(inputs, text, rank, impl) for rank in range(RANKS)]
+    ranks = [_RankSteps(inputs, text, rank, impl) for rank in range(world_size)]
 
-    def forward() -> None:
-        for one in ranks:
-            one.forward()
+    def call(*directions: Callable[[_RankSteps], None]) -> None:
+        for direction, one in itertools.product(directions, ranks):
+            direction(one)
 
-    def backward() -> None:
-        for one in ranks:
-            one.backward()
+    forward = functools.partial(call, _RankSteps.forward)
+    backward = functools.partial(call, _RankSteps.backward)
+    both = functools.partial(call, _RankSteps.forward, _RankSteps.backward)
 
     def answers() -> Iterator[tuple[str, Tensor]]:
         def whole(index: int) -> Tensor:
@@ -176,15 +168,14 @@ def prepare_steps(inputs: Inputs, ring: ringattn.Ring, impl: str) -> Contender:
         backward()
         yield from (("dq", torch.cat([one.dq for one in ranks], 1)[:, back]), ("dk", whole(0)), ("dv", whole(1)))
 
-    return Contender(forward, backward, answers, ranks[-1].choice.name)
+    return Contender(forward, backward, both, answers, ranks[-1].choice.name)
 
 
 def prepare_cudnn(inputs: Inputs) -> Contender:
     """Prepare scaled_dot_product_attention with cuDNN, b h s d."""
     from torch.nn.attention import SDPBackend
 
-    if inputs.problem.mask not in ("full", "causal"):
-        raise Unsupported(f"no {inputs.problem.mask} mask in torch's interface to it")
+    _check_peer(inputs, "full", "causal")
     return _sdpa(inputs, SDPBackend.CUDNN_ATTENTION)
 
 
@@ -192,29 +183,23 @@ def prepare_fa2(inputs: Inputs) -> Contender:
     """Prepare FlashAttention-2 as torch ships it, b h s d; windows and documents through the operator underneath."""
     from torch.nn.attention import SDPBackend
 
-    _gpu_only(inputs)
+    _check_peer(inputs, "full", "causal", "window", "documents")
     problem = inputs.problem
-    _no_unions(inputs)
     if problem.mask in ("full", "causal"):
         return _sdpa(inputs, SDPBackend.FLASH_ATTENTION)
     attention = torch.ops.aten._flash_attention_forward
-    if problem.mask == "window":
-        q, k, v, do = inputs.take("bshd")
-        n = problem.seq_len
-        windows: dict[str, Any] = {"window_size_left": problem.window, "window_size_right": 0}
-
-        def forward() -> Tensor:
-            # no cumulative lengths; no dropout, causal, no debug mask
-            return attention(q, k, v, None, None, n, n, 0.0, True, False, **windows)[0]
-
-        return _differentiable(forward, (q, k, v), do)
-    return _packed(inputs, lambda q, k, v, cuts, n: attention(q, k, v, cuts, cuts, n, n, 0.0, True, False)[0])
+    if problem.mask == "documents":
+        return _packed(inputs, lambda q, k, v, cuts, n: attention(q, k, v, cuts, cuts, n, n, 0.0, True, False)[0])
+    q, k, v, do = inputs.take("bshd")
+    n = problem.seq_len
+    windows: dict[str, Any] = {"window_size_left": problem.window, "window_size_right": 0}
+    # no cumulative lengths; no dropout, causal, no debug mask
+    return differentiable(lambda: attention(q, k, v, None, None, n, n, 0.0, True, False, **windows)[0], (q, k, v), do)
 
 
 def _sdpa(inputs: Inputs, backend: Any) -> Contender:
     from torch.nn.attention import sdpa_kernel
 
-    _gpu_only(inputs)
     problem = inputs.problem
     q, k, v, do = inputs.take("bhsd")
 
@@ -223,41 +208,38 @@ def _sdpa(inputs: Inputs, backend: Any) -> Contender:
             grouped = problem.heads != problem.kv_heads
             return F.scaled_dot_product_attention(q, k, v, is_causal=problem.mask == "causal", enable_gqa=grouped)
 
-    return _differentiable(forward, (q, k, v), do, lambda x: x.transpose(1, 2))
+    return differentiable(forward, (q, k, v), do, lambda x: x.transpose(1, 2))
 
 
 def prepare_flex(inputs: Inputs) -> Contender:
     """Prepare FlexAttention, compiled, with a block mask, b h s d."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    _gpu_only(inputs)
     problem = inputs.problem
+    _check_peer(inputs, problem.mask)
     q, k, v, do = inputs.take("bhsd")
-    n, left, block_mask = problem.seq_len, problem.window, None
-    owner = document_of(problem, inputs.device)
-    rules = {
-        "causal": lambda b, h, i, j: i >= j,  # noqa: ARG005
-        "window": lambda b, h, i, j: (i >= j) & (i - j <= left),  # noqa: ARG005
-        "documents": lambda b, h, i, j: (i >= j) & (owner[i] == owner[j]),  # noqa: ARG005
-    }
-    if problem.mask in UNIONS:
-        rule = union_rule(problem, inputs.device)
-        rules[problem.mask] = lambda b, h, i, j: rule(i, j)  # noqa: ARG005
+    n, block_mask = problem.seq_len, None
     if problem.mask != "full":
+        rule = mask_rule(problem, inputs.device)
         # uncompiled, it holds the whole mask pair by pair
         large = n > 32768
-        block_mask = create_block_mask(rules[problem.mask], None, None, n, n, device=str(inputs.device), _compile=large)
+        block_mask = create_block_mask(
+            lambda b, h, i, j: rule(i, j),  # noqa: ARG005
+            *(None, None, n, n),
+            device=str(inputs.device),
+            _compile=large,
+        )
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def forward() -> Tensor:
         return compiled(q, k, v, block_mask=block_mask, enable_gqa=problem.heads != problem.kv_heads)
 
-    return _differentiable(forward, (q, k, v), do, lambda x: x.transpose(1, 2))
+    return differentiable(forward, (q, k, v), do, lambda x: x.transpose(1, 2))
 
 
 def prepare_fa4(inputs: Inputs) -> Contender:
     """Prepare FlashAttention-4 (CuTe), where it is installed, b s h d; documents as variable lengths."""
-    _gpu_only(inputs)
+    _check_peer(inputs, "full", "causal", "window", "documents")
     try:
         from flash_attn.cute.interface import (  # pyright: ignore[reportMissingImports]
             flash_attn_func,
@@ -266,7 +248,6 @@ def prepare_fa4(inputs: Inputs) -> Contender:
     except ImportError as missing:
         raise Unsupported(f"flash_attn.cute cannot be imported: {missing}") from missing
     problem = inputs.problem
-    _no_unions(inputs)
     if problem.mask == "documents":
         return _packed(
             inputs,
@@ -278,17 +259,14 @@ def prepare_fa4(inputs: Inputs) -> Contender:
     mask: dict[str, Any] = {"causal": problem.mask != "full"}
     if problem.mask == "window":
         mask["window_size"] = (problem.window, 0)
-    return _differentiable(lambda: flash_attn_func(q, k, v, **mask)[0], (q, k, v), do)
+    return differentiable(lambda: flash_attn_func(q, k, v, **mask)[0], (q, k, v), do)
 
 
-def _no_unions(inputs: Inputs) -> None:
-    if inputs.problem.mask in UNIONS:
-        raise Unsupported(f"no {inputs.problem.mask} mask in its interface")
-
-
-def _gpu_only(inputs: Inputs) -> None:
+def _check_peer(inputs: Inputs, *masks: str) -> None:
     if inputs.device.type != "cuda":
         raise Unsupported("runs on GPUs only")
+    if inputs.problem.mask not in masks:
+        raise Unsupported(f"no {inputs.problem.mask} mask in its interface")
 
 
 def _packed(inputs: Inputs, attention: Callable[..., Tensor]) -> Contender:
@@ -300,25 +278,215 @@ def _packed(inputs: Inputs, attention: Callable[..., Tensor]) -> Contender:
     cuts = torch.tensor(ends, dtype=torch.int32, device=inputs.device)
     longest = max(stop - start for start, stop in itertools.pairwise(problem.documents))
     shape = (problem.batch, problem.seq_len)
-    return _differentiable(lambda: attention(q, k, v, cuts, longest), (q, k, v), do, lambda x: x.unflatten(0, shape))
+    return differentiable(lambda: attention(q, k, v, cuts, longest), (q, k, v), do, lambda x: x.unflatten(0, shape))
 
 
-def prepare(who: str, level: str, inputs: Inputs, ring: ringattn.Ring) -> Contender:
-    """Prepare the contender called `who`.
+def prepare(who: str, level: str, inputs: Inputs) -> Contender:
+    """Prepare one of PEERS, "auto", or one of our kernel sets; raise Unsupported if it cannot compute the problem here.
 
-    Args:
-        who: One of PEERS, "auto", or the name of one of our kernel sets.
-        level: "op": a function with autograd; "kernel": our kernel set alone; "steps": as the ranks of a ring call it.
-        inputs: Of the problem.
-        ring: A ring of one.
-
-    Raises:
-        Unsupported: It cannot compute the problem here.
+    Levels of ours are "op", a function with autograd; "kernel", the kernel set alone; "steps", as RANKS ranks of a ring call it.
     """
     peers = {"cudnn": prepare_cudnn, "fa2": prepare_fa2, "flex": prepare_flex, "fa4": prepare_fa4}
     if who in peers:
         return peers[who](inputs)
     try:
-        return {"op": prepare_op, "kernel": prepare_kernels, "steps": prepare_steps}[level](inputs, ring, who)
+        if level == "op":
+            return prepare_op(inputs, who)
+        return prepare_kernels(inputs, who, *(("contiguous", 1) if level == "kernel" else ("zigzag", RANKS)))
     except (NotImplementedError, ValueError) as error:
         raise Unsupported(str(error)) from error
+
+
+PeerName = Literal["torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn"]
+
+
+def make_sharding(problem: Problem, ring: ringattn.Ring, layout: str) -> ringattn.Sharding:
+    """Shard a problem; "balanced" is balanced for its mask."""
+    balance = problem.options if layout == "balanced" else None
+    return ring.sharding(problem.seq_len, layout=layout, documents=problem.documents, balance=balance)
+
+
+def prepare_ours(
+    problem: Problem,
+    ring: ringattn.Ring,
+    layout: str,
+    device: torch.device,
+    impl: str,
+    seed: int,
+    *,
+    kv_buffer: bool = False,
+) -> Contender:
+    """Prepare our attention on this rank's rows; kv_buffer: KV lies in the ring's own memory."""
+    sharding = make_sharding(problem, ring, layout)
+    q, k, v, do = draw_inputs(problem, sharding.shard_len, device, seed)
+    if kv_buffer:
+        sizes = problem.batch, problem.kv_heads, problem.head_dim
+        held = ring.kv_buffer(sharding, *sizes, dtype=k.dtype, name="bench", device=device)
+        with torch.no_grad():
+            for target, x in zip(held, (k, v), strict=True):
+                target.copy_(x)
+        k, v = (x.detach().requires_grad_() for x in held)
+
+    return differentiable(
+        lambda: ringattn.ring_attention(q, k, v, sharding, impl=impl, **problem.options), (q, k, v), do
+    )
+
+
+@contextlib.contextmanager
+def torch_context_parallel(session: Session) -> Iterator[None]:
+    """Let torch's context parallelism replace scaled_dot_product_attention inside the context."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = init_device_mesh("cuda", (session.world_size,))
+    # requires a sequence to shard, though ours is sharded already
+    sequence = torch.zeros(1, 128 * session.world_size, device=session.device)
+    with context_parallel(mesh, buffers=[sequence], buffer_seq_dims=[1]):
+        yield
+
+
+def torch_cp_attention(rotation: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention `b h s d` of torch's context parallelism, inside `torch_context_parallel`, with cuDNN's kernels."""
+    from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # one setting for the whole process, read by forwards and backwards alike
+    set_rotate_method(rotation)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Peers(contextlib.ExitStack):
+    """Other implementations, set up at their first use; a context manager that undoes the setup."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self._patched = False
+
+    def prepare(self, who: str, problem: Problem, seed: int) -> Contender:
+        """Prepare a peer on the inputs of `prepare_ours` with the same seed under zigzag; raise Unsupported if it cannot."""
+        world_size = self._session.world_size
+        if problem.mask != "causal":
+            raise Unsupported(f"no {problem.mask} mask over load-balanced shards")
+        if problem.seq_len % (2 * world_size):
+            raise Unsupported(f"seq_len must be a multiple of {2 * world_size}, got {problem.seq_len}")
+        if self._session.device.type != "cuda":
+            raise Unsupported("runs on GPUs only")
+        if world_size == 1:
+            raise Unsupported("runs among several ranks only")
+        inputs = draw_inputs(problem, problem.seq_len // world_size, self._session.device, seed)
+        if who == "ring_flash_attn":
+            attention, (q, k, v, do) = find_ring_flash_attn(), inputs
+            return differentiable(lambda: attention(q, k, v, causal=True, group=dist.group.WORLD), (q, k, v), do)
+        if not self._patched:
+            self.enter_context(torch_context_parallel(self._session))
+            self._patched = True
+        group, heads = problem.heads // problem.kv_heads, problem.heads
+        drawn = [x.detach().transpose(1, 2) for x in inputs]
+        q, k, v, do = (x.repeat_interleave(heads // x.shape[1], 1).contiguous() for x in drawn)
+        leaves = tuple(x.requires_grad_() for x in (q, k, v))
+        rotation = who.removeprefix("torch_cp_")
+        found = differentiable(lambda: torch_cp_attention(rotation, *leaves), leaves, do, lambda x: x.transpose(1, 2))
+
+        def answers() -> Iterator[tuple[str, Tensor]]:
+            for name, x in found.answers():
+                is_key = name in ("dk", "dv")
+                yield name, x.unflatten(2, (-1, group)).float().sum(3).to(x.dtype) if is_key else x
+
+        note = "cuDNN kernels" + ("; keys and values repeated to the query heads beforehand" if group > 1 else "")
+        return dataclasses.replace(found, answers=answers, note=note)
+
+
+def find_ring_flash_attn() -> Callable[..., Tensor]:
+    """Return the zigzag attention of ring-flash-attn; raise Unsupported where that is not installed."""
+    if importlib.util.find_spec("ring_flash_attn") is None:
+        raise Unsupported("not installed (pip install --no-deps ring-flash-attn)")
+    provide_flash_attn()
+    return importlib.import_module("ring_flash_attn").zigzag_ring_flash_attn_func
+
+
+def provide_flash_attn() -> None:
+    """Let ring-flash-attn be imported without flash_attn and without an old transformers.
+
+    Without flash_attn, modules of its name offer the four functions that are imported from it, on the FlashAttention-2 inside
+    torch. The adapter for transformers imports private names of old versions; an empty module takes its place.
+    """
+    adapters = types.ModuleType("ring_flash_attn.adapters")
+    adapters.__dict__.update(substitute_hf_flash_attn=None, update_ring_flash_attn_params=None)
+    sys.modules.setdefault("ring_flash_attn.adapters", adapters)
+    if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
+        return
+    package, interface = (types.ModuleType(name) for name in ("flash_attn", "flash_attn.flash_attn_interface"))
+    package.__path__ = []
+    interface.__dict__.update(
+        _flash_attn_forward=_flash_forward,
+        _flash_attn_backward=_flash_backward,
+        _flash_attn_varlen_forward=_no_varlen,
+        _flash_attn_varlen_backward=_no_varlen,
+    )
+    sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, causal: bool = False, **others: Any
+) -> tuple[Tensor, Tensor, None, Tensor]:
+    _check_unused(others)
+    attention = torch.ops.aten._flash_attention_forward
+    # no cumulative lengths, no dropout, no debug mask
+    o, lse, state, *_ = attention(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=softmax_scale)
+    return o, lse, None, state
+
+
+def _flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    **others: Any,
+) -> None:
+    _check_unused(others)
+    # the state of a random generator that is not used
+    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    attention = torch.ops.aten._flash_attention_backward
+    n, n_kv = q.shape[1], k.shape[1]
+    found = attention(
+        *(dout, q, k, v, out, softmax_lse, None, None, n, n_kv, 0.0, causal, state, state), scale=softmax_scale
+    )
+    for x, gradient in zip((dq, dk, dv), found, strict=True):
+        x.copy_(gradient)
+
+
+def _no_varlen(*_: Any, **__: Any) -> None:
+    raise NotImplementedError(
+        "variable lengths must come from flash_attn itself, got the functions inside torch; install it"
+    )
+
+
+def _check_unused(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if value not in (None, False, 0, -1, (-1, -1)) and name != "rng_state":
+            raise NotImplementedError(f"{name} must be left out, got {value}; install flash_attn")
+
+
+def attempt(prepare: Callable[[], Contender], session: Session) -> tuple[Contender, list[Tensor]]:
+    """Prepare a contender and compute its answers once; return both, or raise Unsupported, on every rank alike."""
+    why, found = "", None
+    try:
+        contender = prepare()
+        found = contender, [x for _, x in contender.answers()]
+    except Unsupported as error:
+        why = str(error)
+    except Exception as error:
+        why = reason(error)
+    if reasons := sorted({one for one in session.gather(why) if one}):
+        raise Unsupported("; ".join(reasons))
+    assert found is not None, "a contender that no rank refused"
+    return found

@@ -27,10 +27,9 @@ from ringattn.launch.bench.inference_model import (
     pages_for,
     use_attention,
 )
-from ringattn.launch.bench.workloads import Inputs, Problem, best_layout, visible_rows
+from ringattn.launch.bench.workloads import Inputs, Problem, resolve_layouts, visible_rows
 from ringattn.launch.check.attention import DTYPES, Case, CheckArgs, check, show
-from ringattn.launch.check.cache_scenarios import History, Sizes, extend
-from ringattn.launch.check.inference import InferenceCase, budget_dtypes, examine_history
+from ringattn.launch.check.inference import History, InferenceCase, Sizes, budget_dtypes, examine_history, parse_ops
 from ringattn.launch.common.ring_variants import ScheduleName, display_name
 from ringattn.launch.common.session import Session
 from ringattn.numerics.error_budget import Budget
@@ -59,7 +58,6 @@ def check_rings(
     n = 1021 if session.device.type == "cuda" else 67
     cases: dict[tuple[object, ...], Case] = {}
     for problem in problems:
-        chosen = dict.fromkeys(best_layout(problem, session.world_size) if one == "best" else one for one in layouts)
         cases[problem.mask, problem.kv_heads, problem.head_dim, problem.dtype] = Case(
             problem.mask,
             problem.dtype,
@@ -70,18 +68,18 @@ def check_rings(
             v_head_dim=problem.head_dims[1],
             mask=dataclasses.replace(problem, seq_len=n, window=n // 4).options,
             documents=(0, n // 7, n // 3, n) if problem.mask == "documents" else None,
-            layouts=tuple(chosen),
+            layouts=resolve_layouts(layouts, problem, session.world_size),
         )
-    green = True
+    all_green = True
     for schedule in schedules:
         verdict = check(session, list(cases.values()), CheckArgs(impl=impl, schedule=schedule))
         name = "" if schedule == "auto" else f" {display_name(schedule, session)}"
-        inside = len(verdict.rows) - len(verdict.red)
-        session.say(f"check{name}: {inside} of {len(verdict.rows)} runs inside the error budget")
-        if (verdict.red or verdict.skipped or not verdict.rows) and session.rank == 0:
+        session.say(f"check{name}: {verdict.summary} inside the error budget")
+        green = bool(verdict.rows) and not verdict.red and not verdict.skipped
+        if not green and session.rank == 0:
             show(verdict)
-        green &= not verdict.red and not verdict.skipped and bool(verdict.rows)
-    return green
+        all_green &= green
+    return all_green
 
 
 def disagreement(found: list[Tensor], ours: list[Tensor], dtype: str, session: Session) -> str | None:
@@ -90,12 +88,10 @@ def disagreement(found: list[Tensor], ours: list[Tensor], dtype: str, session: S
     The root mean square of the difference over that of ours may be four epsilons of the dtype, and at least the cost of the
     order of sums in fp32. That finds wrong masks, orders and signs at lengths that the definition cannot afford.
     """
-    distances = []
-    for x, y in zip(found, ours, strict=True):
-        ratio = math.inf
-        if x.shape == y.shape:
-            ratio = float((x.float() - y.float()).norm()) / max(float(y.float().norm()), 1e-30)
-        distances.append(ratio if math.isfinite(ratio) else math.inf)
+    distances = [
+        float((x.float() - y.float()).norm()) / max(float(y.float().norm()), 1e-30) if x.shape == y.shape else math.inf
+        for x, y in zip(found, ours, strict=True)
+    ]
     allowed = max(4 * torch.finfo(DTYPES[dtype]).eps, 1e-5)
     worst = session.maximum(distances)
     wrong = [f"{name} by {100 * far:.3g}%" for name, far in zip(TENSORS, worst, strict=True) if not far <= allowed]
@@ -117,22 +113,20 @@ class Expected:
     """Exact answer of a problem in one group of heads of the last batch element, with the error budget.
 
     Attributes:
-        heads: First and one past the last query head.
-        kv_head: The key/value head that they share.
+        heads: Its query heads.
+        kv_heads: The key/value head that they share.
         tensors: o, dq, dk and dv of these heads.
     """
 
-    heads: tuple[int, int]
-    kv_head: int
+    heads: slice
+    kv_heads: slice
     tensors: dict[str, tuple[Tensor, Budget]]
 
     def ratio(self, name: str, x: Tensor) -> float:
         """Return the part of its budget that a tensor `b s h d` uses up; infinity where any element is not finite."""
-        if not bool(x.isfinite().all()):
-            return math.inf
         exact, budget = self.tensors[name]
-        head = slice(*self.heads) if name in ("o", "dq") else slice(self.kv_head, self.kv_head + 1)
-        return budget.ratio(x[-1:, :, head], exact)
+        head = self.heads if name in ("o", "dq") else self.kv_heads
+        return budget.ratio(x[-1:, :, head], exact) if bool(x.isfinite().all()) else math.inf
 
 
 def make_expected(inputs: Inputs) -> Expected:
@@ -141,13 +135,13 @@ def make_expected(inputs: Inputs) -> Expected:
     Only the last key/value head of the last batch element and its query heads: wrong strides show there, and more is not
     affordable at 100K tokens.
     """
-    problem, group = inputs.problem, inputs.problem.heads // inputs.problem.kv_heads
-    heads, kv_head = (problem.heads - group, problem.heads), problem.kv_heads - 1
-    q, k, v, do = (x.detach()[-1:] for x in inputs.take("bshd"))
-    tensors = [x[:, :, heads[0] :] for x in (q, do)] + [x[:, :, kv_head:] for x in (k, v)]
+    problem = inputs.problem
+    heads, kv_heads = slice(-(problem.heads // problem.kv_heads), None), slice(-1, None)
+    q, k, v, do = inputs.take("bshd")
+    tensors = [x.detach()[-1:, :, head] for x, head in ((q, heads), (do, heads), (k, kv_heads), (v, kv_heads))]
     low, scaled = budget_dtypes(problem.dtype)
     exact, rounded = (_define(inputs, tensors, dtype) for dtype in (torch.float64, low))
-    return Expected(heads, kv_head, {name: (x, Budget.of(x, rounded[name], scaled)) for name, x in exact.items()})
+    return Expected(heads, kv_heads, {name: (x, Budget.of(x, rounded[name], scaled)) for name, x in exact.items()})
 
 
 def _define(inputs: Inputs, tensors: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -179,12 +173,11 @@ def check_attention(shape: ModelShape, dtype: str, ring: ringattn.Ring, session:
     """
     n, few = (1021 if session.device.type == "cuda" else 203), 3
     prompt = n - few
-    chunks = [prompt // 3, prompt - 100 - prompt // 3, 100]
-    ops = [extend((0,), (count,), "prefill") for count in chunks] + [extend((0,), (1,), "decode")] * few
-    heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim, "v_head_dim": shape.head_dim}
-    pages = pages_for(1, n, ring.world_size)
-    sizes = Sizes(**heads, page_size=PAGE_SIZE, pages=pages, layers=1, dtype=DTYPES[dtype])
-    case = InferenceCase("a prompt and tokens", dtype, History(sizes, (("add_request", 0, n, 0), *ops)))
+    chunks = f"extend 0:{prompt // 3} prefill; extend 0:{prompt - 100 - prompt // 3} prefill; extend 0:100 prefill"
+    ops = parse_ops(f"add_request 0 {n} 0; {chunks}" + "; extend 0:1 decode" * few)
+    dims = shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim
+    sizes = Sizes(*dims, PAGE_SIZE, pages_for(1, n, ring.world_size), layers=1, dtype=DTYPES[dtype])
+    case = InferenceCase("a prompt and tokens", dtype, History(sizes, ops))
     return examine_history(case, "auto", ring, session).ratios
 
 
@@ -231,12 +224,7 @@ def check_decoded(step: ForwardBatch, layer: int, q: Tensor, o: Tensor, session:
 
     Compares the first and the last request with plain torch in fp32 over each rank's own pages, merged across ranks.
 
-    Args:
-        step: One token per request; its keys are in the cache.
-        layer: Layer of the cache.
-        q: `b 1 h d`.
-        o: `b 1 h dv`: output of `attend`.
-        session: The ranks.
+    `step` has one token per request, whose keys are in the cache; q and o, the output of `attend`, are `b 1 h d`.
     """
     worst = 0.0
     for i in {0, step.batch - 1}:

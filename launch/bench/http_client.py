@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 import urllib.parse
@@ -27,7 +28,7 @@ _read = json.JSONDecoder().raw_decode  # json.loads looks for the encoding first
 
 @dataclass
 class Answer:
-    """Answer to one prompt.
+    """Answer to one prompt, a stream of completions.
 
     Attributes:
         status: Of HTTP; 0 while there is none.
@@ -35,6 +36,7 @@ class Answer:
         began: Seconds on the clock of `time.perf_counter`, like `ended` and `times`.
         times: Of each token.
         cached: Tokens of the prompt that the server had cached.
+        done: Nothing follows in the stream.
     """
 
     status: int = 0
@@ -44,6 +46,8 @@ class Answer:
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
+    done: bool = False
+    _rest: bytes = b""
 
     @property
     def good(self) -> bool:
@@ -63,26 +67,12 @@ class Answer:
     @property
     def gaps_s(self) -> list[float]:
         """Return the seconds from each token to the next."""
-        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
-
-
-class Events:
-    """Parser of a stream of completions, whose tokens go into `answer`; `done` once nothing follows."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer, self._rest, self.done = answer, b"", False
+        return [later - earlier for earlier, later in itertools.pairwise(self.times)]
 
     def feed(self, data: bytes, now: float) -> None:
-        """Parse a part of the stream that came at time `now`.
-
-        Raises:
-            ValueError: An event is no completion.
-        """
+        """Parse a part of the stream that came at time `now`; raise ValueError for an event that is no completion."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            event = line[5:].strip()
+        for event in (line[5:].strip() for line in lines if line.startswith(b"data:")):
             if event == b"[DONE]":
                 self.done = True
                 continue
@@ -96,18 +86,16 @@ class Events:
                 raise ValueError(f"an answer must be a stream of completions, got {start!r}") from error
 
     def _take(self, chunk: dict[str, Any], now: float) -> None:
-        answer = self._answer
         if "error" in chunk:
-            answer.failure = message_of(chunk)
+            self.failure = message_of(chunk)
         for choice in chunk.get("choices") or ():
             if ids := choice.get("token_ids"):
-                answer.tokens += ids
-                answer.times += [now] * len(ids)
-            elif choice.get("text") and not answer.tokens:
-                answer.failure = "chunks must have token_ids (return_token_ids), got text alone"
-        if usage := chunk.get("usage"):
-            details = usage.get("prompt_tokens_details") or {}
-            answer.cached = details.get("cached_tokens") or answer.cached
+                self.tokens += ids
+                self.times += [now] * len(ids)
+            elif choice.get("text") and not self.tokens:
+                self.failure = "chunks must have token_ids (return_token_ids), got text alone"
+        details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
+        self.cached = details.get("cached_tokens") or self.cached
 
 
 def message_of(content: Any) -> str:
@@ -143,41 +131,32 @@ class ServerClient:
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
         self.timeout_s = timeout_s
         self._key = key
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> ServerClient:
         import aiohttp
 
         async def begin(_: Any, context: Any, __: Any) -> None:
-            answer: Answer | None = context.trace_request_ctx
-            if answer is not None:
+            if (answer := context.trace_request_ctx) is not None:
                 answer.began = answer.began or time.perf_counter()
 
         trace = aiohttp.TraceConfig()
         trace.on_request_chunk_sent.append(begin)  # called before the only part of the body is sent
-        headers = {"Accept-Encoding": "identity"}  # a compressor may hold back tokens
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
+        headers = {} if self._key is None else {"Authorization": f"Bearer {self._key}"}
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),  # no request waits for a connection
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers=headers,
+            headers={"Accept-Encoding": "identity", **headers},  # a compressor may hold back tokens
             timeout=aiohttp.ClientTimeout(total=self.timeout_s),
             trace_configs=[trace],
         )
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._session.close()
 
     async def get(self, path: str) -> tuple[int, Any]:
-        """Return status and content of a path: JSON where it is that, else text.
-
-        Raises:
-            OSError: The server cannot be reached, does not answer in time, or not in HTTP.
-        """
+        """Return status and content of a path, as JSON or text; raise OSError if no answer in HTTP comes in time."""
         async with self._answered("GET", path) as response:
             return response.status, _content(await response.read())
 
@@ -190,11 +169,10 @@ class ServerClient:
             async with self._answered("POST", "/v1/completions", json.dumps(body).encode(), answer) as response:
                 answer.status = response.status
                 if response.status == 200:
-                    events = Events(answer)
                     async for data in response.content.iter_any():
-                        events.feed(data, time.perf_counter())
-                    if not answer.failure and (not events.done or len(answer.tokens) != tokens):
-                        ends = "" if events.done else ", and no [DONE]"
+                        answer.feed(data, time.perf_counter())
+                    if not answer.failure and (not answer.done or len(answer.tokens) != tokens):
+                        ends = "" if answer.done else ", and no [DONE]"
                         answer.failure = (
                             f"an answer must have the {tokens} tokens asked for, got {len(answer.tokens)}{ends}"
                         )
@@ -214,7 +192,6 @@ class ServerClient:
         """Yield the response once its head has come; errors until it has been read are OSErrors."""
         import aiohttp
 
-        assert self._session is not None, "a client asks within `async with`"
         request = self._session.request(
             method,
             self.url + path,

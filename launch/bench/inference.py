@@ -22,7 +22,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -31,21 +31,21 @@ from torch import Tensor
 
 import ringattn
 from ringattn.inference import CacheFull, PagedKVCache, attend
+from ringattn.launch.bench.baselines import prepare_ours
 from ringattn.launch.bench.correctness import check_attention, check_decoded, check_model
 from ringattn.launch.bench.inference_model import (
     PAGE_SIZE,
     ContextArgs,
     Decoder,
     draw_tokens,
+    fill_at_random,
     fill_by_prompt,
-    full_cache,
     local_bytes,
     make_cache,
     make_model,
     pages_for,
     use_attention,
 )
-from ringattn.launch.bench.ring_baselines import prepare_ours
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent, own_stream, teraflops
 from ringattn.launch.check.attention import DTYPES
@@ -122,16 +122,22 @@ def bench_inference(args: InferenceFlags, session: Session, keep: Keep) -> list[
         bench.rows.add(measure_bandwidth(args, session))
         if "prefill" in args.parts:
             for length in contexts:
-                measure_prefill(bench, length)
+                bench.add({"part": "prefill", "seq_len": length, "layers": 1}, _prefill_rows(bench, length))
         if "attention" in args.parts:
             for length, batch in itertools.product(contexts, args.batches):
-                measure_attention(bench, length, batch)
+                layers = bench.pass_layers(length, batch)
+                case = {"part": "attention", "seq_len": length, "batch": batch, "layers": layers}
+                bench.add(case, _attention_rows(bench, length, batch, layers))
         if {"first", "token", "throughput", "generate", "written"} & set(args.parts):
             for layers in dict.fromkeys(contexts.values()):
                 if not _measure_model(bench, layers, [n for n, depth in contexts.items() if depth == layers]):
                     return None
     bench.ring.close()
     return bench.rows.rows
+
+
+class _LeftOut(Exception):
+    """A case cannot be measured; raised on every rank with the same reason."""
 
 
 class _Bench:
@@ -142,18 +148,20 @@ class _Bench:
         self.dtype = DTYPES[args.dtype]
         self.kv_dtype = torch.float8_e4m3fn if args.kv_dtype == "fp8" else None
         names = ("heads", "kv_heads", "head_dim", "dtype", "kv_dtype")
-        common = {
-            "bench": "inference",
-            "world_size": session.world_size,
-            **{name: getattr(args, name) for name in names},
-        }
-        self.rows = Rows(session, keep, common)
+        common = {name: getattr(args, name) for name in names}
+        self.rows = Rows(session, keep, {"bench": "inference", "world_size": session.world_size, **common})
         self.began = time.perf_counter()
 
     @property
     def gbps(self) -> float:
         """The measured bandwidth, 10^9 bytes per second."""
         return self.rows.rows[0]["read_gbps"]
+
+    def pass_layers(self, length: int, batch: int) -> int:
+        """Return the layers whose keys and values on a rank are PASS_BYTES."""
+        args, itemsize = self.args, (self.kv_dtype or self.dtype).itemsize
+        layer_bytes = 2 * itemsize * args.kv_heads * args.head_dim * batch * length // self.session.world_size
+        return max(1, min(32, round(PASS_BYTES / layer_bytes))) if self.session.device.type == "cuda" else 2
 
     def is_over(self, case: Row) -> bool:
         """Return whether the budget is spent; then add a row that says so."""
@@ -162,8 +170,8 @@ class _Bench:
             self.rows.add(case | {"refused": f"left out: {self.args.budget_s:.0f} s were over"})
         return over
 
-    def build(self, build: Callable[[], Built]) -> tuple[Built | None, str]:
-        """Build something that takes memory, on every rank or on none; return it or the reason."""
+    def build(self, build: Callable[[], Built]) -> Built:
+        """Return something that takes memory, on every rank, or raise _LeftOut on every rank."""
         built, why = None, ""
         self.free()
         try:
@@ -171,30 +179,41 @@ class _Bench:
         except (torch.OutOfMemoryError, CacheFull, ValueError) as error:
             why = "out of memory" if isinstance(error, torch.OutOfMemoryError) else reason(error)
         if reasons := [one for one in self.session.gather(why) if one]:
-            built, why = None, reasons[0]
+            built = None
             self.free()
-        return built, why
+            raise _LeftOut(reasons[0])
+        assert built is not None, "what was built without a reason against it"
+        return built
 
-    def run(self, case: Row, build: Callable[[], Built], measure: Callable[[Built], Sequence[Row]]) -> Sequence[Row]:
-        """Build what a case needs and measure it; return its rows, which are not added yet."""
-        built, why = self.build(build)
-        if built is None:
-            return [case | {"refused": why}]
+    def run(self, case: Row, numbers: Iterable[Row]) -> list[Row]:
+        """Measure a case by drawing its numbers; return its rows, which are not added yet."""
         try:
-            return [case | found for found in measure(built)]
+            return [case | found for found in numbers]
+        except _LeftOut as why:
+            return [case | {"refused": str(why)}]
         except torch.OutOfMemoryError:
             # ranks hold equally much: when one is full they all are
             return [case | {"refused": "out of memory"}]
 
-    def add(self, case: Row, build: Callable[[], Built], measure: Callable[[Built], Sequence[Row]]) -> None:
+    def add(self, case: Row, numbers: Iterable[Row]) -> None:
         """Run a case within the budget and add its rows."""
         if not self.is_over(case):
-            for row in self.run(case, build, measure):
+            for row in self.run(case, numbers):
                 self.rows.add(row)
 
+    def make_cache(self, shape: ModelShape, batch: int, length: int) -> PagedKVCache:
+        """Return an empty cache with room for requests of equal length."""
+        pages = pages_for(batch, length, self.session.world_size)
+        return make_cache(self.ring, shape, pages, self.dtype, self.session.device, self.kv_dtype)
+
     def full_cache(self, shape: ModelShape, batch: int, length: int, new_tokens: int) -> tuple[PagedKVCache, list[int]]:
-        """Return a full cache and its requests."""
-        return full_cache(self.ring, shape, batch, length, new_tokens, self.dtype, self.session.device, self.kv_dtype)
+        """Build a cache full of random numbers; return it and its requests."""
+
+        def build() -> tuple[PagedKVCache, list[int]]:
+            cache = self.make_cache(shape, batch, length + new_tokens)
+            return cache, fill_at_random(cache, batch, length, new_tokens)
+
+        return self.build(build)
 
     def host_ms(self, call: Callable[[], Any], count: int = 1) -> list[float]:
         """Return the milliseconds of each of some calls, by the clock of the slowest host."""
@@ -230,103 +249,80 @@ def measure_bandwidth(args: InferenceFlags, session: Session) -> Row:
     """Return how fast memory is read, on the slowest rank (Note [Bounds of tokens])."""
     size = PASS_BYTES if session.device.type == "cuda" else 2**24
     x = torch.zeros(size // 2, dtype=torch.bfloat16, device=session.device).normal_()
-    wide, half = x.view(torch.float32), x[: len(x) // 2]
-    calls: dict[str, Callable[[], Any]] = {
-        "sum of bf16": x.sum,
-        "sum of fp32": wide.sum,
-        "copy": lambda: x[len(x) // 2 :].copy_(half),
-    }
+    wide, (half, other) = x.view(torch.float32), x.chunk(2)
+    calls = {"sum of bf16": x.sum, "sum of fp32": wide.sum, "copy": lambda: other.copy_(half)}
     times = time_together(calls, session, max(5, args.rounds))
     found = {name: size / time_.eager_ms / 1e6 for name, time_ in times.items()}
     best = max(found, key=lambda name: found[name])
     return {"part": "bandwidth", "who": best, "read_gbps": found[best], "all_gbps": found, "bytes": size}
 
 
-def measure_prefill(bench: _Bench, length: int) -> None:
-    """Rows of one layer's attention of a prompt: `attend` at once and in chunks, and the forward of training ("ring").
+def _prefill_rows(bench: _Bench, length: int) -> Iterator[Row]:
+    """Yield numbers of one layer's attention of a prompt: at once, in chunks, and the forward of training ("ring").
 
     All make the same pairs over as many tokens; training's forward is causal, zigzag, and recorded for a backward.
     """
     args, session, world = bench.args, bench.session, bench.session.world_size
     problem = Problem("causal", length, 1, args.heads, args.kv_heads, args.head_dim, args.dtype, 0)
-
-    def build() -> tuple[PagedKVCache, list[Tensor], Callable[[], Any]]:
-        cache = make_cache(
-            bench.ring, args.shape(1), pages_for(1, length, world), bench.dtype, session.device, bench.kv_dtype
+    sizes = [(1, -(-length // world) + 2 * PAGE_SIZE, h, args.head_dim) for h in (args.heads, *[args.kv_heads] * 2)]
+    cache, (q, k, v), ours = bench.build(
+        lambda: (
+            bench.make_cache(args.shape(1), 1, length),
+            [torch.randn(size, device=session.device, dtype=bench.dtype) for size in sizes],
+            prepare_ours(problem, bench.ring, "zigzag", session.device, "auto", session.rank),
         )
-        rows = -(-length // world) + 2 * PAGE_SIZE
-        drawn = [
-            torch.randn(1, rows, heads, args.head_dim, device=session.device, dtype=bench.dtype)
-            for heads in (args.heads, args.kv_heads, args.kv_heads)
-        ]
-        return cache, drawn, prepare_ours(problem, bench.ring, "zigzag", session.device, "auto", session.rank).forward
+    )
 
-    def measure(built: tuple[PagedKVCache, list[Tensor], Callable[[], Any]]) -> list[Row]:
-        cache, (q, k, v), forward = built
+    def prefill(chunk: int) -> None:
+        request = cache.add_request(reserve=length)
+        for start in range(0, length, chunk):
+            step = cache.extend([request], [min(chunk, length - start)], mode="prefill")
+            attend(step, 0, q[:, : step.rows], k[:, : step.rows], v[:, : step.rows])
+        cache.free(request)
 
-        def prefill(chunk: int) -> None:
-            request = cache.add_request(reserve=length)
-            for start in range(0, length, chunk):
-                step = cache.extend([request], [min(chunk, length - start)], mode="prefill")
-                attend(step, 0, q[:, : step.rows], k[:, : step.rows], v[:, : step.rows])
-            cache.free(request)
-
-        def train() -> None:
-            with torch.enable_grad():
-                forward()
-
-        calls: dict[str, Callable[[], Any]] = {"ring": train, "attend": lambda: prefill(length)}
-        if args.chunk < length:
-            calls["attend_chunked"] = lambda: prefill(args.chunk)
-        # each is called twice before the rounds
-        expected = (args.rounds + 2) * len(calls) * problem.flops / world / PEER_FLOPS
-        times = time_together(calls, session, 1 if expected > args.max_prompt_s else args.rounds)
-        return [
-            {
-                "who": who,
-                "chunk": args.chunk if who == "attend_chunked" else None,
-                "ms": time_.eager_ms,
-                "tflops": teraflops(problem.flops / world, time_.eager_ms),
-                "percent_of_training": 100 * times["ring"].eager_ms / time_.eager_ms,
-                "rounds": time_.rounds,
-            }
-            for who, time_ in times.items()
-        ]
-
-    bench.add({"part": "prefill", "seq_len": length, "layers": 1}, build, measure)
+    calls: dict[str, Callable[[], Any]] = {
+        "ring": torch.enable_grad()(ours.forward),
+        "attend": lambda: prefill(length),
+    }
+    if args.chunk < length:
+        calls["attend_chunked"] = lambda: prefill(args.chunk)
+    # each is called twice before the rounds
+    expected = (args.rounds + 2) * len(calls) * problem.flops / world / PEER_FLOPS
+    times = time_together(calls, session, 1 if expected > args.max_prompt_s else args.rounds)
+    for who, time_ in times.items():
+        yield {
+            "who": who,
+            "chunk": args.chunk if who == "attend_chunked" else None,
+            "ms": time_.eager_ms,
+            "tflops": teraflops(problem.flops / world, time_.eager_ms),
+            "percent_of_training": 100 * times["ring"].eager_ms / time_.eager_ms,
+            "rounds": time_.rounds,
+        }
 
 
-def measure_attention(bench: _Bench, length: int, batch: int) -> None:
-    """Row of one new token's attention over the cache (Note [Bounds of tokens])."""
+def _attention_rows(bench: _Bench, length: int, batch: int, layers: int) -> Iterator[Row]:
+    """Yield numbers of one new token's attention over the cache (Note [Bounds of tokens])."""
     args, session = bench.args, bench.session
-    itemsize = (bench.kv_dtype or bench.dtype).itemsize
-    layer_bytes = 2 * itemsize * args.kv_heads * args.head_dim * batch * length // session.world_size
-    layers = max(1, min(32, round(PASS_BYTES / layer_bytes))) if session.device.type == "cuda" else 2
+    cache, requests = bench.full_cache(args.shape(layers), batch, length, new_tokens=1)
+    step = cache.extend(requests, [1] * batch, mode="decode")
+    # the same on every rank, like everything that is computed in decode
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (
+        torch.randn(batch, 1, heads, args.head_dim, generator=generator).to(session.device, bench.dtype)
+        for heads in (args.heads, args.kv_heads, args.kv_heads)
+    )
 
-    def measure(built: tuple[PagedKVCache, list[int]]) -> list[Row]:
-        cache, requests = built
-        step = cache.extend(requests, [1] * batch, mode="decode")
-        # the same on every rank, like everything that is computed in decode
-        generator = torch.Generator().manual_seed(length)
-        q, k, v = (
-            torch.randn(batch, 1, heads, args.head_dim, generator=generator).to(session.device, bench.dtype)
-            for heads in (args.heads, args.kv_heads, args.kv_heads)
-        )
+    def one_pass() -> None:
+        for layer in range(layers):
+            attend(step, layer, q, k, v)
 
-        def one_pass() -> None:
-            for layer in range(layers):
-                attend(step, layer, q, k, v)
-
-        off = check_decoded(step, layers - 1, q, attend(step, layers - 1, q, k, v), session)
-        if not off <= 4 * torch.finfo(bench.dtype).eps:
-            why = f"wrong answer: differs from plain torch by {off:.2g} of its size"
-            return [{"error": off, "refused": why}]
-        time_ = time_together({"pass": one_pass}, session, max(5, args.rounds), captured=["pass"])["pass"]
-        kv_bytes = session.maximum([local_bytes(step)])[0]
-        return [{"error": off, **attention_numbers(time_, layers, batch, kv_bytes, bench.gbps)}]
-
-    case = {"part": "attention", "seq_len": length, "batch": batch, "layers": layers}
-    bench.add(case, lambda: bench.full_cache(args.shape(layers), batch, length, new_tokens=1), measure)
+    off = check_decoded(step, layers - 1, q, attend(step, layers - 1, q, k, v), session)
+    if not off <= 4 * torch.finfo(bench.dtype).eps:
+        yield {"error": off, "refused": f"wrong answer: differs from plain torch by {off:.2g} of its size"}
+        return
+    time_ = time_together({"pass": one_pass}, session, max(5, args.rounds), captured=["pass"])["pass"]
+    kv_bytes = session.maximum([local_bytes(step)])[0]
+    yield {"error": off, **attention_numbers(time_, layers, batch, kv_bytes, bench.gbps)}
 
 
 def attention_numbers(time_: Time, layers: int, batch: int, kv_bytes: float, gbps: float) -> Row:
@@ -359,8 +355,9 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
     args, session = bench.args, bench.session
     shape = args.shape(layers)
     longest = max(*lengths, 1024) + 64 * args.tokens
-    built, why = bench.build(lambda: make_model(shape, longest, bench.dtype, session.device))
-    if built is None:
+    try:
+        built = bench.build(lambda: make_model(shape, longest, bench.dtype, session.device))
+    except _LeftOut as why:
         bench.rows.add({"part": "first", "layers": layers, "refused": f"the model does not fit: {why}"})
         return True
     model = _Model(shape, built)
@@ -374,8 +371,7 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
     def measure_tokens(part: Literal["token", "written"]) -> None:
         for length, batch, way in itertools.product(lengths, args.batches, ("eager", "graph")):
             case = model.case(part, length, batch=batch, how=way)
-            if not bench.is_over(case):
-                bench.rows.add(_token_row(bench, model, case))
+            bench.add(case, _token_rows(bench, model, case))
 
     if not is_right():
         return False
@@ -393,7 +389,7 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
             return False
     if "first" in args.parts:
         for length in lengths:
-            measure_first_token(bench, model, length)
+            bench.add(model.case("first", length, chunk=args.chunk), _first_token_rows(bench, model, length))
     if "token" in args.parts:
         measure_tokens("token")
     if "throughput" in args.parts and layers == args.layers[0]:
@@ -401,90 +397,67 @@ def _measure_model(bench: _Bench, layers: int, lengths: Sequence[int]) -> bool:
     return True
 
 
-def measure_first_token(bench: _Bench, model: _Model, length: int) -> None:
-    """Row of the time from a prompt on the device to its first token on every host."""
+def _first_token_rows(bench: _Bench, model: _Model, length: int) -> Iterator[Row]:
+    """Yield numbers of the time from a prompt on the device to its first token on every host."""
     args, session, shape = bench.args, bench.session, model.shape
+    cache = bench.build(lambda: bench.make_cache(shape, 1, length))
+    prompt = draw_tokens(length, args.vocab_size, session.device)
 
-    def build() -> PagedKVCache:
-        pages = pages_for(1, length, session.world_size)
-        return make_cache(bench.ring, shape, pages, bench.dtype, session.device, bench.kv_dtype)
+    def first_token(count: int) -> float:
+        request = cache.add_request(reserve=count)
+        (ms,) = bench.host_ms(
+            lambda: fill_by_prompt(model.model, cache, request, prompt[:count], args.chunk).argmax(-1).tolist()
+        )
+        cache.free(request)
+        return ms / 1e3
 
-    def measure(cache: PagedKVCache) -> list[Row]:
-        prompt = draw_tokens(length, args.vocab_size, session.device)
-
-        def first_token(count: int) -> float:
-            request = cache.add_request(reserve=count)
-            (ms,) = bench.host_ms(
-                lambda: fill_by_prompt(model.model, cache, request, prompt[:count], args.chunk).argmax(-1).tolist()
-            )
-            cache.free(request)
-            return ms / 1e3
-
-        memory = PeakMemory(session)
-        # both kinds of chunks: with nothing before them, and with something
-        first_token(min(length, args.chunk + 1024))
-        taken: list[float] = []
-        while len(taken) < args.rounds and (not taken or sum(taken) + taken[0] <= args.max_prompt_s):
-            taken.append(first_token(length))
-        seconds, flops = statistics.median(taken), shape.prompt_flops(length)
-        numbers = {
-            "ttft_s": seconds,
-            "all_s": taken,
-            "tokens_per_s": length / seconds,
-            "model_flops": flops,
-            "attention_flops": shape.attention_flops(length * (length + 1) // 2),
-            "tflops": flops / seconds / session.world_size / 1e12,
-            "mfu_percent": mfu_percent(flops, seconds, session, bench.dtype),
-            "peak_gib": memory.gib(),
-        }
-        return [numbers]
-
-    bench.add(model.case("first", length, chunk=args.chunk), build, measure)
+    memory = PeakMemory(session)
+    # both kinds of chunks: with nothing before them, and with something
+    first_token(min(length, args.chunk + 1024))
+    taken: list[float] = []
+    while len(taken) < args.rounds and (not taken or sum(taken) + taken[0] <= args.max_prompt_s):
+        taken.append(first_token(length))
+    seconds, flops = statistics.median(taken), shape.prompt_flops(length)
+    yield {
+        "ttft_s": seconds,
+        "all_s": taken,
+        "tokens_per_s": length / seconds,
+        "model_flops": flops,
+        "attention_flops": shape.attention_flops(length * (length + 1) // 2),
+        "tflops": flops / seconds / session.world_size / 1e12,
+        "mfu_percent": mfu_percent(flops, seconds, session, bench.dtype),
+        "peak_gib": memory.gib(),
+    }
 
 
-def _token_row(bench: _Bench, model: _Model, case: Row) -> Row:
-    """Return a row of one token more for each of a batch; "how" is eager, graph, or fastest: a graph where there is one."""
-    args, session, shape, batch = bench.args, bench.session, model.shape, case["batch"]
-    # a capture and its check take a token each, and so do the bytes
-    new_tokens = WARMUP_TOKENS + args.tokens + 3
-
-    def measure(built: tuple[PagedKVCache, list[int]]) -> list[Row]:
-        cache, requests = built
-        step = cache.extend(requests, [1] * batch, mode="decode")
-        kv_bytes = shape.layers * session.maximum([local_bytes(step)])[0]
-        ranks = session.world_size if model.changed.get("split") else 1
-        weight_bytes = shape.decode_weight_bytes(ranks=ranks, itemsize=bench.dtype.itemsize)
-        bound = (weight_bytes + kv_bytes) / bench.gbps / 1e6
-        how, decoder = "eager", Decoder(model.model, cache, requests)
-        if case["how"] != "eager":
-            replayed, refused = _captured(model.model, cache, requests)
-            if replayed is not None:
-                how, decoder = "graph", replayed
-            elif case["how"] == "graph":
-                return [{"refused": refused}]
-        for _ in range(WARMUP_TOKENS):
-            decoder.next_tokens()
-        taken = bench.host_ms(decoder.next_tokens, args.tokens)
-        ms = statistics.median(taken)
-        numbers = {"ms_per_token": ms, "worst_ms": max(taken), "tokens_per_s": batch * 1e3 / ms, "ratio": ms / bound}
-        return [{"how": how, **numbers, "kv_bytes": kv_bytes, "weight_bytes": weight_bytes, "bound_ms": bound}]
-
-    (row,) = bench.run(case, lambda: bench.full_cache(shape, batch, case["seq_len"], new_tokens), measure)
-    return row
-
-
-def _captured(
-    model: PreTrainedModel, cache: PagedKVCache, requests: Sequence[int]
-) -> tuple[Decoder | None, str | None]:
-    """Return a decoder that replays CUDA graphs, on every rank or on none, and why not."""
+def _token_rows(bench: _Bench, model: _Model, case: Row) -> Iterator[Row]:
+    """Yield numbers of one token more for each of a batch; "how" is eager, graph, or fastest: a graph where there is one."""
     from ringattn.integrations.transformers import cuda_graph_runner
 
-    if why := cuda_graph_runner.capture_obstacle(model, cache):
-        return None, why
-    decoder = Decoder(model, cache, requests, cuda_graph_runner.CUDAGraphCapturer(cache.device))
-    # which is captured, and compared with a plain call
-    decoder.next_tokens()
-    return (decoder if decoder.refusal is None else None), decoder.refusal
+    args, session, shape, batch = bench.args, bench.session, model.shape, case["batch"]
+    # a capture and its check take a token each, and so do the bytes
+    cache, requests = bench.full_cache(shape, batch, case["seq_len"], WARMUP_TOKENS + args.tokens + 3)
+    step = cache.extend(requests, [1] * batch, mode="decode")
+    kv_bytes = shape.layers * session.maximum([local_bytes(step)])[0]
+    ranks = session.world_size if model.changed.get("split") else 1
+    weight_bytes = shape.decode_weight_bytes(ranks=ranks, itemsize=bench.dtype.itemsize)
+    bound = (weight_bytes + kv_bytes) / bench.gbps / 1e6
+    how, decoder = "eager", Decoder(model.model, cache, requests)
+    if case["how"] != "eager":
+        if not (refused := cuda_graph_runner.capture_obstacle(model.model, cache)):
+            replayed = Decoder(model.model, cache, requests, cuda_graph_runner.CUDAGraphCapturer(cache.device))
+            # which is captured, and compared with a plain call
+            replayed.next_tokens()
+            if not (refused := replayed.runner.refusal):
+                how, decoder = "graph", replayed
+        if refused and case["how"] == "graph":
+            raise _LeftOut(refused)
+    for _ in range(WARMUP_TOKENS):
+        decoder.next_tokens()
+    taken = bench.host_ms(decoder.next_tokens, args.tokens)
+    ms = statistics.median(taken)
+    numbers = {"ms_per_token": ms, "worst_ms": max(taken), "tokens_per_s": batch * 1e3 / ms, "ratio": ms / bound}
+    yield {"how": how, **numbers, "kv_bytes": kv_bytes, "weight_bytes": weight_bytes, "bound_ms": bound}
 
 
 def measure_throughput(bench: _Bench, model: _Model, length: int) -> None:
@@ -496,7 +469,7 @@ def measure_throughput(bench: _Bench, model: _Model, length: int) -> None:
         return model.case("throughput", length, batch=batch, latency_ms=args.latency_ms, how="fastest")
 
     def fits(batch: int) -> bool:
-        row = _token_row(bench, model, case(batch))
+        (row,) = bench.run(case(batch), _token_rows(bench, model, case(batch)))
         found[batch] = row | {"within": row.get("ms_per_token", math.inf) <= args.latency_ms}
         return found[batch]["within"]
 
@@ -517,19 +490,21 @@ def measure_generate(bench: _Bench, model: _Model, length: int) -> None:
 
     args, session = bench.args, bench.session
     prompt = draw_tokens(length, args.vocab_size, session.device)[None]
-    new_tokens = max(args.tokens, WARMUP_TOKENS) + 1
 
-    def ours(cache: RingCache) -> list[Row]:
+    def ours() -> Iterator[Row]:
+        tokens = length + max(args.tokens, WARMUP_TOKENS) + 1
+        cache = bench.build(lambda: RingCache(model.model, bench.ring, max_tokens=tokens, kv_dtype=bench.kv_dtype))
         options: dict[str, Any] = {"past_key_values": cache, "prefill_chunk_size": args.chunk}
         with cache:
             time_generate(model.model, prompt[:, :1024], WARMUP_TOKENS + 1, **options)
             cache.reset()
             session.barrier()
             found = time_generate(model.model, prompt, 1 + args.tokens, **options)
-        return [dict(zip(found, session.maximum(list(found.values())), strict=True))]
+        yield dict(zip(found, session.maximum(list(found.values())), strict=True))
 
-    def theirs(_: bool) -> list[Row]:
+    def theirs() -> Iterator[Row]:
         found: Row = {}
+        bench.free()
         if session.rank == 0:
             try:
                 with use_attention(model.model, "sdpa"):
@@ -537,38 +512,29 @@ def measure_generate(bench: _Bench, model: _Model, length: int) -> None:
                     found = time_generate(model.model, prompt, 1 + args.tokens)
             except torch.OutOfMemoryError:
                 found = {"refused": "out of memory"}
-        return [session.gather(found)[0]]
+        yield session.gather(found)[0]
 
-    bench.add(
-        model.case("generate", length, chunk=args.chunk),
-        lambda: RingCache(model.model, bench.ring, max_tokens=length + new_tokens, kv_dtype=bench.kv_dtype),
-        ours,
-    )
+    bench.add(model.case("generate", length, chunk=args.chunk), ours())
     case = model.case("generate", length, who="transformers")
     expected = model.shape.prompt_flops(length) / PEER_FLOPS
     if session.device.type == "cuda" and expected > args.max_prompt_s:
         bench.rows.add(case | {"refused": f"not tried: a prompt would take about {expected:.0f} s on one GPU"})
     else:
-        bench.add(case, lambda: True, theirs)
+        bench.add(case, theirs())
         bench.free()
 
 
 def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options: Any) -> dict[str, float]:
     """Return the seconds until the first token of `model.generate`, and the milliseconds of a later one (median, most)."""
-    from transformers import StoppingCriteria, StoppingCriteriaList
+    from transformers import StoppingCriteriaList
 
-    class Clock(StoppingCriteria):
-        """Clock that generate calls after every token."""
+    times: list[float] = []
 
-        def __init__(self) -> None:
-            self.times: list[float] = []
+    def clock(input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        input_ids[:, -1].tolist()  # on the host, like ours
+        times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-            input_ids[:, -1].tolist()  # on the host, like ours
-            self.times.append(time.perf_counter())
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-    clock = Clock()
     if prompt.is_cuda:
         torch.cuda.synchronize(prompt.device)
     began = time.perf_counter()
@@ -577,8 +543,8 @@ def time_generate(model: PreTrainedModel, prompt: Tensor, tokens: int, **options
         attention_mask=torch.ones_like(prompt),
         max_new_tokens=tokens,
         do_sample=False,
-        stopping_criteria=StoppingCriteriaList([clock]),
+        stopping_criteria=StoppingCriteriaList([clock]),  # pyright: ignore[reportArgumentType]
         **options,
     )
-    later = [1e3 * (b - a) for a, b in itertools.pairwise(clock.times)]
-    return {"ttft_s": clock.times[0] - began, "ms_per_token": statistics.median(later), "worst_ms": max(later)}
+    later = [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+    return {"ttft_s": times[0] - began, "ms_per_token": statistics.median(later), "worst_ms": max(later)}

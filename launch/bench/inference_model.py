@@ -169,35 +169,24 @@ def make_cache(
     return PagedKVCache(ring, pages=pages, dtype=dtype, kv_dtype=kv_dtype, device=device, **sizes)
 
 
-def full_cache(
-    ring: Ring,
-    shape: ModelShape,
-    batch: int,
-    tokens: int,
-    new_tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_dtype: torch.dtype | None = None,
-) -> tuple[PagedKVCache, list[int]]:
-    """Make a cache with `batch` requests of `tokens` tokens each, and return both; each may get `new_tokens` more.
+def fill_at_random(cache: PagedKVCache, batch: int, tokens: int, new_tokens: int) -> list[int]:
+    """Fill a cache with random numbers, and return `batch` requests of `tokens` tokens; each may get `new_tokens` more.
 
-    The cache is filled with random numbers and no prefill is computed: decoding costs the same whatever the numbers are.
+    No prefill is computed: decoding costs the same whatever the numbers are.
     """
-    pages = pages_for(batch, tokens + new_tokens, ring.world_size)
-    cache = make_cache(ring, shape, pages, dtype, device, kv_dtype)
     for pool in (cache.k, cache.v):
-        if pool.dtype == dtype:
+        if pool.dtype.itemsize > 1:
             pool.normal_()
             continue
         for page in pool.flatten(0, 1).split(4096):
-            page.copy_(torch.randn(page.shape, dtype=dtype, device=device))
+            page.copy_(torch.randn(page.shape, device=pool.device))
     for scale in (cache.k_scale, cache.v_scale):
         if scale is not None:
             scale.fill_(1.0)
     requests = [cache.add_request(reserve=tokens + new_tokens) for _ in range(batch)]
     for request in requests:
         cache.extend([request], [tokens], mode="prefill")
-    return cache, requests
+    return requests
 
 
 def local_bytes(step: ForwardBatch) -> int:
@@ -228,17 +217,12 @@ class Decoder:
         from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner
 
         self._requests = list(requests)
-        self._runner = CUDAGraphRunner(model, cache, capturer)
+        self.runner = CUDAGraphRunner(model, cache, capturer)
         self.tokens = torch.zeros(len(requests), 1, dtype=torch.int64, device=cache.device)
-
-    @property
-    def refusal(self) -> str | None:
-        """Reason for steps that are not replayed."""
-        return self._runner.refusal
 
     def next_tokens(self) -> list[list[int]]:
         """Return the next token of each request, on the host."""
-        self.logits = self._runner.run(self._requests, self.tokens).logits[:, -1]
+        self.logits = self.runner.run(self._requests, self.tokens).logits[:, -1]
         torch.argmax(self.logits, -1, keepdim=True, out=self.tokens)
         return self.tokens.tolist()
 

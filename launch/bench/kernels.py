@@ -5,6 +5,10 @@ function with autograd, "kernel" for our kernel set alone (forward; delta and ba
 ranks. `ms` is `graph_ms` where there is one and `calls_ms` otherwise, and `timing` says which. `ratio` is the part of the error
 budget that the worst tensor of that direction uses up on the problem itself. A contender that is wrong or cannot compute the
 problem has `refused` in place of times.
+
+Rows of the online softmax have bytes per second, beside torch.softmax and a device copy. Counted for every implementation are 2
+reads and 1 write of each element forward, 4 reads and 1 write backward: the traffic of a kernel with O(block) state. A kernel
+that keeps a row on chip moves less, so short rows can be faster than the copy.
 """
 
 from __future__ import annotations
@@ -12,18 +16,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-import ringattn
 from ringattn.launch.bench.baselines import PEERS, Contender, Unsupported, prepare
 from ringattn.launch.bench.correctness import Expected, make_expected
 from ringattn.launch.bench.rows import Rows
-from ringattn.launch.bench.softmax import softmax_rows
 from ringattn.launch.bench.workloads import (
     UNIONS,
     DTypeName,
@@ -36,6 +39,8 @@ from ringattn.launch.bench.workloads import (
 )
 from ringattn.launch.common.session import Keep, Session, check_kernels
 from ringattn.launch.common.timing import Time, Timing, reason, time_calls
+from ringattn.numerics.error_budget import Budget
+from ringattn.numerics.softmax import online_logsumexp, online_softmax
 
 Group = Literal["target", "batch", "masks", "grouped", "lengths", "unions", "softmax"]
 GROUPS: tuple[Group, ...] = ("target", "batch", "masks", "grouped", "lengths")
@@ -150,39 +155,52 @@ class _Entry:
     def ours(self) -> bool:
         return self.who not in PEERS
 
+    def prepare(self, inputs: Inputs, expected: Expected) -> None:
+        """Make the contender and compare its answers; a wrong one becomes its reason for having no speed."""
+        self.contender = prepare(self.who, self.level, inputs)
+        budgets, wrong = 1.0 if self.ours else PEER_BUDGET, []
+        for name, x in self.contender.answers():
+            ratio = self.ratios[name] = expected.ratio(name, x)
+            if not ratio <= budgets:
+                wrong.append(f"{name} {ratio:.3g} x its budget")
+                self.refused = f"wrong answer: {', '.join(wrong)}"
 
-def check_answers(entry: _Entry, expected: Expected) -> None:
-    """Compare the answers of a contender with the expected ones; a wrong one becomes its reason for having no speed."""
-    assert entry.contender is not None, "a contender to check"
-    budgets, wrong = 1.0 if entry.ours else PEER_BUDGET, []
-    for name, x in entry.contender.answers():
-        ratio = entry.ratios[name] = expected.ratio(name, x)
-        if not ratio <= budgets:
-            wrong.append(f"{name} {ratio:.3g} x its budget")
-            entry.refused = f"wrong answer: {', '.join(wrong)}"
+    def row(self, problem: Problem, direction: str, time_: Time) -> dict[str, Any]:
+        """Return the row of one direction."""
+        row: dict[str, Any] = {"who": self.who, "ours": self.ours, "level": self.level, "direction": direction}
+        if self.contender is not None and self.contender.note:
+            row["kernels"] = self.contender.note
+        if ratios := [self.ratios[name] for name in TENSORS[direction] if name in self.ratios]:
+            row["ratio"] = max(ratios)
+        if time_.refused is not None:
+            return row | {"refused": time_.refused}
+        return row | {
+            "calls_ms": time_.calls_ms,
+            "graph_ms": time_.graph_ms,
+            "graph_refused": time_.graph_refused,
+            "timing": "calls" if time_.graph_ms is None else "graph",
+            "rounds": time_.rounds,
+            "ms": time_.best_ms,
+            "tflops": teraflops(problem.flops if direction == "forward" else problem.backward_flops, time_.best_ms),
+        }
 
 
-def measure(
-    args: KernelsFlags, group: Group, problem: Problem, ring: ringattn.Ring, session: Session
-) -> Iterator[dict[str, Any]]:
+def measure(args: KernelsFlags, problem: Problem, session: Session) -> Iterator[dict[str, Any]]:
     """Yield the rows of one problem: all contenders checked on it, then timed in turns.
 
-    Raises:
-        SystemExit: The device no longer answers: later errors would be blamed on other contenders.
+    A device that no longer answers is a SystemExit: later errors would be blamed on other contenders.
     """
     inputs = Inputs(problem, session.device)
     expected = make_expected(inputs)
     entries = [_Entry(who, level) for who in args.who for level in (("op",) if who in PEERS else args.levels)]
     for entry in entries:
         try:
-            entry.contender = prepare(entry.who, entry.level, inputs, ring)
-            check_answers(entry, expected)
-        except Unsupported as error:
-            entry.refused = str(error)
+            entry.prepare(inputs, expected)
         except Exception as error:
             # one that fails in the backward still has a forward
             if not entry.ratios:
-                entry.refused = reason(error)
+                refusals = Unsupported, NotImplementedError
+                entry.refused = str(error) if isinstance(error, refusals) else reason(error)
             _check_device(entry.who, session)
     for direction in TENSORS:
         able = [entry for entry in entries if entry.refused is None]
@@ -191,30 +209,7 @@ def measure(
         _check_device("one of the contenders", session)
         for entry in entries:
             time_ = times.get(f"{entry.who} {entry.level}", Time(refused=entry.refused))
-            yield {"group": group, **dataclasses.asdict(problem), "pairs": problem.pairs} | make_row(
-                problem, direction, entry, time_
-            )
-
-
-def make_row(problem: Problem, direction: str, entry: _Entry, time_: Time) -> dict[str, Any]:
-    """Make the row of one contender in one direction."""
-    row: dict[str, Any] = {"who": entry.who, "ours": entry.ours, "level": entry.level, "direction": direction}
-    if entry.contender is not None and entry.contender.note:
-        row["kernels"] = entry.contender.note
-    ratios = [entry.ratios[name] for name in TENSORS[direction] if name in entry.ratios]
-    if ratios:
-        row["ratio"] = max(ratios)
-    if time_.refused is not None:
-        return row | {"refused": time_.refused}
-    return row | {
-        "calls_ms": time_.calls_ms,
-        "graph_ms": time_.graph_ms,
-        "graph_refused": time_.graph_refused,
-        "timing": "calls" if time_.graph_ms is None else "graph",
-        "rounds": time_.rounds,
-        "ms": time_.best_ms,
-        "tflops": teraflops(problem.flops if direction == "forward" else problem.backward_flops, time_.best_ms),
-    }
+            yield {"pairs": problem.pairs, **entry.row(problem, direction, time_)}
 
 
 def _check_device(who: str, session: Session) -> None:
@@ -236,21 +231,104 @@ def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict
         raise SystemExit(
             "bench kernels must have a problem to measure, got none; pass other --groups, --masks or --lengths"
         )
-    rows, ring, began = Rows(session, keep, {"bench": "kernels"}), ringattn.Ring(), time.monotonic()
+    rows, began = Rows(session, keep, {"bench": "kernels"}), time.monotonic()
     with own_stream(session.device):
         for group, problem in planned:
-            case = {"group": group, **dataclasses.asdict(problem), "who": "all", "ours": False, "level": "op"}
+            case = {"group": group, **dataclasses.asdict(problem)}
+            left_out = case | {"who": "all", "ours": False, "level": "op", "direction": "forward"}
             if args.budget_s and time.monotonic() - began > args.budget_s:
-                rows.add({**case, "direction": "forward", "refused": f"left out: {args.budget_s:g} s were over"})
+                rows.add(left_out | {"refused": f"left out: {args.budget_s:g} s were over"})
                 continue
             try:
-                for row in measure(args, group, problem, ring, session):
-                    rows.add(row)
+                for row in measure(args, problem, session):
+                    rows.add(case | row)
             except torch.OutOfMemoryError as error:
-                rows.add({**case, "direction": "forward", "refused": reason(error)})
+                rows.add(left_out | {"refused": reason(error)})
             torch.compiler.reset()
             free_memory()
         if "softmax" in args.groups:
             for row in softmax_rows(session, args.rounds, args.round_s):
                 rows.add(row)
     return rows.rows
+
+
+LENGTHS = (1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 15, 1 << 17, 1 << 18, 1 << 20)
+ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 12}
+TRAFFIC = {"copy": 2, "ours": 3, "torch": 3, "lse": 1, "ours_backward": 5, "torch_backward": 5}
+"""Reads and writes of each element."""
+
+
+def softmax_rows(session: Session, rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield a row per dtype and row length: GB/s and shares of a copy of the same tensor, or the wrong answers."""
+    elements, device = ELEMENTS[session.device.type], session.device
+    for dtype, n in itertools.product((torch.float32, torch.bfloat16), LENGTHS):
+        if n > elements:
+            continue
+        m = max(elements // n, 2)
+        x = torch.randn(m, n, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0)) * 4
+        x[1] = float("-inf")
+        row = {"group": "softmax", "part": "softmax", "who": "online_softmax", "ours": True}
+        row |= {"dtype": "fp32" if dtype == torch.float32 else "bf16", "n": n, "m": m}
+        wrong = check_softmax(x)
+        yield row | (
+            {"refused": f"wrong answer: {'; '.join(wrong)}"} if wrong else _measure_softmax(x, session, rounds, seconds)
+        )
+
+
+def check_softmax(x: Tensor) -> list[str]:
+    """Return what is wrong with softmax, log-sum-exp and their gradients of `x`, whose second row is -inf.
+
+    Some rows against fp64 inside the error budget; the whole output, where an element might not have been written, against torch.
+    """
+    rows = sorted({0, 2 % len(x), len(x) // 3, len(x) // 2, len(x) - 1} - {1})
+    generator = torch.Generator(x.device).manual_seed(1)
+    dy = torch.randn(x.shape, device=x.device, dtype=x.dtype, generator=generator)
+
+    def evaluate(
+        x: Tensor, dy: Tensor, softmax: Callable[..., Tensor], logsumexp: Callable[..., Tensor]
+    ) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        y, lse = softmax(leaf, -1), logsumexp(leaf, -1)
+        (dx,), (dx_of_lse,) = torch.autograd.grad(y, leaf, dy), torch.autograd.grad(lse, leaf, torch.ones_like(lse))
+        return [y.detach(), lse.detach(), dx, dx_of_lse]
+
+    found = evaluate(x, dy, online_softmax, online_logsumexp)
+    exact = evaluate(x[rows].double(), dy[rows].double(), torch.softmax, torch.logsumexp)
+    low = evaluate(x[rows], dy[rows], torch.softmax, torch.logsumexp)
+    wrong = []
+    for name, value, a, b in zip(("y", "lse", "dx of y", "dx of lse"), found, exact, low, strict=True):
+        ratio = Budget.of(a, b).ratio(value[rows], a)
+        if not ratio <= 1:
+            wrong.append(f"{name} {ratio:.3g} x its budget")
+    whole = torch.softmax(x, -1)
+    whole[1] = 0
+    gap = (found[0] - whole).abs().max().item()
+    # two sums of a million terms in different orders
+    if not gap <= max(64 * torch.finfo(torch.float32).eps, torch.finfo(x.dtype).eps):
+        wrong.append(f"y is {gap:.2e} from torch.softmax somewhere")
+    if found[1][1].item() != float("-inf"):
+        wrong.append("lse of a row of -inf must be -inf")
+    return wrong
+
+
+def _measure_softmax(x: Tensor, session: Session, rounds: int, seconds: float) -> dict[str, float]:
+    y = online_softmax(x)
+    dy, target = torch.randn_like(x), torch.empty_like(x)
+    calls: dict[str, Callable[[], Any]] = {
+        "copy": lambda: target.copy_(x),
+        "ours": lambda: online_softmax(x),
+        "torch": lambda: torch.softmax(x, -1),
+        "lse": lambda: online_logsumexp(x),
+        "ours_backward": lambda: torch.ops.ringattn.online_softmax_backward(dy, y, 1, None, "auto"),
+        "torch_backward": lambda: torch.ops.aten._softmax_backward_data(dy, y, -1, x.dtype),
+    }
+    times = time_calls(calls, session, rounds, "calls", seconds)
+    ms = {name: found.eager_ms for name, found in times.items() if found.refused is None}
+    gbps = {name: TRAFFIC[name] * x.numel() * x.element_size() / 1e6 / value for name, value in ms.items()}
+    return {
+        **{f"{name}_ms": value for name, value in ms.items()},
+        **{f"{name}_gbps": value for name, value in gbps.items()},
+        "share_of_copy": gbps["ours"] / gbps["copy"],
+        **{f"{name}_share_of_copy": gbps[name] / gbps["copy"] for name in ("torch", "torch_backward")},
+        "backward_share_of_copy": gbps["ours_backward"] / gbps["copy"],
+    }

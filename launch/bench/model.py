@@ -5,6 +5,10 @@ bf16, gradients reduced in fp32, AdamW on fp32 shards), blocks checkpointed, the
 differs, and that "ring" saves its output (selective checkpointing of one operator) while the others compute it again in the
 backward. torch's context parallelism has no grouped heads: keys and values are repeated to the query heads inside its step.
 MFU is the part of the datasheet's peak (`train/metrics.py`: 989 TFLOP/s for H100 and H200) that `ModelShape.step_flops` makes.
+
+`bench trainer` measures steps of `transformers.Trainer` on one GPU by context and attention, and the overhead of `RingTrainer`: a
+Llama-shaped model of random weights in bf16, AdamW, blocks checkpointed, one sequence per step. A first step that differs from
+that of the first implementation in loss or gradient norm has no speed. transformers is imported where it is used.
 """
 
 from __future__ import annotations
@@ -12,21 +16,21 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 import ringattn
-from ringattn.launch.bench.baselines import Unsupported
+from ringattn.launch.bench.baselines import Unsupported, torch_context_parallel, torch_cp_attention
 from ringattn.launch.bench.correctness import check_rings, step_difference
-from ringattn.launch.bench.inference_model import ContextArgs
-from ringattn.launch.bench.ring_baselines import torch_context_parallel
+from ringattn.launch.bench.inference_model import ContextArgs, ModelArgs, draw_tokens, make_model
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import PeakMemory, Problem, free_memory, mfu_percent
 from ringattn.launch.check.attention import DTYPES
@@ -86,11 +90,7 @@ def open_model(args: ModelFlags, layers: int, session: Session) -> tuple[Transfo
 
 @contextlib.contextmanager
 def use_attention(model: Transformer, who: str, session: Session) -> Iterator[None]:
-    """Let `who` compute the model's attention inside the context.
-
-    Raises:
-        Unsupported: It cannot be used here.
-    """
+    """Let `who` compute the model's attention inside the context; raise Unsupported if it cannot here."""
     for block in model.blocks:
         block.__dict__.pop("forward", None)  # checkpointing of the last one
     recompute_([*model.blocks], "selective" if who == "ring" else "full")
@@ -99,27 +99,20 @@ def use_attention(model: Transformer, who: str, session: Session) -> Iterator[No
         return
     if session.device.type != "cuda" or session.world_size == 1:
         raise Unsupported("runs among several GPUs only")
-    from torch.distributed.tensor.experimental._context_parallel._attention import set_rotate_method
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def attend(q: Tensor, k: Tensor, v: Tensor, sharding: ringattn.Sharding, **mask: Any) -> Tensor:
         del sharding, mask  # supports causal over zigzag shards only
         group = q.shape[2] // k.shape[2]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return torch_cp_attention(who.removeprefix("torch_cp_"), q, k, v).transpose(1, 2)
 
-    set_rotate_method(who.removeprefix("torch_cp_"))
-    attentions = [cast(Block, block).attention for block in model.blocks]
-    with torch_context_parallel(session):
-        try:
-            for attention in attentions:
-                attention.attend = attend
-            yield
-        finally:
-            for attention in attentions:
-                attention.attend = ringattn.ring_attention
+    with torch_context_parallel(session), contextlib.ExitStack() as undo:
+        for block in model.blocks:
+            attention = cast(Block, block).attention
+            attention.attend = attend
+            undo.callback(setattr, attention, "attend", ringattn.ring_attention)
+        yield
 
 
 @dataclass(frozen=True)
@@ -153,29 +146,20 @@ def disagreement(args: ModelFlags, model: Transformer, ring: ringattn.Ring, sess
             with use_attention(model, who, session):
                 loss = batch.loss(model)
                 loss.backward()
-        except Unsupported as error:
-            wrong[who] = str(error)
-            continue
+            square = sum((p.grad.to_local().double() ** 2).sum() for p in model.parameters() if p.grad is not None)  # pyright: ignore[reportAttributeAccessIssue]
+            total, square = session.sum(torch.stack([loss.detach().double(), torch.as_tensor(square)])).tolist()
+            found[who] = [total / session.world_size, math.sqrt(square)]
         except Exception as error:
             if who.startswith("ring"):
                 raise
-            wrong[who] = reason(error)
-            model.zero_grad(set_to_none=True)
-            continue
-        square = sum((p.grad.to_local().double() ** 2).sum() for p in model.parameters() if p.grad is not None)  # pyright: ignore[reportAttributeAccessIssue]
+            wrong[who] = str(error) if isinstance(error, Unsupported) else reason(error)
         model.zero_grad(set_to_none=True)
-        total, square = session.sum(torch.stack([loss.detach().double(), torch.as_tensor(square)])).tolist()
-        found[who] = [total / session.world_size, math.sqrt(square)]
     differ = {who: step_difference(step, found["ring"], args.dtype) for who, step in found.items()}
     return wrong | {who: why for who, why in differ.items() if why}
 
 
 def bench_model(args: ModelFlags, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
-    """Return the rows of training steps, one per length and attention; None when the check is red.
-
-    Raises:
-        Refusal: There is no process group, over which FSDP2 could shard.
-    """
+    """Return the rows of training steps, one per length and attention; None when the check is red."""
     if not dist.is_initialized():
         raise Refusal(
             "bench model must run in ranks of torchrun, over which FSDP2 shards, got a process by itself; "
@@ -216,18 +200,17 @@ def _measure(
     losses: list[float] = []
     while len(taken) < 1 + args.steps and (not taken or taken[0] <= args.max_step_s):
         session.barrier()
-        began, loss = time.perf_counter(), None
+        began = time.perf_counter()
         try:
             loss = batch.loss(model)
             loss.backward()
             optimizer.step()
             session.barrier()
         except torch.OutOfMemoryError:
-            loss = None
-        optimizer.zero_grad(set_to_none=True)
-        # ranks hold equally much: when one is full they all are
-        if loss is None:
+            # ranks hold equally much: when one is full they all are
             return {"refused": "out of memory"}
+        finally:
+            optimizer.zero_grad(set_to_none=True)
         taken.append(session.maximum([time.perf_counter() - began])[0])
         losses.append(float(session.sum(loss.detach())) / session.world_size)
     seconds = statistics.median(taken[1:] or taken)
@@ -242,4 +225,124 @@ def _measure(
         "model_tflops_per_gpu": flops / seconds / ranks / 1e12,
         "mfu_percent": mfu_percent(flops, seconds, session, DTYPES[args.dtype]),
         "peak_gib": memory.gib(),
+    }
+
+
+Who = Literal["sdpa", "flash", "ringattn", "ring_trainer"]
+
+
+@dataclass(frozen=True)
+class TrainerFlags(ModelArgs):
+    """One GPU: steps of transformers' Trainer by context and attention.
+
+    Attributes:
+        lengths: Tokens of a step: one sequence.
+        who: "sdpa" (torch's choice of kernel) and "flash" (torch's flash kernel) with `Trainer`; "ringattn" with `Trainer`;
+            "ring_trainer": ringattn with `RingTrainer` on a ring of one rank, whose overhead is over "ringattn".
+        layers: Blocks.
+        vocab_size: Tokens in the vocabulary; few, so that the logits of long sequences fit.
+        steps: Most steps that are timed, after one that is not; the median counts.
+        seconds: Time after which no further step begins, once one was timed.
+        name: Of the JSON.
+    """
+
+    lengths: tuple[int, ...] = (4096, 16384, 65536, 131072)
+    who: tuple[Who, ...] = ("sdpa", "flash", "ringattn", "ring_trainer")
+    layers: int = 8
+    vocab_size: int = 8192
+    steps: int = 20
+    seconds: float = 8.0
+    name: str = "trainer"
+
+
+def bench_trainer(args: TrainerFlags, session: Session, keep: Keep) -> list[dict[str, Any]]:
+    """Return the rows of steps, one per length and implementation."""
+    if session.world_size > 1:
+        raise Refusal(
+            f"bench trainer must run in one process, got {session.world_size} ranks; start it with "
+            "python -m ringattn.launch.bench trainer"
+        )
+    rows = Rows(session, keep, {"bench": "trainer", "layers": args.layers, **args.sizes, "dtype": args.dtype})
+    for length in args.lengths:
+        known: dict[str, dict[str, Any]] = {}
+        for who in args.who:
+            row: dict[str, Any] = {"seq_len": length, "who": who, "ours": who.startswith("ring")}
+            found = _measure_trainer(args, who, length, session)
+            if "refused" not in found:
+                first = next(iter(known.values()), found)
+                here, there = ([one["loss"], one["grad_norm"]] for one in (found, first))
+                if wrong := step_difference(here, there, args.dtype):
+                    found = {"refused": wrong}
+            if "refused" not in found:
+                known[who] = found
+                row["ratio"] = known["sdpa"]["step_s"] / found["step_s"] if "sdpa" in known else None
+                if who == "ring_trainer" and "ringattn" in known:
+                    row["overhead"] = found["step_s"] / known["ringattn"]["step_s"] - 1
+            rows.add(row | found)
+            free_memory()
+    return rows.rows
+
+
+def _measure_trainer(args: TrainerFlags, who: str, length: int, session: Session) -> dict[str, Any]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from transformers import Trainer as HFTrainer
+    from transformers import TrainerCallback, TrainingArguments, default_data_collator
+
+    from ringattn.integrations.transformers import RingCollator
+    from ringattn.integrations.transformers.trainer import RingTrainer
+
+    times: list[float] = []
+    limit_s, on_cpu, is_ring = args.seconds, session.device.type == "cpu", who == "ring_trainer"
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+            session.barrier()
+            times.append(time.perf_counter())
+            control.should_training_stop = len(times) > 1 and times[-1] - times[0] > limit_s
+            return control
+
+    shape = args.shape(args.layers)
+    model: Any = make_model(shape, length, DTYPES[args.dtype], session.device).train().requires_grad_(True)
+    if not who.startswith("ring"):
+        model.set_attn_implementation("sdpa")
+    tokens = draw_tokens(length, args.vocab_size, torch.device("cpu"), seed=length)
+    collator: Any = RingCollator(default_data_collator, ringattn.Ring()) if is_ring else default_data_collator
+    kernel = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if who == "flash" else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, kernel:
+        options = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=1,
+            max_steps=1 + args.steps,
+            learning_rate=1e-4,
+            optim="adamw_torch" if on_cpu else "adamw_torch_fused",
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=on_cpu,
+        )
+        data: Any = [{"input_ids": tokens, "labels": tokens}] * (1 + args.steps)
+        trainer = (RingTrainer if is_ring else HFTrainer)(
+            model, options, data_collator=collator, train_dataset=data, callbacks=[Clock()]
+        )
+        memory = PeakMemory(session)
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            return {"refused": "out of memory" if isinstance(error, torch.OutOfMemoryError) else reason(error)}
+    first = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    steps = [after - before for before, after in pairwise(times)]
+    seconds = statistics.median(steps)
+    flops = shape.step_flops(length, length * (length + 1) // 2)
+    return {
+        "step_s": seconds,
+        "steps_s": steps,
+        "steps": len(steps),
+        "tokens_per_s": length / seconds,
+        "mfu_percent": mfu_percent(flops, seconds, session, DTYPES[args.dtype]),
+        "peak_gib": memory.gib(),
+        "loss": float(first["loss"]),
+        "grad_norm": float(first["grad_norm"]),
     }

@@ -8,7 +8,7 @@ that); exposed ms = time of the ring minus that time, both for the same number o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +16,16 @@ from typing import Any, Literal
 import torch
 
 import ringattn
+from ringattn.launch.bench.baselines import (
+    Contender,
+    PeerName,
+    Peers,
+    Unsupported,
+    attempt,
+    make_sharding,
+    prepare_ours,
+)
 from ringattn.launch.bench.correctness import check_rings, disagreement
-from ringattn.launch.bench.ring_baselines import PeerName, Peers, RingContender, attempt, make_sharding, prepare_ours
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import (
     FACTORS,
@@ -25,11 +33,11 @@ from ringattn.launch.bench.workloads import (
     MaskName,
     PeakMemory,
     Problem,
-    best_layout,
     draw_inputs,
     free_memory,
     mask_of,
     own_stream,
+    resolve_layouts,
     same_work,
     teraflops,
 )
@@ -37,7 +45,7 @@ from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.common.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
 from ringattn.launch.common.session import Keep, Session
 from ringattn.launch.common.timing import Time, host_us, time_together
-from ringattn.plan.ring_plan import make_plan, moved_rows
+from ringattn.plan.ring_plan import RingPlan, make_plan, moved_rows
 
 Layout = Literal["best", "contiguous", "striped", "zigzag", "balanced"]
 WAYS = ("forward", "both")
@@ -107,25 +115,22 @@ def bytes_received(problem: Problem, sharding: ringattn.Sharding) -> dict[str, i
     per_key = problem.batch * problem.kv_heads * problem.head_dim * 2
     # lse and delta travel with the queries, two numbers per row and head
     per_query = problem.batch * problem.heads * (problem.head_dim * (2 * element + wide) + 2 * wide)
-    mean, most = {}, {}
-    for moving in ("keys", "queries"):
-        plan = make_plan(sharding.shards, sharding.shards, mask, moving)
-        ring_steps = [ring_step for rank in plan.ranks for ring_step in rank.ring_steps if ring_step and ring_step.step]
-        mean[moving] = sum(ring_step.num_rows for ring_step in ring_steps) // len(plan.ranks)
-        most[moving] = moved_rows(plan)
+    plans = {moving: make_plan(sharding.shards, sharding.shards, mask, moving) for moving in ("keys", "queries")}
+
+    def mean(plan: RingPlan) -> int:
+        ring_steps = (ring_step for rank in plan.ranks for ring_step in rank.ring_steps)
+        return sum(one.num_rows for one in ring_steps if one and one.step) // len(plan.ranks)
+
     found = {}
-    for name, rows in (("", mean), ("_most", most)):
-        found[f"forward{name}"] = rows["keys"] * per_key * element
-        found[f"backward{name}"] = min(rows["keys"] * per_key * (element + wide), rows["queries"] * per_query)
+    for name, count in (("", mean), ("_most", moved_rows)):
+        keys, queries = (count(plans[moving]) for moving in ("keys", "queries"))
+        found[f"forward{name}"] = keys * per_key * element
+        found[f"backward{name}"] = min(keys * per_key * (element + wide), queries * per_query)
     return found
 
 
 def bench_ring(args: RingFlags, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
-    """Return the rows of the ring, one per problem, layout and implementation; None when the check is red.
-
-    Raises:
-        Refusal: No schedule gives a ring, on any rank alike.
-    """
+    """Return the rows of the ring, one per problem, layout and implementation; None when the check is red."""
     lengths = args.total or tuple(tokens * session.world_size for tokens in args.tokens)
     problems = [
         Problem(mask, n, args.batch, args.heads, kv_heads, args.head_dim, args.dtype, args.window)
@@ -141,21 +146,12 @@ def bench_ring(args: RingFlags, session: Session, keep: Keep) -> list[dict[str, 
     rows = Rows(session, keep, {"bench": "host" if args.host else "ring", "world_size": session.world_size})
     with Peers(session) as peers, own_stream(session.device):
         for problem in problems:
-            best = best_layout(problem, session.world_size)
-            for layout in dict.fromkeys(best if one == "best" else one for one in args.layouts):
-                common = {
-                    "tokens_per_rank": problem.seq_len // session.world_size,
-                    "layout": layout,
-                    **dataclasses.asdict(problem),
-                    "pairs": problem.pairs,
-                }
+            for layout in resolve_layouts(args.layouts, problem, session.world_size):
+                common = {"tokens_per_rank": problem.seq_len // session.world_size, "layout": layout}
+                common |= {**dataclasses.asdict(problem), "pairs": problem.pairs}
+                found = measure(args, problem, layout, rings, alone, peers, session)
                 if args.host:
-                    found = [
-                        {"who": who, **measure_host(args, problem, layout, ring, session)}
-                        for who, ring in rings.items()
-                    ]
-                else:
-                    found = measure(args, problem, layout, rings, alone, peers, session)
+                    found = ({"who": who, **measure_host(args, problem, layout, rings[who], session)} for who in rings)
                 for row in found:
                     rows.add(common | row)
                 # no rank may still read memory that another one frees
@@ -174,10 +170,10 @@ def measure(
     alone: ringattn.Ring,
     peers: Peers,
     session: Session,
-) -> list[dict[str, Any]]:
-    """Return a row per implementation of one problem: speeds where answers agree with our first ring, reasons elsewhere."""
+) -> Iterator[dict[str, Any]]:
+    """Yield a row per implementation of one problem: speeds where answers agree with our first ring, reasons elsewhere."""
     share = same_work(problem, session.world_size)
-    makers: dict[str, Callable[[], RingContender]] = {}
+    makers: dict[str, Callable[[], Contender]] = {}
     for name, ring in rings.items():
         makers[name] = lambda ring=ring, kv_buffer=name == "fused_kv_buffer": prepare_ours(
             problem, ring, layout, session.device, args.impl, session.rank, kv_buffer=kv_buffer
@@ -185,35 +181,32 @@ def measure(
     if layout == "zigzag":
         for who in dict.fromkeys(args.peers):
             makers[who] = lambda who=who: peers.prepare(who, problem, session.rank)
-    able: dict[str, RingContender] = {}
+    able: dict[str, Contender] = {}
     refused: dict[str, str] = {}
     standard: list[torch.Tensor] = []
     for who, make in makers.items():
-        contender, answers, why = attempt(make, session)
-        if contender is None:
-            refused[who] = why
-            continue
-        if who in rings:
-            standard = standard or answers
-        elif not standard:
-            refused[who] = "no answer of ours to compare with"
-            continue
-        if wrong := disagreement(answers, standard, problem.dtype, session):
-            refused[who] = wrong
-            continue
-        del answers
-        able[who] = contender
+        try:
+            contender, answers = attempt(make, session)
+            if who in rings:
+                standard = standard or answers
+            elif not standard:
+                raise Unsupported("no answer of ours to compare with")
+            if wrong := disagreement(answers, standard, problem.dtype, session):
+                raise Unsupported(wrong)
+            able[who] = contender
+        except Unsupported as error:
+            refused[who] = str(error)
+        contender = answers = None
     peaks = {who: peak_gib(makers[who], rings.get(who), session) for who in able}
     single = prepare_ours(share, alone, "contiguous", session.device, args.impl, session.rank)
     calls = {f"{who} {way}": getattr(one, way) for who, one in [*able.items(), ("alone", single)] for way in WAYS}
     captured = [name for name in calls if name.split()[0] in (*rings, "alone")] if args.graphs else []
     times = time_together(calls, session, args.rounds, args.seconds, captured)
     factor = problem.pairs / session.world_size / share.pairs
-    rows = []
     for who in makers:
         row: dict[str, Any] = {"who": who, "ours": who in rings}
         if who in refused:
-            rows.append(row | {"refused": refused[who]})
+            yield row | {"refused": refused[who]}
             continue
         if who in rings:
             row["bytes_received"] = bytes_received(problem, make_sharding(problem, rings[who], layout))
@@ -221,8 +214,7 @@ def measure(
             row["note"] = able[who].note
         for way in WAYS:
             row |= _speeds(way, times[f"{who} {way}"], times[f"alone {way}"], factor, problem, session.world_size)
-        rows.append(row | {"peak_gib": peaks[who]})
-    return rows
+        yield row | {"peak_gib": peaks[who]}
 
 
 def _speeds(
@@ -232,25 +224,25 @@ def _speeds(
     flops = FACTORS[way] * problem.flops / world_size
     same = alone.eager_ms * factor
     row: dict[str, float | str | None] = {
-        f"{way}_ms": found.eager_ms,
-        f"{way}_tflops": teraflops(flops, found.eager_ms),
-        f"{way}_alone_ms": same,
-        f"{way}_alone_tflops": teraflops(flops, same),
-        f"{way}_percent": 100 * same / found.eager_ms,
-        f"{way}_exposed_ms": found.eager_ms - same,
-        f"{way}_host_us": found.host_us,
-        f"{way}_graph_ms": found.graph_ms,
-        f"{way}_graph_refused": found.graph_refused,
-        f"{way}_rounds": found.rounds,
+        "ms": found.eager_ms,
+        "tflops": teraflops(flops, found.eager_ms),
+        "alone_ms": same,
+        "alone_tflops": teraflops(flops, same),
+        "percent": 100 * same / found.eager_ms,
+        "exposed_ms": found.eager_ms - same,
+        "host_us": found.host_us,
+        "graph_ms": found.graph_ms,
+        "graph_refused": found.graph_refused,
+        "rounds": found.rounds,
     }
     if found.graph_ms is not None:
-        row[f"{way}_graph_tflops"] = teraflops(flops, found.graph_ms)
-    if found.graph_ms is not None and alone.graph_ms is not None:
-        row[f"{way}_graph_percent"] = 100 * alone.graph_ms * factor / found.graph_ms
-    return row
+        row["graph_tflops"] = teraflops(flops, found.graph_ms)
+        if alone.graph_ms is not None:
+            row["graph_percent"] = 100 * alone.graph_ms * factor / found.graph_ms
+    return {f"{way}_{name}": value for name, value in row.items()}
 
 
-def peak_gib(make: Callable[[], RingContender], ring: ringattn.Ring | None, session: Session) -> float | None:
+def peak_gib(make: Callable[[], Contender], ring: ringattn.Ring | None, session: Session) -> float | None:
     """Return the peak of one forward and backward, inputs and gradients included, of the rank that holds most.
 
     The second of two steps counts: in the first, buffers grow. Infinity when it does not fit; None on a CPU.

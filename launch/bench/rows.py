@@ -86,7 +86,7 @@ def print_tables(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the reasons to fail: each wrong answer of ours, or all reasons where nothing of ours was timed.
+    """Return the reasons to fail: each wrong answer of ours, or all reasons where nothing of ours was timed; failed requests.
 
     Example:
         >>> rows = [{"who": who, "ours": True, "refused": "no memory"} for who in ("auto", "stepwise")]
@@ -95,10 +95,15 @@ def failures(rows: Sequence[dict[str, Any]]) -> list[str]:
         >>> failures([rows[0], {"who": "stepwise", "ours": True, "forward_ms": 1.0}])
         []
     """
-    ours = [row for row in rows if row["ours"]] or rows
+    rows_of_who = [row for row in rows if "ours" in row]
+    ours = [row for row in rows_of_who if row["ours"]] or rows_of_who
     timed = any("refused" not in row for row in ours)
-    reasons = [(row["who"], row["refused"]) for row in ours if "refused" in row]
-    return list(dict.fromkeys(f"{who}: {why}" for who, why in reasons if not timed or why.startswith("wrong answer")))
+    refused = [row for row in ours if "refused" in row and (not timed or row["refused"].startswith("wrong answer"))]
+    found = [f"{row['who']}: {row['refused']}" for row in refused]
+    for row in (row for row in rows if row.get("failed")):
+        first, count = next(iter(row["failures"].items()))
+        found.append(f"{row['part']}, {row['clients']} clients: {row['failed']} failed, {count} x {first}")
+    return list(dict.fromkeys(found))
 
 
 @dataclass

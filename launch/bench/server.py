@@ -17,7 +17,6 @@ Note [Measured loads]
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 import os
 import random
@@ -25,7 +24,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -34,8 +33,8 @@ import torch
 
 from ringattn.launch.bench.http_client import Answer, ServerClient, message_of
 from ringattn.launch.bench.rows import Rows
-from ringattn.launch.common.distributed import Refusal
-from ringattn.launch.common.session import Session, check_numbers
+from ringattn.launch.common.distributed import Refusal, check_installed
+from ringattn.launch.common.session import Keep, Session, check_numbers
 from ringattn.launch.serve.config import KEY
 
 WARMUP_TOKENS = 2
@@ -110,20 +109,19 @@ def without_key(command: str) -> str:
 
 def numbers_of(answers: Sequence[Answer]) -> dict[str, float | None]:
     """Return the times of good answers in milliseconds (Note [Measured loads])."""
-    gaps = [gap for answer in answers for gap in answer.gaps_s]
-    firsts = [answer.first_s for answer in answers]
-    means = [mean for answer in answers if (mean := answer.per_token_s) is not None]
+    seconds = {
+        "ttft": [answer.first_s for answer in answers],
+        "tpot": [mean for answer in answers if (mean := answer.per_token_s) is not None],
+        "gap": [gap for answer in answers for gap in answer.gaps_s],
+    }
 
-    def quantile(seconds: Sequence[float], share: float) -> float | None:
-        return 1e3 * torch.tensor(seconds, dtype=torch.float64).quantile(share).item() if seconds else None
+    def quantile(taken: Sequence[float], percent: int) -> float | None:
+        return 1e3 * torch.tensor(taken, dtype=torch.float64).quantile(percent / 100).item() if taken else None
 
+    wanted = (("ttft", 50), ("ttft", 95), ("tpot", 50), ("tpot", 95), ("gap", 95), ("gap", 99))
     return {
-        "ttft_ms": quantile(firsts, 0.5),
-        "ttft_p95_ms": quantile(firsts, 0.95),
-        "tpot_ms": quantile(means, 0.5),
-        "tpot_p95_ms": quantile(means, 0.95),
-        "gap_p95_ms": quantile(gaps, 0.95),
-        "gap_p99_ms": quantile(gaps, 0.99),
+        f"{name}_ms" if percent == 50 else f"{name}_p{percent}_ms": quantile(seconds[name], percent)
+        for name, percent in wanted
     }
 
 
@@ -154,11 +152,7 @@ def _object(content: Any) -> dict[str, Any]:
 
 
 async def query_server(client: ServerClient, args: ServerFlags) -> Target:
-    """Return the model, limits and flags of a server.
-
-    Raises:
-        Refusal: It does not answer, requires a key, or does not report what must be known.
-    """
+    """Return the model, limits and flags of a server; raise Refusal if it does not report what must be known."""
     where = client.url
     try:
         status, models = await client.get("/v1/models")
@@ -224,9 +218,8 @@ async def run_load(bench: Bench, clients: int, wanted: int) -> Load:
     load, warm, busy = Load(), 0, 0.0
 
     async def ask(tokens: int) -> Answer:
-        answer = Answer()
-        load.asked.append(answer)
-        return await bench.client.ask(bench.target.model, bench.draw(), tokens, answer)
+        load.asked.append(Answer())
+        return await bench.ask(bench.draw(), tokens, load.asked[-1])
 
     async def work() -> None:
         nonlocal warm, busy
@@ -269,7 +262,18 @@ class Bench:
     def add(self, row: dict[str, Any]) -> None:
         """Add a row and print its warnings."""
         self.rows.add(row)
-        for line in warnings_of(row):
+        lines, cached, busy = [], row.get("cached_tokens"), row.get("client_busy_percent") or 0
+        if row.get("differ"):
+            at = ", ".join(map(str, row["first_differences"]))
+            lines.append(f"{row['differ']} answers differ among others, from tokens {at} on: by rounding, or wrong")
+        if cached and row["part"] != "check" and not row.get("reuse"):
+            lines.append(
+                f"the server had {cached} tokens of prompts that should have been new: first tokens came too soon; "
+                "restart it, or leave --seed out"
+            )
+        if busy > BUSY_PERCENT:
+            lines.append(f"this client was busy for {busy:.0f}% of the time: its own delays are in the times")
+        for line in lines:
             print(f"  warning: {line}", flush=True)
 
     def draw(self, length: int | None = None) -> list[int]:
@@ -277,9 +281,9 @@ class Bench:
         count = length or self.random.randint(*self.args.prompt_lengths)
         return self.random.choices(range(self.target.vocab_size), k=count)
 
-    async def ask(self, prompt: Sequence[int], tokens: int) -> Answer:
-        """Return one answer."""
-        return await self.client.ask(self.target.model, prompt, tokens)
+    async def ask(self, prompt: Sequence[int], tokens: int, answer: Answer | None = None) -> Answer:
+        """Return one answer, in `answer` if given."""
+        return await self.client.ask(self.target.model, prompt, tokens, answer)
 
 
 def counted(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -291,22 +295,6 @@ def counted(answers: Sequence[Answer]) -> dict[str, Any]:
         "failures": dict(failures.most_common(3)),
         "cached_tokens": sum(answer.cached for answer in answers),
     }
-
-
-def warnings_of(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the warnings of a row."""
-    if row["part"] == "check":
-        if row["differ"]:
-            at = ", ".join(str(place) for place in row["first_differences"])
-            yield f"{row['differ']} answers differ among others, from tokens {at} on: by rounding, or wrong"
-        return
-    if row.get("cached_tokens") and not row.get("reuse"):
-        yield (
-            f"the server had {row['cached_tokens']} tokens of prompts that should have been new: first tokens came too "
-            "soon; restart it, or leave --seed out"
-        )
-    if (row.get("client_busy_percent") or 0) > BUSY_PERCENT:
-        yield f"this client was busy for {row['client_busy_percent']:.0f}% of the time: its own delays are in the times"
 
 
 async def compare(bench: Bench) -> None:
@@ -326,10 +314,10 @@ async def compare(bench: Bench) -> None:
     others = [bench.draw() for _ in range(clients - args.sample)]
     together = await asyncio.gather(*(bench.ask(prompt, args.tokens) for prompt in [*prompts, *others]))
     pairs = [(one, two) for one, two in zip(alone, together, strict=False) if two.good]
-    differ = [first_difference(one.tokens, two.tokens) for one, two in pairs if one.tokens != two.tokens]
+    differ = sorted(first_difference(one.tokens, two.tokens) for one, two in pairs if one.tokens != two.tokens)
     row = {"part": "check", "clients": clients, "prompts": args.sample, "differ": len(differ)}
-    row |= {"first_differences": sorted(differ), **counted(together)}
-    bench.add(row | {"cached_tokens": sum(two.cached for _, two in pairs)})
+    cached = {"cached_tokens": sum(two.cached for _, two in pairs)}
+    bench.add(row | {"first_differences": differ, **counted(together), **cached})
 
 
 def first_difference(one: Sequence[int], two: Sequence[int]) -> int:
@@ -355,17 +343,11 @@ async def measure_alone(bench: Bench, context: int) -> None:
     busy, began = time.process_time(), time.perf_counter()
     while len(answers) <= args.repeats and not answers[-1].failure:
         answers.append(await bench.ask(prompt if args.reuse else bench.draw(context), args.tokens))
-    seconds = time.perf_counter() - began
+    busy, seconds = time.process_time() - busy, time.perf_counter() - began
     good = [answer for answer in answers[1:] if answer.good]
-    found = numbers_of(good)
-    row |= {
-        "answers": len(good),
-        **found,
-        "prompt_tokens_per_s": None if found["ttft_ms"] is None else 1e3 * context / found["ttft_ms"],
-        **counted(answers),
-        "client_busy_percent": 100 * (time.process_time() - busy) / max(seconds, 1e-9),
-    }
-    bench.add(row)
+    row |= {"answers": len(good), **numbers_of(good), **counted(answers)}
+    row["prompt_tokens_per_s"] = None if row["ttft_ms"] is None else 1e3 * context / row["ttft_ms"]
+    bench.add(row | {"client_busy_percent": 100 * busy / max(seconds, 1e-9)})
 
 
 async def measure_load(bench: Bench, clients: int) -> dict[str, Any]:
@@ -414,38 +396,28 @@ async def measure(bench: Bench) -> None:
         await measure_latency(bench, known)
 
 
-def bench_server(
-    args: ServerFlags, session: Session, line: dict[str, Any], keep: Callable[[dict[str, Any]], None]
-) -> list[dict[str, Any]]:
+def bench_server(args: ServerFlags, session: Session, head: dict[str, Any], keep: Keep) -> list[dict[str, Any]]:
     """Return the rows of a running server.
 
-    Args:
-        args: The command.
-        session: This process.
-        line: The machine line of this process.
-        keep: Called with the whole JSON after each measurement: machine (the server's if known; the command is this one),
-            client, seed and rows.
-
-    Raises:
-        Refusal: The server cannot be measured, or aiohttp is not installed.
+    `head`, of the JSON, has the machine line of this process, which becomes that of the client, and gets that of the server if
+    it is known (the command is this one), and the seed.
     """
-    if importlib.util.find_spec("aiohttp") is None:
-        raise Refusal("bench server needs aiohttp; install it with: pip install 'ringattn[launch]'")
+    check_installed(["aiohttp"], "bench server", "launch")
     try:
         client = ServerClient(args.url, args.api_key or os.environ.get(KEY) or None, args.timeout_s)
     except ValueError as error:
         raise Refusal(str(error)) from None
     seed = secrets.randbits(32) if args.seed is None else args.seed
-    line = line | {"command": without_key(line["command"])}
+    line = head["machine"] | {"command": without_key(head["machine"]["command"])}
 
     async def run() -> list[dict[str, Any]]:
         async with client:
             target = await query_server(client, args)
             facts = {"model": target.model, "max_model_len": target.length, "vocab_size": target.vocab_size}
             facts |= {"command": line["command"], "date": line["date"]}
-            content = {"machine": {**(target.about or line), **facts}, "client": line, "seed": seed}
+            head.update(machine={**(target.about or line), **facts}, client=line, seed=seed)
             common = {"bench": "server", "model": target.model, "world_size": target.about.get("world_size")}
-            rows = Rows(session, lambda rows: keep({**content, "rows": rows}), {**common, "tokens": args.tokens})
+            rows = Rows(session, keep, {**common, "tokens": args.tokens})
             print(f"{target.model} at {args.url}, {describe_target(target)}; seed {seed}", flush=True)
             await measure(Bench(args, client, target, random.Random(seed), rows))
             return rows.rows
@@ -463,13 +435,3 @@ def describe_target(target: Target) -> str:
     words = [f"{about['world_size']} rank(s)", device, about["dtype"], f"torch {about['torch']}"]
     words += [f"commit {about['commit']}"] if about.get("commit") else []
     return ", ".join([*words, f"{about['graphs']} graphs", *(f"{name} {value}" for name, value in flags.items())])
-
-
-def red_rows(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each row with failures."""
-    lines = []
-    for row in rows:
-        if row.get("failed"):
-            first, count = next(iter(row["failures"].items()))
-            lines.append(f"{row['part']}, {row['clients']} clients: {row['failed']} failed, {count} x {first}")
-    return lines

@@ -14,7 +14,7 @@ import dataclasses
 import gc
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -142,43 +142,36 @@ def pack_documents(seq_len: int) -> tuple[int, ...]:
 def visible_rows(problem: Problem, start: int, stop: int, device: torch.device) -> Tensor:
     """Return the mask of the queries start .. stop - 1 over all keys, from its definition: boolean `1 s n`."""
     i = torch.arange(start, stop, device=device)[:, None]
-    j = torch.arange(problem.seq_len, device=device)[None, :]
-    if problem.mask in UNIONS:
-        return union_rule(problem, device)(i, j)[None]
-    visible = torch.ones(stop - start, problem.seq_len, dtype=torch.bool, device=device)
-    if problem.mask != "full":
-        visible &= j <= i
-    if problem.mask == "window":
-        visible &= i - problem.window <= j
-    if problem.documents is not None:
-        owner = document_of(problem, device)
-        visible &= owner[start:stop, None] == owner[None, :]
-    return visible[None]
+    j = torch.arange(problem.seq_len, device=device)
+    return mask_rule(problem, device)(i, j).expand(1, stop - start, problem.seq_len)
 
 
-def union_rule(problem: Problem, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the definition of one of UNIONS as a function of positions of queries and keys, which knows no terms."""
-    n, left = problem.seq_len, problem.window
-    if problem.mask == "tree":
+def mask_rule(problem: Problem, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the definition of a mask as a function of positions of queries and keys, which knows no terms."""
+    n, left, name = problem.seq_len, problem.window, problem.mask
+    if name == "documents":
+        ends = torch.tensor((problem.documents or (0, n))[1:], device=device)
+        owner = torch.bucketize(torch.arange(n, device=device), ends, right=True)
+        return lambda i, j: (i >= j) & (owner[i] == owner[j])
+    if name == "tree":
         answer = n // 2 // ANSWERS
         prompt = n - ANSWERS * answer
         node = (torch.arange(n, device=device) - prompt).div(answer, rounding_mode="floor").clamp(min=-1)
         return lambda i, j: (i >= j) & ((j < prompt) | (node[i] == node[j]))
-    if problem.mask == "sinks":
-        return lambda i, j: (i >= j) & ((j < SINKS) | (i - j <= left))
-    if problem.mask == "spans":
+    if name == "spans":
         image = -torch.arange(1, n + 1, device=device)  # tokens of no image are alone
         for number, (start, stop) in enumerate(problem.images):
             image[start:stop] = number
         return lambda i, j: (i >= j) | (image[i] == image[j])
-    table = problem.block_table.to(device)
-    return lambda i, j: (i >= j) & table[i // BLOCK, j // BLOCK]
-
-
-def document_of(problem: Problem, device: torch.device) -> Tensor:
-    """Return the index of the document of each position: `n` int64."""
-    ends = torch.tensor((problem.documents or (0, problem.seq_len))[1:], device=device)
-    return torch.bucketize(torch.arange(problem.seq_len, device=device), ends, right=True)
+    if name in SHARES:
+        table = problem.block_table.to(device)
+        return lambda i, j: (i >= j) & table[i // BLOCK, j // BLOCK]
+    return {
+        "full": lambda i, j: (i >= 0) & (j >= 0),
+        "causal": lambda i, j: i >= j,
+        "window": lambda i, j: (i >= j) & (i - j <= left),
+        "sinks": lambda i, j: (i >= j) & ((j < SINKS) | (i - j <= left)),
+    }[name]
 
 
 def same_work(problem: Problem, world_size: int) -> Problem:
@@ -200,23 +193,22 @@ def mask_of(problem: Problem) -> MaskUnion:
     return short_mask(problem.seq_len, documents=problem.documents, **problem.options)
 
 
-def best_layout(problem: Problem, world_size: int) -> str:
-    """Return the layout that "best" stands for: under a window the one that moves fewer rows.
+def resolve_layouts(layouts: Sequence[str], problem: Problem, world_size: int) -> tuple[str, ...]:
+    """Return layouts, "best" being balanced for documents, zigzag, or under a window the one of two that moves fewer rows.
 
     Example:
-        >>> best_layout(Problem("window", 4096, 1, 1, 1, 16, "bf16", window=7), 4)
-        'contiguous'
+        >>> resolve_layouts(("zigzag", "best"), Problem("window", 4096, 1, 1, 1, 16, "bf16", window=7), 4)
+        ('zigzag', 'contiguous')
     """
-    if problem.mask == "documents":
-        return "balanced"
-    if problem.mask != "window":
-        return "zigzag"
-    mask = mask_of(problem)
-    rows = {}
-    for layout in ("contiguous", "zigzag"):
+
+    def rows(layout: str) -> int:
         shards = make_shards(layout, problem.seq_len, world_size, mask)
-        rows[layout] = moved_rows(make_plan(shards, shards, mask, "keys"))
-    return min(rows, key=lambda layout: rows[layout])
+        return moved_rows(make_plan(shards, shards, mask, "keys"))
+
+    best, mask = "balanced" if problem.mask == "documents" else "zigzag", mask_of(problem)
+    if "best" in layouts and problem.mask == "window":
+        best = min(("contiguous", "zigzag"), key=rows)
+    return tuple(dict.fromkeys(best if one == "best" else one for one in layouts))
 
 
 def draw_inputs(problem: Problem, rows: int, device: torch.device, seed: int = 0) -> list[Tensor]:
@@ -267,14 +259,6 @@ def free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def outside_torch(device: torch.device) -> int:
-    """Return the bytes in use on a GPU outside of torch's allocator, such as memory that ranks map into each other."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
-
-
 def mfu_percent(flops: float, seconds: float, session: Session, dtype: torch.dtype) -> float | None:
     """Return the share of the datasheet's FLOP/s that all ranks reach; None on a device without one."""
     device = torch.cuda.get_device_name(session.device) if session.device.type == "cuda" else "CPU"
@@ -286,21 +270,25 @@ class PeakMemory:
     """Peak memory of a rank from here on, in torch's allocator and outside; earlier allocations count unless subtracted."""
 
     def __init__(self, session: Session, *, subtract_allocated: bool = False) -> None:
-        self._session, self._cuda = session, session.device.type == "cuda"
-        self._outside = outside_torch(session.device)
-        self._before = torch.cuda.memory_allocated(session.device) if self._cuda and subtract_allocated else 0
-        self.reset()
+        self._session, self._device = session, session.device
+        if self._device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(self._device) if subtract_allocated else 0
+            self._outside = self._outside_torch()
+            self.reset()
+
+    def _outside_torch(self) -> int:
+        """Return the bytes in use outside of torch's allocator, such as memory that ranks map into each other."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
 
     def reset(self) -> None:
-        """Forget the peak so far."""
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(self._session.device)
+        """Forget the peak so far; on GPUs."""
+        torch.cuda.reset_peak_memory_stats(self._device)
 
     def gib(self) -> float | None:
         """Return the peak of the rank that holds most; None on a CPU. Collective."""
-        if not self._cuda:
+        if self._device.type != "cuda":
             return None
-        device = self._session.device
-        peak = torch.cuda.max_memory_allocated(device) - self._before
-        peak += max(0, outside_torch(device) - self._outside)
+        peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        peak += max(0, self._outside_torch() - self._outside)
         return self._session.maximum([peak / 2**30])[0]

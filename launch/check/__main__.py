@@ -91,7 +91,7 @@ def run_cases(args: CheckArgs, session: Session) -> Outcome:
         why = "no case was served" if verdict.skipped else f"no case has {args.only!r} in its name"
         session.say(f"nothing was checked: {why}")
     text = (
-        f"{len(verdict.rows) - len(verdict.red)} of {len(verdict.rows)} runs inside the budget, worst ratio "
+        f"{verdict.summary} inside the budget, worst ratio "
         f"{max((row['ratio'] for row in verdict.rows), default=0.0):.2f}, {time.perf_counter() - began:.1f} s"
     )
     red = session.maximum([float(bool(verdict.red) or not verdict.rows)])[0]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import multiprocessing
 import os
 import sys
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 import ringattn
+from ringattn.kernels.interface import accumulation_dtype
 from ringattn.kernels.registry import FEATURES, select_kernels
 from ringattn.launch.check.inference import DTYPES, MOVES, Finding, InferenceCase, budget_dtypes, examine_history
 from ringattn.launch.common.ring_variants import ScheduleName, make_ring
@@ -132,6 +135,16 @@ def masks(n: int) -> dict[str, dict[str, Any]]:
     """Every kind of mask, and some intersections, at length n."""
     cuts = tuple(sorted({0, n // 7, n // 3, n // 2, n - n // 9, n}))
     with_an_empty_one = (*cuts[:3], *cuts[2:])
+    m, halves, part = ringattn.masks, (0, n // 3, n), n // 8
+    pattern = [[(3 * x + 5 * y) % 7 < 3 for y in range(-(-n // 8))] for x in range(-(-n // 8))]
+    unions = {
+        "sinks and window": m.causal() & m.documents(halves) & (m.sinks(min(4, n)) | m.window(n // 6)),
+        "global tokens": m.global_tokens(max(1, n // 9)) | m.window(n // 7, n // 7),
+        "tree": m.tree([None, 0, 1, 1, 0], [n - 4 * part, part, part, part, part]) if part else m.causal(),
+        "spans": m.causal() | m.spans([(n // 9, n // 4), (n // 2, n - n // 5)]),
+        "blocks": m.blocks(pattern, 8),
+        "blocks or window": (m.causal() & m.blocks(pattern, 8)) | m.window(n // 9, 2),
+    }
     return {
         "full": {},
         "causal": {"causal": True},
@@ -145,31 +158,16 @@ def masks(n: int) -> dict[str, dict[str, Any]]:
         "chunks": {"causal": True, "chunk_len": n // 3 + 1},
         "lengths": {"causal": True, "lengths": ((0, n - n // 4), (n // 5, n))},
         "lengths and band": {"window": (n // 7, n // 9), "lengths": ((n // 6, n // 2), (0, n))},
-        **unions(n),
+        **{name: {"mask": mask} for name, mask in unions.items()},
     }
 
 
-def unions(n: int) -> dict[str, dict[str, Any]]:
-    """Masks of several intervals."""
-    m, cuts, part = ringattn.masks, (0, n // 3, n), n // 8
-    pattern = [[(3 * x + 5 * y) % 7 < 3 for y in range(-(-n // 8))] for x in range(-(-n // 8))]
-    expressions = {
-        "sinks and window": m.causal() & m.documents(cuts) & (m.sinks(min(4, n)) | m.window(n // 6)),
-        "global tokens": m.global_tokens(max(1, n // 9)) | m.window(n // 7, n // 7),
-        "tree": m.tree([None, 0, 1, 1, 0], [n - 4 * part, part, part, part, part]) if part else m.causal(),
-        "spans": m.causal() | m.spans([(n // 9, n // 4), (n // 2, n - n // 5)]),
-        "blocks": m.blocks(pattern, 8),
-        "blocks or window": (m.causal() & m.blocks(pattern, 8)) | m.window(n // 9, 2),
-    }
-    return {name: {"mask": mask} for name, mask in expressions.items()}
-
-
-def masked(name: str, n: int, **sizes: Any) -> Case:
+def masked(name: str, n: int, title: str | None = None, **sizes: Any) -> Case:
     """A case under one of `masks`."""
     mask = dict(masks(n)[name])
     if "lengths" in mask:
         sizes["batch"] = len(mask["lengths"])
-    return Case(sizes.pop("title", name), seq_len=n, documents=mask.pop("documents", None), mask=mask, **sizes)
+    return Case(title or name, seq_len=n, documents=mask.pop("documents", None), mask=mask, **sizes)
 
 
 def default_cases(world_size: int, device: str) -> Iterator[Case]:
@@ -177,23 +175,20 @@ def default_cases(world_size: int, device: str) -> Iterator[Case]:
 
     On GPUs one head dim, and options one at a time: about ninety kernels, which compile within a minute on sixteen cores.
     """
-    n, d = (301, 64) if device == "cuda" else (37, 16)
-    main = "bf16" if device == "cuda" else "fp32"
-    size: dict[str, Any] = {"head_dim": d, "v_head_dim": d}
-    for name in masks(n):
-        yield masked(name, n, dtype=main, **size)
-    for option in OPTIONS:
-        yield masked("causal", n, title=option, dtype=main, kv_heads=4, options=(option,), **size)
+    n, d, main = (301, 64, "bf16") if device == "cuda" else (37, 16, "fp32")
+    case = functools.partial(masked, head_dim=d, v_head_dim=d)
+    yield from (case(name, n, dtype=main) for name in masks(n))
+    yield from (case("causal", n, option, dtype=main, kv_heads=4, options=(option,)) for option in OPTIONS)
     for moving in ("keys", "queries"):
-        yield masked("band", n, title=f"backward moves {moving}", dtype=main, backward=moving, **size)
+        yield case("band", n, f"backward moves {moving}", dtype=main, backward=moving)
     for dtype in DTYPES:
         if dtype != main and not (dtype == "fp64" and device == "cuda"):
-            yield masked("causal", n, dtype=dtype, layouts=("zigzag",), **size)
-    yield masked("causal", 1, title="one token", dtype=main, **size)
+            yield case("causal", n, dtype=dtype, layouts=("zigzag",))
+    yield case("causal", 1, "one token", dtype=main)
     if world_size > 2:
-        yield masked("causal", world_size - 1, title="fewer tokens than ranks", dtype=main, **size)
+        yield case("causal", world_size - 1, "fewer tokens than ranks", dtype=main)
     # long enough for "balanced" to give a rank more than one run
-    yield masked("documents", 256 * world_size + 1, title="balanced", dtype=main, layouts=("balanced",), **size)
+    yield case("documents", 256 * world_size + 1, "balanced", dtype=main, layouts=("balanced",))
 
 
 def full_cases(world_size: int, device: str) -> Iterator[Case]:
@@ -203,64 +198,51 @@ def full_cases(world_size: int, device: str) -> Iterator[Case]:
     and head dim, all options together meet the other dtypes, and head dims meet one layout.
     """
     gpu = device == "cuda"
-    n, n_odd = (1021, 509) if gpu else (131, 67)
-    d, d_wide = (64, 128) if gpu else (16, 24)
-    main = "bf16" if gpu else "fp32"
+    n, n_odd, d, d_wide, main = (1021, 509, 64, 128, "bf16") if gpu else (131, 67, 16, 24, "fp32")
     dtypes = [name for name in DTYPES if not (gpu and name == "fp64")]
-    size: dict[str, Any] = {"head_dim": d, "v_head_dim": d}
+    case = functools.partial(masked, head_dim=d, v_head_dim=d)
     wide: dict[str, Any] = {"head_dim": d_wide, "v_head_dim": d_wide}
+    yield from (case(name, n, dtype=main, heads=8, kv_heads=1, backward="keys") for name in masks(n))
     for name in masks(n):
-        yield masked(name, n, dtype=main, heads=8, kv_heads=1, backward="keys", **size)
-    for name in masks(n):
-        yield masked(name, n, dtype=main, kv_heads=4, backward="queries", **(wide if gpu else size))
-    for dtype in dtypes:
+        yield case(name, n, dtype=main, kv_heads=4, backward="queries", **(wide if gpu else {}))
+    for dtype, name in itertools.product(dtypes, masks(n_odd)):
         if dtype != main:
-            for name in masks(n_odd):
-                yield masked(name, n_odd, dtype=dtype, layouts=("zigzag",) if gpu else LAYOUTS, **size)
-    for option in OPTIONS:
-        yield masked("causal", n_odd, title=option, dtype=main, kv_heads=4, options=(option,), **size)
-    for option in OPTIONS:
-        if option != "bias":
-            title = f"{option}, queries move"
-            yield masked("band", n_odd, title=title, dtype=main, options=(option,), backward="queries", **size)
+            yield case(name, n_odd, dtype=dtype, layouts=("zigzag",) if gpu else LAYOUTS)
+    yield from (case("causal", n_odd, option, dtype=main, kv_heads=4, options=(option,)) for option in OPTIONS)
+    for option in (one for one in OPTIONS if one != "bias"):
+        yield case("band", n_odd, f"{option}, queries move", dtype=main, options=(option,), backward="queries")
     for dtype in dtypes:
-        yield masked("documents and window", n_odd, title="all options", dtype=dtype, options=OPTIONS[:-1], **size)
-    yield masked("causal", n_odd, title="all options", dtype=main, kv_heads=4, options=OPTIONS, **wide)
+        yield case("documents and window", n_odd, "all options", dtype=dtype, options=OPTIONS[:-1])
+    yield case("causal", n_odd, "all options", dtype=main, kv_heads=4, options=OPTIONS, **wide)
     for head_dim, v_head_dim in ((16, 16), (40, 40), (96, 96), (256, 256), (d, d_wide), (d_wide, d), (192, 128)):
         dims = {"head_dim": head_dim, "v_head_dim": v_head_dim}
-        yield masked("causal", n_odd, title="head dim", dtype=main, layouts=("zigzag",), **dims)
+        yield case("causal", n_odd, "head dim", dtype=main, layouts=("zigzag",), **dims)
     for heads, kv_heads, batch in ((1, 1, 3), (6, 2, 2), (8, 2, 1), (12, 1, 1)):
-        yield masked("causal", n_odd, title="heads", dtype=main, heads=heads, kv_heads=kv_heads, batch=batch, **size)
+        yield case("causal", n_odd, "heads", dtype=main, heads=heads, kv_heads=kv_heads, batch=batch)
     for length in sorted({1, 2, world_size - 1, world_size + 1, 2 * world_size + 1, 128 * world_size} - {0}):
-        yield masked("causal", length, title="length", dtype=main, **size)
+        yield case("causal", length, "length", dtype=main)
     for name in ("causal", "documents", "lengths"):
-        yield masked(name, 256 * world_size + 1, title=f"balanced, {name}", dtype=main, layouts=("balanced",), **size)
+        yield case(name, 256 * world_size + 1, f"balanced, {name}", dtype=main, layouts=("balanced",))
 
 
 def draw(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:
     """Whole-sequence inputs and cotangents, the same on every rank, in the dtypes of a call."""
     generator = torch.Generator().manual_seed(seed)
     b, n, h, hk, dtype = case.batch, case.seq_len, case.heads, case.kv_heads, DTYPES[case.dtype]
-    accumulation = torch.float64 if dtype == torch.float64 else torch.float32
-
-    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device, dtype)
-
-    drawn = {
-        "q": normal(b, n, h, case.head_dim, dtype=dtype),
-        "k": normal(b, n, hk, case.head_dim, dtype=dtype),
-        "v": normal(b, n, hk, case.v_head_dim, dtype=dtype),
-        "do": normal(b, n, h, case.v_head_dim, dtype=dtype),
-        "dlse": normal(b, h, n, dtype=accumulation),
+    wide = accumulation_dtype(dtype)
+    shapes = {
+        "q": ((b, n, h, case.head_dim), dtype),
+        "k": ((b, n, hk, case.head_dim), dtype),
+        "v": ((b, n, hk, case.v_head_dim), dtype),
+        "do": ((b, n, h, case.v_head_dim), dtype),
+        "dlse": ((b, h, n), wide),
     }
-    if "sinks" in case.options:
-        drawn["sinks"] = normal(h, dtype=accumulation)
-    if "alibi_slopes" in case.options:
-        drawn["alibi_slopes"] = (torch.rand(h, generator=generator) / 8).to(device, accumulation)
-    if "key_bias" in case.options:
-        drawn["key_bias"] = normal(b, n, dtype=accumulation)
-    if "bias" in case.options:
-        drawn["bias"] = normal(b, h, n, n, dtype=dtype)
+    options = {"sinks": ((h,), wide), "alibi_slopes": ((h,), wide), "key_bias": ((b, n), wide)}
+    options["bias"] = (b, h, n, n), dtype
+    shapes |= {name: shape for name, shape in options.items() if name in case.options}
+    drawn = {name: torch.randn(shape, generator=generator).to(device, to) for name, (shape, to) in shapes.items()}
+    if "alibi_slopes" in drawn:
+        drawn["alibi_slopes"] = drawn["alibi_slopes"].abs() / 8
     return drawn
 
 
@@ -274,6 +256,12 @@ def scalar_options(case: Case, seed: int) -> dict[str, Any]:
     if "dropout" in case.options:
         options |= {"dropout_p": 0.3, "dropout_seed": 0x9876543210 + seed}
     return options
+
+
+def ring_options(case: Case, args: CheckArgs) -> dict[str, Any]:
+    """The options of a ring that are no tensors."""
+    chosen = {"impl": args.impl, "backward": case.backward, "deterministic": "deterministic" in case.options}
+    return scalar_options(case, args.seed) | chosen
 
 
 def gradients(answer: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -298,14 +286,13 @@ def solve(
 ) -> Answer:
     """The ring's answer, the rows of all ranks put together."""
     sharding = ring.sharding(case.seq_len, layout=layout, documents=case.documents)
-    options: dict[str, Any] = scalar_options(case, args.seed) | {"impl": args.impl, "backward": case.backward}
-    options |= {"deterministic": "deterministic" in case.options, "sharding": sharding}
 
     def local(x: Tensor, name: str) -> Tensor:
         dim = sequence_dim(name)
         return x if dim is None else sharding.shard(x, dim=dim)
 
-    answer = functools.partial(ringattn.ring_attention_with_lse, **options)
+    options = ring_options(case, args)
+    answer = functools.partial(ringattn.ring_attention_with_lse, sharding=sharding, **options)
     whole = {}
     for name, x in gradients(answer, {name: local(x, name) for name, x in inputs.items()}).items():
         dim = sequence_dim(name)
@@ -323,11 +310,8 @@ def solve_simulated(
         nodes=args.nodes,
         layout=layout,
         documents=case.documents,
-        impl=args.impl,
-        backward=case.backward,
-        deterministic="deterministic" in case.options,
         memory_budget=budget,
-        **scalar_options(case, args.seed),
+        **ring_options(case, args),
     )
     found = {f"d{name}": x for name, x in (whole.grads or {}).items()}
     return {"o": whole.o, "lse": whole.lse, **found}, lambda x, name: x  # noqa: ARG005
@@ -507,24 +491,30 @@ class Verdict:
         """The rows that are wrong."""
         return [row for row in self.rows if not row["ratio"] <= 1]
 
+    @property
+    def summary(self) -> str:
+        """Text of how many rows are right."""
+        return f"{len(self.rows) - len(self.red)} of {len(self.rows)} runs"
+
 
 def merge_findings(session: Session, case: AnyCase, findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """One row per finding from those of all ranks: the worst tensor, and the rank that holds it."""
-    by_rank = session.gather([(finding.ratios, finding.errors, finding.broken) for finding in findings])
+    by_rank = session.gather(findings)
     rows = []
-    for index, finding in enumerate(findings):
+    for here, *others in zip(findings, *by_rank, strict=True):
+        found = [(one.ratios if one.broken is None else {"answer": math.inf}, one.errors) for one in others]
         ratios: dict[str, float] = {}
         worst = (-1.0, 0.0, "", 0)
-        for rank, (found, errors, broken) in enumerate(one[index] for one in by_rank):
-            for tensor, ratio in (found if broken is None else {"answer": float("inf")}).items():
-                ratio = float("inf") if ratio != ratio else ratio
+        for rank, (used, errors) in enumerate(found):
+            for tensor, ratio in used.items():
+                ratio = math.inf if math.isnan(ratio) else ratio
                 ratios[tensor] = max(ratios.get(tensor, 0.0), ratio)
                 worst = max(worst, (ratio, errors.get(tensor, 0.0), tensor, rank))
         ratio, _, tensor, rank = worst
         row = {"case": case.name, "dtype": case.dtype, "shape": case.shape, "options": list(case.options)}
-        row |= {"layout": finding.layout, "ratio": ratio, "tensor": tensor, "rank": rank}
-        row |= {"error": by_rank[rank][index][1].get(tensor), "budget": finding.budgets.get(tensor)}
-        rows.append(row | {"ratios": ratios, "broken": by_rank[rank][index][2]})
+        row |= {"layout": here.layout, "ratio": ratio, "tensor": tensor, "rank": rank}
+        row |= {"error": found[rank][1].get(tensor), "budget": here.budgets.get(tensor)}
+        rows.append(row | {"ratios": ratios, "broken": others[rank].broken})
     return rows
 
 

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ringattn.launch.common.distributed import choose_backend, disable_multicast, resolve_device
@@ -236,17 +237,20 @@ def _run_steps(args: FaultArgs, trial: Trial, rank: int, port: int, device: str,
         step()
 
 
+def _draw(where: torch.device, batch: int, rows: int, *heads: int) -> list[Tensor]:
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    return [torch.ones(batch, rows, h, 64, dtype=dtype, device=where) for h in heads]
+
+
 def _begin_training(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> Callable[..., None]:
     import ringattn
 
     sharding = ring.sharding(args.tokens)
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
 
     def step(kv_heads: int = 2) -> None:
-        heads = (4, kv_heads, kv_heads)
-        q, k, v = (torch.ones(1, sharding.shard_len, h, 64, device=where, requires_grad=True) for h in heads)
-        o = ringattn.ring_attention(q.to(dtype), k.to(dtype), v.to(dtype), sharding, causal=True, impl=args.impl)
-        torch.autograd.grad(o.sum(), (q, k, v))
+        leaves = [x.requires_grad_() for x in _draw(where, 1, sharding.shard_len, 4, kv_heads, kv_heads)]
+        o = ringattn.ring_attention(*leaves, sharding, causal=True, impl=args.impl)  # pyright: ignore[reportCallIssue]
+        torch.autograd.grad(o.sum(), leaves)
         if where.type == "cuda":
             torch.cuda.synchronize(where)
 
@@ -257,7 +261,6 @@ def _begin_training(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -
 def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> Callable[..., None]:
     from ringattn.inference import ForwardBatch, PagedKVCache, attend
 
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     sizes: dict[str, Any] = {
         "layers": 2,
         "kv_heads": 2,
@@ -265,11 +268,12 @@ def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> 
         "page_size": 16,
         "pages": args.tokens // 16 + 2,
     }
+    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     cache = PagedKVCache(ring, dtype=dtype, device=where, **sizes)
     request = cache.add_request(args.tokens + 1)
 
     def layers(step: ForwardBatch, heads: int = 4) -> None:
-        q, k, v = (torch.ones(step.batch, step.rows, h, 64, dtype=dtype, device=where) for h in (heads, 2, 2))
+        q, k, v = _draw(where, step.batch, step.rows, heads, 2, 2)
         for layer in range(cache.layers):
             attend(step, layer, q, k, v)
 
@@ -280,7 +284,7 @@ def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> 
         cache.truncate(request, args.tokens)
         return cache.extend([request], [1], mode="decode", into=static)
 
-    graph = None
+    graph, numbers = None, itertools.count()
     if static is not None:
         stream = torch.cuda.Stream(where)
         stream.wait_stream(torch.cuda.current_stream(where))
@@ -291,8 +295,6 @@ def _begin_decode(args: FaultArgs, ring: ringattn.Ring, where: torch.device) -> 
         extend()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             layers(static)
-
-    numbers = itertools.count()
 
     @torch.no_grad()
     def step(kv_heads: int = 2) -> None:
@@ -318,9 +320,8 @@ def _barrier(store: Any, what: str, ranks: int) -> None:
 
 def compute_on_devices(device: str) -> None:
     """Multiply on every device, in a fresh process."""
-    count = torch.cuda.device_count() if device == "cuda" else 1
-    for index in range(count):
-        where = torch.device(device, index) if device == "cuda" else torch.device("cpu")
+    for index in range(torch.cuda.device_count() if device == "cuda" else 1):
+        where = torch.device(device, index)
         x = torch.arange(64.0, device=where).view(8, 8)
         assert float((x @ torch.eye(8, device=where) - x).abs().sum()) == 0.0, f"device {index} computes wrong numbers"
 
@@ -333,12 +334,11 @@ class _TrialProcesses:
         self.clock, self.ready = context.Value("d", 0.0), context.Value("i", 0)
         # outlives every rank, as the store of a launcher does; port 0: any free one
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
-        port = self.store.port
         self.logs = [folder / f"rank{rank}.txt" for rank in range(args.ranks)]
         folder.mkdir(parents=True, exist_ok=True)
         self.processes: list[BaseProcess] = []
         for rank, log in enumerate(self.logs):
-            arguments = (args, trial, rank, port, device, str(log), self.clock, self.ready)
+            arguments = (args, trial, rank, self.store.port, device, str(log), self.clock, self.ready)
             self.processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
             self.processes[-1].start()
         self.started = time.monotonic()
@@ -346,14 +346,13 @@ class _TrialProcesses:
 
     def over(self) -> bool:
         """Whether all that must end have ended, or had the time to."""
-        now = time.monotonic()
+        now, began = time.monotonic(), self.clock.value
         for rank, process in enumerate(self.processes):
-            if rank not in self.ends and not process.is_alive():
-                self.ends[rank] = now
-        absent = self.trial.victim if self.trial.fault == "absent" else None
-        if all(rank in self.ends for rank in range(len(self.processes)) if rank != absent):
+            if not process.is_alive():
+                self.ends.setdefault(rank, now)
+        absent = {self.trial.victim} if self.trial.fault == "absent" else set()
+        if self.ends.keys() | absent == set(range(len(self.processes))):
             return True
-        began = self.clock.value
         return now > (began + self.timeout + GRACE_S + LATE_S if began else self.started + 1.5 * START_S)
 
     def finish(self) -> Verdict:
@@ -361,16 +360,13 @@ class _TrialProcesses:
         began, outcomes = self.clock.value, []
         alive = [process.is_alive() for process in self.processes]
         for process in self.processes:
-            if process.is_alive():
-                process.kill()
+            process.kill()
         for rank, (process, log) in enumerate(zip(self.processes, self.logs, strict=True)):
             process.join(10)
-            code = None if alive[rank] else process.exitcode
             seconds = self.ends[rank] - began if rank in self.ends and began else None
             text = log.read_text(errors="replace") if log.exists() else ""
-            outcomes.append(Outcome(rank, code, seconds, text))
-        happened = bool(began) and self.ready.value == len(self.processes)
-        return judge(self.trial, outcomes, happened, self.timeout)
+            outcomes.append(Outcome(rank, None if alive[rank] else process.exitcode, seconds, text))
+        return judge(self.trial, outcomes, bool(began) and self.ready.value == len(self.processes), self.timeout)
 
 
 def run_trials(args: FaultArgs, device: str, folder: Path) -> list[Verdict]:
@@ -382,13 +378,10 @@ def run_trials(args: FaultArgs, device: str, folder: Path) -> list[Verdict]:
     ]
     verdicts: list[Verdict] = []
     for first in range(0, len(trials), args.parallel):
-        batch = trials[first : first + args.parallel]
         running = []
         try:
-            for index, trial in enumerate(batch):
-                running.append(
-                    _TrialProcesses(args, trial, device, context, folder / f"{first + index:04d}-{trial.fault}")
-                )
+            for index, trial in enumerate(trials[first : first + args.parallel], start=first):
+                running.append(_TrialProcesses(args, trial, device, context, folder / f"{index:04d}-{trial.fault}"))
             while not all([one.over() for one in running]):
                 time.sleep(0.01)
         finally:
@@ -396,11 +389,9 @@ def run_trials(args: FaultArgs, device: str, folder: Path) -> list[Verdict]:
         probe = context.Process(target=compute_on_devices, args=(device,), daemon=True)
         probe.start()
         probe.join(START_S)
-        usable = probe.exitcode == 0
-        if probe.is_alive():
-            probe.kill()
         for verdict in found:
-            verdict.usable = usable
+            verdict.usable = probe.exitcode == 0
+        probe.kill()
         verdicts += found
         record(args, verdicts, found)
         print(f"{len(verdicts)} of {len(trials)} trials, {sum(not one.good for one in verdicts)} bad", flush=True)
@@ -416,16 +407,14 @@ def record(args: FaultArgs, verdicts: Sequence[Verdict], new: Sequence[Verdict])
             f"rank {one.rank} code {one.code}" + (f" after {one.seconds:.1f} s" if one.seconds is not None else "")
             for one in verdict.outcomes
         )
-        facts = f"happened {verdict.happened}, ended {verdict.ended}, named {verdict.named}, usable {verdict.usable}"
+        facts = ", ".join(f"{name} {getattr(verdict, name)}" for name in ("happened", "ended", "named", "usable"))
         print(f"bad: {verdict.trial}: {facts}: {ends}", flush=True)
+        args.out.mkdir(parents=True, exist_ok=True)
         for one in verdict.outcomes:
-            path = args.out / f"{index}-{verdict.trial.fault}-rank{one.rank}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(one.output)
+            (args.out / f"{index}-{verdict.trial.fault}-rank{one.rank}.txt").write_text(one.output)
     rows = [asdict(one) for one in verdicts]
-    for row in rows:
-        for outcome in row["outcomes"]:
-            outcome["output"] = outcome["output"][-300:]
+    for outcome in (outcome for row in rows for outcome in row["outcomes"]):
+        outcome["output"] = outcome["output"][-300:]
     facts = {"ranks": args.ranks, "timeout": args.timeout, "what": args.what}
     write_json(args.out / "faults.json", facts | {"trials": rows})
 

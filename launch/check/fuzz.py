@@ -128,26 +128,16 @@ def draw_case(seed: int, kind: str, impl: str = "auto") -> FuzzCase:
     batch = max(1, min(batch, SCORES[kind] // (heads * seq_len * kv_len)))
     mask_options = draw_mask(own, seq_len, kv_len, batch)
     rows, ring_steps = draw_split(own, short_mask(**mask_options))
-    single = len(ring_steps) == 1
     accumulate = own.random() < 0.3
     return FuzzCase(
-        seed=seed,
-        dtype=dtype,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        heads=heads,
-        kv_heads=kv_heads,
-        batch=batch,
-        mask_options=mask_options,
-        rows=rows,
-        ring_steps=ring_steps,
+        *(seed, dtype, head_dim, v_head_dim, heads, kv_heads, batch, mask_options, rows, ring_steps),
         softmax_scale=own.choice([head_dim**-0.5] * 4 + [1.7 * head_dim**-0.5, -0.3 * head_dim**-0.5, 0.0]),
         softcap=softcap,
         dropout_p=dropout_p,
         extras=extras,
         strides=tuple(own.choice(STRIDES) if own.random() < 0.5 else "plain" for _ in range(4)),
         accumulate=accumulate,
-        narrow=single and not accumulate and own.random() < 0.5,
+        narrow=len(ring_steps) == 1 and not accumulate and own.random() < 0.5,
         deterministic=own.random() < 0.5,
     )
 
@@ -169,8 +159,8 @@ def draw_mask(draw: random.Random, seq_len: int, kv_len: int, batch: int) -> dic
     causal = draw.random() < 0.6
     options: dict[str, Any] = {"seq_len": seq_len, "kv_len": kv_len, "causal": causal}
     if draw.random() < 0.35:
-        sides = [draw.choice([None, 0, 1, 63, 64, 127, 191, draw.randint(0, seq_len)]) for _ in range(2)]
-        options["window"] = tuple(sides)
+        choices = (None, 0, 1, 63, 64, 127, 191)
+        options["window"] = tuple(draw.choice([*choices, draw.randint(0, seq_len)]) for _ in range(2))
     if same and draw.random() < 0.3:
         cuts = sorted(draw.randint(0, seq_len) for _ in range(draw.randint(0, 7)))
         cuts += draw.sample(cuts, min(len(cuts), draw.randint(0, 2)))  # documents of no tokens
@@ -180,8 +170,8 @@ def draw_mask(draw: random.Random, seq_len: int, kv_len: int, batch: int) -> dic
     if draw.random() < 0.1:
         options["chunk_len"] = draw.randint(1, seq_len)
     if same and batch > 1 and draw.random() < 0.4:
-        ends = [sorted((draw.randint(0, seq_len), draw.randint(0, seq_len))) for _ in range(batch)]
-        options["lengths"] = tuple((start, stop) for start, stop in ends)
+        ends = (sorted((draw.randint(0, seq_len), draw.randint(0, seq_len))) for _ in range(batch))
+        options["lengths"] = tuple(map(tuple, ends))
     return options
 
 
@@ -376,12 +366,8 @@ class KernelCalls:
             if "key_bias" in x:
                 keys["dkey_bias"] = buffer(*k.shape[:2])
             buffers: dict[str, Any] = {name: found for name, (found, _) in (rows | keys).items()}
-            grads = Grads(
-                **buffers,
-                dbias=dbias,
-                accumulate_rows=case.accumulate or step > 0,
-                accumulate_keys=case.accumulate,
-            )
+            buffers |= {"accumulate_rows": case.accumulate or step > 0, "accumulate_keys": case.accumulate}
+            grads = Grads(**buffers, dbias=dbias)
             given = self._do, self._q, k, v, answer["lse"], delta, self._rows, side, score
             self._kernels.backward(BackwardStep(*given), grads)
             for name, (found, before) in keys.items():

@@ -17,7 +17,6 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,10 +92,10 @@ def soak_cases(world_size: int, device: str) -> Iterator[Case]:
         yield attention.masked(name, n, backward=next(moving), options=options, layouts=(layout,), **sizes)
 
 
-def attend(one: Prepared, impl: str) -> dict[str, Tensor]:
+def attend(one: Prepared, args: CheckArgs) -> dict[str, Tensor]:
     """The forward of a case on this rank: o and lse."""
-    options: dict[str, Any] = {"backward": one.case.backward, "deterministic": one.deterministic, "impl": impl}
-    o, lse = ringattn.ring_attention_with_lse(*one.leaves, one.sharding, **one.case.mask, **options)  # pyright: ignore[reportCallIssue]
+    options = attention.ring_options(one.case, args)
+    o, lse = ringattn.ring_attention_with_lse(*one.leaves, one.sharding, **options)  # pyright: ignore[reportCallIssue]
     return {"o": o, "lse": lse}
 
 
@@ -117,13 +116,11 @@ def prepare(case: Case, ring: ringattn.Ring, args: CheckArgs, session: Session, 
     sharding = ring.sharding(case.seq_len, layout=layout, documents=case.documents)
 
     def local(name: str, x: Tensor) -> Tensor:
-        dim = attention.sequence_dim(name)
-        assert dim is not None, f"{name} is sharded"
-        return sharding.shard(x, dim=dim).contiguous()
+        return sharding.shard(x, dim=sharded_dim(name)).contiguous()
 
     leaves = tuple(local(name, inputs[name]).requires_grad_() for name in ("q", "k", "v"))
     one = Prepared(case, leaves, [local(name, inputs[name]) for name in ("do", "dlse")], sharding, {}, standard)
-    one.calm.update(finish(one, attend(one, args.impl), True))
+    one.calm.update(finish(one, attend(one, args), True))
     for name, x in one.calm.items():
         if not (ratio := ratio_of(one, name, x)) <= 1:
             tally.red.append(f"{_title(case)}: calm {name} is {ratio:.3g} x its budget")
@@ -141,9 +138,14 @@ def prepare(case: Case, ring: ringattn.Ring, args: CheckArgs, session: Session, 
 def ratio_of(one: Prepared, name: str, x: Tensor) -> float:
     """The part of its budget that a whole tensor uses up. A collective."""
     exact, budget = one.standard[name]
+    return budget.ratio(one.sharding.unshard(x, dim=sharded_dim(name)), exact)
+
+
+def sharded_dim(name: str) -> int:
+    """The dim of a tensor of which every rank has some rows."""
     dim = attention.sequence_dim(name)
     assert dim is not None, f"{name} is sharded"
-    return budget.ratio(one.sharding.unshard(x, dim=dim), exact)
+    return dim
 
 
 def _title(case: Case) -> str:
@@ -189,12 +191,12 @@ def _run(args: CheckArgs, session: Session, ring: ringattn.Ring, ready: Sequence
             pause()
             for _ in range(min(chooser.choice((0, 0, 0, REPEATS)), args.soak - tally.calls - 1)):
                 # compared on the device at once, so that the allocator returns the same memory to the next
-                found = finish(one, attend(one, args.impl), backward)
+                found = finish(one, attend(one, args), backward)
                 waiting.append((tally.calls, one, _compare_bits(tally.calls, one, found, same)))
                 del found
                 tally.calls += 1
                 tally.backwards += backward
-            layers.append((tally.calls, one, backward, attend(one, args.impl)))
+            layers.append((tally.calls, one, backward, attend(one, args)))
             tally.calls += 1
             if args.poison and chooser.random() < 0.3:
                 poison_buffers(ring)

@@ -200,10 +200,8 @@ def disable_multicast() -> None:
 def init_ranks(device: str, timeout_s: float) -> Iterator[Session]:
     """Context with the process group of the run, or without one when this process is the whole run.
 
-    A process group that already exists is used and left as it is. Collectives raise after `timeout_s`.
-
-    Raises:
-        Refusal: The host has too few of these devices.
+    A process group that already exists is used and left as it is. Collectives raise after `timeout_s`. A host with too few of
+    these devices is a Refusal.
     """
     disable_multicast()
     index, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -256,10 +254,7 @@ def launch_ranks(
 
     When one rank dies the others are ended, and `again`, called with a description, decides whether all ranks are restarted;
     not after the exit code REFUSED. An interrupt is passed on, and the ranks have the time to save their work. `hint` is the
-    advice when the run was stopped or killed.
-
-    Returns:
-        The exit code of the run: 0, 1 when a rank failed, 128 + n after signal n.
+    advice when the run was stopped or killed. Returns the exit code: 0, 1 when a rank failed, 128 + n after signal n.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -21,15 +21,9 @@ def least_gpu_bytes(session: Session) -> int | None:
 
 
 def check_fits(planned: Memory, whole: int, remedy: str, *, refuse: bool = True) -> str:
-    """Return the plan of a rank in words; where it is above the memory of its GPU, with what to change.
+    """Return the plan of a rank in words; where it is above the `whole` bytes of its GPU, with `remedy`, what to change.
 
-    Args:
-        whole: Bytes of the GPU.
-        remedy: What to change.
-        refuse: Raise where the plan is above by more than its error.
-
-    Raises:
-        Refusal: The job cannot fit.
+    With `refuse`, a plan that is above by more than its error is a Refusal.
     """
     text = f"planned memory {planned.total / 2**30:.1f} of {whole / 2**30:.1f} GiB per GPU"
     if planned.total <= whole:

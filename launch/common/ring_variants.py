@@ -54,8 +54,7 @@ def display_name(schedule: str, session: Session) -> str:
 def open_rings(schedules: Sequence[str], session: Session, **options: Any) -> dict[str, ringattn.Ring]:
     """Return a ring per schedule, by display name, the same names on every rank; print the reason for those that fail.
 
-    Raises:
-        Refusal: No schedule gives a ring.
+    Raises Refusal if all fail.
     """
     rings: dict[str, ringattn.Ring] = {}
     refused: dict[str, str] = {}

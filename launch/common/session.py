@@ -94,10 +94,10 @@ def check_output(args: Any) -> None:
     """Raise ValueError if a file of OUTPUTS, or the file `name` in the folder `out`, cannot be written; leaves nothing behind."""
     out, file = getattr(args, "out", None), getattr(args, "name", None)
     if out is not None and file is not None:
-        if not Path(file).name:
-            raise ValueError(f"name must be that of a file, got {file!r}; pass another --name")
-        if (taken := out / f"{file}.json").is_dir():
-            raise ValueError(f"name must be that of a file, got {file}: {taken} is a folder; pass another --name")
+        taken = out / f"{file}.json"
+        if not Path(file).name or taken.is_dir():
+            got = f"{file}: {taken} is a folder" if Path(file).name else repr(file)
+            raise ValueError(f"name must be that of a file, got {got}; pass another --name")
     for name in ("out", *OUTPUTS):
         if (path := getattr(args, name, None)) is None:
             continue
@@ -105,8 +105,7 @@ def check_output(args: Any) -> None:
             if name != "out" and path.is_dir():
                 raise IsADirectoryError("it is a folder")
             folder = path if name == "out" else path.parent
-            there = next(one for one in (folder, *folder.parents) if one.exists())
-            with tempfile.TemporaryFile(dir=there):
+            with tempfile.TemporaryFile(dir=next(one for one in (folder, *folder.parents) if one.exists())):
                 pass
         except OSError as error:
             raise ValueError(
@@ -267,12 +266,12 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
     print(flush=True)
 
 
-def keeper(path: Path, session: Session, line: dict[str, Any]) -> Keep:
-    """Return a `Keep` that writes all rows so far as JSON, on rank 0."""
+def keeper(path: Path, session: Session, head: dict[str, Any]) -> Keep:
+    """Return a `Keep` that writes `head`, as it is then, and all rows so far as JSON, on rank 0."""
 
     def keep(rows: list[dict[str, Any]]) -> None:
-        if session.rank == 0:
-            write_json(path, {"machine": line, "rows": rows})
+        if session.first:
+            write_json(path, {**head, "rows": rows})
 
     return keep
 

@@ -93,7 +93,7 @@ def clock(call: Callable[[], Any], calls: int, device: torch.device) -> float:
         for _ in range(calls):
             call()
         return (time.perf_counter() - started) * 1e3 / calls
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):
         call()
@@ -116,10 +116,8 @@ def capture_together(
     """Capture one CUDA graph of `calls` calls on every rank, or on none.
 
     The current stream is captured, so it must not be the default one, and tensors that `call` differentiates must have
-    been computed on it: autograd runs a backward on the stream of its forward.
-
-    Returns:
-        The replay, or None and the reason, the same on every rank.
+    been computed on it: autograd runs a backward on the stream of its forward. Returns the replay, or None and the reason, the
+    same on every rank.
     """
     graph, why = None, None
     session.barrier()
@@ -166,17 +164,11 @@ def time_together(
 ) -> dict[str, Time]:
     """Time calls that several ranks make together (Note [Times]); the same answer on every rank.
 
-    A call that raises on one rank ends the run: the others may be waiting for it.
-
-    Args:
-        calls: Calls by name.
-        session: The ranks.
-        rounds: Rounds; fewer, but at least three, where they would take more than `seconds` together.
-        seconds: See `rounds`.
-        captured: Names of calls up to LONG_MS whose graph and whose host are timed, too.
+    A call that raises on one rank ends the run: the others may be waiting for it. There are `rounds` rounds, or fewer, but at
+    least three, where they would take more than `seconds` together. Of the calls named in `captured` up to LONG_MS, graph and
+    host are timed, too.
     """
-    found = {name: Time() for name in calls}
-    turns: dict[tuple[str, str], _Turn] = {}
+    found, turns = {name: Time() for name in calls}, dict[tuple[str, str], _Turn]()
     for name, call in calls.items():
         turn = turns[name, "calls"] = _plan(call, session)
         if name in captured and turn.once_ms <= LONG_MS:
@@ -192,8 +184,7 @@ def time_calls(
 
     `timing` is plain calls; graphs where they can be captured and plain calls elsewhere; or both for calls up to LONG_MS.
     """
-    found = {name: Time() for name in calls}
-    turns: dict[tuple[str, str], _Turn] = {}
+    found, turns = {name: Time() for name in calls}, dict[tuple[str, str], _Turn]()
     for name, call in calls.items():
         try:
             turn = _plan(call, session)
@@ -213,10 +204,9 @@ def _plan(call: Callable[[], Any], session: Session) -> _Turn:
     call()
     session.barrier()
     once = session.maximum([clock(call, 1, session.device)])[0]
-    if session.device.type != "cuda":
-        return _Turn(call, 1, 1, 0, once)
-    repeats = max(1, min(100, math.ceil(TURN_MS / once)))
-    return _Turn(call, repeats, 1, 0 if once > LONG_MS else repeats, once)
+    on_gpu = session.device.type == "cuda"
+    repeats = max(1, min(100, math.ceil(TURN_MS / once))) if on_gpu else 1
+    return _Turn(call, repeats, 1, repeats if on_gpu and once <= LONG_MS else 0, once)
 
 
 def _add_graph(turns: dict[tuple[str, str], _Turn], name: str, session: Session, turn: _Turn, found: Time) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.kernels.registry import select_kernels
-from ringattn.launch.bench.ring_baselines import make_sharding, prepare_ours
+from ringattn.launch.bench.baselines import make_sharding, prepare_ours
 from ringattn.launch.bench.workloads import MaskName, Problem, free_memory, own_stream
 from ringattn.launch.common.ring_variants import ScheduleName, display_name, open_rings, single_rank_ring
 from ringattn.launch.common.session import Session

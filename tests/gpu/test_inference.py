@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ringattn import Ring, masks, ring_attention
 from ringattn.inference import PagedKVCache, attend
-from ringattn.launch.check.cache_scenarios import OPTIONS, History, Op, Sizes, extend
-from ringattn.launch.check.inference import MOVES, InferenceCase, examine_history
+from ringattn.launch.check.inference import MOVES, OPTIONS, History, InferenceCase, Op, Sizes, examine_history, extend
 from ringattn.launch.common.session import Session
 from tests.gpu.test_copy_engine import RANKS, run
 from tests.inference.test_attention import TREES, decode_trees
@@ -32,7 +31,7 @@ PLENTY = 2**40
 PATIENCE = timedelta(seconds=60)
 BF16 = torch.bfloat16
 # A kernel is compiled for every power of two of requests and of new tokens, for every head_dim and combination of scores: seconds
-# each. So histories here keep to a few of them; launch/check/cache_scenarios.py has some of all, where none need compile.
+# each. So histories here keep to a few of them; launch/check/inference.py has some of all, where none need compile.
 SIZES = Sizes(4, 2, 128, 128, page_size=16, pages=400, dtype=BF16)
 SMALL = Sizes(4, 2, 64, 64, page_size=16, pages=60, dtype=BF16)
 LIFE: tuple[Op, ...] = (

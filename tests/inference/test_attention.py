@@ -18,7 +18,7 @@ from torch import Tensor
 from ringattn import Ring, attention_reference, masks, ring_attention
 from ringattn.inference import ForwardBatch, PagedKVCache, attend
 from ringattn.inference.paged_prefill import is_paged_faster
-from ringattn.launch.check.cache_scenarios import (
+from ringattn.launch.check.inference import (
     CHUNKS,
     CROWD,
     OPTIONS,

@@ -15,8 +15,8 @@ from ringattn.inference import attend
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import inference
 from ringattn.launch.bench.inference import InferenceFlags
-from ringattn.launch.bench.inference_model import full_cache, local_bytes
-from ringattn.launch.check import cache_scenarios
+from ringattn.launch.bench.inference_model import fill_at_random, local_bytes, make_cache, pages_for
+from ringattn.launch.check import inference as scenarios
 from ringattn.launch.common.session import open_session
 from ringattn.sizing.shapes import ModelShape
 
@@ -86,7 +86,7 @@ def _forgetful(step, layer, q, k, v, **options):
 
 
 def test_wrong_attention_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_scenarios, "attend", _forgetful)
+    monkeypatch.setattr(scenarios, "attend", _forgetful)
     assert _bench(str(tmp_path), "--lengths", "64", "--parts", "attention") == 1
     assert not (tmp_path / "inference.json").exists()
 
@@ -107,7 +107,8 @@ def test_generate_is_timed_for_a_single_token(tmp_path: Path) -> None:
 
 def test_a_full_cache_is_full_of_finite_numbers_on_all_its_pages() -> None:
     with open_session("cpu") as session, torch.no_grad():
-        cache, requests = full_cache(Ring(), SHAPE, 2, 100, 4, torch.bfloat16, session.device)
+        cache = make_cache(Ring(), SHAPE, pages_for(2, 104, 1), torch.bfloat16, session.device)
+        requests = fill_at_random(cache, 2, 100, 4)
         assert [cache.length(request) for request in requests] == [100, 100]
         assert all(pool.isfinite().all() and (pool != 0).float().mean() > 0.99 for pool in (cache.k, cache.v))
         step = cache.extend(requests, [1, 1], mode="decode")

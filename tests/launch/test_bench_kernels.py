@@ -15,7 +15,7 @@ import torch
 import ringattn
 from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import baselines, correctness, kernels, softmax, workloads
+from ringattn.launch.bench import baselines, correctness, kernels, workloads
 from ringattn.numerics.reference import visible_pairs
 from tests.launch.common import _off_by_a_little
 
@@ -121,7 +121,7 @@ def test_softmax_is_a_group_whose_wrong_answers_have_no_speed(tmp_path: Path, mo
         size = row["n"] * row["m"] * {"fp32": 4, "bf16": 2}[row["dtype"]]
         assert row["ours_gbps"] * row["ours_ms"] * 1e6 == pytest.approx(3 * size)
         assert row["share_of_copy"] == pytest.approx(row["ours_gbps"] / row["copy_gbps"])
-    monkeypatch.setattr(softmax, "online_softmax", lambda x, dim=-1: 1.001 * torch.softmax(x, dim))
+    monkeypatch.setattr(kernels, "online_softmax", lambda x, dim=-1: 1.001 * torch.softmax(x, dim))
     assert bench.main([*SMALL, "--groups", "softmax", "--out", str(tmp_path)]) == 1
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     assert all("wrong answer: y " in row["refused"] and "ours_gbps" not in row for row in rows)
@@ -132,7 +132,7 @@ def test_a_peer_that_raises_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("only SM100 is supported")
 
     def half(inputs: workloads.Inputs) -> baselines.Contender:
-        whole = baselines.prepare("auto", "op", inputs, ringattn.Ring())
+        whole = baselines.prepare("auto", "op", inputs)
 
         def answers() -> Any:
             yield next(whole.answers())
@@ -141,7 +141,7 @@ def test_a_peer_that_raises_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
         def backward() -> None:
             raise RuntimeError("no backward")
 
-        return baselines.Contender(whole.forward, backward, answers)
+        return dataclasses.replace(whole, backward=backward, answers=answers)
 
     monkeypatch.setattr(baselines, "prepare_fa4", breaks)
     monkeypatch.setattr(baselines, "prepare_flex", half)

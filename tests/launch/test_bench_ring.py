@@ -16,7 +16,7 @@ import torch
 
 import ringattn
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import baselines, ring_baselines, workloads
+from ringattn.launch.bench import baselines, workloads
 from ringattn.launch.bench import ring as ring_bench
 from ringattn.launch.common import ring_variants, timing
 from ringattn.launch.common.session import Session
@@ -69,18 +69,18 @@ def _bench_with_others(out: str) -> int:
             raise NotImplementedError("peers must reach each other's memory, got CPUs; use process_group")
         return make(schedule, group)
 
-    def peer(self: Any, who: str, problem: Any, seed: int) -> ring_baselines.RingContender:
+    def peer(self: Any, who: str, problem: Any, seed: int) -> baselines.Contender:
         if who == "ring_flash_attn":
             raise baselines.Unsupported("not installed")
         ring = peer_ring
-        right = ring_baselines.prepare_ours(problem, ring, "zigzag", torch.device("cpu"), "auto", seed)
+        right = baselines.prepare_ours(problem, ring, "zigzag", torch.device("cpu"), "auto", seed)
         if who == "torch_cp_allgather":
             return right
-        return dataclasses.replace(right, answers=lambda: [x.flip(1) for x in right.answers()])
+        return dataclasses.replace(right, answers=lambda: ((name, x.flip(1)) for name, x in right.answers()))
 
     make, peer_ring = ring_variants.make_ring, ringattn.Ring()
     ring_variants.make_ring = refuse
-    ring_baselines.Peers.prepare = peer
+    baselines.Peers.prepare = peer
     words = ["--schedules", "fused", "stepwise", "process_group", "--tokens", "24", "--rounds", "1", "--device", "cpu"]
     words += ["--peers", "torch_cp_allgather", "torch_cp_alltoall", "ring_flash_attn", "--no-graphs", "--out", out]
     return bench.main(["ring", *TINY, *words])
@@ -154,11 +154,11 @@ def test_bench_ring_host_times_every_direction(pool, tmp_path: Path) -> None:
 
 def test_the_layout_of_a_window_moves_fewer_rows() -> None:
     wide = workloads.Problem("window", 4 * 32768, 1, 32, 8, 128, "bf16", window=4095)
-    assert workloads.best_layout(wide, 4) == "contiguous"
+    assert workloads.resolve_layouts(("best",), wide, 4) == ("contiguous",)
     moved = {}
     for world_size in (2, 4, 8):
         problem = dataclasses.replace(wide, seq_len=world_size * 32768)
-        sharding = ring_baselines.make_sharding(problem, FakeRing(world_size), "contiguous")  # pyright: ignore[reportArgumentType]
+        sharding = baselines.make_sharding(problem, FakeRing(world_size), "contiguous")  # pyright: ignore[reportArgumentType]
         moved[world_size] = ring_bench.bytes_received(problem, sharding)["forward_most"]
     assert set(moved.values()) == {4095 * 2 * 8 * 128 * 2}, "the halo, at any number of ranks"
 
@@ -166,8 +166,8 @@ def test_the_layout_of_a_window_moves_fewer_rows() -> None:
 def test_attention_inside_torch_serves_ring_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     with pytest.raises(baselines.Unsupported, match="not installed"):
-        ring_baselines.find_ring_flash_attn()
-    ring_baselines.provide_flash_attn()
+        baselines.find_ring_flash_attn()
+    baselines.provide_flash_attn()
     provided = sys.modules["flash_attn.flash_attn_interface"]
     signature = inspect.signature(provided._flash_attn_backward)
     assert {"dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv", "causal"} <= set(signature.parameters)

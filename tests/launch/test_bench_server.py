@@ -22,7 +22,7 @@ import torch
 
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import server as server_bench
-from ringattn.launch.bench.http_client import Answer, Events, ServerClient
+from ringattn.launch.bench.http_client import Answer, ServerClient
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.server import Bench, Load, ServerFlags, Target, holds, run_load
 from ringattn.launch.common.distributed import Refusal
@@ -134,10 +134,9 @@ STREAM += b'data: {"choices": [], "usage": {"prompt_tokens_details": {"cached_to
 def test_a_stream_is_the_same_in_whatever_pieces_its_bytes_come():
     for size in (*range(1, 40), len(STREAM)):
         answer = Answer()
-        events = Events(answer)
         for x in range(0, len(STREAM), size):
-            events.feed(STREAM[x : x + size], float(x))
-        assert events.done
+            answer.feed(STREAM[x : x + size], float(x))
+        assert answer.done
         assert (answer.tokens, answer.cached, answer.failure) == ([5, 6, 7], 3, "")
         assert answer.times[1] == answer.times[2] >= answer.times[0]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ringattn.launch.bench import __main__ as bench
-from ringattn.launch.bench import trainer as trainer_bench
+from ringattn.launch.bench import model as trainer_bench
+from ringattn.launch.bench.model import TrainerFlags
 from ringattn.launch.bench.rows import failures
-from ringattn.launch.bench.trainer import TrainerFlags
 
 SMALL = ["--layers", "1", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--mlp-dim", "24"]
 
@@ -34,13 +34,13 @@ def test_every_implementation_has_a_speed_and_the_same_first_step(tmp_path: Path
 
 
 def test_another_first_step_has_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = trainer_bench._measure
+    right = trainer_bench._measure_trainer
 
     def wrong(args, who, length, session):
         found = right(args, who, length, session)
         return found | {"grad_norm": 2 * found["grad_norm"]} if who == "ringattn" else found
 
-    monkeypatch.setattr(trainer_bench, "_measure", wrong)
+    monkeypatch.setattr(trainer_bench, "_measure_trainer", wrong)
     sdpa, ours = _bench(tmp_path, "--lengths", "33", "--who", "sdpa", "ringattn")
     assert sdpa["ratio"] == 1
     assert ours["refused"].startswith("wrong answer: grad_norm")
