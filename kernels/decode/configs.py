@@ -55,7 +55,10 @@ MANY_ROWS = 64
 LATENT = 0
 """Bucket of pools of latents, whatever their columns: one tile of K and V together."""
 
-# (kind of device, bytes per element of the pool, largest padded head_dim or LATENT) -> for FEW_ROWS, for more, for more than MANY_ROWS
+LATENT_HOPPER = DecodeConfig(64, 9, 2, 1)
+"""Of latents in 16 bits on sm90: the tiles of latent_hopper.py, which knows no other."""
+
+# (kind of device, bytes per element of the pool, padded head_dim or LATENT) -> for FEW_ROWS, for more, for more than MANY_ROWS
 _TABLE: dict[tuple[str, int, int], tuple[DecodeConfig, ...]] = {
     # 227 KiB of shared memory
     ("sm90", 1, 64): (DecodeConfig(64, 4, 4, 4), DecodeConfig(64, 8, 4, 2), DecodeConfig(64, 8, 4, 1, block_m=128)),
@@ -94,9 +97,15 @@ _TABLE: dict[tuple[str, int, int], tuple[DecodeConfig, ...]] = {
     for kind in ("sm80", "sm86", "sm90", "sm100", "amd")
     for bucket in (64, 128, 256)
 } | {
-    (kind, size, LATENT): (DecodeConfig(16 if size == 4 else 32, 8, 2 if kind in ("sm86", "amd") else 3, 1, block_m=16),)
-    for kind in ("sm80", "sm86", "sm90", "sm100", "amd")
+    # 32 rows of 576 columns are 36 KiB in bf16
+    (kind, size, LATENT): (
+        DecodeConfig(16 if size == 4 else 32, 8, 2 if size == 4 else stages, 1, block_m=16),
+        DecodeConfig(16 if size == 4 else 32, 8, 2 if size == 4 else stages - 1, 1, block_m=16 if size == 4 else 32),
+    )
+    for kind, stages in (("sm80", 4), ("sm86", 3), ("sm90", 5), ("sm100", 5))
     for size in (1, 2, 4)
+} | {
+    ("amd", size, LATENT): (DecodeConfig(16, 8, 3 - size // 2, 1, block_m=16),) for size in (1, 2, 4)
 } | {
     (INTERPRETER, size, bucket): (DecodeConfig(16, 1, 1, 2, block_m=32), DecodeConfig(32, 1, 1, 2, block_m=32))
     for size in (1, 2, 4)

@@ -38,7 +38,15 @@ from torch import Tensor
 from ringattn.kernels.decode import configs as decode_configs
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.packed import size as parts_len
-from ringattn.kernels.registry import Candidate, SelectedKernels, check_dims, check_dtype, check_triton_device, select
+from ringattn.kernels.registry import (
+    Candidate,
+    SelectedKernels,
+    check_dims,
+    check_dtype,
+    check_hopper,
+    check_triton_device,
+    select,
+)
 
 MAX_TOKENS = 128
 """Rows of a request that one call takes. More are several requests with the same blocks."""
@@ -129,7 +137,11 @@ def num_splits(
         return 1
     from ringattn.kernels.attention.portable.configs import kind_of
 
-    config = decode_configs.choose(kind_of(device), kv_dtype.itemsize, head_dim, s * h // hk, latent=latent)
+    kind, rows = kind_of(device), s * h // hk
+    if latent and kind == "sm90" and kv_dtype.itemsize == 2 and page_size % 64 == 0:
+        config = decode_configs.LATENT_HOPPER
+    else:
+        config = decode_configs.choose(kind, kv_dtype.itemsize, head_dim, rows, latent=latent)
     sms = decode_configs.multiprocessors(device)
     return decode_configs.splits(b, s, h, hk, blocks, page_size, sms, config, same_length=same_length)
 
@@ -203,6 +215,7 @@ def check_decode(call: DecodeCall, parts: Tensor) -> None:
         f"{s}; cut them into several requests",
     )
     _expect(hk > 0 and h % hk == 0, "k must have a number of heads that divides q's", f"{hk} and {h}")
+    _expect(hk == 1 or not call.latent, "k must have one head where v is columns of it", str(hk))
     _expect_shape("k", k, (pages, hk, page_size, d))
     _expect(k.dtype == v.dtype, "k and v must have one dtype", f"{k.dtype} and {v.dtype}")
     _expect(k.dtype in (q.dtype, FP8), f"k must have q's dtype {q.dtype} or {FP8}", str(k.dtype))
@@ -255,11 +268,29 @@ def _expect_shape(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dty
     _expect(dtype in (None, x.dtype), f"{name} must be {dtype}", str(x.dtype))
 
 
+def _hopper(request: _Request) -> tuple[bool, str]:
+    r, d = request.v_head_dim, request.head_dim
+    why_not = check_dtype(request.dtype, "float16", "bfloat16")
+    if why_not is not None:
+        return False, why_not
+    if request.kv_dtype != request.dtype:
+        return False, f"k must have q's dtype, got {request.kv_dtype}"
+    if r not in (128, 256, 512) or not r <= d <= r + 64 or d % 8:
+        return False, f"latents must have 128, 256 or 512 columns and up to 64 rotary ones, in eights, got {r} of {d}"
+    if request.page_size % 64:
+        return False, f"page_size must be a multiple of 64, got {request.page_size}"
+    return check_hopper(request.device)
+
+
 def _portable(request: _Request) -> tuple[bool, str]:
-    if request.latent:
-        return False, "v must be another tensor than k"
     dims = {"head_dim": request.head_dim, "v_head_dim": request.v_head_dim}
-    why_not = check_dtype(request.dtype, "float16", "bfloat16", "float32") or check_dims(16, **dims)
+    why_not = check_dtype(request.dtype, "float16", "bfloat16", "float32")
+    if why_not is None and not request.latent:
+        why_not = check_dims(16, **dims)
+    elif why_not is None:
+        r, rotary = request.v_head_dim, request.head_dim - request.v_head_dim
+        if not 16 <= r <= MAX_LATENT or rotary > 256:
+            why_not = f"latents must have 16 to {MAX_LATENT} columns and at most 256 rotary ones, got {r} and {rotary}"
     if why_not is not None:
         return False, why_not
     for name, dim in dims.items():
@@ -283,6 +314,7 @@ _TABLE = (
     Candidate("portable", "decode.decode_triton", _portable),
     Candidate("eager", "decode.eager", _eager),
 )
+_LATENT_TABLE = (Candidate("hopper", "decode.latent_hopper", _hopper), *_TABLE)
 
 
 @functools.lru_cache
@@ -307,8 +339,9 @@ def select_decode_kernel(
         >>> print(select_decode_kernel(torch.device("cpu"), torch.float32, torch.float32, 64, 64, 16, impl="eager"))
         eager: plain torch serves any device, head_dim and page_size
     """
-    names = [row.name for row in _TABLE]
+    table = _LATENT_TABLE if latent else _TABLE
+    names = [row.name for row in table]
     if impl not in ("auto", *names):
         raise ValueError(f'impl must be "auto" or one of {", ".join(names)}, got "{impl}"; use "auto"')
     request = _Request(device, dtype, kv_dtype, head_dim, v_head_dim, page_size, impl != "auto", latent)
-    return select("decode kernel", _TABLE, request, impl, "cast q to a supported dtype")
+    return select("decode kernel", table, request, impl, "cast q to a supported dtype")

@@ -54,18 +54,21 @@ def build(
     alibi: bool = False,
     split_plan: bool = True,
     how: tuple[str, str] | None = None,
+    latent: int = 0,
 ) -> Built:
-    """Compiles the kernel as a launch of these sizes would, with 16-byte aligned pointers and strides."""
+    """Compiles the kernel as a launch of these sizes would, with 16-byte aligned pointers and strides; `latent`: its columns."""
     fn = decode_triton._decode_kernel
     padded = max(16, triton.next_power_of_2(head_dim))
     fp8 = kv_dtype == "fp8"
     how = how or decode_triton.bytes_of((arch // 10, arch % 10))
     constants: dict[str, Any] = {
         "PAGE": page_size, "BLOCK_M": decode_configs.row_tiles(s, group, config.block_m)[0],
-        "BLOCK_N": min(config.block_n, page_size), "D": padded, "D_WIDTH": head_dim, "DV": padded, "DV_WIDTH": head_dim,
-        "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s), "SOFTCAP": softcap, "DENSE": True,
+        "BLOCK_N": min(config.block_n, page_size), "D": padded, "D_WIDTH": head_dim,
+        "DV": latent or padded, "DV_WIDTH": latent or head_dim,
+        "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s), "SOFTCAP": softcap, "DENSE": not latent,
         "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "STAGES": config.num_stages, "SEARCH": decode_triton.FAN,
         "FINER": decode_triton.FINER, "tiles": 1, "K_BYTES": how[0], "V_BYTES": how[1],
+        "LATENT": bool(latent),
     }  # fmt: skip
     if not fp8:
         constants |= {"k_scale": None, "v_scale": None}
@@ -84,8 +87,8 @@ def build(
     return Built(compiled.metadata.shared, ptx, sass.assemble(ptx), sass.disassemble(compiled.asm["cubin"]))
 
 
-def chosen(arch: int, itemsize: int, head_dim: int, rows: int) -> DecodeConfig:
-    return decode_configs.choose(f"sm{arch}", itemsize, head_dim, rows)
+def chosen(arch: int, itemsize: int, head_dim: int, rows: int, *, latent: bool = False) -> DecodeConfig:
+    return decode_configs.choose(f"sm{arch}", itemsize, head_dim, rows, latent=latent)
 
 
 @pytest.mark.compiled
@@ -119,11 +122,31 @@ def test_sixteen_new_tokens_fit(arch: int, head_dim: int) -> None:
     assert built.loop.spills == 0, built.notes
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_a_tile_of_latents_is_loaded_once_for_both_products(arch: int, heads: int, kv_dtype: str | None) -> None:
+    config = chosen(arch, 1 if kv_dtype else 2, 576, heads, latent=True)
+    built = build(arch, config, group=heads, head_dim=64, latent=512, kv_dtype=kv_dtype)
+    assert built.loop.spills == 0, built.notes
+    assert built.shared <= SHARED[arch], built.shared
+    assert config.num_warps * 32 * built.notes.registers <= 65536, built.notes
+    tile = -(-config.block_n * 576 * (1 if kv_dtype else 2) // (32 * config.num_warps * 16))
+    copies = sum("LDGSTS.E.BYPASS.128" in line for line in built.loop.body)
+    assert tile <= copies <= tile + 2, (tile, copies)  # scales of fp8 rows come by themselves
+
+
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_feature_and_fp32_fit(arch: int) -> None:
     for itemsize, dtype, kv_dtype in ((1, "bf16", "fp8"), (4, "fp32", None)):
         config = chosen(arch, itemsize, 128, 4)
         built = build(arch, config, b=8, softcap=True, alibi=True, dtype=dtype, kv_dtype=kv_dtype)
+        assert built.shared <= SHARED[arch]
+        assert built.loop.spills == 0, built.notes
+        config = chosen(arch, itemsize, 576, 4, latent=True)
+        features = {"softcap": True, "alibi": True, "dtype": dtype, "kv_dtype": kv_dtype}
+        built = build(arch, config, b=8, head_dim=64, latent=512, **features)
         assert built.shared <= SHARED[arch]
         assert built.loop.spills == 0, built.notes
 
