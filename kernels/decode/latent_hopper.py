@@ -38,7 +38,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ringattn.kernels.attention.arguments import scale_and_cap
 from ringattn.kernels.attention.hopper.descriptors import Descriptors
-from ringattn.kernels.attention.hopper.primitives import LOG2E, arrive, hide, operand_of, scaled_unless_one, sync
+from ringattn.kernels.attention.hopper.primitives import (
+    LOG2E,
+    arrive,
+    hide,
+    opaque,
+    operand_of,
+    scaled_unless_one,
+    sync,
+)
 from ringattn.kernels.decode.configs import LATENT_HOPPER
 from ringattn.kernels.decode.decode_triton import plan_shares
 from ringattn.kernels.decode.dispatch import DecodeCall, check_decode
@@ -126,13 +134,16 @@ def _panel(buffer, i):
 def _begin_scores(INDEX: gl.constexpr, parity, mem):
     """Begins q . k of the tile in this warpgroup's stage: three products."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    zero = gl.zeros([KEYS, KEYS], gl.float32, layout)
+    nothing = gl.zeros([KEYS, KEYS], gl.float32, layout)
+    zero = opaque(
+        gl.to_tensor(0)
+    )  # addresses of operands are computed here: kept through the loop they would be spilled
     mbarrier.wait(mem.full.index(3 * INDEX), parity)
-    k = _panel(mem.k, 3 * INDEX)
-    token = warpgroup_mma(_panel(mem.q, INDEX), k.permute((1, 0)), zero, use_acc=False, is_async=True)
+    k = _panel(mem.k, 3 * INDEX + zero)
+    token = warpgroup_mma(_panel(mem.q, INDEX + zero), k.permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(mem.full.index(1 + INDEX), parity)
-    k = _panel(mem.k, 1 + INDEX)
-    token = warpgroup_mma(_panel(mem.q, 1 - INDEX), k.permute((1, 0)), token, is_async=True)
+    k = _panel(mem.k, 1 + INDEX + zero)
+    token = warpgroup_mma(_panel(mem.q, 1 - INDEX + zero), k.permute((1, 0)), token, is_async=True)
     k = _panel(mem.k_other, INDEX)
     q = mem.q_other.reshape([KEYS, KEYS])
     return warpgroup_mma(q, k.permute((1, 0)), token, is_async=True)
