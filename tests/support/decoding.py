@@ -261,7 +261,7 @@ LATENTS = (
         latent=True,
         wild=True,
         heads=8,
-        kv_heads=2,
+        kv_heads=1,
         head_dim=56,
         v_head_dim=40,
         tokens=5,
@@ -281,6 +281,21 @@ LATENTS = (
     ),
 )
 """Cases of latents, of all shapes that models have."""
+
+_SMALL = Case(
+    lengths=(300, 0, 40), latent=True, heads=5, kv_heads=1, head_dim=160, v_head_dim=128, page_size=64, ragged=0.4
+)
+HOPPER_LATENTS = (
+    _SMALL,
+    replace(_SMALL, lengths=(700,), page_size=128, mine=1.0, splits=2, ragged=0.8),
+    replace(_SMALL, tokens=14, causal=False, softcap=5.0, alibi=True),
+    replace(_SMALL, lengths=(200, 300, 90), tokens=3, heads=20, wild=True, page_size=256),
+    replace(_SMALL, head_dim=128, tokens=2, window=70, lengths=(900, 60), splits=5),
+    replace(_SMALL, head_dim=288, v_head_dim=256, heads=40, shared=True, lengths=(260, 200)),
+    replace(_SMALL, head_dim=320, v_head_dim=256, heads=64, lengths=(260,), mine=1.0),
+    replace(_SMALL, head_dim=576, v_head_dim=512, heads=128, lengths=(200, 70)),
+)
+"""Cases that the Hopper kernel serves: whole tiles of 64 rows."""
 
 CASES = (
     Case(),

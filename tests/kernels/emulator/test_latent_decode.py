@@ -15,22 +15,12 @@ if os.environ.get("GLUON_EMULATOR") != "1":
 
 from ringattn.kernels.decode import latent_hopper
 from tests.kernels.emulator import gluon as machine
-from tests.support.decoding import Case, are_same, assert_exact, empty_parts, make_scene
+from tests.support.decoding import HOPPER_LATENTS, Case, are_same, assert_exact, empty_parts, make_scene
 
-SMALL = Case(
-    lengths=(300, 0, 40), latent=True, heads=5, kv_heads=1, head_dim=160, v_head_dim=128, page_size=64, ragged=0.4
-)
-CASES = (
-    SMALL,
-    replace(SMALL, lengths=(700,), page_size=128, mine=1.0, splits=2, ragged=0.8),
-    replace(SMALL, tokens=14, causal=False, softcap=5.0, alibi=True),
-    replace(SMALL, lengths=(200, 300, 90), tokens=3, heads=20, wild=True, page_size=256),
-    replace(SMALL, head_dim=128, tokens=2, window=70, lengths=(900, 60), splits=5),
-    replace(SMALL, head_dim=288, v_head_dim=256, heads=40, shared=True, lengths=(260, 200)),
-    replace(SMALL, head_dim=320, v_head_dim=256, heads=64, lengths=(260,), mine=1.0),
-    replace(SMALL, head_dim=576, v_head_dim=512, heads=128, lengths=(200, 70)),
-)
 EAGER, SHUFFLED, BOTH = {"eager": True}, {"seed": 0}, {"seed": 1, "eager": True}
+
+
+SMALL = HOPPER_LATENTS[0]
 
 
 def run(case: Case, dtype: torch.dtype, **mode: Any) -> torch.Tensor:
@@ -43,18 +33,18 @@ def run(case: Case, dtype: torch.dtype, **mode: Any) -> torch.Tensor:
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", HOPPER_LATENTS, ids=str)
 def test_the_kernel_stays_within_budget(case: Case) -> None:
     run(case, torch.bfloat16)
 
 
-@pytest.mark.parametrize("case", [SMALL, CASES[2]], ids=str)
+@pytest.mark.parametrize("case", [SMALL, HOPPER_LATENTS[2]], ids=str)
 def test_float16_stays_within_budget(case: Case) -> None:
     run(case, torch.float16)
 
 
 def test_no_order_of_events_changes_a_bit() -> None:
-    first, *others = (run(CASES[1], torch.bfloat16, **mode) for mode in ({}, EAGER, SHUFFLED, BOTH))
+    first, *others = (run(HOPPER_LATENTS[1], torch.bfloat16, **mode) for mode in ({}, EAGER, SHUFFLED, BOTH))
     assert all(are_same(first, other) for other in others)
 
 
