@@ -13,7 +13,6 @@ scales of fp8 among them, and `share` is their part of the bandwidth that the sa
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -150,7 +149,8 @@ def latent_rows(
         bandwidth: Of memory, 10^9 bytes per second.
     """
     heads, batches, lengths = LATENT_SIZES[session.device.type]
-    for dtype, b, n in itertools.product((torch.bfloat16, FP8), batches, lengths):
+    cases = [(dtype, b, n) for dtype in (torch.bfloat16, FP8) for b in batches for n in lengths]
+    for dtype, b, n in cases:
         blocks, size = -(-n // PAGE), b * n * (LATENT + ROTARY + 2) * dtype.itemsize
         layers = max(1, -(-LATENT_BYTES[session.device.type] // size))
         pools = [_latent_pool(session.device, b * blocks, dtype, seed) for seed in range(layers)]
@@ -250,9 +250,9 @@ def _latent_ratio(call: DecodeCall, i: int, o: Tensor) -> float:
         rows = dequantise(rows, call.k_scale[pages], torch.float32)
     rows = rows.flatten(0, 2)[: int(call.hi[i])]
 
-    def plain(dtype: torch.dtype) -> Tensor:
+    def attention_in(dtype: torch.dtype) -> Tensor:
         x = rows.to(dtype)
         return torch.softmax(call.q[i, 0].to(dtype) @ x.T * call.score.softmax_scale, -1) @ x[:, :LATENT]
 
-    exact = plain(torch.float64)
-    return Budget.of(exact, plain(call.q.dtype)).ratio(o[i, 0], exact)
+    exact = attention_in(torch.float64)
+    return Budget.of(exact, attention_in(call.q.dtype)).ratio(o[i, 0], exact)
