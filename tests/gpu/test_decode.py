@@ -118,6 +118,7 @@ def test_a_graph_serves_what_is_written_into_its_tables_later(kind: str) -> None
         for name, x in pools.items()
     }
     if base.latent:
+        assert pools["k"] is not None
         pools["v"] = pools["k"][..., : base.v_head_dim]
     names = ("pages", "starts", "lengths")
     table = PageTable(
