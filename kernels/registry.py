@@ -112,6 +112,21 @@ def check_triton_device(device: torch.device, *, explicit: bool) -> tuple[bool, 
     return True, f"CUDA device of compute capability {major}.{minor}"
 
 
+def check_hopper(device: torch.device) -> tuple[bool, str]:
+    """Return whether the Gluon kernels run on a device, and the reason."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False, f"device must be a CUDA GPU of compute capability 9.0, got {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return False, f"compute capability must be 9.0, got {major}.{minor}"
+    if importlib.util.find_spec("triton") is None:
+        return False, "triton must be installed, got none"
+    found = importlib.import_module("triton").__version__
+    if found.rpartition(".")[0] not in HOPPER_TRITON:
+        return False, f"triton must be {' or '.join(HOPPER_TRITON)}, on which these kernels were proven, got {found}"
+    return True, f"compute capability 9.0 and triton {found}"
+
+
 def check_dtype(dtype: torch.dtype, *names: str) -> str | None:
     """Return the reason against a dtype that is not among `names`; None: it is served."""
     got = str(dtype).removeprefix("torch.")
@@ -144,17 +159,7 @@ def _hopper(request: _Request) -> tuple[bool, str]:
     for feature in ("bias", "dropout"):
         if feature in request.features:
             return False, f"{feature} is served by the portable kernels"
-    if request.device.type != "cuda" or torch.version.hip is not None:
-        return False, f"device must be a CUDA GPU of compute capability 9.0, got {request.device}"
-    major, minor = torch.cuda.get_device_capability(request.device)
-    if (major, minor) != (9, 0):
-        return False, f"compute capability must be 9.0, got {major}.{minor}"
-    if importlib.util.find_spec("triton") is None:
-        return False, "triton must be installed, got none"
-    found = importlib.import_module("triton").__version__
-    if found.rpartition(".")[0] not in HOPPER_TRITON:
-        return False, f"triton must be {' or '.join(HOPPER_TRITON)}, on which these kernels were proven, got {found}"
-    return True, f"compute capability 9.0 and triton {found}"
+    return check_hopper(request.device)
 
 
 def _torch(request: _Request) -> tuple[bool, str]:

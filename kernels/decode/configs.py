@@ -52,7 +52,13 @@ FEW_ROWS = 16
 MANY_ROWS = 64
 """Rows of a tile beyond which a call is bound by products instead of memory: rows of a prompt, not of decoding."""
 
-# (kind of device, bytes per element of the pool, largest padded head_dim) -> for FEW_ROWS, for more, for more than MANY_ROWS
+LATENT = 0
+"""Bucket of pools of latents, whatever their columns: one tile of K and V together."""
+
+LATENT_HOPPER = DecodeConfig(64, 9, 2, 1)
+"""Of latents in 16 bits on sm90: the tiles of latent_hopper.py, which knows no other."""
+
+# (kind of device, bytes per element of the pool, padded head_dim or LATENT) -> for FEW_ROWS, for more, for more than MANY_ROWS
 _TABLE: dict[tuple[str, int, int], tuple[DecodeConfig, ...]] = {
     # 227 KiB of shared memory
     ("sm90", 1, 64): (DecodeConfig(64, 4, 4, 4), DecodeConfig(64, 8, 4, 2), DecodeConfig(64, 8, 4, 1, block_m=128)),
@@ -91,20 +97,31 @@ _TABLE: dict[tuple[str, int, int], tuple[DecodeConfig, ...]] = {
     for kind in ("sm80", "sm86", "sm90", "sm100", "amd")
     for bucket in (64, 128, 256)
 } | {
+    # 32 rows of 576 columns are 36 KiB in bf16
+    (kind, size, LATENT): (
+        DecodeConfig(16 if size == 4 else 32, 8, 2 if size == 4 else stages, 1, block_m=16),
+        DecodeConfig(16 if size == 4 else 32, 8, 2 if size == 4 else stages - 1, 1, block_m=16 if size == 4 else 32),
+    )
+    for kind, stages in (("sm80", 4), ("sm86", 3), ("sm90", 5), ("sm100", 5))
+    for size in (1, 2, 4)
+} | {
+    ("amd", size, LATENT): (DecodeConfig(16, 8, 3 - size // 2, 1, block_m=16),) for size in (1, 2, 4)
+} | {
     (INTERPRETER, size, bucket): (DecodeConfig(16, 1, 1, 2, block_m=32), DecodeConfig(32, 1, 1, 2, block_m=32))
     for size in (1, 2, 4)
-    for bucket in (64, 128, 256)
+    for bucket in (64, 128, 256, LATENT)
 }  # fmt: skip
 
 
-def choose(kind: str, itemsize: int, head_dim: int, rows: int) -> DecodeConfig:
+def choose(kind: str, itemsize: int, head_dim: int, rows: int, *, latent: bool = False) -> DecodeConfig:
     """The configuration of a call.
 
     Args:
         kind: From `portable.configs.kind_of`.
         itemsize: Bytes per element of the pool.
+        latent: Whether values are columns of the keys.
     """
-    bucket = next(b for b in (64, 128, 256) if head_dim <= b)
+    bucket = LATENT if latent else next(b for b in (64, 128, 256) if head_dim <= b)
     found = _TABLE[kind, itemsize, bucket]
     return found[min((rows > FEW_ROWS) + (rows > MANY_ROWS), len(found) - 1)]
 

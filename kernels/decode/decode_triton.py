@@ -28,6 +28,10 @@ Note [Bytes in pairs]
     "instructions", or by integer operations on two elements at once ("bits"), or by those that the interpreter knows
     ("portable"): the last two move sign and magnitude to where fp16 has them, which is the number over 2^8, because fp16's
     exponent is biased by 15 instead of 7. Scales are of rows, so they are part of scores and of p, never of a tile.
+
+Note [Two tiles of latents]
+    Where values are columns of the keys (LATENT; Note [Latents] of dispatch.py), k is the other columns alone, D of them or none,
+    and the tile of v serves both products: q . k = q_value . v + q_other . k. So 576 columns are padded to 512 + 64.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
@@ -144,6 +148,63 @@ def _count_before(starts, lengths, count, position, FAN: tl.constexpr):
 
 
 @triton.jit
+def _request_of(ends, slot):
+    """(request, its number of shares, which of them) of a slot; requests past the last have none, and come last."""
+    before = ends <= slot
+    begins = tl.max(tl.where(before, ends, 0), 0)
+    mine = tl.min(tl.where(before, 2**31 - 1, ends), 0) - begins
+    return tl.sum(before.to(tl.int32), 0), mine, slot - begins
+
+
+@triton.jit
+def _blocks_of(
+    counts, starts, lengths, lo_ptr, hi_ptr, lo_sb, hi_sb, r, b, s, mine, split, S: tl.constexpr, SEARCH: tl.constexpr
+):  # fmt: skip
+    """The first block of a share, and one past the last, among those that some row of request r sees; `starts` are its own."""
+    count = tl.load(counts + r)
+    all_lo, all_hi = _bounds(lo_ptr, hi_ptr, lo_sb, hi_sb, r + tl.zeros([1], tl.int32), b, s, S)
+    any_lo = tl.min(all_lo, 0)
+    any_hi = tl.max(all_hi, 0)
+    first = 0
+    last = tl.where(any_lo < any_hi, count, 0)
+    # both loads before either is used: one round trip
+    start_of_first = tl.load(starts, mask=last > 0, other=0)
+    start_of_last = tl.load(starts + last - 1, mask=last > 0, other=0)
+    if last > 0:
+        if any_lo > start_of_first:
+            first = _count_before(starts, lengths, count, any_lo, SEARCH)
+        if any_hi <= start_of_last:
+            last = _count_before(starts, None, count, any_hi, SEARCH)
+    chunk = tl.cdiv(tl.maximum(last - first, 0), mine)
+    begin = tl.minimum(first + split * chunk, last)
+    return begin, tl.minimum(begin + chunk, last)
+
+
+@triton.jit(do_not_specialize=["table_sb", "lo_sb", "hi_sb", "b", "s", "slots", "splits", "least"])
+def _plan_shares_kernel(
+    starts, lengths, counts, lo_ptr, hi_ptr, shares, table_sb, lo_sb, hi_sb, b, s, slots, splits, least,
+    PAGE: tl.constexpr, B: tl.constexpr, S: tl.constexpr, FINER: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """`slots 8`: request, split, shares of it, first block, one past the last, 1; of empty slots 0, 0, 1, 0, 0, 0."""
+    slot = tl.program_id(0)
+    ends = _find_ends(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE, B, S, FINER)
+    r, mine, split = _request_of(ends, slot)
+    place = shares + slot * 8
+    if slot < tl.max(ends, 0):
+        starts += tl.cast(r, tl.int64) * table_sb
+        lengths += tl.cast(r, tl.int64) * table_sb
+        begin, end = _blocks_of(counts, starts, lengths, lo_ptr, hi_ptr, lo_sb, hi_sb, r, b, s, mine, split, S, SEARCH)
+        tl.store(place, r)
+        tl.store(place + 1, split)
+        tl.store(place + 2, mine)
+        tl.store(place + 3, begin)
+        tl.store(place + 4, end)
+        tl.store(place + 5, 1)
+    else:
+        tl.store(place + tl.arange(0, 8), (tl.arange(0, 8) == 2).to(tl.int32))
+
+
+@triton.jit
 def _load_tile(
     pool, page, h_kv, row0, length, sp, sh, ss, ROWS: tl.constexpr, COLS: tl.constexpr, WIDTH: tl.constexpr,
     DENSE: tl.constexpr,
@@ -204,7 +265,7 @@ def _decode_kernel(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D_WIDTH: tl.constexpr,
     DV: tl.constexpr, DV_WIDTH: tl.constexpr, B: tl.constexpr, S: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr, SEARCH: tl.constexpr, FINER: tl.constexpr,
-    K_BYTES: tl.constexpr, V_BYTES: tl.constexpr,
+    K_BYTES: tl.constexpr, V_BYTES: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
     """The partial of one tile of rows over one share of blocks (Note [Division of work]). Strides are in elements."""
     pid = tl.program_id(0)
@@ -216,13 +277,9 @@ def _decode_kernel(
         ends = tl.load(split_plan + tl.arange(0, B))
     else:
         ends = _find_ends(counts, lo_ptr, hi_ptr, lo_sb, hi_sb, b, s, slots, splits, least, PAGE, B, S, FINER)
-    before = ends <= slot
-    r = tl.sum(before.to(tl.int32), 0)  # requests past b have no shares, and come last
     if slot >= tl.max(ends, 0):
         return
-    begins = tl.max(tl.where(before, ends, 0), 0)
-    mine = tl.min(tl.where(before, 2**31 - 1, ends), 0) - begins
-    split = slot - begins
+    r, mine, split = _request_of(ends, slot)
 
     # the rows of this tile: new token, then query head of the group
     x = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -241,30 +298,19 @@ def _decode_kernel(
     whole_lo = tl.max(tl.where(sees, lo, tl.where(exists, 2**31 - 1, 0)), 0)
     whole_hi = tl.min(tl.where(sees, hi, 2**31 - 1), 0)
     c = tl.arange(0, D)
+    cv = tl.arange(0, DV)
+    there_v = exists[:, None] & (cv < DV_WIDTH)[None, :]
     q_at = q + tl.cast(r, tl.int64) * q_sb + token * q_ss + head * q_sh
+    q_value = None
+    if LATENT:
+        q_value = tl.load(q_at[:, None] + cv[None, :], mask=there_v, other=0.0)
+        q_at += DV_WIDTH
     q_tile = tl.load(q_at[:, None] + c[None, :], mask=exists[:, None] & (c < D_WIDTH)[None, :], other=0.0)
 
-    # the blocks of this share, among those that some row of the request sees
-    count = tl.load(counts + r)
     pages += tl.cast(r, tl.int64) * table_sb
     starts += tl.cast(r, tl.int64) * table_sb
     lengths += tl.cast(r, tl.int64) * table_sb
-    all_lo, all_hi = _bounds(lo_ptr, hi_ptr, lo_sb, hi_sb, r + tl.zeros([1], tl.int32), b, s, S)
-    any_lo = tl.min(all_lo, 0)
-    any_hi = tl.max(all_hi, 0)
-    first = 0
-    last = tl.where(any_lo < any_hi, count, 0)
-    # both loads before either is used: one round trip
-    start_of_first = tl.load(starts, mask=last > 0, other=0)
-    start_of_last = tl.load(starts + last - 1, mask=last > 0, other=0)
-    if last > 0:
-        if any_lo > start_of_first:
-            first = _count_before(starts, lengths, count, any_lo, SEARCH)
-        if any_hi <= start_of_last:
-            last = _count_before(starts, None, count, any_hi, SEARCH)
-    chunk = tl.cdiv(tl.maximum(last - first, 0), mine)
-    begin = tl.minimum(first + split * chunk, last)
-    end = tl.minimum(begin + chunk, last)
+    begin, end = _blocks_of(counts, starts, lengths, lo_ptr, hi_ptr, lo_sb, hi_sb, r, b, s, mine, split, S, SEARCH)
 
     TILES: tl.constexpr = PAGE // BLOCK_N  # of a page
     FP8: tl.constexpr = k_scale is not None
@@ -274,11 +320,19 @@ def _decode_kernel(
         q_size = tl.full([BLOCK_M], 1.0, tl.float32)
         if q_tile.dtype == tl.bfloat16:
             # fp16 holds every e4m3 number, and q too once it is divided by a power of two near its largest element
-            top = tl.max(tl.abs(q_tile.to(tl.float32)), 1).to(tl.int32, bitcast=True) & 0x7F800000
-            q_tile = (q_tile.to(tl.float32) * (0x7F000000 - top).to(tl.float32, bitcast=True)[:, None]).to(tl.float16)
+            largest = tl.max(tl.abs(q_tile.to(tl.float32)), 1)
+            if LATENT:
+                largest = tl.maximum(largest, tl.max(tl.abs(q_value.to(tl.float32)), 1))
+            top = largest.to(tl.int32, bitcast=True) & 0x7F800000
+            raised = (0x7F000000 - top).to(tl.float32, bitcast=True)[:, None]
+            q_tile = (q_tile.to(tl.float32) * raised).to(tl.float16)
+            if LATENT:
+                q_value = (q_value.to(tl.float32) * raised).to(tl.float16)
             q_size = top.to(tl.float32, bitcast=True)
         factor = (q_size * (scale * _unit(K_BYTES)))[:, None]
         q_even, q_odd = tl.split(tl.reshape(q_tile, [BLOCK_M, D // 2, 2]))
+        if LATENT:
+            value_even, value_odd = tl.split(tl.reshape(q_value, [BLOCK_M, DV // 2, 2]))
     HEADROOM: tl.constexpr = 14.0 if q_tile.dtype == tl.float16 else 0.0
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # per column of tiles: summed once, at the end
@@ -306,9 +360,15 @@ def _decode_kernel(
             k_even, k_odd = _pairs(k_tile, K_BYTES)
             qk = tl.dot(q_even, tl.trans(k_even.to(q_tile.dtype)), input_precision=PRECISION)
             qk = tl.dot(q_odd, tl.trans(k_odd.to(q_tile.dtype)), qk, input_precision=PRECISION)
+            if LATENT:
+                v_even, v_odd = _pairs(v_tile, V_BYTES)
+                qk = tl.dot(value_even, tl.trans(v_even.to(q_tile.dtype)), qk, input_precision=PRECISION)
+                qk = tl.dot(value_odd, tl.trans(v_odd.to(q_tile.dtype)), qk, input_precision=PRECISION)
             qk *= k_size[None, :]
         else:
             qk = tl.dot(q_tile, tl.trans(k_tile.to(q_tile.dtype)), input_precision=PRECISION)
+            if LATENT:
+                qk = tl.dot(q_value, tl.trans(v_tile), qk, input_precision=PRECISION)
         k_pos = start + row0 + n
         sc, _ = score_of(
             qk, q_pos[:, None], k_pos[None, :], slope, None, None, factor, cap, SOFTCAP, q_tile.dtype == tl.float32
@@ -330,7 +390,8 @@ def _decode_kernel(
         acc = acc * alpha
         if FP8:
             p = (p * v_size[None, :]).to(q_tile.dtype)
-            v_even, v_odd = _pairs(v_tile, V_BYTES)
+            if not LATENT:
+                v_even, v_odd = _pairs(v_tile, V_BYTES)
             acc = tl.dot(p, v_even.to(q_tile.dtype), acc, input_precision=PRECISION)
             odd = tl.dot(p, v_odd.to(q_tile.dtype), odd * alpha, input_precision=PRECISION)
         else:
@@ -344,12 +405,10 @@ def _decode_kernel(
     if FP8:
         acc = tl.interleave(acc, odd) * _unit(V_BYTES)
     row = (r * s + token) * (hk * group) + head
-    cv = tl.arange(0, DV)
     acc_at = (tl.cast(row, tl.int64) * DV_WIDTH)[:, None] + cv[None, :]
-    acc_there = exists[:, None] & (cv < DV_WIDTH)[None, :]
     ml = parts + tl.cast(rows, tl.int64) * DV_WIDTH
     home = tl.cast(split, tl.int64) * parts_sp
-    tl.store(parts + home + acc_at, acc, mask=acc_there)
+    tl.store(parts + home + acc_at, acc, mask=there_v)
     total = tl.sum(l_i, 1)
     # a maximum on the GPU passes over NaN: a row of NaN alone would have the m of a row that saw nothing
     tl.store(ml + home + row, tl.where(total == total, m_i - HEADROOM, total), mask=exists)
@@ -364,16 +423,18 @@ def _decode_kernel(
         tl.store(at + rows, tl.zeros([SPARED, BLOCK_M], tl.float32), mask=spared)
 
 
-def _sharing(q: Tensor, v: Tensor, splits: int, config: DecodeConfig | None) -> tuple[DecodeConfig, int, int, int]:
-    """Return the division of all calls of the same shapes (Note [Division of work]); v is the pool as it was given, in fp8 or not.
+def _sharing(call: DecodeCall, splits: int, config: DecodeConfig | None) -> tuple[DecodeConfig, int, int, int]:
+    """Return the division of all calls of the same shapes (Note [Division of work]).
 
     These are the configuration, the shares that fill the device, the smallest share in blocks, and the largest number of shares
     that an even one is cut into.
     """
+    q, v = call.q, call.v
     b, s, h, d = q.shape
     _, hk, page_size, dv = v.shape
     if config is None:
-        config = decode_configs.choose(kind_of(q.device), v.element_size(), max(d, dv), s * h // hk)
+        kind, rows = kind_of(q.device), s * h // hk
+        config = decode_configs.choose(kind, v.element_size(), max(d, dv), rows, latent=call.latent)
     sms = decode_configs.multiprocessors(q.device) if q.is_cuda else 4
     many = s * h // hk > decode_configs.MANY_ROWS
     # the caller of many rows has counted rounds already: the height of its stack is what it wants
@@ -391,7 +452,7 @@ def plan_splits(call: DecodeCall, splits: int) -> Tensor | None:
         return None
     room: int = triton.next_power_of_2(b)
     split_plan = torch.empty(room, dtype=torch.int32, device=q.device)
-    _, slots, least, finer = _sharing(q, v, splits, None)
+    _, slots, least, finer = _sharing(call, splits, None)
     bound_launch.launch(
         _plan_splits_kernel,
         (1,),
@@ -400,6 +461,27 @@ def plan_splits(call: DecodeCall, splits: int) -> Tensor | None:
         num_warps=4,
     )
     return split_plan
+
+
+def plan_shares(call: DecodeCall, splits: int, config: DecodeConfig) -> Tensor:
+    """Return `slots 8` int32: the share of every slot, as `_plan_shares_kernel` writes it."""
+    q, _, v, table, lo, hi, *_ = call
+    b, s, _, _ = q.shape
+    _, slots, least, finer = _sharing(call, splits, config)
+    shares = torch.empty(min(finer * slots + b, b * splits), 8, dtype=torch.int32, device=q.device)
+    bound_launch.launch(
+        _plan_shares_kernel,
+        (shares.shape[0],),
+        (
+            table.starts, table.lengths, table.counts, lo, hi, shares, table.pages.stride(0), lo.stride(0), hi.stride(0), b, s,
+            slots, splits, least,
+        ),
+        {
+            "PAGE": v.shape[2], "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s), "FINER": finer, "SEARCH": FAN,
+        },
+        num_warps=4,
+    )  # fmt: skip
+    return shares
 
 
 def decode(
@@ -413,7 +495,10 @@ def decode(
     if b == 0:
         return
     kind, splits = kind_of(q.device), parts.shape[0]
-    config, slots, least, finer = _sharing(q, v, splits, config)
+    config, slots, least, finer = _sharing(call, splits, config)
+    latent = call.latent
+    if latent:
+        k, d = k[..., dv:], d - dv  # Note [Two tiles of latents]
     if k.dtype == FP8:
         for name, x in (("k", k), ("v", v)):
             if any(stride % 2 for stride in x.stride()[:3]) or x.data_ptr() % 2:
@@ -442,6 +527,7 @@ def decode(
             "SOFTCAP": score.softcap > 0, "DENSE": k.stride(2) == k.shape[3] and v.stride(2) == v.shape[3],
             "PRECISION": "tf32x3" if fp32_on_gpu else "ieee", "STAGES": config.num_stages, "SEARCH": FAN,
             "FINER": finer, "K_BYTES": k_bytes, "V_BYTES": v_bytes,
+            "LATENT": latent,
         },
         **options,
     )  # fmt: skip

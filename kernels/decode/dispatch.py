@@ -9,6 +9,17 @@ A pool is k `pages hk page_size d` and v `pages hk page_size dv`: a page of one 
 (page, start, length): rows 0 .. length - 1 of the page hold the keys at global positions start .. start + length - 1.
 Blocks of a request ascend by start and do not overlap. Rows of a page from `length` on may be NaN, and are not used.
 An fp8 pool (float8_e4m3fn) comes with a scale for every row of a page: k = k_scale * pool row, and v the same.
+
+Note [Latents]
+    Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) keeps one row per token: a latent of r columns, which
+    every head multiplies by its own k_up and v_up, and dr rotary columns. Decode absorbs both products: with q_nope k_up beside
+    q_rope as queries of r + dr columns, the score is q . row, and the weighted sum of latents is multiplied by v_up afterwards.
+    So there is one key head, and its values are the first r of its columns. Such a call passes one pool: k `pages 1 page_size
+    (r + dr)`, v = k[..., :r], a view of it, and with fp8 one scale per row, given as k_scale and v_scale. Kernels read a row
+    once for both products. The result is O `b s h r`. softmax_scale is that of the expanded heads, (dn + dr) ** -0.5, often
+    with a factor: it is not a function of r. A row that is not finite is stored as zeros in its first r columns and NaN in the
+    other dr, its scale finite: then rows that see it are NaN, and no others.
+
 A decode call leaves a stack of packed parts (Note [Packed parts] of kernels.partials.packed), whose merge is the attention
 of this rank's keys. m of a row is the reference point of its l and acc, near its maximum. The division of keys among the
 stack follows from shapes and the content of the table alone, so the bits are the same from run to run.
@@ -27,10 +38,20 @@ from torch import Tensor
 from ringattn.kernels.decode import configs as decode_configs
 from ringattn.kernels.interface import Score, accumulation_dtype
 from ringattn.kernels.partials.packed import size as parts_len
-from ringattn.kernels.registry import Candidate, SelectedKernels, check_dims, check_dtype, check_triton_device, select
+from ringattn.kernels.registry import (
+    Candidate,
+    SelectedKernels,
+    check_dims,
+    check_dtype,
+    check_hopper,
+    check_triton_device,
+    select,
+)
 
 MAX_TOKENS = 128
 """Rows of a request that one call takes. More are several requests with the same blocks."""
+MAX_LATENT = 512
+"""Columns of a latent that kernels for GPUs take; rotary columns are at most 256."""
 FP8 = torch.float8_e4m3fn
 
 
@@ -57,14 +78,14 @@ class DecodeCall(NamedTuple):
     Attributes:
         q: `b s h d`, fp16, bf16, fp32 (fp64 eager); last dim contiguous.
         k: `pages hk page_size d`, q's dtype, or float8_e4m3fn with k_scale; last dim contiguous.
-        v: `pages hk page_size dv`, like k.
+        v: `pages hk page_size dv`, like k; or `k[..., :dv]` (Note [Latents]).
         table: The blocks of every request.
         lo: `b s` int32: the new token x of b sees the keys at global positions lo[b, x] <= p < hi[b, x].
         hi: `b s` int32.
         positions: `b s` int32: where the new tokens sit; matters to ALiBi only.
         score: Without sinks and biases.
         k_scale: `pages hk page_size` fp32, with fp8 only.
-        v_scale: Like k_scale.
+        v_scale: Like k_scale; k_scale itself for latents.
     """
 
     q: Tensor
@@ -78,6 +99,12 @@ class DecodeCall(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    @property
+    def latent(self) -> bool:
+        """Whether v is the first columns of k (Note [Latents])."""
+        k, v = self.k, self.v
+        return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
+
 
 @dataclass(frozen=True)
 class _Request:
@@ -88,6 +115,7 @@ class _Request:
     v_head_dim: int
     page_size: int
     explicit: bool
+    latent: bool
 
 
 def num_splits(
@@ -102,27 +130,44 @@ def num_splits(
     head_dim: int = 128,
     kv_dtype: torch.dtype = torch.bfloat16,
     same_length: bool = False,
+    latent: bool = False,
 ) -> int:
     """Number of partials that a decode call should leave: enough to fill the device, few enough to be cheap to merge."""
-    if device.type != "cuda" or not 1 <= head_dim <= 256 or kv_dtype.itemsize > 4:
+    if not _has_config(device, head_dim, kv_dtype, latent):
         return 1
     from ringattn.kernels.attention.portable.configs import kind_of
 
-    config = decode_configs.choose(kind_of(device), kv_dtype.itemsize, head_dim, s * h // hk)
+    kind, rows = kind_of(device), s * h // hk
+    if latent and kind == "sm90" and kv_dtype.itemsize == 2 and page_size % 64 == 0:
+        config = decode_configs.LATENT_HOPPER
+    else:
+        config = decode_configs.choose(kind, kv_dtype.itemsize, head_dim, rows, latent=latent)
     sms = decode_configs.multiprocessors(device)
     return decode_configs.splits(b, s, h, hk, blocks, page_size, sms, config, same_length=same_length)
 
 
 def tile_tokens(
-    h: int, hk: int, device: torch.device, *, head_dim: int = 128, kv_dtype: torch.dtype = torch.bfloat16
+    h: int,
+    hk: int,
+    device: torch.device,
+    *,
+    head_dim: int = 128,
+    kv_dtype: torch.dtype = torch.bfloat16,
+    latent: bool = False,
 ) -> int:
     """Largest number of rows of a request that share one pass over its keys: the least that calls of many rows should bring."""
-    if device.type != "cuda" or not 1 <= head_dim <= 256 or kv_dtype.itemsize > 4:
+    if not _has_config(device, head_dim, kv_dtype, latent):
         return 16
     from ringattn.kernels.attention.portable.configs import kind_of
 
-    config = decode_configs.choose(kind_of(device), kv_dtype.itemsize, head_dim, decode_configs.MANY_ROWS + 1)
+    many = decode_configs.MANY_ROWS + 1
+    config = decode_configs.choose(kind_of(device), kv_dtype.itemsize, head_dim, many, latent=latent)
     return max(1, min(MAX_TOKENS, config.block_m * hk // h))
+
+
+def _has_config(device: torch.device, head_dim: int, kv_dtype: torch.dtype, latent: bool) -> bool:
+    most = MAX_LATENT + 256 if latent else 256
+    return device.type == "cuda" and 1 <= head_dim <= most and kv_dtype.itemsize <= 4
 
 
 def decode(call: DecodeCall, parts: Tensor, *, split_plan: Tensor | None = None, impl: str = "auto") -> None:
@@ -154,7 +199,8 @@ def plan_splits(call: DecodeCall, splits: int, *, impl: str = "auto") -> Tensor 
 
 def _kernel_of(call: DecodeCall, impl: str) -> ModuleType:
     q, k, v = call[:3]
-    return select_decode_kernel(q.device, q.dtype, k.dtype, q.shape[-1], v.shape[-1], k.shape[-2], impl=impl).kernels
+    dims = q.shape[-1], v.shape[-1], k.shape[-2]
+    return select_decode_kernel(q.device, q.dtype, k.dtype, *dims, impl=impl, latent=call.latent).kernels
 
 
 def check_decode(call: DecodeCall, parts: Tensor) -> None:
@@ -169,6 +215,7 @@ def check_decode(call: DecodeCall, parts: Tensor) -> None:
         f"{s}; cut them into several requests",
     )
     _expect(hk > 0 and h % hk == 0, "k must have a number of heads that divides q's", f"{hk} and {h}")
+    _expect(hk == 1 or not call.latent, "k must have one head where v is columns of it", str(hk))
     _expect_shape("k", k, (pages, hk, page_size, d))
     _expect(k.dtype == v.dtype, "k and v must have one dtype", f"{k.dtype} and {v.dtype}")
     _expect(k.dtype in (q.dtype, FP8), f"k must have q's dtype {q.dtype} or {FP8}", str(k.dtype))
@@ -178,6 +225,12 @@ def check_decode(call: DecodeCall, parts: Tensor) -> None:
             continue
         _expect(x is not None, f"{name} must be given when k and v are {FP8}", "None")
         _expect_shape(name, cast(Tensor, x), (pages, hk, page_size), torch.float32)
+    if call.latent and k_scale is not None and v_scale is not None:
+        _expect(
+            k_scale.data_ptr() == v_scale.data_ptr(),
+            "v_scale must be k_scale where v is columns of k",
+            "another tensor",
+        )
     _expect(table.pages.ndim == 2, "pages must be `b blocks`", f"{tuple(table.pages.shape)}")
     blocks = table.pages.shape[1]
     strides = {x.stride() for x in (table.pages, table.starts, table.lengths)}
@@ -215,9 +268,29 @@ def _expect_shape(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dty
     _expect(dtype in (None, x.dtype), f"{name} must be {dtype}", str(x.dtype))
 
 
+def _hopper(request: _Request) -> tuple[bool, str]:
+    r, d = request.v_head_dim, request.head_dim
+    why_not = check_dtype(request.dtype, "float16", "bfloat16")
+    if why_not is not None:
+        return False, why_not
+    if request.kv_dtype != request.dtype:
+        return False, f"k must have q's dtype, got {request.kv_dtype}"
+    if r not in (128, 256, 512) or not r <= d <= r + 64 or d % 8:
+        return False, f"latents must have 128, 256 or 512 columns and up to 64 rotary ones, in eights, got {r} of {d}"
+    if request.page_size % 64:
+        return False, f"page_size must be a multiple of 64, got {request.page_size}"
+    return check_hopper(request.device)
+
+
 def _portable(request: _Request) -> tuple[bool, str]:
     dims = {"head_dim": request.head_dim, "v_head_dim": request.v_head_dim}
-    why_not = check_dtype(request.dtype, "float16", "bfloat16", "float32") or check_dims(16, **dims)
+    why_not = check_dtype(request.dtype, "float16", "bfloat16", "float32")
+    if why_not is None and not request.latent:
+        why_not = check_dims(16, **dims)
+    elif why_not is None:
+        r, rotary = request.v_head_dim, request.head_dim - request.v_head_dim
+        if not 16 <= r <= MAX_LATENT or rotary > 256:
+            why_not = f"latents must have 16 to {MAX_LATENT} columns and at most 256 rotary ones, got {r} and {rotary}"
     if why_not is not None:
         return False, why_not
     for name, dim in dims.items():
@@ -241,6 +314,7 @@ _TABLE = (
     Candidate("portable", "decode.decode_triton", _portable),
     Candidate("eager", "decode.eager", _eager),
 )
+_LATENT_TABLE = (Candidate("hopper", "decode.latent_hopper", _hopper), *_TABLE)
 
 
 @functools.lru_cache
@@ -253,18 +327,21 @@ def select_decode_kernel(
     page_size: int,
     *,
     impl: str = "auto",
+    latent: bool = False,
 ) -> SelectedKernels[ModuleType]:
     """Return the fastest decode kernel that serves a call, or the one that is asked for: a module with `decode` and `plan_splits`.
 
     Args:
         impl: "auto", or the name of a kernel, which then serves or is refused, never replaced.
+        latent: Whether v is the first v_head_dim columns of k (Note [Latents]).
 
     Example:
         >>> print(select_decode_kernel(torch.device("cpu"), torch.float32, torch.float32, 64, 64, 16, impl="eager"))
         eager: plain torch serves any device, head_dim and page_size
     """
-    names = [row.name for row in _TABLE]
+    table = _LATENT_TABLE if latent else _TABLE
+    names = [row.name for row in table]
     if impl not in ("auto", *names):
         raise ValueError(f'impl must be "auto" or one of {", ".join(names)}, got "{impl}"; use "auto"')
-    request = _Request(device, dtype, kv_dtype, head_dim, v_head_dim, page_size, explicit=impl != "auto")
-    return select("decode kernel", _TABLE, request, impl, "cast q to a supported dtype")
+    request = _Request(device, dtype, kv_dtype, head_dim, v_head_dim, page_size, impl != "auto", latent)
+    return select("decode kernel", table, request, impl, "cast q to a supported dtype")

@@ -119,7 +119,7 @@ def bench_inference(args: InferenceFlags, session: Session, keep: Keep) -> list[
             session.say(f"check: attention, {what}: {ratio:.2f} of the error budget")
             if ratio > 1:
                 return None
-        bench.rows.add(measure_bandwidth(args, session))
+        bench.rows.add(measure_bandwidth(args.rounds, session))
         if "prefill" in args.parts:
             for length in contexts:
                 bench.add({"part": "prefill", "seq_len": length, "layers": 1}, _prefill_rows(bench, length))
@@ -245,13 +245,13 @@ class _Model:
         return {"part": part, "who": "ringattn", "seq_len": length, "batch": 1, **facts, **more}
 
 
-def measure_bandwidth(args: InferenceFlags, session: Session) -> Row:
+def measure_bandwidth(rounds: int, session: Session) -> Row:
     """Return how fast memory is read, on the slowest rank (Note [Bounds of tokens])."""
     size = PASS_BYTES if session.device.type == "cuda" else 2**24
     x = torch.zeros(size // 2, dtype=torch.bfloat16, device=session.device).normal_()
     wide, (half, other) = x.view(torch.float32), x.chunk(2)
     calls = {"sum of bf16": x.sum, "sum of fp32": wide.sum, "copy": lambda: other.copy_(half)}
-    times = time_together(calls, session, max(5, args.rounds))
+    times = time_together(calls, session, max(5, rounds))
     found = {name: size / time_.eager_ms / 1e6 for name, time_ in times.items()}
     best = max(found, key=lambda name: found[name])
     return {"part": "bandwidth", "who": best, "read_gbps": found[best], "all_gbps": found, "bytes": size}

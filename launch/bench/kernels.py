@@ -26,6 +26,8 @@ from torch import Tensor
 
 from ringattn.launch.bench.baselines import PEERS, Contender, Unsupported, prepare
 from ringattn.launch.bench.correctness import Expected, make_expected
+from ringattn.launch.bench.inference import measure_bandwidth
+from ringattn.launch.bench.latent_decode import latent_rows
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import (
     UNIONS,
@@ -42,7 +44,7 @@ from ringattn.launch.common.timing import Time, Timing, reason, time_calls
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.softmax import online_logsumexp, online_softmax
 
-Group = Literal["target", "batch", "masks", "grouped", "lengths", "unions", "softmax"]
+Group = Literal["target", "batch", "masks", "grouped", "lengths", "unions", "softmax", "latent"]
 GROUPS: tuple[Group, ...] = ("target", "batch", "masks", "grouped", "lengths")
 TENSORS = {"forward": ("o",), "backward": ("dq", "dk", "dv")}
 PEER_BUDGET = 4.0
@@ -55,7 +57,7 @@ class KernelsFlags:
 
     Attributes:
         groups: Problems: the target table, many short sequences, masks, grouped heads, lengths; and by name only "unions", masks
-            of several intervals and of blocks beside a causal one, and "softmax", the online softmax.
+            of several intervals and of blocks beside a causal one, "softmax", the online softmax, "latent", decode over latents.
         head_dims: Of q and k, most important first.
         v_head_dim: Of v; None: as q and k.
         masks: Masks.
@@ -227,7 +229,7 @@ def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict
     if session.world_size > 1:
         raise SystemExit("bench kernels must run in one process; start it with python -m, and bench ring with torchrun")
     planned = schedule(args)
-    if not planned and "softmax" not in args.groups:
+    if not planned and not {"softmax", "latent"} & set(args.groups):
         raise SystemExit(
             "bench kernels must have a problem to measure, got none; pass other --groups, --masks or --lengths"
         )
@@ -248,6 +250,10 @@ def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict
             free_memory()
         if "softmax" in args.groups:
             for row in softmax_rows(session, args.rounds, args.round_s):
+                rows.add(row)
+        if "latent" in args.groups:
+            bandwidth = measure_bandwidth(args.rounds, session)["read_gbps"]
+            for row in latent_rows(session, args.who, args.rounds, args.timing, args.round_s, bandwidth):
                 rows.add(row)
     return rows.rows
 

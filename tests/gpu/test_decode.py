@@ -9,7 +9,18 @@ import torch
 
 from ringattn.kernels.decode.dispatch import FP8, PageTable, decode, num_splits, select_decode_kernel
 from ringattn.kernels.interface import Score
-from tests.support.decoding import CASES, Case, Scene, are_same, assert_exact, dense, empty_parts, finish, make_scene
+from tests.support.decoding import (
+    CASES,
+    HOPPER_LATENTS,
+    Case,
+    Scene,
+    are_same,
+    assert_exact,
+    dense,
+    empty_parts,
+    finish,
+    make_scene,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,12 +36,23 @@ LONG = (
     Case(lengths=(70000, 300), window=3000, heads=8, kv_heads=2, head_dim=128, page_size=64, ragged=0.5, splits=33),
     Case(lengths=(9000, 100), fp8=True, heads=32, kv_heads=8, head_dim=128, page_size=64, splits=50),
     Case(lengths=(3000, 200), tokens=16, fp8=True, softcap=20.0, alibi=True, heads=32, kv_heads=8, head_dim=128, page_size=64),
+    Case(lengths=(9000, 100), latent=True, heads=16, kv_heads=1, head_dim=576, v_head_dim=512, page_size=64, splits=66),
+    Case(lengths=(3000, 90), latent=True, fp8=True, heads=128, kv_heads=1, head_dim=576, v_head_dim=512, page_size=32, splits=9),
 )  # fmt: skip
+LONG_LATENTS = (
+    Case(lengths=(9000, 100, 0, 2500), latent=True, heads=128, kv_heads=1, head_dim=576, v_head_dim=512, page_size=64, splits=33),
+    Case(lengths=(40000,), latent=True, heads=16, kv_heads=1, head_dim=576, v_head_dim=512, page_size=64, ragged=0.6, splits=132),
+    Case(lengths=(9000, 700), latent=True, tokens=4, heads=40, kv_heads=1, head_dim=288, v_head_dim=256, page_size=128, splits=16),
+    Case(lengths=(7000,), latent=True, window=900, heads=64, kv_heads=1, head_dim=320, v_head_dim=256, page_size=256, splits=40),
+)  # fmt: skip
+needs_hopper = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability(DEVICE) != (9, 0), reason="needs compute capability 9.0"
+)
 
 
-def run(scene: Scene, splits: int) -> torch.Tensor:
+def run(scene: Scene, splits: int, impl: str = "portable") -> torch.Tensor:
     parts = empty_parts(scene, splits)
-    decode(scene.call(), parts, impl="portable")
+    decode(scene.call(), parts, impl=impl)
     return parts
 
 
@@ -42,6 +64,17 @@ def test_the_compiled_kernel_stays_within_budget(case: Case, dtype: torch.dtype)
     assert_exact(scene, parts)
     for _ in range(3):
         assert are_same(run(scene, case.splits), parts), "the same bits from run to run"
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*HOPPER_LATENTS, *LONG_LATENTS], ids=str)
+def test_latents_on_hopper_stay_within_budget(case: Case, dtype: torch.dtype) -> None:
+    scene = make_scene(case, dtype).to(DEVICE)
+    parts = run(scene, case.splits, "hopper")
+    assert_exact(scene, parts)
+    for _ in range(10):
+        assert are_same(run(scene, case.splits, "hopper"), parts), "the same bits from run to run"
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
@@ -68,10 +101,15 @@ def test_a_gpu_is_served_by_portable() -> None:
     assert 1 < splits <= 4096
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_a_graph_serves_what_is_written_into_its_tables_later(fp8: bool) -> None:
+@pytest.mark.parametrize("kind", ["portable", "fp8", pytest.param("latents", marks=needs_hopper)])
+def test_a_graph_serves_what_is_written_into_its_tables_later(kind: str) -> None:
     """Captured with one token a request; replayed with other lengths, an empty request, other bounds and other pages."""
-    base = Case(lengths=(40, 40, 40), tokens=2, heads=8, kv_heads=2, head_dim=64, page_size=16, fp8=fp8, mine=1.0)
+    base = Case(
+        lengths=(40, 40, 40), tokens=2, heads=8, kv_heads=2, head_dim=64, page_size=16, fp8=kind == "fp8", mine=1.0
+    )
+    impl = "portable"
+    if kind == "latents":
+        impl, base = "hopper", replace(base, latent=True, kv_heads=1, head_dim=160, v_head_dim=128, page_size=64)
     columns, pages, splits = 300, 600, 9
     scene = make_scene(base, torch.bfloat16).to(DEVICE)
     pools = {name: getattr(scene, name) for name in ("k", "v", "k_scale", "v_scale")}
@@ -79,6 +117,9 @@ def test_a_graph_serves_what_is_written_into_its_tables_later(fp8: bool) -> None
         name: None if x is None else torch.empty(pages, *x.shape[1:], dtype=x.dtype, device=DEVICE)
         for name, x in pools.items()
     }
+    if base.latent:
+        assert pools["k"] is not None
+        pools["v"] = pools["k"][..., : base.v_head_dim]
     names = ("pages", "starts", "lengths")
     table = PageTable(
         **{name: torch.zeros(3, columns, dtype=torch.int32, device=DEVICE) for name in names},
@@ -95,7 +136,8 @@ def test_a_graph_serves_what_is_written_into_its_tables_later(fp8: bool) -> None
             getattr(static, name).copy_(getattr(new, name))
         for name, pool in pools.items():
             if pool is not None:
-                pool.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
+                if name != "v" or not base.latent:
+                    pool.view(torch.uint8).fill_(0xFF)  # NaN in every dtype
                 pool[: getattr(new, name).shape[0]].copy_(getattr(new, name))
         for name in names:
             getattr(table, name).fill_(-(2**31))[:, : getattr(new.table, name).shape[1]] = getattr(new.table, name)
@@ -104,7 +146,7 @@ def test_a_graph_serves_what_is_written_into_its_tables_later(fp8: bool) -> None
         return new
 
     def call() -> None:
-        decode(static.call(), parts, impl="portable")
+        decode(static.call(), parts, impl=impl)
 
     write(base)
     stream = torch.cuda.Stream()

@@ -14,6 +14,7 @@ import torch
 
 import ringattn
 from ringattn.kernels.attention.eager import EagerKernels
+from ringattn.kernels.decode import eager as decode_eager
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import baselines, correctness, kernels, workloads
 from ringattn.numerics.reference import visible_pairs
@@ -125,6 +126,23 @@ def test_softmax_is_a_group_whose_wrong_answers_have_no_speed(tmp_path: Path, mo
     assert bench.main([*SMALL, "--groups", "softmax", "--out", str(tmp_path)]) == 1
     rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
     assert all("wrong answer: y " in row["refused"] and "ours_gbps" not in row for row in rows)
+
+
+def test_latents_are_a_group_whose_wrong_answers_have_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--groups", "latent", "--who", "eager", "fa2"]
+    rows = _rows(tmp_path, *words)["rows"]
+    assert [(row["pages"], row["who"], row["kernels"]) for row in rows] == [
+        (pages, "eager", "eager") for pages in ("bfloat16", "float8_e4m3fn")
+    ]
+    for row in rows:
+        data = row["batch"] * row["seq_len"] * {"bfloat16": 1152, "float8_e4m3fn": 580}[row["pages"]]
+        assert row["gbps"] * row["ms"] * 1e6 == pytest.approx(data)
+        assert row["tflops"] * row["ms"] * 1e9 == pytest.approx(row["batch"] * row["seq_len"] * row["heads"] * 2 * 1088)
+    right = decode_eager._partial
+    monkeypatch.setattr(decode_eager, "_partial", lambda scores, values: right(scores, values * 1.1))
+    assert bench.main([*SMALL, *words, "--out", str(tmp_path)]) == 1
+    rows = json.loads((tmp_path / "kernels.json").read_text())["rows"]
+    assert all("wrong answer: o " in row["refused"] and "gbps" not in row for row in rows)
 
 
 def test_a_peer_that_raises_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ class Case:
         kv_heads: Key/value heads.
         head_dim: Of q and k.
         v_head_dim: Of v; None: head_dim.
+        latent: v is the first v_head_dim columns of k.
         page_size: Rows of a page.
         mine: Chance that a block lies on this rank.
         ragged: Chance that a block is not full.
@@ -56,6 +57,7 @@ class Case:
     kv_heads: int = 2
     head_dim: int = 32
     v_head_dim: int | None = None
+    latent: bool = False
     page_size: int = 16
     mine: float = 0.7
     ragged: float = 0.2
@@ -175,6 +177,8 @@ def make_scene(case: Case, dtype: torch.dtype = torch.float32) -> Scene:
     q = torch.randn(b, s, case.heads, case.head_dim, generator=g).to(dtype)
     score = Score(case.head_dim**-0.5, softcap=case.softcap, alibi_slopes=slopes)
     (k, v), (k_scale, v_scale) = pools, scales
+    if case.latent:
+        v, v_scale = k[..., :dv], k_scale
     return Scene(q, k, v, make_table(blocks), lo, hi, positions, score, k_scale, v_scale, blocks)
 
 
@@ -247,6 +251,52 @@ def assert_exact(scene: Scene, parts: Tensor) -> None:
     assert bool((l[~nothing] > 0).all()), "a row that saw something has weight"
 
 
+LATENTS = (
+    Case(lengths=(90, 0, 33, 7), latent=True, tokens=2, heads=5, kv_heads=1, head_dim=160, v_head_dim=128),
+    Case(lengths=(150, 40), latent=True, heads=40, kv_heads=1, head_dim=288, v_head_dim=256, page_size=32, window=50),
+    Case(lengths=(170,), latent=True, heads=20, kv_heads=1, head_dim=576, v_head_dim=512, page_size=64, shared=True),
+    Case(lengths=(99, 60), latent=True, heads=3, kv_heads=1, head_dim=64, v_head_dim=64, causal=False),
+    Case(
+        lengths=(160, 77),
+        latent=True,
+        wild=True,
+        heads=8,
+        kv_heads=1,
+        head_dim=56,
+        v_head_dim=40,
+        tokens=5,
+        softcap=5.0,
+    ),
+    Case(lengths=(130, 55), latent=True, fp8=True, tokens=2, kv_heads=1, page_size=32, head_dim=320, v_head_dim=256),
+    Case(
+        lengths=(80, 140, 10),
+        latent=True,
+        fp8=True,
+        kv_heads=1,
+        window=30,
+        alibi=True,
+        head_dim=24,
+        v_head_dim=24,
+        tokens=9,
+    ),
+)
+"""Cases of latents, of all shapes that models have."""
+
+_SMALL = Case(
+    lengths=(300, 0, 40), latent=True, heads=5, kv_heads=1, head_dim=160, v_head_dim=128, page_size=64, ragged=0.4
+)
+HOPPER_LATENTS = (
+    _SMALL,
+    replace(_SMALL, lengths=(700,), page_size=128, mine=1.0, splits=2, ragged=0.8),
+    replace(_SMALL, tokens=14, causal=False, softcap=5.0, alibi=True),
+    replace(_SMALL, lengths=(200, 300, 90), tokens=3, heads=20, wild=True, page_size=256),
+    replace(_SMALL, head_dim=128, tokens=2, window=70, lengths=(900, 60), splits=5),
+    replace(_SMALL, head_dim=288, v_head_dim=256, heads=40, shared=True, lengths=(260, 200)),
+    replace(_SMALL, head_dim=320, v_head_dim=256, heads=64, lengths=(260,), mine=1.0),
+    replace(_SMALL, head_dim=576, v_head_dim=512, heads=128, lengths=(200, 70)),
+)
+"""Cases that the Hopper kernel serves: whole tiles of 64 rows."""
+
 CASES = (
     Case(),
     Case(lengths=(90, 0, 33, 7), tokens=2),
@@ -269,5 +319,6 @@ CASES = (
     Case(lengths=(300, 130), tokens=70, heads=2, window=25, ragged=0.6, head_dim=16),
     Case(lengths=(200, 150), tokens=23, heads=6, wild=True, shared=True, softcap=4.0, alibi=True, head_dim=24),
     Case(lengths=(170, 60), tokens=36, fp8=True, page_size=32),
+    *LATENTS,
 )
 """Cases that every decode kernel must satisfy."""

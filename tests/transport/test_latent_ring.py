@@ -68,9 +68,7 @@ def simulate(
     return {"o": result.o, "lse": result.lse} | {"d" + name: grad for name, grad in result.grads.items()}
 
 
-def attend(
-    case: Attention, layout: str, nodes: int = 1, device: str = "cpu", **given: Any
-) -> dict[str, Tensor]:
+def attend(case: Attention, layout: str, nodes: int = 1, device: str = "cpu", **given: Any) -> dict[str, Tensor]:
     """One rank: whole outputs and gradients of its ring."""
     ring = Ring(nodes=nodes)
     sharding = ring.sharding(case.seq_len, layout, case.documents)

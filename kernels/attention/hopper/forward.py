@@ -227,26 +227,6 @@ def _score(s, distance, key, stride, slope, key_bias, ahead, score, SOFTCAP: gl.
     return s
 
 
-@gluon.constexpr_function
-def _scaling(count):
-    """(assembly, constraints) that multiply `count` registers by as many others unless no row of the warp changes."""
-    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
-    # the elements 0 and 2 of an accumulator lie in the two rows of a thread
-    changes = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
-    asm = f"{{ .reg .pred p; {changes} vote.sync.any.pred p, p, -1; @!p bra SAME; {products} SAME: }}"
-    return asm, ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
-
-
-@gluon.jit
-def _scaled(acc, alpha):
-    """The accumulator times alpha, skipped by warps in whose rows alpha is 1."""
-    asm: gl.constexpr = _scaling(acc.shape[1] // 2)
-    alpha, acc = gl.broadcast(gl.expand_dims(alpha, 1), acc)
-    return gl.inline_asm_elementwise(
-        asm[0], asm[1], [acc, alpha], dtype=gl.float32, is_pure=True, pack=acc.shape[1] // 2
-    )
-
-
 @gluon.jit
 def _softmax(s, m_i, l_i, scale, TREE: gl.constexpr, DOT_ONLY: gl.constexpr, GUARD: gl.constexpr, LAZY: gl.constexpr):
     """(p, m, l, alpha): weights of a block and what they make of the state; GUARD: a row may have seen nothing so far.
@@ -356,7 +336,7 @@ def _products(q, mem, stage, parity, p, acc, alpha, c, S_LAYOUT: gl.constexpr):
     k = _panels(mem.k, stage, c.BLOCK_N, c.D, c.PANELS)
     v = _panels(mem.v, v_stage, c.BLOCK_N, c.DV, c.V_PANELS)
     if c.LAZY:
-        acc = [_scaled(x, alpha) for x in acc]
+        acc = [hp.scaled_unless_one(x, alpha) for x in acc]
     mbarrier.wait(mem.k_full.index(stage), parity)
     qk = hp.begin_scores(q, k, gl.zeros([64, c.BLOCK_N], gl.float32, S_LAYOUT), False)
     mbarrier.wait(mem.v_full.index(v_stage), v_parity)

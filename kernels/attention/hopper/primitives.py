@@ -280,6 +280,26 @@ def scaled(sums, factor):
     return [x * factor for x in sums]
 
 
+@gluon.constexpr_function
+def _scaling(count):
+    """(assembly, constraints) that multiply `count` registers by as many others unless no row of the warp changes."""
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    # the elements 0 and 2 of an accumulator lie in the two rows of a thread
+    changes = f"setp.neu.f32 p, ${2 * count}, 0f3F800000; setp.neu.or.f32 p, ${2 * count + 2}, 0f3F800000, p;"
+    asm = f"{{ .reg .pred p; {changes} vote.sync.any.pred p, p, -1; @!p bra SAME; {products} SAME: }}"
+    return asm, ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def scaled_unless_one(acc, alpha):
+    """Return an accumulator times a number per row, skipped by warps in whose rows it is 1."""
+    asm: gl.constexpr = _scaling(acc.shape[1] // 2)
+    alpha, acc = gl.broadcast(gl.expand_dims(alpha, 1), acc)
+    return gl.inline_asm_elementwise(
+        asm[0], asm[1], [acc, alpha], dtype=gl.float32, is_pure=True, pack=acc.shape[1] // 2
+    )
+
+
 @gluon.jit
 def rounded(p, DTYPE: gl.constexpr):
     """Return weights as first operands of dv; Note [Raised weights] of arguments.py."""

@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter is on, and it replaces the compiler", allow_module_level=True)
 
 from ringattn.kernels.decode import configs as decode_configs  # noqa: E402
-from ringattn.kernels.decode import decode_triton  # noqa: E402
+from ringattn.kernels.decode import decode_triton, latent_hopper  # noqa: E402
 from ringattn.kernels.decode.configs import DecodeConfig  # noqa: E402
 from tests.kernels.compile import offline, sass  # noqa: E402
+from tests.kernels.compile.gluon_offline import captured, report  # noqa: E402
 from tests.kernels.compile.offline import SHARED  # noqa: E402
+from tests.support.decoding import HOPPER_LATENTS, Case, empty_parts, make_scene  # noqa: E402
 
 pytestmark = pytest.mark.compile
 SMALL = {"b", "s", "hk", "group", "tiles", "slots", "splits", "least", "rows"}
@@ -54,18 +57,21 @@ def build(
     alibi: bool = False,
     split_plan: bool = True,
     how: tuple[str, str] | None = None,
+    latent: int = 0,
 ) -> Built:
-    """Compiles the kernel as a launch of these sizes would, with 16-byte aligned pointers and strides."""
+    """Compiles the kernel as a launch of these sizes would, with 16-byte aligned pointers and strides; `latent`: its columns."""
     fn = decode_triton._decode_kernel
     padded = max(16, triton.next_power_of_2(head_dim))
     fp8 = kv_dtype == "fp8"
     how = how or decode_triton.bytes_of((arch // 10, arch % 10))
     constants: dict[str, Any] = {
         "PAGE": page_size, "BLOCK_M": decode_configs.row_tiles(s, group, config.block_m)[0],
-        "BLOCK_N": min(config.block_n, page_size), "D": padded, "D_WIDTH": head_dim, "DV": padded, "DV_WIDTH": head_dim,
-        "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s), "SOFTCAP": softcap, "DENSE": True,
+        "BLOCK_N": min(config.block_n, page_size), "D": padded, "D_WIDTH": head_dim,
+        "DV": latent or padded, "DV_WIDTH": latent or head_dim,
+        "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s), "SOFTCAP": softcap, "DENSE": not latent,
         "PRECISION": "tf32x3" if dtype == "fp32" else "ieee", "STAGES": config.num_stages, "SEARCH": decode_triton.FAN,
         "FINER": decode_triton.FINER, "tiles": 1, "K_BYTES": how[0], "V_BYTES": how[1],
+        "LATENT": bool(latent),
     }  # fmt: skip
     if not fp8:
         constants |= {"k_scale": None, "v_scale": None}
@@ -84,8 +90,8 @@ def build(
     return Built(compiled.metadata.shared, ptx, sass.assemble(ptx), sass.disassemble(compiled.asm["cubin"]))
 
 
-def chosen(arch: int, itemsize: int, head_dim: int, rows: int) -> DecodeConfig:
-    return decode_configs.choose(f"sm{arch}", itemsize, head_dim, rows)
+def chosen(arch: int, itemsize: int, head_dim: int, rows: int, *, latent: bool = False) -> DecodeConfig:
+    return decode_configs.choose(f"sm{arch}", itemsize, head_dim, rows, latent=latent)
 
 
 @pytest.mark.compiled
@@ -119,6 +125,38 @@ def test_sixteen_new_tokens_fit(arch: int, head_dim: int) -> None:
     assert built.loop.spills == 0, built.notes
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("kv_dtype", [None, "fp8"])
+def test_a_tile_of_latents_is_loaded_once_for_both_products(arch: int, heads: int, kv_dtype: str | None) -> None:
+    config = chosen(arch, 1 if kv_dtype else 2, 576, heads, latent=True)
+    built = build(arch, config, group=heads, head_dim=64, latent=512, kv_dtype=kv_dtype)
+    assert built.loop.spills == 0, built.notes
+    assert built.shared <= SHARED[arch], built.shared
+    assert config.num_warps * 32 * built.notes.registers <= 65536, built.notes
+    # of one thread, 16 bytes each; what is less than a copy per thread is one
+    copies = sum("LDGSTS.E.BYPASS.128" in line for line in built.loop.body)
+    tiles = [config.block_n * columns * (1 if kv_dtype else 2) // (32 * config.num_warps * 16) for columns in (512, 64)]
+    assert sum(tiles) <= copies <= sum(max(1, n) for n in tiles), (tiles, copies)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [HOPPER_LATENTS[i] for i in (7, 6, 0, 2)], ids=str)
+def test_the_hopper_kernel_of_latents_keeps_its_loops_in_registers(case: Case, dtype: torch.dtype) -> None:
+    scene = make_scene(case, dtype)
+    with captured() as launches:
+        latent_hopper.decode(scene.call(), empty_parts(scene, 3))
+    found = report(*launches[-1])
+    assert found.shared <= SHARED[90], str(found)
+    assert found.loop_spills == 0, str(found)
+    assert not found.stale + found.warnings + found.injected, str(found)
+    # in one round of each warpgroup: q . k of one tile, and weights times half of the values of two
+    products = (scene.v.shape[-1] + 64) // 16 + 2 * 64 // 16
+    assert [products for products, _ in found.loops] == [products] * 2, str(found)
+
+
 @pytest.mark.parametrize("arch", SHARED)
 def test_every_feature_and_fp32_fit(arch: int) -> None:
     for itemsize, dtype, kv_dtype in ((1, "bf16", "fp8"), (4, "fp32", None)):
@@ -126,6 +164,12 @@ def test_every_feature_and_fp32_fit(arch: int) -> None:
         built = build(arch, config, b=8, softcap=True, alibi=True, dtype=dtype, kv_dtype=kv_dtype)
         assert built.shared <= SHARED[arch]
         assert built.loop.spills == 0, built.notes
+        config = chosen(arch, itemsize, 576, 4, latent=True)
+        features = {"softcap": True, "alibi": True, "dtype": dtype, "kv_dtype": kv_dtype}
+        built = build(arch, config, b=8, head_dim=64, latent=512, **features)
+        assert built.shared <= SHARED[arch]
+        # q of 512 columns in three parts of TF32 fits no register file
+        assert built.loop.spills == 0 or dtype == "fp32", built.notes
 
 
 @pytest.mark.parametrize("arch", [90, 100])

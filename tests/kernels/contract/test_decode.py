@@ -40,14 +40,16 @@ def test_eager_stays_within_budget(case: Case, dtype: torch.dtype) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    kv_heads = draw(st.integers(1, 3))
+    v_head_dim, latent = draw(st.integers(1, 40)), draw(st.booleans())
+    kv_heads = 1 if latent else draw(st.integers(1, 3))
     return Case(
         lengths=tuple(draw(st.lists(st.integers(0, 120), min_size=1, max_size=4))),
         tokens=draw(st.integers(1, 16)),
         heads=kv_heads * draw(st.integers(1, 4)),
         kv_heads=kv_heads,
-        head_dim=draw(st.integers(1, 40)),
-        v_head_dim=draw(st.integers(1, 40)),
+        head_dim=draw(st.integers(0 if latent else 1, 40)) + v_head_dim * latent,
+        v_head_dim=v_head_dim,
+        latent=latent,
         page_size=draw(st.sampled_from([1, 3, 8, 16, 64])),
         mine=draw(st.sampled_from([0.0, 0.3, 1.0])),
         ragged=draw(st.sampled_from([0.0, 0.5])),
@@ -129,6 +131,32 @@ def test_models_that_cannot_be_served_are_refused(changes: dict[str, Any], error
     parts = given.pop("parts", empty_parts(scene, 2))
     with pytest.raises(error, match=match):
         decode_eager.decode(replace(scene, **given).call(), parts)
+
+
+def test_latents_are_told_by_their_storage_and_have_one_scale() -> None:
+    scene = make_scene(Case(lengths=(50, 20), fp8=True, latent=True, kv_heads=1, head_dim=24, v_head_dim=16))
+    assert scene.call().latent
+    assert not replace(scene, v=scene.v.view(torch.uint8).clone().view(FP8)).call().latent
+    assert not make_scene(Case()).call().latent
+    assert scene.v_scale is not None
+    with pytest.raises(ValueError, match="v_scale must be k_scale"):
+        decode_eager.decode(replace(scene, v_scale=scene.v_scale.clone()).call(), empty_parts(scene, 2))
+
+
+def test_a_latent_that_is_not_finite_stays_with_the_rows_that_see_it() -> None:
+    """Zeros in its value columns and NaN in the others, as pages keep it (Note [Latents])."""
+    case = Case(lengths=(60,), tokens=4, latent=True, heads=3, kv_heads=1, head_dim=24, v_head_dim=16, mine=1.0)
+    scene = make_scene(case)
+    page, start, length = scene.blocks[0][-1]
+    assert start + length == 60
+    right = empty_parts(scene, 3)
+    decode(scene.call(), right)
+    scene.k[page, 0, length - 2] = torch.tensor([0.0] * 16 + [torch.nan] * 8)
+    parts = empty_parts(scene, 3)
+    decode(scene.call(), parts)
+    (o, _), (expected, _) = finish(scene, parts), finish(scene, right)
+    assert torch.equal(o[0, :2], expected[0, :2])
+    assert bool(o[0, 2:].isnan().all())
 
 
 @pytest.fixture
