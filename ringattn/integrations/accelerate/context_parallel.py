@@ -25,11 +25,7 @@ _SPLIT_BY_ACCELERATE = {
 
 
 def make_ring(context_parallel_size: int) -> Ring:
-    """Return the ring of this process: as many consecutive processes as given share a sequence.
-
-    Raises:
-        ValueError: The size does not divide the number of processes.
-    """
+    """Return the ring of this process: as many consecutive processes as given share a sequence."""
     size = resolve_integer("context_parallel_size", context_parallel_size)
     processes = default_world_size()
     if size < 1 or processes % size:
@@ -41,11 +37,9 @@ def make_ring(context_parallel_size: int) -> Ring:
 
 
 def check_parallelism(config: Any, instead: str) -> None:
-    """Raise when a ParallelismConfig, or that of `accelerate launch`, makes accelerate split sequences or layers itself.
+    """Raise when a ParallelismConfig, or None that of `accelerate launch`, makes accelerate split sequences or layers itself.
 
-    Args:
-        config: The ParallelismConfig; None: that of the environment, if there is one.
-        instead: The argument that does the same with ringattn; `{size}` in it is replaced.
+    The message names the argument that does the same with ringattn, `instead`, in which `{size}` is replaced.
     """
     from_environment = config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true"
     for name, why in _SPLIT_BY_ACCELERATE.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -65,27 +66,24 @@ class DenoiserSpec:
     not_empty: tuple[str, ...] = ("image",)
 
 
-def _patches(model: nn.Module, arguments: Mapping[str, Any], patch_size: tuple[int, int, int]) -> int:
+def _patches(arguments: Mapping[str, Any], patch_size: tuple[int, int, int]) -> int:
     """Return the number of patches of a video of latents, `b c frames height width`."""
-    del model
-    frames, height, width = arguments["hidden_states"].shape[2:]
-    return (frames // patch_size[0]) * (height // patch_size[1]) * (width // patch_size[2])
+    return prod(size // patch for size, patch in zip(arguments["hidden_states"].shape[2:], patch_size, strict=True))
 
 
-def _text_then_image(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:
-    del model
+def _text_then_image(_: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:
     return {"text": arguments["encoder_hidden_states"].shape[1], "image": arguments["hidden_states"].shape[1]}
 
 
 def _wan_lengths(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:
     config: Any = model.config
-    return {"image": _patches(model, arguments, config.patch_size)}
+    return {"image": _patches(arguments, config.patch_size)}
 
 
 def _hunyuan_video_lengths(model: nn.Module, arguments: Mapping[str, Any]) -> dict[str, int]:
     config: Any = model.config
     patch_size = (config.patch_size_t, config.patch_size, config.patch_size)
-    return {"image": _patches(model, arguments, patch_size), "text": arguments["encoder_hidden_states"].shape[1]}
+    return {"image": _patches(arguments, patch_size), "text": arguments["encoder_hidden_states"].shape[1]}
 
 
 _IMAGE, _TEXT = TokenDim("image", 1), TokenDim("text", 1)

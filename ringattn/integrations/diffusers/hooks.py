@@ -33,11 +33,7 @@ _ONE_CALL = (
 
 
 class RingAttentionMode(TorchFunctionMode):
-    """Redirection of torch's scaled_dot_product_attention to ring attention inside a `with` statement.
-
-    Args:
-        sharding: Positions held by each rank, of queries and keys.
-    """
+    """Redirection of torch's scaled_dot_product_attention, of rows with a sharding, to ring attention in a `with` statement."""
 
     def __init__(self, sharding: Sharding) -> None:
         super().__init__()
@@ -46,17 +42,10 @@ class RingAttentionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function of torch, or ring attention in place of scaled_dot_product_attention."""
-        del types
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.num_calls += 1
         return self._attend(*args, **(kwargs or {}))
-
-    def check_num_calls(self) -> None:
-        """Refuse modules that did not call scaled_dot_product_attention."""
-        if self.num_calls != 1:
-            with self.sharding.ring.propagate_errors():
-                raise RuntimeError(_ONE_CALL.format("no call"))
 
     def _attend(
         self,
@@ -67,10 +56,9 @@ class RingAttentionMode(TorchFunctionMode):
         dropout_p: float = 0.0,
         is_causal: bool = False,
         scale: float | None = None,
-        enable_gqa: bool = False,
+        enable_gqa: bool = False,  # noqa: ARG002 - key heads that divide query heads need no flag here
     ) -> Tensor:
         """Return ring attention of `b h s d` rows; the signature is that of torch's function."""
-        del enable_gqa  # key heads that divide query heads need no flag here
         sharding = self.sharding
         with sharding.ring.propagate_errors():
             if self.num_calls > 1:
@@ -97,13 +85,7 @@ class RingAttentionMode(TorchFunctionMode):
 def make_key_bias(mask: Tensor, query: Tensor, sharding: Sharding) -> Tensor:
     """Return a mask of keys as the number that is added to the scores of each key of this rank, `b s`.
 
-    Args:
-        mask: Of all keys or of this rank's, `b 1 1 n` or `b 1 1 s`; b may be 1. Bool: True takes part. Floating point: added.
-        query: `b h s d`.
-        sharding: Positions held by each rank.
-
-    Raises:
-        NotImplementedError: The mask differs between queries or heads.
+    The mask is one of all keys or of this rank's, `b 1 1 n` or `b 1 1 s`; b may be 1. Bool: True takes part. Floating point: added.
     """
     sizes = tuple(mask.shape)
     wanted = (1, query.shape[0]), (1,), (1,), (sharding.seq_len, sharding.shard_len)
@@ -121,11 +103,7 @@ def make_key_bias(mask: Tensor, query: Tensor, sharding: Sharding) -> Tensor:
 
 
 class SegmentShardings:
-    """Shardings of the joined sequences that a denoiser has seen, and of their segments.
-
-    Args:
-        ring: The ring that makes them.
-    """
+    """Shardings of the joined sequences that a denoiser has seen, and of their segments."""
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
@@ -134,14 +112,9 @@ class SegmentShardings:
         self._segments: dict[int, dict[str, Sharding]] = {}
 
     def shard_joint(self, lengths: Mapping[str, int], sample: Tensor) -> Sharding:
-        """Return the sharding of segments of some lengths.
+        """Return the sharding of segments of some lengths, in the order in which they are joined.
 
-        Args:
-            lengths: Tokens by segment, in the order in which they are joined.
-            sample: Noise that the denoiser works on, whole. The first one of these lengths is compared between ranks.
-
-        Raises:
-            ValueError: Ranks have different samples or lengths; raised on every rank.
+        The first sample of these lengths, the whole noise that the denoiser works on, is compared between ranks.
         """
         known = tuple(lengths.items())
         if known not in self._joint:
@@ -156,11 +129,7 @@ class SegmentShardings:
         return self._joint[known]
 
     def current(self) -> tuple[Sharding, dict[str, Sharding]]:
-        """Return the sharding of the forward that runs, and those of its segments.
-
-        Raises:
-            RuntimeError: No forward of the model runs, or it is recomputed in the backward without its sharding.
-        """
+        """Return the sharding of the forward that runs, and those of its segments."""
         try:
             found = find_sharding()
         except RuntimeError as error:
@@ -208,40 +177,31 @@ class ForwardHook(ModelHook):
 class CutHook(ModelHook):
     """Hook of a module: each rank keeps its own tokens of some arguments and outputs."""
 
+    names: Sequence[str] = ()
+
     def __init__(
-        self,
-        shardings: SegmentShardings,
-        inputs: Mapping[str, TokenDim | TokenCount],
-        outputs: Sequence[TokenDim] = (),
+        self, shardings: SegmentShardings, inputs: Mapping[str, TokenDim | TokenCount], outputs: Sequence[TokenDim] = ()
     ) -> None:
         super().__init__()
         self.shardings, self.inputs, self.outputs = shardings, inputs, outputs
-        self.names: list[str] = []
 
     def initialize_hook(self, module: nn.Module) -> nn.Module:
         """Keep the names of the arguments of the module's forward; torch.compile does not trace their inspection."""
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
         return module
 
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ARG002
         """Return the arguments with this rank's tokens."""
-        del module
         if not self.inputs:
             return args, kwargs
         _, segments = self.shardings.current()
         # arguments stay positional or keywords, as forwards are decorated with functions that tell them apart
-        positional = [
-            cut(x, self.inputs[name], segments) if name in self.inputs else x
-            for name, x in zip_longest(self.names[: len(args)], args)
-        ]
-        keywords = {
-            name: cut(x, self.inputs[name], segments) if name in self.inputs else x for name, x in kwargs.items()
-        }
-        return positional, keywords
+        names = zip_longest(self.names[: len(args)], args)
+        positional = [cut(x, self.inputs.get(name), segments) for name, x in names]
+        return positional, {name: cut(x, self.inputs.get(name), segments) for name, x in kwargs.items()}
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
         """Return the outputs with this rank's tokens."""
-        del module
         if not self.outputs:
             return output
         _, segments = self.shardings.current()
@@ -256,13 +216,13 @@ class AttentionHook(ModelHook):
         self.shardings = shardings
 
     @torch.compiler.disable  # compiled blocks break here: methods of tensors are not traced under a TorchFunctionMode
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         """Run the forward of an attention module with ring attention."""
-        del module
         forward: Any = self.fn_ref.original_forward
         with RingAttentionMode(self.shardings.current()[0]) as mode:
             output = forward(*args, **kwargs)
-        mode.check_num_calls()
+        if mode.num_calls != 1:
+            mode.sharding.ring.raise_on_all_ranks(RuntimeError(_ONE_CALL.format("no call")))
         return output
 
 
@@ -273,16 +233,15 @@ class GatherHook(ModelHook):
         super().__init__()
         self.shardings, self.segment = shardings, segment
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
         """Return the tokens of all ranks; their gradients are summed over ranks."""
-        del module
         return self.shardings.current()[1][self.segment].unshard(output, 1)
 
 
-def cut(x: Any, where: TokenDim | TokenCount, segments: Mapping[str, Sharding]) -> Any:
+def cut(x: Any, where: TokenDim | TokenCount | None, segments: Mapping[str, Sharding]) -> Any:
     """Return this rank's tokens of a tensor or of each tensor in a list, or the number of the first tokens that it holds."""
-    if x is None:
-        return None
+    if x is None or where is None:
+        return x
     sharding = segments[where.segment]
     if isinstance(where, TokenCount):
         return int((sharding.positions < x).sum())

@@ -38,29 +38,18 @@ CHUNK_LEN = 64
 
 @dataclass
 class LocalScan:
-    """The affine map of each run of one rank, and the way to its outputs.
+    """The affine map S -> A S + B of each run of one rank, and the way to its outputs."""
 
-    Attributes:
-        decays: A of each run, `b h d d`, or `b h 1 1` where it is a multiple of the identity.
-        states: B of each run, `b h d e`: its last state when it starts from zero.
-        finish: Returns o, `b s h e`, given the state before each run, `b h d e`. It is used where the first segment continues.
-    """
-
-    decays: list[Tensor]
-    states: list[Tensor]
+    decays: list[Tensor]  # A of each run, `b h d d`, or `b h 1 1` where it is a multiple of the identity
+    states: list[Tensor]  # B of each run, `b h d e`: its last state when it starts from zero
+    # o, `b s h e`, from the state before each run, `b h d e`, which is used where the first segment continues
     finish: Callable[[Sequence[Tensor]], Tensor]
 
 
 def scan_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chain: Chain) -> LocalScan:
-    """Return the scan of this rank's rows in plain torch, in the dtype of the inputs.
+    """Return the scan of this rank's rows, of one segment at least, in plain torch and in the dtype of the inputs.
 
-    Args:
-        q: `b s k d`.
-        k: `b s k d`.
-        v: `b s h e`.
-        g: `b s h`, natural log of the decay, at most 0.
-        beta: `b s h`, for the gated delta rule; None: Mamba-2.
-        chain: The segments of the rows, at least one.
+    q and k are `b s k d`, v `b s h e`, g `b s h` the natural log of the decay, beta `b s h`; None: Mamba-2.
     """
     b, _, key_heads, d = k.shape
     heads, e = v.shape[2:]
@@ -117,11 +106,9 @@ def scan_rows(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, c
         for run, before in zip(chain.runs, incoming, strict=True):
             place = run.segments[0]
             if place in reach:
-                powers = torch.stack(reach[place][:-1], 1)
-                first = stops[place - 1] if place else 0
-                state[:, first : first + powers.shape[1]] += apply(
-                    powers, before.unflatten(1, (key_heads, -1))[:, None]
-                )
+                powers, first = torch.stack(reach[place][:-1], 1), stops[place - 1] if place else 0
+                reached = apply(powers, before.unflatten(1, (key_heads, -1))[:, None])
+                state[:, first : first + powers.shape[1]] += reached
         if w is None:
             seen = since * torch.einsum("bckid,bckrde->bckrie", q, state)
         else:

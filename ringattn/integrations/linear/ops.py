@@ -5,6 +5,7 @@ Shapes: b batch, s rows of this rank, k key heads, h value heads (a multiple), d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -123,7 +124,7 @@ def mamba2_scan(
         torch.Size([1, 3, 1, 1])
     """
     with _propagate_errors(sharding):
-        chain = _check(c, b, x, sharding, {"dt": dt}, names=("c", "b", "x"))
+        chain = _check(c, b, x, sharding, {"dt": dt}, names="cbx")
         for name, per_head in (("a", a), ("d", d)):
             if per_head is None:
                 continue
@@ -136,11 +137,9 @@ def mamba2_scan(
     _compare("mamba2_scan", sharding, c, b, x, dt)
     full = _scan_dtype(x)
     dt = dt.to(full)
-    dtype = x.dtype
-    values = (x.to(full) * dt[..., None]).to(dtype if uses_fla else full)
-    q, k, values = (y.to(values.dtype) for y in (c, b, values))
+    q, k, values = (y.to(x.dtype if uses_fla else full) for y in (c, b, x.to(full) * dt[..., None]))
     y = _scan(q, k, values, dt * a.to(full), None, chain, sharding, uses_fla)
-    return (y if d is None else y + d.to(full)[:, None] * x.to(full)).to(dtype)
+    return (y if d is None else y + d.to(full)[:, None] * x.to(full)).to(x.dtype)
 
 
 def causal_conv1d(
@@ -214,14 +213,7 @@ def causal_conv1d(
 
 
 def _scan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor | None,
-    chain: Chain,
-    sharding: Sharding,
-    uses_fla: bool,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, chain: Chain, sharding: Sharding, uses_fla: bool
 ) -> Tensor:
     """Scan the rows of this rank, the runs of all ranks, and correct the outputs by the states from before."""
     zero = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3], dtype=_scan_dtype(v))
@@ -248,7 +240,7 @@ def _check(
     v: Tensor,
     sharding: Sharding,
     per_head: dict[str, Tensor],
-    names: tuple[str, str, str] = ("q", "k", "v"),
+    names: Sequence[str] = "qkv",
 ) -> Chain:
     """Refuse tensors that do not fit each other or the sharding; return the chain of its runs."""
     check_sharding(sharding)

@@ -39,22 +39,12 @@ def keep_in_graph(x: Tensor, other: Tensor | None) -> Tensor:
 
 
 def scan_ranks(
-    decays: Sequence[Tensor],
-    states: Sequence[Tensor],
-    zero: Tensor,
-    width: int,
-    chain: Chain,
-    sharding: Sharding,
+    decays: Sequence[Tensor], states: Sequence[Tensor], zero: Tensor, width: int, chain: Chain, sharding: Sharding
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the state before each run of this rank, and the gathered pairs for `keep_in_graph`. Every rank calls it.
 
-    Args:
-        decays: Of each run of this rank, `b h d d` or `b h 1 1`.
-        states: Of each run of this rank, `b h d e`.
-        zero: A state of zeros, `b h d e`; of a rank without rows, tied to the graph of its inputs.
-        width: d where decays are matrices, 1 where they are numbers.
-        chain: The runs of all ranks.
-        sharding: The sharding of the rows.
+    decays, `b h d d` with width d or `b h 1 1` with width 1, and states, `b h d e`, are those of the runs of this rank. zero is a
+    state of zeros, `b h d e`; of a rank without rows it is tied to the graph of its inputs.
     """
     b, heads, d, e = zero.shape
     if not chain.communicates:
@@ -77,16 +67,9 @@ def scan_ranks(
 
 
 def rows_before(x: Tensor, count: int, chain: Chain, sharding: Sharding) -> tuple[Tensor, Tensor | None]:
-    """Return the `count` rows before each run of this rank, and the gathered rows for `keep_in_graph`. Every rank calls it.
+    """Return the `count` rows before each run of this rank's rows `b s c`, as `b (runs count) c`, and the gathered rows.
 
-    Args:
-        x: Rows of this rank, `b s c`.
-        count: Rows wanted before each run; there are zeros before its document.
-        chain: The runs of all ranks.
-        sharding: The sharding of the rows.
-
-    Returns:
-        `b runs*count c`, and what was gathered; None when nothing was.
+    There are zeros before a document. The gathered rows are for `keep_in_graph`, None when nothing was. Every rank calls it.
     """
     b, _, width = x.shape
     if not count or not chain.communicates:

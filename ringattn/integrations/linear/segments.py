@@ -19,53 +19,32 @@ from ringattn.plan.sharding import Sharding
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive positions of one document, held by one rank.
+    """Consecutive positions of one document, held by one rank."""
 
-    Attributes:
-        start: The first of its local rows.
-        length: Rows, at least 1.
-        continues: Whether its document begins in an earlier run, so that its state does not start from zero.
-    """
-
-    start: int
-    length: int
-    continues: bool
+    start: int  # the first of its local rows
+    length: int  # at least 1
+    continues: bool  # whether its document begins in an earlier run, so that its state does not start from zero
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of one rank, as a link in the chain of all ranks' runs.
+    """A run of one rank, as a link in the chain of all ranks' runs."""
 
-    Attributes:
-        segments: Indices of the rank's segments in it, first and one past the last.
-        preceding: Rows of the document of its first segment that are in earlier runs.
-        passes: Whether the state from before reaches its end: it is one segment, which continues.
-    """
-
-    segments: tuple[int, int]
-    preceding: int
-    passes: bool
+    segments: tuple[int, int]  # indices of the rank's segments in it, first and one past the last
+    preceding: int  # rows of the document of its first segment that are in earlier runs
+    passes: bool  # whether the state from before reaches its end: it is one segment, which continues
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The runs of all ranks in the order of the sequence, and this rank's part of them.
+    """The runs of all ranks in the order of the sequence, and this rank's part of them."""
 
-    Attributes:
-        segments: Segments of this rank, in the order of its rows.
-        runs: Runs of this rank, in the order of its rows.
-        counts: Number of runs of each rank.
-        order: Places of all runs, in the order of the sequence, among the runs of all ranks concatenated in rank order.
-        mine: Places in `order` of this rank's runs.
-        communicates: Whether any segment of any rank continues; else no state crosses runs.
-    """
-
-    segments: tuple[Segment, ...]
-    runs: tuple[Run, ...]
-    counts: tuple[int, ...]
-    order: tuple[int, ...]
-    mine: tuple[int, ...]
-    communicates: bool
+    segments: tuple[Segment, ...]  # of this rank, in the order of its rows
+    runs: tuple[Run, ...]  # of this rank, in the order of its rows
+    counts: tuple[int, ...]  # runs of each rank
+    order: tuple[int, ...]  # places of all runs, in the order of the sequence, among those of all ranks in rank order
+    mine: tuple[int, ...]  # places in `order` of this rank's runs
+    communicates: bool  # whether any segment of any rank continues; else no state crosses runs
 
     @property
     def lengths(self) -> tuple[int, ...]:

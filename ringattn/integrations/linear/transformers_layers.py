@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,10 @@ PENDING = "ringattn_sharding"
 
 @dataclass(frozen=True, eq=False)
 class RecurrentRows:
-    """The rows that recurrent layers of one call have.
-
-    Attributes:
-        sharding: The sharding of the call.
-        tokens: `b s`, 1 for tokens and 0 for padding among this rank's rows; None: there is no padding.
-    """
+    """The rows that recurrent layers of one call have."""
 
     sharding: Sharding
-    tokens: Tensor | None
+    tokens: Tensor | None  # `b s`, 1 for tokens and 0 for padding among this rank's rows; None: there is no padding
 
 
 def replace_recurrent_layers(model: nn.Module, *, kernels: str = "auto") -> list[str]:
@@ -72,13 +67,11 @@ def replace_recurrent_layers(model: nn.Module, *, kernels: str = "auto") -> list
     paths = {name: _path(model, name) for name in layers}
     _check_layers(model, layers, paths)
     for name, layer in layers.items():
-        family = _family(type(layer))
-        assert family is not None, "it was found by its family"
         if not isinstance(layer, _RecurrentLayer):
             if not _takes_keywords(layer):
                 # of 4.x: the layer around it gets the keywords, and hands over the rows
                 paths[name][-1].register_forward_pre_hook(functools.partial(_hand_over, layer), with_kwargs=True)
-            layer.__class__ = _ring_class(type(layer), family)  # as fully_shard of torch does
+            layer.__class__ = _ring_class(type(layer))  # as fully_shard of torch does
         assert isinstance(layer, _RecurrentLayer), "of this class now"
         layer.ringattn_kernels = kernels
     for base in {id(path[0]): path[0] for path in paths.values()}.values():
@@ -93,6 +86,7 @@ def replace_recurrent_layers(model: nn.Module, *, kernels: str = "auto") -> list
 class _RecurrentLayer(nn.Module):
     """Forward of a recurrent layer over sharded rows; the other base class is the layer of transformers."""
 
+    ringattn_kinds: ClassVar[str]  # names of the classes of transformers
     ringattn_kernels: str
     ringattn_rows: RecurrentRows | None = None
 
@@ -102,7 +96,13 @@ class _RecurrentLayer(nn.Module):
         """Return the output of this rank's rows, `b s e`."""
         rows = self.ringattn_rows if recurrence is None else recurrence
         if rows is None:
-            _check_unshared()
+            if (ranks := default_world_size()) > 1:
+                raise RuntimeError(
+                    f"a model with recurrent layers must be called with a sharding among {ranks} ranks, got none; call it with "
+                    "shard_batch(batch, ring), or pass sharding=Ring(group_of_this_rank_alone).sharding(seq_len) when every rank "
+                    "has whole sequences. If it was, this version of transformers does not pass keywords on to its layers: use "
+                    "transformers 5"
+                )
             return super().forward(hidden_states, *args, **kwargs)
         sharding, tokens = rows.sharding, rows.tokens
         with sharding.ring.propagate_errors():
@@ -136,6 +136,8 @@ class _RecurrentLayer(nn.Module):
 class _GatedDeltaNet(_RecurrentLayer):
     """The gated delta rule of Qwen3-Next, Qwen 3.5 and Olmo Hybrid, whose projections are divided differently."""
 
+    ringattn_kinds = "OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet"
+
     def mix(self, x: Tensor, sharding: Sharding, tokens: Tensor | None) -> Tensor:
         del tokens
         layer: Any = self
@@ -153,16 +155,18 @@ class _GatedDeltaNet(_RecurrentLayer):
         beta = b.sigmoid() * (2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0)
         g = -layer.A_log.float().exp() * nn.functional.softplus(a.float() + layer.dt_bias)
         out = gated_delta_rule(q, k, v, g, beta, sharding, normalize_qk=True, kernels=self.ringattn_kernels)
-        norm, projection = (getattr(layer, new, None) or getattr(layer, old) for new, old in _GATED_NAMES)
+        names = ("norm", "o_norm"), ("out_proj", "o_proj")
+        norm, projection = (getattr(layer, new, None) or getattr(layer, old) for new, old in names)
         out = norm(out.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
         return projection(out.view(*x.shape[:2], -1))
 
 
-_GATED_NAMES = (("norm", "o_norm"), ("out_proj", "o_proj"))
-
-
 class _Mamba2(_RecurrentLayer):
     """Mamba-2 of all models that have it; Falcon-H1 adds multipliers and may go without a norm."""
+
+    ringattn_kinds = (
+        "BambaMixer FalconH1Mixer GraniteMoeHybridMambaLayer Mamba2Mixer NemotronHMamba2Mixer Zamba2MambaMixer"
+    )
 
     def mix(self, x: Tensor, sharding: Sharding, tokens: Tensor | None) -> Tensor:
         layer: Any = self
@@ -188,18 +192,7 @@ class _Mamba2(_RecurrentLayer):
         return layer.out_proj(normed.to(x.dtype))
 
 
-_FAMILIES: dict[str, type[_RecurrentLayer]] = {
-    "BambaMixer": _Mamba2,
-    "FalconH1Mixer": _Mamba2,
-    "GraniteMoeHybridMambaLayer": _Mamba2,
-    "Mamba2Mixer": _Mamba2,
-    "NemotronHMamba2Mixer": _Mamba2,
-    "OlmoHybridGatedDeltaNet": _GatedDeltaNet,
-    "Qwen3NextGatedDeltaNet": _GatedDeltaNet,
-    "Qwen3_5GatedDeltaNet": _GatedDeltaNet,
-    "Qwen3_5MoeGatedDeltaNet": _GatedDeltaNet,
-    "Zamba2MambaMixer": _Mamba2,
-}
+_FAMILIES = {name: family for family in (_GatedDeltaNet, _Mamba2) for name in family.ringattn_kinds.split()}
 
 
 def _family(kind: type[nn.Module]) -> type[_RecurrentLayer] | None:
@@ -207,7 +200,9 @@ def _family(kind: type[nn.Module]) -> type[_RecurrentLayer] | None:
 
 
 @functools.cache
-def _ring_class(kind: type[nn.Module], family: type[_RecurrentLayer]) -> type[nn.Module]:
+def _ring_class(kind: type[nn.Module]) -> type[nn.Module]:
+    family = _family(kind)
+    assert family is not None, "layers are found by their family"
     return type(f"Ring{kind.__name__}", (family, kind), {"__doc__": family.__doc__, "__module__": __name__})
 
 
@@ -248,9 +243,8 @@ def _path(model: nn.Module, name: str) -> list[nn.Module]:
     return [part for part in around[lists[-1] - 1 if lists else 0 :] if not isinstance(part, nn.ModuleList)]
 
 
-def _keep_sharding(base: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _keep_sharding(base: nn.Module, module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Keep the sharding of a call for the base of the model, which not every head passes it to."""
-    del args
     sharding = kwargs.get("sharding")
     setattr(base, PENDING, sharding)
     if sharding is not None and sharding.world_size > 1 and getattr(module, "z_loss_coefficient", 0):
@@ -291,19 +285,8 @@ def _add_rows(
     return args, {**kwargs, "sharding": sharding, "recurrence": RecurrentRows(sharding, tokens)}
 
 
-def _hand_over(layer: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    del module, args
+def _hand_over(layer: Any, _module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     layer.ringattn_rows = kwargs.get("recurrence")
-
-
-def _check_unshared() -> None:
-    ranks = default_world_size()
-    if ranks > 1:
-        raise RuntimeError(
-            f"a model with recurrent layers must be called with a sharding among {ranks} ranks, got none; call it with "
-            "shard_batch(batch, ring), or pass sharding=Ring(group_of_this_rank_alone).sharding(seq_len) when every rank has whole "
-            "sequences. If it was, this version of transformers does not pass keywords on to its layers: use transformers 5"
-        )
 
 
 def _stretches(sharding: Sharding) -> Sharding:

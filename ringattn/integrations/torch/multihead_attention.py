@@ -5,6 +5,7 @@ Shape legend: `b` batch, `s` this rank's query rows, `t` this rank's keys, `n` a
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -202,10 +203,7 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         seed = draw_seed(q) if dropout_p else None
         sinks = torch.zeros(h, dtype=wide, device=q.device) if self.add_zero_attn else None
         o, lse = ring_attention_with_lse(
-            q,
-            k,
-            v,
-            sharding,
+            *(q, k, v, sharding),
             kv_sharding=kv_sharding,
             causal=causal,
             mask=mask,
@@ -216,6 +214,13 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             dropout_seed=seed,
             backward="keys" if dropout_p else "auto",
         )
+
+        def drop(x: Tensor, column: int, count: int) -> Tensor:
+            if seed is None:
+                return x
+            kept = kept_columns(_positions(sharding, q), seed, b, h, column, count, dropout_p)
+            return x * (kept.to(wide) / (1 - dropout_p))
+
         weights = None
         if self.bias_k is not None or need_weights:
             with torch.autocast(q.device.type, enabled=False):
@@ -223,19 +228,13 @@ class RingMultiheadAttention(nn.MultiheadAttention):
                 if self.bias_k is not None and self.bias_v is not None:
                     bias_key, bias_value = (x.to(wide).view(h, -1) for x in (self.bias_k, self.bias_v))
                     added.append(torch.einsum("bshd,hd->bhs", q.to(wide), bias_key) * q.shape[-1] ** -0.5)
-                    bias_value = bias_value[:, None].expand(b, h, s, -1)
-                    if seed is not None:
-                        kept = kept_columns(_positions(sharding, q), seed, b, h, keys.seq_len, 1, dropout_p)
-                        bias_value = bias_value * (kept.to(wide) / (1 - dropout_p))
+                    bias_value = drop(bias_value[:, None].expand(b, h, s, -1), keys.seq_len, 1)
                     o, lse = _with_column(o, lse, added[0], bias_value)
                 if need_weights:
                     if self.add_zero_attn:
                         added.append(lse.new_zeros(b, h, s))
                     weights = _weights(q, k, lse, added, sharding, keys, key_bias, bias, causal, mask)
-                    if seed is not None:
-                        columns = keys.seq_len + len(added)
-                        kept = kept_columns(_positions(sharding, q), seed, b, h, 0, columns, dropout_p)
-                        weights = weights * (kept.to(wide) / (1 - dropout_p))
+                    weights = drop(weights, 0, keys.seq_len + len(added))
                     weights = (weights.mean(1) if average_attn_weights else weights).to(q.dtype)
                     weights = weights.squeeze(0) if query.dim() == 2 else weights
         rows = o.flatten(2)  # b s e
@@ -310,27 +309,15 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         if attn_mask is not None and attn_mask.dim() not in (2, 3):
             kind = "batched (3-D)" if batched else "unbatched (2-D)"
             raise AssertionError(
-                f"For {kind} `query`, expected `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor "
-                "instead"
+                f"For {kind} `query`, expected `attn_mask` to be `None`, 2-D or 3-D but found {attn_mask.dim()}-D tensor instead"
             )
-        key_bias = F._canonical_mask(
-            mask=key_padding_mask,
-            mask_name="key_padding_mask",
-            other_type=F._none_or_dtype(attn_mask),
-            other_name="attn_mask",
-            target_type=query.dtype,
-        )
+        canonical: Any = F._canonical_mask
+        other = F._none_or_dtype(attn_mask)
+        key_bias = canonical(key_padding_mask, "key_padding_mask", other, "attn_mask", query.dtype)
         causal = is_causal and attn_mask is None
         if is_causal and key_padding_mask is None and not need_weights:
             causal, attn_mask = True, None
-        bias = F._canonical_mask(
-            mask=attn_mask,
-            mask_name="attn_mask",
-            other_type=None,
-            other_name="",
-            target_type=query.dtype,
-            check_other=False,
-        )
+        bias = canonical(attn_mask, "attn_mask", None, "", query.dtype, check_other=False)
         if query.shape[-1] != self.embed_dim:
             raise AssertionError(f"was expecting embedding dimension of {self.embed_dim}, but got {query.shape[-1]}")
         if not self._qkv_same_embed_dim:
@@ -479,22 +466,21 @@ def _set_ring(module: nn.MultiheadAttention, ring: Ring | None) -> None:
         module.register_forward_pre_hook(_do_nothing)
 
 
-_ring_of_one: list[Ring] = []  # for modules without a ring, in a single process
+_ring_of_one = functools.cache(Ring)  # for modules without a ring, in a single process
+
+
 _whole_shardings: dict[tuple[str, str], Sharding] = {}
 
 
 def _make_whole_shardings(ring: str, *sizes: str) -> None:
     """Make `_whole_shardings` for sequences on one rank; an empty name is the ring of this process alone."""
-    if all((ring, size) in _whole_shardings for size in sizes):
-        return
-    if not ring and not _ring_of_one:
-        _ring_of_one.append(Ring())
-    if len(_whole_shardings) + len(sizes) > MAX_WHOLE_SHARDINGS:
+    missing = [size for size in sizes if (ring, size) not in _whole_shardings]
+    if missing and len(_whole_shardings) + len(sizes) > MAX_WHOLE_SHARDINGS:
+        missing = sizes
         _whole_shardings.clear()
-    for size in sizes:
-        if (ring, size) not in _whole_shardings:
-            whole = get_ring(ring) if ring else _ring_of_one[0]
-            _whole_shardings[ring, size] = whole.sharding(int(size), "contiguous")
+    for size in missing:
+        whole = get_ring(ring) if ring else _ring_of_one()
+        _whole_shardings[ring, size] = whole.sharding(int(size), "contiguous")
 
 
 # what torch.compiler.assume_constant_result marks, which would import the compiler: a trace runs it, then reads the table

@@ -95,10 +95,8 @@ def scaled_dot_product_attention(
                 bias = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device)
                 bias = bias.masked_fill(attn_mask.logical_not(), float("-inf"))
     o = ring_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        sharding,
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        sharding=sharding,
         kv_sharding=kv_sharding,
         causal=is_causal,
         window=window,

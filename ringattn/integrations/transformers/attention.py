@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,11 @@ from ringattn.ring import Ring, default_world_size
 
 NOT_PASSED = "not passed"
 """Default of position ids: the model does not pass them to attention; None when it passes them and has none."""
+
+Positions: TypeAlias = Tensor | str | None
+Cumulative: TypeAlias = tuple[Tensor | None, Tensor | None]
+Window: TypeAlias = tuple[int, int] | None
+Lengths: TypeAlias = tuple[tuple[int, int], ...] | None
 
 _ring_of_one = functools.cache(Ring)
 
@@ -123,24 +128,21 @@ def attend(
             _check_step(step, module, query, key, mask, causal, dropout, sharding, (cu_seq_lens_q, cu_seq_lens_k))
             if step.sharding is not None and (limits := rope_scaling_limits(getattr(module, "config", None))):
                 check_rope_scaling(limits, [*rank_end_positions(step.sharding), *step.lengths])
-            window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=False)
-            if _has_temperature(module):
-                query = _apply_temperature(module, query, step.positions)
+        elif sharding is None:
+            rows = query.shape[2], key.shape[2]
+            sharding = _unsharded(module, rows, mask, position_ids, (cu_seq_lens_q, cu_seq_lens_k))
+        elif cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+            raise ValueError(
+                "cu_seq_lens must be left out when there is a sharding, which has the documents; pass the whole batch through "
+                "shard_batch"
+            )
         else:
-            if sharding is None:
-                sharding = _unsharded(module, query, key, mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
-            else:
-                if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-                    raise ValueError(
-                        "cu_seq_lens must be left out when there is a sharding, which has the documents; "
-                        "pass the whole batch through shard_batch"
-                    )
-                _check_sharded(module, position_ids, sharding, mask, others, tree, recurrence is not None)
-                if _has_temperature(module):
-                    positions = positions_of(sharding.shards[sharding.rank])[None]
-                    query = _apply_temperature(module, query, positions)
-            packed = sharding.documents is not None
-            window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=packed)
+            _check_sharded(module, position_ids, sharding, mask, others, tree, recurrence is not None)
+        packed = sharding is not None and sharding.documents is not None
+        window, chunk_len = _resolve_window(mask, causal, sliding_window, packed=packed)
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            query = _apply_temperature(module, query, sharding if step is None else step.positions)
+        if sharding is not None:
             lengths, key_bias, tokens = _resolve_padding(mask, query, sharding, chunk_len)
             shown = _resolve_union(mask, causal, window, chunk_len, lengths, tree, sharding.seq_len)
             if shown is not None:
@@ -191,9 +193,8 @@ def _attend_whole(
     if isinstance(mask, RingMask):
         if mask.padding is not None or mask.local_size is not None or mask.overlay:
             raise NotImplementedError(
-                f"the mask of an image encoder must be None or a tensor, got padding, a window or blocks in "
-                f"{type(module).__name__}; "
-                "make the model with attn_implementation={'text_config': 'ringattn'}"
+                "the mask of an image encoder must be None or a tensor, got padding, a window or blocks in "
+                f"{type(module).__name__}; make the model with attn_implementation={{'text_config': 'ringattn'}}"
             )
         mask, is_causal = None, bool(mask.causal) if is_causal is None else is_causal
     sdpa = AttentionInterface()["sdpa"]
@@ -237,13 +238,7 @@ def _resolve_causal(module: nn.Module, is_causal: bool | None, mask: RingMask | 
 
 
 def _unsharded(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    mask: RingMask | None,
-    position_ids: Tensor | str | None,
-    cu_seq_lens_q: Tensor | None,
-    cu_seq_lens_k: Tensor | None,
+    module: nn.Module, lengths: tuple[int, int], mask: RingMask | None, position_ids: Positions, cu_seq_lens: Cumulative
 ) -> Sharding:
     """Return the sharding of a sequence that is whole on this rank."""
     ranks = default_world_size()
@@ -258,26 +253,25 @@ def _unsharded(
         raise RuntimeError(
             "a compiled model must be called with a sharding, got none; call it with shard_batch(batch, ring)"
         )
-    rows = query.shape[2]
-    if key.shape[2] != rows:
+    rows, keys = lengths
+    if keys != rows:
         raise NotImplementedError(
-            f"queries and keys must be of the same rows, got {rows} and {key.shape[2]}: decoding with a cache of transformers, and "
+            f"queries and keys must be of the same rows, got {rows} and {keys}: decoding with a cache of transformers, and "
             "cross attention, are not supported; generate with a RingCache, or use model.set_attn_implementation('sdpa')"
         )
-    documents = None
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        documents = read_cumulative(cu_seq_lens_q, cu_seq_lens_k, rows)
-    elif isinstance(position_ids, Tensor) and (mask is None or not (mask.given or mask.causal is False)):
+    documents = read_cumulative(*cu_seq_lens, rows)
+    if documents is None and isinstance(position_ids, Tensor):
         # as in transformers, where an attention mask means that nothing is packed
-        documents = read_documents(position_ids, mask, _layer_index(module))
-    elif position_ids is NOT_PASSED and mask is not None:
+        if mask is None or not (mask.given or mask.causal is False):
+            documents = read_documents(position_ids, mask, _layer_index(module))
+    elif documents is None and position_ids is NOT_PASSED and mask is not None:
         documents = mask.documents
     return _ring_of_one().sharding(rows, "contiguous", documents)
 
 
 def _check_sharded(
     module: nn.Module,
-    position_ids: Tensor | str | None,
+    position_ids: Positions,
     sharding: Sharding,
     mask: RingMask | None,
     others: dict[str, Any],
@@ -298,10 +292,7 @@ def _check_sharded(
     if sharding.world_size == 1:
         return
     config = getattr(module, "config", None)
-    if recurrent:
-        check_supported(config, "recurrent model")
-    else:
-        check_supported(config, "model")
+    check_supported(config, "recurrent model" if recurrent else "model")
     check_supported(module, "layer")
     if position_ids is None:
         raise ValueError(
@@ -320,9 +311,9 @@ def _check_sharded(
 def _resolve_union(
     mask: RingMask | None,
     causal: bool,
-    window: tuple[int, int] | None,
+    window: Window,
     chunk_len: int | None,
-    lengths: tuple[tuple[int, int], ...] | None,
+    lengths: Lengths,
     tree: Tree | None,
     tokens: int,
 ) -> Mask | None:
@@ -369,7 +360,7 @@ def _check_step(
     causal: bool,
     dropout: float,
     sharding: Sharding | None,
-    cu_seq_lens: tuple[Tensor | None, Tensor | None],
+    cu_seq_lens: Cumulative,
 ) -> None:
     if not isinstance(step, ForwardBatch):
         raise ValueError(
@@ -413,16 +404,13 @@ def _check_step(
         )
 
 
-def _has_temperature(module: nn.Module) -> bool:
-    return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(module, "use_rope", True)
-
-
-def _apply_temperature(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Scale queries `b h s d` of Llama 4 for their positions `b s` or `1 s`.
+def _apply_temperature(layer: Any, query: Tensor, rows: Any) -> Tensor:
+    """Scale queries `b h s d` of Llama 4 for their positions `b s` or `1 s`, or those of a sharding.
 
     Layers without rotary embeddings scale a query by a factor of its position, which they count from 0 in each call, whatever
     position_ids the model was given. So their factor is divided out, and that of the true position is applied.
     """
+    positions = positions_of(rows.shards[rows.rank])[None] if isinstance(rows, Sharding) else rows
     if positions.shape[1] != query.shape[2]:
         return query  # the padding row of a rank without rows
     counted = torch.arange(query.shape[2], device=query.device)
@@ -435,7 +423,7 @@ def _apply_temperature(layer: Any, query: Tensor, positions: Tensor) -> Tensor:
 
 def _resolve_window(
     mask: RingMask | None, causal: bool, sliding_window: int | None, *, packed: bool
-) -> tuple[tuple[int, int] | None, int | None]:
+) -> tuple[Window, int | None]:
     """Return (window, chunk_len) from the layer and the mask."""
     size = None if mask is None else mask.local_size
     if size is not None and sliding_window is None and mask is not None and mask.chunked is not False:
@@ -465,7 +453,7 @@ def _resolve_window(
 
 def _resolve_padding(
     mask: RingMask | None, query: Tensor, sharding: Sharding, chunk_len: int | None
-) -> tuple[tuple[tuple[int, int], ...] | None, Tensor | None, Tensor | None]:
+) -> tuple[Lengths, Tensor | None, Tensor | None]:
     """Return (lengths, key_bias `b s`, tokens `b s`): padding as lengths, or as a bias and the rows that are tokens."""
     if mask is None or mask.padding is None:
         return None, None, None

@@ -130,7 +130,8 @@ def shard_batch(
             balance = tree if balance is None and layout == "balanced" else balance
         packed = batch.get("packed")
         if packed is None and pack and documents is not None:
-            packed = _place(documents, ring.world_size)
+            lengths = [stop - start for start, stop in pairwise(documents) if start < stop]
+            packed = place(lengths, cp=ring.world_size, keep_order=True).sequences[0]
         if packed is None:
             sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
         else:
@@ -150,30 +151,18 @@ def shard_batch(
                 "shift_labels must be left out of a batch whose labels are not shifted, got both; drop one"
             )
     _compare([tokens, *(x for name in images if isinstance(x := batch[name], Tensor))], ring)
-    part: dict[str, Any] = {name: batch[name] for name in (*_KEPT, *images) if batch.get(name) is not None}
+    given = {name: x for name, x in batch.items() if x is not None}
+    kept = {*_KEPT, *images, "attention_mask", *(("labels",) if pooling else ())}
+    part: dict[str, Any] = {name: x for name, x in given.items() if name in kept}
     whole = pooling or bool(images)
-    part |= {
-        name: batch[name] if whole else sharding.shard(batch[name], dim=1)
-        for name in _ROWS
-        if batch.get(name) is not None
-    }
+    part |= {name: x if whole else sharding.shard(x, dim=1) for name, x in given.items() if name in _ROWS}
     if positions is None and not images:  # a model with images counts in its own way
         positions = document_positions(torch.arange(n, device="cpu"), documents or (0,)).to(tokens.device)[None]
     if positions is not None:
         part["position_ids"] = positions if whole else sharding.shard(positions, dim=positions.dim() - 1)
-    if batch.get("attention_mask") is not None:
-        part["attention_mask"] = batch["attention_mask"]
-    if pooling:
-        part["gather_outputs"] = True
-        if batch.get("labels") is not None:
-            part["labels"] = batch["labels"]
-    else:
-        part |= _labels(batch, sharding, shift_labels, tree)
-    if tree is not None:
-        part["tree"] = tree
-    part["use_cache"] = False
-    part["sharding"] = sharding
-    return part
+    part |= {"gather_outputs": True} if pooling else _labels(batch, sharding, shift_labels, tree)
+    part |= {} if tree is None else {"tree": tree}
+    return {**part, "use_cache": False, "sharding": sharding}
 
 
 class RingCollator:
@@ -206,24 +195,14 @@ class RingCollator:
     ) -> None:
         self.ring = ring
         self.collator = collator
-        self.options: dict[str, Any] = {
-            "layout": layout,
-            "shift_labels": shift_labels,
-            "pooling": pooling,
-            "balance": balance,
-            "pack": pack,
-        }
+        self.options: dict[str, Any] = dict(
+            layout=layout, shift_labels=shift_labels, pooling=pooling, balance=balance, pack=pack
+        )
         watch_models()  # workers of a DataLoader call shard_batch where the model is not
 
     def __call__(self, features: list[Any]) -> dict[str, Any]:
         """Return this rank's shard of the batch of these samples."""
         return shard_batch(self.collator(features), self.ring, **self.options)
-
-
-def _place(documents: tuple[int, ...], world_size: int) -> PackedSequence:
-    """Return a placement of documents over ranks, in their order."""
-    lengths = [end - start for start, end in pairwise(documents) if start < end]
-    return place(lengths, cp=world_size, keep_order=True).sequences[0]
 
 
 def _packed_sharding(
@@ -282,15 +261,10 @@ def _check_pooled(batch: Mapping[str, Any], b: int, n: int) -> None:
 def _documents(batch: Mapping[str, Any], positions: Tensor | None, n: int) -> tuple[int, ...] | None:
     """Return the boundaries of packed documents, which must be read before sharding: afterwards every shard looks packed."""
     mask = batch.get("attention_mask")
-    cu_seq_lens_q, cu_seq_lens_k = (batch.get(name) for name in _CUMULATIVE)
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        documents = read_cumulative(cu_seq_lens_q, cu_seq_lens_k, n)
-    elif positions is None:
-        documents = None
-    elif mask is None:
+    documents = read_cumulative(batch.get("cu_seq_lens_q"), batch.get("cu_seq_lens_k"), n)
+    if documents is None and positions is not None and mask is None:
         documents = read_documents(positions)
-    else:
-        documents = None
+    elif documents is None and positions is not None and mask is not None:
         inside = mask.to(torch.bool)
         if bool(((positions.diff(dim=-1) != 1) & inside[:, 1:] & inside[:, :-1]).any()):
             raise ValueError(

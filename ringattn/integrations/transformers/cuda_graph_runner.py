@@ -34,6 +34,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,7 +42,7 @@ from torch import Tensor, nn
 
 from ringattn.inference import PagedKVCache, StaticBatch
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
-from ringattn.integrations.transformers.model_forward import forward_step, rms_difference
+from ringattn.integrations.transformers.model_forward import describe_error, forward_step, rms_difference
 from ringattn.transport.timeout import EventPair
 
 LEAST_BLOCKS = 1024
@@ -107,8 +108,7 @@ class CUDAGraphCapturer:
             torch.cuda.synchronize(self._device)
             _recover_from_failed_capture(self._device, self._pool)
             self._pool = torch.cuda.graph_pool_handle()  # torch refuses one without graphs
-            lines = str(error).strip().splitlines() or ["no message"]
-            raise CaptureError(f"{type(error).__name__}: {lines[0]}") from error
+            raise CaptureError(describe_error(error)) from error
         current.wait_stream(self._stream)
         begun, ended = torch.cuda.Event(), torch.cuda.Event()
         events = EventPair(begun, ended)
@@ -199,17 +199,11 @@ def select_capturer(graphs: bool | GraphCapturer | None, model: nn.Module, cache
 
 
 class _Shape(NamedTuple):
-    """Shape of the calls that a graph serves: packed calls have last 0, pieces in place of requests, and `requests` at most.
+    """Shape of the calls that a graph serves: packed calls have last 0, pieces in place of requests, and `requests` at most."""
 
-    Attributes:
-        batch: Requests, or pieces.
-        new: New tokens of each.
-        last: Last tokens of each whose logits are wanted.
-    """
-
-    batch: int
-    new: int
-    last: int
+    batch: int  # requests, or pieces
+    new: int  # new tokens of each
+    last: int  # last tokens of each whose logits are wanted
     requests: int = 0
 
     @property
@@ -220,23 +214,15 @@ class _Shape(NamedTuple):
 
 @dataclass(eq=False)
 class _Captured:
-    """One captured call.
-
-    Attributes:
-        tokens: `batch new` int64; packed: `1 (batch new)`.
-        wanted: Rows whose logits it writes; packed: `requests` int64, read by the graph.
-        logits: `batch last vocab`; packed: `1 requests vocab`.
-        kind: Output type of the model.
-        checked: Whether its first replay was compared with a plain call.
-    """
+    """One captured call."""
 
     step: StaticBatch
-    tokens: Tensor
-    wanted: range | Tensor
-    logits: Tensor
+    tokens: Tensor  # `batch new` int64; packed: `1 (batch new)`
+    wanted: range | Tensor  # rows whose logits it writes; packed: `requests` int64, read by the graph
+    logits: Tensor  # `batch last vocab`; packed: `1 requests vocab`
     replay: Callable[[], EventPair | None]
-    kind: Callable[..., Any]
-    checked: bool = False
+    kind: Callable[..., Any]  # output type of the model
+    checked: bool = False  # whether its first replay was compared with a plain call
 
 
 class CUDAGraphRunner:
@@ -294,14 +280,15 @@ class CUDAGraphRunner:
     @property
     def most_pieces(self) -> int:
         """Maximum number of pieces of MAX_DECODE_TOKENS rows in one mixed call; 0: there are no such calls."""
-        return max(
-            (shape.batch for shape in self._graphs if shape.packed and shape.new == MAX_DECODE_TOKENS), default=0
-        )
+        return self._most(MAX_DECODE_TOKENS)
 
     @property
     def most_rows(self) -> int:
         """Maximum number of rows of a mixed call in pieces of one row; 0: there are no such calls."""
-        return max((shape.batch for shape in self._graphs if shape.packed and shape.new == 1), default=0)
+        return self._most(1)
+
+    def _most(self, piece: int) -> int:
+        return max((shape.batch for shape in self._graphs if shape.packed and shape.new == piece), default=0)
 
     def prepare(self, new: int = 1) -> None:
         """Capture all batch sizes with `new` tokens per request and all mixed calls, so that no later call waits for it."""
@@ -363,12 +350,8 @@ class CUDAGraphRunner:
             Logits `requests vocab`, which the next call overwrites; None: they fit into no captured call, and nothing was done.
         """
         pieces, many = sum(-(-count // piece) for count in counts), len(requests)
-        found = [
-            one
-            for shape, one in self._graphs.items()
-            if shape.packed and shape.new == piece and shape.batch >= pieces and shape.requests >= many
-        ]
-        captured = min(found, key=lambda one: one.step.tiles[0], default=None)
+        fitting = (s for s in self._graphs if s.packed and s.new == piece and s.batch >= pieces and s.requests >= many)
+        captured = min((self._graphs[s] for s in fitting), key=lambda one: one.step.tiles[0], default=None)
         allocator = self._cache.allocator
         if captured is None or allocator.max_blocks_after(requests, max(counts)) > captured.step.max_blocks:
             return None
@@ -428,25 +411,18 @@ class CUDAGraphRunner:
         # a graph that is too small is freed first
         self._graphs.pop(shape, None)
         cache = self._cache
-        if shape.packed:
-            max_blocks = min(blocks, cache.allocator.pages + 1)
-        else:
-            max_blocks = min(LEAST_BLOCKS, cache.allocator.pages + 1)
-            while max_blocks < blocks:
-                max_blocks *= 2
+        max_blocks = min(blocks if shape.packed else LEAST_BLOCKS, cache.allocator.pages + 1)
+        while max_blocks < blocks and not shape.packed:
+            max_blocks *= 2
         kinds: list[Callable[..., Any]] = []
         made, why = None, ""
         # tensors that are written in place must not be inference tensors of the first caller
         with torch.inference_mode(False), torch.no_grad():
-            step = cache.static_batch(
-                shape.batch, shape.new, max_tokens=cache.capacity_tokens, max_blocks=max_blocks, packed=shape.packed
-            )
-            tokens = torch.zeros(step.batch, step.rows, dtype=torch.int64, device=cache.device)
-            wanted = (
-                torch.zeros(shape.requests, dtype=torch.int64, device=cache.device)
-                if shape.packed
-                else range(shape.new - shape.last, shape.new)
-            )
+            sizes = {"max_tokens": cache.capacity_tokens, "max_blocks": max_blocks}
+            step = cache.static_batch(shape.batch, shape.new, **sizes, packed=shape.packed)
+            zeros = partial(torch.zeros, dtype=torch.int64, device=cache.device)
+            tokens = zeros(step.batch, step.rows)
+            wanted = zeros(shape.requests) if shape.packed else range(shape.new - shape.last, shape.new)
 
             def call() -> Tensor:
                 out = self._call(step, tokens, step.positions, wanted)

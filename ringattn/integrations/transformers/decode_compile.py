@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -130,18 +130,12 @@ def _compare(model: PreTrainedModel, compiled: list[_Compiled], shared: _EagerOn
 
 
 class _EagerOnError:
-    """Backend of torch.compile that runs what it cannot compile as plain torch, so that a step never fails on one rank alone.
-
-    Attributes:
-        module: Class of the module that is compiled.
-        warns: Whether it warns of each failure.
-        failures: All failures.
-    """
+    """Backend of torch.compile that runs what it cannot compile as plain torch, so that a step never fails on one rank alone."""
 
     def __init__(self, backend: str | Callable) -> None:
         self._backend = _inductor if backend == "inductor" else backend
-        self.module, self.warns = "", False
-        self.failures: list[str] = []
+        self.module = ""  # class of the module that is compiled
+        self.warns, self.failures = False, list[str]()  # whether it warns of each failure, and all of them
 
     def __call__(self, graph: Any, inputs: Any) -> Any:
         _merge_equal_products(graph)
@@ -172,23 +166,17 @@ def _inductor(graph: Any, inputs: Any) -> Any:
     import torch._inductor.config
 
     options: dict[str, Any] = {"compile_threads": 1}
-    if hasattr(torch._inductor.config, "deterministic"):
-        options["deterministic"] = True
+    options |= {"deterministic": True} if hasattr(torch._inductor.config, "deterministic") else {}
     return torch._inductor.compile(graph, inputs, options=options)
 
 
 class _Compiled:
-    """One module, and its compiled forward; dynamo keeps code per backend, so all modules of a model share one.
-
-    Attributes:
-        plain: Its forward before.
-        failure: How the compiled forward differed; empty when it did not.
-        digest: Digest of the outputs of the compiled forward.
-    """
+    """One module, and its compiled forward; dynamo keeps code per backend, so all modules of a model share one."""
 
     def __init__(self, module: nn.Module, backend: _EagerOnError) -> None:
         self.module, self.plain, self._backend = module, module.forward, backend
         self._compiled = torch.compile(self.plain, dynamic=True, backend=backend)
+        # how the outputs of the compiled forward differed, and their digest
         self.failure, self.digest = "", blake2b(digest_size=8)
         self._columns: list[tuple[Any, Callable[[Tensor], Tensor]]] = []
         self._guards: list[WeightGuard] = []
@@ -245,15 +233,14 @@ def _can_be_packed(linears: list[nn.Linear]) -> bool:
 
 def _pack(linears: list[nn.Linear]) -> list[Callable[[Tensor], Tensor]]:
     """Store weights of linear layers behind each other; return functions that take the columns of each from one product."""
-    sizes, with_bias = [one.out_features for one in linears], linears[0].bias is not None
+    sizes = [one.out_features for one in linears]
     weight = _concatenate([one.weight for one in linears], sizes)
-    bias = _concatenate([one.bias for one in linears], sizes) if with_bias else None
+    bias = None if linears[0].bias is None else _concatenate([one.bias for one in linears], sizes)
 
-    def columns(start: int, stop: int) -> Callable[[Tensor], Tensor]:
-        return lambda x: F.linear(x, weight, bias)[..., start:stop]
+    def columns(ends: tuple[int, int]) -> Callable[[Tensor], Tensor]:
+        return lambda x: F.linear(x, weight, bias)[..., ends[0] : ends[1]]
 
-    ends = list(accumulate(sizes, initial=0))
-    return list(map(columns, ends, ends[1:]))
+    return list(map(columns, pairwise(accumulate(sizes, initial=0))))
 
 
 def _concatenate(parts: list[Tensor], sizes: list[int]) -> nn.Parameter:

@@ -6,7 +6,7 @@ It makes no mask tensor, because transformers numbers the rows of a shard 0, 1, 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -98,38 +98,25 @@ def describe_mask(
             "ringattn makes causal, window and padding masks itself"
         )
     _refuse_caches(attention_mask, others)
-    bidirectional = "allow_is_bidirectional_skip" in others
     padding, lengths = _read_padding(attention_mask)
-    causal, overlay = (False, "") if bidirectional else (None, "")
-    window = spans = packed = None
-    span_tokens, cutting = 0, None
-    if not bidirectional and not torch.compiler.is_compiling():
-        mask_function, spans, span_tokens, cutting = _read_spans(mask_function)
-        mask_function, packed = _read_packed(mask_function)
-        local_size = local_size or cutting
-    if bool(others.get("use_vmap")) and bidirectional:
-        overlay = "a mask of its own over a bidirectional one"
-    elif bidirectional:
-        window = _reach(mask_function, local_size)
+    window = spans = packed = cutting = None
+    span_tokens = 0
+    if "allow_is_bidirectional_skip" in others:
+        causal, overlay = False, "a mask of its own over a bidirectional one" if others.get("use_vmap") else ""
+        window = None if overlay else _reach(mask_function, local_size)
     else:
+        if not torch.compiler.is_compiling():
+            mask_function, spans, span_tokens, cutting = _read_spans(mask_function)
+            mask_function, packed = _read_packed(mask_function)
+            local_size = local_size or cutting
         causal, overlay = _read_order(mask_function, batch_size, others)
     chunk = getattr(config, "attention_chunk_size", None)
     chunked: bool | None = local_size is not None and chunk == local_size
     if chunked and getattr(config, "sliding_window", None) == local_size:
         chunked = None
+    given, cut_spans = attention_mask is not None, cutting is not None
     return RingMask(
-        padding,
-        lengths,
-        attention_mask is not None,
-        causal,
-        window,
-        local_size,
-        chunked,
-        spans,
-        span_tokens,
-        cutting is not None,
-        packed,
-        overlay,
+        padding, lengths, given, causal, window, local_size, chunked, spans, span_tokens, cut_spans, packed, overlay
     )
 
 
@@ -175,11 +162,11 @@ def _read_spans(
     left_to_it = mask_function, None, 0, None
     parts, cutting = _parts(mask_function, "and_masks"), None
     if len(parts) == 2 and _is_named(parts[1], "sliding_window_overlay"):
-        mask_function, cutting = parts[0], inspect.getclosurevars(parts[1]).nonlocals["sliding_window"]
+        mask_function, cutting = parts[0], _closure(parts[1])["sliding_window"]
     parts = _parts(mask_function, "or_masks")
     if len(parts) != 2 or not _is_named(parts[1], "blockwise_overlay"):
         return left_to_it
-    blocks: Tensor = inspect.getclosurevars(parts[1]).nonlocals["block_sequence_ids"].cpu()
+    blocks: Tensor = _closure(parts[1])["block_sequence_ids"].cpu()
     found = []
     for row in blocks.tolist():
         edges = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1]), len(row)]
@@ -201,8 +188,8 @@ def _read_packed(mask_function: Callable[..., Any] | None) -> tuple[Callable[...
         return mask_function, None
     packed, function = (parts[hides.index(side)] for side in (True, False))
     if _is_named(function, "remap_positions_for_packed_sequence"):
-        function = inspect.getclosurevars(function).nonlocals["mask_function"]
-    return function, inspect.getclosurevars(packed).nonlocals["packed_sequence_mask"]
+        function = _closure(function)["mask_function"]
+    return function, _closure(packed)["packed_sequence_mask"]
 
 
 def read_boundaries(starts: Tensor) -> tuple[int, ...] | None:
@@ -220,18 +207,19 @@ def read_boundaries(starts: Tensor) -> tuple[int, ...] | None:
     return (0, *inner, starts.shape[1] + 1) if inner else None
 
 
+def _closure(function: Any) -> Mapping[str, Any]:
+    return inspect.getclosurevars(function).nonlocals
+
+
 def _parts(mask_function: Callable[..., Any] | None, name: str) -> tuple[Callable[..., Any], ...]:
     """Return the functions of which one of transformers' makers composed a mask function; none of another."""
-    if mask_function is None or not _is_named(mask_function, name):
-        return ()
-    return inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    return _closure(mask_function).get("mask_functions", ()) if _is_named(mask_function, name) else ()
 
 
-def _is_named(function: Callable[..., Any], name: str) -> bool:
-    """Return whether a function is made by one of transformers' makers of mask functions."""
-    if getattr(function, "__module__", None) != "transformers.masking_utils":
-        return False
-    return function.__qualname__.partition(".")[0] == name
+def _is_named(function: Any, *names: str) -> bool:
+    """Return whether a function is one of transformers' mask functions, or made by one of their makers."""
+    is_theirs = getattr(function, "__module__", None) == "transformers.masking_utils"
+    return is_theirs and function.__qualname__.partition(".")[0] in names
 
 
 def _read_order(
@@ -243,17 +231,17 @@ def _read_order(
     see each other). Functions that transformers composed of its own parts are recognised by name, which works while a CUDA graph
     is captured. Others are evaluated at neighbouring rows: a causal mask hides the next row, blocks show it.
     """
-    added = bool(others.get("use_vmap"))
-    if mask_function is not None and not torch.compiler.is_compiling() and _is_composed_by_transformers(mask_function):
-        return True, ""
+    added = "a mask of its own over a causal one" if others.get("use_vmap") else ""
     if torch.compiler.is_compiling():
         # values must not be read
-        return (None, "a mask of its own over a causal one") if added else (True, "")
+        return None if added else True, added
+    if _is_composed_by_transformers(mask_function):
+        return True, ""
     where = others.get("cache_position")
     device = others.get("device", "cpu") if where is None else where.device
     rows = int(others["q_length"]) if "q_length" in others else 0 if where is None else int(where.shape[0])
     if mask_function is None or rows < 2:
-        return None, "a mask of its own over a causal one" if added else ""
+        return None, added
     if _is_captured(torch.device(device)):
         return None, "a mask of its own, which cannot be read while a CUDA graph is captured"
     element = torch.arange(batch_size, device=device)[:, None]
@@ -265,18 +253,14 @@ def _read_order(
     sees_ahead, symmetric = torch.stack([ahead.any(), (ahead == back).all()]).tolist()
     if sees_ahead:
         return False, "" if symmetric else "blocks of tokens that see each other over a causal mask"
-    return (None, "a mask of its own over a causal one") if added else (True, "")
+    return None if added else True, added
 
 
-def _is_composed_by_transformers(mask_function: Callable[..., Any]) -> bool:
+def _is_composed_by_transformers(mask_function: Callable[..., Any] | None) -> bool:
     """Return whether a function is transformers' causal one, with or without a window or chunks."""
-    if getattr(mask_function, "__module__", None) != "transformers.masking_utils":
-        return False
-    if getattr(mask_function, "__qualname__", "") == "causal_mask_function":
-        return True
     parts = _parts(mask_function, "and_masks")
-    window = any(_is_named(part, name) for part in parts[:1] for name in ("sliding_window_overlay", "chunked_overlay"))
-    return window and len(parts) == 2 and _is_composed_by_transformers(parts[1])
+    windowed = len(parts) == 2 and _is_named(parts[0], "sliding_window_overlay", "chunked_overlay")
+    return _is_named(mask_function, "causal_mask_function") or (windowed and _is_composed_by_transformers(parts[1]))
 
 
 def _is_captured(device: torch.device) -> bool:

@@ -186,17 +186,9 @@ def forward_step(
     parameters = inspect.signature(getattr(forward, "forward", forward)).parameters
     others[cache_keyword(parameters)] = PassthroughCache()
     can_keep = "logits_to_keep" in parameters
-    if can_keep:
-        others["logits_to_keep"] = keep
+    others |= {"logits_to_keep": keep} if can_keep else {}
     with one_forward(), replicated_rows(step.cache.ring if step.mode == "decode" else None), step.one_call():
-        out = forward(
-            **rows,
-            position_ids=positions,
-            use_cache=True,
-            step=step,
-            return_dict=True,
-            **others,
-        )
+        out = forward(**rows, position_ids=positions, use_cache=True, step=step, return_dict=True, **others)
     if not step.calls:
         raise RuntimeError(
             "the model must attend with ringattn, got one that did not, whose tokens saw no cache; make it with "
@@ -317,6 +309,5 @@ def describe_difference(name: str, found: Tensor, expected: Tensor, module: nn.M
     difference, size = rms_difference(found, expected)
     terms = max((length for x in module.parameters() for length in x.shape), default=1)
     tolerance = ROUNDINGS * torch.finfo(expected.dtype).eps + terms**0.5 * torch.finfo(torch.float32).eps
-    return (
-        "" if difference <= tolerance * size else f"{name} differs by {difference:.2g} where numbers are of {size:.2g}"
-    )
+    is_close = difference <= tolerance * size
+    return "" if is_close else f"{name} differs by {difference:.2g} where numbers are of {size:.2g}"

@@ -88,9 +88,8 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return None
     with sharding.ring.propagate_errors():
         check_supported((module, kwargs), "sharded call")
-        if torch.compiler.is_compiling():
-            replaced = hasattr(module, PENDING) or not _is_innermost(module)
-        else:
+        replaced = hasattr(module, PENDING) or not _is_innermost(module)
+        if not torch.compiler.is_compiling():
             replaced = any(hasattr(part, PENDING) for part in module.modules())
         check_supported(module.config, "recurrent model" if replaced else "model")
         if not torch.compiler.is_compiling():
@@ -143,8 +142,7 @@ def _with_text(positions: Tensor, counted: Tensor, module: nn.Module) -> Tensor:
     return positions if len(positions) == 4 else torch.cat([counted.expand(1, *positions.shape[1:]), positions])
 
 
-def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    del args
+def _after(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     sharding = _shared(module, kwargs)
     if sharding is None:
         return None
@@ -194,21 +192,16 @@ def _gather(module: nn.Module, output: Any, sharding: Sharding, gather: bool) ->
         return
     whole = sharding.unshard(hidden)
     if pooled is not None:
-        output.pooler_output = _pool(module, whole, pooled, sharding)
+        pooler = getattr(module, "pooler", None)
+        output.pooler_output = pooler(whole) if isinstance(pooler, nn.Module) else None
+        if getattr(output.pooler_output, "shape", None) != pooled.shape:
+            error = NotImplementedError(
+                "the pooler of a model must be a module of its hidden states where ranks share a sequence, got that of "
+                f"{type(module).__name__}; make the model without a pooler, and choose rows with take_rows"
+            )
+            sharding.ring.raise_on_all_ranks(error)
     if gather:
         output.last_hidden_state = whole
-
-
-def _pool(module: nn.Module, whole: Tensor, pooled: Tensor, sharding: Sharding) -> Tensor:
-    pooler = getattr(module, "pooler", None)
-    found = pooler(whole) if isinstance(pooler, nn.Module) else None
-    if not isinstance(found, Tensor) or found.shape != pooled.shape:
-        error = NotImplementedError(
-            f"the pooler of a model must be a module of its hidden states where ranks share a sequence, got that of "
-            f"{type(module).__name__}; make the model without a pooler, and choose rows with take_rows"
-        )
-        sharding.ring.raise_on_all_ranks(error)
-    return found
 
 
 def _check_rows(module: nn.Module, output: Any, sharding: Sharding) -> None:

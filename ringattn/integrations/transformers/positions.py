@@ -124,23 +124,15 @@ def _match(here: Tensor, sharding: Sharding, padding: Tensor | None, first_posit
     bases = [positions]
     if sharding.documents is not None:
         bases.append(document_positions(positions, sharding.documents))
-    begins = torch.zeros(1, dtype=torch.int64, device="cpu")
-    held = torch.ones(1, len(positions), dtype=torch.bool, device="cpu")
-    if padding is not None:
-        padding = padding.cpu()
-        begins = padding.int().argmax(-1)
-        held = sharding.shard(padding, dim=1)
-        if here.shape[0] == 1:
-            here = here.expand(held.shape[0], -1)
-    far = torch.iinfo(torch.int64).max
-    for base in bases:
-        offset = here - base
-        least = offset.masked_fill(~held, far).amin(-1) if len(positions) else torch.zeros(1, device="cpu")
-        most = offset.masked_fill(~held, -far).amax(-1) if len(positions) else torch.zeros(1, device="cpu")
-        empty = ~held.any(-1)
-        if bool((empty | ((least == most) & ((least >= first_position) | (least == first_position - begins)))).all()):
+    padding = torch.ones(1, sharding.seq_len, dtype=torch.bool, device="cpu") if padding is None else padding.cpu()
+    begins, held = padding.int().argmax(-1), sharding.shard(padding, dim=1)
+    for base in bases if len(positions) else ():
+        offset, there = torch.broadcast_tensors(here - base, held)
+        start = offset.gather(1, there.int().argmax(-1, keepdim=True))
+        known = (start[:, 0] >= first_position) | (start[:, 0] == first_position - begins)
+        if bool((~there | ((offset == start) & known[:, None])).all()):
             return True
-    return False
+    return not len(positions)
 
 
 def document_positions(positions: Tensor, documents: Sequence[int]) -> Tensor:
@@ -165,8 +157,10 @@ def read_documents(
     return results[key]
 
 
-def read_cumulative(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, seq_len: int) -> tuple[int, ...]:
-    """Return the boundaries of documents given as cumulative lengths, which must be equal and span the sequence."""
+def read_cumulative(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, seq_len: int) -> tuple[int, ...] | None:
+    """Return the boundaries of documents given as cumulative lengths, which must be equal and span the sequence, if any."""
+    if cu_seq_lens_q is None and cu_seq_lens_k is None:
+        return None
     if cu_seq_lens_q is None or cu_seq_lens_k is None or not torch.equal(cu_seq_lens_q, cu_seq_lens_k):
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k must be equal, got different ones; pass the same documents")
     found = tuple(int(x) for x in cu_seq_lens_q.tolist())

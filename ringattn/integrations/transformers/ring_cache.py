@@ -23,7 +23,7 @@ import inspect
 from collections.abc import Callable
 from hashlib import blake2b
 from math import ceil
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -60,6 +60,10 @@ MAX_SHOWN = 400
 _PER_RANK = (*CACHE_KEYWORDS, "streamer")
 """Arguments of generate that may differ between ranks: a streamer may be on one rank only."""
 _PASSED_ON = ("output_router_logits", "output_attentions")
+_LAYER: Any = SimpleNamespace(
+    is_compileable=False, is_croppable=True, is_initialized=True, is_sliding=False, supports_early_init=False
+)
+"""Attributes that transformers reads of a layer of a cache."""
 
 
 class RingCache(Cache):
@@ -119,19 +123,12 @@ class RingCache(Cache):
                     f"max_tokens must be at most {positions}, the positions that {type(model).__name__} has learned, got "
                     f"{max_tokens}; pass max_tokens={positions}"
                 )
-        super().__init__(layers=[_Layer() for _ in range(sizes["layers"])])  # pyright: ignore[reportArgumentType]
+        super().__init__(layers=[_LAYER] * sizes["layers"])
         self.ring, self.max_tokens = ring, max_tokens
         # sequences of a batch get their pages on the same ranks
         pages = batch * ceil(ceil(max_tokens / page_size) / ring.world_size)
-        self.kv: PagedKVCache | None = PagedKVCache(
-            ring,
-            **sizes,
-            dtype=model.dtype,
-            pages=pages,
-            page_size=page_size,
-            kv_dtype=kv_dtype,
-            device=model.device,
-        )
+        sizes |= {"dtype": model.dtype, "pages": pages, "page_size": page_size, "kv_dtype": kv_dtype}
+        self.kv: PagedKVCache | None = PagedKVCache(ring, **sizes, device=model.device)
         self._model = model
         self._requests: list[int] = []
         self._paddings: list[int] = []  # tokens in front of each sequence
@@ -190,13 +187,11 @@ class RingCache(Cache):
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
         """Raise: the model was called outside of `with`, or another model was."""
-        if self._unwrap is not None and self.kv is not None:
-            raise RuntimeError(
-                f"a RingCache must be passed to the {type(self._model).__name__} that it was made of, got one passed to another "
-                "model; make each model a RingCache of its own"
-            )
         raise RuntimeError(
             "a RingCache must be entered before its model is called: with RingCache(model, ring, max_tokens=...) as cache"
+            if self._unwrap is None or self.kv is None
+            else f"a RingCache must be passed to the {type(self._model).__name__} that it was made of, got one passed to another "
+            "model; make each model a RingCache of its own"
         )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -280,8 +275,7 @@ class RingCache(Cache):
 
     def _crop(self, length: int) -> None:
         if length == 0:
-            # other sequences may come next
-            return self.reset()
+            return self.reset()  # other sequences may come next
         for request in self._requests:
             self._open().truncate(request, length)
 
@@ -316,9 +310,14 @@ class RingCache(Cache):
         try:
             are_last = wanted == list(range(n))[-len(wanted) :]
             if name == "input_ids" and n <= MAX_DECODE_TOKENS and are_last and not any((*options.values(), images)):
-                out = self._decode(forward, new, positions, len(wanted))
+                self._runner = self._runner or CUDAGraphRunner(forward, kv, self._capturer, capture_at=2)
+                out = self._runner.run(self._requests, new, positions=positions, last=len(wanted), same_length=True)
+                # callers may keep them, and the next replay overwrites them
+                out.logits = out.logits.clone()
             else:
-                out = self._prefill(forward, name, new, positions, wanted, images, options)
+                step = kv.extend(self._requests, [n] * len(new), same_length=True)
+                placed = positions if images else step.take(positions.to(new.device))
+                out = forward_step(forward, step, {name: new}, placed, wanted, images, **options)
         except BaseException:
             # some layers have not written these rows
             self._crop(before)
@@ -326,30 +325,6 @@ class RingCache(Cache):
             raise
         self._calling = False
         return out
-
-    def _decode(self, forward: Callable[..., Any], new: Tensor, positions: Tensor, last: int) -> Any:
-        """Call the model with few tokens, for the logits of the last ones."""
-        self._runner = self._runner or CUDAGraphRunner(forward, self._open(), self._capturer, capture_at=2)
-        out = self._runner.run(self._requests, new, positions=positions, last=last, same_length=True)
-        # callers may keep them, and the next replay overwrites them
-        out.logits = out.logits.clone()
-        return out
-
-    def _prefill(
-        self,
-        forward: Callable[..., Any],
-        name: str,
-        new: Tensor,
-        positions: Tensor,
-        wanted: list[int],
-        images: dict[str, Any],
-        options: dict[str, Any],
-    ) -> Any:
-        """Call the model with any other new tokens."""
-        b, n = new.shape[:2]
-        step = self._open().extend(self._requests, [n] * b, same_length=True)
-        placed = positions if images else step.take(positions.to(new.device))
-        return forward_step(forward, step, {name: new}, placed, wanted, images, **options)
 
     def _compare(self, given: dict[str, Any], name: str) -> tuple[list[int], bool]:
         """Return the padding in front of each sequence, and whether ranks compared the call (Note [Same tokens on all ranks])."""
@@ -362,16 +337,14 @@ class RingCache(Cache):
         few = MAX_DECODE_TOKENS if self._generating else 1
         continues = self._requests and n <= few and name == "input_ids" and (self._compared or not self._generating)
         options = [keep if isinstance(keep, int) else keep.tolist(), *(bool(given.get(one)) for one in _PASSED_ON)]
-        placed = [] if positions is None else [positions]
+        tensors = [new] if positions is None else [new, positions.to(new.device)]
         text = f"{b} sequences, {n} new tokens after {self.get_seq_length()}, padding {paddings}, options {options}"
         if continues:
-            self._open().consistency.record(text, new, *(x.to(new.device) for x in placed))
+            self._open().consistency.record(text, *tensors)
             return paddings, False
-        placed += [x for _, x in sorted(_images(given).items()) if isinstance(x, Tensor)]
-        numbers = [int(_hash(x)) for x in (new, *placed)]
-        self.ring.assert_equal_across_ranks(
-            "what the model is called with", f"{text}, digests of tokens and positions {numbers}"
-        )
+        tensors += [x for _, x in sorted(_images(given).items()) if isinstance(x, Tensor)]
+        text += f", digests of tokens and positions {[int(_hash(x)) for x in tensors]}"
+        self.ring.assert_equal_across_ranks("what the model is called with", text)
         self._compared = True
         return paddings, True
 
@@ -408,7 +381,7 @@ class RingCache(Cache):
         if new is None:
             raise ValueError("the model must be called with input_ids or inputs_embeds, got neither")
         (b, n), before = new.shape[:2], self.get_seq_length()
-        self._check_positions(positions, n, has_images=bool(_images(given)))
+        self._check_positions(positions, n, has_images=bool(images))
         if self._requests and len(self._requests) != b:
             raise ValueError(
                 f"the batch must be of the {len(self._requests)} sequences that the cache has, got {b}; "
@@ -428,16 +401,6 @@ class RingCache(Cache):
                 "call reset() before other prompts"
             )
         return paddings
-
-
-class _Layer:
-    """Attributes that transformers reads of a layer of a cache."""
-
-    is_compileable = False
-    is_croppable = True
-    is_initialized = True
-    is_sliding = False
-    supports_early_init = False
 
 
 def _wrap(model: PreTrainedModel) -> Callable[[], None]:
@@ -489,15 +452,15 @@ def _wrap(model: PreTrainedModel) -> Callable[[], None]:
         def generate(*args: Any, **kwargs: Any) -> Any:
             kwargs = _rename_cache(kwargs, keyword_of_generate)
             cache = kwargs.get(keyword_of_generate)
-            if isinstance(cache, RingCache) and cache._model is model:
-                generating.append(cache)
-                cache._generating += 1
-                try:
-                    return cache._generate(original_generate, args, kwargs)
-                finally:
-                    generating.pop()
-                    cache._generating -= 1
-            return original_generate(*args, **kwargs)
+            if not isinstance(cache, RingCache) or cache._model is not model:
+                return original_generate(*args, **kwargs)
+            generating.append(cache)
+            cache._generating += 1
+            try:
+                return cache._generate(original_generate, args, kwargs)
+            finally:
+                generating.pop()
+                cache._generating -= 1
 
         wrapped["generate"] = BoundPatch(generate, original_generate, COPY_REFUSAL)
     owns = {name: model.__dict__.get(name) for name in wrapped}
@@ -610,9 +573,8 @@ def _share_generators(ring: Ring, device: torch.device) -> None:
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
-    lengths = [len(state) for state in states]
     mine = torch.cat(states).to(device)
-    shared = ring.gather(mine, 0, [len(mine)] * ring.world_size)[0].cpu().split(lengths)
+    shared = ring.gather(mine, 0, [len(mine)] * ring.world_size)[0].cpu().split([len(state) for state in states])
     torch.set_rng_state(shared[0].clone())
     if device.type == "cuda":
         torch.cuda.set_rng_state(shared[1].clone(), device)

@@ -11,10 +11,10 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from transformers import AttentionInterface, MaxTimeCriteria, PreTrainedModel
 
@@ -61,20 +61,12 @@ RECURRENT_LAYERS = frozenset({"hybrid", "linear_attention", "mamba"})
 """Kinds of layers with a recurrence, which `replace_recurrent_layers` may let work over sharded rows."""
 
 
-@dataclass(frozen=True)
-class Unsupported:
-    """One row of the table.
+class Unsupported(NamedTuple):
+    """One row of the table."""
 
-    Attributes:
-        purpose: Key for `check_supported`.
-        find: Returns the unsupported thing in the subject, for the message; None when there is none.
-        message: Of the error; `{got}` is what was found, `{subject}` where.
-        error: Its type.
-    """
-
-    purpose: str
-    find: Callable[[Any], Any]
-    message: str
+    purpose: str  # key for `check_supported`
+    find: Callable[[Any], Any]  # returns the unsupported thing in the subject, for the message; None when there is none
+    message: str  # `{got}` is what was found, `{subject}` where
     error: type[Exception] = NotImplementedError
 
 
@@ -223,11 +215,6 @@ def _counted_sequences(call: tuple[nn.Module, Mapping[str, Any]]) -> Any:
     return call[1].get("num_items_in_batch") if gathered else None
 
 
-def _kept_logits(call: tuple[nn.Module, Mapping[str, Any]]) -> Any:
-    keep = call[1].get("logits_to_keep")
-    return None if keep is None or (isinstance(keep, int) and keep == 0) else keep
-
-
 def _unequal_layers(config: Any) -> list[tuple[int, int, int]] | None:
     # later releases of 5.x allow layers that differ
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
@@ -240,7 +227,10 @@ def inner_model(model: Any) -> PreTrainedModel:
     while not isinstance(model, PreTrainedModel):
         compiled = isinstance(model, OptimizedModule)
         adapters = {} if compiled else getattr(model, "peft_config", {})
-        others = [one for one in adapters.values() if one.peft_type not in ROW_ADAPTERS or _chooses_tokens(one)]
+        tokens = "alora_invocation_tokens"  # of adapters that choose tokens
+        others = [
+            x for x in adapters.values() if x.peft_type not in ROW_ADAPTERS or getattr(x, tokens, None) is not None
+        ]
         if others or not (compiled or hasattr(model, "get_base_model")):
             raise NotImplementedError(
                 "model must be one of transformers, or that in torch.compile(model) or in a PeftModel whose adapters change rows "
@@ -250,10 +240,6 @@ def inner_model(model: Any) -> PreTrainedModel:
         inner: Any = model._orig_mod if compiled else model.get_base_model()
         model = inner
     return model
-
-
-def _chooses_tokens(adapter: Any) -> bool:
-    return getattr(adapter, "alora_invocation_tokens", None) is not None
 
 
 def cache_sizes(model: PreTrainedModel) -> dict[str, Any]:
@@ -319,7 +305,7 @@ TABLE = (
     ),
     Unsupported(
         "sharded call",
-        _kept_logits,
+        lambda call: _option("logits_to_keep", lambda keep: isinstance(keep, Tensor) or bool(keep))(call[1]),
         "logits_to_keep must be left out where ranks share a sequence, got {got}, which would count the rows of each rank; choose "
         "rows of the logits with take_rows",
         ValueError,
@@ -364,18 +350,16 @@ TABLE = (
         "{got} must be left out: ring attention does not support it; use attn_implementation='eager' for this model",
     ),
     # the same, of a call with a sharding
-    Unsupported(
+    *_without(
         "sharded attention",
-        _option("use_cache"),
-        "use_cache must be False when there is a sharding, whose keys are not stored; pass use_cache=False, as shard_batch "
-        "does. To generate, use RingCache",
+        use_cache="use_cache must be False when there is a sharding, whose keys are not stored; pass use_cache=False, as "
+        "shard_batch does. To generate, use RingCache",
     ),
     # keywords, or else the config, of a call whose rows are on several ranks
-    Unsupported(
+    *_without(
         "sharded router",
-        _option("output_router_logits"),
-        "output_router_logits must be False where ranks share a sequence, got True: the loss that balances experts would be of "
-        "each rank's tokens alone; leave it out, and set model.config.output_router_logits = False",
+        output_router_logits="output_router_logits must be False where ranks share a sequence, got True: the loss that balances "
+        "experts would be of each rank's tokens alone; leave it out, and set model.config.output_router_logits = False",
     ),
     # the keywords of a model call with a RingCache
     *(
@@ -386,10 +370,9 @@ TABLE = (
         )
         for name, remedy in (("use_cache", "the cache"), ("return_dict", "it"))
     ),
-    Unsupported(
+    *_without(
         "RingCache call",
-        _option("output_hidden_states"),
-        "output_hidden_states must be False in a call with a RingCache, whose ranks have different rows; use "
+        output_hidden_states="output_hidden_states must be False in a call with a RingCache, whose ranks have different rows; use "
         "attn_implementation='sdpa' on one process",
     ),
     Unsupported(
@@ -424,10 +407,9 @@ TABLE = (
         ValueError,
     ),
     # the entries of a batch
-    Unsupported(
+    *_without(
         "batch",
-        _option("use_cache"),
-        "use_cache must be False: decoding over a sharded cache is not supported yet; leave it out of the batch",
+        use_cache="use_cache must be False: decoding over a sharded cache is not supported yet; leave it out of the batch",
     ),
     # a RingTrainer
     Unsupported(
@@ -436,18 +418,16 @@ TABLE = (
         "average_tokens_across_devices must be True, got {got}: ranks of a ring see different numbers of labels",
         ValueError,
     ),
-    Unsupported(
+    *_without(
         "trainer",
-        _option("compute_loss_func"),
-        "compute_loss_func must be left out: it would see this rank's rows, with labels that are shifted already; subclass the "
-        "trainer and override compute_loss, whose inputs are whole",
+        compute_loss_func="compute_loss_func must be left out: it would see this rank's rows, with labels that are shifted "
+        "already; subclass the trainer and override compute_loss, whose inputs are whole",
     ),
     # a RingTrainer whose ring has several ranks
-    Unsupported(
+    *_without(
         "shared trainer",
-        _option("aux_loss_enabled"),
-        "router_aux_loss_coef must be 0.0 where ranks share a sequence: the loss that balances experts would be of each rank's "
-        "tokens alone; pass router_aux_loss_coef=0.0 in the arguments",
+        aux_loss_enabled="router_aux_loss_coef must be 0.0 where ranks share a sequence: the loss that balances experts would be "
+        "of each rank's tokens alone; pass router_aux_loss_coef=0.0 in the arguments",
     ),
     Unsupported(
         "shared trainer",
@@ -483,7 +463,6 @@ TABLE = (
         },
     ),
 )
-
 """Refusals; the comments say what the subjects of a purpose are."""
 
 _BY_PURPOSE = {row.purpose: [other for other in TABLE if other.purpose == row.purpose] for row in TABLE}

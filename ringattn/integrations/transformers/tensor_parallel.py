@@ -16,9 +16,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -86,8 +85,7 @@ def apply_tensor_parallel(model: nn.Module, ring: Ring) -> int:
     return len(modules)
 
 
-@dataclass(frozen=True)
-class _Parallel:
+class _Parallel(NamedTuple):
     """A module, and its tensor parallel forward."""
 
     module: nn.Module
@@ -215,9 +213,7 @@ class _RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the contribution to `... out` fp32 of x `... inner`."""
         rows = x.reshape(-1, x.shape[-1])
-        if x.dtype == torch.float32:
-            found = torch.mm(rows, self.weight.t())
-        elif x.is_cuda:
+        if x.is_cuda and x.dtype != torch.float32:
             found = torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
         else:
             found = torch.mm(rows, self.weight.t()).float()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -249,28 +250,19 @@ class RingTrainerMixin(_Base):
 
 
 def shard_calls(module: nn.Module, shard: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[RemovableHandle, ...]:
-    """Register forward hooks that shard the batch of each call, and gather the rows of its outputs.
+    """Register forward hooks that `shard` the batch of each call, and gather the rows of its outputs; return their handles.
 
     Of the outputs, `b s ...` tensors with three or more dims become `b n ...`; in a call with labels also those `b s`, one number
     per predicted token, which become `b (n - 1)` as without shards. A loss in the outputs stays that of a shard.
-
-    Args:
-        module: A model of transformers, or its part below the heads.
-        shard: `shard_batch` for one ring: whole tensors in, those of this rank and `sharding` out.
-
-    Returns:
-        The handles, to remove the hooks.
     """
-    names = [name for name in inspect.signature(module.forward).parameters]
+    names = list(inspect.signature(module.forward).parameters)
 
-    def shard_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        del module
+    def shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = {**dict(zip(names, args, strict=False)), **kwargs}
         batch = {name: x for name, x in call.items() if isinstance(x, Tensor)}
         return (), {**call, **shard(batch)}
 
-    def gather_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        del module, args
+    def gather_outputs(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         sharding, shifted = kwargs["sharding"], "shift_labels" in kwargs
         for name, x in list(output.items()):
             if not isinstance(x, Tensor) or x.dim() < (2 if shifted else 3) or x.shape[1] != sharding.shard_len:
@@ -285,12 +277,12 @@ def shard_calls(module: nn.Module, shard: Callable[[dict[str, Any]], dict[str, A
     )
 
 
+@dataclass
 class ShiftedLabelSmoother:
     """Label smoothing of rows whose labels are shifted already: in place of transformers' LabelSmoother, with its formula."""
 
-    def __init__(self, epsilon: float) -> None:
-        self.epsilon = epsilon
-        self.num_items: Any = None
+    epsilon: float
+    num_items: Any = None
 
     def __call__(self, model_output: Any, labels: Tensor, **_: Any) -> Tensor:
         """Return the smoothed sum over this rank's labels `b s`, divided by `num_items`."""
@@ -305,14 +297,12 @@ class TokensSeen(TrainerCallback):
     def __init__(self, ranks: int) -> None:
         self._ranks, self._seen = ranks, 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Go on from the number of a checkpoint."""
-        del args, control, kwargs
         self._seen = state.num_input_tokens_seen
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Count the tokens of the last batch once per ring."""
-        del args, control, kwargs
         self._seen += (state.num_input_tokens_seen - self._seen) // self._ranks
         state.num_input_tokens_seen = self._seen
 

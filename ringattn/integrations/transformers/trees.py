@@ -41,15 +41,7 @@ def pack_answers(samples: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> tuple[di
         >>> shared
         tree((-1, 0, 0), (2, 3, 2))
     """
-    parents: list[int | None] = []
-    ids: list[Tensor] = []
-    labels: list[Tensor] = []
-
-    def add(tokens: Tensor, predicted: Tensor, parent: int | None) -> None:
-        parents.append(parent)
-        ids.append(tokens)
-        labels.append(predicted)
-
+    parents, ids, labels = list[int | None](), list[Tensor](), list[Tensor]()
     for prompt, answers in samples:
         if prompt.dim() != 1 or not len(prompt) or any(answer.dim() != 1 for answer in answers):
             raise ValueError(
@@ -59,9 +51,12 @@ def pack_answers(samples: Sequence[tuple[Tensor, Sequence[Tensor]]]) -> tuple[di
         root = None
         if len(prompt) > 1:
             root = len(parents)
-            add(prompt[:-1], prompt.new_full((len(prompt) - 1,), IGNORE_INDEX), None)
-        for answer in answers:
-            add(torch.cat([prompt[-1:], answer]), torch.cat([prompt.new_full((1,), IGNORE_INDEX), answer]), root)
+            ids.append(prompt[:-1])
+            labels.append(torch.full_like(prompt[:-1], IGNORE_INDEX))
+            parents.append(None)
+        parents += [root] * len(answers)
+        ids += [torch.cat([prompt[-1:], answer]) for answer in answers]
+        labels += [torch.cat([torch.full_like(prompt[-1:], IGNORE_INDEX), answer]) for answer in answers]
     shared = tree(parents, [len(tokens) for tokens in ids])
     return {"input_ids": torch.cat(ids)[None], "labels": torch.cat(labels)[None]}, shared
 
