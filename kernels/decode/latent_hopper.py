@@ -294,11 +294,13 @@ def _consumer(INDEX: gl.constexpr, work, score, out, mem, c):
     at = home + gl.expand_dims(rows * (2 * c.HALF), 1)
     column = gl.expand_dims(INDEX * c.HALF + gl.arange(0, c.HALF, gl.SliceLayout(0, o_layout)), 0)
     gl.store(at + column, acc, mask=gl.expand_dims(gl.convert_layout(exists, gl.SliceLayout(1, o_layout)), 1))
+    # the barrier of the last tile may still be in its round: the other stage's is not
+    ended = READY + count % 2
     if INDEX == 1:
         mem.sums.store(l_i)
-        arrive(READY + 1, BOTH)
+        arrive(ended, BOTH)
     else:
-        sync(READY + 1, BOTH)
+        sync(ended, BOTH)
         l_i += mem.sums.load(s_rows)
         if c.DTYPE == gl.float16:
             m_i -= HEADROOM

@@ -100,6 +100,9 @@ class Scene:
         """The same on another device."""
         moved = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         table = PageTable(**{name: x.to(device) for name, x in vars(self.table).items()})
+        if self.call().latent:
+            moved["v"] = moved["k"][..., : self.v.shape[-1]]
+            moved |= {"v_scale": moved["k_scale"]} if self.k_scale is not None else {}
         slopes = self.score.alibi_slopes
         score = replace(self.score, alibi_slopes=None if slopes is None else slopes.to(device))
         return replace(self, table=table, score=score, **moved)

@@ -17,7 +17,8 @@ Note [What happened before]
     Every partition carries a clock: what it knows of each other partition, each mbarrier and each queue of wgmmas and
     stores. Clocks travel through arrivals and waits. Every access to shared memory is kept with the moment at which it is
     over (a copy: the phase it completes; a wgmma: its wait; a store: store_wait), and an access that conflicts with one that
-    its partition cannot know to be over is a race, whatever order this run happened to take.
+    its partition cannot know to be over is a race, whatever order this run happened to take. A named barrier counts warps and
+    not which they are: a partition that arrives again must know that its last round is over, or it may end it in another's place.
 """
 
 from __future__ import annotations
@@ -695,22 +696,28 @@ class _NamedBarrier:
         self.times = 0
         self.coming: Clock = {}
         self.clock: Clock = {}
+        self.arrived: Clock = {}  # of this round: when each partition arrived
+        self.last: dict[Any, Clock] = {}  # of each partition: its last round
 
     def __str__(self) -> str:
         return f"named barrier {self.number} ({self.here} of {self.threads} threads)"
 
-    def arrive(self, threads: int, mine: int, clock: Clock) -> None:
+    def arrive(self, threads: int, me: _Partition) -> None:
+        clock, before = me.publish(), self.last.get(me, {})
         if self.here and threads != self.threads:
             raise BarrierError(f"{self} is given {threads} threads at {_where()}")
+        if before is self.arrived or any(clock.get(agent, 0) < epoch for agent, epoch in before.items()):
+            raise BarrierError(f"{self} may still be in the round before when {me.name} arrives again at {_where()}")
+        self.arrived[me], self.last[me] = clock[me], self.arrived
         self.threads = threads
-        self.here += mine
+        self.here += WARP * me.warps
         if self.here > threads:
             raise BarrierError(f"{self} has too many arrivals at {_where()}")
         _learn(self.coming, clock)
         if self.here == threads:
             self.here = 0
             self.times += 1
-            self.clock = dict(self.coming)
+            self.clock, self.arrived = dict(self.coming), {}
 
 
 @dataclass(eq=False)
@@ -1259,7 +1266,7 @@ def _named_barrier(match: re.Match[str], args: Sequence[Any], dtype: Any) -> Any
         raise BarrierError(f"named barrier {number} must take whole warps, got {threads} threads at {_where()}")
     barrier = program.named[number]
     times = barrier.times
-    barrier.arrive(threads, WARP * me.warps, me.publish())
+    barrier.arrive(threads, me)
     if match["kind"] == "sync":
         program.wait(lambda: barrier.times > times, lambda: str(barrier))
         _learn(me.clock, barrier.clock)
