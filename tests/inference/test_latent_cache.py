@@ -307,7 +307,7 @@ def test_a_cache_of_the_other_kind_is_refused() -> None:
         ({"kv_heads": 1}, ValueError, "kv_heads must be left out"),
         ({"head_dim": 20, "v_head_dim": 16}, ValueError, "head_dim and v_head_dim must be left out"),
         ({"latent": (0, 4)}, ValueError, "latent must be"),
-        ({"latent": (16, -1)}, ValueError, "latent must be"),
+        ({"latent": (16, 0)}, ValueError, "latent must be"),
         ({"latent": 16}, ValueError, "latent must be"),
         ({"latent": None}, TypeError, "kv_heads and head_dim, or latent, must be given"),
         ({"heads": 4}, TypeError, "heads"),
