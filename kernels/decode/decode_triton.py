@@ -358,6 +358,10 @@ def _decode_kernel(
             at = tl.cast(page, tl.int64) * v_scale_sp + h_kv * v_scale_sh + row0 + n
             v_size = tl.load(v_scale + at, mask=real, other=0.0)
             k_even, k_odd = _pairs(k_tile, K_BYTES)
+            if LATENT and K_BYTES != "instructions":
+                # rows of latents carry NaN in bytes and not in scales; the largest number is 1.75
+                k_even = tl.where(tl.abs(k_even) == 1.875, float("nan"), k_even)
+                k_odd = tl.where(tl.abs(k_odd) == 1.875, float("nan"), k_odd)
             qk = tl.dot(q_even, tl.trans(k_even.to(q_tile.dtype)), input_precision=PRECISION)
             qk = tl.dot(q_odd, tl.trans(k_odd.to(q_tile.dtype)), qk, input_precision=PRECISION)
             if LATENT:

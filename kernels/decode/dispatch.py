@@ -37,6 +37,7 @@ from torch import Tensor
 
 from ringattn.kernels.decode import configs as decode_configs
 from ringattn.kernels.interface import Score, accumulation_dtype
+from ringattn.kernels.kv.pages import are_latents
 from ringattn.kernels.partials.packed import size as parts_len
 from ringattn.kernels.registry import (
     Candidate,
@@ -102,8 +103,7 @@ class DecodeCall(NamedTuple):
     @property
     def latent(self) -> bool:
         """Whether v is the first columns of k (Note [Latents])."""
-        k, v = self.k, self.v
-        return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
+        return are_latents(self.k, self.v)
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,23 @@
 
 Shape legend: `b` batch, `s` rows of each; `hk` key/value heads; `d` head_dim of k, `dv` of v; `pages` of the pool.
 A pool is k `pages hk page_size d` and v `pages hk page_size dv`. Slot i is row i % page_size of page i // page_size, for all
-heads. A row with slot -1 is not stored.
+heads. A row with slot -1 is not stored. A pool of latents has a view for v, k[..., :r] (Note [Latents] of
+kernels/decode/dispatch.py).
 
 Note [fp8 rows]
     A pool in float8_e4m3fn has a scale for every row of every head of k, and of v: `pages hk page_size` fp32. With a = max |x|
     over the row, scale = max(a / 448, 2^-100) and the row is x / scale in fp32, rounded to nearest even: 448 is the largest
     finite e4m3, so nothing overflows, and a row of zeros stays one. Reads return e4m3 * scale, in fp32, rounded to the dtype
     that is asked for. e4m3 has three bits of mantissa: a number of at least 2^-6 * scale is off by at most 2^-4 of itself, a
-    smaller one by at most 2^-10 * scale. A row with a NaN or an infinity is NaN wherever it is read.
+    smaller one by at most 2^-10 * scale. A row with a NaN or an infinity is NaN wherever it is read: its scale is. Latents have
+    one scale for a row of k.
 
 Note [Values that are not finite]
     Requests share tiles of kernels. A tile hides a score by selecting -inf, so NaN in q or k of one request cannot reach another.
     But it multiplies hidden values by weights of 0, and 0 * NaN is NaN. So a row of v with a NaN or an infinity is kept as zeros,
     and the row of k beside it as NaN: tokens that see it become NaN, all others are what they are beside a healthy request.
+    A row of latents with a NaN or an infinity anywhere is kept as zeros in its r columns and NaN in the rotary ones. Its scale in
+    fp8 is finite, because it is that of the values.
 """
 
 from __future__ import annotations
@@ -49,16 +53,21 @@ def put(
 
     Args:
         pool_k: `pages hk page_size d`, k's dtype, or float8_e4m3fn with k_scale; contiguous; written.
-        pool_v: `pages hk page_size dv`, in the same form.
+        pool_v: `pages hk page_size dv`, in the same form; of latents `pool_k[..., :dv]` with hk = 1 and dv < d.
         k: `b s hk d`, any strides with a contiguous last dim.
-        v: `b s hk dv`, in the same form.
+        v: `b s hk dv`, in the same form; of latents `k[..., :dv]`.
         slots: `b s` int64, contiguous; -1: the row is not stored. No slot twice.
         k_scale: `pages hk page_size` fp32, contiguous; written. With fp8 only (Note [fp8 rows]).
-        v_scale: Scales of v, as k_scale.
-        contained: Contiguous tensors like k and v that get all rows as well, as pages have them but for rounding to fp8.
+        v_scale: Scales of v, as k_scale; of latents k_scale itself.
+        contained: Tensors like k and v that get all rows as well, as pages have them but for rounding to fp8; contiguous, but that
+            the second is columns of the first for latents.
+
+    Raises:
+        ValueError: pool_v is columns of pool_k, and it has all of them or several heads, or v or contained is not alike.
     """
     if not slots.numel():
         return
+    latent = _check_latents(pool_k, pool_v, {"v": (k, v)} | ({} if contained is None else {"contained": contained}))
     fast = import_optional("ringattn.kernels.kv.pages_triton") if pool_k.is_cuda else None
     if fast is not None:
         fast.put(pool_k, pool_v, k, v, slots, k_scale, v_scale, contained)
@@ -69,10 +78,10 @@ def put(
         contained[1].copy_(v)
     here = slots >= 0
     page, row = _places(pool_k, slots[here])
-    for pool, x, scale in ((pool_k, k, k_scale), (pool_v, v, v_scale)):
+    for pool, x, scale in ((pool_k, k, k_scale), (pool_v, v, v_scale))[: 1 if latent else 2]:
         rows = x[here]
         if scale is not None:
-            rows, scale[page, :, row] = quantise(rows)
+            rows, scale[page, :, row] = quantise(rows, latent=latent)
         # indexing supports bytes better than fp8
         _bits(pool)[page, :, row] = _bits(rows)
 
@@ -91,16 +100,20 @@ def take(
     Args:
         slots: `b s` int64, contiguous, none of them -1.
         k: `b s hk d`, any strides with a contiguous last dim; written.
-        v: `b s hk dv`, in the same form.
+        v: `b s hk dv`, in the same form; of latents `k[..., :dv]`.
+
+    Raises:
+        ValueError: See `put`.
     """
     if not slots.numel():
         return
+    latent = _check_latents(pool_k, pool_v, {"v": (k, v)})
     fast = import_optional("ringattn.kernels.kv.pages_triton") if pool_k.is_cuda else None
     if fast is not None:
         fast.take(pool_k, pool_v, slots, k, v, k_scale, v_scale)
         return
     page, row = _places(pool_k, slots)
-    for pool, x, scale in ((pool_k, k, k_scale), (pool_v, v, v_scale)):
+    for pool, x, scale in ((pool_k, k, k_scale), (pool_v, v, v_scale))[: 1 if latent else 2]:
         rows = _bits(pool)[page, :, row].view(pool.dtype)
         x.copy_(rows if scale is None else dequantise(rows, scale[page, :, row], x.dtype))
 
@@ -113,12 +126,22 @@ def contain(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         >>> k.tolist(), v.tolist()
         ([[1.0], [nan], [nan]], [[1.0], [0.0], [0.0]])
     """
+    if are_latents(k, v):
+        bad = ~k.isfinite().all(-1, keepdim=True)
+        k = k.masked_fill(bad, math.nan)
+        v = k[..., : v.shape[-1]]
+        return k, v.masked_fill_(bad, 0)
     bad = ~v.isfinite().all(-1, keepdim=True)
     return k.masked_fill(bad, math.nan), v.masked_fill(bad, 0)
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows `... d` as float8_e4m3fn, and their scales `...` fp32 (Note [fp8 rows]).
+def are_latents(k: Tensor, v: Tensor) -> bool:
+    """Return whether v is the first columns of k (Note [Latents] of kernels/decode/dispatch.py)."""
+    return k.data_ptr() == v.data_ptr() and k.stride() == v.stride() and k.dtype == v.dtype
+
+
+def quantise(x: Tensor, *, latent: bool = False) -> tuple[Tensor, Tensor]:
+    """Return rows `... d` as float8_e4m3fn, and their scales `...` fp32 (Note [fp8 rows]); of latents from `contain`: finite ones.
 
     Example:
         >>> rows, scale = quantise(torch.tensor([[448.0, -7.0, 1.1, 0.0]]))
@@ -126,13 +149,32 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
         [[448.0, -7.0, 1.125, 0.0]]
     """
     x = x.float()
-    scale = (x.abs().amax(-1) / LARGEST).clamp(min=SMALLEST_SCALE)
+    sizes = x.abs().nan_to_num(nan=0.0) if latent else x.abs()
+    scale = (sizes.amax(-1) / LARGEST).clamp(min=SMALLEST_SCALE)
     return (x / scale.unsqueeze(-1)).to(FP8), scale
 
 
 def dequantise(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows of fp8 in a wider dtype (Note [fp8 rows])."""
     return (x.float() * scale.unsqueeze(-1)).to(dtype)
+
+
+def _check_latents(pool_k: Tensor, pool_v: Tensor, rows: dict[str, tuple[Tensor, Tensor]]) -> bool:
+    """Return whether a pool is of latents, whose rows are views as its columns are."""
+    if not are_latents(pool_k, pool_v):
+        return False
+    d, dv = pool_k.shape[-1], pool_v.shape[-1]
+    if pool_k.shape[1] != 1 or not dv < d:
+        raise ValueError(
+            f"pool_k must have one head and columns beside those of pool_v, its view, got {pool_k.shape[1]} heads and {d - dv} "
+            "columns; keep keys and values in two pools"
+        )
+    for name, (k, v) in rows.items():
+        if not are_latents(k, v):
+            raise ValueError(
+                f"{name} must be columns of k as pool_v is of pool_k, got another tensor; pass k[..., :{dv}]"
+            )
+    return True
 
 
 def _places(pool: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.kv.pages import FP8, LARGEST, SMALLEST_SCALE
+from ringattn.kernels.kv.pages import FP8, LARGEST, SMALLEST_SCALE, are_latents
 from ringattn.kernels.runtime import bound_launch
 
 BYTES = 8192
@@ -57,27 +57,35 @@ def _rows_at(x, ok, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _put_rows(pool, scale, y, to, ok, FP8: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
+def _put_rows(
+    pool, scale, y, to, ok, FP8: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, LATENT: tl.constexpr = False
+):
     """Writes rows y of one tensor to rows `to` of the pool, whose pages and heads are counted through."""
     c = tl.arange(0, COLUMNS)[None, :]
     mask = ok[:, None] & (c < WIDTH)
     if FP8:
         y = y.to(tl.float32)
-        # a maximum may pass over NaN, a sum does not
-        bad = tl.sum(tl.where(y == y, 0.0, y), 1)
-        s = tl.maximum(tl.div_rn(tl.max(tl.abs(y), 1), _LARGEST), _SMALLEST_SCALE) + bad
+        sizes = tl.abs(tl.where(y == y, y, 0.0)) if LATENT else tl.abs(y)
+        s = tl.maximum(tl.div_rn(tl.max(sizes, 1), _LARGEST), _SMALLEST_SCALE)
+        if not LATENT:
+            # a maximum may pass over NaN, a sum does not
+            s += tl.sum(tl.where(y == y, 0.0, y), 1)
         tl.store(scale + to, s, mask=ok)
         y = _encode(tl.div_rn(y, s[:, None] + tl.zeros_like(y)))
     tl.store((pool + to * WIDTH)[:, None] + c, y, mask=mask)
 
 
 @triton.jit
-def _contain(k_rows, v_rows):
-    """Rows of keys and values as Note [Values that are not finite] of pages.py says."""
-    wide = v_rows if v_rows.dtype == tl.float64 else v_rows.to(tl.float32)
+def _are_bad(x):
+    """Return which rows have a NaN or an infinity: `rows 1`."""
+    wide = x if x.dtype == tl.float64 else x.to(tl.float32)
     bad = tl.sum(wide * 0.0, 1) != 0.0  # 0 times what is not finite is NaN
-    nan = tl.full(k_rows.shape, float("nan"), tl.float32).to(k_rows.dtype)
-    return tl.where(bad[:, None], nan, k_rows), tl.where(bad[:, None], tl.zeros_like(v_rows), v_rows)
+    return bad[:, None]
+
+
+@triton.jit
+def _nan_like(x):
+    return tl.full(x.shape, float("nan"), tl.float32).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["s", "rows"])
@@ -87,7 +95,7 @@ def _put_kernel(
     HK: tl.constexpr, SIZE: tl.constexpr, FP8: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_COLUMNS: tl.constexpr, DV_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns ROWS of the b * s * hk rows, of k and of v.
+    """One program owns ROWS of the b * s * hk rows, of k and of v; of k alone where v is None, for v is columns of it.
 
     Example: HK = 2, SIZE = 4: row 5 is token 2, head 1; with slot 9 it goes to page 2, row 1, which is row 21 of the pool.
     """
@@ -98,15 +106,23 @@ def _put_kernel(
     b, x = (t // s).to(tl.int64), (t % s).to(tl.int64)
     # rows are loaded before their slots are known: one round trip
     k_rows = _rows_at(k + b * k_sb + x * k_ss + h * k_sh, ok, D, D_COLUMNS)
-    v_rows = _rows_at(v + b * v_sb + x * v_ss + h * v_sh, ok, DV, DV_COLUMNS)
-    k_rows, v_rows = _contain(k_rows, v_rows)
+    # Note [Values that are not finite] of pages.py
+    if v is None:
+        instead = tl.where(tl.arange(0, D_COLUMNS)[None, :] < DV, tl.zeros_like(k_rows), _nan_like(k_rows))
+        k_rows = tl.where(_are_bad(k_rows), instead, k_rows)
+    else:
+        v_rows = _rows_at(v + b * v_sb + x * v_ss + h * v_sh, ok, DV, DV_COLUMNS)
+        bad = _are_bad(v_rows)
+        k_rows, v_rows = tl.where(bad, _nan_like(k_rows), k_rows), tl.where(bad, tl.zeros_like(v_rows), v_rows)
     if k_contained is not None:
         _put_rows(k_contained, None, k_rows, r.to(tl.int64), ok, False, D, D_COLUMNS)
-        _put_rows(v_contained, None, v_rows, r.to(tl.int64), ok, False, DV, DV_COLUMNS)
+        if v is not None:
+            _put_rows(v_contained, None, v_rows, r.to(tl.int64), ok, False, DV, DV_COLUMNS)
     ok = slot >= 0
     to = (slot // SIZE * HK + h) * SIZE + slot % SIZE
-    _put_rows(pool_k, k_scale, k_rows, to, ok, FP8, D, D_COLUMNS)
-    _put_rows(pool_v, v_scale, v_rows, to, ok, FP8, DV, DV_COLUMNS)
+    _put_rows(pool_k, k_scale, k_rows, to, ok, FP8, D, D_COLUMNS, v is None)
+    if v is not None:
+        _put_rows(pool_v, v_scale, v_rows, to, ok, FP8, DV, DV_COLUMNS)
 
 
 @triton.jit
@@ -127,7 +143,10 @@ def _take_kernel(
     HK: tl.constexpr, SIZE: tl.constexpr, FP8: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     D_COLUMNS: tl.constexpr, DV_COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program owns one head of ROWS of the b * s tokens: it reads a page of a head in one piece, where slots follow."""
+    """One program owns one head of ROWS of the b * s tokens: it reads a page of a head in one piece, where slots follow.
+
+    v is None where it is columns of k.
+    """
     h = (tl.program_id(0) % HK).to(tl.int64)
     t = tl.program_id(0) // HK * ROWS + tl.arange(0, ROWS)
     ok = t < tokens
@@ -135,7 +154,8 @@ def _take_kernel(
     source = (slot // SIZE * HK + h) * SIZE + slot % SIZE
     b, x = (t // s).to(tl.int64), (t % s).to(tl.int64)
     _take_rows(pool_k, k_scale, k, b * k_sb + x * k_ss + h * k_sh, source, ok, FP8, D, D_COLUMNS)
-    _take_rows(pool_v, v_scale, v, b * v_sb + x * v_ss + h * v_sh, source, ok, FP8, DV, DV_COLUMNS)
+    if v is not None:
+        _take_rows(pool_v, v_scale, v, b * v_sb + x * v_ss + h * v_sh, source, ok, FP8, DV, DV_COLUMNS)
 
 
 def put(
@@ -156,7 +176,8 @@ def put(
         _put_kernel,
         (-(-rows // constants["ROWS"]),),
         (
-            _bytes(pool_k), _bytes(pool_v), k_scale, v_scale, k, v, slots, *(contained or (None, None)), s, rows,
+            _bytes(pool_k), _bytes(pool_v), k_scale, v_scale, k, None if are_latents(pool_k, pool_v) else v, slots,
+            *(contained or (None, None)), s, rows,
             *k.stride()[:3], *v.stride()[:3],
         ),
         constants,
@@ -180,7 +201,8 @@ def take(
         _take_kernel,
         (-(-b * s // constants["ROWS"]) * hk,),
         (
-            _bytes(pool_k), _bytes(pool_v), k_scale, v_scale, k, v, slots, s, b * s, *k.stride()[:3], *v.stride()[:3],
+            _bytes(pool_k), _bytes(pool_v), k_scale, v_scale, k, None if are_latents(pool_k, pool_v) else v, slots, s, b * s,
+            *k.stride()[:3], *v.stride()[:3],
         ),
         constants,
         num_warps=4,

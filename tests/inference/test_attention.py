@@ -104,9 +104,9 @@ def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype, sizes: Sizes) -> 
         Sizes(page_size=1),
         Sizes(page_size=64, pages=9),
         dataclasses.replace(LATENT, kv_heads=2),
-        dataclasses.replace(LATENT, latent=(20, 0), page_size=64, pages=9),
+        dataclasses.replace(LATENT, latent=(20, 2), page_size=64, pages=9),
     ],
-    ids=["mha", "mqa", "dims", "page 1", "page 64", "latents of groups", "no rotary keys"],
+    ids=["mha", "mqa", "dims", "page 1", "page 64", "latents of groups", "latents, page 64"],
 )
 def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
     if sizes.page_size == 1:

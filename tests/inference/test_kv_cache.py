@@ -589,6 +589,24 @@ def test_put_and_take_equal_their_definition(case: Case) -> None:
     assert_take(rows.take, case)
 
 
+@pytest.mark.parametrize(
+    ("heads", "columns", "apart", "match"),
+    [(1, 8, "", "pool_k must have .* got 1 heads and 0 columns"), (2, 4, "", "pool_k must have one head .* got 2 heads"),
+     (1, 4, "v", r"v must be columns of k .*pass k\[..., :4\]"), (1, 4, "contained", "contained must be columns of k")],
+)  # fmt: skip
+def test_pools_of_latents_that_cannot_be_kept_are_refused(heads: int, columns: int, apart: str, match: str) -> None:
+    pool, k = torch.zeros(2, heads, 4, 8), torch.ones(1, 1, heads, 8)
+    v = k[..., :columns].clone() if apart == "v" else k[..., :columns]
+    contained = torch.zeros_like(k), torch.zeros_like(k)[..., :columns]
+    slots = torch.zeros(1, 1, dtype=torch.long)
+    with pytest.raises(ValueError, match=match):
+        rows.put(pool, pool[..., :columns], k, v, slots, None, None, contained if apart == "contained" else None)
+    if apart != "contained":
+        with pytest.raises(ValueError, match=match):
+            rows.take(pool, pool[..., :columns], slots, k, v)
+    assert not pool.any()
+
+
 def test_fp8_rows_are_off_by_half_a_step_of_three_bits_at_most() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(500, 2, 128, generator=generator) * torch.rand(500, 2, 1, generator=generator) ** 4

@@ -31,6 +31,6 @@ def assert_bytes_are_numbers(device: torch.device, how: str) -> None:
     kernel: Any = _convert
     kernel[(64,)](pairs.to(device), low, high, HOW=how)
     for found, wanted in ((low.cpu(), right[:, 0]), (high.cpu(), right[:, 1])):
-        # scales carry NaN, no byte of a pool that the cache has written does
+        # scales carry NaN; bytes do of latents alone, where the kernel looks for them
         number = ~wanted.isnan()
         assert torch.equal(found[number].view(torch.int32), wanted[number].view(torch.int32))

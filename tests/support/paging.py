@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class Case:
     Attributes:
         dtype: Of rows.
         kv_dtype: Of the pool.
+        latent: v is the first columns of k.
     """
 
     b: int
@@ -33,6 +35,7 @@ class Case:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     pages: int = 9
+    latent: bool = False
 
     @property
     def is_quantised(self) -> bool:
@@ -42,7 +45,12 @@ class Case:
         """K, v and, with fp8, their scales, zero as a cache makes them."""
         shape = (self.pages, self.hk, self.page_size)
         scales = [torch.zeros(shape, device=device) if self.is_quantised else None for _ in range(2)]
-        return [torch.zeros(*shape, dim, dtype=self.kv_dtype, device=device) for dim in (self.d, self.dv)] + scales
+        kept = [torch.zeros(*shape, dim, dtype=self.kv_dtype, device=device) for dim in (self.d, self.dv)]
+        return [*self.paired(*kept), *self.paired(*scales, scales=True)]
+
+    def paired(self, k: Any, v: Any, *, scales: bool = False) -> tuple[Any, Any]:
+        """Return k and v, where v is columns of k for latents, and their scales one tensor."""
+        return (k, v) if not self.latent else (k, k if scales else k[..., : self.dv])
 
     def rows(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """K with padded rows and v with heads before rows: strides of a model's projections."""
@@ -54,7 +62,7 @@ class Case:
         v[:, :, :, 0] *= 1e4
         k[..., -4:] *= 1e-4
         k, v = k.to(self.dtype).to(device), v.to(self.dtype).to(device)
-        return k[..., : self.d], v.transpose(1, 2)
+        return self.paired(k[..., : self.d], v.transpose(1, 2))
 
     def slots(self, device: torch.device | str = "cpu") -> Tensor:
         """Different slots in no order; a third of the rows are kept elsewhere."""
@@ -71,6 +79,9 @@ CASES = [
     Case(2, 5, 3, 8, 8, 4, torch.float32, FP8),
     Case(1, 7, 1, 40, 24, 5, torch.bfloat16, FP8),
     Case(3, 9, 2, 128, 64, 16, torch.float16, FP8),
+    Case(2, 5, 1, 24, 16, 4, torch.float32, torch.float32, latent=True),
+    Case(1, 7, 1, 72, 64, 5, torch.bfloat16, FP8, latent=True),
+    Case(3, 9, 1, 576, 512, 16, torch.float16, FP8, latent=True),
 ]
 
 
@@ -82,7 +93,7 @@ def bits(x: Tensor | None) -> Tensor | None:
 def expected_pool(case: Case) -> list[Tensor | None]:
     """Row by row and head by head what a pool holds: the definition, in Python."""
     pool = case.pool()
-    for x, kept, scale in zip(case.rows(), pool[:2], pool[2:], strict=True):
+    for x, kept, scale in list(zip(case.rows(), pool[:2], pool[2:], strict=True))[: 2 - case.latent]:
         assert kept is not None
         for row, slot in zip(x.flatten(0, 1), case.slots().flatten().tolist(), strict=True):
             if slot < 0:
@@ -102,7 +113,7 @@ def assert_put(put: Put, case: Case, device: torch.device | str = "cpu") -> None
     """Holds an implementation to the definition, to the bit."""
     pool = case.pool(device)
     k, v = case.rows(device)
-    contained = tuple(torch.full(x.shape, math.nan, dtype=x.dtype, device=device) for x in (k, v))
+    contained = case.paired(*(torch.full(x.shape, math.nan, dtype=x.dtype, device=device) for x in (k, v)))
     put(pool[0], pool[1], k, v, case.slots(device), pool[2], pool[3], contained)
     for found, wanted in zip(contained, case.rows(), strict=True):
         assert torch.equal(found.cpu(), wanted)
@@ -128,7 +139,9 @@ def assert_take(take: Take, case: Case, device: torch.device | str = "cpu") -> N
         x.copy_(torch.where(unread, math.nan, x.float()).to(x.dtype))
     k = torch.full((case.b, case.s, case.hk, case.d + 1), math.nan, dtype=case.dtype, device=device)[..., : case.d]
     v = torch.full((case.b, case.hk, case.s, case.dv), math.nan, dtype=case.dtype, device=device).transpose(1, 2)
+    k, v = case.paired(k, v)
     there = [None if x is None else x.to(device) for x in pool]
+    there = [*case.paired(*there[:2]), *case.paired(*there[2:], scales=True)]
     take(there[0], there[1], slots.to(device), k, v, there[2], there[3])
     assert torch.equal(k.cpu(), wanted[0])
     assert torch.equal(v.cpu(), wanted[1])

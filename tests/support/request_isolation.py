@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.inference import PagedKVCache, attend
+from ringattn.inference import PagedKVCache, attend, latent_attend
 from ringattn.kernels.interface import CallShape, KernelSet, Score, Step, accumulation_dtype
 from ringattn.kernels.kv.pages import contain
 from ringattn.numerics.reference import visible_pairs
@@ -101,14 +101,23 @@ def attend_beside(
         decodes = step.mode == "decode"
         owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         x = {}
-        shapes = (heads, cache.head_dim), (cache.kv_heads, cache.head_dim), (cache.kv_heads, cache.v_head_dim)
-        for name, shape in zip(SPOILT, shapes, strict=True):
+        shapes = {"k": (cache.kv_heads, cache.head_dim), "v": (cache.kv_heads, cache.v_head_dim)}
+        if cache.latent is not None:
+            shapes = {"latents": cache.latent[:1], "rotary_keys": cache.latent[1:]}
+        for name, shape in {"q": (heads, cache.head_dim), **shapes}.items():
             y = torch.randn(len(owner), *shape, generator=generator)
             if name == spoilt:
-                y[owner == 1, :, 1] = bad
+                y[owner == 1, ..., 1] = bad
             y = y.unflatten(0, (len(counts), -1)) if decodes else y[None]
             x[name] = step.take(y.to(cache.device, cache.dtype))
-        o = attend(step, 0, x["q"], x["k"], x["v"], **({} if decodes else options))
+        if cache.latent is not None:
+            r, dr = cache.latent
+            # q has r + dr columns: as many for k_up as it returns
+            draw = torch.Generator().manual_seed(1)
+            x |= {name: torch.randn(heads, dim, r, generator=draw) for name, dim in (("k_up", r), ("v_up", dr))}
+            o = latent_attend(step, 0, **x, **({} if decodes else options))
+        else:
+            o = attend(step, 0, **x, **({} if decodes else options))
         if decodes:
             mine, second = torch.arange(len(counts)) != 1, o[1]
             found.append(o[mine.to(o.device)])

@@ -1,10 +1,12 @@
 """The Triton put and take leave the bits of the definition, and e4m3 by integers is that of torch."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.support import decoding
 from tests.support.paging import CASES, Case, assert_put, assert_take
 
 
@@ -86,3 +88,54 @@ def test_a_row_of_values_that_is_not_finite_is_zeros_beside_a_key_of_nan(bad: fl
             assert torch.equal(keys[0, 0, 0], k[0, 0, 0])
             assert torch.equal(values[0, 0, 0], v[0, 0, 0])
         assert torch.equal(contained[1][0, 1], v[0, 1]), "rows that are kept elsewhere are written, too"
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("column", [0, 7, 8, 11])
+def test_a_latent_that_is_not_finite_is_zeros_beside_nan(column: int, bad: float, kv_dtype: torch.dtype) -> None:
+    from ringattn.kernels.kv import pages, pages_triton
+
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    k = torch.ones(1, 3, 1, 12, dtype=torch.float32 if fp8 else kv_dtype)
+    k[0, 0, 0, column] = k[0, 2, 0, column] = bad
+    instead = [0.0] * 8 + [math.nan] * 4
+    wanted = torch.tensor([instead, [1.0] * 12, instead], dtype=k.dtype)
+    slots = torch.tensor([[2, 1, -1]])
+    for module in (pages_triton, pages):
+        pool = torch.zeros(1, 1, 4, 12, dtype=kv_dtype)
+        scale = torch.zeros(1, 1, 4) if fp8 else None
+        contained, kept = torch.full_like(k, 7.0), torch.full_like(k[:, :2], 7.0)
+        module.put(pool, pool[..., :8], k, k[..., :8], slots, scale, scale, (contained, contained[..., :8]))
+        module.take(pool, pool[..., :8], slots[:, :2], kept, kept[..., :8], scale, scale)
+        torch.testing.assert_close(contained[0, :, 0], wanted, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(kept[0, :, 0], wanted[:2], rtol=0, atol=0, equal_nan=True)
+        assert scale is None or bool(scale.isfinite().all()), "it is that of the values"
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_a_latent_that_is_not_finite_stays_with_the_tokens_that_see_it(kv_dtype: torch.dtype) -> None:
+    from ringattn.kernels.decode.dispatch import decode
+    from ringattn.kernels.kv import pages
+
+    fp8 = kv_dtype == torch.float8_e4m3fn
+    case = decoding.Case(
+        lengths=(60,), tokens=4, latent=True, fp8=fp8, heads=3, kv_heads=1, head_dim=24, v_head_dim=16, mine=1.0
+    )
+    scene = decoding.make_scene(case)
+    page, start, length = scene.blocks[0][-1]
+    assert start + length == 60
+    found = []
+    for spoil in (False, True):
+        if spoil:
+            row = torch.ones(1, 1, 1, 24)
+            row[..., 20] = math.inf
+            slot = torch.tensor([[page * case.page_size + length - 2]])
+            pages.put(scene.k, scene.v, row, row[..., :16], slot, scene.k_scale, scene.v_scale)
+        for impl in ("eager", "portable"):
+            parts = decoding.empty_parts(scene, 3)
+            decode(scene.call(), parts, impl=impl)
+            found.append(decoding.finish(scene, parts)[0])
+    for expected, o in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(o[0, :2], expected[0, :2])
+        assert bool(o[0, 2:].isnan().all())
