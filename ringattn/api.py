@@ -15,6 +15,7 @@ from ringattn.plan.attention_spec import ScoreTensors
 from ringattn.plan.expressions import Mask
 from ringattn.plan.options import EXPANDS, MaskOptions, resolve_integer, resolve_real, resolve_word
 from ringattn.plan.sharding import Sharding, check_sharding
+from ringattn.schedule.latents import with_rotary
 from ringattn.schedule.validation import check_latents, check_tensors, expand_bias
 
 if TYPE_CHECKING:
@@ -362,13 +363,8 @@ def _attend(
 
 def join_latents(latents: Tensor, rotary_keys: Tensor, k_up: Tensor, v_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return latent rows and the weights that make keys and values of them (`schedule/latents.py`)."""
-    (hk, _, r), dr = k_up.shape, rotary_keys.shape[2]
-    if dr == 0:
-        return latents, k_up, v_up
-    copied = torch.eye(dr, dtype=k_up.dtype, device=k_up.device)
-    copied = torch.nn.functional.pad(copied, (r, 0)).expand(hk, dr, r + dr)
-    k_up = torch.cat([torch.nn.functional.pad(k_up, (0, dr)), copied], 1)
-    return torch.cat([latents, rotary_keys], 2), k_up, v_up
+    dr = rotary_keys.shape[2]
+    return torch.cat([latents, rotary_keys], 2) if dr else latents, with_rotary(k_up, dr), v_up
 
 
 def _is_true(condition: bool | torch.SymBool) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring, attention_reference, masks
-from ringattn.inference import PagedKVCache, StaticBatch, attend
+from ringattn.inference import PagedKVCache, StaticBatch, attend, latent_attend
 from ringattn.launch.check.poison import poison_flat
 from ringattn.launch.common.session import Session
 from ringattn.numerics.error_budget import Budget, error
@@ -36,7 +36,11 @@ PIECES = {"packed": (64, 4), "rows": (200, 1)}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a cache and of the heads that use it."""
+    """Sizes of a cache and of the heads that use it.
+
+    Attributes:
+        latent: (r, dr) of a cache of latents, which are expanded to kv_heads heads of head_dim and v_head_dim.
+    """
 
     heads: int = 4
     kv_heads: int = 2
@@ -46,11 +50,20 @@ class Sizes:
     pages: int = 120
     layers: int = 2
     dtype: torch.dtype = torch.float32
+    latent: tuple[int, int] | None = None
 
     @property
-    def row_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Heads and head dim of a row of q, k and v."""
-        return (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.v_head_dim)
+    def row_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Heads and head dim of a row of q, k and v; or of q, and columns of latents and rotary keys."""
+        heads = (self.kv_heads, self.head_dim), (self.kv_heads, self.v_head_dim)
+        return (self.heads, self.head_dim), *(heads if self.latent is None else ((x,) for x in self.latent))
+
+    @property
+    def of_cache(self) -> dict[str, Any]:
+        """Arguments of the cache."""
+        names = ["page_size", "pages", "layers", "dtype", "latent"]
+        names += [] if self.latent else ["kv_heads", "head_dim", "v_head_dim"]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -85,12 +98,22 @@ class History:
         return found
 
     def tokens(self, index: int, layer: int) -> list[Tensor]:
-        """Return q, k and v of the new tokens of an op, `batch rows heads dim`."""
+        """Return q, k and v, or latents and rotary keys, of the new tokens of an op, `batch rows heads dim`."""
         _, names, counts, _, _ = self.ops[index]
         shape = (len(names), counts[0]) if self.is_batched(index) else (1, sum(counts))
         generator = torch.Generator().manual_seed(self.seed * 1000 + index * 10 + layer)
         rows = self.sizes.row_shapes
         return [torch.randn(*shape, *row, generator=generator).to(self.sizes.dtype) for row in rows]
+
+    def up(self, layer: int, device: torch.device | str, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Return k_up and v_up of a layer over latents, else nothing."""
+        sizes = self.sizes
+        if sizes.latent is None:
+            return []
+        generator, (r, dr) = torch.Generator().manual_seed(self.seed * 1000 + 500 + layer), sizes.latent
+        dims = sizes.head_dim - dr, sizes.v_head_dim
+        found = [torch.randn(sizes.kv_heads, dim, r, generator=generator) / r**0.5 for dim in dims]
+        return [x.to(sizes.dtype).to(device, dtype or sizes.dtype) for x in found]
 
     def is_batched(self, index: int) -> bool:
         """Whether the requests of an op are a batch of rows of one length: in decode, or with `same_length`."""
@@ -112,8 +135,7 @@ class Answer:
 def play(history: History, ring: Ring, device: torch.device | str) -> list[Answer]:
     """Run one rank's part of a history on a cache that is NaN wherever nothing was written."""
     sizes = history.sizes
-    numbers = {name: x for name, x in vars(sizes).items() if name != "heads"}
-    cache = PagedKVCache(ring, device=device, **numbers)
+    cache = PagedKVCache(ring, device=device, **sizes.of_cache)
     for pool in (cache.k, cache.v):
         pool.fill_(float("nan"))
     named: dict[str, Any] = {"comm_mode": history.comm_mode, "kv_access": history.kv_access, **history.tensors(device)}
@@ -148,7 +170,8 @@ def play(history: History, ring: Ring, device: torch.device | str) -> list[Answe
                     shapes = [(1, batch.rows, *x.shape[2:]) for x in local]
                     pairs = zip(local, shapes, strict=True)
                     local = [x.new_full(shape, 7.0).index_copy(1, rows.to(device), x) for x, shape in pairs]
-                o = attend(batch, layer, *local, **named, **history.options_of(layer)).cpu()
+                run = attend if sizes.latent is None else latent_attend
+                o = run(batch, layer, *local, *history.up(layer, device), **named, **history.options_of(layer)).cpu()
                 answer.layers.append(o if rows is None else o[:, rows])
                 if ring.context.buffers.num_bytes():
                     poison_flat(ring.context.buffers)
@@ -189,6 +212,8 @@ def reference_answers(history: History, dtype: torch.dtype, device: torch.device
     def extend_layer(index: int, layer: int, names: Sequence[int], counts: Sequence[int]) -> Tensor:
         batched = history.is_batched(index)
         tokens = [x.to(device, dtype) for x in history.tokens(index, layer)]
+        if up := history.up(layer, device, dtype):
+            tokens = [tokens[0], *expand_latents(*tokens[1:], *up)]
         options = {"causal": True, **history.options_of(layer), **tensors}
         if isinstance(window := options.get("window"), int):
             options["window"] = (window - 1, 0)
@@ -205,7 +230,7 @@ def reference_answers(history: History, dtype: torch.dtype, device: torch.device
 
     for index, (what, name, *rest) in enumerate(history.ops):
         if what == "add_request":
-            rows = history.sizes.row_shapes
+            rows = dataclasses.replace(history.sizes, latent=None).row_shapes
             qkv[name] = [[torch.empty(1, 0, *row, dtype=dtype, device=device) for row in rows] for _ in layers]
             first[name] = rest[1] if len(rest) > 1 else 0
         elif what in ("fork", "truncate"):
@@ -217,6 +242,12 @@ def reference_answers(history: History, dtype: torch.dtype, device: torch.device
         else:
             answers.append([extend_layer(index, layer, name, rest[0]) for layer in layers])
     return answers
+
+
+def expand_latents(latents: Tensor, rotary_keys: Tensor, k_up: Tensor, v_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys `b t hk (dn + dr)` and values `b t hk dv` by their definition."""
+    k, v = (torch.einsum("btr,hdr->bthd", latents, up) for up in (k_up, v_up))
+    return torch.cat([k, rotary_keys[:, :, None].expand(*k.shape[:3], -1)], -1), v
 
 
 def extend(names: tuple[int, ...], counts: tuple[int, ...], mode: str = "auto", same_length: bool = False) -> Op:

@@ -10,13 +10,15 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from ringattn.inference import prefill
 from ringattn.inference.forward_batch import ForwardBatch
+from ringattn.inference.latent_weights import UpWeights, key_heads
 from ringattn.inference.paged_prefill import KV_ACCESS_MODES, resolve_kv_access
 from ringattn.inference.static_batch import StaticBatch
 from ringattn.kernels.decode import dispatch
@@ -29,12 +31,87 @@ from ringattn.plan.intervals import MOST_TERMS, Term, empty, merged
 from ringattn.plan.mask import MaskUnion, fold_mask, restarting_chunks
 from ringattn.plan.options import resolve_chunk_len, resolve_flag, resolve_real, resolve_window
 from ringattn.schedule.execution_plan import make_execution_plan
-from ringattn.schedule.validation import check_softcap
+from ringattn.schedule.validation import check_latents, check_softcap
 from ringattn.tensor_checks import check_tensor
 
-Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
-"""q, k, v, sinks and alibi_slopes."""
-_TENSORS = ("q", "k", "v", "sinks", "alibi_slopes")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_OF_ROWS = ("q", "k", "v", "latents", "rotary_keys")
+"""Tensors with this rank's rows."""
+
+
+class AttendOptions(TypedDict, total=False):
+    """Keywords of `attend`."""
+
+    causal: bool
+    window: int | tuple[int | None, int | None] | None
+    softmax_scale: float | None
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    chunk_len: int | None
+    mask: masks.Mask | None
+    comm_mode: str
+    kv_access: str
+
+
+class _Given(NamedTuple):
+    """Tensors of `attend`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+
+    @property
+    def up(self) -> None:
+        """Weights that expand latents."""
+
+    def check(self, step: ForwardBatch) -> None:
+        if step.cache.latent is not None:
+            raise ValueError(
+                f"attend must be given a cache of keys and values, got one of latents {step.cache.latent}; use latent_attend"
+            )
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Return the rows that the cache stores."""
+        return self.k, self.v
+
+
+class _LatentGiven(NamedTuple):
+    """Tensors of `latent_attend`; methods as of `_Given`."""
+
+    q: Tensor
+    latents: Tensor
+    rotary_keys: Tensor
+    k_up: Tensor
+    v_up: Tensor
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+
+    @property
+    def up(self) -> UpWeights:
+        return UpWeights(self.k_up, self.v_up)
+
+    def check(self, step: ForwardBatch) -> None:
+        latent = step.cache.latent
+        if latent is None:
+            raise ValueError(
+                "latent_attend must be given a cache of latents, got one of keys and values; make it with "
+                "PagedKVCache(latent=(r, dr)), or use attend"
+            )
+        check_latents(*self[:5], rows=step.rows)
+        for name, x, columns in zip(("latents", "rotary_keys"), self[1:3], latent, strict=True):
+            if x.shape[2] != columns:
+                raise ValueError(
+                    f"{name} must have the {columns} columns of the cache, got {x.shape[2]}; make it with others"
+                )
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        rows = torch.cat(self[1:3], 2).unsqueeze(2)
+        return rows, rows[..., : self.latents.shape[2]]
 
 
 class _Options(NamedTuple):
@@ -128,11 +205,94 @@ def attend(
         >>> attend(step, 0, step.take(x), step.take(x), step.take(x)).shape
         torch.Size([1, 20, 1, 16])
     """
+    given = _Given(q, k, v, sinks, alibi_slopes)
+    return _resolve(step, layer, given, causal, window, softmax_scale, softcap, chunk_len, mask, comm_mode, kv_access)
+
+
+def latent_attend(
+    step: ForwardBatch,
+    layer: int,
+    q: Tensor,
+    latents: Tensor,
+    rotary_keys: Tensor,
+    k_up: Tensor,
+    v_up: Tensor,
+    **options: Unpack[AttendOptions],
+) -> Tensor:
+    """Store the latents of new tokens and attend with their queries to all tokens of their requests.
+
+    `attend` for multi-head latent attention, over a cache that was made with `latent=(r, dr)`. Equals `attend` with the keys and
+    values that `latent_attention` defines, up to rounding. Decode, and a prefill that reads pages in place, multiply queries by
+    k_up, attend to rows of latents, and multiply the result by v_up. Other prefills expand rows to keys and values, a part of them
+    at a time (Note [Expanded or absorbed] of latent_weights.py).
+
+    Args:
+        step: As returned by `PagedKVCache.extend`.
+        layer: Layer of the cache.
+        q: `batch rows h (dn + dr)`: columns for k_up first, then those for rotary_keys, rotated.
+        latents: `batch rows r`, normalised as the model does.
+        rotary_keys: `batch rows dr`, rotated; all heads share them.
+        k_up: `hk dn r`, equal on all ranks; hk divides h, and is h in models.
+        v_up: `hk dv r`, equal on all ranks.
+        **options: Keywords of `attend`; softmax_scale is (dn + dr) ** -0.5 by default.
+
+    Returns:
+        `batch rows h dv`, q's dtype. In decode every rank has the same bits.
+
+    Raises:
+        ValueError: As `attend`, shapes do not fit each other or the cache, or the cache stores keys and values.
+        TypeError: As `attend`, or an option is unknown.
+        NotImplementedError: As `attend`.
+        RuntimeError: As `attend`.
+
+    Example:
+        >>> from ringattn import Ring
+        >>> from ringattn.inference import PagedKVCache
+        >>> sizes = {"layers": 1, "latent": (16, 4), "pages": 2, "page_size": 16}
+        >>> cache = PagedKVCache(Ring(), dtype=torch.float32, device="cpu", **sizes)
+        >>> step = cache.extend([cache.add_request(reserve=20)], [20])
+        >>> q, latents, rotary_keys = torch.ones(1, 20, 2, 12), torch.ones(1, 20, 16), torch.ones(1, 20, 4)
+        >>> k_up, v_up = torch.ones(2, 8, 16), torch.ones(2, 6, 16)
+        >>> latent_attend(step, 0, *map(step.take, (q, latents, rotary_keys)), k_up, v_up).shape
+        torch.Size([1, 20, 2, 6])
+        >>> cache.bytes_per_token
+        80
+    """
+    if unknown := options.keys() - AttendOptions.__annotations__.keys():
+        error = TypeError(f"options must be keywords of attend, got {sorted(unknown)}; leave them out")
+        step.cache.ring.raise_on_all_ranks(error)
+    found = {**_DEFAULTS, **options}
+    given = _LatentGiven(q, latents, rotary_keys, k_up, v_up, found.pop("sinks"), found.pop("alibi_slopes"))
+    return _resolve(step, layer, given, **found)
+
+
+_DEFAULTS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in signature(attend).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+for _entry in (attend, latent_attend):
+    _entry._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _resolve(
+    step: ForwardBatch,
+    layer: int,
+    given: _Given | _LatentGiven,
+    causal: bool,
+    window: int | tuple[int | None, int | None] | None,
+    softmax_scale: float | None,
+    softcap: float,
+    chunk_len: int | None,
+    mask: masks.Mask | None,
+    comm_mode: str,
+    kv_access: str,
+) -> Tensor:
+    """Resolve the options of a call, and run it."""
     run = _beside_compilers() if "torch._dynamo" in sys.modules else _attend
-    given = (q, k, v, sinks, alibi_slopes)
     try:
-        for name, x in zip(_TENSORS, given, strict=True):
-            if x is not None or name in "qkv":
+        for name, x in zip(given._fields, given, strict=True):
+            if x is not None or name not in ("sinks", "alibi_slopes"):
                 check_tensor(name, x)
         scale = None if softmax_scale is None else resolve_real("softmax_scale", softmax_scale)
         softcap, causal = resolve_real("softcap", softcap), resolve_flag("causal", causal)
@@ -147,9 +307,6 @@ def attend(
     return run(step, layer, given, options)
 
 
-attend._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
 _hidden: list[Callable[..., Tensor]] = []
 
 
@@ -160,58 +317,56 @@ def _beside_compilers() -> Callable[..., Tensor]:
     return _hidden[0]
 
 
-def _attend(step: ForwardBatch, layer: int, given: Given, options: _Options) -> Tensor:
-    q, k, v, *scores = given
-    tensors = ScoreTensors(*scores)
+def _attend(step: ForwardBatch, layer: int, given: _Given | _LatentGiven, options: _Options) -> Tensor:
+    q, up, tensors = given.q, given.up, ScoreTensors(given.sinks, given.alibi_slopes)
     key = (*options, *[None if x is None else (x.shape, x.dtype, x.device) for x in given])
     known = step.calls.get(key)
     if known is None:
         try:
             _check_gradients(given)
-            step.check_rows(layer, k, v)
-            spec = _check_call(step, options, q, tensors)
+            given.check(step)
+            step.check_rows(layer, *given.stored())
+            spec = _check_call(step, options, q, tensors, up)
         except Exception as error:
             step.cache.ring.raise_on_all_ranks(error)
         step.cache.consistency.check_batch(step, _kind(options, given), q.device)
         known = (
-            _Decode(options, None if options.has_bounds else _decode_bounds(step, options.mask))
+            _Decode(options, options.scale(q), None if options.has_bounds else _decode_bounds(step, options.mask))
             if spec is None
-            else _plan_prefill(step, spec, options, q, tensors)
+            else _plan_prefill(step, spec, options, q, tensors, up)
         )
         step.calls[key] = known
     else:
         _check_gradients(given)
     with torch.no_grad():
-        k, v = step.put(layer, k, v, contain=known.contains)
-        return known.attend(step, layer, q, k, v, tensors)
+        k, v = step.put(layer, *given.stored(), contain=known.contains)
+        # pages are read as they are, copies of latents are expanded
+        pages = None if known.kv_access == "copies" else up
+        o = known.attend(step, layer, q if pages is None else pages.absorb(q), k, v, tensors, up)
+        return o if pages is None else pages.project(o)
 
 
 def _plan_prefill(
-    step: ForwardBatch, spec: AttentionSpec, options: _Options, q: Tensor, tensors: ScoreTensors
+    step: ForwardBatch, spec: AttentionSpec, options: _Options, q: Tensor, tensors: ScoreTensors, up: UpWeights | None
 ) -> prefill.Prefill:
     cache, several, fresh = step.cache, step.cache.ring.world_size > 1, step.lengths == step.counts
-    features = spec.features(tensors) | {"prefill"}
-    kernels = select_kernels(
-        q.device, q.dtype, q.shape[-1], cache.v_head_dim, impl=spec.impl, features=features
-    ).kernels
+    features, (hk, *dims) = spec.features(tensors) | {"prefill"}, key_heads(cache, up)
+    kernels = select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=features).kernels
+    kv_access = "copies"
+    if options.has_bounds and (options.comm_mode != "keys" or not several):
+        kv_access = resolve_kv_access(options.kv_access, step, q, up, options.left, fresh)
     wanted = "queries" if several and options.kv_access == "pages" else options.comm_mode
-    comm_mode = prefill.resolve_comm_mode(wanted, step, spec, q, fresh)
-    copied = several and comm_mode == "keys"
-    kv_access = (
-        "copies"
-        if copied or not options.has_bounds
-        else resolve_kv_access(options.kv_access, step, q, options.left, fresh)
-    )
+    comm_mode = prefill.resolve_comm_mode(wanted, step, spec, q, up, fresh, kv_access)
+    if several and comm_mode == "keys":
+        kv_access = "copies"
     send_queries = comm_mode == "queries" and (several or kv_access == "copies")
     query_plan = prefill.plan_queries(spec, q.device) if send_queries else None
     paged_rows = (
         prefill.find_paged_rows(step, spec, query_plan, q.shape[2], options.mask) if kv_access == "pages" else None
     )
-    # the plan depends on shapes of keys and values, but not on their number of rows
-    k, v = (
-        torch.empty(q.shape[0], 0, cache.kv_heads, d, dtype=q.dtype, device="meta")
-        for d in (cache.head_dim, cache.v_head_dim)
-    )
+    # the plan depends on shapes of keys and values
+    assert step.kv_slots is not None, "a prefill has slots of stored keys"
+    k, v = (torch.empty(*step.kv_slots.shape, hk, d, dtype=q.dtype, device="meta") for d in dims)
     plan = make_execution_plan(spec, q, k, v, tensors, kernels, cache.ring.context)
     return prefill.Prefill(plan, comm_mode, kv_access, fresh, query_plan, paged_rows, prefill.growth_limit(step))
 
@@ -221,19 +376,30 @@ class _Decode:
     """A resolved decode call.
 
     Attributes:
+        scale: Factor on q.k.
         terms: Of a mask that the options name as a whole: per interval lo and hi of the rows, `tiles` int32, and the longest
             stretch of positions that the rows of a request see in it; else None.
     """
 
     options: _Options
+    scale: float
     terms: list[tuple[Tensor, Tensor, int]] | None
     contains: ClassVar[bool] = False  # pages are read
     comm_mode: ClassVar[str] = ""
     kv_access: ClassVar[str] = ""
 
-    def attend(self, step: ForwardBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> Tensor:
-        """Return o `batch rows h dv`, the same bits on all ranks; the keys are in the cache."""
-        del k, v
+    def attend(
+        self,
+        step: ForwardBatch,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: ScoreTensors,
+        up: UpWeights | None,
+    ) -> Tensor:
+        """Return o `batch rows h dv`, the same bits on all ranks; the keys are in the cache, and q is for them."""
+        del k, v, up
         cache, table, positions = step.cache, step.table, step.positions32
         assert table is not None, "decode has a table"
         assert positions is not None, "decode has int32 positions"
@@ -244,10 +410,11 @@ class _Decode:
         if step.pieces is not None:
             q = q[0].unflatten(0, (b, s))
         sinks, slopes = (None if x is None else x.to(wide) for x in tensors[:2])
-        score = Score(self.options.scale(q), self.options.softcap, alibi_slopes=slopes)
+        score = Score(self.scale, self.options.softcap, alibi_slopes=slopes)
         blocks, width = table.pages.shape[1], max(cache.head_dim, dv)
         shape, packed = (b, s, h, cache.kv_heads, blocks, cache.page_size), step.pieces is not None
-        split = functools.partial(dispatch.num_splits, head_dim=width, kv_dtype=cache.kv_dtype, same_length=packed)
+        sizes = {"head_dim": width, "kv_dtype": cache.kv_dtype, "same_length": packed, "latent": bool(cache.latent)}
+        split = functools.partial(dispatch.num_splits, **sizes)
         # partials of disjoint keys: the stack holds those of all terms
         if self.terms is not None:
             terms = [
@@ -281,18 +448,20 @@ class _Decode:
         return o.view(step.batch, step.rows, h, dv)
 
 
-def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: ScoreTensors) -> AttentionSpec | None:
-    """Check everything but k and v; return the spec of a prefill, None for decode."""
-    _check_tensors(step, q, tensors)
+def _check_call(
+    step: ForwardBatch, options: _Options, q: Tensor, tensors: ScoreTensors, up: UpWeights | None
+) -> AttentionSpec | None:
+    """Check everything but rows that are stored; return the spec of a prefill, None for decode."""
+    hk, *dims = key_heads(step.cache, up)
+    _check_tensors(step, q, tensors, hk, dims[0])
     _check_options(options, q.dtype)
     cache, sharding, kv_sharding = step.cache, step.sharding, step.kv_sharding
     total = max(1, sum(step.lengths)) if sharding is None else sharding.seq_len
     if not options.has_bounds:
         _check_mask(step, options.mask, options.kv_access)
     mask = MaskUnion(total, total, _mask_of_batch(step, options.mask, total), sharding and sharding.documents)
-    dims = q.shape[-1], cache.v_head_dim
     if step.mode == "decode" or options.kv_access != "copies":
-        dispatch.select_decode_kernel(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size)
+        cache.decode_kernel(q.dtype)
     if sharding is None or kv_sharding is None:
         return None
     spec = AttentionSpec(
@@ -305,10 +474,18 @@ def _check_call(step: ForwardBatch, options: _Options, q: Tensor, tensors: Score
         impl=cache.ring.impl,
         backward="auto",
         deterministic=False,
+        latents=_latents_of(step, up is not None),
         forward_only=True,
     )
     select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=spec.features(tensors) | {"prefill"})
     return spec
+
+
+def _latents_of(step: ForwardBatch, is_latent: bool) -> tuple[int, int, str] | None:
+    cache = step.cache
+    return (
+        (cache.head_dim, cache.v_head_dim, "auto" if step.lengths == step.counts else "reader") if is_latent else None
+    )
 
 
 def _check_mask(step: ForwardBatch, mask: masks.Mask, kv_access: str) -> None:
@@ -374,20 +551,20 @@ def _mask_of_batch(step: ForwardBatch, mask: masks.Mask, total: int) -> masks.Ma
     return masks.Intersection((*parts, *(() if lengths is None else (masks.Lengths(lengths),))))
 
 
-def _kind(options: _Options, given: Given) -> str:
+def _kind(options: _Options, given: _Given | _LatentGiven) -> str:
     """Return a text of all that must be equal on all ranks; rows may differ."""
     shapes = [
         None
         if x is None
-        else f"{[n for i, n in enumerate(x.shape) if (i, x.dim()) != (1, 4)]} {x.dtype} {x.device.type}"
-        for x in given
+        else f"{[n for i, n in enumerate(x.shape) if i != 1 or name not in _OF_ROWS]} {x.dtype} {x.device.type}"
+        for name, x in zip(given._fields, given, strict=True)
     ]
     return f"{options} of {shapes}"
 
 
-def _check_gradients(given: Given) -> None:
+def _check_gradients(given: _Given | _LatentGiven) -> None:
     if torch.is_grad_enabled():
-        for name, x in zip(_TENSORS, given, strict=True):
+        for name, x in zip(given._fields, given, strict=True):
             if x is not None and x.requires_grad:
                 raise ValueError(
                     f"{name} must not require gradients, which a cache does not serve, got requires_grad=True; "
@@ -395,25 +572,23 @@ def _check_gradients(given: Given) -> None:
                 )
 
 
-def _check_tensors(step: ForwardBatch, q: Tensor, tensors: ScoreTensors) -> None:
+def _check_tensors(step: ForwardBatch, q: Tensor, tensors: ScoreTensors, hk: int, d: int) -> None:
     cache, per_head = step.cache, (("sinks", tensors.sinks), ("alibi_slopes", tensors.alibi_slopes))
     for name, x in (("q", q), *per_head):
         if x is not None and x.device != cache.device:
             raise ValueError(
                 f"{name} must be on the device of the cache, {cache.device}, got {x.device}; move it there"
             )
-    if q.dim() != 4 or (q.shape[0], q.shape[1], q.shape[3]) != (step.batch, step.rows, cache.head_dim):
+    if q.dim() != 4 or (q.shape[0], q.shape[1], q.shape[3]) != (step.batch, step.rows, d):
         raise ValueError(
-            f"q must have shape `{step.batch} {step.rows} h {cache.head_dim}`, `batch rows heads head_dim` of the step: pass this "
+            f"q must have shape `{step.batch} {step.rows} h {d}`, `batch rows heads head_dim` of the step: pass this "
             f"rank's rows (step.take), got {tuple(q.shape)}"
         )
     if q.dtype != cache.dtype:
         raise ValueError(f"q must have the dtype of the cache, {cache.dtype}, got {q.dtype}; convert it first")
     h = q.shape[2]
-    if h == 0 or h % cache.kv_heads:
-        raise ValueError(
-            f"the number of query heads must be a multiple of the cache's {cache.kv_heads} key heads, got {h}"
-        )
+    if h == 0 or h % hk:
+        raise ValueError(f"the number of query heads must be a multiple of the cache's {hk} key heads, got {h}")
     for name, x in per_head:
         if x is not None and (tuple(x.shape) != (h,) or not x.is_floating_point()):
             raise ValueError(

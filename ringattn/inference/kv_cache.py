@@ -48,6 +48,8 @@ class PagedKVCache(KVPool):
         kv_heads: Key heads.
         head_dim: Head dim of the keys.
         v_head_dim: Head dim of the values; default head_dim.
+        latent: (r, dr), in place of kv_heads, head_dim and v_head_dim: one row of r + dr columns per token, a latent and its
+            rotary key, for `latent_attend`.
         dtype: Dtype of keys and values as attention gets and reads them.
         pages: Pages of each rank.
         memory: Bytes for the pages of each rank, in place of `pages`. Default: 70% of the memory that is free on the fullest GPU
@@ -59,8 +61,9 @@ class PagedKVCache(KVPool):
         device: Device of the pages; default the current GPU, or the CPU where there is none.
 
     Raises:
-        ValueError: A size is out of range, a dtype is not supported, memory is missing, or another rank raises or makes another
-            cache. Raised on every rank.
+        ValueError: A size is out of range, latent comes with sizes of heads, a dtype is not supported, memory is missing, or
+            another rank raises or makes another cache. Raised on every rank.
+        TypeError: A size is missing, or an argument is unknown.
         NotImplementedError: kv_dtype is neither dtype nor float8_e4m3fn, or that with float64.
 
     Example:
@@ -121,11 +124,10 @@ class PagedKVCache(KVPool):
         source, target = (
             torch.tensor([getattr(move, name) for move in moves], device=self.device) for name in ("source", "target")
         )
-        for pool in (self.k, self.v, self.k_scale, self.v_scale):
-            if pool is not None:
-                bits = pool.view(torch.uint8) if self.is_quantised and pool.dtype == self.kv_dtype else pool
-                # read as a whole before anything is written
-                bits[:, target] = bits[:, source]
+        for pool in self.stored:
+            bits = pool.view(torch.uint8) if self.is_quantised and pool.dtype == self.kv_dtype else pool
+            # read as a whole before anything is written
+            bits[:, target] = bits[:, source]
 
     def extend(
         self,

@@ -6,30 +6,53 @@ block tables name, so rows of freed requests, NaN included, do not matter. In a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, TypedDict
+
 import torch
 from torch import Tensor
 
 from ringattn.inference.consistency import ConsistencyChecker
 from ringattn.inference.page_allocator import PageAllocator
+from ringattn.kernels.decode.dispatch import select_decode_kernel
 from ringattn.kernels.kv import pages as rows
+from ringattn.kernels.registry import SelectedKernels
 from ringattn.ring import Ring
 from ringattn.tensor_checks import check_tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEFAULT_SHARE = 0.7
 """Share of the free memory of the fullest GPU that a cache takes if neither pages nor memory are given."""
 
 
+class RowSizes(TypedDict, total=False):
+    """Sizes of the rows of a cache, as in `PagedKVCache`."""
+
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int | None
+    latent: tuple[int, int] | None
+
+
 class KVPool:
     """Keys and values of one rank, in pages, with the page allocator of all ranks; arguments as in `PagedKVCache`.
 
+    A cache of latents has one head with head_dim r + dr and v_head_dim r: v is k[..., :r], a view (Note [Latents] of
+    kernels/decode/dispatch.py), and v_scale is k_scale.
+
     Attributes:
+        latent: Of a cache of latents: columns of a latent, and of its rotary key.
         consistency: Comparisons between ranks.
         reserved_bytes: Bytes of the ring's buffers that prefills have reserved, by kind.
         v_head_dim: Head dim of the values.
         dtype: Dtype of keys and values as attention gets and reads them.
         kv_dtype: Dtype that pages are stored in.
         bytes_per_token: Bytes of all layers, k and v, and scales.
+        stored: The tensors that hold memory.
         k: `layers pages hk page_size d`.
         v: `layers pages hk page_size dv`.
         k_scale: With fp8: `layers pages hk page_size` fp32, else None.
@@ -41,15 +64,13 @@ class KVPool:
         ring: Ring,
         *,
         layers: int,
-        kv_heads: int,
-        head_dim: int,
-        v_head_dim: int | None = None,
         dtype: torch.dtype,
         pages: int | None = None,
         memory: int | None = None,
         page_size: int = 64,
         kv_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
+        **row: Unpack[RowSizes],
     ) -> None:
         with ring.propagate_errors():
             if device is None:
@@ -58,15 +79,17 @@ class KVPool:
             if device.type == "cuda" and device.index is None:
                 device = torch.device("cuda", torch.cuda.current_device())
         self.ring, self.page_size, self.device = ring, page_size, device
-        self.layers, self.kv_heads, self.dtype = layers, kv_heads, dtype
-        self.head_dim, self.v_head_dim = head_dim, head_dim if v_head_dim is None else v_head_dim
-        self.kv_dtype = dtype if kv_dtype is None else kv_dtype
+        self.layers, self.dtype, self.kv_dtype = layers, dtype, dtype if kv_dtype is None else kv_dtype
         with ring.propagate_errors():
+            self.latent = row.get("latent")
+            self.kv_heads, self.head_dim, self.v_head_dim = _resolve_row(row)
             self._check_sizes(pages, memory)
-            scales = 2 * torch.float32.itemsize if self.is_quantised else 0
-            row = (self.head_dim + self.v_head_dim) * self.kv_dtype.itemsize + scales
-            self.bytes_per_token = layers * kv_heads * row
-            sizes = (layers, kv_heads, self.head_dim, self.v_head_dim, dtype, self.kv_dtype, page_size, pages, memory)
+            # a row of latents is stored once
+            dims = (self.head_dim,) if self.latent else (self.head_dim, self.v_head_dim)
+            scale = torch.float32.itemsize if self.is_quantised else 0
+            self.bytes_per_token = layers * self.kv_heads * sum(dim * self.kv_dtype.itemsize + scale for dim in dims)
+            sizes = (layers, self.kv_heads, self.head_dim, self.v_head_dim, self.latent)
+            sizes = (*sizes, dtype, self.kv_dtype, page_size, pages, memory)
         ring.assert_equal_across_ranks("a cache of keys and values", " ".join(map(str, (*sizes, device.type))))
         least = None
         if device.type == "cuda":
@@ -91,24 +114,34 @@ class KVPool:
         self.allocator = PageAllocator(ring.world_size, pages, page_size, page_bytes)
         self.consistency = ConsistencyChecker(ring)
         self.reserved_bytes: dict[str, tuple[int, ...]] = {}
-        shape = (layers, pages, kv_heads, page_size)
+        shape = (layers, pages, self.kv_heads, page_size)
         # rows are written in inference mode and outside of it
         with ring.propagate_errors(), torch.inference_mode(False):
-            self.k = torch.zeros(*shape, self.head_dim, dtype=self.kv_dtype, device=device)
-            self.v = torch.zeros(*shape, self.v_head_dim, dtype=self.kv_dtype, device=device)
-            self.k_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
-            self.v_scale = torch.zeros(shape, dtype=torch.float32, device=device) if self.is_quantised else None
+            pools = [torch.zeros(*shape, dim, dtype=self.kv_dtype, device=device) for dim in dims]
+            scales = [torch.zeros(shape, dtype=torch.float32, device=device) if scale else None for _ in dims]
+            self.k, self.v = pools[0], pools[0][..., : self.v_head_dim] if self.latent else pools[1]
+            self.k_scale, self.v_scale = scales[0], scales[-1]
+            self.stored = tuple(x for x in (*pools, *scales) if x is not None)
 
     @property
     def is_quantised(self) -> bool:
         """Whether rows are stored in fp8."""
         return self.kv_dtype == rows.FP8
 
+    def decode_kernel(self, dtype: torch.dtype) -> SelectedKernels[ModuleType]:
+        """Return the decode kernel of these pages for queries of a dtype; raises what `select_decode_kernel` raises."""
+        sizes = self.head_dim, self.v_head_dim, self.page_size
+        return select_decode_kernel(self.device, dtype, self.kv_dtype, *sizes, latent=bool(self.latent))
+
     def check_rows(self, layer: int, shape: tuple[int, int], k: Tensor, v: Tensor) -> None:
         """Check rows of shape (batch, rows) that are to be written to a layer."""
         self._check_layer(layer)
         for name, x, dim in (("k", k, self.head_dim), ("v", v, self.v_head_dim)):
             self._check_tensor(name, x, (*shape, self.kv_heads, dim), "the step: pass this rank's rows (step.take)")
+        if self.latent and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
+            raise ValueError(
+                f"v must be k[..., :{self.v_head_dim}] of a cache of latents, got another tensor; pass the view"
+            )
 
     def put_rows(
         self, layer: int, slots: Tensor, k: Tensor, v: Tensor, *, contain: bool = False
@@ -117,17 +150,22 @@ class KVPool:
         k, v = k.detach(), v.detach()
         contained = None
         if contain:
-            layout = torch.contiguous_format
-            contained = torch.empty_like(k, memory_format=layout), torch.empty_like(v, memory_format=layout)
+            contained = self._rows(k.shape[:2])
         rows.put(self.k[layer], self.v[layer], k, v, slots, *self.scales(layer), contained)
         return contained or (k, v)
 
     def take(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Read rows of a layer in `dtype`, at slots `batch t` of page * page_size + row: k `batch t hk d` and v `batch t hk dv`."""
-        k = torch.empty(*slots.shape, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
-        v = torch.empty(*slots.shape, self.kv_heads, self.v_head_dim, dtype=self.dtype, device=self.device)
+        k, v = self._rows(slots.shape)
         rows.take(self.k[layer], self.v[layer], slots.contiguous(), k, v, *self.scales(layer))
         return k, v
+
+    def _rows(self, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return new rows of k and v for a shape (batch, rows)."""
+        k = torch.empty(*shape, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
+        if self.latent:
+            return k, k[..., : self.v_head_dim]
+        return k, torch.empty(*shape, self.kv_heads, self.v_head_dim, dtype=self.dtype, device=self.device)
 
     def scales(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
         """Scales of a layer's keys and values: `pages hk page_size` fp32 each with fp8, else None."""
@@ -178,3 +216,30 @@ class KVPool:
             raise ValueError(f"{name} must have the dtype of the cache, {self.dtype}, got {x.dtype}; convert it first")
         if x.device != self.device:
             raise ValueError(f"{name} must be on the device of the cache, {self.device}, got {x.device}; move it there")
+
+
+def _resolve_row(row: RowSizes) -> tuple[int, int, int]:
+    """Return kv_heads, head_dim and v_head_dim of the rows of a cache."""
+    if unknown := row.keys() - RowSizes.__annotations__.keys():
+        raise TypeError(f"arguments must be those of PagedKVCache, got {sorted(unknown)}; leave them out")
+    latent = row.get("latent")
+    heads = {name: row.get(name) for name in ("kv_heads", "head_dim", "v_head_dim")}
+    if latent is None:
+        kv_heads, head_dim, v_head_dim = heads.values()
+        if kv_heads is None or head_dim is None:
+            raise TypeError(f"kv_heads and head_dim, or latent, must be given, got {row}; give the model's")
+        return kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim
+    if given := [name for name, x in heads.items() if x is not None]:
+        raise ValueError(f"{' and '.join(given)} must be left out with latent, which has one head, got {row}")
+    if (
+        type(latent) is not tuple
+        or len(latent) != 2
+        or not all(type(x) is int for x in latent)
+        or latent[0] < 1
+        or latent[1] < 0
+    ):
+        raise ValueError(
+            f"latent must be (r, dr), columns of a latent, at least 1, and of its rotary key, at least 0, got {latent!r}; give "
+            "kv_lora_rank and qk_rope_head_dim"
+        )
+    return 1, sum(latent), latent[0]

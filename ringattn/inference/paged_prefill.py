@@ -26,19 +26,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringattn.inference.forward_batch import ForwardBatch
 from ringattn.inference.kv_pool import KVPool
+from ringattn.inference.latent_weights import UpWeights, key_heads
 from ringattn.kernels.decode.dispatch import (
     DecodeCall,
     PageTable,
     decode,
     num_splits,
     parts_len,
-    select_decode_kernel,
     tile_tokens,
 )
 from ringattn.kernels.interface import Score, SoftmaxState, accumulation_dtype
@@ -70,6 +71,8 @@ def is_paged_faster(
     element_size: int,
     most: int,
     left: int | None = None,
+    products: tuple[float, float] = (1.0, 1.0),
+    expansion: float = 0.0,
 ) -> bool:
     """Return whether reading pages in place is faster (Note [In place or copied]); the same on all ranks.
 
@@ -81,6 +84,8 @@ def is_paged_faster(
         element_size: Bytes of an element of the pages.
         most: Rows that share a tile.
         left: Tokens that a row sees to its left; None: all.
+        products: FLOP of one head for a row and a key, in place and over copies, in units of 2 FLOP per stored column of a head.
+        expansion: FLOP of the expansion of a key of latents, in the same unit.
     """
     s = rectangle_rows(counts, most)
     if sum(-(-count // s) for count in counts) > MAX_RECTANGLES:
@@ -88,12 +93,14 @@ def is_paged_faster(
     slower = saved = 0.0
     for count, length in zip(counts, lengths, strict=True):
         seen = length if left is None else min(length, left + count)
-        slower += seen * (SLOWNESS * -(-count // s) * s - count) * heads
-        saved += length * kv_heads * element_size * FLOPS_PER_BYTE
+        slower += seen * (SLOWNESS * -(-count // s) * s * products[0] - count * products[1]) * heads
+        saved += length * (kv_heads * element_size * FLOPS_PER_BYTE + expansion)
     return slower <= saved
 
 
-def resolve_kv_access(wanted: str, step: ForwardBatch, q: Tensor, left: int | None, fresh: bool) -> str:
+def resolve_kv_access(
+    wanted: str, step: ForwardBatch, q: Tensor, up: UpWeights | None, left: int | None, fresh: bool
+) -> str:
     """Return how cached rows are read: as wanted, or by Note [In place or copied] from numbers that are equal on all ranks.
 
     `left` is the number of tokens that a row sees to its left (None: all); fresh: no rows were stored before.
@@ -101,12 +108,22 @@ def resolve_kv_access(wanted: str, step: ForwardBatch, q: Tensor, left: int | No
     cache, h = step.cache, q.shape[2]
     if wanted != "auto":
         return wanted
-    dims = cache.head_dim, cache.v_head_dim
-    if fresh or select_decode_kernel(q.device, q.dtype, cache.kv_dtype, *dims, cache.page_size).name == "eager":
+    if fresh or cache.decode_kernel(q.dtype).name == "eager":
         return "copies"
-    most = tile_tokens(h, cache.kv_heads, q.device, head_dim=max(dims), kv_dtype=cache.kv_dtype)
-    sizes = {"heads": h, "kv_heads": cache.kv_heads, "element_size": cache.kv_dtype.itemsize, "most": most}
-    return "pages" if is_paged_faster(step.counts, step.lengths, left=left, **sizes) else "copies"
+    sizes: dict[str, Any] = {"heads": h, "kv_heads": cache.kv_heads, "element_size": cache.kv_dtype.itemsize}
+    if up is not None:
+        # by Note [Expanded or absorbed]
+        c, r = cache.head_dim, cache.v_head_dim
+        sizes["products"] = (c + r) / c, sum(key_heads(cache, up)[1:]) / c
+        sizes["expansion"] = up.expansion_flops(c - r) / (2 * c)
+    most = rows_of_tile(cache, h)
+    return "pages" if is_paged_faster(step.counts, step.lengths, most=most, left=left, **sizes) else "copies"
+
+
+def rows_of_tile(cache: KVPool, heads: int) -> int:
+    """Return `tile_tokens` of the pages of a cache."""
+    sizes: dict[str, Any] = {"head_dim": max(cache.head_dim, cache.v_head_dim), "kv_dtype": cache.kv_dtype}
+    return tile_tokens(heads, cache.kv_heads, cache.device, latent=bool(cache.latent), **sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +150,8 @@ class PagedRows:
         (n, s), (_, h, d), dv = self.positions.shape, q.shape, cache.v_head_dim
         found = (q if self.rows is None else q.index_select(0, self.rows.view(-1))).view(n, s, h, d)
         blocks, width = self.table.pages.shape[1], max(d, dv)
-        height = num_splits(
-            n, s, h, cache.kv_heads, blocks, cache.page_size, q.device, head_dim=width, kv_dtype=cache.kv_dtype
-        )
+        sizes = {"head_dim": width, "kv_dtype": cache.kv_dtype, "latent": bool(cache.latent)}
+        height = num_splits(n, s, h, cache.kv_heads, blocks, cache.page_size, q.device, **sizes)
         size, wide = parts_len(n * s * h, dv), accumulation_dtype(q.dtype)
         parts = torch.empty(height * len(self.terms), size, dtype=wide, device=q.device)
         pools, scales, score = (cache.k[layer], cache.v[layer]), cache.scales(layer), replace(score, sinks=None)
@@ -180,8 +196,7 @@ def plan_paged_rows(step: ForwardBatch, spans: Sequence[RowSpan], heads: int, ma
     total = sum(counts)
     if not total:
         return None
-    dims = max(cache.head_dim, cache.v_head_dim)
-    s = rectangle_rows(counts, tile_tokens(heads, cache.kv_heads, device, head_dim=dims, kv_dtype=cache.kv_dtype))
+    s = rectangle_rows(counts, rows_of_tile(cache, heads))
     here = torch.cat([torch.arange(start, start + length, device="cpu") for start, length, _ in spans])
     numbers, owners, first = [], [], 0
     for request, count in enumerate(counts):

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from ringattn.dispatch import run_forward
 from ringattn.inference.forward_batch import ForwardBatch
+from ringattn.inference.latent_weights import UpWeights, key_heads
 from ringattn.inference.paged_prefill import PagedRows, plan_paged_rows
 from ringattn.kernels.interface import RowMetadata, Score, SoftmaxState, Step, accumulation_dtype
 from ringattn.kernels.partials.packed import clear, finish_parts, size, views
@@ -42,9 +43,12 @@ from ringattn.plan.expressions import Mask
 from ringattn.plan.ring_plan import RingPlan, Rows, pack
 from ringattn.schedule.execution_plan import ExecutionPlan
 from ringattn.schedule.kv_rotation import message_bytes, slices
+from ringattn.schedule.latents import pieces
 from ringattn.transport.base import GradMessage, Message, RingContext, Work, span
 
 COMM_MODES = ("auto", "keys", "queries")
+FLOPS_PER_SENT_BYTE = 1700.0
+"""FLOP of a matrix product in the time in which a byte is sent, as in Note [Queries move]."""
 GROWTH_MARGIN = 1.05
 """Factor on reserved buffers for uneven shards of a longer request."""
 
@@ -78,56 +82,66 @@ class Prefill:
         documents = self.plan.spec.sharding.documents
         return self.fresh and self.kv_access == "copies" and documents is not None and len(documents) > 2
 
-    def attend(self, step: ForwardBatch, layer: int, q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors) -> Tensor:
-        """Return o `b s h dv` of this rank's new rows, whose keys are in the cache."""
+    def attend(
+        self,
+        step: ForwardBatch,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: ScoreTensors,
+        up: UpWeights | None,
+    ) -> Tensor:
+        """Return o `b s h dv` of this rank's new rows, whose keys are in the cache; pages are read by q as it is."""
         cache, plan, context = step.cache, self.plan, step.cache.ring.context
+        dv = key_heads(cache, up)[2] if self.kv_access == "copies" else cache.v_head_dim
         q = _rows(q)
         score = plan.spec.score(q.dtype, 0, tensors)
         query_plan, in_flight = self.query_plan, None
         if query_plan is not None:
             # before pages are copied (Note [Queries move])
-            in_flight = _post_queries(q.contiguous(), cache.v_head_dim, context, query_plan)
+            in_flight = _post_queries(q.contiguous(), dv, context, query_plan)
         if self.kv_access == "pages":
             rows = self.paged_rows
             if in_flight is None:
-                return (
-                    q.new_empty(*q.shape[:3], cache.v_head_dim) if rows is None else rows.attend(cache, layer, q, score)
-                )
+                return q.new_empty(*q.shape[:3], dv) if rows is None else rows.attend(cache, layer, q, score)
 
             def attend_pages(queries: Tensor, carry: SoftmaxState) -> None:
                 assert rows is not None, "received queries were planned"
                 rows.write_partial(cache, layer, queries, score, carry)
 
-            return _attend_and_merge(in_flight, cache.v_head_dim, score, context, attend_pages)
-        keys, values = k, v
+            return _attend_and_merge(in_flight, dv, score, context, attend_pages)
+        keys, values, latents = k, v, None
         if not self.fresh:
             assert step.kv_slots is not None, "a prefill has slots of stored keys"
             keys, values = cache.take(layer, step.kv_slots)
-        keys, values = _rows(keys), _rows(values)
+        if up is None:
+            keys, values = _rows(keys), _rows(values)
+        else:
+            latents = up.latents(keys)
+            keys, values = latents.stand_ins()
         if in_flight is None:
             if not self._has_reserved:
-                _reserve_ahead(keys, values, plan, context, self.growth_factor, cache.reserved_bytes)
+                moving = (keys, values) if latents is None or plan.expands_at_owner else (latents.rows,)
+                _reserve_ahead(moving, plan, context, self.growth_factor, cache.reserved_bytes)
                 self._has_reserved.append(True)
-            return run_forward(q, keys, values, score, plan, context)[0]
-        query_plan, take, dv = in_flight.query_plan, context.buffers.take, cache.v_head_dim
+            return run_forward(q, keys, values, score, plan, context, latents=latents)[0]
+        query_plan, take = in_flight.query_plan, context.buffers.take
 
         def attend_copies(queries: Tensor, carry: SoftmaxState) -> None:
             b, total, h, d = queries.shape
             # the sink is added once, where partials are merged
-            given = (
-                queries,
-                keys,
-                values,
-                query_plan.side,
-                find(query_plan.keys),
-                dataclasses.replace(score, sinks=None),
-            )
+            own, whole = dataclasses.replace(score, sinks=None), find(query_plan.keys)
             # with last=False o and lse are not written
             o = queries if d == dv else take("prefill o", (b, total, h, dv), queries.dtype, queries.device)
             lse = take("prefill lse", (b, h, total), carry.m.dtype, queries.device)
-            plan.kernels.forward(Step(*given, o, lse, carry, last=False))
+            parts = [(slice(None), whole)] if latents is None else pieces(whole, latents.rows_at_once())
+            for i, (part, side) in enumerate(parts):
+                found = (keys, values) if latents is None else latents.expand(latents.rows[:, part], context.buffers)
+                step = Step(queries, *found, query_plan.side, side, own, o, lse, carry, first=i == 0, last=False)
+                plan.kernels.forward(step)
 
-        return _attend_and_merge(in_flight, cache.v_head_dim, score, context, attend_copies)
+        return _attend_and_merge(in_flight, dv, score, context, attend_copies)
 
 
 def find_paged_rows(
@@ -154,29 +168,35 @@ def find_paged_rows(
     return plan_paged_rows(step, new, heads, mask)
 
 
-def resolve_comm_mode(wanted: str, step: ForwardBatch, spec: AttentionSpec, q: Tensor, fresh: bool) -> str:
-    """Return what is sent: as wanted, or by Note [What moves] from numbers that are equal on all ranks."""
+def resolve_comm_mode(
+    wanted: str, step: ForwardBatch, spec: AttentionSpec, q: Tensor, up: UpWeights | None, fresh: bool, kv_access: str
+) -> str:
+    """Return what is sent: as wanted, or by Note [What moves] from numbers that are equal on all ranks.
+
+    Latents: Note [Expanded or absorbed]; kv_access is how queries read them.
+    """
     if wanted != "auto":
         return wanted
     cache = step.cache
     if cache.ring.world_size == 1 or fresh:
         return "keys"
     nodes = cache.ring.context.nodes
-    _, _, h, d = q.shape
+    _, d, dv = key_heads(cache, up if kv_access == "copies" else None)
     element, wide = q.element_size(), accumulation_dtype(q.dtype).itemsize
     keys = max(part.received_rows for part in spec.plan("keys", nodes).ranks)
-    per_key = cache.kv_heads * (d + cache.v_head_dim) * element
+    per_key = cache.kv_heads * (cache.head_dim + cache.v_head_dim) * element
+    if up is not None:
+        dr = cache.head_dim - cache.v_head_dim
+        per_key = cache.head_dim * element + up.expansion_flops(dr) / FLOPS_PER_SENT_BYTE
     queries = max(
-        part.received_rows * d * element
-        + sum(send.num_rows for send in part.sends if send) * (cache.v_head_dim + 2) * wide
+        part.received_rows * d * element + sum(send.num_rows for send in part.sends if send) * (dv + 2) * wide
         for part in spec.plan("queries").ranks
     )
-    return "keys" if keys * per_key <= queries * h else "queries"
+    return "keys" if keys * per_key <= queries * q.shape[2] else "queries"
 
 
 def _reserve_ahead(
-    k: Tensor,
-    v: Tensor,
+    keys: Sequence[Tensor],
     plan: ExecutionPlan,
     context: RingContext,
     growth_factor: float,
@@ -191,15 +211,14 @@ def _reserve_ahead(
         return
     fused, kv_gather = plan.fused_forward, context.transport.kv_gather()
     if fused is None or kv_gather is None:
-        moving = [(k, 1), (v, 1)]
+        moving = [(x, 1) for x in keys]
         rows = (plan.ring_plan.largest_send, plan.ring_plan.largest_remote_send)
         sizes = _reserved_bytes(reserved, "stepwise", tuple(message_bytes(moving, n) for n in rows), growth_factor)
         for transport, size in zip((context.transport, context.slow_transport), sizes, strict=True):
             if size:
                 transport.reserve(size)
         return
-    b, _, hk, d = k.shape
-    row, gather_plan = b * hk * (d + v.shape[-1]) * k.element_size(), fused.gather_plan
+    row, gather_plan = sum(x[:, :1].nbytes for x in keys), fused.gather_plan
     most = max(1.0, min(growth_factor, context.budget / max(1, fused.num_bytes)))
     sizes = _reserved_bytes(reserved, "fused", (gather_plan.slot_rows * row, gather_plan.most_remote_rows * row), most)
     kv_gather.reserve_gather(*sizes, remote_shards=context.nodes is not None)

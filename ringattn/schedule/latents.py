@@ -58,6 +58,16 @@ class Latents(NamedTuple):
         return made[0], made[1]
 
 
+def with_rotary(k_up: Tensor, dr: int) -> Tensor:
+    """Return `Latents.k_up`, `hk (dn + dr) (r + dr)`, of k_up `hk dn r` and dr rotary columns."""
+    if dr == 0:
+        return k_up
+    hk, _, r = k_up.shape
+    copied = torch.eye(dr, dtype=k_up.dtype, device=k_up.device)
+    copied = torch.nn.functional.pad(copied, (r, 0)).expand(hk, dr, r + dr)
+    return torch.cat([torch.nn.functional.pad(k_up, (0, dr)), copied], 1)
+
+
 class LatentGrads:
     """Gradients of `Latents`, in the accumulation dtype.
 

@@ -39,6 +39,8 @@ from tests.support.pool import Pools
 from tests.support.request_isolation import BAD, SPOILT, attend_beside
 
 WORLDS = [1, 2, 4]
+LATENT = Sizes(kv_heads=4, head_dim=12, v_head_dim=10, latent=(16, 4))
+SIZES = pytest.mark.parametrize("sizes", [Sizes(), LATENT], ids=["heads", "latents"])
 
 
 def play_on_ring(history: History) -> list[Answer]:
@@ -57,34 +59,38 @@ def judge(history: History, by_rank: list[list[Answer]]) -> None:
 
 
 @pytest.mark.dist
+@SIZES
 @pytest.mark.parametrize("comm_mode", ["keys", "queries"])
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, comm_mode: str) -> None:
+def test_every_option_is_right_for_every_history(pool: Pools, world_size: int, comm_mode: str, sizes: Sizes) -> None:
     # every option meets every history, either movement and every number of ranks
     turn = comm_mode == "queries"
     for (row, named), (column, ops) in itertools.product(
         enumerate(OPTIONS.values()), enumerate((CHUNKS, CROWD, PACKED, PADDED))
     ):
         if (row // 3 + column) % 2 == turn and (row + column) % len(WORLDS) == WORLDS.index(world_size):
-            history = History(Sizes(), ops, comm_mode=comm_mode, **named)
+            history = History(sizes, ops, comm_mode=comm_mode, **named)
             judge(history, pool(world_size).run(play_on_ring, history))
 
 
 @pytest.mark.dist
+@SIZES
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_attention_over_pages_in_place_equals_attention_over_copies(pool: Pools, world_size: int) -> None:
+def test_attention_over_pages_in_place_equals_attention_over_copies(pool: Pools, world_size: int, sizes: Sizes) -> None:
     # a third of the options on each number of ranks
     for named in (*OPTIONS.values(),)[WORLDS.index(world_size) :: len(WORLDS)]:
         for ops in (CHUNKS, CROWD, PACKED, PADDED):
-            history = History(Sizes(layers=1), ops, kv_access="pages", **named)
+            history = History(dataclasses.replace(sizes, layers=1), ops, kv_access="pages", **named)
             judge(history, pool(world_size).run(play_on_ring, history))
 
 
 @pytest.mark.dist
+@SIZES
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
+def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype, sizes: Sizes) -> None:
     for comm_mode, ops in (("keys", CHUNKS), ("queries", CROWD), ("keys", PACKED), ("queries", PADDED)):
-        history = History(Sizes(dtype=dtype), ops, comm_mode=comm_mode, features=("sinks", "alibi_slopes"))
+        sizes = dataclasses.replace(sizes, dtype=dtype)
+        history = History(sizes, ops, comm_mode=comm_mode, features=("sinks", "alibi_slopes"))
         judge(history, pool(2).run(play_on_ring, history))
 
 
@@ -97,8 +103,10 @@ def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype) -> None:
         Sizes(head_dim=24, v_head_dim=16),
         Sizes(page_size=1),
         Sizes(page_size=64, pages=9),
+        dataclasses.replace(LATENT, kv_heads=2),
+        dataclasses.replace(LATENT, latent=(20, 0), page_size=64, pages=9),
     ],
-    ids=["mha", "mqa", "dims", "page 1", "page 64"],
+    ids=["mha", "mqa", "dims", "page 1", "page 64", "latents of groups", "no rotary keys"],
 )
 def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
     if sizes.page_size == 1:
@@ -149,8 +157,10 @@ def histories(draw: st.DrawFn) -> History:
                     lengths[name] = (lengths[name][0] + count, 120)
                 names, counts = zip(*kept, strict=True)
                 ops.append(extend(names, counts, mode))
-    sizes = Sizes(page_size=draw(st.sampled_from([1, 3, 4, 16])), pages=600, layers=1)
-    sizes = dataclasses.replace(sizes, pages=4 * 600 // sizes.page_size)
+    page_size = draw(st.sampled_from([1, 3, 4, 16]))
+    sizes = dataclasses.replace(
+        draw(st.sampled_from([Sizes(), LATENT])), page_size=page_size, pages=4 * 600 // page_size, layers=1
+    )
     named = OPTIONS[draw(st.sampled_from(sorted(OPTIONS)))]
     kv_access = draw(st.sampled_from(["auto", "pages"]))
     return History(
@@ -627,9 +637,9 @@ def play_on_nodes(history: History) -> list[Answer]:
 
 @pytest.mark.dist
 def test_rings_of_two_levels_are_right(pool: Pools) -> None:
-    for comm_mode in ("keys", "queries"):
+    for sizes, comm_mode in itertools.product((Sizes(), LATENT), ("keys", "queries")):
         for ops in (CHUNKS, CROWD, PACKED):
-            history = History(Sizes(), ops, comm_mode=comm_mode, **OPTIONS["everything"])
+            history = History(sizes, ops, comm_mode=comm_mode, **OPTIONS["everything"])
             judge(history, pool(4).run(play_on_nodes, history))
 
 
