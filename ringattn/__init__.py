@@ -16,6 +16,7 @@ from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.sharding_context import checkpoint_contexts, use_sharding
 from ringattn.simulate import simulate_ring
+from ringattn.training import mean_over_ring
 
 __all__ = [
     "Partial",
@@ -26,6 +27,7 @@ __all__ = [
     "checkpoint_contexts",
     "finalize",
     "masks",
+    "mean_over_ring",
     "merge",
     "online_logsumexp",
     "online_softmax",
