@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringattn
-from ringattn.launch.train.loss import cross_entropy_sum
 from ringattn.sizing.shapes import ModelShape
+from ringattn.training import cross_entropy_sum
 
 ROPE_THETA = 500_000.0
 """Base of the frequencies of rotary embedding."""
