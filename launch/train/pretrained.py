@@ -39,10 +39,10 @@ def load_tokenizer(path: str) -> Any:
 class CausalLM(nn.Module):
     """Causal language model of transformers with the interface of `model.Transformer`; options are those of its head."""
 
-    def __init__(self, model: Any, options: dict[str, float]) -> None:
+    def __init__(self, model: Any, options: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
-        self.options: Any = options
+        self.options = options
 
     @property
     def blocks(self) -> nn.ModuleList:

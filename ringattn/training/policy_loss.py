@@ -150,7 +150,7 @@ def policy_loss(
     Raises:
         ValueError: A shape does not fit, an option is unknown, or beta is given without ref_log_probs or the other way round.
     """
-    if not isinstance(mean_over, (int, float)):
+    if isinstance(mean_over, str):
         _check_option("mean_over", mean_over, MEANS)
     if (ref_log_probs is None) != (beta == 0.0):
         raise ValueError(
@@ -167,10 +167,10 @@ def policy_loss(
     if ref_log_probs is not None:
         losses = losses + beta * kl_k3(log_probs, ref_log_probs)
     losses = losses * mask
+    if not isinstance(mean_over, str):
+        return sum_over_ring(losses.sum(), sharding) / mean_over
     if mean_over == "tokens":
         return mean_over_ring(losses.sum(), mask.sum(), sharding)
-    if mean_over != "sequences":
-        return sum_over_ring(losses.sum(), sharding) / mean_over
     counts = sequence_sums(mask, sharding)
     return (sequence_sums(losses, sharding) / counts.clamp(min=1)).sum() / (counts > 0).sum().clamp(min=1)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -166,7 +167,7 @@ def test_a_sharded_weight_is_refused(pool):
 
 
 def sharded_weight() -> bool:
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (1,))
     weight = DTensor.from_local(torch.zeros(4, DIM), mesh, [Shard(0)])
     with pytest.raises(ValueError, match=r"^weight must be a whole tensor"):
         token_log_probs(torch.zeros(3, DIM), weight, torch.zeros(3, dtype=torch.int64))

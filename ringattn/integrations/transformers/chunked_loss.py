@@ -23,7 +23,7 @@ _FACTORS = ("logit_scale", "output_multiplier", "lm_head_multiplier", "logits_sc
 
 
 @torch.no_grad()
-def head_options(model: Any) -> dict[str, float]:
+def head_options(model: Any) -> dict[str, Any]:
     """Return `scale` and `softcap` of `token_log_probs` with which its head gives the logits of a model of transformers.
 
     Raises:
@@ -95,6 +95,7 @@ def enable_chunked_loss(model: nn.Module) -> None:
                 f"{'no' if labels is None else 'some'} labels; leave it out to get logits"
             )
         if shifted is None:
+            assert labels is not None, "one of the two is there"
             shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         rows = inner.base_model(*args, **{**kwargs, "use_cache": False}).last_hidden_state
         total = cross_entropy_sum(rows, head.weight, shifted.to(rows.device), bias=head.bias, **options)

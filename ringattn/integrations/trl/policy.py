@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from accelerate.utils import gather_object
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer  # pyright: ignore[reportPrivateImportUsage]
@@ -64,7 +64,8 @@ class RingRolloutMixin(RingReferenceMixin):
             return super().compute_loss(*args, **kwargs)
 
     def _check_groups(self) -> None:
-        rings, args = self.args.world_size // self.ring.world_size, self.args
+        args: Any = self.args
+        rings = args.world_size // self.ring.world_size
         batches = {"num_generations": args.generation_batch_size}
         if args.eval_strategy != "no":
             batches["num_generations_eval"] = args.per_device_eval_batch_size * rings
@@ -98,17 +99,17 @@ class RingRolloutMixin(RingReferenceMixin):
         generate = super()._generate_single_turn  # pyright: ignore[reportAttributeAccessIssue]
         if self.ring.world_size == 1:
             return generate(prompt_ids, *args, **kwargs)
-        model: Any = self.accelerator.unwrap_model(self.model_wrapped)
-        multiple, longest = self.args.pad_to_multiple_of or 1, max(map(len, prompt_ids))
-        most = -(-longest // multiple) * multiple + self.args.max_completion_length
+        model, config = self.accelerator.unwrap_model(self.model_wrapped), cast(Any, self.args)
+        multiple, longest = config.pad_to_multiple_of or 1, max(map(len, prompt_ids))
+        most = -(-longest // multiple) * multiple + config.max_completion_length
         graphs = False if self.is_fsdp_enabled else None  # weights of FSDP are elsewhere at each call
-        training, inner = model.training, inner_model(model)
+        training, inner = model.training, cast(Any, inner_model(model))
         for handle in (handle for handles in self._whole_outputs for handle in handles):
             handle.remove()
         model.eval()
         try:
             with RingCache(model, self.ring, max_tokens=most, batch=len(prompt_ids), graphs=graphs) as cache:
-                on_ring: Any = inner.generate
+                on_ring = inner.generate
                 # rings whose answers are done wait for others, with which they gather weights
                 synced = self.is_fsdp_enabled and self.args.world_size > self.ring.world_size
                 inner.generate = functools.partial(on_ring, past_key_values=cache, synced_gpus=synced)

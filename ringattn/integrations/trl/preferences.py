@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from trl import KTOTrainer  # pyright: ignore[reportPrivateImportUsage]
@@ -26,7 +26,8 @@ class RingKTOTrainer(RingReferenceMixin, KTOTrainer, TokenCount):  # pyright: ig
 class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """ORPOTrainer whose ranks share sequences; arguments, beside ORPOTrainer's own, and errors are those of `RingTrainerMixin`.
 
-    Log-probabilities and means of logits are computed by TRL's chunked head, and gathered over the ring.
+    Log-probabilities and means of logits are computed by TRL's chunked head, and gathered over the ring. The logged `logits/chosen`
+    and `logits/rejected` are means over tokens, without the padding that ORPOTrainer counts too.
     """
 
     loss_by_model = False
@@ -37,15 +38,16 @@ class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):  # pyright: ignore[reportI
 
     def modules_with_whole_outputs(self) -> list[nn.Module]:
         """Return the policy."""
-        return [self.model]
+        return [cast(nn.Module, self.model)]
 
     def concatenated_forward(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what ORPOTrainer's does, with means over the vocabulary in place of logits, of which it logs the mean."""
-        whole = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
+        """Return what ORPOTrainer's does, with a mean logit per token in place of logits, of which it logs the mean."""
+        padding: Any = self.padding_value
+        whole = self.concatenated_inputs(batch, padding_value=padding, device=self.accelerator.device)
         tokens, mask = whole["concatenated_input_ids"], whole["concatenated_attention_mask"]
         output = model(input_ids=tokens, attention_mask=mask, labels=tokens, fused_lm_head=True)
         answers = whole["concatenated_labels"][:, 1:] != IGNORED
-        chosen, counted = len(batch["chosen_labels"]), mask[:, 1:]
-        loss = -(output.log_probs * counted)[:chosen].sum() / counted[:chosen].sum()
+        k, counted = len(batch["chosen_labels"]), mask[:, 1:].bool()
+        logits = (output.mean_logits[half][counted[half]] for half in (slice(k), slice(k, None)))
         means = (output.log_probs * answers).sum(-1) / answers.sum(-1)
-        return means[:chosen], means[chosen:], output.mean_logits[:chosen], output.mean_logits[chosen:], loss
+        return means[:k], means[k:], *logits, -output.log_probs[:k][counted[:k]].mean()

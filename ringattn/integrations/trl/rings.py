@@ -85,6 +85,7 @@ class RingReferenceMixin(RingTrainerMixin):
 
     loss_by_model = False
     counts_whole_batches = True
+    ref_model: Any
     _max_positions = None  # read while TRL's trainer is made
 
     def modules_with_whole_outputs(self) -> list[nn.Module]:

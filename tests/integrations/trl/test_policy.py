@@ -154,10 +154,10 @@ def by_place(given: list[str], trainer: Any) -> dict[str, Any]:
     for i, prompt in enumerate(given, trainer.accelerator.process_index * len(given)):
         ids = trainer.processing_class(prompt)["input_ids"]
         draw = torch.Generator().manual_seed(i + 100 * trainer.state.global_step)
-        answer = torch.randint(3, VOCAB, (6,), generator=draw).tolist()
+        answer = torch.randint(3, VOCAB, (4 + i % 3,), generator=draw).tolist()
         found["prompt_ids"].append(ids)
         found["completion_ids"].append(answer)
-        found["logprobs"].append([0.0] * 6)
+        found["logprobs"].append([0.0] * len(answer))
     return found
 
 
@@ -168,12 +168,13 @@ def kept(history: Any) -> Any:
 @pytest.mark.models
 @pytest.mark.dist
 def test_a_run_goes_on_with_another_number_of_ranks(pool: Pools, folder: str) -> None:
-    options = {"rollout_func": fixed, "beta": 0.1, "lr_scheduler_type": "constant"}
+    options = {"rollout_func": fixed, "beta": 0.1, "lr_scheduler_type": "constant", "learning_rate": 0.02}
     alone = train(folder, GRPO, 0, **options)
     pool(2).run(train, folder, GRPO, 2, **options, save_strategy="steps", save_steps=3, max_steps=3)
     for cp in (3, 1):
         for history, moved in pool(cp).run(train, folder, GRPO, cp, f"{folder}/checkpoint-3", **options):
-            assert_same((history[-3:], moved), (alone[0][-3:], alone[1]))
+            # the last row has the mean over a run; rollouts are shuffled by the generator, which is in a file per process
+            assert_same((kept(history[-4:-1]), moved), (kept(alone[0][-4:-1]), alone[1]))
 
 
 def refusal(folder: str, options: dict[str, Any]) -> str:

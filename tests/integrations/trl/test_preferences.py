@@ -37,7 +37,7 @@ def judged(count: int = 12) -> Dataset:
     )
 
 
-def train(folder: str, stack: str, cp: int, *, lora: bool = False, **options: Any) -> Any:
+def train(folder: str, stack: str, cp: int, *, lora: bool = False, without: str = "", **options: Any) -> Any:
     """The outcome of ten steps: of TRL's trainer with cp 0, of ours otherwise."""
     theirs, ours, config = STACKS[stack]
     chosen = {"max_length": 64, "bf16": False, "gradient_checkpointing": False, **options}
@@ -64,18 +64,20 @@ def train(folder: str, stack: str, cp: int, *, lora: bool = False, **options: An
         )
         before = {name: x.detach().clone() for name, x in trainer.model.named_parameters()}
         trainer.train()
-        return outcome(trainer, before)
+        history, moved = outcome(trainer, before)
+        return [{k: x for k, x in row.items() if not without or without not in k} for row in history], moved
 
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
+# ORPOTrainer averages logits of padding, too; the sign of a difference of equal numbers is that of its rounding
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("RingKTOTrainer", {}),
     ("RingKTOTrainer", {"loss_type": "apo_zero_unpaired", "lora": True, **EVALUATED}),
     ("RingKTOTrainer", {"precompute_ref_log_probs": True, "per_device_train_batch_size": 3}),
-    ("RingORPOTrainer", {}),
-    ("RingORPOTrainer", {"lora": True, **EVALUATED}),
+    ("RingORPOTrainer", {"without": "logits/"}),
+    ("RingORPOTrainer", {"lora": True, "without": "logits/", **EVALUATED}),
     ("RingDPOTrainer", {"precompute_ref_log_probs": True, **EVALUATED}),
-    ("RingDPOTrainer", {"precompute_ref_log_probs": True, "lora": True}),
+    ("RingDPOTrainer", {"precompute_ref_log_probs": True, "lora": True, "without": "accuracies"}),
 ]
 
 
