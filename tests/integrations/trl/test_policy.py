@@ -220,3 +220,23 @@ def failure(folder: str) -> str:
 def test_a_rollout_that_fails_on_the_first_rank_raises_on_all(pool: Pools, folder: str) -> None:
     for told in pool(2).run(failure, folder):
         assert "no server for 8 prompts" in told
+
+
+@pytest.mark.models
+@pytest.mark.dist
+def test_rings_that_gather_weights_wait_for_each_others_answers(pool: Pools, folder: str) -> None:
+    """With FSDP2 all ranks must make as many calls of the model, and answers of two rings end at different tokens."""
+    options = {"per_device_train_batch_size": 2, "num_generations": 2, "max_steps": 3}
+    options |= {"generation_kwargs": {"eos_token_id": list(range(2, VOCAB // 2))}}
+    whole = pool(4).run(train, folder, GRPO, 2, **options)[0]
+    assert len({row["completions/mean_length"] for row in whole[0][:-1]}) > 1
+    for found in pool(4).run(train, folder, GRPO, 2, **options, **FSDP):
+        assert_same(found, whole)
+
+
+@pytest.mark.models
+@pytest.mark.dist
+def test_sharded_weights_generate_what_whole_ones_do(pool: Pools, folder: str) -> None:
+    alone = train(folder, GRPO, 0)
+    for found in pool(2).run(train, folder, GRPO, 2, **FSDP):
+        assert_same(found, alone)
