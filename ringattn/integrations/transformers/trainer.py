@@ -230,12 +230,12 @@ class RingTrainerMixin(_Base):
         return recursively_apply(gather, data)
 
     def _enable_chunked_loss(self) -> None:
-        options = {"label_smoothing_factor": self.args.label_smoothing_factor, **self._options}
-        unfit = {name: x for name, x in options.items() if x and name in ("label_smoothing_factor", "pooling")}
+        options = {**vars(self.args), **self._options}
+        unfit = {name: x for name in ("label_smoothing_factor", "pooling", "torch_compile") if (x := options.get(name))}
         if not self.loss_by_model or unfit:
             raise ValueError(
-                f"chunked_loss must be left out of {type(self).__name__} with {unfit or 'a loss of its own'}, which needs other "
-                "outputs than log-probabilities of labels; drop one"
+                f"chunked_loss must be left out of {type(self).__name__} with {unfit or 'a loss of its own'}, got True; it is for "
+                "the loss of the next token of a model that is not compiled, so drop one"
             )
         enable_chunked_loss(self.model)  # pyright: ignore[reportArgumentType]
 

@@ -17,9 +17,9 @@ from ringattn import Ring
 from ringattn.integrations.transformers import register, shard_batch
 from ringattn.integrations.transformers.chunked_loss import enable_chunked_loss
 from ringattn.integrations.transformers.trainer import RingTrainer
-from tests.integrations.processes import assert_same, outcome, processes, settings
+from tests.integrations.processes import assert_same, enable_fsdp, outcome, processes, settings
 from tests.integrations.transformers.models import make, tokens
-from tests.integrations.transformers.test_trainer_models import pad, samples
+from tests.integrations.transformers.test_trainer_models import FSDP, OF_FIVE, pad, samples
 from tests.support.pool import Pools
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 61}
@@ -95,13 +95,17 @@ def test_calls_without_the_keyword_and_without_a_count_are_as_before() -> None:
 
 def train(folder: str, cp: int, **options: Any) -> Any:
     """The outcome of ten steps of packed documents, and of evaluations: of Trainer with cp 0, of RingTrainer otherwise."""
-    with processes():
+    with processes() as world_size:
         model = make("llama", "ringattn" if cp else "sdpa", torch.float32, use_cache=False)
         start = {name: x.detach().clone() for name, x in model.named_parameters()}
-        args = Arguments(**settings(folder, eval_strategy="steps", eval_steps=5, prediction_loss_only=True))
+        chosen = {"eval_strategy": "steps", "eval_steps": 5, "prediction_loss_only": True, **options}
+        chosen["gradient_accumulation_steps"] = 2 * max(cp, 1) // world_size
+        args = Arguments(**settings(folder, **chosen))
+        if options.get("fsdp"):
+            enable_fsdp(args)
         more: dict[str, Any] = {"context_parallel_size": cp, "chunked_loss": True} if cp else {}
         data = {"data_collator": DataCollatorWithFlattening(), "train_dataset": samples(), "eval_dataset": samples()}
-        trainer = (RingTrainer if cp else Trainer)(model=model, args=args, **data, **more, **options)
+        trainer = (RingTrainer if cp else Trainer)(model=model, args=args, **data, **more)
         if cp:
             no_logits(model)
         trainer.train()
@@ -109,9 +113,16 @@ def train(folder: str, cp: int, **options: Any) -> Any:
 
 
 @pytest.mark.dist
-def test_a_trainer_makes_the_steps_of_one_process_without_logits(pool: Pools, tmp_path: Path) -> None:
-    expected = train(str(tmp_path), 0)
-    for found in pool(2).run(train, str(tmp_path), 2):
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, {}), pytest.param(4, {**FSDP, "eval_strategy": "no"}, marks=OF_FIVE)],
+    ids=["plain", "fsdp"],
+)
+def test_a_trainer_makes_the_steps_of_one_process_without_logits(
+    pool: Pools, tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
+    expected = train(str(tmp_path), 0, **{name: x for name, x in options.items() if name == "eval_strategy"})
+    for found in pool(ranks).run(train, str(tmp_path), 2, **options):
         assert_same(found, expected)
 
 
@@ -137,7 +148,7 @@ def test_a_call_without_labels_and_a_head_with_a_later_adapter_are_refused() -> 
         adapted(**padded(), chunked_loss=True)
 
 
-@pytest.mark.parametrize("unfit", [{"label_smoothing_factor": 0.1}, {"pooling": True}])
+@pytest.mark.parametrize("unfit", [{"label_smoothing_factor": 0.1}, {"pooling": True}, {"torch_compile": True}])
 def test_a_trainer_that_needs_logits_refuses_to_leave_them_out(tmp_path: Path, unfit: dict[str, Any]) -> None:
     args = Arguments(**settings(str(tmp_path), **{k: x for k, x in unfit.items() if k != "pooling"}))
     options = {k: x for k, x in unfit.items() if k == "pooling"}
