@@ -161,7 +161,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
         """Return the logits `b s vocab_size` of this rank's rows, each predicting the token after its global position.
 
-        With targets, the token after each row or `ringattn.training.IGNORED`, return the sum of their losses, natural log, fp32. `sharding`
+        With targets, the token after each row or `IGNORED`, return the sum of their losses, natural log, fp32. `sharding`
         gives the positions for RoPE, which begin at 0 in each document.
         """
         positions = document_positions(sharding).to(tokens.device)
