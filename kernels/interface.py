@@ -357,6 +357,7 @@ class CallShape(NamedTuple):
         return cls(q.device, q.dtype, q.shape[2], k.shape[2], q.shape[3], v.shape[3], score, deterministic)
 
 
+@dataclass(eq=False)
 class KernelSet:
     """One implementation of attention, bound to a `CallShape`: what follows from that is found when it is made.
 
@@ -364,8 +365,7 @@ class KernelSet:
     is True.
     """
 
-    def __init__(self, call: CallShape) -> None:
-        self.call = call
+    call: CallShape
 
     def can_capture(self) -> bool:
         """Return whether a CUDA graph of the launches of this set may replace further calls."""

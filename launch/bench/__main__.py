@@ -3,6 +3,7 @@
 python -m ringattn.launch.bench kernels
 python -m ringattn.launch.bench trainer
 torchrun --nproc_per_node 4 -m ringattn.launch.bench ring
+torchrun --nproc_per_node 4 -m ringattn.launch.bench latent
 torchrun --nproc_per_node 4 -m ringattn.launch.bench model
 torchrun --nproc_per_node 4 -m ringattn.launch.bench inference
 python -m ringattn.launch.bench server --url http://127.0.0.1:8000
@@ -16,6 +17,7 @@ from typing import Any
 
 from ringattn.launch.bench.inference import InferenceFlags, bench_inference
 from ringattn.launch.bench.kernels import KernelsFlags, bench_kernels
+from ringattn.launch.bench.latent import LatentFlags, bench_latent
 from ringattn.launch.bench.model import ModelFlags, TrainerFlags, bench_model, bench_trainer
 from ringattn.launch.bench.ring import RingFlags, bench_ring
 from ringattn.launch.bench.rows import failures, print_tables
@@ -26,6 +28,7 @@ from ringattn.launch.common.session import Keep, Session, describe, keeper, mach
 BENCHES: dict[str, tuple[type, Callable[[Any, Session, Keep], list[dict[str, Any]] | None]]] = {
     "kernels": (KernelsFlags, bench_kernels),
     "ring": (RingFlags, bench_ring),
+    "latent": (LatentFlags, bench_latent),
     "model": (ModelFlags, bench_model),
     "trainer": (TrainerFlags, bench_trainer),
     "inference": (InferenceFlags, bench_inference),

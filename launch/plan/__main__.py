@@ -35,8 +35,8 @@ FEW = 10  # meshes in the table without --all
 class PlanArgs:
     """Plans a job before it runs: memory and time by what takes them, and the best meshes. Needs no GPU."""
 
-    # A preset (llama3-8b, llama3-70b, llama3-405b, qwen3-32b, qwen3-235b-a22b, deepseek-v3-dense), or a config.json of
-    # transformers; left out, --heads, --kv-heads and --head-dim give one attention.
+    # A preset (llama3-8b, llama3-70b, llama3-405b, qwen3-32b, qwen3-235b-a22b, deepseek-v3, glm-4.7-flash,
+    # deepseek-v3-dense), or a config.json of transformers; left out, --heads, --kv-heads and --head-dim give one attention.
     model: str | None = None
     tokens: str = "128K"  # Tokens of a sequence; 128K and 1M are powers of two.
     # File of document lengths, one number after the other, which are packed into the sequence.

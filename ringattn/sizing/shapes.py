@@ -22,6 +22,11 @@ class ModelShape:
         experts: Experts of a layer; 1: a dense model.
         active_experts: Experts that a token uses.
         shared_experts: Experts that every token uses besides.
+        latent: Columns of the latents of multi-head latent attention, from which keys and values are made, and which a cache keeps
+            with `rotary` columns; 0: it keeps keys and values.
+        q_latent: Columns of the latent of queries; 0: they are made of the stream.
+        v_head_dim: Head dim of values; 0: head_dim.
+        dense_layers: First layers that have an MLP of dense_mlp_dim in place of experts.
         window: Tokens that a token sees in layers with a sliding window.
         window_layers: Layers with that window.
     """
@@ -40,6 +45,12 @@ class ModelShape:
     shared_experts: int = 0
     window: int | None = None
     window_layers: int = 0
+    latent: int = 0
+    rotary: int = 0
+    q_latent: int = 0
+    v_head_dim: int = 0
+    dense_layers: int = 0
+    dense_mlp_dim: int = 0
 
     def __post_init__(self) -> None:
         """Refuse numbers that no model has."""
@@ -56,7 +67,13 @@ class ModelShape:
     @property
     def attention_parameters(self) -> int:
         """Parameters of the projections of a layer."""
-        return self.dim * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        values = self.v_head_dim or self.head_dim
+        out = self.dim * self.heads * values
+        if not self.latent:
+            return self.dim * (self.heads * self.head_dim + self.kv_heads * (self.head_dim + values)) + out
+        q = self.q_latent * self.dim + (self.q_latent or self.dim) * self.heads * self.head_dim
+        ups = self.latent * self.kv_heads * (self.head_dim - self.rotary + values)
+        return q + self.dim * (self.latent + self.rotary) + ups + out
 
     @property
     def mlp_width(self) -> int:
@@ -69,8 +86,15 @@ class ModelShape:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of the bf16 keys and values of a token, of all layers."""
-        return 4 * self.layers * self.kv_heads * self.head_dim
+        """Bytes of what a bf16 cache keeps of a token, of all layers.
+
+        Example:
+            >>> load_shape("deepseek-v3").kv_token_bytes // 61, load_shape("deepseek-v3-dense").kv_token_bytes // 61
+            (1152, 98304)
+        """
+        if self.latent:
+            return 2 * self.layers * (self.latent + self.rotary)
+        return 2 * self.layers * self.kv_heads * (self.head_dim + (self.v_head_dim or self.head_dim))
 
     @property
     def layer_parameters(self) -> int:
@@ -91,7 +115,9 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """All parameters."""
-        return self.layers * self.layer_parameters + self.root_parameters
+        experts = self.mlp_parameters(self.experts) + self.dim * self.experts
+        less = self.dense_layers * (experts - 3 * self.dim * self.dense_mlp_dim)
+        return self.layers * self.layer_parameters - less + self.root_parameters
 
     def step_flops(self, tokens: int, pairs: float) -> float:
         """Model FLOPs of a training step.
@@ -129,7 +155,7 @@ class ModelShape:
 
     def attention_flops(self, pairs: float) -> float:
         """FLOPs of the attention of one forward of all layers."""
-        return 4.0 * self.layers * self.heads * self.head_dim * pairs
+        return 2.0 * self.layers * self.heads * (self.head_dim + (self.v_head_dim or self.head_dim)) * pairs
 
 
 PRESETS: dict[str, ModelShape] = {
@@ -144,8 +170,16 @@ PRESETS: dict[str, ModelShape] = {
         # 7168 wide, 61 layers; MLA after its up-projection: 128 heads of 128 (+64 rotary, here 192 as 256 columns); a dense MLP
         # as wide as its 8 routed experts and the shared one
         ModelShape("deepseek-v3-dense", 7168, 61, 128, 128, 192, 18432, 129280),
+        ModelShape(
+            "deepseek-v3", 7168, 61, 128, 128, 192, 2048, 129280, experts=256, active_experts=8, shared_experts=1,
+            latent=512, rotary=64, q_latent=1536, v_head_dim=128, dense_layers=3, dense_mlp_dim=18432,
+        ),
+        ModelShape(
+            "glm-4.7-flash", 2048, 47, 20, 20, 256, 1536, 154880, experts=64, active_experts=4, shared_experts=1,
+            latent=512, rotary=64, q_latent=768, v_head_dim=256, dense_layers=1, dense_mlp_dim=10240,
+        ),
     )
-}
+}  # fmt: skip
 
 
 def load_shape(model: str | Path | Mapping[str, Any] | ModelShape) -> ModelShape:
@@ -219,12 +253,23 @@ def _from_config(content: Mapping[str, Any], name: str) -> ModelShape:
         head_dim=int(head_dim),
         mlp_dim=int(config.get("moe_intermediate_size") or wide) if experts > 1 else int(wide),
         tied=bool(content.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        **(_latent_sizes(config) if kv_lora else {}),
         experts=int(experts),
         active_experts=int(config.get("num_experts_per_tok") or 1) if experts > 1 else 1,
         shared_experts=int(config.get("n_shared_experts") or 0) if experts > 1 else 0,
         window=window if windowed else None,
         window_layers=windowed,
     )
+
+
+def _latent_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    names = {
+        "latent": "kv_lora_rank",
+        "rotary": "qk_rope_head_dim",
+        "q_latent": "q_lora_rank",
+        "v_head_dim": "v_head_dim",
+    }
+    return {field: int(config.get(name) or 0) for field, name in names.items()}
 
 
 def _windowed(config: Mapping[str, Any], types: Any) -> int:

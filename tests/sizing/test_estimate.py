@@ -206,3 +206,13 @@ def test_experts_that_every_token_uses_are_counted():
 def test_impossible_jobs_are_refused(words, options):
     with pytest.raises(ValueError, match=words):
         estimate(**{"model": "llama3-8b", "tokens": 1024} | options)
+
+
+@pytest.mark.parametrize(("name", "billions", "active"), [("deepseek-v3", 671, 37), ("glm-4.7-flash", 30, 3.5)])
+def test_a_cache_of_latents_is_planned_by_their_bytes(name: str, billions: float, active: float) -> None:
+    shape = load_shape(name)
+    assert shape.parameters == pytest.approx(billions * 1e9, rel=0.01)
+    assert shape.active_layer_parameters * shape.layers == pytest.approx(active * 1e9, rel=0.1)
+    assert shape.kv_token_bytes == 1152 * shape.layers
+    found = estimate(name, 2**20, gpus=16, gpus_per_node=8, gpu="b200", mode="serve").candidates[0]
+    assert found.memory.kv_cache == 2**20 * 1152 * shape.layers / 16
