@@ -233,7 +233,7 @@ def _resolve_row(row: RowSizes) -> tuple[int, int, int]:
         raise ValueError(f"{' and '.join(given)} must be left out with latent, which has one head, got {row}")
     if type(latent) is not tuple or len(latent) != 2 or not all(type(x) is int and x > 0 for x in latent):
         raise ValueError(
-            f"latent must be (r, dr), columns of a latent and of its rotary key, at least 1 each, got {latent!r}; give kv_lora_rank "
-            "and qk_rope_head_dim"
+            f"latent must be (r, dr), columns of a latent and of its rotary key, at least 1 each, got {latent!r}; give "
+            "kv_lora_rank and qk_rope_head_dim"
         )
     return 1, sum(latent), latent[0]

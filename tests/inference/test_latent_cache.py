@@ -29,7 +29,7 @@ def make(ring: Ring | None = None, **changes: Any) -> PagedKVCache:
     return PagedKVCache(Ring() if ring is None else ring, device="cpu", **facts | changes)
 
 
-def draw(rows: int, batch: int = 1, seed: int = 0) -> dict[str, Tensor]:
+def draw(rows: int, batch: int = 1, seed: int = 0) -> dict[str, Any]:
     """q, latents and rotary keys of new tokens, and the weights of a layer."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"q": (batch, rows, HEADS, DN + DR), "latents": (batch, rows, R), "rotary_keys": (batch, rows, DR)}

@@ -100,8 +100,11 @@ def attend_beside(
         step = cache.extend(requests, counts)
         decodes = step.mode == "decode"
         owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        x = {}
-        shapes = {"k": (cache.kv_heads, cache.head_dim), "v": (cache.kv_heads, cache.v_head_dim)}
+        x: dict[str, Any] = {}
+        shapes: dict[str, tuple[int, ...]] = {
+            "k": (cache.kv_heads, cache.head_dim),
+            "v": (cache.kv_heads, cache.v_head_dim),
+        }
         if cache.latent is not None:
             shapes = {"latents": cache.latent[:1], "rotary_keys": cache.latent[1:]}
         for name, shape in {"q": (heads, cache.head_dim), **shapes}.items():
@@ -110,14 +113,14 @@ def attend_beside(
                 y[owner == 1, ..., 1] = bad
             y = y.unflatten(0, (len(counts), -1)) if decodes else y[None]
             x[name] = step.take(y.to(cache.device, cache.dtype))
+        run: Any = attend
         if cache.latent is not None:
             r, dr = cache.latent
-            # q has r + dr columns: as many for k_up as it returns
+            # q has r + dr columns, too: as many weights of keys as columns of latents
             draw = torch.Generator().manual_seed(1)
-            x |= {name: torch.randn(heads, dim, r, generator=draw) for name, dim in (("k_up", r), ("v_up", dr))}
-            o = latent_attend(step, 0, **x, **({} if decodes else options))
-        else:
-            o = attend(step, 0, **x, **({} if decodes else options))
+            x["k_up"], x["v_up"] = (torch.randn(heads, dim, r, generator=draw) for dim in (r, dr))
+            run = latent_attend
+        o = run(step, 0, **x, **({} if decodes else options))
         if decodes:
             mine, second = torch.arange(len(counts)) != 1, o[1]
             found.append(o[mine.to(o.device)])
