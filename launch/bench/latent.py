@@ -1,8 +1,9 @@
-"""A layer of multi-head latent attention in training: latents around the ring, beside expanded keys around it.
+"""Multi-head latent attention: a layer in training, with latents or expanded keys around the ring, and decode over a cache.
 
 The layer begins with latents, rotary keys and the weights that expand them, and ends with o; its gradients are those of all five
-inputs. "reader" and "owner" are `latent_attention` with this `expand`; "expanded" makes keys and values by torch and calls
-`ring_attention`; torch's context parallelism gets the same keys and values.
+inputs in training. "reader" and "owner" are `latent_attention` with this `expand`; "expanded" makes keys and values by torch and calls
+`ring_attention`; torch's context parallelism gets the same keys and values. Decode calls `latent_attend` for a token in each layer
+of a cache of random numbers, eagerly and as one CUDA graph, beside the bandwidth of the same run.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import torch
 from torch import Tensor
 
 import ringattn
+from ringattn.inference import ForwardBatch, PagedKVCache, latent_attend
 from ringattn.launch.bench.baselines import Contender, Unsupported, attempt, torch_context_parallel, torch_cp_attention
 from ringattn.launch.bench.correctness import disagreement
+from ringattn.launch.bench.inference import measure_bandwidth
 from ringattn.launch.bench.ring import WAYS, peak_gib
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import free_memory, own_stream
@@ -40,9 +43,12 @@ CHECK_TOKENS = 64
 
 @dataclass(frozen=True)
 class LatentFlags:
-    """All ranks: a layer of latent attention in training, causal, by tokens per GPU.
+    """All ranks: a layer of latent attention in training, causal, by tokens per GPU; and decode over a cache.
 
     Attributes:
+        parts: What is measured.
+        decode_tokens: Tokens in the cache of "decode".
+        layers: Layers of that cache.
         shapes: Shapes of a layer.
         tokens: Tokens per GPU.
         ways: Ways to expand; "torch_cp_allgather" and "torch_cp_alltoall" are torch's context parallelism.
@@ -54,6 +60,9 @@ class LatentFlags:
         name: Of the JSON.
     """
 
+    parts: tuple[Literal["training", "decode"], ...] = ("training",)
+    decode_tokens: int = 1048576
+    layers: int = 61
     shapes: tuple[Shape, ...] = ("v2-lite", "v3")
     tokens: tuple[int, ...] = (4096, 8192, 16384, 32768)
     ways: tuple[Literal["reader", "owner", "expanded", "torch_cp_allgather", "torch_cp_alltoall"], ...] = (
@@ -134,6 +143,21 @@ def check(shape: Shape, way: str, ring: ringattn.Ring, session: Session) -> floa
 
 def bench_latent(args: LatentFlags, session: Session, keep: Keep) -> list[dict[str, Any]] | None:
     """Return a row per shape, length, schedule and way; None when an answer of ours is wrong."""
+    rows = Rows(session, keep, {"bench": "latent", "world_size": session.world_size})
+    if "decode" in args.parts:
+        bandwidth = measure_bandwidth(args.rounds, session)["read_gbps"]
+        for shape in args.shapes:
+            rows.add(
+                {
+                    "part": "decode",
+                    "shape": shape,
+                    "who": "ringattn",
+                    "ours": True,
+                    **_decode(args, shape, session, bandwidth),
+                }
+            )
+    if "training" not in args.parts:
+        return rows.rows
     rings = open_rings(args.schedules, session)
     ours = [way for way in args.ways if not way.startswith("torch")]
     for shape in args.shapes:
@@ -142,7 +166,6 @@ def bench_latent(args: LatentFlags, session: Session, keep: Keep) -> list[dict[s
             session.say(f"check {shape}, {name}: " + ", ".join(f"{way} {x:.2f}" for way, x in found.items()))
             if not max(found.values()) <= 1:
                 return None
-    rows = Rows(session, keep, {"bench": "latent", "world_size": session.world_size})
     parallel = (
         any(way.startswith("torch") for way in args.ways) and session.world_size > 1 and session.device.type == "cuda"
     )
@@ -150,12 +173,49 @@ def bench_latent(args: LatentFlags, session: Session, keep: Keep) -> list[dict[s
         for shape in args.shapes:
             for tokens in args.tokens:
                 for row in _measure(args, shape, tokens, rings, session, parallel=parallel):
-                    rows.add({"shape": shape, "tokens_per_rank": tokens, **row})
+                    rows.add({"part": "training", "shape": shape, "tokens_per_rank": tokens, **row})
                 session.barrier()
                 for ring in rings.values():
                     ring.close()
                 free_memory()
     return rows.rows
+
+
+def _decode(args: LatentFlags, shape: Shape, session: Session, bandwidth: float) -> dict[str, Any]:
+    """Return milliseconds per layer of a decode step, and its bytes and FLOPs per second by the graph where there is one."""
+    h, dn, dr, dv, r = SHAPES[shape]
+    n, device = args.decode_tokens, session.device
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ring = ringattn.Ring()
+    pages = -(-n // 64 // ring.world_size) + 2
+    cache = PagedKVCache(
+        ring, layers=args.layers, latent=(r, dr), dtype=dtype, pages=pages, page_size=64, device=device
+    )
+    request = cache.add_request(reserve=n + 64)
+    cache.extend([request], [n], mode="prefill")  # pages whose rows are not computed but drawn
+    for layer in cache.k:
+        layer.normal_()
+    q, latents, rotary, k_up, v_up, _ = (x.detach() for x in draw(shape, 1, device, 0))
+
+    def attend(step: ForwardBatch) -> Tensor:
+        return [latent_attend(step, layer, q, latents, rotary, k_up, v_up) for layer in range(args.layers)][-1]
+
+    with torch.inference_mode():
+        step = cache.extend([request], [1])
+        if not session.maximum([float(not attend(step).isfinite().all())])[0] == 0:
+            return {"refused": "wrong answer: o is not finite"}
+        captured = ["attend"] if device.type == "cuda" else []
+        time = time_together({"attend": lambda: attend(step)}, session, args.rounds, args.seconds, captured)["attend"]
+    ms = (time.eager_ms if time.graph_ms is None else time.graph_ms) / args.layers
+    size = n * cache.bytes_per_token / args.layers / ring.world_size
+    found = {"tokens": n, "layers": args.layers, "cache_gib": cache.k.numel() * cache.k.element_size() / 2**30}
+    found |= {
+        "eager_ms_per_layer": time.eager_ms / args.layers,
+        "graph_ms_per_layer": ms,
+        "graph_refused": time.graph_refused,
+    }
+    found |= {"gbps": size / ms / 1e6, "share": size / ms / 1e6 / bandwidth}
+    return found | {"tflops": 2.0 * h * n * (2 * r + dr) / ring.world_size / ms / 1e9}
 
 
 def _measure(

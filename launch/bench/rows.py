@@ -21,7 +21,8 @@ _COLUMNS: dict[str, str] = {
     "ring": f"world_size layout mask tokens_per_rank heads kv_heads who {_DIRECTIONS} peak_gib",
     "host": "world_size layout mask tokens_per_rank heads kv_heads who inference_us forward_us both_us both_in_one_thread_us "
     "layer_us layer_in_one_thread_us",
-    "latent": "world_size shape tokens_per_rank schedule who forward_ms both_ms peak_gib",
+    "latent: training": "world_size shape tokens_per_rank schedule who forward_ms both_ms peak_gib",
+    "latent: decode": "world_size shape tokens layers cache_gib eager_ms_per_layer graph_ms_per_layer gbps share tflops",
     "model": "world_size seq_len layers who recompute step_s tokens_per_s_per_gpu model_tflops_per_gpu mfu_percent peak_gib",
     "trainer": "seq_len who steps step_s tokens_per_s ratio overhead mfu_percent peak_gib",
     "kernels": "group direction mask batch seq_len heads kv_heads head_dim v_head_dim dtype who level timing ms tflops ratio",
