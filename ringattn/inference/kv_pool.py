@@ -231,15 +231,10 @@ def _resolve_row(row: RowSizes) -> tuple[int, int, int]:
         return kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim
     if given := [name for name, x in heads.items() if x is not None]:
         raise ValueError(f"{' and '.join(given)} must be left out with latent, which has one head, got {row}")
-    if (
-        type(latent) is not tuple
-        or len(latent) != 2
-        or not all(type(x) is int for x in latent)
-        or latent[0] < 1
-        or latent[1] < 0
-    ):
+    if type(latent) is not tuple or len(latent) != 2 or not all(type(x) is int for x in latent) or min(latent) < 1:
+        # NaN of a row stands in its rotary columns
         raise ValueError(
-            f"latent must be (r, dr), columns of a latent, at least 1, and of its rotary key, at least 0, got {latent!r}; give "
+            f"latent must be (r, dr), columns of a latent and of its rotary key, at least 1 of each, got {latent!r}; give "
             "kv_lora_rank and qk_rope_head_dim"
         )
     return 1, sum(latent), latent[0]

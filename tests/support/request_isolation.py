@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.inference import PagedKVCache, attend
+from ringattn.inference import PagedKVCache, attend, latent_attend
 from ringattn.kernels.interface import CallShape, KernelSet, Score, Step, accumulation_dtype
 from ringattn.kernels.kv.pages import contain
 from ringattn.numerics.reference import visible_pairs
@@ -83,7 +83,7 @@ def assert_kernels_isolate(
 def attend_beside(
     cache: PagedKVCache, heads: int, chunks: Sequence[Sequence[int]], spoilt: str | None, bad: float, **options: Any
 ) -> list[Tensor]:
-    """What this rank's rows of the healthy requests get, step by step.
+    """What this rank's rows of the healthy requests get, step by step; of latents k are rotary keys, and v the latents.
 
     Args:
         cache: An empty one.
@@ -102,13 +102,21 @@ def attend_beside(
         owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         x = {}
         shapes = (heads, cache.head_dim), (cache.kv_heads, cache.head_dim), (cache.kv_heads, cache.v_head_dim)
+        if cache.latent is not None:
+            r, dr = cache.latent
+            shapes = (heads, 8 + dr), (dr,), (r,)
         for name, shape in zip(SPOILT, shapes, strict=True):
             y = torch.randn(len(owner), *shape, generator=generator)
             if name == spoilt:
-                y[owner == 1, :, 1] = bad
+                y[owner == 1, ..., 1] = bad
             y = y.unflatten(0, (len(counts), -1)) if decodes else y[None]
             x[name] = step.take(y.to(cache.device, cache.dtype))
-        o = attend(step, 0, x["q"], x["k"], x["v"], **({} if decodes else options))
+        named = {} if decodes else options
+        if cache.latent is None:
+            o = attend(step, 0, x["q"], x["k"], x["v"], **named)
+        else:
+            ups = torch.randn(2, heads, 8, cache.latent[0], generator=torch.Generator().manual_seed(1))
+            o = latent_attend(step, 0, x["q"], x["v"], x["k"], *ups.to(cache.device, cache.dtype), **named)
         if decodes:
             mine, second = torch.arange(len(counts)) != 1, o[1]
             found.append(o[mine.to(o.device)])
