@@ -551,7 +551,7 @@ MEASURED = {
 
 
 def test_auto_chooses_the_faster_kv_access() -> None:
-    sizes = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
+    sizes: dict[str, Any] = {"heads": 32, "kv_heads": 8, "element_size": 2, "most": 32}
     for (kept, new), (copies, in_place) in MEASURED.items():
         assert is_paged_faster([new], [kept + new], **sizes) == (in_place < copies), (kept, new)
     # several requests: few rows on a long one outweigh many on a short one, and not the other way round
@@ -561,8 +561,8 @@ def test_auto_chooses_the_faster_kv_access() -> None:
     assert is_paged_faster([512], [200_000], left=4095, **sizes)
     assert not is_paged_faster([32] * 257, [200_000] * 257, **sizes)
     # more heads on a key head are more products for the same bytes; half the bytes are half the copy
-    assert not is_paged_faster([64], [100_000], **sizes | {"heads": 64, "most": 16})
-    assert not is_paged_faster([64], [100_000], **sizes | {"element_size": 1})
+    assert not is_paged_faster([64], [100_000], **dict(sizes, heads=64, most=16))
+    assert not is_paged_faster([64], [100_000], **dict(sizes, element_size=1))
 
 
 @pytest.mark.dist
