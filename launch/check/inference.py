@@ -343,6 +343,7 @@ class InferenceCase:
         """Text of the sizes."""
         sizes, dims = self.history.sizes, f"{self.head_dim}"
         dims += "" if self.head_dim == self.v_head_dim else f"/{self.v_head_dim}"
+        dims += "" if sizes.latent is None else f" of {sizes.latent[0]}+{sizes.latent[1]}"
         return f"{len(self.history.ops)} ops h{sizes.heads}/{sizes.kv_heads} d{dims} page {sizes.page_size}"
 
     @property
@@ -391,6 +392,9 @@ def inference_cases(*, full: bool, device: str) -> Iterator[InferenceCase]:
     histories = {"chunks": CHUNKS, "crowd": CROWD, "packed": PACKED, "padded": PADDED}
     for title, ops in histories.items():
         yield case(title, ops, main, {})
+    dims = (96, 64, (128, 32)) if gpu else (12, 10, (16, 4))
+    latents = {"kv_heads": 4, **dict(zip(("head_dim", "v_head_dim", "latent"), dims, strict=True))}
+    yield case("crowd, latents", CROWD, main, {}, **latents)
     if not full:
         yield case("everything", CROWD, main, OPTIONS["everything"])
         return
@@ -401,6 +405,8 @@ def inference_cases(*, full: bool, device: str) -> Iterator[InferenceCase]:
     for dtype in DTYPES:
         if dtype != main and not (gpu and dtype == "fp64"):
             yield case("crowd", CROWD, dtype, OPTIONS["everything"])
+    for title, ops in histories.items():
+        yield case(f"{title}, everything, latents", ops, main, OPTIONS["everything"], **latents, page_size=64)
     for heads, kv_heads in ((1, 1), (3, 3), (8, 1), (12, 2)):
         yield case("heads", CROWD, main, {}, heads=heads, kv_heads=kv_heads)
     for dims in ((16, 16), (40, 40), (96, 96), (256, 256), (192, 128)) if gpu else ((24, 16), (16, 40)):

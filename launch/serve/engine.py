@@ -201,6 +201,7 @@ class Engine:
             ],
             "ranks": scheduler.allocator.world_size,
             "page_size": scheduler.allocator.page_size,
+            "bytes_per_token": scheduler.allocator.page_bytes // scheduler.allocator.page_size,
             "pages_per_rank": scheduler.allocator.pages,
             "pages": scheduler.pages(),
             "kept_prefixes": len(scheduler.kept_prefixes),

@@ -165,7 +165,9 @@ def check_memory(args: ServeArgs, device: torch.device, world_size: int, whole: 
     fixed = serving_memory(shape, rows, 0, rows, call, reserve=RESERVE)
     fixed = replace(fixed, weights=weights)
     sizes, row = _cache_sizes(model), 1 if args.kv_dtype == "fp8" else dtype.itemsize
-    token = sizes["layers"] * sizes["kv_heads"] * (sizes["head_dim"] + sizes["v_head_dim"]) * row / world_size
+    latent = sizes.get("latent")
+    columns = sum(latent) if latent else sizes["kv_heads"] * (sizes["head_dim"] + sizes["v_head_dim"])
+    token = sizes["layers"] * columns * row / world_size
     length = max(args.max_len or 0, args.max_tokens or 0, args.page_size)
     room = whole - fixed.total
     if room < args.page_size * token:

@@ -138,7 +138,7 @@ class KVPool:
         self._check_layer(layer)
         for name, x, dim in (("k", k, self.head_dim), ("v", v, self.v_head_dim)):
             self._check_tensor(name, x, (*shape, self.kv_heads, dim), "the step: pass this rank's rows (step.take)")
-        if self.latent and (v.data_ptr(), v.stride()) != (k.data_ptr(), k.stride()):
+        if self.latent and not rows.are_latents(k, v):
             raise ValueError(
                 f"v must be k[..., :{self.v_head_dim}] of a cache of latents, got another tensor; pass the view"
             )
@@ -231,10 +231,9 @@ def _resolve_row(row: RowSizes) -> tuple[int, int, int]:
         return kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim
     if given := [name for name, x in heads.items() if x is not None]:
         raise ValueError(f"{' and '.join(given)} must be left out with latent, which has one head, got {row}")
-    if type(latent) is not tuple or len(latent) != 2 or not all(type(x) is int for x in latent) or min(latent) < 1:
-        # NaN of a row stands in its rotary columns
+    if type(latent) is not tuple or len(latent) != 2 or not all(type(x) is int and x > 0 for x in latent):
         raise ValueError(
-            f"latent must be (r, dr), columns of a latent and of its rotary key, at least 1 of each, got {latent!r}; give "
+            f"latent must be (r, dr), columns of a latent and of its rotary key, at least 1 each, got {latent!r}; give "
             "kv_lora_rank and qk_rope_head_dim"
         )
     return 1, sum(latent), latent[0]

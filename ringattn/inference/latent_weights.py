@@ -3,7 +3,8 @@
 Note [Expanded or absorbed]
     A key of one head has dn + dr columns and its value dv, made from a row of r + dr (Note [Latents] of decode/dispatch.py). Of n
     new rows with h heads each key costs
-        expanded: 2 h (dn + dr + dv) FLOP per row, for the kernels of training, and once its expansion E, about 2 h r (dn + dv)
+        expanded: 2 h (dn + dr + dv) FLOP per row, for the kernels of training, and once its expansion,
+                  E = 2 h ((dn + dr) (r + dr) + dv r), which includes products with the identity
         absorbed: 2 h (2 r + dr) per row, for the decode kernel, which reads pages in place
     With the slowness of the decode kernel (Note [In place or copied] of paged_prefill.py) absorbed is less while
         n (SLOWNESS (2 r + dr) - (dn + dr + dv)) 2 h <= E,   for DeepSeek V3 (512, 64, 128, 128) up to 124 rows of a request.

@@ -44,7 +44,7 @@ class PageAllocator:
         world_size: Ranks.
         pages: Pages of each rank.
         page_size: Tokens of a page.
-        page_bytes: Bytes of a page, for error messages; 0: unknown.
+        page_bytes: Bytes of a page; 0: unknown.
 
     Attributes:
         changes: Number of calls that removed or moved tokens.
@@ -65,7 +65,7 @@ class PageAllocator:
                 raise ValueError(f"{name} must be at least 1, got {value}; give the cache at least one page")
         self.world_size, self.pages, self.page_size = world_size, pages, page_size
         self.changes = 0
-        self._page_bytes = page_bytes
+        self.page_bytes = page_bytes
         # the lowest page is handed out first: a list is a stack
         self._free = [list(range(pages - 1, -1, -1)) for _ in range(world_size)]
         self._users = [[0] * pages for _ in range(world_size)]
@@ -482,7 +482,7 @@ class PageAllocator:
     def _check_available(self, needed: int, what: str, reserve: int) -> None:
         there = self.available
         if needed > there:
-            size = f" ({needed * self._page_bytes} bytes)" if self._page_bytes else ""
+            size = f" ({needed * self.page_bytes} bytes)" if self.page_bytes else ""
             raise CacheFull(
                 f"{what} of up to {reserve} tokens needs {needed} pages of {self.page_size}{size}, got {there} of "
                 f"{self.pages * self.world_size} on {self.world_size} ranks that are neither used nor reserved; "

@@ -106,7 +106,7 @@ def test_every_dtype_is_right(pool: Pools, dtype: torch.dtype, sizes: Sizes) -> 
         dataclasses.replace(LATENT, kv_heads=2),
         dataclasses.replace(LATENT, latent=(20, 2), page_size=64, pages=9),
     ],
-    ids=["mha", "mqa", "dims", "page 1", "page 64", "latents of groups", "few rotary keys"],
+    ids=["mha", "mqa", "dims", "page 1", "page 64", "latents of groups", "latents, page 64"],
 )
 def test_every_shape_is_right(pool: Pools, sizes: Sizes) -> None:
     if sizes.page_size == 1:
@@ -561,8 +561,10 @@ def test_auto_chooses_the_faster_kv_access() -> None:
     assert is_paged_faster([512], [200_000], left=4095, **sizes)
     assert not is_paged_faster([32] * 257, [200_000] * 257, **sizes)
     # more heads on a key head are more products for the same bytes; half the bytes are half the copy
-    assert not is_paged_faster([64], [100_000], **dict(sizes, heads=64, most=16))
-    assert not is_paged_faster([64], [100_000], **dict(sizes, element_size=1))
+    more: dict[str, Any] = {"heads": 64, "most": 16}
+    fewer: dict[str, Any] = {"element_size": 1}
+    assert not is_paged_faster([64], [100_000], **sizes | more)
+    assert not is_paged_faster([64], [100_000], **sizes | fewer)
 
 
 @pytest.mark.dist
@@ -648,34 +650,31 @@ MIXED = ((30, 41, 17), (19, 5, 33), (1, 1, 1), (2, 2, 2))
 
 
 def beside(
-    spoilt: str | None, bad: float, comm_mode: str, kv_access: str, kv_dtype: torch.dtype | None, latent: bool = False
+    spoilt: str | None, bad: float, comm_mode: str, kv_access: str, kv_dtype: torch.dtype | None
 ) -> list[Tensor]:
-    row = {"kv_heads": None, "head_dim": None, "v_head_dim": None, "latent": (16, 4)} if latent else {}
-    cache = small(kv_dtype=kv_dtype, pages=60, **row)
+    cache = small(kv_dtype=kv_dtype, pages=60)
     return attend_beside(cache, 4, MIXED, spoilt, bad, comm_mode=comm_mode, kv_access=kv_access)
 
 
-@pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("kv_access", ["copies", "pages"])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_non_finite_values_do_not_reach_other_requests(
-    spoilt: str, bad: float, kv_access: str, kv_dtype: torch.dtype | None, latent: bool
+    spoilt: str, bad: float, kv_access: str, kv_dtype: torch.dtype | None
 ) -> None:
-    healthy, found = (beside(which, bad, "auto", kv_access, kv_dtype, latent) for which in (None, spoilt))
+    healthy, found = (beside(which, bad, "auto", kv_access, kv_dtype) for which in (None, spoilt))
     assert all(map(torch.equal, healthy, found))
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("comm_mode", "kv_access"), [("keys", "copies"), ("queries", "copies"), ("queries", "pages")])
-@pytest.mark.parametrize("latent", [False, True])
 @pytest.mark.parametrize("spoilt", SPOILT)
 def test_non_finite_values_do_not_reach_other_requests_on_ranks(
-    pool: Pools, spoilt: str, comm_mode: str, kv_access: str, latent: bool
+    pool: Pools, spoilt: str, comm_mode: str, kv_access: str
 ) -> None:
     ranks = pool(2)
-    healthy, found = (ranks.run(beside, which, BAD[0], comm_mode, kv_access, None, latent) for which in (None, spoilt))
+    healthy, found = (ranks.run(beside, which, BAD[0], comm_mode, kv_access, None) for which in (None, spoilt))
     for mine, other in zip(healthy, found, strict=True):
         assert all(map(torch.equal, mine, other))
 

@@ -27,7 +27,6 @@ from tests.support.paging import CASES, Case, assert_put, assert_take
 from tests.support.pool import Pools
 
 HEADS, D, DV = 2, 4, 3
-HEADLESS = dict.fromkeys(("kv_heads", "head_dim", "v_head_dim"))
 SHORT_FORMS: list[tuple[bool, tuple[int | None, int | None] | None, int | None]] = [
     (True, None, None), (False, None, None), (True, (3, 0), None), (True, (0, 5), None), (False, (2, 1), None),
     (False, (None, 2), None), (False, (4, None), None), (True, None, 5), (False, None, 3), (True, (2, 0), 6),
@@ -608,6 +607,14 @@ def test_pools_of_latents_that_cannot_be_kept_are_refused(heads: int, columns: i
     assert not pool.any()
 
 
+def test_keys_given_as_values_are_no_latents() -> None:
+    x = torch.tensor([[[[1.0, 2.0], [3.0, math.inf]]]])
+    pools = torch.zeros(2, 1, 2, 4, 2)
+    rows.put(pools[0], pools[1], x, x, torch.zeros(1, 1, dtype=torch.long))
+    assert torch.equal(pools[0, 0, :, 0].nan_to_num(-1.0), torch.tensor([[1.0, 2.0], [-1.0, -1.0]]))
+    assert torch.equal(pools[1, 0, :, 0], torch.tensor([[1.0, 2.0], [0.0, 0.0]]))
+
+
 def test_fp8_rows_are_off_by_half_a_step_of_three_bits_at_most() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(500, 2, 128, generator=generator) * torch.rand(500, 2, 1, generator=generator) ** 4
@@ -712,11 +719,6 @@ def test_memory_is_bounded_by_what_is_given() -> None:
         ({"kv_heads": 0}, ValueError, "kv_heads must"),
         ({"page_size": 0}, ValueError, "page_size must"),
         ({"v_head_dim": 0}, ValueError, "v_head_dim must"),
-        ({"latent": (16, 4)}, ValueError, "kv_heads and head_dim and v_head_dim must be left out with latent"),
-        ({**HEADLESS, "latent": (16, 0)}, ValueError, "latent must be .* at least 1 of each"),
-        ({**HEADLESS, "latent": (0, 4)}, ValueError, "latent must be"),
-        ({**HEADLESS, "latent": [16, 4]}, ValueError, "latent must be"),
-        (HEADLESS, TypeError, "kv_heads and head_dim, or latent, must be given"),
         ({"dtype": torch.int8}, ValueError, "dtype must"),
         ({"kv_dtype": torch.float8_e5m2}, NotImplementedError, "kv_dtype must"),
         ({"kv_dtype": torch.bfloat16}, NotImplementedError, "kv_dtype must"),

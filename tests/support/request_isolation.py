@@ -83,7 +83,7 @@ def assert_kernels_isolate(
 def attend_beside(
     cache: PagedKVCache, heads: int, chunks: Sequence[Sequence[int]], spoilt: str | None, bad: float, **options: Any
 ) -> list[Tensor]:
-    """What this rank's rows of the healthy requests get, step by step; of latents k are rotary keys, and v the latents.
+    """What this rank's rows of the healthy requests get, step by step.
 
     Args:
         cache: An empty one.
@@ -100,23 +100,27 @@ def attend_beside(
         step = cache.extend(requests, counts)
         decodes = step.mode == "decode"
         owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        x = {}
-        shapes = (heads, cache.head_dim), (cache.kv_heads, cache.head_dim), (cache.kv_heads, cache.v_head_dim)
+        x: dict[str, Any] = {}
+        shapes: dict[str, tuple[int, ...]] = {
+            "k": (cache.kv_heads, cache.head_dim),
+            "v": (cache.kv_heads, cache.v_head_dim),
+        }
         if cache.latent is not None:
-            r, dr = cache.latent
-            shapes = (heads, 8 + dr), (dr,), (r,)
-        for name, shape in zip(SPOILT, shapes, strict=True):
+            shapes = {"latents": cache.latent[:1], "rotary_keys": cache.latent[1:]}
+        for name, shape in {"q": (heads, cache.head_dim), **shapes}.items():
             y = torch.randn(len(owner), *shape, generator=generator)
             if name == spoilt:
                 y[owner == 1, ..., 1] = bad
             y = y.unflatten(0, (len(counts), -1)) if decodes else y[None]
             x[name] = step.take(y.to(cache.device, cache.dtype))
-        named = {} if decodes else options
-        if cache.latent is None:
-            o = attend(step, 0, x["q"], x["k"], x["v"], **named)
-        else:
-            ups = torch.randn(2, heads, 8, cache.latent[0], generator=torch.Generator().manual_seed(1))
-            o = latent_attend(step, 0, x["q"], x["v"], x["k"], *ups.to(cache.device, cache.dtype), **named)
+        run: Any = attend
+        if cache.latent is not None:
+            r, dr = cache.latent
+            # q has r + dr columns, too: as many weights of keys as columns of latents
+            draw = torch.Generator().manual_seed(1)
+            x["k_up"], x["v_up"] = (torch.randn(heads, dim, r, generator=draw) for dim in (r, dr))
+            run = latent_attend
+        o = run(step, 0, **x, **({} if decodes else options))
         if decodes:
             mine, second = torch.arange(len(counts)) != 1, o[1]
             found.append(o[mine.to(o.device)])

@@ -57,6 +57,10 @@ class Metrics:
                 pages.add_metric([str(rank), use], value)
         yield pages
         yield GaugeMetricFamily("ringattn_cache_page_tokens", "Tokens of a page", value=state["page_size"])
+        size = state["bytes_per_token"]
+        yield GaugeMetricFamily(
+            "ringattn_cache_bytes_per_token", "Bytes of a token in the cache, all layers", value=size
+        )
         tokens = {kind: totals[f"{kind}_tokens"] for kind in ("prompt", "shared", "generated")}
         for name, text, by_kind in (
             ("tokens", "Tokens computed, shared or generated", tokens),

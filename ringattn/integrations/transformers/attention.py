@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from ringattn.api import ring_attention
-from ringattn.inference import ForwardBatch
+from ringattn.api import latent_attention, ring_attention
+from ringattn.inference import ForwardBatch, latent_attend
 from ringattn.inference import attend as attend_step
+from ringattn.integrations.transformers.latents import expand, hands_latents_on, up_projections
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.model_forward import attended_before, untraced
 from ringattn.integrations.transformers.positions import (
@@ -85,8 +86,8 @@ def attend(
     Args:
         module: The layer; its `is_causal` is the default of is_causal.
         query: `b h s d`, this rank's rows, with rotary embeddings applied.
-        key: `b hk s d`.
-        value: `b hk s dv`.
+        key: `b hk s d`; of a layer that hands latents on (latents.py) latents `b 1 s r`.
+        value: `b hk s dv`; of such a layer rotary keys `b 1 s dr`.
         attention_mask: As returned by `describe_mask`.
         dropout: Probability of dropping an attention weight. Ranks with equal seeds of torch's CPU generator drop what one process
             drops.
@@ -111,6 +112,12 @@ def attend(
     if is_tower(module):
         options = {"dropout": dropout, "scaling": scaling}
         return _attend_whole(module, (query, key, value), attention_mask, is_causal, **options), None
+    weights = None
+    if hands_latents_on(module):
+        keeps_latents = step.cache.latent is not None if isinstance(step, ForwardBatch) else _is_shared(sharding)
+        weights = up_projections(module) if keeps_latents else None
+        if weights is None:
+            key, value = expand(module, key, value)
     owner = step.cache if isinstance(step, ForwardBatch) else sharding if isinstance(sharding, Sharding) else None
     lengths = key_bias = tokens = shown = None
     # an error raised here on one rank is raised on the others too
@@ -152,7 +159,11 @@ def attend(
         q, k, v = (x.transpose(1, 2)[:, : step.rows] for x in (query, key, value))
         layer: Any = module.layer_idx
         how: dict[str, Any] = {"window": window, "chunk_len": chunk_len, "sinks": s_aux, "softcap": softcap or 0.0}
-        out = attend_step(step, layer, q, k, v, softmax_scale=scaling, **how)
+        how["softmax_scale"] = scaling
+        if weights is None:
+            out = attend_step(step, layer, q, k, v, **how)
+        else:
+            out = latent_attend(step, layer, q, k[:, :, 0], v[:, :, 0], *weights, **how)
         missing = query.shape[2] - step.rows
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, missing)) if missing else out, None
     assert sharding is not None, "a call without a step has a sharding"
@@ -163,8 +174,11 @@ def attend(
                 f"dropout must be 0 under torch.compile, got {dropout}; set attention_dropout=0.0"
             )
         seed = int(torch.randint(2**31, (), device="cpu"))
-    out = ring_attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    given: Any = (q, k, v) if weights is None else (q, k[:, :, 0], v[:, :, 0], *weights)
+    run: Any = ring_attention if weights is None else latent_attention
+    out = run(
+        *given,
         sharding=sharding,
         causal=causal,
         window=window,
@@ -199,6 +213,10 @@ def _attend_whole(
         mask, is_causal = None, bool(mask.causal) if is_causal is None else is_causal
     sdpa = AttentionInterface()["sdpa"]
     return sdpa(module, *qkv, mask, is_causal=is_causal, **options)[0]
+
+
+def _is_shared(sharding: Sharding | None) -> bool:
+    return isinstance(sharding, Sharding) and sharding.world_size > 1
 
 
 def _check_mask(attention_mask: RingMask | Tensor | None) -> RingMask | None:

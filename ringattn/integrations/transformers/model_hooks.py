@@ -28,6 +28,7 @@ from transformers.utils.generic import ModelOutput
 from ringattn.autograd import num_forwards
 from ringattn.inference import ForwardBatch
 from ringattn.integrations.linear.transformers_layers import PENDING
+from ringattn.integrations.transformers.latents import hand_all_latents_on, hand_latents_on
 from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
 from ringattn.integrations.transformers.positions import document_positions, has_sections
 from ringattn.integrations.transformers.support import NAME, check_supported, is_tower, layers_that_attend
@@ -52,6 +53,7 @@ def watch_models() -> None:
     _watching.append(True)
     register_module_module_registration_hook(_watch)
     _watch_existing()
+    hand_all_latents_on(NAME)
 
 
 def _watch_existing() -> None:
@@ -61,6 +63,7 @@ def _watch_existing() -> None:
 
 
 def _watch(module: nn.Module, *_: Any) -> None:
+    hand_latents_on(module, NAME)
     # a copy has the hooks and this attribute
     if isinstance(module, PreTrainedModel) and "_watched_by_ringattn" not in vars(module):
         vars(module)["_watched_by_ringattn"] = True

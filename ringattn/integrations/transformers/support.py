@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from transformers import AttentionInterface, MaxTimeCriteria, PreTrainedModel
 
+from ringattn.integrations.transformers.latents import latent_sizes
+
 NAME = "ringattn"
 """Name of ring attention as an attention implementation."""
 
@@ -247,6 +249,9 @@ def cache_sizes(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config.get_text_config(decoder=True)
     check_supported(config, "model")
     check_supported(config, "cached model")
+    latent = latent_sizes(model)
+    if latent is not None:
+        return {"layers": config.num_hidden_layers, "latent": latent}
     layer = config.per_layer_config[0] if getattr(config, "is_heterogeneous", False) else config
     kv_heads, head_dim, v_head_dim = _key_sizes(layer)
     return {"layers": config.num_hidden_layers, "kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim}
@@ -258,7 +263,7 @@ def _key_sizes(config: Any) -> tuple[int, int, int]:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     if getattr(config, "qk_rope_head_dim", None) and getattr(config, "qk_nope_head_dim", None):
-        # latent attention passes keys of all heads to attention
+        # latent attention that passes keys of all heads to attention
         head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     return kv_heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
 
@@ -454,8 +459,12 @@ TABLE = (
         "loss of the model, which is not tested with the rows of a rank; leave it out, or train on one process",
         neftune_noise_alpha="neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be "
         "scaled by the length of a shard, not of the sequence; train on one process",
-        precompute_ref_log_probs="precompute_ref_log_probs must be False where ranks share a sequence, got {got}: it runs the "
-        "model before the ring is there; leave it out, and the reference is computed in each step",
+        use_vllm="use_vllm must be False where ranks share a sequence, got {got}: its engines and clients are one per process; "
+        "leave it out to generate on the ring, or pass a rollout_func that asks a server",
+        use_transformers_continuous_batching="use_transformers_continuous_batching must be False where ranks share a sequence, "
+        "got {got}: its cache is that of one process; leave it out to generate on the ring",
+        generate_during_eval="generate_during_eval must be False where ranks share a sequence, got {got}: each rank would "
+        "generate alone; leave it out",
         **{
             name: f"{name} must be False where ranks share a sequence, got {{got}}: predictions of a ring would be gathered from "
             "each of its ranks; leave it out"

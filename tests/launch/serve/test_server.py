@@ -25,6 +25,7 @@ import openai
 import psutil
 import pytest
 import torch
+import transformers
 
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.common.distributed import Refusal, Session
@@ -35,6 +36,7 @@ from ringattn.launch.serve.messages import Heartbeat, StepCommand, ToRank
 from ringattn.launch.serve.models import load_model
 from ringattn.launch.serve.rank_channel import RankChannel
 from ringattn.launch.serve.tokenizer import ByteTokenizer
+from tests.launch.serve.test_models import _tokenizer
 from tests.test_docs import blocks
 from tests.test_docs import run as run_block
 
@@ -220,6 +222,36 @@ def test_options_and_scores_of_a_prompt_go_through_two_processes_and_two_ranks(s
     assert (found[0], len(found)) == (None, len(prompt) + most)
     wanted = expected.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(found[1:]), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(int(transformers.__version__[0]) < 5, reason="4.57 expands latents before its cache")
+def test_a_model_of_latents_is_served_from_a_cache_of_latents(tmp_path: Path) -> None:
+    from tests.integrations.transformers.test_latent_models import LATENT, ROTARY, make
+
+    model = make("glm4_moe_lite", "eager", vocab_size=len(_tokenizer())).eval()
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path)
+    _tokenizer().save_pretrained(tmp_path)
+    process = Process("--model", str(tmp_path), "--page-size", "16", "--cache-gib", "0.002", "--chunk", "32")
+    try:
+        url = process.wait_until_ready()
+        for length in (9, 50):
+            prompt = torch.arange(3, 3 + length)[None]
+            with torch.no_grad():
+                ids = model.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()
+            body = {
+                "prompt": ids[:length],
+                "max_tokens": 8,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+            assert answer["choices"][0]["token_ids"] == ids[length:]
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        assert f"ringattn_cache_bytes_per_token {2 * 4.0 * (LATENT + ROTARY)}" in lines
+    finally:
+        process.close()
 
 
 def test_the_state_has_the_machine_and_the_flags(server):
