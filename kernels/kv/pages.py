@@ -121,12 +121,14 @@ def take(
 def contain(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows `... d` of keys and `... dv` of values, made safe (Note [Values that are not finite]).
 
+    Values that are the first columns of the keys, not all of them, are latents, and stay so.
+
     Example:
         >>> k, v = contain(torch.ones(3, 1), torch.tensor([[1.0], [math.inf], [math.nan]]))
         >>> k.tolist(), v.tolist()
         ([[1.0], [nan], [nan]], [[1.0], [0.0], [0.0]])
     """
-    if are_latents(k, v):
+    if are_latents(k, v) and v.shape[-1] < k.shape[-1]:
         bad = ~k.isfinite().all(-1, keepdim=True)
         k = k.masked_fill(bad, math.nan)
         v = k[..., : v.shape[-1]]

@@ -607,6 +607,14 @@ def test_pools_of_latents_that_cannot_be_kept_are_refused(heads: int, columns: i
     assert not pool.any()
 
 
+def test_keys_given_as_values_are_no_latents() -> None:
+    x = torch.tensor([[[[1.0, 2.0], [3.0, math.inf]]]])
+    pools = torch.zeros(2, 1, 2, 4, 2)
+    rows.put(pools[0], pools[1], x, x, torch.zeros(1, 1, dtype=torch.long))
+    assert torch.equal(pools[0, 0, :, 0].nan_to_num(-1.0), torch.tensor([[1.0, 2.0], [-1.0, -1.0]]))
+    assert torch.equal(pools[1, 0, :, 0], torch.tensor([[1.0, 2.0], [0.0, 0.0]]))
+
+
 def test_fp8_rows_are_off_by_half_a_step_of_three_bits_at_most() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(500, 2, 128, generator=generator) * torch.rand(500, 2, 1, generator=generator) ** 4
