@@ -21,6 +21,7 @@ from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.sharding_context import checkpoint_contexts, use_sharding
 from ringattn.simulate import simulate_ring
+from ringattn.training import mean_over_ring
 
 __all__ = [
     "Partial",
@@ -33,6 +34,7 @@ __all__ = [
     "latent_attention",
     "latent_attention_with_lse",
     "masks",
+    "mean_over_ring",
     "merge",
     "online_logsumexp",
     "online_softmax",

@@ -322,6 +322,7 @@ FOLDERS = [
     "schedule",
     "",
     "numerics",
+    "training",
     "inference",
     "integrations",
     "launch",

@@ -67,6 +67,7 @@ def run_rank(code: str, name: str) -> str:
 ELSEWHERE = (
     "diffusers.md",
     "meshes.md",
+    "reinforcement.md",
     "serve_in_ten_minutes.md",
     "train_in_ten_minutes.md",
     "trainers.md",

@@ -503,6 +503,8 @@ def decode(
     latent = call.latent
     if latent:
         k, d = k[..., dv:], d - dv  # Note [Two tiles of latents]
+    # a product has 16 columns at least, of bytes in pairs 32
+    columns, v_columns = (max(32 if k.dtype == FP8 else 16, padded(x)) for x in (d, dv))
     if k.dtype == FP8:
         for name, x in (("k", k), ("v", v)):
             if any(stride % 2 for stride in x.stride()[:3]) or x.data_ptr() % 2:
@@ -526,8 +528,8 @@ def decode(
             b, s, hk, h // hk, tiles, slots, splits, least, b * s * h, scale, score.softcap * LOG2E,
         ),
         {
-            "PAGE": page_size, "BLOCK_M": block_m, "BLOCK_N": min(config.block_n, page_size), "D": padded(d), "D_WIDTH": d,
-            "DV": padded(dv), "DV_WIDTH": dv, "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s),
+            "PAGE": page_size, "BLOCK_M": block_m, "BLOCK_N": min(config.block_n, page_size), "D": columns, "D_WIDTH": d,
+            "DV": v_columns, "DV_WIDTH": dv, "B": triton.next_power_of_2(b), "S": triton.next_power_of_2(s),
             "SOFTCAP": score.softcap > 0, "DENSE": k.stride(2) == k.shape[3] and v.stride(2) == v.shape[3],
             "PRECISION": "tf32x3" if fp32_on_gpu else "ieee", "STAGES": config.num_stages, "SEARCH": FAN,
             "FINER": finer, "K_BYTES": k_bytes, "V_BYTES": v_bytes,

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.launch.train.model import IGNORED
 from ringattn.plan.layouts import Shard
+from ringattn.training import IGNORED
 
 NUM_BYTES = 256
 VALIDATION_SHARE = 20  # one token in this many is held out

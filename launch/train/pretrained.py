@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ringattn.launch.common.checkpoint_files import read_config, read_model, tokenizer_folder
 from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train.data import NUM_BYTES
-from ringattn.launch.train.model import cross_entropy_sum, document_positions
+from ringattn.launch.train.model import document_positions
+from ringattn.training import cross_entropy_sum
 
 
 def read_config_json(path: str) -> dict[str, Any]:
@@ -36,12 +37,12 @@ def load_tokenizer(path: str) -> Any:
 
 
 class CausalLM(nn.Module):
-    """Causal language model of transformers with the interface of `model.Transformer`; logits have a softcap, or 0.0."""
+    """Causal language model of transformers with the interface of `model.Transformer`; options are those of its head."""
 
-    def __init__(self, model: Any, softcap: float) -> None:
+    def __init__(self, model: Any, options: dict[str, Any]) -> None:
         super().__init__()
         self.model = model
-        self.softcap = softcap
+        self.options = options
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -51,12 +52,13 @@ class CausalLM(nn.Module):
     def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
         """Return the logits `b s vocab` of this rank's rows, or with targets `b s` the sum of their losses, fp32."""
         positions = document_positions(sharding).to(tokens.device)[None]
-        decoder = self.model.base_model
-        hidden = decoder(input_ids=tokens, position_ids=positions, sharding=sharding, use_cache=False).last_hidden_state
-        head = self.model.get_output_embeddings().weight
-        if targets is not None:
-            return cross_entropy_sum(hidden, head, targets, self.softcap)
-        return _logits(hidden, head, self.softcap)
+        call = {"input_ids": tokens, "position_ids": positions, "sharding": sharding, "use_cache": False}
+        if targets is None:
+            return self.model(**call).logits
+        head = self.model.get_output_embeddings()
+        return cross_entropy_sum(
+            self.model.base_model(**call).last_hidden_state, head.weight, targets, bias=head.bias, **self.options
+        )
 
 
 def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int = NUM_BYTES) -> CausalLM:
@@ -68,6 +70,7 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
     from transformers import AutoModelForCausalLM
 
     from ringattn.integrations.transformers import NAME, register
+    from ringattn.integrations.transformers.chunked_loss import head_options
 
     register()
     place = Path(path).expanduser()
@@ -86,29 +89,9 @@ def build_causal_lm(path: str, seed: int, device: torch.device, vocabulary: int 
         with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, **options)
-    softcap = getattr(config, "final_logit_softcapping", None) or 0.0
-    _check_logits(model, softcap, path)
+    try:
+        options = head_options(model)
+    except NotImplementedError as error:
+        raise Refusal(f"{error}, got {path}") from None
     model.set_attn_implementation(NAME)
-    return CausalLM(model, softcap)
-
-
-def _logits(hidden: Tensor, head: Tensor, softcap: float) -> Tensor:
-    logits = hidden @ head.T
-    return softcap * torch.tanh(logits / softcap) if softcap else logits
-
-
-@torch.no_grad()
-def _check_logits(model: Any, softcap: float, path: str) -> None:
-    """Raise Refusal for a model whose logits are not its last rows times its output embedding, softly capped."""
-    model.eval()
-    tokens = torch.arange(4, device=model.device)[None]
-    wanted = model(input_ids=tokens, use_cache=False).logits
-    hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    head = model.get_output_embeddings()
-    found = None if getattr(head, "bias", None) is not None else _logits(hidden, head.weight, softcap)
-    if found is None or not torch.allclose(found, wanted, atol=1e-4, rtol=1e-4):
-        raise Refusal(
-            f"the logits of {path} must be its last rows times its output embedding, got other ones: its loss would be "
-            "another; train a model without scaled logits and without a bias on them"
-        )
-    model.train()
+    return CausalLM(model, options)

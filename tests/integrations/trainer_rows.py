@@ -5,6 +5,8 @@ from tests.integrations.model_table import ModelRow
 _TRAINED = "tests/integrations/transformers/test_trainer_models.py::test_ten_steps_equal_one_process"
 _TUNED = "tests/integrations/trl/test_trl.py::test_ten_steps_equal_one_process"
 _REFUSED = "tests/integrations/trl/test_trl.py::test_what_is_refused_is_refused_on_every_rank"
+_ROLLOUTS = "tests/integrations/trl/test_policy.py::test_steps_on_two_ranks_equal_one_process"
+_PREFERENCES = "tests/integrations/trl/test_preferences.py::test_steps_on_two_ranks_equal_one_process"
 _LORA = "`peft_config=LoraConfig(...)` or none"
 
 ROWS = [
@@ -58,9 +60,32 @@ ROWS = [
     ModelRow(
         "references that are computed before training",
         "RingDPOTrainer",
-        _REFUSED,
+        _PREFERENCES,
         kind="reference",
-        refusal="precompute_ref_log_probs must be False where ranks share a sequence",
-        advice="leave `precompute_ref_log_probs` out",
+        advice="`precompute_ref_log_probs=True`",
+    ),
+    *(
+        ModelRow("Llama", stack, test, kind="llama", advice=_LORA)
+        for stack, test in (
+            ("RingGRPOTrainer", _ROLLOUTS),
+            ("RingRLOOTrainer", _ROLLOUTS),
+            ("RingKTOTrainer", _PREFERENCES),
+            ("RingORPOTrainer", _PREFERENCES),
+        )
+    ),
+    *(
+        ModelRow(
+            what,
+            "RingGRPOTrainer",
+            "tests/integrations/trl/test_policy.py::test_options_are_refused_on_every_rank",
+            kind=kind,
+            refusal=f"{kind} must be ",
+            advice=advice,
+        )
+        for what, kind, advice in (
+            ("vLLM beside or inside of the processes", "use_vllm", "leave it out, or ask a server in a `rollout_func`"),
+            ("continuous batching", "use_transformers_continuous_batching", "leave it out"),
+            ("tools", "tools", "call them in a `rollout_func`"),
+        )
     ),
 ]

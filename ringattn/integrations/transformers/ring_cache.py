@@ -260,7 +260,7 @@ class RingCache(Cache):
         text = _describe([*args, given, self._model.generation_config])
         digest = blake2b(text.encode(), digest_size=8).hexdigest()
         self.ring.assert_equal_across_ranks("what generate is called with", f"{text[:MAX_SHOWN]}, digest {digest}")
-        _share_generators(self.ring, kv.device)
+        share_generators(self.ring, kv.device)
         self._compared = self._calling = False
         try:
             out = generate(*args, **kwargs)
@@ -291,7 +291,7 @@ class RingCache(Cache):
         new = given[name].to(kv.device)
         n, before = new.shape[1], self.get_seq_length()
         if compared and not self._generating:
-            _share_generators(self.ring, kv.device)
+            share_generators(self.ring, kv.device)
         if not self._requests:
             self._requests = kv.add_batch(self.max_tokens, paddings)
         elif paddings != self._paddings:
@@ -566,7 +566,7 @@ def _hash(x: Tensor) -> Tensor:
     return (x * factors).sum()
 
 
-def _share_generators(ring: Ring, device: torch.device) -> None:
+def share_generators(ring: Ring, device: torch.device) -> None:
     """Set the random generators that sampling draws from to the state of rank 0's, on all ranks."""
     if ring.world_size == 1:
         return

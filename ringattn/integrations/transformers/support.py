@@ -459,8 +459,12 @@ TABLE = (
         "loss of the model, which is not tested with the rows of a rank; leave it out, or train on one process",
         neftune_noise_alpha="neftune_noise_alpha must be left out where ranks share a sequence, got {got}: the noise would be "
         "scaled by the length of a shard, not of the sequence; train on one process",
-        precompute_ref_log_probs="precompute_ref_log_probs must be False where ranks share a sequence, got {got}: it runs the "
-        "model before the ring is there; leave it out, and the reference is computed in each step",
+        use_vllm="use_vllm must be False where ranks share a sequence, got {got}: its engines and clients are one per process; "
+        "leave it out to generate on the ring, or pass a rollout_func that asks a server",
+        use_transformers_continuous_batching="use_transformers_continuous_batching must be False where ranks share a sequence, "
+        "got {got}: its cache is that of one process; leave it out to generate on the ring",
+        generate_during_eval="generate_during_eval must be False where ranks share a sequence, got {got}: each rank would "
+        "generate alone; leave it out",
         **{
             name: f"{name} must be False where ranks share a sequence, got {{got}}: predictions of a ring would be gathered from "
             "each of its ranks; leave it out"

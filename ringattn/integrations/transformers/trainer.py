@@ -29,6 +29,7 @@ from ringattn.autograd import num_forwards
 from ringattn.integrations.accelerate.context_parallel import check_parallelism, make_ring, replica_of, share_batches
 from ringattn.integrations.transformers import register
 from ringattn.integrations.transformers.batch import IGNORE_INDEX, RingCollator, shard_batch
+from ringattn.integrations.transformers.chunked_loss import enable_chunked_loss
 from ringattn.integrations.transformers.model_forward import untraced
 from ringattn.integrations.transformers.model_hooks import check_attention
 from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
@@ -50,6 +51,8 @@ class RingTrainerMixin(_Base):
         args: Arguments of the Trainer. A `RingCollator` as data_collator stands for the ring and the options in it.
         ring: The ranks that share a sequence.
         context_parallel_size: Number of consecutive ranks that share a sequence, instead of a ring: the rings are then made here.
+        chunked_loss: Whether the loss is computed without the logits of all rows, where nothing needs these
+            (`chunked_loss.enable_chunked_loss`, whose errors are raised here).
         kwargs: `layout`, `shift_labels`, `pooling`, `balance` and `pack` of `shard_batch`, and arguments of the Trainer.
 
     Raises:
@@ -66,7 +69,12 @@ class RingTrainerMixin(_Base):
     """Whether the model computes the loss, which must then divide by num_items_in_batch."""
 
     def __init__(
-        self, *args: Any, ring: Ring | None = None, context_parallel_size: int | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        ring: Ring | None = None,
+        context_parallel_size: int | None = None,
+        chunked_loss: bool = False,
+        **kwargs: Any,
     ) -> None:
         register()
         given = [*args, *kwargs.values()]
@@ -96,6 +104,9 @@ class RingTrainerMixin(_Base):
             if self.ring.world_size > 1 and arguments is not None:
                 check_supported(arguments, "shared training")
             super().__init__(*args, **kwargs)
+            self._chunked = chunked_loss
+            if chunked_loss:
+                self._enable_chunked_loss()
             replica_of(self.ring, self.args.world_size, self.args.process_index)
             check_supported(self, "trainer")
             if self.ring.world_size > 1:
@@ -163,7 +174,10 @@ class RingTrainerMixin(_Base):
         if not self._whole_outputs:
             count = num_items_in_batch
             if "sharding" not in inputs:
-                inputs = self.shard(inputs)
+                inputs = {
+                    **self.shard(inputs),
+                    **({"chunked_loss": True} if self._chunked and not return_outputs else {}),
+                }
                 # every rank of a ring has counted all labels of the ring
                 count = None if count is None else count / self.ring.world_size
             if count is None and "num_items_in_batch" in inputs:
@@ -189,7 +203,7 @@ class RingTrainerMixin(_Base):
         if self._whole_outputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         # here already: Trainer calls a model whose labels it does not know without compute_loss
-        part = self.shard(inputs)
+        part = {**self.shard(inputs), **({"chunked_loss": True} if self._chunked and prediction_loss_only else {})}
         sharding: Sharding = part["sharding"]
 
         def unshard(x: Tensor) -> Tensor:
@@ -215,6 +229,16 @@ class RingTrainerMixin(_Base):
             return every[:, 0].flatten(0, 1)[: self._last_samples]
 
         return recursively_apply(gather, data)
+
+    def _enable_chunked_loss(self) -> None:
+        options = {**vars(self.args), **self._options}
+        unfit = {name: x for name in ("label_smoothing_factor", "pooling", "torch_compile") if (x := options.get(name))}
+        if not self.loss_by_model or unfit:
+            raise ValueError(
+                f"chunked_loss must be left out of {type(self).__name__} with {unfit or 'a loss of its own'}, got True; it is for "
+                "the loss of the next token of a model that is not compiled, so drop one"
+            )
+        enable_chunked_loss(self.model)  # pyright: ignore[reportArgumentType]
 
     def _keep_all_ranks(self) -> None:
         """Let `gather_for_metrics` keep what each rank has of a short last batch, which is not padded with other samples."""

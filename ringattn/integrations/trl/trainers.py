@@ -9,6 +9,7 @@ from transformers import Trainer
 from trl import DPOTrainer, RewardTrainer, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from ringattn.integrations.transformers.trainer import RingTrainerMixin
+from ringattn.integrations.trl.rings import RingReferenceMixin
 
 
 class TokenCount(Trainer):
@@ -42,19 +43,11 @@ class RingSFTTrainer(RingTrainerMixin, SFTTrainer, TokenCount):  # pyright: igno
         return super().shard(batch)
 
 
-class RingDPOTrainer(RingTrainerMixin, DPOTrainer, TokenCount):  # pyright: ignore[reportIncompatibleMethodOverride]
+class RingDPOTrainer(RingReferenceMixin, DPOTrainer, TokenCount):  # pyright: ignore[reportIncompatibleMethodOverride]
     """DPOTrainer whose ranks share sequences; arguments, beside DPOTrainer's own, and errors are those of `RingTrainerMixin`.
 
-    Log-probabilities of tokens are gathered over the ring, so every `loss_type` works. `precompute_ref_log_probs` is refused.
+    Log-probabilities of tokens are gathered over the ring, so every `loss_type` works, and so does `precompute_ref_log_probs`.
     """
-
-    loss_by_model = False
-    counts_whole_batches = True
-
-    def modules_with_whole_outputs(self) -> list[nn.Module]:
-        """Return the policy and the reference model."""
-        reference = None if self.ref_model is None else self.accelerator.unwrap_model(self.ref_model)
-        return [model for model in (self.model, reference) if isinstance(model, nn.Module)]
 
 
 class RingRewardTrainer(RingTrainerMixin, RewardTrainer, TokenCount):  # pyright: ignore[reportIncompatibleMethodOverride]

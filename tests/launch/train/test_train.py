@@ -19,11 +19,9 @@ from ringattn.launch.train import metrics
 from ringattn.launch.train.config import PRESETS, TrainConfig
 from ringattn.launch.train.data import Batches, count_targets, load_corpus, make_rows
 from ringattn.launch.train.model import (
-    IGNORED,
     ROPE_THETA,
     Transformer,
     apply_rope,
-    cross_entropy_sum,
     document_positions,
     recompute_,
     rope_tables,
@@ -185,50 +183,6 @@ def test_initialisation_depends_on_the_seed_alone():
 def test_impossible_models_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**change)
-
-
-# the loss
-
-
-@pytest.mark.parametrize("softcap", [0.0, 3.0])
-@pytest.mark.parametrize("chunk_elements", [1, 70, 10_000])
-def test_the_loss_in_chunks_is_the_loss_of_all_rows(softcap, chunk_elements):
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, 9, 6, generator=generator, requires_grad=True)
-    weight = torch.randn(35, 6, generator=generator, requires_grad=True)
-    targets = torch.randint(35, (2, 9), generator=generator)
-    targets[0, :2] = targets[1, 8] = IGNORED
-
-    def whole(dtype: torch.dtype) -> list[torch.Tensor]:
-        logits = hidden.to(dtype) @ weight.to(dtype).T
-        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return [loss, *torch.autograd.grad(2.5 * loss, [hidden, weight])]
-
-    loss = cross_entropy_sum(hidden, weight, targets, softcap, chunk_elements)
-    got = [loss, *torch.autograd.grad(2.5 * loss, [hidden, weight])]
-    for mine, plain, exact in zip(got, whole(torch.float32), whole(torch.float64), strict=True):
-        band = 8 * torch.finfo(torch.float32).eps * exact.abs().max()
-        assert (mine - exact).abs().max() <= 2 * (plain - exact).abs().max() + band
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any operator has returned."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            self.elements = max(self.elements, result.numel())
-        return result
-
-
-def test_the_logits_of_all_rows_never_exist():
-    hidden, weight = torch.randn(500, 4, requires_grad=True), torch.randn(300, 4, requires_grad=True)
-    with LargestTensor() as largest:
-        cross_entropy_sum(hidden, weight, torch.zeros(500, dtype=torch.int64), chunk_elements=3000).backward()
-    assert largest.elements == 3000  # and not 150,000
 
 
 # the trainer, on one rank and on many

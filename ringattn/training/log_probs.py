@@ -1,0 +1,215 @@
+"""Log-probabilities of given tokens from hidden rows and the weight of the output head, without the logits of all rows at once.
+
+Logits of 131,072 rows over 152,000 tokens are 80 GB in fp32, and as much again for their gradient. So both passes go chunk by
+chunk: the forward keeps lse = ln sum_j exp(z_j) per row, and the backward computes the logits z of a chunk again. With
+p = exp(z - lse), the entropy is H = -sum_j p_j ln p_j, and the gradients are
+
+    d log p_t / d z_j = [j = t] - p_j        d H / d z_j = -p_j (z_j - lse + H)
+
+Nothing is approximated. Statistics and the gradient of the weight over chunks are fp32, or fp64 for fp64 rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+"""Target of a row that predicts nothing."""
+
+CHUNK_ELEMENTS = 1 << 27
+"""Logits at a time: 512 MiB in fp32."""
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> Tensor:
+    """Return ln softmax(z)[target] of each row, with z = cap((hidden @ weight.T + bias) * scale) / temperature.
+
+    Differentiable once. Rows are independent: a shard gives the numbers of its rows. Under autocast the product is in its dtype.
+
+    Args:
+        hidden: `... dim`, rows before the output head.
+        weight: `vocab dim`, whole: inside a model that FSDP shards, its head in the forward of the module that gathers it.
+        targets: `...` int64, the token that each row predicts (labels shifted before sharding), or IGNORED.
+        bias: `vocab`, or None.
+        scale: Factor of the logits, as Cohere's `logit_scale` or 1 / Granite's `logits_scaling`.
+        softcap: cap(z) = softcap * tanh(z / softcap), as Gemma's `final_logit_softcapping`; 0.0: none.
+        temperature: Of sampling; divides the logits last.
+        chunk_elements: Logits that exist at a time, at least those of one row.
+
+    Returns:
+        `...` natural logs, fp32 (fp64 for fp64 rows); 0 where the target is IGNORED.
+
+    Raises:
+        ValueError: A shape or dtype does not fit, the temperature is not positive, or the weight is sharded.
+
+    Example:
+        >>> token_log_probs(torch.zeros(2, 3), torch.ones(4, 3), torch.tensor([1, IGNORED])).tolist()
+        [-1.3862943649291992, 0.0]
+    """
+    return _apply(hidden, weight, targets, bias, scale, softcap, temperature, chunk_elements, False)[0]
+
+
+def token_log_probs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    temperature: float = 1.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """Return `token_log_probs` and the entropy of softmax(z) of each row, in nats; both are differentiable.
+
+    Arguments and errors are those of `token_log_probs`. The entropy is 0 where the target is IGNORED.
+    """
+    return _apply(hidden, weight, targets, bias, scale, softcap, temperature, chunk_elements, True)
+
+
+def cross_entropy_sum(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    softcap: float = 0.0,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    *,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Return the sum over rows of -`token_log_probs`, a scalar: the loss of supervised training before it is divided by a count."""
+    options: dict[str, Any] = {"bias": bias, "scale": scale, "softcap": softcap, "chunk_elements": chunk_elements}
+    return -token_log_probs(hidden, weight, targets, **options).sum()
+
+
+class _Options(NamedTuple):
+    scale: float
+    softcap: float
+    temperature: float
+    rows: int  # of a chunk
+    entropy: bool
+
+
+def _apply(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+    temperature: float,
+    chunk_elements: int,
+    entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    if hasattr(type(weight), "to_local"):  # a DTensor, whose module takes long to import
+        raise ValueError(
+            "weight must be a whole tensor, got a DTensor that is sharded over ranks; compute the loss in the forward of the "
+            "module that FSDP gathers, where the weight is whole"
+        )
+    if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:] or hidden.dim() < 2:
+        raise ValueError(
+            f"hidden and weight must be ... x dim and vocab x dim, got {tuple(hidden.shape)} and {tuple(weight.shape)}; pass the "
+            "rows before the output head, and its weight"
+        )
+    if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"targets must be int64 of shape {tuple(hidden.shape[:-1])}, one per row of hidden, got {targets.dtype} of shape "
+            f"{tuple(targets.shape)}; shift and shard labels as the rows are"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias must have {weight.shape[0]} numbers, one per token, got shape {tuple(bias.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}; leave it out for the logits as they are")
+    kind = hidden.device.type
+    # the products of a model under autocast are in its dtype, and the backward runs outside of it
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    rows, head, shift = (None if x is None else x.to(dtype) for x in (hidden, weight, bias))
+    assert rows is not None
+    options = _Options(scale, softcap, temperature, max(1, chunk_elements // weight.shape[0]), entropy)
+    found: Any = _TokenLogProbs.apply(rows.flatten(0, -2), head, shift, targets.flatten(), options)
+    log_probs, entropies = found
+    return log_probs.view(targets.shape), entropies.view(targets.shape) if entropy else log_probs
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> Tensor:
+    """Return logits before the temperature divides them, in the dtype of statistics."""
+    logits = torch.nn.functional.linear(rows, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if options.scale != 1.0:
+        logits = logits * options.scale
+    return logits.div_(options.softcap).tanh_().mul_(options.softcap) if options.softcap else logits
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """Log-probabilities and entropies of `r dim` rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor | None]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs, lse, entropies = (torch.zeros(len(hidden), dtype=dtype, device=hidden.device) for _ in range(3))
+        pieces = (x.split(options.rows) for x in (hidden, targets, log_probs, lse, entropies))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows, wanted, to, row_lse, to_entropy in zip(*pieces, strict=True):
+                logits = _logits(rows, weight, bias, options).div_(options.temperature)
+                torch.logsumexp(logits, -1, out=row_lse)
+                logs, counts = logits.sub_(row_lse[:, None]), wanted != IGNORED
+                to += counts * logs.gather(-1, wanted.clamp(min=0)[:, None])[:, 0]
+                if options.entropy:
+                    # not lse - sum p z, which multiplies the rounding of lse by z
+                    to_entropy -= counts * logs.exp().mul_(logs).sum(-1)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
+        return log_probs, entropies if options.entropy else None
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
+        options: _Options = ctx.options
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad = torch.zeros_like(lse) if grad is None else grad
+        dhidden = torch.empty_like(hidden) if needs_hidden else None
+        dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if needs_weight else None
+        dbias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if needs_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for first in range(0, len(hidden), options.rows):
+                here = slice(first, first + options.rows)
+                logits = _logits(hidden[here], weight, bias, options)
+                slope = 1 - (logits / options.softcap).square_() if options.softcap else None
+                logs = logits.div_(options.temperature).sub_(lse[here, None])
+                counts = targets[here] != IGNORED
+                to_target = (counts * grad[here])[:, None]
+                if grad_entropy is None:
+                    dlogits = logs.exp_().mul_(-to_target)
+                else:
+                    dlogits = logs.exp()
+                    logs.add_(entropies[here, None]).mul_(-(counts * grad_entropy[here])[:, None]).sub_(to_target)
+                    dlogits.mul_(logs)
+                dlogits.scatter_add_(-1, targets[here].clamp(min=0)[:, None], to_target)
+                factor = options.scale / options.temperature
+                dlogits = dlogits if slope is None else dlogits.mul_(slope)
+                lowered = (dlogits if factor == 1.0 else dlogits.mul_(factor)).to(hidden.dtype)
+                if dhidden is not None:
+                    torch.mm(lowered, weight, out=dhidden[here])
+                if dweight is not None:
+                    dweight += lowered.T @ hidden[here]
+                if dbias is not None:
+                    dbias += dlogits.sum(0)
+        ends = ((dweight, weight), (dbias, bias))
+        return dhidden, *(None if x is None else x.to(like.dtype) for x, like in ends), None, None
