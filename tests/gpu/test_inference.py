@@ -141,6 +141,8 @@ def _shapes(rank: int, world_size: int) -> None:
         {"heads": 3, "kv_heads": 3, "head_dim": 40, "v_head_dim": 40},
         {"head_dim": 192, "v_head_dim": 128},
         {"dtype": torch.float32},
+        {"heads": 16, "kv_heads": 16, "head_dim": 192, "v_head_dim": 128, "latent": (512, 64), "page_size": 64},
+        {"kv_heads": SMALL.heads, "head_dim": 96, "v_head_dim": 64, "latent": (128, 32), "dtype": torch.float16},
     ):
         judge(f"{name}, {changes}", History(dataclasses.replace(SMALL, **changes), PIECES), ring, session)
 

@@ -242,6 +242,22 @@ def test_non_finite_rows_do_not_reach_other_requests(
     assert all(map(torch.equal, healthy, found))
 
 
+def test_a_compiled_model_gets_the_same_bits() -> None:
+    def model(x: Tensor, step: ForwardBatch, given: dict[str, Any]) -> Tensor:
+        return 2 * latent_attend(step, 0, q=x.sin(), **given)
+
+    found = []
+    for run in (model, torch.compile(model, backend="eager")):
+        cache, answers = make(), []
+        request = cache.add_request(60)
+        for count in (20, 3):
+            step, given = cache.extend([request], [count]), draw(count)
+            with torch.no_grad():
+                answers.append(run(given.pop("q"), step, given))
+        found.append(answers)
+    assert all(map(torch.equal, *found))
+
+
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rows": ({"q": torch.ones(1, 3, HEADS, DN + DR)}, ValueError, "q must have shape `1 20 h 12`"),
     "batch": ({"q": torch.ones(2, 20, HEADS, DN + DR)}, ValueError, "latents must have shape"),
