@@ -328,7 +328,7 @@ def _attend(
         if "latents" in options:
             q, *given = needed
             check_latents(q, *given, rows=(kv_sharding or sharding).shard_len)
-            needed = q, *join_latents(*given)
+            needed = q, *packed_latents(*given)
             columns = needed[1].shape[2], needed[3].shape[2]
             options["latents"] = (*columns, resolve_word("expand", options["latents"], EXPANDS))
         if type(options["dropout_p"]) is not float:
@@ -361,7 +361,7 @@ def _attend(
     return attend(*needed, *tensors, seed, ring, call)
 
 
-def join_latents(latents: Tensor, rotary_keys: Tensor, k_up: Tensor, v_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def packed_latents(latents: Tensor, rotary_keys: Tensor, k_up: Tensor, v_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return latent rows and the weights that make keys and values of them (`schedule/latents.py`)."""
     dr = rotary_keys.shape[2]
     return torch.cat([latents, rotary_keys], 2) if dr else latents, with_rotary(k_up, dr), v_up

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringattn.api import join_latents
+from ringattn.api import packed_latents
 from ringattn.dispatch import call_text, is_value, resolve_simulated, run_backward, run_forward
 from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors
 from ringattn.plan.expressions import Mask
@@ -118,7 +118,7 @@ def simulate_ring(
     whole = None
     if latents is not None:
         check_latents(q, *latents, rows=latents[0].shape[1])
-        whole = Latents(*join_latents(*latents))
+        whole = Latents(*packed_latents(*latents))
         k, v = whole.stand_ins()
         columns = whole.rows.shape[2], whole.v_up.shape[2]
         options["latents"] = (*columns, resolve_word("expand", options.pop("expand", "auto"), EXPANDS))

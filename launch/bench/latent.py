@@ -1,8 +1,8 @@
 """Multi-head latent attention: a layer in training, with latents or expanded keys around the ring, and decode over a cache.
 
 The layer begins with latents, rotary keys and the weights that expand them, and ends with o; its gradients are those of all five
-inputs in training. "reader" and "owner" are `latent_attention` with this `expand`; "expanded" makes keys and values by torch and calls
-`ring_attention`; torch's context parallelism gets the same keys and values. Decode calls `latent_attend` for a token in each layer
+inputs in training. "reader" and "owner" are `latent_attention` with this `expand`; "expanded" makes keys and values by torch and
+calls `ring_attention`; torch's context parallelism gets the same keys and values. Decode calls `latent_attend` for a token in each layer
 of a cache of random numbers, eagerly and as one CUDA graph, beside the bandwidth of the same run.
 """
 
@@ -183,7 +183,7 @@ def bench_latent(args: LatentFlags, session: Session, keep: Keep) -> list[dict[s
 
 def _decode(args: LatentFlags, shape: Shape, session: Session, bandwidth: float) -> dict[str, Any]:
     """Return milliseconds per layer of a decode step, and its bytes and FLOPs per second by the graph where there is one."""
-    h, dn, dr, dv, r = SHAPES[shape]
+    h, _, dr, _, r = SHAPES[shape]
     n, device = args.decode_tokens, session.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ring = ringattn.Ring()
