@@ -165,7 +165,7 @@ def make_cache(
     kv_dtype: torch.dtype | None = None,
 ) -> PagedKVCache:
     """Make an empty cache for a model, with `pages` pages on every rank."""
-    sizes = {name: getattr(shape, name) for name in ("layers", "kv_heads", "head_dim")} | {"page_size": PAGE_SIZE}
+    sizes: Any = {name: getattr(shape, name) for name in ("layers", "kv_heads", "head_dim")} | {"page_size": PAGE_SIZE}
     return PagedKVCache(ring, pages=pages, dtype=dtype, kv_dtype=kv_dtype, device=device, **sizes)
 
 

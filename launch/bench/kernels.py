@@ -28,6 +28,7 @@ from ringattn.launch.bench.baselines import PEERS, Contender, Unsupported, prepa
 from ringattn.launch.bench.correctness import Expected, make_expected
 from ringattn.launch.bench.inference import measure_bandwidth
 from ringattn.launch.bench.latent_decode import latent_rows
+from ringattn.launch.bench.log_probs import log_probs_rows
 from ringattn.launch.bench.rows import Rows
 from ringattn.launch.bench.workloads import (
     UNIONS,
@@ -44,7 +45,7 @@ from ringattn.launch.common.timing import Time, Timing, reason, time_calls
 from ringattn.numerics.error_budget import Budget
 from ringattn.numerics.softmax import online_logsumexp, online_softmax
 
-Group = Literal["target", "batch", "masks", "grouped", "lengths", "unions", "softmax", "latent"]
+Group = Literal["target", "batch", "masks", "grouped", "lengths", "unions", "softmax", "latent", "log_probs"]
 GROUPS: tuple[Group, ...] = ("target", "batch", "masks", "grouped", "lengths")
 TENSORS = {"forward": ("o",), "backward": ("dq", "dk", "dv")}
 PEER_BUDGET = 4.0
@@ -57,7 +58,8 @@ class KernelsFlags:
 
     Attributes:
         groups: Problems: the target table, many short sequences, masks, grouped heads, lengths; and by name only "unions", masks
-            of several intervals and of blocks beside a causal one, "softmax", the online softmax, "latent", decode over latents.
+            of several intervals and of blocks beside a causal one, "softmax", the online softmax, "latent", decode over latents,
+            "log_probs", log-probabilities of given tokens.
         head_dims: Of q and k, most important first.
         v_head_dim: Of v; None: as q and k.
         masks: Masks.
@@ -229,7 +231,7 @@ def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict
     if session.world_size > 1:
         raise SystemExit("bench kernels must run in one process; start it with python -m, and bench ring with torchrun")
     planned = schedule(args)
-    if not planned and not {"softmax", "latent"} & set(args.groups):
+    if not planned and not {"softmax", "latent", "log_probs"} & set(args.groups):
         raise SystemExit(
             "bench kernels must have a problem to measure, got none; pass other --groups, --masks or --lengths"
         )
@@ -254,6 +256,9 @@ def bench_kernels(args: KernelsFlags, session: Session, keep: Keep) -> list[dict
         if "latent" in args.groups:
             bandwidth = measure_bandwidth(args.rounds, session)["read_gbps"]
             for row in latent_rows(session, args.who, args.rounds, args.timing, args.round_s, bandwidth):
+                rows.add(row)
+        if "log_probs" in args.groups:
+            for row in log_probs_rows(session, args.rounds, args.round_s):
                 rows.add(row)
     return rows.rows
 

@@ -2,8 +2,8 @@
 
 The layer begins with latents, rotary keys and the weights that expand them, and ends with o; its gradients are those of all five
 inputs in training. "reader" and "owner" are `latent_attention` with this `expand`; "expanded" makes keys and values by torch and
-calls `ring_attention`; torch's context parallelism gets the same keys and values. Decode calls `latent_attend` for a token in each layer
-of a cache of random numbers, eagerly and as one CUDA graph, beside the bandwidth of the same run.
+calls `ring_attention`; torch's context parallelism gets the same keys and values. Decode calls `latent_attend` for a token in each
+layer of a cache of random numbers, eagerly and as one CUDA graph, beside the bandwidth of the same run.
 """
 
 from __future__ import annotations

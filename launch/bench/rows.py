@@ -27,6 +27,7 @@ _COLUMNS: dict[str, str] = {
     "trainer": "seq_len who steps step_s tokens_per_s ratio overhead mfu_percent peak_gib",
     "kernels": "group direction mask batch seq_len heads kv_heads head_dim v_head_dim dtype who level timing ms tflops ratio",
     "kernels: softmax": "dtype n copy_gbps ours_gbps torch_gbps lse_gbps ours_backward_gbps torch_backward_gbps share_of_copy",
+    "kernels: log_probs": "n vocab who both_ms peak_gib ratio",
     "kernels: latent": "pages batch seq_len heads who kernels splits ms merged_ms gbps share tflops ratio",
     "inference: bandwidth": "who read_gbps",
     "inference: prefill": "world_size seq_len who chunk ms tflops percent_of_training",
