@@ -147,15 +147,9 @@ def bench_latent(args: LatentFlags, session: Session, keep: Keep) -> list[dict[s
     if "decode" in args.parts:
         bandwidth = measure_bandwidth(args.rounds, session)["read_gbps"]
         for shape in args.shapes:
-            rows.add(
-                {
-                    "part": "decode",
-                    "shape": shape,
-                    "who": "ringattn",
-                    "ours": True,
-                    **_decode(args, shape, session, bandwidth),
-                }
-            )
+            with own_stream(session.device):
+                found = _decode(args, shape, session, bandwidth)
+            rows.add({"part": "decode", "shape": shape, "who": "ringattn", "ours": True} | found)
     if "training" not in args.parts:
         return rows.rows
     rings = open_rings(args.schedules, session)
@@ -193,8 +187,9 @@ def _decode(args: LatentFlags, shape: Shape, session: Session, bandwidth: float)
     )
     request = cache.add_request(reserve=n + 64)
     cache.extend([request], [n], mode="prefill")  # pages whose rows are not computed but drawn
+    generator = torch.Generator(device).manual_seed(0)  # not that of a graph that was captured
     for layer in cache.k:
-        layer.normal_()
+        layer.normal_(generator=generator)
     q, latents, rotary, k_up, v_up, _ = (x.detach() for x in draw(shape, 1, device, 0))
 
     def attend(step: ForwardBatch) -> Tensor:
