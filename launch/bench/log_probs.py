@@ -24,13 +24,13 @@ SIZES = {"cuda": (4096, 151936, (8192, 32768, 131072)), "cpu": (16, 61, (20,))}
 CHECKED = 64
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def dense_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the log-probabilities by the logits of all rows."""
     logits = (hidden @ weight.T).float()
     return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
-WAYS: dict[str, Callable[..., Tensor]] = {"ringattn": token_log_probs, "torch": plain}
+WAYS: dict[str, Callable[..., Tensor]] = {"ringattn": token_log_probs, "torch": dense_log_probs}
 
 
 def log_probs_rows(session: Session, rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
@@ -52,7 +52,7 @@ def log_probs_rows(session: Session, rounds: int, seconds: float) -> Iterator[di
                 "n": n,
                 "vocab": vocab,
             }
-            ratio = Budget.of(exact, plain(few, weight.detach(), some), torch.bfloat16).ratio(
+            ratio = Budget.of(exact, dense_log_probs(few, weight.detach(), some), torch.bfloat16).ratio(
                 way(few, weight, some), exact
             )
             if ratio > 1:
