@@ -38,6 +38,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_topk": 2,
         "zero_expert_num": 2,
     },
+    "mistral4": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "partial_rotary_factor": 0.4,
+            "llama_4_scaling_beta": 0.1,  # queries are scaled by their position
+        }
+    },
     "minicpm3": {"scale_emb": 1, "dim_model_base": 32},
     "youtu": {},
 }
@@ -56,7 +68,9 @@ def make(kind: str, attention: str, **sizes: Any) -> Any:
     config = AutoConfig.for_model(kind, **{**SIZES, **FAMILIES[kind], **sizes})
     config.attention_dropout = 0.0
     torch.manual_seed(7)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
+    # Mistral 4's causal model is no choice of AutoModel
+    auto = transformers.Mistral4ForCausalLM._from_config if kind == "mistral4" else AutoModelForCausalLM.from_config
+    return auto(config, attn_implementation=attention).float()
 
 
 class Calls:
