@@ -34,11 +34,12 @@ from ringattn.launch.check.inference import DTYPES, MOVES, Finding, InferenceCas
 from ringattn.launch.common.ring_variants import ScheduleName, make_ring
 from ringattn.launch.common.session import Session, table
 from ringattn.numerics.error_budget import Budget, error
+from ringattn.simulate import LATENTS
 
 LAYOUTS = ("contiguous", "striped", "zigzag", "balanced")
 ALONE = "alone"
 OPTIONS = ("softmax_scale", "softcap", "sinks", "alibi_slopes", "key_bias", "bias", "dropout", "deterministic")
-SEQUENCE_DIM = {"q": 1, "k": 1, "v": 1, "o": 1, "lse": 2, "key_bias": 1, "bias": 2}
+SEQUENCE_DIM = {"q": 1, "k": 1, "v": 1, "latents": 1, "rotary_keys": 1, "o": 1, "lse": 2, "key_bias": 1, "bias": 2}
 """The dim that is sharded; tensors that are not named here are whole on every rank."""
 PER_HEAD = ("dsinks", "dalibi_slopes")
 """Gradients that are one number per head, each a sum over all rows."""
@@ -105,6 +106,7 @@ class Case:
         mask: Options of `ring_attention` that hide keys.
         documents: Boundaries of packed documents, which belong to the sharding.
         backward: What the backward moves: "keys", "queries", or "auto" for whichever is cheaper.
+        latent: Of latent attention: columns of latents and of rotary keys, and the rank that expands them.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Case:
     documents: tuple[int, ...] | None = None
     options: tuple[str, ...] = ()
     backward: str = "auto"
+    latent: tuple[int, int, str] | None = None
     layouts: tuple[str, ...] = LAYOUTS
 
     @property
@@ -181,6 +184,10 @@ def default_cases(world_size: int, device: str) -> Iterator[Case]:
     yield from (case("causal", n, option, dtype=main, kv_heads=4, options=(option,)) for option in OPTIONS)
     for moving in ("keys", "queries"):
         yield case("band", n, f"backward moves {moving}", dtype=main, backward=moving)
+    for expand in ("reader", "owner"):
+        # no kernel of its own: keys have the head dim of the others
+        latent = d, d // 4, expand
+        yield case("band", n, f"latents, {expand} expands", dtype=main, kv_heads=4, latent=latent)
     for dtype in DTYPES:
         if dtype != main and not (dtype == "fp64" and device == "cuda"):
             yield case("causal", n, dtype=dtype, layouts=("zigzag",))
@@ -217,6 +224,9 @@ def full_cases(world_size: int, device: str) -> Iterator[Case]:
     for head_dim, v_head_dim in ((16, 16), (40, 40), (96, 96), (256, 256), (d, d_wide), (d_wide, d), (192, 128)):
         dims = {"head_dim": head_dim, "v_head_dim": v_head_dim}
         yield case("causal", n_odd, "head dim", dtype=main, layouts=("zigzag",), **dims)
+    for dtype, expand in itertools.product(dtypes, ("reader", "owner")):
+        dims = {"head_dim": 192, "v_head_dim": 128, "latent": (512, 64, expand)}
+        yield case("causal", n_odd, f"latents, {expand} expands", dtype=dtype, kv_heads=4, layouts=("zigzag",), **dims)
     for heads, kv_heads, batch in ((1, 1, 3), (6, 2, 2), (8, 2, 1), (12, 1, 1)):
         yield case("causal", n_odd, "heads", dtype=main, heads=heads, kv_heads=kv_heads, batch=batch)
     for length in sorted({1, 2, world_size - 1, world_size + 1, 2 * world_size + 1, 128 * world_size} - {0}):
@@ -237,10 +247,17 @@ def draw(case: Case, seed: int, device: torch.device) -> dict[str, Tensor]:
         "do": ((b, n, h, case.v_head_dim), dtype),
         "dlse": ((b, h, n), wide),
     }
+    if case.latent is not None:
+        r, dr, _ = case.latent
+        del shapes["k"], shapes["v"]
+        shapes |= {"latents": ((b, n, r), dtype), "rotary_keys": ((b, n, dr), dtype)}
+        shapes |= {"k_up": ((hk, case.head_dim - dr, r), dtype), "v_up": ((hk, case.v_head_dim, r), dtype)}
     options = {"sinks": ((h,), wide), "alibi_slopes": ((h,), wide), "key_bias": ((b, n), wide)}
     options["bias"] = (b, h, n, n), dtype
     shapes |= {name: shape for name, shape in options.items() if name in case.options}
     drawn = {name: torch.randn(shape, generator=generator).to(device, to) for name, (shape, to) in shapes.items()}
+    for name in {"k_up", "v_up"} & drawn.keys():
+        drawn[name] = drawn[name] / drawn[name].shape[2] ** 0.5
     if "alibi_slopes" in drawn:
         drawn["alibi_slopes"] = drawn["alibi_slopes"].abs() / 8
     return drawn
@@ -260,7 +277,9 @@ def scalar_options(case: Case, seed: int) -> dict[str, Any]:
 
 def ring_options(case: Case, args: CheckArgs) -> dict[str, Any]:
     """The options of a ring that are no tensors."""
-    chosen = {"impl": args.impl, "backward": case.backward, "deterministic": "deterministic" in case.options}
+    chosen: dict[str, Any] = {"impl": args.impl, "backward": case.backward}
+    chosen |= {"deterministic": "deterministic" in case.options}
+    chosen |= {} if case.latent is None else {"expand": case.latent[2]}
     return scalar_options(case, args.seed) | chosen
 
 
@@ -278,7 +297,13 @@ def define(case: Case, inputs: dict[str, Tensor], seed: int, dtype: torch.dtype)
     cast = {name: x.to(dtype) if torch.float64 in (dtype, x.dtype) else x for name, x in inputs.items()}
     options = scalar_options(case, seed) | {"documents": case.documents, "return_lse": True}
     reference: Any = functools.partial(ringattn.attention_reference, **options)
-    return gradients(reference, cast)
+
+    def of_latents(latents: Tensor, rotary_keys: Tensor, k_up: Tensor, v_up: Tensor, **others: Tensor) -> Any:
+        k = torch.einsum("btr,hdr->bthd", latents, k_up)
+        k = torch.cat([k, rotary_keys[:, :, None].expand(*k.shape[:3], -1)], 3)
+        return reference(k=k, v=torch.einsum("btr,hdr->bthd", latents, v_up), **others)
+
+    return gradients(reference if case.latent is None else of_latents, cast)
 
 
 def solve(
@@ -292,7 +317,8 @@ def solve(
         return x if dim is None else sharding.shard(x, dim=dim)
 
     options = ring_options(case, args)
-    answer = functools.partial(ringattn.ring_attention_with_lse, sharding=sharding, **options)
+    call: Any = ringattn.ring_attention_with_lse if case.latent is None else ringattn.latent_attention_with_lse
+    answer = functools.partial(call, sharding=sharding, **options)
     whole = {}
     for name, x in gradients(answer, {name: local(x, name) for name, x in inputs.items()}).items():
         dim = sequence_dim(name)
@@ -304,6 +330,9 @@ def solve_simulated(
     case: Case, layout: str, world_size: int, inputs: dict[str, Tensor], args: CheckArgs, budget: int = 0
 ) -> Answer:
     """The answer of a simulated ring, all ranks in this process; `budget`: bytes for gathered keys, as in `simulate_ring`."""
+    if case.latent is not None:
+        given = {name: x for name, x in inputs.items() if name not in LATENTS}
+        inputs = {**given, "k": None, "v": None, "latents": tuple(inputs[name] for name in LATENTS)}  # pyright: ignore[reportAssignmentType]
     whole = ringattn.simulate_ring(
         **inputs,
         world_size=world_size,
