@@ -39,7 +39,7 @@ def test_check_is_green_in_one_process(tmp_path: Path, capsys: pytest.CaptureFix
     layouts = {row["layout"] for row in kept["rows"] if row["case"] == "causal window"}
     assert layouts == {check.ALONE, *check.LAYOUTS}
     tensors = {name for row in kept["rows"] for name in row["ratios"]}
-    gradients = {"dsinks", "dalibi_slopes", "dkey_bias", "dbias"}
+    gradients = {"dsinks", "dalibi_slopes", "dkey_bias", "dbias", "dlatents", "drotary_keys", "dk_up", "dv_up"}
     said = capsys.readouterr().out.splitlines()
     done = [line for line in said if line.startswith("[")]
     cases = {(row["case"], row["dtype"], row["shape"]) for row in kept["rows"]}
