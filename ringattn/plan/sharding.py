@@ -17,7 +17,7 @@ from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_s
 from ringattn.plan.mask import MaskUnion, check_documents, short_mask
 from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer, resolve_segments
 from ringattn.ring_registry import RINGS
-from ringattn.tensor_checks import check_tensor
+from ringattn.tensor_checks import check_tensor, is_readable
 
 
 class SupportsAllGather(Protocol):
@@ -150,10 +150,54 @@ class Sharding:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The global position of each of this rank's rows: `s` int64, ascending, on `device`."""
+        """The global position of each of this rank's rows: `s` int64, ascending, on `device`.
+
+        They count over the whole sequence, not from 0 on each rank: rotary embeddings and learned positions of a shard take them.
+        `document_positions` count from the start of each packed document.
+
+        Example:
+            >>> from ringattn import Ring
+            >>> sharding = Ring().sharding(4)
+            >>> frequencies = 10_000.0 ** (-torch.arange(0, 64, 2) / 64)  # of head_dim 64
+            >>> angles = sharding.positions[:, None] * frequencies  # s d/2, for rotary embeddings of q and k
+            >>> angles[:, 0].tolist()
+            [0.0, 1.0, 2.0, 3.0]
+        """
         # they outlive the call that makes them: ordinary tensors even when made under inference mode
         with torch.inference_mode(False):
             return positions_of(self.shards[self.rank]).to(self.device)
+
+    @property
+    def document_positions(self) -> Tensor:
+        """The position of each of this rank's rows inside its document, `s` int64; `positions` where there are no documents."""
+        return self.positions if self.documents is None else positions_in_documents(self.positions, self.documents)
+
+    def check_positions(self, position_ids: Tensor) -> None:
+        """Raise unless position ids are those of this rank's rows; a trace or a capture checks the shape only.
+
+        Args:
+            position_ids: `s`, `b s` or with more dims before the rows, integers: `positions` or `document_positions` in each row.
+
+        Raises:
+            ValueError: They are others, as positions that count from 0 on each rank. Where one rank alone has them, other ranks
+                of the ring find it when they compare their next call.
+            TypeError: position_ids is no tensor.
+
+        Example:
+            >>> from ringattn.plan.layouts import zigzag
+            >>> Sharding(8, "zigzag", zigzag(8, 2), rank=0).check_positions(torch.tensor([[0, 1, 6, 7]]))
+        """
+        with _propagate_errors(self._ring):
+            self._check_rows("position_ids", position_ids, -1, "shard_len", "the positions of this rank's rows")
+            if not is_readable(position_ids):
+                return
+            allowed = [x.to(position_ids.device) for x in (self.positions, self.document_positions)]
+            if not any(bool((position_ids == x).all()) for x in allowed):
+                raise ValueError(
+                    f"position_ids must be the positions of this rank's {self.shard_len} rows, "
+                    f"{shorten(self.positions)}, or those inside documents, got {shorten(position_ids.flatten())}; pass "
+                    "sharding.positions"
+                )
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's rows of a whole tensor, as a new contiguous tensor; differentiable.
@@ -412,6 +456,19 @@ def positions_of(shard: Shard) -> Tensor:
     if not shard:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.cat([torch.arange(run.start, run.last + 1, run.stride, device="cpu") for run in shard])
+
+
+def positions_in_documents(positions: Tensor, documents: Sequence[int]) -> Tensor:
+    """Positions of a sequence as counted from the start of their document; boundaries are cumulative, as `Sharding.documents`."""
+    edges = torch.tensor(documents, device=positions.device)
+    # the last bound at or before a position starts its document; empty documents repeat a bound
+    return positions - edges[torch.searchsorted(edges, positions, right=True) - 1]
+
+
+def shorten(positions: Tensor) -> str:
+    """Return a text of at most six of the positions `s`, for messages."""
+    shown = positions.tolist()
+    return str(shown) if len(shown) <= 6 else f"[{', '.join(map(str, shown[:4]))}, ..., {shown[-1]}]"
 
 
 def _exchange_plan(

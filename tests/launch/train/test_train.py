@@ -22,7 +22,6 @@ from ringattn.launch.train.model import (
     ROPE_THETA,
     Transformer,
     apply_rope,
-    document_positions,
     recompute_,
     rope_tables,
 )
@@ -291,8 +290,8 @@ def test_attention_stays_inside_documents_and_positions_begin_anew(alone):
 
 def test_the_positions_of_packed_rows_begin_at_each_document():
     sharding = ringattn.Ring().sharding(9, "contiguous", documents=(0, 2, 2, 6, 9))
-    assert document_positions(sharding).tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
-    assert document_positions(ringattn.Ring().sharding(4)).tolist() == [0, 1, 2, 3]
+    assert sharding.document_positions.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
+    assert ringattn.Ring().sharding(4).document_positions.tolist() == [0, 1, 2, 3]
 
 
 def bf16_steps() -> dict[str, object]:
