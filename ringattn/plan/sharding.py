@@ -11,13 +11,19 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from ringattn.plan.expressions import Mask
 from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
 from ringattn.plan.mask import MaskUnion, check_documents, short_mask
 from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer, resolve_segments
 from ringattn.ring_registry import RINGS
-from ringattn.tensor_checks import check_tensor, is_readable
+from ringattn.tensor_checks import check_tensor, digest_bits, is_readable
+
+SAME_SEQUENCE = (
+    "give all ranks of a ring the same sequence: use a sampler over data-parallel groups, not over all ranks"
+)
+"""Correction of inputs that differ between ranks."""
 
 
 class SupportsAllGather(Protocol):
@@ -27,6 +33,7 @@ class SupportsAllGather(Protocol):
     impl: str
     rank: int
     world_size: int
+    check_inputs: bool
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
@@ -38,6 +45,7 @@ class SupportsAllGather(Protocol):
 
     def propagate_errors(self) -> AbstractContextManager[None]: ...  # noqa: D102
     def raise_on_all_ranks(self, error: Exception) -> NoReturn: ...  # noqa: D102
+    def assert_equal_across_ranks(self, what: str, text: str, doing: str = "", fix: str = "") -> None: ...  # noqa: D102
     def assert_equal_once(self, what: str, text: str, doing: str = "") -> None: ...  # noqa: D102
 
 
@@ -208,12 +216,26 @@ class Sharding:
 
         Raises:
             ValueError: x does not have seq_len rows in `dim`; other ranks of the ring find it when they compare their next call.
+                With `Ring(check_inputs=True)`: ranks have different tensors; raised on every rank, each of which calls this.
             TypeError: x is no tensor, or dim no integer.
             NotImplementedError: x is a DTensor, or another tensor with a meaning of its own.
         """
+        return self.cut(x, self._check_whole("shard", "x", x, dim))
+
+    def _check_whole(self, doing: str, name: str, x: Tensor, dim: int) -> int:
+        """Return dim, counted from the front, of a whole tensor, which ranks compare if their ring checks inputs."""
         with _propagate_errors(self._ring):
-            dim = self._check_rows("x", x, dim, "seq_len", "the whole sequence, or name its dim")
-        return self.cut(x, dim)
+            dim = self._check_rows(name, x, dim, "seq_len", "the whole sequence, or name its dim")
+            ring = self._ring
+            if ring is None or self.world_size == 1 or not ring.check_inputs:
+                return dim
+            # a worker of a DataLoader has no place in the order of comparisons
+            if is_readable(x) and get_worker_info() is None:
+                text = f"{list(x.shape)} to cut in dim {dim}, {x.dtype}, digest {int(digest_bits(x)) % 2**64:016x}"
+                ring.assert_equal_across_ranks(
+                    f"{name} of Sharding.{doing}", text, f"Sharding.{doing}({text})", SAME_SEQUENCE
+                )
+        return dim
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
         """Return `shard` of a tensor that was checked; dim counts from the front."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ringattn import Ring
 from ringattn.plan.layouts import contiguous, zigzag
@@ -43,6 +45,113 @@ def test_the_digest_of_a_lazy_conjugate_is_that_of_its_numbers() -> None:
     assert digest_bits(x.conj()) == digest_bits(x.conj().resolve_conj()) != digest_bits(x)
 
 
+def shard_checked(dtype: torch.dtype, differing: int | None) -> tuple[str, bool]:
+    """The error of a rank where one rank has another tensor, and whether the rows of the next call are right."""
+    ring = Ring(check_inputs=True, timeout=20 * SECOND)
+    sharding, x = ring.sharding(9), whole(dtype)
+    other = x.clone()
+    other[1, 4] = x[1, 5]
+    if ring.rank % 2:  # the same numbers in another order in memory
+        x, other = (y.transpose(0, 2).contiguous().transpose(0, 2) for y in (x, other))
+    said = ""
+    try:
+        sharding.shard(other if ring.rank == differing else x)
+    except ValueError as error:
+        said = str(error)
+    mine = sharding.shard(x, dim=-2)
+    return said, torch.equal(*(y.to(torch.complex64) for y in (mine, x[:, sharding.positions])))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_with_equal_tensors_get_their_rows(pool: Pools, world_size: int, dtype: torch.dtype) -> None:
+    assert pool(world_size).run(shard_checked, dtype, None) == [("", True)] * world_size
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_with_another_tensor_is_refused_on_all(pool: Pools, world_size: int, dtype: torch.dtype) -> None:
+    for said, after in pool(world_size).run(shard_checked, dtype, 1):
+        assert said.startswith(
+            "x of Sharding.shard must be the same on all ranks of a ring, got [2, 9, 3] to cut in dim 1"
+        )
+        assert str(dtype) in said
+        assert "ring ranks [1] differ" in said
+        assert "data-parallel groups" in said
+        assert after
+
+
+def other_lengths() -> list[str]:
+    """Errors of a rank where rank 1 makes another call, has another batch, or rows that were cut before."""
+    ring, said = Ring(check_inputs=True, timeout=20 * SECOND), []
+    x = torch.arange(18).view(2, 9)
+    for kind in ("labels", "batch", "rows", ""):
+        sharding, odd = ring.sharding(9), ring.rank == 1
+        try:
+            if kind == "labels" and odd:
+                sharding.unshard(sharding.cut(x, 1))
+            else:
+                sharding.shard({"batch": x[:1], "rows": x[:, :4]}.get(kind, x) if odd else x)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+def test_other_calls_and_sizes_of_a_rank_are_refused_on_all(pool: Pools) -> None:
+    for labels, batch, rows, after in pool(2).run(other_lengths):
+        assert "Sharding.shard([2, 9]" in labels
+        assert "Sharding.unshard(" in labels
+        assert "[1, 9] to cut in dim 1" in batch
+        assert "x must have seq_len 9 in dim 1, got 4" in rows
+        assert after == ""
+
+
+def shard_unchecked(kind: str) -> bool:
+    """Whether a rank gets its rows of what is different on each rank, where nothing compares."""
+    ring = Ring(check_inputs=kind != "off", timeout=SECOND)
+    sharding = ring.sharding(9)
+    x = torch.arange(9) + ring.rank
+    if kind == "compiled":
+        mine = torch.compile(lambda y: sharding.shard(y, 0), fullgraph=True, backend="eager")(x)
+    elif kind == "fake":
+        with FakeTensorMode() as mode:
+            return sharding.shard(mode.from_tensor(x), 0).shape == (sharding.shard_len,)
+    elif kind == "meta":
+        return sharding.shard(x.to("meta"), 0).shape == (sharding.shard_len,)
+    elif kind == "worker":
+        # processes of the pool may not start workers
+        with mock.patch("torch.utils.data._utils.worker._worker_info", object()):
+            mine = sharding.shard(x, 0)
+    else:
+        mine = sharding.shard(x, 0)
+    return torch.equal(mine, x[sharding.positions])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["off", "compiled", "fake", "meta", "worker"])
+def test_traces_and_workers_compare_nothing(pool: Pools, kind: str) -> None:
+    assert pool(2).run(shard_unchecked, kind) == [True, True]
+
+
+def test_the_environment_decides_where_the_ring_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RINGATTN_CHECK_INPUTS", raising=False)
+    assert not Ring().check_inputs
+    for value, wanted in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("RINGATTN_CHECK_INPUTS", value)
+        assert Ring().check_inputs == wanted
+        assert not Ring(check_inputs=False).check_inputs
+        assert Ring(check_inputs=True).check_inputs
+    monkeypatch.setenv("RINGATTN_CHECK_INPUTS", "yes")
+    with pytest.raises(ValueError, match="RINGATTN_CHECK_INPUTS must be 0 or 1"):
+        Ring()
+    with pytest.raises(ValueError, match="check_inputs must be True or False, got 'yes'"):
+        Ring(check_inputs="yes")  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_local_positions_are_refused(rank: int) -> None:
     sharding = Sharding(8, "zigzag", zigzag(8, 2), rank, documents=(0, 3, 3, 8))
@@ -63,12 +172,12 @@ def test_local_positions_are_refused(rank: int) -> None:
 
 def local_positions() -> list[str]:
     """Errors of a rank whose contiguous shard has local positions, which are right on rank 0 alone, and of the next call."""
-    ring, said = Ring(timeout=20 * SECOND), []
+    ring, said = Ring(check_inputs=True, timeout=20 * SECOND), []
     for right in (False, True):
         try:
             sharding = ring.sharding(8, "contiguous")
             sharding.check_positions(sharding.positions if right else torch.arange(sharding.shard_len))
-            ring.all_reduce_min(0)
+            sharding.shard(torch.arange(8), 0)
             said.append("")
         except ValueError as error:
             said.append(str(error))
