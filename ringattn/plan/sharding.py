@@ -222,6 +222,47 @@ class Sharding:
         """
         return self.cut(x, self._check_whole("shard", "x", x, dim))
 
+    def shift_labels(self, labels: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
+        """Return this rank's rows of labels in which each row has the next token: shifted before the sequence is cut.
+
+        The next token of a shard's last row is on another rank, so that labels can not be shifted afterwards. The last row of each
+        document, or of the sequence, gets `ignore_index`. A loss of these labels compares row i of the logits with label i.
+
+        Args:
+            labels: Whole labels, one per token as token ids are, seq_len long in `dim`; integers, the same on every rank.
+            ignore_index: Label of rows that have no next token.
+            dim: The sequence dimension; negative counts from the end.
+
+        Returns:
+            shard_len rows in `dim`, contiguous.
+
+        Raises:
+            ValueError: See `shard`; or labels are no integers, or their dtype does not hold ignore_index.
+            TypeError: labels is no tensor, or dim or ignore_index no integer.
+            NotImplementedError: See `shard`.
+
+        Example:
+            >>> from ringattn.plan.layouts import zigzag
+            >>> sharding = Sharding(8, "zigzag", zigzag(8, 2), 0, documents=(0, 2, 8))
+            >>> sharding.shift_labels(torch.arange(80, 88), dim=0).tolist()  # rows 0, 1, 6 and 7
+            [81, -100, 87, -100]
+        """
+        with _propagate_errors(self._ring):
+            check_tensor("labels", labels)
+            ignore_index = resolve_integer("ignore_index", ignore_index)
+            if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+                raise ValueError(f"labels must be integers, got {labels.dtype}; pass token ids")
+            bounds = torch.iinfo(labels.dtype)
+            if not bounds.min <= ignore_index <= bounds.max:
+                raise ValueError(
+                    f"ignore_index must be from {bounds.min} to {bounds.max} for labels of {labels.dtype}, got {ignore_index}; "
+                    "pass labels.long()"
+                )
+        dim = self._check_whole("shift_labels", "labels", labels, dim)
+        ends = sorted({end - 1 for end in self.documents or (0, self.seq_len) if end})
+        shifted = labels.roll(-1, dim)
+        return self.cut(shifted.index_fill_(dim, torch.tensor(ends, device=labels.device), ignore_index), dim)
+
     def _check_whole(self, doing: str, name: str, x: Tensor, dim: int) -> int:
         """Return dim, counted from the front, of a whole tensor, which ranks compare if their ring checks inputs."""
         with _propagate_errors(self._ring):

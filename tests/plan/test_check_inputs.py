@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -15,6 +18,7 @@ from ringattn.plan.layouts import contiguous, zigzag
 from ringattn.plan.sharding import Sharding
 from ringattn.tensor_checks import digest_bits
 from tests.support.pool import Pools
+from tests.support.random_masks import layouts
 
 DTYPES = [torch.uint8, torch.int64, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64]
 SECOND = timedelta(seconds=1)
@@ -84,14 +88,14 @@ def test_a_rank_with_another_tensor_is_refused_on_all(pool: Pools, world_size: i
 
 
 def other_lengths() -> list[str]:
-    """Errors of a rank where rank 1 makes another call, has another batch, or rows that were cut before."""
+    """Errors of a rank where rank 1 passes labels for tokens, a longer batch, or rows that were cut before."""
     ring, said = Ring(check_inputs=True, timeout=20 * SECOND), []
     x = torch.arange(18).view(2, 9)
     for kind in ("labels", "batch", "rows", ""):
         sharding, odd = ring.sharding(9), ring.rank == 1
         try:
             if kind == "labels" and odd:
-                sharding.unshard(sharding.cut(x, 1))
+                sharding.shift_labels(x)
             else:
                 sharding.shard({"batch": x[:1], "rows": x[:, :4]}.get(kind, x) if odd else x)
             said.append("")
@@ -104,7 +108,7 @@ def other_lengths() -> list[str]:
 def test_other_calls_and_sizes_of_a_rank_are_refused_on_all(pool: Pools) -> None:
     for labels, batch, rows, after in pool(2).run(other_lengths):
         assert "Sharding.shard([2, 9]" in labels
-        assert "Sharding.unshard(" in labels
+        assert "Sharding.shift_labels([2, 9]" in labels
         assert "[1, 9] to cut in dim 1" in batch
         assert "x must have seq_len 9 in dim 1, got 4" in rows
         assert after == ""
@@ -150,6 +154,64 @@ def test_the_environment_decides_where_the_ring_is_not_told(monkeypatch: pytest.
         Ring()
     with pytest.raises(ValueError, match="check_inputs must be True or False, got 'yes'"):
         Ring(check_inputs="yes")  # pyright: ignore[reportArgumentType]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 40), st.integers(1, 8), st.integers(1, 3))
+def test_shifted_labels_are_those_of_one_process(data: st.DataObject, seq_len: int, world_size: int, ndim: int) -> None:
+    shards = data.draw(layouts(seq_len, world_size))
+    inner = data.draw(st.none() | st.lists(st.integers(0, seq_len), max_size=4).map(sorted))
+    documents = None if inner is None else (0, *inner, seq_len)
+    dim = data.draw(st.integers(-ndim, ndim - 1))
+    shape = [2, 3, 1][:ndim]
+    shape[dim] = seq_len
+    labels = torch.randint(100, shape)
+    kept = labels.clone()
+    expected = torch.cat(
+        [
+            torch.cat([part.narrow(dim, 1, stop - start - 1), torch.full_like(part.narrow(dim, 0, 1), -7)], dim)
+            for start, stop in pairwise(documents or (0, seq_len))
+            if stop > start
+            for part in [labels.narrow(dim, start, stop - start)]
+        ],
+        dim,
+    )
+    everyone = [Sharding(seq_len, "balanced", shards, rank, documents) for rank in range(world_size)]
+    parts = [sharding.shift_labels(labels, -7, dim) for sharding in everyone]
+    assert all(part.is_contiguous() for part in parts)
+    assert torch.equal(everyone[0].assemble(parts, dim), expected)
+    assert torch.equal(labels, kept)
+
+
+def test_labels_that_cannot_be_shifted_are_refused() -> None:
+    sharding = Ring().sharding(6)
+    for labels, match in (
+        (torch.ones(1, 6), "labels must be integers, got torch.float32"),
+        (torch.ones(1, 6, dtype=torch.bool), "labels must be integers, got torch.bool"),
+        (torch.ones(1, 6, dtype=torch.uint8), "ignore_index must be from 0 to 255 for labels of torch.uint8, got -100"),
+        (torch.ones(1, 5, dtype=torch.int64), "labels must have seq_len 6 in dim 1, got 5"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            sharding.shift_labels(labels)
+    with pytest.raises(TypeError, match="labels must be a tensor"):
+        sharding.shift_labels([1, 2])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="ignore_index must be an integer"):
+        sharding.shift_labels(torch.ones(1, 6, dtype=torch.int64), 0.5)  # pyright: ignore[reportArgumentType]
+
+
+def shift_checked() -> tuple[str, list[int]]:
+    ring = Ring(check_inputs=True, timeout=20 * SECOND)
+    sharding, labels = ring.sharding(9, documents=(0, 4, 9)), torch.arange(9)
+    with pytest.raises(ValueError, match=r"labels of Sharding\.shift_labels must be the same on all ranks") as caught:
+        sharding.shift_labels(labels + ring.rank, dim=0)
+    return str(caught.value), sharding.unshard(sharding.shift_labels(labels, dim=0), 0).tolist()
+
+
+@pytest.mark.dist
+def test_labels_that_differ_are_refused_on_all_ranks(pool: Pools) -> None:
+    for said, shifted in pool(2).run(shift_checked):
+        assert "ring ranks [1] differ" in said
+        assert shifted == [1, 2, 3, -100, 5, 6, 7, 8, -100]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
