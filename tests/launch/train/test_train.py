@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,7 +28,7 @@ from ringattn.launch.train.model import (
 )
 from ringattn.launch.train.parallel import Parallel, make_parallel, mesh_sizes, single_process_group
 from ringattn.launch.train.run import compare_results
-from ringattn.launch.train.trainer import Recipe, StepResult, Trainer
+from ringattn.launch.train.trainer import CHECKED_STEPS, Recipe, StepResult, Trainer
 from ringattn.sizing.shapes import ModelShape
 
 CPU = torch.device("cpu")
@@ -211,6 +212,28 @@ def assert_alike(rank: dict[str, Any], one: dict[str, Any]) -> None:
     assert rank["norms"] == pytest.approx(one["norms"], rel=1e-5)
     assert rank["validation"] == pytest.approx(one["validation"], rel=1e-5)
     assert rank["text"] == one["text"]
+
+
+def take_other_steps(differing: int) -> list[str]:
+    """The errors of one rank in steps of which one has another batch on rank 1."""
+    trainer = Trainer(make_model, Recipe(), make_parallel(CPU, "cp=2"))
+    said = []
+    for step in range(CHECKED_STEPS + 1):
+        try:
+            trainer.step(some_tokens(2, 18, seed=step + 9 * (step == differing) * dist.get_rank()), 1e-3)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+def test_ranks_of_a_ring_with_different_batches_are_refused_in_the_first_steps(pool):
+    for said in pool(2).run(take_other_steps, CHECKED_STEPS - 1):
+        assert said.pop(CHECKED_STEPS - 1).startswith("x of Sharding.shard must be the same on all ranks")
+        assert said == [""] * CHECKED_STEPS
+    for said in pool(2).run(take_other_steps, CHECKED_STEPS):
+        assert said == [""] * (CHECKED_STEPS + 1)
 
 
 def test_a_step_is_a_step_of_the_definition(alone):
