@@ -96,11 +96,13 @@ def train(steps: int, cp: int | None) -> list[tuple[float, float]]:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=everyone)
 
-    sharding = ringattn.Ring(mesh["cp"]).sharding(SEQ_LEN, device=device)
+    ring = ringattn.Ring(mesh["cp"])
+    sharding = ring.sharding(SEQ_LEN, device=device)
     optimizer, whole_optimizer = (torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (model, whole_model))
 
     losses = []
     for step in range(steps):
+        ring.check_inputs = step < 3  # an error if cp ranks of one sequence were given different tokens
         tokens, labels = batch_of(step, device)
         count = labels.numel()  # of all ranks; with masked labels: those that count, summed over the mesh
 

@@ -33,7 +33,7 @@ class Block(nn.Module):
 cuda = torch.cuda.is_available()
 dist.init_process_group("nccl" if cuda else "gloo")
 torch.set_default_device(f"cuda:{dist.get_node_local_rank()}" if cuda else "cpu")
-ring = ringattn.Ring()
+ring = ringattn.Ring(check_inputs=True)  # for the first steps: an error if ranks have different sequences
 sharding = ring.sharding(seq_len=1001)
 
 torch.manual_seed(0)  # the same weights and the same whole sequence on all ranks

@@ -36,7 +36,7 @@ from ringattn.plan.sharding import Sharding, check_sharding, resolve_shards
 from ringattn.ring_registry import RINGS, get_ring
 from ringattn.transport.base import Buffers, RingContext, SelectedTransport, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
-from ringattn.transport.consensus import RankConsensus
+from ringattn.transport.consensus import GIVE_THE_SAME, RankConsensus
 from ringattn.transport.local import LocalTransport
 from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
 from ringattn.transport.reduce.base import PartialReducer
@@ -46,6 +46,9 @@ from ringattn.transport.timeout import BoundedWait, EventPair, record_events
 
 MOST_SHARDINGS = 64
 """Shardings that a ring keeps; beyond it all are dropped, and made again as they are asked for."""
+
+CHECK_INPUTS = "RINGATTN_CHECK_INPUTS"
+"""Environment variable: 1 switches `check_inputs` on in every ring that is not given it."""
 
 _COUNTS: Counter[str] = Counter()
 
@@ -73,6 +76,10 @@ class Ring:
             and for replays of graphs (`synchronize`). Plain transfers of the process group obey the group's own timeout.
         nodes: Number of nodes, consecutive ranks sharing one, or "auto": by host name. With more than one the ring has two
             levels, and each shard crosses between nodes once per node.
+        check_inputs: Compare a digest of each whole tensor given to `Sharding.shard` and `shift_labels` between ranks: it must be
+            the same on all. Each tensor costs a read of the device and a round of messages, so use it for the first steps. None:
+            whether the environment variable RINGATTN_CHECK_INPUTS is 1. Traces, captures and workers of a DataLoader compare
+            nothing. The same on all ranks.
         nccl_max_ctas: Thread blocks, and so SMs, that NCCL may use for a transfer, in communicators of the ring's own; more
             are faster and leave less to attention. None: the group's own communicator, for within and between nodes.
 
@@ -82,6 +89,7 @@ class Ring:
         world_size: Number of ranks.
         impl: Default kernel set.
         save_gathered_kv: As given.
+        check_inputs: Whether `Sharding.shard` compares; may be set at the same place of the program on all ranks.
         generation: Number of times it was closed, or its transport was decided.
         call_order: The comparison of the order of calls between ranks; None: there are no others.
 
@@ -108,6 +116,7 @@ class Ring:
         timeout: timedelta = timedelta(minutes=5),
         nodes: int | str = 1,
         nccl_max_ctas: int | None = 4,
+        check_inputs: bool | None = None,
     ) -> None:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport must be one of {TRANSPORTS}, got {transport!r}; leave it out for 'auto'")
@@ -119,12 +128,14 @@ class Ring:
             raise TypeError(f"timeout must be a datetime.timedelta, got {timeout!r}; timedelta(seconds=60) is a minute")
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be longer than 0, got {timeout!r}; leave it out for 5 minutes")
+        check_inputs = _resolve_check_inputs(check_inputs)
         group = _resolve_members(group)
         self._group_name = "" if group is None else str(group.group_name)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.impl = impl
         self.save_gathered_kv = save_gathered_kv
+        self.check_inputs = check_inputs
         self.generation = 0
         nccl_max_ctas = None if nccl_max_ctas is None else resolve_integer("nccl_max_ctas", nccl_max_ctas)
         if nccl_max_ctas is not None and nccl_max_ctas < 1:
@@ -288,16 +299,17 @@ class Ring:
             return nullcontext()
         return self._consensus.publishing_errors()
 
-    def assert_equal_across_ranks(self, what: str, text: str, doing: str = "") -> None:
+    def assert_equal_across_ranks(self, what: str, text: str, doing: str = "", fix: str = GIVE_THE_SAME) -> None:
         """Raise ValueError on every rank unless a text, named in messages, is equal on all ranks, each of which calls this.
 
         Args:
             what: Meaning of the text, for the message.
             text: Text that must be equal.
             doing: The call that this rank makes, for messages of ranks that make another one; default what and text.
+            fix: How to correct a difference, for the message.
         """
         if self._consensus is not None:
-            self._consensus.assert_equal_across_ranks(what, text, doing)
+            self._consensus.assert_equal_across_ranks(what, text, doing, fix)
 
     def assert_equal_once(self, what: str, text: str, doing: str = "") -> None:
         """Do `assert_equal_across_ranks` at the first call with a text; later ones cost a set lookup."""
@@ -512,6 +524,15 @@ def _with_index(device: torch.device | str) -> torch.device:
     return (
         torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
     )
+
+
+def _resolve_check_inputs(check_inputs: bool | None) -> bool:
+    if check_inputs is not None:
+        return resolve_flag("check_inputs", check_inputs)
+    value = os.environ.get(CHECK_INPUTS, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{CHECK_INPUTS} must be 0 or 1, got {value!r}; unset it to compare no inputs")
+    return value == "1"
 
 
 def _resolve_members(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+_ODD = -7046029254386353131
+"""Odd factor without a pattern, 2^64 divided by the golden ratio: multiplying by it can be undone modulo 2^64."""
+
 
 def is_causal_bias(x: object) -> bool:
     """Return whether x is torch's `CausalBias`: a tensor of uninitialised memory whose type is a mask."""
@@ -61,6 +64,34 @@ def _check_subclass(name: str, x: Tensor) -> None:
         raise NotImplementedError(
             f"{name} must have numbers, got a FakeTensor outside of tracing; call inside of its FakeTensorMode"
         )
+
+
+def is_readable(x: Tensor) -> bool:
+    """Return whether the numbers of a plain tensor can be read now: not in a trace, under a FakeTensorMode or in a capture."""
+    if torch.compiler.is_compiling() or x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    if type(x) is Tensor or type(x) is torch.nn.Parameter:
+        return True
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(x, FakeTensor)
+
+
+def digest_bits(x: Tensor) -> Tensor:
+    """Return a digest of the bits of a tensor, int64 without a dim, on its device; the same on every device.
+
+    A sum of mixed words of 8 bytes, modulo 2^64: no order of adding changes it, and tensors that differ in one word never share it.
+    It takes three times the memory of x while it runs.
+    """
+    x = x.detach().resolve_conj().resolve_neg().contiguous()
+    # pad copies: the result begins at a multiple of 8 bytes
+    words = torch.nn.functional.pad(x.flatten().view(torch.uint8), (0, -x.nbytes % 8)).view(torch.int64)
+    mixed = torch.arange(1, words.numel() + 1, device=x.device).mul_(_ODD).bitwise_xor_(words).mul_(_ODD)
+    # high bits reach low ones by shifts alone: after one round, words that differ in their last byte would change the sum equally
+    for _ in range(2):
+        # a shift of int64 copies the sign
+        mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF)).mul_(_ODD)
+    return mixed.sum()
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:

@@ -23,15 +23,6 @@ from ringattn.training import cross_entropy_sum
 ROPE_THETA = 500_000.0  # base of the frequencies of rotary embedding
 
 
-def document_positions(sharding: Any) -> Tensor:
-    """The position of each of this rank's rows inside its document, `s` int64; without documents its global position."""
-    if sharding.documents is None:
-        return sharding.positions
-    bounds = torch.tensor(sharding.documents, device=sharding.positions.device)
-    # the last bound at or before a position starts its document; empty documents repeat a bound
-    return sharding.positions - bounds[torch.searchsorted(bounds, sharding.positions, right=True) - 1]
-
-
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles, `s d/2` fp32 each.
 
@@ -164,7 +155,7 @@ class Transformer(nn.Module):
         With targets, the token after each row or `IGNORED`, return the sum of their losses, natural log, fp32. `sharding`
         gives the positions for RoPE, which begin at 0 in each document.
         """
-        positions = document_positions(sharding).to(tokens.device)
+        positions = sharding.document_positions.to(tokens.device)
         cos, sin = rope_tables(positions, self.shape.head_dim, ROPE_THETA)
         x = self.embedding(tokens)
         for block in self.blocks:

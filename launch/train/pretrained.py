@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ringattn.launch.common.checkpoint_files import read_config, read_model, tokenizer_folder
 from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.train.data import NUM_BYTES
-from ringattn.launch.train.model import document_positions
 from ringattn.training import cross_entropy_sum
 
 
@@ -51,7 +50,7 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens: Tensor, sharding: Any, targets: Tensor | None = None) -> Tensor:
         """Return the logits `b s vocab` of this rank's rows, or with targets `b s` the sum of their losses, fp32."""
-        positions = document_positions(sharding).to(tokens.device)[None]
+        positions = sharding.document_positions.to(tokens.device)[None]
         call = {"input_ids": tokens, "position_ids": positions, "sharding": sharding, "use_cache": False}
         if targets is None:
             return self.model(**call).logits

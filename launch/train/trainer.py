@@ -32,6 +32,9 @@ from ringattn.plan.mask import short_mask
 from ringattn.plan.sharding import Sharding
 from ringattn.sizing.packing import place
 
+CHECKED_STEPS = 3
+"""First steps of a trainer in which the ranks of a ring compare their tokens and targets (`Ring.check_inputs`)."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -84,6 +87,7 @@ class Trainer:
             if (chosen := [x for x in self.model.parameters() if (x.ndim > 1) == matrices])
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+        self._num_steps, self._check_inputs = 0, self.ring.check_inputs
 
     def sharding(self, rows: Rows) -> Any:
         """Return the sharding of some rows over this ring."""
@@ -138,6 +142,8 @@ class Trainer:
         Raises:
             FloatingPointError: The loss or the gradient is not finite. Raised on every rank; nothing was updated.
         """
+        self.ring.check_inputs = self._check_inputs or self._num_steps < CHECKED_STEPS
+        self._num_steps += 1
         num_targets = max(1, count_targets(windows, self.recipe.separator))
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.device)

@@ -11,13 +11,19 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from ringattn.plan.expressions import Mask
 from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_shards, shard_len
 from ringattn.plan.mask import MaskUnion, check_documents, short_mask
 from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer, resolve_segments
 from ringattn.ring_registry import RINGS
-from ringattn.tensor_checks import check_tensor
+from ringattn.tensor_checks import check_tensor, digest_bits, is_readable
+
+SAME_SEQUENCE = (
+    "give all ranks of a ring the same sequence: use a sampler over data-parallel groups, not over all ranks"
+)
+"""Correction of inputs that differ between ranks."""
 
 
 class SupportsAllGather(Protocol):
@@ -27,6 +33,7 @@ class SupportsAllGather(Protocol):
     impl: str
     rank: int
     world_size: int
+    check_inputs: bool
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
         """Every rank's tensor, in rank order; lengths along dim differ by rank."""
@@ -38,6 +45,7 @@ class SupportsAllGather(Protocol):
 
     def propagate_errors(self) -> AbstractContextManager[None]: ...  # noqa: D102
     def raise_on_all_ranks(self, error: Exception) -> NoReturn: ...  # noqa: D102
+    def assert_equal_across_ranks(self, what: str, text: str, doing: str = "", fix: str = "") -> None: ...  # noqa: D102
     def assert_equal_once(self, what: str, text: str, doing: str = "") -> None: ...  # noqa: D102
 
 
@@ -150,10 +158,54 @@ class Sharding:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The global position of each of this rank's rows: `s` int64, ascending, on `device`."""
+        """The global position of each of this rank's rows: `s` int64, ascending, on `device`.
+
+        They count over the whole sequence, not from 0 on each rank: rotary embeddings and learned positions of a shard take them.
+        `document_positions` count from the start of each packed document.
+
+        Example:
+            >>> from ringattn import Ring
+            >>> sharding = Ring().sharding(4)
+            >>> frequencies = 10_000.0 ** (-torch.arange(0, 64, 2) / 64)  # of head_dim 64
+            >>> angles = sharding.positions[:, None] * frequencies  # s d/2, for rotary embeddings of q and k
+            >>> angles[:, 0].tolist()
+            [0.0, 1.0, 2.0, 3.0]
+        """
         # they outlive the call that makes them: ordinary tensors even when made under inference mode
         with torch.inference_mode(False):
             return positions_of(self.shards[self.rank]).to(self.device)
+
+    @property
+    def document_positions(self) -> Tensor:
+        """The position of each of this rank's rows inside its document, `s` int64; `positions` where there are no documents."""
+        return self.positions if self.documents is None else positions_in_documents(self.positions, self.documents)
+
+    def check_positions(self, position_ids: Tensor) -> None:
+        """Raise unless position ids are those of this rank's rows; a trace or a capture checks the shape only.
+
+        Args:
+            position_ids: `s`, `b s` or with more dims before the rows, integers: `positions` or `document_positions` in each row.
+
+        Raises:
+            ValueError: They are others, as positions that count from 0 on each rank. Where one rank alone has them, other ranks
+                of the ring find it when they compare their next call.
+            TypeError: position_ids is no tensor.
+
+        Example:
+            >>> from ringattn.plan.layouts import zigzag
+            >>> Sharding(8, "zigzag", zigzag(8, 2), rank=0).check_positions(torch.tensor([[0, 1, 6, 7]]))
+        """
+        with _propagate_errors(self._ring):
+            self._check_rows("position_ids", position_ids, -1, "shard_len", "the positions of this rank's rows")
+            if not is_readable(position_ids):
+                return
+            allowed = [x.to(position_ids.device) for x in (self.positions, self.document_positions)]
+            if not any(bool((position_ids == x).all()) for x in allowed):
+                raise ValueError(
+                    f"position_ids must be the positions of this rank's {self.shard_len} rows, "
+                    f"{shorten(self.positions)}, or those inside documents, got {shorten(position_ids.flatten())}; pass "
+                    "sharding.positions"
+                )
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return this rank's rows of a whole tensor, as a new contiguous tensor; differentiable.
@@ -164,12 +216,67 @@ class Sharding:
 
         Raises:
             ValueError: x does not have seq_len rows in `dim`; other ranks of the ring find it when they compare their next call.
+                With `Ring(check_inputs=True)`: ranks have different tensors; raised on every rank, each of which calls this.
             TypeError: x is no tensor, or dim no integer.
             NotImplementedError: x is a DTensor, or another tensor with a meaning of its own.
         """
+        return self.cut(x, self._check_whole("shard", "x", x, dim))
+
+    def shift_labels(self, labels: Tensor, ignore_index: int = -100, dim: int = 1) -> Tensor:
+        """Return this rank's rows of labels in which each row has the next token: shifted before the sequence is cut.
+
+        The next token of a shard's last row is on another rank, so that labels can not be shifted afterwards. The last row of each
+        document, or of the sequence, gets `ignore_index`. A loss of these labels compares row i of the logits with label i.
+
+        Args:
+            labels: Whole labels, one per token as token ids are, seq_len long in `dim`; integers, the same on every rank.
+            ignore_index: Label of rows that have no next token.
+            dim: The sequence dimension; negative counts from the end.
+
+        Returns:
+            shard_len rows in `dim`, contiguous.
+
+        Raises:
+            ValueError: See `shard`; or labels are no integers, or their dtype does not hold ignore_index.
+            TypeError: labels is no tensor, or dim or ignore_index no integer.
+            NotImplementedError: See `shard`.
+
+        Example:
+            >>> from ringattn.plan.layouts import zigzag
+            >>> sharding = Sharding(8, "zigzag", zigzag(8, 2), 0, documents=(0, 2, 8))
+            >>> sharding.shift_labels(torch.arange(80, 88), dim=0).tolist()  # rows 0, 1, 6 and 7
+            [81, -100, 87, -100]
+        """
         with _propagate_errors(self._ring):
-            dim = self._check_rows("x", x, dim, "seq_len", "the whole sequence, or name its dim")
-        return self.cut(x, dim)
+            check_tensor("labels", labels)
+            ignore_index = resolve_integer("ignore_index", ignore_index)
+            if labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
+                raise ValueError(f"labels must be integers, got {labels.dtype}; pass token ids")
+            bounds = torch.iinfo(labels.dtype)
+            if not bounds.min <= ignore_index <= bounds.max:
+                raise ValueError(
+                    f"ignore_index must be from {bounds.min} to {bounds.max} for labels of {labels.dtype}, got {ignore_index}; "
+                    "pass labels.long()"
+                )
+        dim = self._check_whole("shift_labels", "labels", labels, dim)
+        ends = sorted({end - 1 for end in self.documents or (0, self.seq_len) if end})
+        shifted = labels.roll(-1, dim)
+        return self.cut(shifted.index_fill_(dim, torch.tensor(ends, device=labels.device), ignore_index), dim)
+
+    def _check_whole(self, doing: str, name: str, x: Tensor, dim: int) -> int:
+        """Return dim, counted from the front, of a whole tensor, which ranks compare if their ring checks inputs."""
+        with _propagate_errors(self._ring):
+            dim = self._check_rows(name, x, dim, "seq_len", "the whole sequence, or name its dim")
+            ring = self._ring
+            if ring is None or self.world_size == 1 or not ring.check_inputs:
+                return dim
+            # a worker of a DataLoader has no place in the order of comparisons
+            if is_readable(x) and get_worker_info() is None:
+                text = f"{list(x.shape)} to cut in dim {dim}, {x.dtype}, digest {int(digest_bits(x)) % 2**64:016x}"
+                ring.assert_equal_across_ranks(
+                    f"{name} of Sharding.{doing}", text, f"Sharding.{doing}({text})", SAME_SEQUENCE
+                )
+        return dim
 
     def cut(self, x: Tensor, dim: int) -> Tensor:
         """Return `shard` of a tensor that was checked; dim counts from the front."""
@@ -412,6 +519,19 @@ def positions_of(shard: Shard) -> Tensor:
     if not shard:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     return torch.cat([torch.arange(run.start, run.last + 1, run.stride, device="cpu") for run in shard])
+
+
+def positions_in_documents(positions: Tensor, documents: Sequence[int]) -> Tensor:
+    """Positions of a sequence as counted from the start of their document; boundaries are cumulative, as `Sharding.documents`."""
+    edges = torch.tensor(documents, device=positions.device)
+    # the last bound at or before a position starts its document; empty documents repeat a bound
+    return positions - edges[torch.searchsorted(edges, positions, right=True) - 1]
+
+
+def shorten(positions: Tensor) -> str:
+    """Return a text of at most six of the positions `s`, for messages."""
+    shown = positions.tolist()
+    return str(shown) if len(shown) <= 6 else f"[{', '.join(map(str, shown[:4]))}, ..., {shown[-1]}]"
 
 
 def _exchange_plan(

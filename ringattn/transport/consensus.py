@@ -61,6 +61,8 @@ _NOWHERE = "nowhere"
 """Note of a rank that waits for no other rank any more."""
 _GAVE_UP = "gave up"
 """In place of the text of a rank whose wait has timed out."""
+GIVE_THE_SAME = "give all of them the same"
+"""How to correct a difference between ranks, where a caller knows no more."""
 _PUBLISHED = "_ringattn_published"
 """Attribute of an error: the names of the consensus objects in which a round has ended in it."""
 
@@ -186,7 +188,7 @@ class RankConsensus:
                 raise_differences(records)
         return [record[what] for record in records]
 
-    def assert_equal_across_ranks(self, what: str, text: str, doing: str = "") -> None:
+    def assert_equal_across_ranks(self, what: str, text: str, doing: str = "", fix: str = GIVE_THE_SAME) -> None:
         """Raise ValueError on every rank, naming those that differ from most, unless a text is equal on all ranks."""
         with self._failing():
             found = self.share(what, text, doing or f"{what}: {text}")
@@ -195,7 +197,7 @@ class RankConsensus:
             if differing:
                 raise ValueError(
                     f"{what} must be the same on all ranks of a ring, got {usual} on most ranks and {found[differing[0]]} on ring "
-                    f"rank {differing[0]} (ring ranks {differing} differ); give all of them the same"
+                    f"rank {differing[0]} (ring ranks {differing} differ); {fix}"
                 )
 
     def first(self, what: str, value: Any) -> Any:

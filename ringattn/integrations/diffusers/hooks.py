@@ -8,7 +8,6 @@ Legend: b batch, s rows of this rank, n tokens of the whole sequence, h heads, d
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
@@ -25,6 +24,7 @@ from ringattn.integrations.diffusers.denoisers import DenoiserSpec, TokenCount, 
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.sharding_context import find_sharding, use_sharding
+from ringattn.tensor_checks import digest_bits
 
 _ONE_CALL = (
     "an attention module on a ring must call torch's scaled_dot_product_attention once, got {}; call "
@@ -118,9 +118,7 @@ class SegmentShardings:
         """
         known = tuple(lengths.items())
         if known not in self._joint:
-            data = sample.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
-            digest = hashlib.blake2b(data, digest_size=8).hexdigest()
-            text = f"{dict(lengths)} tokens, sample {tuple(sample.shape)} with digest {digest}"
+            text = f"{dict(lengths)} tokens, sample {tuple(sample.shape)} with digest {int(digest_bits(sample))}"
             what = "the input of a denoiser (pass generator= with one seed on all ranks; each cuts its own tokens)"
             self.ring.assert_equal_across_ranks(what, text)
             joint = self.ring.sharding(sum(lengths.values()), "segments", segments=list(lengths.values()))

@@ -10,7 +10,6 @@ Note [Loss of a shard]
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
@@ -21,13 +20,14 @@ from torch.utils.data import get_worker_info
 
 from ringattn.integrations.transformers.masks import read_boundaries
 from ringattn.integrations.transformers.model_hooks import watch_models
-from ringattn.integrations.transformers.positions import document_positions, read_cumulative, read_documents
+from ringattn.integrations.transformers.positions import read_cumulative, read_documents
 from ringattn.integrations.transformers.support import IMAGE_KEYWORDS, check_supported
 from ringattn.integrations.transformers.trees import IGNORE_INDEX, check_tree_batch
 from ringattn.plan.expressions import Mask, Tree
-from ringattn.plan.sharding import Sharding
+from ringattn.plan.sharding import Sharding, positions_in_documents
 from ringattn.ring import Ring
 from ringattn.sizing.packing import PackedSequence, place
+from ringattn.tensor_checks import digest_bits
 
 COMPARED = 2
 """First batches of a ring whose tokens are compared between ranks, to find mistakes in reading data."""
@@ -157,7 +157,7 @@ def shard_batch(
     whole = pooling or bool(images)
     part |= {name: x if whole else sharding.shard(x, dim=1) for name, x in given.items() if name in _ROWS}
     if positions is None and not images:  # a model with images counts in its own way
-        positions = document_positions(torch.arange(n, device="cpu"), documents or (0,)).to(tokens.device)[None]
+        positions = positions_in_documents(torch.arange(n, device="cpu"), documents or (0,)).to(tokens.device)[None]
     if positions is not None:
         part["position_ids"] = positions if whole else sharding.shard(positions, dim=positions.dim() - 1)
     part |= {"gather_outputs": True} if pooling else _labels(batch, sharding, shift_labels, tree)
@@ -307,10 +307,7 @@ def _compare(tensors: list[Tensor], ring: Ring) -> None:
     compared = _compared.get(ring, 0)
     if compared >= COMPARED or ring.world_size == 1 or get_worker_info() is not None:
         return
-    checksum = 0
-    for x in tensors:
-        checksum = zlib.crc32(x.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes(), checksum)
-    text = f"{list(tensors[0].shape)} with checksum {checksum:08x}"
+    text = f"{list(tensors[0].shape)} with digests {[int(digest_bits(x)) for x in tensors]}"
     ring.assert_equal_across_ranks("the tokens of a batch", text)
     # not before: a rank whose batch was refused did not take part
     _compared[ring] = compared + 1

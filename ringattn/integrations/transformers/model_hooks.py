@@ -30,7 +30,7 @@ from ringattn.inference import ForwardBatch
 from ringattn.integrations.linear.transformers_layers import PENDING
 from ringattn.integrations.transformers.latents import hand_all_latents_on, hand_latents_on
 from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
-from ringattn.integrations.transformers.positions import document_positions, has_sections
+from ringattn.integrations.transformers.positions import has_sections
 from ringattn.integrations.transformers.support import NAME, check_supported, is_tower, layers_that_attend
 from ringattn.plan.sharding import Sharding
 
@@ -134,8 +134,7 @@ def _take(
 
 def _count(sharding: Sharding) -> Tensor:
     """Return the positions `s` of this rank's rows, from the start of their document."""
-    positions = sharding.positions.cpu()
-    return positions if sharding.documents is None else document_positions(positions, sharding.documents)
+    return sharding.document_positions.cpu()
 
 
 def _with_text(positions: Tensor, counted: Tensor, module: nn.Module) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ringattn.integrations.transformers.masks import RingMask, read_boundaries
-from ringattn.plan.sharding import Sharding, positions_of
+from ringattn.plan.sharding import Sharding, positions_in_documents, positions_of, shorten
 
 _UNPADDED = RingMask()
 
@@ -110,8 +110,8 @@ def check_positions(
         )
     if not _match(here, sharding, padding):
         raise ValueError(
-            f"position_ids must be the global positions of this rank's rows, {_shorten(sharding.positions)}, or count from the "
-            f"start of their document or first token, got {_shorten(here[0])} on rank {sharding.rank} of {sharding.world_size}; "
+            f"position_ids must be the global positions of this rank's rows, {shorten(sharding.positions)}, or count from the "
+            f"start of their document or first token, got {shorten(here[0])} on rank {sharding.rank} of {sharding.world_size}; "
             "pass the whole batch through shard_batch"
         )
     if rope_limits:
@@ -123,9 +123,9 @@ def _match(here: Tensor, sharding: Sharding, padding: Tensor | None, first_posit
     positions = sharding.positions.cpu()
     bases = [positions]
     if sharding.documents is not None:
-        bases.append(document_positions(positions, sharding.documents))
+        bases.append(positions_in_documents(positions, sharding.documents))
     padding = torch.ones(1, sharding.seq_len, dtype=torch.bool, device="cpu") if padding is None else padding.cpu()
-    begins, held = padding.int().argmax(-1), sharding.shard(padding, dim=1)
+    begins, held = padding.int().argmax(-1), sharding.cut(padding, 1)
     for base in bases if len(positions) else ():
         offset, there = torch.broadcast_tensors(here - base, held)
         start = offset.gather(1, there.int().argmax(-1, keepdim=True))
@@ -133,17 +133,6 @@ def _match(here: Tensor, sharding: Sharding, padding: Tensor | None, first_posit
         if bool((~there | ((offset == start) & known[:, None])).all()):
             return True
     return not len(positions)
-
-
-def document_positions(positions: Tensor, documents: Sequence[int]) -> Tensor:
-    """Return positions of a sequence as counted from the start of their document; boundaries are cumulative."""
-    edges = torch.tensor(documents, device="cpu")
-    return positions - edges[torch.searchsorted(edges, positions, right=True) - 1]
-
-
-def _shorten(positions: Tensor) -> str:
-    shown = positions.tolist()
-    return str(shown) if len(shown) <= 6 else f"[{', '.join(map(str, shown[:4]))}, ..., {shown[-1]}]"
 
 
 def read_documents(
@@ -220,7 +209,7 @@ def _ends_in_documents(sharding: Sharding) -> list[int] | None:
         # positions cannot be read: any rank may hold the end of the longest document, or none
         lengths = [stop - start for start, stop in zip(sharding.documents[:-1], sharding.documents[1:], strict=True)]
         return [max(lengths)] + [1] * (len(sharding.shards) - 1)
-    inside = (document_positions(positions_of(shard), sharding.documents) for shard in sharding.shards)
+    inside = (positions_in_documents(positions_of(shard), sharding.documents) for shard in sharding.shards)
     return [int(positions.max()) + 1 if len(positions) else 0 for positions in inside]
 
 

@@ -49,6 +49,7 @@ from ringattn.integrations.transformers.support import (
     inner_model,
 )
 from ringattn.ring import Ring
+from ringattn.tensor_checks import digest_bits
 
 CROPS_BY_COUNT = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
 """Whether `crop` takes a number of tokens to remove, as a negative number, and nothing else; older releases take a length too."""
@@ -269,7 +270,7 @@ class RingCache(Cache):
                 raise  # raised on all ranks, or published to them
             kv.consistency.discard()
             self.ring.raise_on_all_ranks(error)
-        kv.consistency.record("generate", _hash(out if isinstance(out, Tensor) else out.sequences)[None])
+        kv.consistency.record("generate", digest_bits(out if isinstance(out, Tensor) else out.sequences)[None])
         kv.consistency.check_recorded("what generate returns")
         return out
 
@@ -343,7 +344,7 @@ class RingCache(Cache):
             self._open().consistency.record(text, *tensors)
             return paddings, False
         tensors += [x for _, x in sorted(_images(given).items()) if isinstance(x, Tensor)]
-        text += f", digests of tokens and positions {[int(_hash(x)) for x in tensors]}"
+        text += f", digests of tokens and positions {[int(digest_bits(x)) for x in tensors]}"
         self.ring.assert_equal_across_ranks("what the model is called with", text)
         self._compared = True
         return paddings, True
@@ -515,7 +516,7 @@ def _drop_cached(given: dict[str, Any], name: str, paddings: list[int], before: 
 def _describe(value: Any) -> str:
     """Return a text of arguments of generate, equal on all ranks that pass equal ones."""
     if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {int(_hash(value))}"
+        return f"{tuple(value.shape)} {int(digest_bits(value))}"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {_describe(value[name])}" for name in sorted(value, key=repr)) + "}"
     if isinstance(value, list | tuple):
@@ -554,16 +555,6 @@ def _padding(mask: Tensor, b: int, length: int) -> list[int]:
             "pass masks whose zeros come before all ones, as a tokenizer with padding_side='left' does"
         )
     return paddings
-
-
-def _hash(x: Tensor) -> Tensor:
-    """Return a checksum of tokens or embeddings."""
-    if x.is_floating_point():
-        x = x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-    x = x.flatten().to(torch.int64)
-    # odd factors without a pattern; overflow wraps around
-    factors = torch.arange(1, x.numel() + 1, device=x.device) * -7046029254386353131 | 1
-    return (x * factors).sum()
 
 
 def share_generators(ring: Ring, device: torch.device) -> None:

@@ -247,5 +247,5 @@ def disagree() -> str:
 @pytest.mark.dist
 def test_ranks_that_read_different_samples_raise(pool: Pools) -> None:
     for text in pool(2).run(disagree):
-        assert "checksum" in text
+        assert "digests" in text
         assert "ring ranks [1] differ" in text

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,13 +23,12 @@ from ringattn.launch.train.model import (
     ROPE_THETA,
     Transformer,
     apply_rope,
-    document_positions,
     recompute_,
     rope_tables,
 )
 from ringattn.launch.train.parallel import Parallel, make_parallel, mesh_sizes, single_process_group
 from ringattn.launch.train.run import compare_results
-from ringattn.launch.train.trainer import Recipe, StepResult, Trainer
+from ringattn.launch.train.trainer import CHECKED_STEPS, Recipe, StepResult, Trainer
 from ringattn.sizing.shapes import ModelShape
 
 CPU = torch.device("cpu")
@@ -214,6 +214,28 @@ def assert_alike(rank: dict[str, Any], one: dict[str, Any]) -> None:
     assert rank["text"] == one["text"]
 
 
+def take_other_steps(differing: int) -> list[str]:
+    """The errors of one rank in steps of which one has another batch on rank 1."""
+    trainer = Trainer(make_model, Recipe(), make_parallel(CPU, "cp=2"))
+    said = []
+    for step in range(CHECKED_STEPS + 1):
+        try:
+            trainer.step(some_tokens(2, 18, seed=step + 9 * (step == differing) * dist.get_rank()), 1e-3)
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.dist
+def test_ranks_of_a_ring_with_different_batches_are_refused_in_the_first_steps(pool):
+    for said in pool(2).run(take_other_steps, CHECKED_STEPS - 1):
+        assert said.pop(CHECKED_STEPS - 1).startswith("x of Sharding.shard must be the same on all ranks")
+        assert said == [""] * CHECKED_STEPS
+    for said in pool(2).run(take_other_steps, CHECKED_STEPS):
+        assert said == [""] * (CHECKED_STEPS + 1)
+
+
 def test_a_step_is_a_step_of_the_definition(alone):
     trainer, model = Trainer(make_model, Recipe(max_grad_norm=1e9), alone), make_model()
     windows = some_tokens(3, 18)
@@ -291,8 +313,8 @@ def test_attention_stays_inside_documents_and_positions_begin_anew(alone):
 
 def test_the_positions_of_packed_rows_begin_at_each_document():
     sharding = ringattn.Ring().sharding(9, "contiguous", documents=(0, 2, 2, 6, 9))
-    assert document_positions(sharding).tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
-    assert document_positions(ringattn.Ring().sharding(4)).tolist() == [0, 1, 2, 3]
+    assert sharding.document_positions.tolist() == [0, 1, 0, 1, 2, 3, 0, 1, 2]
+    assert ringattn.Ring().sharding(4).document_positions.tolist() == [0, 1, 2, 3]
 
 
 def bf16_steps() -> dict[str, object]:
