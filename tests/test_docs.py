@@ -69,6 +69,7 @@ ELSEWHERE = (
     "meshes.md",
     "reinforcement.md",
     "serve_in_ten_minutes.md",
+    "torchtitan.md",
     "train_in_ten_minutes.md",
     "trainers.md",
     "transformers.md",
