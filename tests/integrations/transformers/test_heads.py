@@ -306,6 +306,64 @@ def test_a_loss_that_is_averaged_over_the_labels_of_a_shard_is_refused(pool: Poo
         assert "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of Llama" in told
 
 
+def train_head(kind: str, options: dict[str, Any], length: int) -> str:
+    """The error of a call with labels, or the loss."""
+    sizes = {
+        "d_model": 16,
+        "decoder_layers": 1,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 16,
+        "vocab_size": VOCAB,
+    }
+    register()
+    if kind == "whisper":
+        config = AutoConfig.for_model(kind, **sizes, pad_token_id=0)
+        model: Any = transformers.WhisperForCausalLM._from_config(config, attn_implementation="ringattn")
+    elif kind == "token":
+        config = AutoConfig.for_model(**CONFIGS["llama"], num_labels=VOCAB)
+        model = transformers.LlamaForTokenClassification._from_config(config, attn_implementation="ringattn")
+    else:
+        model = make(kind, "ringattn")
+    ids = tokens(length)
+    try:
+        return str(float(model(**shard_batch({"input_ids": ids, "labels": ids}, Ring(), **options)).loss.detach()))
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="encoders of 4.x do not ask for attention by name")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["modernbert", "bert", "token"])
+def test_heads_that_predict_in_place_refuse_shifted_labels(pool: Pools, kind: str, ranks: int) -> None:
+    for found in pool(ranks).run(train_head, kind, {}, 12):
+        assert found.startswith("shift_labels must be False for ")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_heads_of_the_next_token_refuse_labels_that_are_not_shifted(pool: Pools, ranks: int) -> None:
+    """A model would shift those of a shard, and the first label counts though nothing predicts it."""
+    for found in pool(ranks).run(train_head, "llama", {"shift_labels": False}, 12):
+        assert found.startswith("shift_labels must be True for LlamaForCausalLM")
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="these of 4.x do not ask for attention by name, or take no keywords")
+@pytest.mark.parametrize(
+    ("kind", "options", "length"),
+    [("whisper", {}, 45), ("bert", {"shift_labels": False}, 12)],  # each rank has as many labels
+)
+def test_losses_that_average_are_refused_whatever_the_counts(
+    pool: Pools, kind: str, options: dict[str, Any], length: int
+) -> None:
+    """Whisper's decoder does not shift labels either, so its loss was another one, too."""
+    for found in pool(2).run(train_head, kind, options, length):
+        assert found.startswith(
+            "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of"
+        )
+
+
 def call_wrongly(name: str) -> str:
     """The error of a call whose head would choose among the rows of a rank."""
     kwargs: dict[str, Any] = {}
