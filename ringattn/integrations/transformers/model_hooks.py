@@ -174,14 +174,15 @@ def _after(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output
 
 
 def check_attention(model: nn.Module, forwards: int | None = None) -> None:
-    """Raise when a model has no layer that may attend with ringattn, or none did after so many forwards of it had begun."""
+    """Raise when a model has no layer that will attend with ringattn, or none did after so many forwards of it had begun."""
     if forwards is not None and num_forwards() != forwards:
         return
     by_name, directly = layers_that_attend(model)
-    if forwards is None if by_name else directly:
-        return
     config: Any = getattr(model, "config", None)
     named = config is not None and getattr(config.get_text_config(), "_attn_implementation", None) == NAME
+    # models around the innermost one may have no implementation of their own
+    if forwards is None and (named or directly or not _is_innermost(model)) if by_name else directly:
+        return
     raise RuntimeError(
         f"a model that is called with a sharding must attend with ringattn, got {type(model).__name__}, "
         + (

@@ -242,13 +242,13 @@ UNAWARE: dict[str, dict[str, Any]] = {
 }
 
 
-def call_unaware(kind: str, attention: str) -> str:
-    """The error of a model that does not attend with ringattn."""
+def call_unaware(kind: str, attention: str, **entries: Tensor) -> str:
+    """The error of a model that does not attend with ringattn, in a call with these entries of a batch, too."""
     register()
     settings = {k: v for k, v in (UNAWARE | CLASSIFIERS)[kind].items() if k != "model_type"}
     model = AutoModel.from_config(AutoConfig.for_model(kind, **settings), attn_implementation=attention)
     try:
-        model(**shard_batch({"input_ids": tokens(12)}, Ring()))
+        model(**shard_batch({"input_ids": tokens(12), **entries}, Ring()))
     except (RuntimeError, NotImplementedError, TypeError) as error:
         return str(error)
     return ""
@@ -262,8 +262,11 @@ def test_models_that_attend_by_themselves_are_refused_on_every_rank(pool: Pools,
 
 
 @pytest.mark.dist
-def test_a_model_with_another_attention_is_refused_on_every_rank(pool: Pools) -> None:
-    for found in pool(2).run(call_unaware, "llama", "sdpa"):
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_with_another_attention_is_refused_on_every_rank(pool: Pools, padded: bool) -> None:
+    """Before it runs: torch found that the mask of the whole sequence does not fit the rows of a rank."""
+    entries = {"attention_mask": torch.arange(12)[None].lt(9).long()} if padded else {}
+    for found in pool(2).run(call_unaware, "llama", "sdpa", **entries):
         assert "must attend with ringattn, got LlamaModel, which did not; make it with attn_implementation" in found
 
 
