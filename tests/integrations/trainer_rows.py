@@ -18,6 +18,7 @@ ROWS = [
             ("Mistral (sliding window)", "mistral"),
             ("Gemma 3 (text)", "gemma3"),
             ("GPT-OSS (sinks)", "gpt_oss"),
+            ("ModernBERT (masked language model)", "modernbert"),
         )
     ),
     ModelRow(

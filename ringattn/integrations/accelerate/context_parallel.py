@@ -140,7 +140,7 @@ def context_parallel(
     *,
     ring: Ring | None = None,
     layout: str = "zigzag",
-    shift_labels: bool = True,
+    shift_labels: bool | None = None,
     pooling: bool = False,
     balance: dict[str, Any] | None = None,
 ) -> ContextParallel:
@@ -151,7 +151,7 @@ def context_parallel(
         size: Number of consecutive processes that share a sequence; more processes are data parallel rings. Default: all.
         ring: The ranks that share a sequence, instead of a size.
         layout: See `shard_batch`, as for the next three.
-        shift_labels: Whether models predict the next token; False for encoders.
+        shift_labels: See `shard_batch`; False for encoders.
         pooling: Whether heads choose rows of the whole sequence.
         balance: The mask to balance for.
 

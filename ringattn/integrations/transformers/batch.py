@@ -48,7 +48,7 @@ def shard_batch(
     ring: Ring,
     layout: str = "zigzag",
     *,
-    shift_labels: bool = True,
+    shift_labels: bool | None = None,
     pooling: bool = False,
     balance: dict[str, Any] | Mask | None = None,
     tree: Tree | None = None,
@@ -68,7 +68,8 @@ def shard_batch(
             `position_ids` may also be `3 b n`, or `4 b n` with those of the text first.
         ring: The ranks that share the sequence.
         layout: As in `ring.sharding`: "zigzag", "contiguous", "striped" or "balanced".
-        shift_labels: Whether the model predicts the next token; False for models that predict tokens in place, as encoders.
+        shift_labels: Whether the model predicts the next token; False for models that predict tokens in place, as encoders. None:
+            True here. A trainer, which knows the model, then decides by its head.
         pooling: Whether the model has a head that chooses rows of the whole sequence (sequence classification, rewards): labels
             are then one per sequence, and the loss is the same on every rank.
         balance: As in `ring.sharding`: the mask to balance for; with a tree and the layout "balanced" by default the tree.
@@ -146,7 +147,7 @@ def shard_batch(
             raise NotImplementedError(
                 f"packed documents must come in one row, got {b}; flatten the batch, as DataCollatorWithFlattening does"
             )
-        if not shift_labels and batch.get("shift_labels") is not None:
+        if shift_labels is False and batch.get("shift_labels") is not None:
             raise ValueError(
                 "shift_labels must be left out of a batch whose labels are not shifted, got both; drop one"
             )
@@ -160,7 +161,7 @@ def shard_batch(
         positions = positions_in_documents(torch.arange(n, device="cpu"), documents or (0,)).to(tokens.device)[None]
     if positions is not None:
         part["position_ids"] = positions if whole else sharding.shard(positions, dim=positions.dim() - 1)
-    part |= {"gather_outputs": True} if pooling else _labels(batch, sharding, shift_labels, tree)
+    part |= {"gather_outputs": True} if pooling else _labels(batch, sharding, shift_labels is not False, tree)
     part |= {} if tree is None else {"tree": tree}
     return {**part, "use_cache": False, "sharding": sharding}
 
@@ -188,7 +189,7 @@ class RingCollator:
         ring: Ring,
         layout: str = "zigzag",
         *,
-        shift_labels: bool = True,
+        shift_labels: bool | None = None,
         pooling: bool = False,
         balance: dict[str, Any] | None = None,
         pack: bool = False,

@@ -31,7 +31,13 @@ from ringattn.integrations.linear.transformers_layers import PENDING
 from ringattn.integrations.transformers.latents import hand_all_latents_on, hand_latents_on
 from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
 from ringattn.integrations.transformers.positions import has_sections
-from ringattn.integrations.transformers.support import NAME, check_supported, is_tower, layers_that_attend
+from ringattn.integrations.transformers.support import (
+    NAME,
+    check_supported,
+    is_tower,
+    layers_that_attend,
+    predicts_in_place,
+)
 from ringattn.plan.sharding import Sharding
 
 LOSS_ROWS = 1024
@@ -86,8 +92,12 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     step = kwargs.get("step")
     if isinstance(step, ForwardBatch) and _is_innermost(module) and not is_tower(module):
         return _take(args, kwargs, new_tokens(step), partial(own_rows, step))
-    sharding = _shared(module, kwargs)
-    if sharding is None:
+    sharding = kwargs.get("sharding")
+    if not isinstance(sharding, Sharding) or is_tower(module):
+        return None
+    with sharding.ring.propagate_errors():
+        check_supported((module, kwargs), "labelled call")
+    if sharding.world_size == 1:
         return None
     with sharding.ring.propagate_errors():
         check_supported((module, kwargs), "sharded call")
@@ -163,14 +173,15 @@ def _after(module: nn.Module, _: tuple[Any, ...], kwargs: dict[str, Any], output
 
 
 def check_attention(model: nn.Module, forwards: int | None = None) -> None:
-    """Raise when a model has no layer that may attend with ringattn, or none did after so many forwards of it had begun."""
+    """Raise when a model has no layer that will attend with ringattn, or none did after so many forwards of it had begun."""
     if forwards is not None and num_forwards() != forwards:
         return
     by_name, directly = layers_that_attend(model)
-    if forwards is None if by_name else directly:
-        return
     config: Any = getattr(model, "config", None)
     named = config is not None and getattr(config.get_text_config(), "_attn_implementation", None) == NAME
+    # models around the innermost one may have no implementation of their own
+    if forwards is None and (named or directly or not _is_innermost(model)) if by_name else directly:
+        return
     raise RuntimeError(
         f"a model that is called with a sharding must attend with ringattn, got {type(model).__name__}, "
         + (
@@ -223,11 +234,14 @@ def _check_rows(module: nn.Module, output: Any, sharding: Sharding) -> None:
 
 
 def _check_loss(module: nn.Module, kwargs: dict[str, Any], output: Any, sharding: Sharding) -> None:
-    """Raise on every rank when the loss of the first call with shifted labels is not their sum over num_items_in_batch.
+    """Raise on every rank when the loss of the first call with labels of tokens is not their sum over num_items_in_batch.
 
     Some models pass only labels to their loss, which shifts them once more and averages over those of a rank.
     """
-    labels, count = kwargs.get("shift_labels"), kwargs.get("num_items_in_batch")
+    labels, count = (
+        kwargs.get("labels" if predicts_in_place(module) else "shift_labels"),
+        kwargs.get("num_items_in_batch"),
+    )
     if isinstance(output, tuple) and kwargs.get("labels") is not None and len(output) > 1:
         loss, logits = output[:2]
     else:
@@ -246,6 +260,6 @@ def _check_loss(module: nn.Module, kwargs: dict[str, Any], output: Any, sharding
         raise NotImplementedError(
             "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of "
             f"{type(module).__name__}: {found:.5g} instead of {expected:.5g} on rank {sharding.rank}; leave labels out of the "
-            "call, and take the sum over shift_labels from its logits"
+            "call, and take the sum over the labels from its logits"
         )
     _loss_checked.add(module)

@@ -32,6 +32,15 @@ ROW_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentenceP
 ROW_HEADS += ("SplinterForQuestionAnswering", "SplinterForPreTraining")
 """Ends of the names of models whose heads choose a row."""
 
+IN_PLACE_HEADS = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining")
+"""Ends of the names of models whose heads predict something of each token in place: their labels are not shifted."""
+
+NEXT_TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of models whose losses shift labels, unless they get shift_labels."""
+
+AVERAGES = frozenset({"BCEWithLogitsLoss", "CrossEntropyLoss", "MSELoss"})
+"""Losses of torch that a forward makes itself, which average over the labels of a call."""
+
 MASK_HEADS = ("BioGptForTokenClassification", "ElectraForPreTraining", "XLMRobertaXLForTokenClassification")
 """Models whose losses leave out labels by the attention mask, which is that of the whole sequence."""
 
@@ -212,6 +221,38 @@ def _masked_labels(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
     return name if name in MASK_HEADS and all(given) else None
 
 
+def predicts_in_place(model: nn.Module) -> bool:
+    """Return whether a model, or one that it wraps, has a head that predicts something of each token in place."""
+    return any(_has_head(type(part), IN_PLACE_HEADS) for part in model.modules())
+
+
+def _has_head(kind: type[nn.Module], ends: tuple[str, ...]) -> bool:
+    return any(base.__name__.endswith(ends) for base in kind.__mro__)
+
+
+def _labels_elsewhere(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
+    kind = type(call[0])
+    shifted = call[1].get("shift_labels") is not None
+    return kind.__name__ if shifted and _has_head(kind, IN_PLACE_HEADS) else None
+
+
+def _labels_in_place(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
+    kind = type(call[0])
+    unshifted = call[1].get("labels") is not None and call[1].get("shift_labels") is None
+    return kind.__name__ if unshifted and _has_head(kind, NEXT_TOKEN_HEADS) else None
+
+
+def _averaged_labels(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
+    whole = call[1].get("labels") is None or call[1].get("gather_outputs") or torch.compiler.is_compiling()
+    return None if whole or not _averages(type(call[0])) else type(call[0]).__name__
+
+
+@functools.cache
+def _averages(kind: type[nn.Module]) -> bool:
+    code = inspect.unwrap(kind.forward).__code__
+    return not AVERAGES.isdisjoint(code.co_names) and "num_items_in_batch" not in code.co_varnames
+
+
 def _counted_sequences(call: tuple[nn.Module, Mapping[str, Any]]) -> Any:
     gathered = call[1].get("gather_outputs") and call[1].get("labels") is not None
     return call[1].get("num_items_in_batch") if gathered else None
@@ -287,7 +328,21 @@ TABLE = (
         "config of {subject.model_type}; run this model on one process, without a RingCache. To train gated delta rule or Mamba-2, "
         "call ringattn.integrations.transformers.replace_recurrent_layers(model) first",
     ),
-    # a model and the keywords of its call with a sharding, where ranks share a sequence
+    # a model and the keywords of its call with a sharding, on any number of ranks
+    Unsupported(
+        "labelled call",
+        _labels_elsewhere,
+        "shift_labels must be False for {got}, whose head predicts each token in place, got labels that are shifted; pass "
+        "shift_labels=False to shard_batch, RingCollator or context_parallel",
+        ValueError,
+    ),
+    Unsupported(
+        "labelled call",
+        _labels_in_place,
+        "shift_labels must be True for {got}, whose loss shifts the labels that it gets, got labels of a shard that are not "
+        "shifted; leave shift_labels=False out, or take the loss from its logits",
+        ValueError,
+    ),
     Unsupported(
         "sharded call",
         _chooses_rows,
@@ -300,6 +355,12 @@ TABLE = (
         _masked_labels,
         "labels must be left out with an attention_mask where ranks share a sequence, got both for {got}, whose loss takes "
         "the mask for that of these rows; compute the loss from its logits",
+    ),
+    Unsupported(
+        "sharded call",
+        _averaged_labels,
+        "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of {got}, which is averaged over "
+        "the labels of each rank; leave labels out of the call, and take the sum over the labels from its logits",
     ),
     Unsupported(
         "sharded call",

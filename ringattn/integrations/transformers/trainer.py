@@ -33,7 +33,7 @@ from ringattn.integrations.transformers.chunked_loss import enable_chunked_loss
 from ringattn.integrations.transformers.model_forward import untraced
 from ringattn.integrations.transformers.model_hooks import check_attention
 from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
-from ringattn.integrations.transformers.support import check_supported
+from ringattn.integrations.transformers.support import check_supported, predicts_in_place
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 
@@ -104,6 +104,8 @@ class RingTrainerMixin(_Base):
             if self.ring.world_size > 1 and arguments is not None:
                 check_supported(arguments, "shared training")
             super().__init__(*args, **kwargs)
+            if self._options.get("shift_labels") is None:
+                self._options = {**self._options, "shift_labels": not predicts_in_place(cast(nn.Module, self.model))}
             self._chunked = chunked_loss
             if chunked_loss:
                 self._enable_chunked_loss()

@@ -242,13 +242,13 @@ UNAWARE: dict[str, dict[str, Any]] = {
 }
 
 
-def call_unaware(kind: str, attention: str) -> str:
-    """The error of a model that does not attend with ringattn."""
+def call_unaware(kind: str, attention: str, **entries: Tensor) -> str:
+    """The error of a model that does not attend with ringattn, in a call with these entries of a batch, too."""
     register()
     settings = {k: v for k, v in (UNAWARE | CLASSIFIERS)[kind].items() if k != "model_type"}
     model = AutoModel.from_config(AutoConfig.for_model(kind, **settings), attn_implementation=attention)
     try:
-        model(**shard_batch({"input_ids": tokens(12)}, Ring()))
+        model(**shard_batch({"input_ids": tokens(12), **entries}, Ring()))
     except (RuntimeError, NotImplementedError, TypeError) as error:
         return str(error)
     return ""
@@ -262,8 +262,11 @@ def test_models_that_attend_by_themselves_are_refused_on_every_rank(pool: Pools,
 
 
 @pytest.mark.dist
-def test_a_model_with_another_attention_is_refused_on_every_rank(pool: Pools) -> None:
-    for found in pool(2).run(call_unaware, "llama", "sdpa"):
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_with_another_attention_is_refused_on_every_rank(pool: Pools, padded: bool) -> None:
+    """Before it runs: torch found that the mask of the whole sequence does not fit the rows of a rank."""
+    entries = {"attention_mask": torch.arange(12)[None].lt(9).long()} if padded else {}
+    for found in pool(2).run(call_unaware, "llama", "sdpa", **entries):
         assert "must attend with ringattn, got LlamaModel, which did not; make it with attn_implementation" in found
 
 
@@ -304,6 +307,64 @@ def average_labels(return_dict: bool) -> str:
 def test_a_loss_that_is_averaged_over_the_labels_of_a_shard_is_refused(pool: Pools, return_dict: bool) -> None:
     for told in pool(2).run(average_labels, return_dict):
         assert "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of Llama" in told
+
+
+def train_head(kind: str, options: dict[str, Any], length: int) -> str:
+    """The error of a call with labels, or the loss."""
+    sizes = {
+        "d_model": 16,
+        "decoder_layers": 1,
+        "decoder_attention_heads": 2,
+        "decoder_ffn_dim": 16,
+        "vocab_size": VOCAB,
+    }
+    register()
+    if kind == "whisper":
+        config = AutoConfig.for_model(kind, **sizes, pad_token_id=0)
+        model: Any = transformers.WhisperForCausalLM._from_config(config, attn_implementation="ringattn")
+    elif kind == "token":
+        config = AutoConfig.for_model(**CONFIGS["llama"], num_labels=VOCAB)
+        model = transformers.LlamaForTokenClassification._from_config(config, attn_implementation="ringattn")
+    else:
+        model = make(kind, "ringattn")
+    ids = tokens(length)
+    try:
+        return str(float(model(**shard_batch({"input_ids": ids, "labels": ids}, Ring(), **options)).loss.detach()))
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="encoders of 4.x do not ask for attention by name")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["modernbert", "bert", "token"])
+def test_heads_that_predict_in_place_refuse_shifted_labels(pool: Pools, kind: str, ranks: int) -> None:
+    for found in pool(ranks).run(train_head, kind, {}, 12):
+        assert found.startswith("shift_labels must be False for ")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_heads_of_the_next_token_refuse_labels_that_are_not_shifted(pool: Pools, ranks: int) -> None:
+    """A model would shift those of a shard, and the first label counts though nothing predicts it."""
+    for found in pool(ranks).run(train_head, "llama", {"shift_labels": False}, 12):
+        assert found.startswith("shift_labels must be True for LlamaForCausalLM")
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not FIVE, reason="these of 4.x do not ask for attention by name, or take no keywords")
+@pytest.mark.parametrize(
+    ("kind", "options", "length"),
+    [("whisper", {}, 45), ("bert", {"shift_labels": False}, 12)],  # each rank has as many labels
+)
+def test_losses_that_average_are_refused_whatever_the_counts(
+    pool: Pools, kind: str, options: dict[str, Any], length: int
+) -> None:
+    """Whisper's decoder does not shift labels either, so its loss was another one, too."""
+    for found in pool(2).run(train_head, kind, options, length):
+        assert found.startswith(
+            "the loss must be divided by num_items_in_batch where ranks share a sequence, got that of"
+        )
 
 
 def call_wrongly(name: str) -> str:

@@ -45,7 +45,8 @@ def on_ranks(
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
     part = shard_batch(batch, ring, layout, **options)
-    loss = learn(model, part, partial(share_of, part) if kind == "bert" else None)
+    share = partial(share_of, part, part.pop("labels")) if kind == "bert" else None
+    loss = learn(model, part, share)
     grads = gradients(model)
     for x in (loss, *grads.values()):
         dist.all_reduce(x)
@@ -53,9 +54,9 @@ def on_ranks(
     return loss, grads
 
 
-def share_of(part: dict[str, Any], out: Any) -> Tensor:
+def share_of(part: dict[str, Any], labels: Tensor, out: Any) -> Tensor:
     """The loss of a model whose own one does not know of num_items_in_batch."""
-    total = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), part["labels"].flatten(), reduction="sum")
+    total = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return total / part["num_items_in_batch"]
 
 

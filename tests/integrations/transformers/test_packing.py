@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import DataCollatorWithFlattening
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
 from ringattn import Ring
-from ringattn.integrations.transformers import RingCollator, shard_batch
+from ringattn.integrations.transformers import RingCollator, register, replace_recurrent_layers, shard_batch
 from ringattn.integrations.transformers.masks import RingMask
 from ringattn.integrations.transformers.positions import check_positions, read_documents
 from ringattn.plan.layouts import contiguous
 from ringattn.plan.sharding import Sharding
 from ringattn.sizing import place
-from tests.integrations.transformers.models import make, tokens
+from tests.integrations.transformers.models import CONFIGS, make, tokens
 from tests.integrations.transformers.test_models import alone, assert_equal, on_ranks
 from tests.support.pool import Pools
 
@@ -249,3 +250,66 @@ def test_ranks_that_read_different_samples_raise(pool: Pools) -> None:
     for text in pool(2).run(disagree):
         assert "digests" in text
         assert "ring ranks [1] differ" in text
+
+
+_LINEAR = {f"linear_{name}_head_dim": 8 for name in ("key", "value")} | {
+    f"linear_num_{x}_heads": 2 for x in ("key", "value")
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 24},
+    "biogpt": {},
+    "bert": {"is_decoder": True},
+    "afmoe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "n_groups": 1,
+    },
+    "olmo_hybrid": {**_LINEAR, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_text": {**_LINEAR, "layer_types": ["linear_attention", "full_attention"]},
+}
+"""Families in which transformers itself lets packed documents of restarting positions see each other."""
+
+
+def make_family(kind: str, implementation: str) -> Any:
+    register()
+    sizes = {name: x for name, x in CONFIGS["qwen3"].items() if name != "model_type"}
+    sizes |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout", "attention_dropout"), 0.0)
+    config = AutoConfig.for_model(kind, **{**sizes, "activation_dropout": 0.0, **FAMILIES[kind]})
+    config._experts_implementation = "eager"  # the others compute in single precision
+    torch.manual_seed(5)
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).double()
+    if implementation == "ringattn" and set(FAMILIES[kind]) & {"linear_key_head_dim", "mamba_num_heads"}:
+        replace_recurrent_layers(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def pack_family(kind: str, ids: Tensor, positions: Tensor) -> Tensor:
+    part = shard_batch({"input_ids": ids, "position_ids": positions}, Ring())
+    return part["sharding"].unshard(make_family(kind, "ringattn")(**part).logits)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(not transformers.__version__.startswith("5."), reason="4.x does not have all of them")
+@pytest.mark.parametrize(
+    "kind", [x if x in ("opt", "olmo_hybrid") else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES]
+)
+def test_packed_documents_give_what_each_gives_alone(pool: Pools, kind: str) -> None:
+    ids, lengths = tokens(45), (17, 28)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    model = make_family(kind, "eager")
+    with torch.no_grad():
+        each = torch.cat([model(x, use_cache=False).logits for x in ids.split(lengths, 1)], 1)
+        together = model(ids, position_ids=positions, use_cache=False).logits
+    size = each.abs().max()
+    assert (together - each).abs().max() > 1e-3 * size, "transformers keeps them apart: move the family to test_models"
+    for found in pool(2).run(pack_family, kind, ids, positions):
+        # gated delta rule and RoPE are computed in single precision
+        assert (found - each).abs().max() < 2e-5 * size

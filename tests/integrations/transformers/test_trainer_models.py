@@ -88,8 +88,10 @@ def train(folder: str, kind: str, cp: int, checkpoint: str | None = None, **opti
         trainer = (RingTrainer if cp else Trainer)(
             model=model,
             args=args,
-            # transformers lets packed documents of GPT-OSS see each other
-            data_collator=pad if kind == "gpt_oss" or options.get("eval_strategy") else DataCollatorWithFlattening(),
+            # transformers lets packed documents of these see each other
+            data_collator=pad
+            if kind in ("gpt_oss", "modernbert") or options.get("eval_strategy")
+            else DataCollatorWithFlattening(),
             # compiled code is made again for each length
             train_dataset=samples(9 if options.get("torch_compile") else None),
             eval_dataset=samples(),
