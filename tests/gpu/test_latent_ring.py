@@ -11,6 +11,8 @@ from tests.support.pool import Pools
 from tests.support.random_calls import Attention
 from tests.transport.test_latent_ring import attend, check, simulate
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
 CASES = {
     "V2-Lite": Attention(1000, None, 1, 4, 4, 192, 128, dtype=torch.bfloat16, mask={"causal": True}),
     "fp16": Attention(777, None, 2, 2, 2, 192, 128, dtype=torch.float16, mask={"causal": True, "window": (300, 0)}),
@@ -24,13 +26,6 @@ CASES = {
 }  # fmt: skip
 
 
-def on_gpu(case: Attention) -> dict[str, torch.Tensor]:
-    """A call on a ring of this process's ranks, whole."""
-    with torch.device("cuda"):
-        return {name: x.cpu() for name, x in attend(case, "zigzag", device="cuda").items()}
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("expand", ["reader", "owner"])
 @pytest.mark.parametrize("name", CASES)
 def test_latents_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch, name: str, expand: str) -> None:
@@ -40,7 +35,6 @@ def test_latents_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch, name: s
         check(CASES[name], {what: x.cpu() for what, x in found.items()})
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("expand", ["auto", "reader"])
 def test_ranks_equal_the_simulated_ring(pool: Pools, expand: str) -> None:
     case = CASES["V2-Lite"]
