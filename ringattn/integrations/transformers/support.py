@@ -237,9 +237,11 @@ def _labels_elsewhere(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
 
 
 def _labels_in_place(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
-    kind = type(call[0])
-    unshifted = call[1].get("labels") is not None and call[1].get("shift_labels") is None
-    return kind.__name__ if unshifted and _has_head(kind, NEXT_TOKEN_HEADS) else None
+    kind, given = type(call[0]), call[1]
+    unshifted = given.get("labels") is not None and given.get("shift_labels") is None
+    # the model shifts those of a whole sequence itself, unless a count was made of all of them
+    whole = given["sharding"].world_size == 1 and given.get("num_items_in_batch") is None
+    return kind.__name__ if unshifted and not whole and _has_head(kind, NEXT_TOKEN_HEADS) else None
 
 
 def _averaged_labels(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
