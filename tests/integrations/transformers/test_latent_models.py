@@ -104,6 +104,7 @@ def learn(kind: str, batch: int = 1) -> tuple[Tensor, dict[str, Tensor], int, in
     return loss, grads, calls.latents, calls.expanded
 
 
+@pytest.mark.models
 @pytest.mark.parametrize(("world_size", "batch"), [(2, 2), (3, 1)])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_learn_as_on_one_process(pool: Pools, kind: str, world_size: int, batch: int) -> None:
@@ -153,6 +154,7 @@ def generate(kind: str, chunk: int | None) -> tuple[dict[str, Tensor], int | Non
     return found, size
 
 
+@pytest.mark.models
 @pytest.mark.parametrize(("world_size", "chunk"), [(1, None), (2, None), (3, 16)])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_families_generate_as_with_the_cache_of_transformers(
