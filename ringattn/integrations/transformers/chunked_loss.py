@@ -38,7 +38,7 @@ def head_options(model: Any) -> dict[str, Any]:
         model.eval()
         # this rank alone
         model.set_attn_implementation("eager")
-        tokens = torch.arange(8, device=head.weight.device)[None]
+        tokens = torch.arange(8, device=head.weight.device)[None] % len(head.weight)
         wanted = model(input_ids=tokens, use_cache=False).logits.float()
         rows = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state
         model.set_attn_implementation(implementation)
