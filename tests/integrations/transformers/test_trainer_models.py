@@ -113,6 +113,8 @@ def expected(kind: str, *options: tuple[str, Any]) -> Any:
 @pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 2), (4, 4), pytest.param(4, 2, marks=OF_FIVE)])
 def test_ten_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow, ranks: int, cp: int) -> None:
     """On four ranks with a context parallel size of two, FSDP2 shards over all four."""
+    if row.kind == "modernbert" and not FIVE:
+        pytest.skip("4.x computes its attention itself")
     options = FSDP if cp < ranks else {}
     found = pool(ranks).run(train, str(tmp_path), row.kind, cp, **options)
     for mine in found:
