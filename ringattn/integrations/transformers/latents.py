@@ -9,7 +9,6 @@ whose up-projection is no plain `nn.Linear` (adapters, quantised weights) are ex
 from __future__ import annotations
 
 import functools
-import gc
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,13 +27,6 @@ def hand_latents_on(module: nn.Module, attention: str) -> None:
         return (kv_nope, k_rot) if self.config._attn_implementation == attention else own(self, kv_nope, k_rot)
 
     type(module).expand_kv = expand_kv  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def hand_all_latents_on(attention: str) -> None:
-    """Replace `expand_kv` of the classes of all modules of this process; see `hand_latents_on`."""
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Module):
-            hand_latents_on(found, attention)
 
 
 def hands_latents_on(module: nn.Module) -> bool:

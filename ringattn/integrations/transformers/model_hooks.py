@@ -28,7 +28,7 @@ from transformers.utils.generic import ModelOutput
 from ringattn.autograd import num_forwards
 from ringattn.inference import ForwardBatch
 from ringattn.integrations.linear.transformers_layers import PENDING
-from ringattn.integrations.transformers.latents import hand_all_latents_on, hand_latents_on
+from ringattn.integrations.transformers.latents import hand_latents_on
 from ringattn.integrations.transformers.model_forward import new_tokens, own_rows
 from ringattn.integrations.transformers.positions import has_sections
 from ringattn.integrations.transformers.support import (
@@ -59,12 +59,11 @@ def watch_models() -> None:
     _watching.append(True)
     register_module_module_registration_hook(_watch)
     _watch_existing()
-    hand_all_latents_on(NAME)
 
 
 def _watch_existing() -> None:
     for found in gc.get_objects():
-        if issubclass(type(found), PreTrainedModel):  # isinstance would ask proxies for their class
+        if issubclass(type(found), nn.Module):  # isinstance would ask proxies for their class
             _watch(found)
 
 
