@@ -17,6 +17,7 @@ from ringattn.plan.options import EXPANDS, MaskOptions, resolve_integer, resolve
 from ringattn.plan.sharding import Sharding, check_sharding
 from ringattn.schedule.latents import with_rotary
 from ringattn.schedule.validation import check_latents, check_tensors, expand_bias
+from ringattn.virtual import expand_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -324,7 +325,10 @@ def _attend(
             lower = torch.get_autocast_dtype(kind)
             needed = [x.to(lower) if x.is_floating_point() and x.dtype != torch.float64 else x for x in needed]
         if tensors.bias is not None:
-            tensors = tensors._replace(bias=expand_bias(tensors.bias, needed[0], (kv_sharding or sharding).seq_len))
+            bias = expand_bias(tensors.bias, needed[0], (kv_sharding or sharding).seq_len)
+            if tensors.bias.shape[-2:-1] in ((), (1,)) and sharding.ring.is_virtual:
+                bias = expand_rows(tensors.bias.expand(*bias.shape[:2], 1, bias.shape[3]), sharding)
+            tensors = tensors._replace(bias=bias)
         if "latents" in options:
             q, *given = needed
             check_latents(q, *given, rows=(kv_sharding or sharding).shard_len)

@@ -32,6 +32,7 @@ from ringattn.plan.attention_spec import ScoreTensors
 from ringattn.schedule.execution_plan import BackwardCall, WantedGrads
 from ringattn.schedule.latents import Latents
 from ringattn.tensor_checks import has_tangent
+from ringattn.virtual import virtual_backward, virtual_forward
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
 """Types that do not override operators."""
@@ -105,6 +106,8 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     k, v, latents = _keys_of(keys)
     here, plan, score, _side.number = resolve(q, k, v, tensors, dropout_seed, ring, call, latents=latents)
     rows = _rows(q), _rows(k), _rows(v)
+    if plan.hosted:
+        return virtual_forward(here, *rows, score, plan.hosted, latents)
     o, lse, _side.saved = run_forward(*rows, score, plan, here.context, keep=_side.save, latents=latents)
     return o, lse
 
@@ -121,7 +124,10 @@ def _backward(do: Tensor | None, dlse: Tensor | None, *args: Any) -> list[Tensor
     do = torch.zeros_like(o) if do is None else _rows(_cast(do, o))
     rows = _rows(q), _rows(k), _rows(v)
     backward = BackwardCall(do, dlse, *rows, o, lse, score, plan, here.context, WantedGrads(*wanted), latents)
-    grads = run_backward(backward, saved=_side.saved)
+    if plan.hosted:
+        grads = virtual_backward(here, backward, plan.hosted)
+    else:
+        grads = run_backward(backward, saved=_side.saved)
     made = (grads.dk, grads.dv) if grads.latents is None else (grads.dk, grads.latents.k_up, grads.latents.v_up)
     found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
     result = [_cast(grad, x) for grad, x in zip((grads.dq, *made), (q, *keys), strict=True)]

@@ -8,7 +8,7 @@ entry is harmless. Closing a ring, or deciding its transport, begins a new gener
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -18,9 +18,10 @@ from torch import Tensor
 
 from ringattn.kernels.interface import KernelSet, RowMetadata, Score
 from ringattn.kernels.registry import select_kernels
-from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize
+from ringattn.plan.attention_spec import AttentionSpec, ScoreTensors, serialize, split_rows
 from ringattn.plan.device_tables import sides_of, step_tables
 from ringattn.plan.expressions import Mask
+from ringattn.plan.ring_plan import Nodes
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.ring_registry import RINGS, get_ring
@@ -41,6 +42,8 @@ CAPACITY = 1024
 _VALUES = frozenset({int, float, bool, str, type(None)})
 """Types of options by whose value a text can be found."""
 
+_RankCall = tuple[Tensor, Tensor, Tensor, ScoreTensors]
+
 _plans: dict[Hashable, ExecutionPlan] = {}
 _specs: WeakValueDictionary[tuple[str, int], AttentionSpec] = WeakValueDictionary()
 """Records of calls by text and rank, as long as their sharding is there."""
@@ -51,21 +54,26 @@ def call_text(sharding: Sharding, kv_sharding: Sharding | None, options: Mapping
     values = tuple(options.values())
     # tracing must not see a table that changes
     if torch.compiler.is_compiling() or not all(map(is_value, values)):
-        return serialize(sharding, kv_sharding, **_with_impl(sharding, options))
+        return serialize(sharding, kv_sharding, **_as_ring_wants(sharding, options))
     # 1 equals True and 1.0: options of other types have other texts
     key = (None if kv_sharding is None else kv_sharding.text, values, tuple(map(type, values)))
     spec = sharding.calls.get(key)
     if spec is None:
-        spec = AttentionSpec.resolve(sharding, kv_sharding, _with_impl(sharding, options))
-        sharding.calls[key] = _specs[spec.text, sharding.rank] = spec
+        rows, keys = (x if x is None or not x.hosted else x.hosted[0] for x in (sharding, kv_sharding))
+        spec = AttentionSpec.resolve(rows or sharding, keys, _as_ring_wants(sharding, options))
+        sharding.calls[key] = _specs[spec.text, spec.rank] = spec
     return spec.text
 
 
-def _with_impl(sharding: Sharding, options: Mapping[str, Any]) -> Mapping[str, Any]:
-    if options.get("impl", "auto") is not None:
+def _as_ring_wants(sharding: Sharding, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options with the ring's kernels in place of impl None, and deterministic where it has virtual ranks."""
+    given = options.get("impl", "auto") is not None
+    if given and sharding.ring_name is None:
         return options
     tracing = torch.compiler.is_compiling()
-    return {**options, "impl": (sharding.ring if tracing else ring_of(sharding.ring_name or sharding.ring.name)).impl}
+    ring = sharding.ring if tracing else ring_of(sharding.ring_name or sharding.ring.name)
+    options = options if given else {**options, "impl": ring.impl}
+    return {**options, "deterministic": True} if ring.is_virtual else options
 
 
 def resolve(
@@ -89,22 +97,34 @@ def resolve(
     facts = (ring, here.generation, text, *map(_fact, given))
     plan = _plans.get(facts)
     if plan is None:
-        spec = _specs.get((text, here.rank))
-        if spec is None:
+        found = _specs.get((text, here.rank)) if len(here.hosted) == 1 else None
+        specs = [] if found is None else [found]
+        if not specs:
             with here.propagate_errors():
-                spec = AttentionSpec.deserialize(text, here.rank)
+                specs = [AttentionSpec.deserialize(text, rank) for rank in here.hosted]
+        spec = specs[0]
         shares_seed = spec.dropout_p > 0 and spec.backward != "keys"
         with here.consistent_call(text, given, dropout_seed if shares_seed else 0):
-            kernels = _validate(q, k, v, tensors, spec, here.context)
+            whole = AttentionSpec.deserialize(text, here.rank, here.world_size) if len(specs) > 1 else spec
+            check_call(q, k, v, whole, tensors)
+            calls = _calls_of_ranks(q, k, v, tensors, specs)
+            kernels = [_select(call, one, here.nodes) for call, one in zip(calls, specs, strict=True)]
         # the first call of a ring decides its transport, which begins a generation
         facts = (ring, here.generation, *facts[2:])
-        plan = make_execution_plan(spec, q, k, v, tensors, kernels, here.context)
-        plan = _keep(
-            facts,
-            replace(
-                plan, mark=None if here.call_order is None else here.mark_call(text, given), shares_seed=shares_seed
-            ),
+        contexts = here.contexts(q.device) if here.is_virtual else (here.context,)
+        plans = [
+            make_execution_plan(one, q_here, k_here, v_here, tensors_here, chosen, context)
+            for one, (q_here, k_here, v_here, tensors_here), chosen, context in zip(
+                specs, calls, kernels, contexts, strict=True
+            )
+        ]
+        plan = replace(
+            plans[0],
+            mark=None if here.call_order is None else here.mark_call(text, given),
+            shares_seed=shares_seed,
+            hosted=tuple(plans) if here.is_virtual else (),
         )
+        plan = _keep(facts, plan)
     if plan.shares_seed and plan.spec.backward == "queries":
         here.assert_equal_once("dropout_seed", str(dropout_seed))
     number = 0
@@ -130,7 +150,8 @@ def resolve_simulated(
     plan = _plans.get(facts)
     if plan is None:
         spec = _specs.get((text, context.rank)) or AttentionSpec.deserialize(text, context.rank)
-        kernels = _validate(q, k, v, tensors, spec, context)
+        check_call(q, k, v, spec, tensors)
+        kernels = _select((q, k, v, tensors), spec, context.nodes)
         plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, context))
     return plan, _score(plan, q, dropout_seed, tensors)
 
@@ -198,18 +219,26 @@ def _fact(x: Tensor | None) -> Hashable:
     return None if x is None else (x.shape, x.dtype, x.device, x.requires_grad)
 
 
-def _validate(
-    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, spec: AttentionSpec, context: RingContext
-) -> type[KernelSet]:
-    check_call(q, k, v, spec, tensors)
+def _calls_of_ranks(
+    q: Tensor, k: Tensor, v: Tensor, tensors: ScoreTensors, specs: Sequence[AttentionSpec]
+) -> list[_RankCall]:
+    """Return q, k, v and tensors of each rank that this process is: the rows of its virtual ranks, where there are several."""
+    if len(specs) == 1:
+        return [(q, k, v, tensors)]
+    lens, key_lens = (
+        [x.shard_len for x in side] for side in zip(*((s.sharding, s.kv_sharding) for s in specs), strict=True)
+    )
+    columns = (q, lens, 1), (k, key_lens, 1), (v, key_lens, 1), (tensors.key_bias, key_lens, 1), (tensors.bias, lens, 2)
+    rows: Any = zip(*(split_rows(*column) for column in columns), strict=True)
+    return [(q, k, v, tensors._replace(key_bias=key_bias, bias=bias)) for q, k, v, key_bias, bias in rows]
+
+
+def _select(call: _RankCall, spec: AttentionSpec, nodes: Nodes | None) -> type[KernelSet]:
+    q, k, v, tensors = call
 
     def steps() -> list[tuple[RowMetadata, RowMetadata]]:
-        moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=context.nodes)
-        return [
-            pair
-            for side in {"keys", moving}
-            for pair in sides_of(step_tables(spec, side, q.device, context.nodes), side)
-        ]
+        moving = resolve_moving(spec, q, k, v, has_bias=tensors.bias is not None, nodes=nodes)
+        return [pair for side in {"keys", moving} for pair in sides_of(step_tables(spec, side, q.device, nodes), side)]
 
     features, dims = spec.features(tensors), (q.shape[-1], v.shape[-1])
     return select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=features, steps=steps).kernels

@@ -13,12 +13,12 @@ import json
 import os
 import socket
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,9 @@ from ringattn.ring_registry import RINGS, get_ring
 from ringattn.transport.base import Buffers, RingContext, SelectedTransport, Transport
 from ringattn.transport.call_order import CallMark, CallOrder
 from ringattn.transport.consensus import GIVE_THE_SAME, RankConsensus
+from ringattn.transport.gpu_sharing import ranks_per_gpu, sm_margin_of
 from ringattn.transport.local import LocalTransport
+from ringattn.transport.lockstep import Lockstep, LockstepTransport
 from ringattn.transport.process_group import ProcessGroupTransport, abort_communicators, resolve_group
 from ringattn.transport.reduce.base import PartialReducer
 from ringattn.transport.row_collectives import exchange_rows, gather_rows
@@ -50,7 +52,11 @@ MOST_SHARDINGS = 64
 CHECK_INPUTS = "RINGATTN_CHECK_INPUTS"
 """Environment variable: 1 switches `check_inputs` on in every ring that is not given it."""
 
+VIRTUAL_BUDGET = 2**30
+"""Default memory budget of a virtual rank on a GPU, in bytes."""
+
 _COUNTS: Counter[str] = Counter()
+T = TypeVar("T")
 
 
 class Ring:
@@ -76,6 +82,10 @@ class Ring:
             and for replays of graphs (`synchronize`). Plain transfers of the process group obey the group's own timeout.
         nodes: Number of nodes, consecutive ranks sharing one, or "auto": by host name. With more than one the ring has two
             levels, and each shard crosses between nodes once per node.
+        virtual_size: Compute as a ring of this many *virtual ranks*, which the processes host in equal, consecutive parts. Results
+            and gradients have the same bits for every number of processes that divides it (docs/numerics.md), and gradients
+            are deterministic. memory_budget then counts per virtual rank, and None is `VIRTUAL_BUDGET` on GPUs and 0 on CPUs,
+            because free memory differs between machines. None: each process is one rank.
         check_inputs: Compare a digest of each whole tensor given to `Sharding.shard` and `shift_labels` between ranks: it must be
             the same on all. Each tensor costs a read of the device and a round of messages, so use it for the first steps. None:
             whether the environment variable RINGATTN_CHECK_INPUTS is 1. Traces, captures and workers of a DataLoader compare
@@ -86,7 +96,11 @@ class Ring:
     Attributes:
         name: Name by which operators find this ring.
         rank: This process's place, 0 .. world_size - 1.
-        world_size: Number of ranks.
+        world_size: Number of ranks: processes.
+        virtual_size: Number of virtual ranks; world_size where the ring has none.
+        is_virtual: Whether virtual_size was given.
+        hosted: The virtual ranks of this process; range(rank, rank + 1) where the ring has none.
+        nodes: The ranks of each node, virtual ones where there are some; None: one level.
         impl: Default kernel set.
         save_gathered_kv: As given.
         check_inputs: Whether `Sharding.shard` compares; may be set at the same place of the program on all ranks.
@@ -95,9 +109,11 @@ class Ring:
 
     Raises:
         ValueError: The mesh has more than one dimension, this process is not in the group, the transport or impl is unknown,
-            the memory budget is negative, the nodes cannot hold equally many ranks each, or an option is out of range.
+            the memory budget is negative, the nodes cannot hold equally many ranks each, the number of processes does not divide
+            virtual_size, or an option is out of range.
         TypeError: The timeout is no timedelta, the group is something else, or what counts is no integer.
         RuntimeError: torch.distributed is not initialised, and WORLD_SIZE is more than 1.
+        NotImplementedError: An option does not go with virtual_size.
 
     Example:
         >>> ring = Ring()                       # one process: no group needed
@@ -116,6 +132,7 @@ class Ring:
         timeout: timedelta = timedelta(minutes=5),
         nodes: int | str = 1,
         nccl_max_ctas: int | None = 4,
+        virtual_size: int | None = None,
         check_inputs: bool | None = None,
     ) -> None:
         if transport not in TRANSPORTS:
@@ -133,6 +150,10 @@ class Ring:
         self._group_name = "" if group is None else str(group.group_name)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.is_virtual = virtual_size is not None
+        self.virtual_size = self.world_size if virtual_size is None else resolve_integer("virtual_size", virtual_size)
+        if self.is_virtual:
+            self._check_virtual(transport, nodes, save_gathered_kv)
         self.impl = impl
         self.save_gathered_kv = save_gathered_kv
         self.check_inputs = check_inputs
@@ -142,7 +163,7 @@ class Ring:
             raise ValueError(f"nccl_max_ctas must be at least 1, got {nccl_max_ctas}; or None for no limit")
         if isinstance(nodes, str) and nodes != "auto":
             raise ValueError(f"nodes must be a number or 'auto', got {nodes!r}; 'auto' groups ranks by host name")
-        levels = None if isinstance(nodes, str) else make_nodes(self.world_size, resolve_integer("nodes", nodes))
+        levels = None if isinstance(nodes, str) else make_nodes(self.virtual_size, resolve_integer("nodes", nodes))
         # every rank counts its rings per group, so equal rings have equal names: checks that may fail on one rank come first
         self.name = f"{self._group_name}#{_COUNTS[self._group_name]}"
         _COUNTS[self._group_name] += 1
@@ -161,7 +182,11 @@ class Ring:
             if self._consensus is not None:
                 hosts = self._consensus.share("host", socket.gethostname(), "Ring(nodes='auto')")
             levels = group_by_host(hosts)
-        levels = None if len(levels) == 1 else levels
+        levels = self.nodes = None if len(levels) == 1 else levels
+        each = self.virtual_size // self.world_size
+        self.hosted = range(self.rank * each, (self.rank + 1) * each)
+        if each > 1:
+            levels = None  # of virtual ranks, which one transport serves
         names = [] if alone else [f"{self.name}/ring"]
         if levels is not None:
             names.append(f"{self.name}/between nodes")
@@ -175,6 +200,7 @@ class Ring:
         self._kv_buffers = Buffers()  # of kv_buffer, where the transport has none
         release = partial(abort_communicators, self._group_name, names)
         self._bounded_wait = BoundedWait(self.rank, self.world_size, self.name, timeout.total_seconds(), release)
+        self._virtual_contexts: dict[torch.device, tuple[Lockstep | None, tuple[RingContext, ...]]] = {}
         self._agreed: set[bytes] = set()  # digests: a job with packed documents makes a new call in every step
         self._warm: set[torch.device] = set()
         self._shardings: dict[Hashable, Sharding] = {}
@@ -229,7 +255,7 @@ class Ring:
         if usual and (found := self._shardings.get(key)) is not None:
             return found
         with self.propagate_errors():
-            size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, segments, self.world_size)
+            size, boundaries, shards = resolve_shards(seq_len, layout, documents, balance, segments, self.virtual_size)
             sharding = Sharding(size, layout, shards, self.rank, boundaries, ring=self, device=device)
             # torch.compile reads what is there, and cannot make it: cached_property takes a lock
             _ = sharding.positions, sharding.shard_lens
@@ -269,7 +295,7 @@ class Ring:
         if known:
             return
         if self._consensus is not None:
-            record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.context.nodes}
+            record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.nodes}
             record |= {"save_gathered_kv": self.save_gathered_kv, "dropout_seed": seed}
             self._consensus.compare_calls(record, describe_record(record))
             self.init_transport(next(x.device for x in tensors if x is not None))
@@ -330,6 +356,71 @@ class Ring:
             for link in self._links[self._choice.name == "copy_engine" :]:
                 link.prepare(device)
             self._warm.add(device)
+
+    def contexts(self, device: torch.device) -> tuple[RingContext, ...]:
+        """Return the places of this process in the ring, once the transport is decided: one, or one per virtual rank."""
+        return self._lockstep(device)[1]
+
+    def run_ranks(self, device: torch.device, body: Callable[[int], T]) -> list[T]:
+        """Run a body for each rank that this process is, with its index in `contexts`, and return the results in their order.
+
+        The bodies of virtual ranks take turns where they post (`transport/lockstep.py`).
+        """
+        lockstep = self._lockstep(device)[0]
+        if lockstep is None:
+            return [body(0)]
+        first = self.hosted[0]
+        return lockstep.run(lambda rank: body(rank - first))
+
+    def _lockstep(self, device: torch.device) -> tuple[Lockstep | None, tuple[RingContext, ...]]:
+        if not self.is_virtual or (len(self.hosted) == 1 and self._choice.name == "copy_engine"):
+            return None, (self.context,)
+        found = self._virtual_contexts.get(device)
+        if found is None:
+            link = self._links[0] if self._links else None
+            margin = sm_margin_of(device, ranks_per_gpu())
+            lockstep = Lockstep(self.virtual_size, self.hosted, device, link, sm_margin=margin)
+            budget = self._virtual_budget(device) or 0
+            contexts = tuple(
+                RingContext(rank, self.virtual_size, LockstepTransport(lockstep, rank), budget=budget, nodes=self.nodes)
+                for rank in self.hosted
+            )
+            found = self._virtual_contexts[device] = lockstep, contexts
+        return found
+
+    def _virtual_budget(self, device: torch.device) -> int | None:
+        """Return the memory budget of a call's virtual ranks, the same for every number of processes; else that given."""
+        if not self.is_virtual or self._memory_budget is not None:
+            return self._memory_budget
+        return VIRTUAL_BUDGET if device.type == "cuda" else 0
+
+    def _check_virtual(self, transport: str, nodes: int | str, save_gathered_kv: bool) -> None:
+        if self.virtual_size < 1 or self.virtual_size % self.world_size:
+            raise ValueError(
+                f"virtual_size must be a multiple of the {self.world_size} ranks of the ring, got {self.virtual_size}; pass a "
+                "number that every number of processes of the job divides"
+            )
+        if nodes == "auto":
+            raise NotImplementedError(
+                "nodes must be a number with virtual_size, got 'auto', which depends on the hosts; pass that of virtual ranks"
+            )
+        if save_gathered_kv:
+            raise NotImplementedError("save_gathered_kv must be False with virtual_size, got True; leave it out")
+        if transport == "copy_engine" and self.virtual_size > self.world_size:
+            raise NotImplementedError(
+                "transport must be 'auto' or 'process_group' where a process hosts "
+                f"{self.virtual_size // self.world_size} virtual ranks, got 'copy_engine'; leave it out"
+            )
+
+    def ordered_sum(self, shares: Sequence[Tensor]) -> Tensor:
+        """Return on rank 0 the sum of all virtual ranks' tensors in their order, and zeros elsewhere.
+
+        So the sum over processes has the same bits however many there are. Every rank calls it with the tensors of its virtual
+        ranks, which have one shape and dtype.
+        """
+        mine = torch.stack(list(shares))
+        total = sum_in_order(torch.cat(self.gather(mine, 0, [len(shares)] * self.world_size)))
+        return total if self.rank == 0 else torch.zeros_like(total)
 
     def all_reduce_min(self, number: int) -> int:
         """Return the least of all ranks' numbers; every rank must call it. ValueError if another rank's call has failed."""
@@ -484,6 +575,7 @@ class Ring:
         self.context.buffers.clear()
         self._kv_buffers.clear()
         self._agreed.clear()
+        self._virtual_contexts.clear()
         self._warm.clear()
         for link in self._links:
             link.close()
@@ -492,8 +584,10 @@ class Ring:
         if self._has_transport or (device.type != "cuda" and self._wanted_transport == "auto"):
             return
         assert self._consensus is not None, "a ring of one rank is settled from the start"
+        # virtual ranks of one process share a GPU
+        wanted = "process_group" if self.virtual_size > self.world_size else self._wanted_transport
         moves, self._choice, budget, rate = choose(
-            self._wanted_transport, device, self._consensus, self._memory_budget, self._links[0], self.context.nodes
+            wanted, device, self._consensus, self._virtual_budget(device), self._links[0], self.context.nodes
         )
         if self.save_gathered_kv and (self._choice.name != "copy_engine" or self.context.nodes is not None):
             self._choice = replace(self._choice, why=f"{self._choice.why}; save_gathered_kv finds nothing to keep")
@@ -503,6 +597,15 @@ class Ring:
         self.context = replace(self.context, transport=moves, between_nodes=between, budget=budget, push_rate=rate)
         self.generation += 1
         self._has_transport = True
+
+
+def sum_in_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """Return the sum of tensors, added one by one."""
+    first, *rest = parts
+    total = first.clone()
+    for part in rest:
+        total.add_(part)
+    return total
 
 
 def default_world_size() -> int:

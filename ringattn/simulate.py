@@ -20,12 +20,13 @@ from ringattn.plan.expressions import Mask
 from ringattn.plan.options import EXPANDS, resolve_flag, resolve_integer, resolve_word
 from ringattn.plan.ring_plan import make_nodes
 from ringattn.plan.sharding import Sharding, resolve_shards
+from ringattn.ring import sum_in_order
 from ringattn.schedule.execution_plan import BackwardCall, Gradients, WantedGrads
 from ringattn.schedule.latents import Latents
 from ringattn.schedule.validation import check_call, check_latents, check_tensors, expand_bias
 from ringattn.transport.base import RingContext
 from ringattn.transport.gpu_sharing import ranks_per_gpu, sm_margin_of
-from ringattn.transport.simulated import run_ranks
+from ringattn.transport.lockstep import run_ranks
 
 LATENTS = ("latents", "rotary_keys", "k_up", "v_up")
 
@@ -185,12 +186,10 @@ def simulate_ring(
         for name, field, sharding, dim in table:
             present = [x for grad in found if (x := getattr(grad, field)) is not None]
             if present:
-                grads[name] = torch.stack(present).sum(0) if sharding is None else sharding.concatenate(present, dim)
+                grads[name] = sum_in_order(present) if sharding is None else sharding.concatenate(present, dim)
         if latents is not None:
-            ups = [
-                torch.stack([getattr(grad.latents, name).to(q.dtype) for grad in found]).sum(0)
-                for name in ("k_up", "v_up")
-            ]
+            shares = [grad.latents.shares() for grad in found if grad.latents is not None]
+            ups = [sum_in_order(parts) for parts in zip(*shares, strict=True)]
             r, dn = latents[0].shape[2], latents[2].shape[1]
             rows = grads.pop("k")
             grads |= {
@@ -202,6 +201,9 @@ def simulate_ring(
             grads.pop("v")
         grads |= {name: grad.to(q.dtype) for name, grad in grads.items() if name in ("q", "k", "v", *LATENTS)}
         if bias is not None:
+            if bias.shape[-2:-1] in ((), (1,)):
+                parts = [grad.dbias for grad in found if grad.dbias is not None]
+                grads["bias"] = sum_in_order([part.sum(2, keepdim=True) for part in parts])
             grads["bias"] = grads["bias"].sum_to_size(bias.shape)
         return Simulated(o, lse, grads)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -78,12 +78,12 @@ class AttentionSpec:
     )
 
     @classmethod
-    def deserialize(cls, text: str, rank: int) -> AttentionSpec:
-        """Return the record that `serialize` wrote, seen from a rank."""
+    def deserialize(cls, text: str, rank: int, processes: int | None = None) -> AttentionSpec:
+        """Return the record that `serialize` wrote, seen from a rank; with processes from one that hosts several virtual ranks."""
         record = parse(text)
-        sharding = Sharding.from_spec(json.loads(record["sharding"]), rank)
+        sharding = Sharding.from_spec(json.loads(record["sharding"]), rank, processes=processes)
         keys = record["kv_sharding"]
-        kv_sharding = sharding if keys is None else Sharding.from_spec(json.loads(keys), rank)
+        kv_sharding = sharding if keys is None else Sharding.from_spec(json.loads(keys), rank, processes=processes)
         mask = None if record["mask"] is None else from_spec(record["mask"])
         return cls.of(sharding, kv_sharding, {**record, "mask": mask}, text)
 
@@ -172,6 +172,11 @@ _OF_SCORE = {
     "latents": None,
 }
 _DEFAULTS: dict[str, Any] = _OF_MASK | _OF_SCORE
+
+
+def split_rows(x: Tensor | None, lens: Sequence[int], dim: int) -> list[Tensor | None]:
+    """Return the rows of each virtual rank of a process, views of a tensor with all; of None as many None."""
+    return [None] * len(lens) if x is None else list(x.split(list(lens), dim))
 
 
 def serialize(

@@ -29,8 +29,7 @@ def _forward_flops(q_shape: Any, k_shape: Any, v_shape: Any, *args: Any, out_sha
     """Two products per visible pair and head: 2 * (d + dv). Counts this rank's pairs only."""
     del k_shape, out_shape, kwargs
     ring, text = args[-2:]
-    call = AttentionSpec.deserialize(text, get_ring(ring).rank)
-    return 2 * call.pairs(q_shape[0]) * q_shape[2] * (q_shape[3] + v_shape[3])
+    return 2 * _pairs(ring, text, q_shape[0]) * q_shape[2] * (q_shape[3] + v_shape[3])
 
 
 def _backward_flops(
@@ -39,8 +38,11 @@ def _backward_flops(
     """Five products per visible pair and head: three of width d, two of width dv."""
     del do_shape, dlse_shape, k_shape, kwargs
     ring, text = args[-3:-1]
-    call = AttentionSpec.deserialize(text, get_ring(ring).rank)
-    return 2 * call.pairs(q_shape[0]) * q_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
+    return 2 * _pairs(ring, text, q_shape[0]) * q_shape[2] * (3 * q_shape[3] + 2 * v_shape[3])
+
+
+def _pairs(ring: str, text: str, batch: int) -> int:
+    return sum(AttentionSpec.deserialize(text, rank).pairs(batch) for rank in get_ring(ring).hosted)
 
 
 def _latent_forward_flops(

@@ -33,6 +33,8 @@ class SupportsAllGather(Protocol):
     impl: str
     rank: int
     world_size: int
+    virtual_size: int
+    is_virtual: bool
     check_inputs: bool
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:
@@ -57,14 +59,18 @@ class Sharding:
     Args:
         seq_len: Tokens of the whole sequence.
         layout: The name of the layout; "part" for shards that hold only some of the positions.
-        shards: Every rank's shard; together they hold every position once ("part": at most once).
-        rank: This rank.
+        shards: Every rank's shard; together they hold every position once ("part": at most once). In a ring of virtual ranks
+            (`Ring(virtual_size=)`) every virtual rank's.
+        rank: This rank, a process.
         documents: Cumulative boundaries (0, ..., seq_len) of packed documents; None: one document.
         ring: The ring that made it; needed by `unshard` among several ranks, and by attention.
+        processes: Processes that share the virtual ranks, consecutive ones each; None: those of the ring, or one per shard.
         device: Device of `positions`; None: the CPU.
 
     Attributes:
-        world_size: Ranks of the ring.
+        shards: Every process's shard: its virtual ranks' shards, one after another.
+        virtual_shards: Every virtual rank's shard, as given.
+        hosted: The virtual ranks of a process with several, each as the sharding of a ring with a process per shard; else empty.
         shard_lens: Rows of every rank's shard.
         shard_len: Rows of this rank's shard; may be 0.
         text: `spec` as JSON in a Python literal: equal on all ranks, and read within milliseconds however long it is.
@@ -94,21 +100,24 @@ class Sharding:
         documents: Sequence[int] | None = None,
         *,
         ring: SupportsAllGather | None = None,
+        processes: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if processes is None:
+            processes = len(shards) if ring is None else ring.world_size
         with _propagate_errors(ring):
             check_sizes(seq_len, len(shards))
             if layout not in (*LAYOUTS, PART):
                 raise ValueError(
                     f"layout must be one of {', '.join(LAYOUTS)}, {PART}, got {layout!r}; 'zigzag' suits causal masks"
                 )
-            if not 0 <= rank < len(shards):
+            if not 0 <= rank < processes:
                 raise ValueError(
-                    f"rank must be from 0 to {len(shards) - 1}, got {rank}; give one shard per rank of the ring"
+                    f"rank must be from 0 to {processes - 1}, got {rank}; give one shard per rank of the ring"
                 )
-            if ring is not None and (rank, len(shards)) != (ring.rank, ring.world_size):
+            if ring is not None and (rank, len(shards)) != (ring.rank, ring.virtual_size):
                 raise ValueError(
-                    f"the sharding must be that of rank {ring.rank} of {ring.world_size}, as its ring is here, got one for rank "
+                    f"the sharding must be that of rank {ring.rank} of {ring.virtual_size}, as its ring is here, got one for rank "
                     f"{rank} of {len(shards)}; make it with ring.sharding(...)"
                 )
             if documents is not None:
@@ -116,7 +125,9 @@ class Sharding:
             _check_partition(tuple(shards), seq_len, whole=layout != PART)
         self.seq_len = seq_len
         self.layout = layout
-        self.shards = tuple(shards)
+        self.virtual_shards = tuple(shards)
+        each = len(shards) // processes
+        self.shards = tuple(sum(shards[first : first + each], ()) for first in range(0, len(shards), each))
         self.rank = rank
         self.documents = None if documents is None else tuple(documents)
         self._ring = ring
@@ -128,6 +139,10 @@ class Sharding:
         self.shard_len = self.shard_lens[rank]
         self.text = repr(json.dumps(self.spec))
         self.calls: dict[Hashable, Any] = {}
+        self.hosted: tuple[Sharding, ...] = tuple(
+            Sharding(seq_len, layout, shards, virtual, documents)
+            for virtual in (range(rank * each, (rank + 1) * each) if each > 1 else ())
+        )
         # what is kept of a call must not keep its ring
         self.detached = self if ring is None else self._without_ring()
         self._exchanges: dict[str, tuple[Tensor, list[int], list[int], Tensor]] = {}
@@ -158,7 +173,7 @@ class Sharding:
 
     @cached_property
     def positions(self) -> Tensor:
-        """The global position of each of this rank's rows: `s` int64, ascending, on `device`.
+        """The global position of each of this rank's rows: `s` int64, on `device`; ascending inside each virtual rank.
 
         They count over the whole sequence, not from 0 on each rank: rotary embeddings and learned positions of a shard take them.
         `document_positions` count from the start of each packed document.
@@ -426,15 +441,15 @@ class Sharding:
     def spec(self) -> tuple[Any, ...]:
         """The content as nested tuples of primitives (JSON-able, hashable); `from_spec` makes an equal sharding of it.
 
-        (seq_len, layout, world_size, documents, shards): shards is None where the layout's name says it all. The rank is
-        not part of it: all ranks have the same text.
+        (seq_len, layout, virtual ranks, documents, shards): shards is None where the layout's name says it all. The rank is
+        not part of it, nor how many processes there are: all have the same text.
         """
-        shards = None
-        if self.layout in ("balanced", "segments", PART) or self.shards != make_shards(
-            self.layout, self.seq_len, self.world_size
+        shards, size = None, len(self.virtual_shards)
+        if self.layout in ("balanced", "segments", PART) or self.virtual_shards != make_shards(
+            self.layout, self.seq_len, size
         ):
-            shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self.shards)
-        return self.seq_len, self.layout, self.world_size, self.documents, shards
+            shards = tuple(tuple((run.start, run.stride, run.length) for run in shard) for shard in self.virtual_shards)
+        return self.seq_len, self.layout, size, self.documents, shards
 
     @classmethod
     def from_spec(
@@ -443,6 +458,7 @@ class Sharding:
         rank: int,
         *,
         ring: SupportsAllGather | None = None,
+        processes: int | None = None,
         device: torch.device | str | None = None,
     ) -> Sharding:
         """Return the sharding that `spec` of any rank describes, seen from a rank; lists serve as well as tuples (JSON).
@@ -456,18 +472,23 @@ class Sharding:
                 shards = make_shards(layout, seq_len, world_size)
             else:
                 shards = tuple(tuple(Run(*run) for run in shard) for shard in runs)
-        return cls(seq_len, layout, shards, rank, documents, ring=ring, device=device)
+        return cls(seq_len, layout, shards, rank, documents, ring=ring, processes=processes, device=device)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Sharding) and (self.rank, self.text) == (other.rank, other.text))
+        return self is other or (isinstance(other, Sharding) and self._identity == other._identity)
 
     def __hash__(self) -> int:
-        return hash((self.rank, self.text))
+        return hash(self._identity)
+
+    @property
+    def _identity(self) -> tuple[int, int, str]:
+        return self.rank, self.world_size, self.text
 
     def __reduce__(self) -> tuple[Any, ...]:
         # a ring has connections and is found by its name: workers of a DataLoader send shardings to the process that holds it,
         # other ranks of the ring get their own view, and a process that does not hold it gets a sharding without
-        return _restore, (self.spec, self.rank, None if self._ring is None else self._ring.name, self.device)
+        ring = None if self._ring is None else self._ring.name
+        return _restore, (self.spec, self.rank, ring, self.device, self.world_size)
 
     def __repr__(self) -> str:
         documents = "" if self.documents is None else f", {len(self.documents) - 1} documents"
@@ -482,10 +503,11 @@ def _propagate_errors(ring: SupportsAllGather | None) -> AbstractContextManager[
     return nullcontext() if ring is None else ring.propagate_errors()
 
 
-def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device) -> Sharding:
+def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device, processes: int) -> Sharding:
     found: SupportsAllGather | None = None if ring is None else RINGS.get(ring)
-    if found is None or found.world_size != spec[2]:  # perhaps a ring of another job
-        return Sharding.from_spec(spec, rank, device=device)
+    # perhaps a ring of another job
+    if found is None or (found.world_size, found.virtual_size) != (processes, spec[2]):
+        return Sharding.from_spec(spec, rank, processes=processes, device=device)
     return Sharding.from_spec(spec, found.rank, ring=found, device=device)
 
 

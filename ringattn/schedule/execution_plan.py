@@ -59,6 +59,7 @@ class ExecutionPlan:
             travel, step by step, and the rank that attends to them expands them.
         is_short_forward: The device may finish a forward before the host has enqueued it; is_short_backward: a backward.
         shares_seed: Ranks must have equal dropout seeds (Note [Seeds] in dropout.py).
+        hosted: In a ring of virtual ranks the plans of those of this process, of which this is the first; else empty.
     """
 
     spec: AttentionSpec
@@ -79,6 +80,7 @@ class ExecutionPlan:
     expands_at_owner: bool = True
     mark: CallMark | None = None
     shares_seed: bool = False
+    hosted: tuple[ExecutionPlan, ...] = ()
 
 
 @dataclass(frozen=True)

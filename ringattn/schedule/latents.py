@@ -80,6 +80,10 @@ class LatentGrads:
         wide = accumulation_dtype(latents.rows.dtype)
         self.k_up, self.v_up = (torch.zeros(up.shape, dtype=wide, device=up.device) for up in latents[1:])
 
+    def shares(self) -> list[Tensor]:
+        """Return k_up and v_up after rounding to the dtype of rows, as a rank of its own returns them."""
+        return [x.copy_(x.to(self._latents.rows.dtype)) for x in (self.k_up, self.v_up)]
+
     def project(self, dk: Tensor, dv: Tensor, rows: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Return the gradient of rows `b t c`, this rank's by default, and add to those of the weights.
 

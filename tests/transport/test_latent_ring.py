@@ -71,9 +71,11 @@ def simulate(
     return {"o": result.o, "lse": result.lse} | {"d" + name: grad for name, grad in result.grads.items()}
 
 
-def attend(case: Attention, layout: str, nodes: int = 1, device: str = "cpu", **given: Any) -> dict[str, Tensor]:
+def attend(
+    case: Attention, layout: str, nodes: int = 1, device: str = "cpu", virtual_size: int | None = None, **given: Any
+) -> dict[str, Tensor]:
     """One rank: whole outputs and gradients of its ring."""
-    ring = Ring(nodes=nodes)
+    ring = Ring(nodes=nodes, virtual_size=virtual_size)
     sharding = ring.sharding(case.seq_len, layout, case.documents)
     keys = sharding if case.kv_len is None else ring.sharding(case.kv_len, layout)
 
@@ -165,6 +167,16 @@ def test_ranks_equal_the_simulated_ring(pool: Pools, name: str, world_size: int)
     for options in ({"expand": "reader"}, {"expand": "owner"}, {"backward": "keys"}):
         simulated = simulate(case, world_size, **options)
         for found in pool(world_size).run(attend, case, "zigzag", **options):
+            for what, x in simulated.items():
+                assert torch.equal(found[what], x), f"{what} with {options}"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", RANKED)
+def test_virtual_ranks_equal_the_simulated_ring(pool: Pools, name: str, processes: int) -> None:
+    for options in ({"expand": "reader"}, {"expand": "owner"}):
+        simulated = simulate(RANKED[name], 4, **options)
+        for found in pool(processes).run(attend, RANKED[name], "zigzag", virtual_size=4, **options):
             for what, x in simulated.items():
                 assert torch.equal(found[what], x), f"{what} with {options}"
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ringattn import Ring
 from ringattn.transport.base import RingContext, SelectedTransport
+from ringattn.transport.lockstep import run_ranks
 from ringattn.transport.reduce import base
 from ringattn.transport.reduce.base import PartialReducer
-from ringattn.transport.simulated import run_ranks
 from tests.kernels.contract.test_packed import Sizes, attend, draw_parts
 from tests.support.pool import Pools
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringattn import Ring, attention_reference, masks, ring_attention, ring_attention_with_lse, simulate_ring
-from ringattn.transport.simulated import SimulatedTransport
+from ringattn.transport.lockstep import LockstepTransport
 from tests.support.budget import assert_within_budget
 from tests.support.mask_expressions import expressions, is_flat
 from tests.support.pool import Pool, Pools
@@ -248,14 +248,14 @@ def test_the_backward_moves_the_side_of_which_the_busiest_rank_moves_fewer_bytes
 ) -> None:
     case = Attention(64, num_heads=num_heads, v_head_dim=v_head_dim, dtype=dtype, mask={"window": window})
     moved: Counter[int] = Counter()
-    post = SimulatedTransport.post
+    post = LockstepTransport.post
 
-    def count(self: SimulatedTransport, sends: Any, receives: Any, what: str) -> Any:
+    def count(self: LockstepTransport, sends: Any, receives: Any, what: str) -> Any:
         if what.startswith("backward"):
             moved[self.rank] += sum(x.numel() for _, x in (*sends, *receives))
         return post(self, sends, receives, what)
 
-    monkeypatch.setattr(SimulatedTransport, "post", count)
+    monkeypatch.setattr(LockstepTransport, "post", count)
     busiest = {}
     for backward in ("keys", "queries", "auto"):
         moved.clear()

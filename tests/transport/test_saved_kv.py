@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ringattn import Ring, autograd, ring_attention, simulate_ring
 from ringattn.transport.base import RingContext
-from ringattn.transport.simulated import SimulatedTransport, run_ranks
+from ringattn.transport.lockstep import LockstepTransport, run_ranks
 from tests.support.pool import Pools
 
 PLENTY = 2**40
@@ -29,13 +29,13 @@ RANKS = 3
 def gathers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many gathers there were of each direction, over all ranks."""
     counted: Counter[str] = Counter()
-    gather = SimulatedTransport.gather
+    gather = LockstepTransport.gather
 
-    def counting(self: SimulatedTransport, *args: Any, **kwargs: Any) -> Any:
+    def counting(self: LockstepTransport, *args: Any, **kwargs: Any) -> Any:
         counted[args[-1]] += 1
         return gather(self, *args, **kwargs)
 
-    monkeypatch.setattr(SimulatedTransport, "gather", counting)
+    monkeypatch.setattr(LockstepTransport, "gather", counting)
     return counted
 
 

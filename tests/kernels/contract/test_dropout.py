@@ -14,7 +14,7 @@ from ringattn.plan.layouts import zigzag
 from ringattn.plan.sharding import Sharding
 from ringattn.schedule.execution_plan import BackwardCall, WantedGrads
 from ringattn.transport.base import RingContext
-from ringattn.transport.simulated import run_ranks
+from ringattn.transport.lockstep import run_ranks
 
 
 def _mask(seed: int, b: range, h: range, i: range, j: range, num_heads: int, p: float) -> torch.Tensor:

@@ -1,0 +1,349 @@
+"""Transport between virtual ranks: several ranks of a ring run in one process, of which exactly one runs at a time.
+
+A process hosts some ranks of a ring, or all of them (`simulate_ring`). Each has a thread, and hands over to the next one where it
+posts. A post starts when all ranks of the process have made it: messages among them are copied, and those to other processes are
+one post of the transport beneath. So kernels and interpreters that are not thread-safe see one caller, and the order of messages
+between two processes follows from the plan alone. With `poison` messages are delivered at the wait, and buffers hold NaN until
+then, so that a rank that reads too early or writes too late gets NaN.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.interface import ReadyFlags
+from ringattn.plan.ring_plan import GatherPlan, Nodes, Rows
+from ringattn.transport.base import GradMessage, GradReturn, KVGatherHandle, Message, RingContext, Transport, Work
+
+T = TypeVar("T")
+_CPU = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class _Posted:
+    """One post of all ranks of a process: copies to make at the waits, by rank, and the messages of other processes."""
+
+    late: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    link: Work | None = None
+
+    def wait(self, rank: int) -> None:
+        link, self.link = self.link, None
+        if link is not None:
+            link.wait()
+        for target, source in self.late.pop(rank, ()):
+            target.copy_(source)
+
+
+@dataclass(eq=False)
+class _RankWork:
+    posted: _Posted
+    rank: int
+
+    def wait(self) -> None:
+        self.posted.wait(self.rank)
+
+
+class Lockstep:
+    """The turns of the ranks that a process hosts, and their posts.
+
+    Args:
+        world_size: Ranks of the ring.
+        ranks: Those of this process, consecutive ones; every process has equally many.
+        device: Device of gathered rows.
+        link: Moves messages between processes; None: there is no other one.
+        poison: Fill what must not be read with NaN.
+        sm_margin: SMs that fused kernels leave free.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        ranks: range,
+        device: torch.device,
+        link: Transport | None = None,
+        *,
+        poison: bool = False,
+        sm_margin: int = 0,
+    ) -> None:
+        self.world_size, self.ranks, self.device = world_size, ranks, device
+        self.link, self.poison, self.sm_margin = link, poison, sm_margin
+        self._turn = threading.Condition()
+        self._failed: BaseException | None = None
+        self._handed_in: dict[int, tuple[Sequence[Message], Sequence[Message]]] = {}
+        self._posted = _Posted()
+        self._ended: list[int] = []
+
+    def run(self, body: Callable[[int], T]) -> list[T]:
+        """Run body once per hosted rank, in turns, and return the results in rank order; raise the first exception."""
+        if len(self.ranks) == 1:
+            return [body(self.ranks[0])]
+        self._failed = None
+        self._handed_in.clear()
+        self._ended.clear()
+        results: dict[int, T] = {}
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+        def run(rank: int) -> None:
+            error: BaseException | None = None
+            with self._turn:
+                try:
+                    with torch.cuda.stream(stream), torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                        results[rank] = body(rank)
+                except BaseException as caught:  # the caller's thread raises it
+                    error = caught
+                self._end(rank, error)
+
+        threads = [threading.Thread(target=run, args=(rank,), name=f"ring rank {rank}") for rank in self.ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failed is not None:
+            raise self._failed
+        return [results[rank] for rank in self.ranks]
+
+    def post(self, rank: int, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:
+        """Start a post once all hosted ranks have made it; see `Transport.post`."""
+        self._handed_in[rank] = sends, receives
+        if len(self._handed_in) == len(self.ranks):
+            self._posted = self._start(what)
+            self._handed_in.clear()
+            with self._turn:
+                self._turn.notify_all()
+            return _RankWork(self._posted, rank)
+        before = self._posted
+        while self._posted is before:
+            if self._failed is None and self._ended:
+                self._failed = RuntimeError(
+                    f"ring rank {rank}: {what}: ring ranks {self._ended} must make the same posts, got an end before this one"
+                )
+                self._turn.notify_all()
+            if self._failed is not None:
+                raise RuntimeError(f"ring rank {rank}: {what}: another rank failed first") from self._failed
+            self._turn.wait()
+        return _RankWork(self._posted, rank)
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return uninitialised memory."""
+        x = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        return x.fill_(float("nan")) if self.poison else x
+
+    def _end(self, rank: int, error: BaseException | None) -> None:
+        self._ended.append(rank)
+        self._failed = self._failed or error
+        self._turn.notify_all()
+
+    def _start(self, what: str) -> _Posted:
+        """Copy what stays in this process, and post the rest in one order on both sides: by sender, receiver and kind."""
+        sends, receives = dict[tuple[int, int, bool], list[Tensor]](), dict[tuple[int, int, bool], list[Tensor]]()
+        for rank, (sent, received) in self._handed_in.items():
+            for message in sent:
+                if message[1].numel():
+                    sends.setdefault((rank, message[0], isinstance(message, GradMessage)), []).append(message[1])
+            for message in received:
+                if self.poison:
+                    # all bits set is NaN in every float dtype, in messages of bytes too
+                    message[1].view(-1).view(torch.uint8).fill_(255)
+                if message[1].numel():
+                    receives.setdefault((message[0], rank, isinstance(message, GradMessage)), []).append(message[1])
+        posted = _Posted()
+        for key in [key for key in receives if key[0] in self.ranks]:
+            given, wanted = sends.pop(key, []), receives.pop(key)
+            assert len(given) == len(wanted), f"{what}: rank {key[1]} expects {len(wanted)} messages, got {len(given)}"
+            if self.poison:
+                posted.late.setdefault(key[1], []).extend((y, x.clone()) for x, y in zip(given, wanted, strict=True))
+                continue
+            for x, y in zip(given, wanted, strict=True):
+                y.copy_(x)
+        assert all(key[1] not in self.ranks for key in sends), f"{what}: a message within the process has no receiver"
+        if self.link is not None:
+            each = len(self.ranks)
+            outgoing = [(peer // each, x) for _, peer, kind in sorted(sends) for x in sends[_, peer, kind]]
+            incoming = [(owner // each, x) for owner, _, kind in sorted(receives) for x in receives[owner, _, kind]]
+            posted.link = self.link.post(outgoing, incoming, what)
+        return posted
+
+
+@dataclass(eq=False)
+class LockstepTransport(Transport):
+    """One virtual rank's end."""
+
+    ranks: Lockstep
+    rank: int
+
+    def __post_init__(self) -> None:
+        self.sm_margin = self.ranks.sm_margin
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> Work:  # noqa: D102
+        for kind in (False, True):
+            peers = {message[0] for message in sends if message[1].numel() and isinstance(message, GradMessage) is kind}
+            assert len(peers) <= 1, f"{what}: one peer per kind of message"
+        return self.ranks.post(self.rank, sends, receives, what)
+
+    def reserve(self, num_bytes: int, grad_bytes: int = 0) -> None:
+        """Return: nothing is sent from memory of this transport."""
+
+    def kv_gather(self) -> LockstepTransport:
+        """Return this transport, which fetches all rows before the kernel starts."""
+        return self
+
+    def reserve_gather(self, slot_bytes: int, remote_bytes: int, *, remote_shards: bool = False) -> None:
+        """Return: each gather has its own memory."""
+
+    def remote_shard_buffer(  # noqa: D102
+        self, turn: int, shape: tuple[int, int, int], rows: int, dims: tuple[int, int], dtype: torch.dtype
+    ) -> Tensor:
+        del turn
+        return self.ranks.make((*shape, sum(dims)), dtype)[:, :rows]
+
+    def gather(  # noqa: D102
+        self,
+        k: Tensor,
+        v: Tensor,
+        gather_plan: GatherPlan,
+        groups: int,
+        what: str,
+        *,
+        key_bias: Tensor | None = None,
+        keep: bool = False,
+        grad_return: GradReturn | None = None,
+    ) -> _Handle:
+        assert k.shape[2] % groups == 0, "head groups divide the key heads"
+        mine = torch.cat((k, v), -1)
+        remote = mine.new_zeros(mine.shape[0], gather_plan.remote_rows, *mine.shape[2:])
+        moves = [(mine, remote)]
+        table = None
+        if key_bias is not None:
+            # padding rows stay NaN
+            unset = key_bias.new_full((key_bias.shape[0], gather_plan.remote_rows), float("nan"))
+            moves.append((key_bias.contiguous(), unset))
+        self._fetch(moves, gather_plan, what)
+        if key_bias is not None:
+            table = torch.cat((key_bias, moves[1][1]), 1)
+        ready_flags = self.saved_ready_flags(gather_plan, groups)
+        saved = remote.clone() if keep else None
+        d = k.shape[-1]
+        handle = _Handle(remote, remote[..., :d], remote[..., d:], saved, table, ready_flags)
+        handle.poison = self.ranks.poison
+        if grad_return is not None:
+            assert isinstance(grad_return, _GradReturn), "gradients are returned in the same ring"
+            grad_return.begin()
+            grad_return.handle = handle
+        return handle
+
+    def _fetch(self, moves: Sequence[tuple[Tensor, Tensor]], gather_plan: GatherPlan, what: str) -> None:
+        """Write the rows of all others, from the first tensors of their moves, into the second ones; dimension 1 is rows."""
+        sends = [(to.peer, x) for to in gather_plan.sends for mine, _ in moves for x in _parts(mine, to.rows)]
+        receives = list[Message]()
+        for fetch in gather_plan.recvs:
+            ends = accumulate((length for _, length in fetch.rows), initial=fetch.at)
+            places = tuple((at, length) for at, (_, length) in zip(ends, fetch.rows, strict=False))
+            receives += [(fetch.owner, x) for _, remote in moves for x in _parts(remote, places)]
+        self.ranks.post(self.rank, sends, receives, f"{what}, keys of ring step {gather_plan.first}").wait()
+
+    def saved_ready_flags(self, gather_plan: GatherPlan, groups: int) -> ReadyFlags:  # noqa: D102
+        del gather_plan
+        # raised from the start; flags are passed as on real ranks, so that the same kernels run
+        flags = torch.ones(groups, self.ranks.world_size, dtype=torch.int32, device=self.ranks.device)
+        return ReadyFlags(flags, torch.zeros(1, dtype=torch.int32, device=self.ranks.device), timeout_ns=10**9)
+
+    def grad_return(  # noqa: D102
+        self, shape: tuple[int, int, int], gather_plan: GatherPlan, what: str, *, biased: bool = False
+    ) -> _GradReturn:
+        return _GradReturn(self.ranks, self.rank, shape, gather_plan, what, biased=biased)
+
+
+class _Handle(KVGatherHandle):
+    poison: bool = False
+
+    def close(self) -> None:
+        if not self.poison:
+            return
+        # a kernel that is launched later must not read it
+        self.remote.fill_(float("nan"))
+        if self.key_bias is not None:
+            self.key_bias.fill_(float("nan"))
+
+
+class _GradReturn:
+    def __init__(
+        self,
+        ranks: Lockstep,
+        rank: int,
+        shape: tuple[int, int, int],
+        gather_plan: GatherPlan,
+        what: str,
+        *,
+        biased: bool,
+    ) -> None:
+        b, hk, width = shape
+        self._ranks, self._rank, self._gather_plan, self._what = ranks, rank, gather_plan, what
+        self.rows = gather_plan.slot_rows
+        self.handle: _Handle | None = None
+        self._begun = False
+        sides = len(gather_plan.recvs) + 1
+        self._contributions = ranks.make((sides, b, self.rows, hk, width), torch.float32)
+        self.local_grads = self._contributions[0]
+        self.addresses = _addresses(self._contributions)
+        self._biases = ranks.make((sides, b, hk, self.rows), torch.float32) if biased else None
+        self.local_bias_grads = None if self._biases is None else self._biases[0]
+        self.bias_addresses = None if self._biases is None else _addresses(self._biases)
+
+    def begin(self) -> None:
+        self._begun = True
+
+    def receive(self) -> tuple[list[Tensor], list[Tensor]]:
+        assert self._begun, "a return of gradients begins before its backward"
+        if self.handle is not None:
+            self.handle.close()
+        regions = [self._contributions] if self._biases is None else [self._contributions, self._biases]
+        readers = self._gather_plan.sends
+        received = [[torch.empty_like(x[0]) for _ in readers] for x in regions]
+        sends = [(fetch.owner, x[i]) for i, fetch in enumerate(self._gather_plan.recvs, 1) for x in regions]
+        receives = [(reader.peer, x[i]) for i, reader in enumerate(readers) for x in received]
+        what = f"{self._what}, gradients of ring step {self._gather_plan.first}"
+        self._ranks.post(self._rank, sends, receives, what).wait()
+        return received[0], [] if self._biases is None else received[1]
+
+    def close(self) -> None:
+        if not self._ranks.poison:
+            return
+        self._contributions.fill_(float("nan"))
+        if self._biases is not None:
+            self._biases.fill_(float("nan"))
+
+
+def _parts(x: Tensor, rows: Rows) -> list[Tensor]:
+    """Return the row ranges of each batch element, each contiguous."""
+    return [part.narrow(0, at, length) for part in x for at, length in rows]
+
+
+def _addresses(regions: Tensor) -> Tensor:
+    return torch.tensor([x.data_ptr() for x in regions], dtype=torch.int64, device=regions.device)
+
+
+def run_ranks(
+    world_size: int,
+    body: Callable[[RingContext], T],
+    nodes: Nodes | None = None,
+    *,
+    budget: int = 0,
+    sm_margin: int = 0,
+    device: torch.device = _CPU,
+) -> list[T]:
+    """Run `body` once per rank in lockstep and return the results in rank order; raise the first exception.
+
+    nodes, budget and sm_margin are those of `RingContext` and `KVGather`, device that of gathered rows. Memory is poisoned.
+    """
+    ranks = Lockstep(world_size, range(world_size), device, poison=True, sm_margin=sm_margin)
+    return ranks.run(
+        lambda rank: body(RingContext(rank, world_size, LockstepTransport(ranks, rank), budget=budget, nodes=nodes))
+    )

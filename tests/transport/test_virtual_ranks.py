@@ -1,0 +1,231 @@
+"""A ring of virtual ranks has the bits of the simulated ring of that size, however many processes host them."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn import Ring, ring_attention, ring_attention_with_lse, simulate_ring
+from tests.support.pool import Pools
+from tests.support.random_calls import Attention
+from tests.transport.test_ring import CASES, LAYOUTS, ROW_DIMS, attentions
+
+PLENTY = 2**30
+
+
+def attend(case: Attention, layout: str, virtual_size: int, given: dict[str, Any], **of_ring: Any) -> dict[str, Tensor]:
+    """One process: whole outputs and gradients, those of replicated tensors summed over processes."""
+    ring = Ring(virtual_size=virtual_size, **of_ring)
+    sharding = ring.sharding(case.seq_len, layout, case.documents)
+    keys = sharding if case.kv_len is None else ring.sharding(case.kv_len, layout)
+    sides = {"q": sharding, "bias": sharding}
+    leaves = {
+        name: (sides.get(name, keys).shard(x, ROW_DIMS[name]) if name in ROW_DIMS else x.clone()).requires_grad_()
+        for name, x in case.tensors().items()
+    }
+    q, k, v = (leaves[name] for name in "qkv")
+    extras: dict[str, Any] = {name: x for name, x in leaves.items() if name not in "qkv"}
+    kv_sharding = None if keys is sharding else keys
+    options = {**case.mask, **case.options, **given}
+    o, lse = ring_attention_with_lse(q, k, v, sharding, kv_sharding=kv_sharding, **options, **extras)
+    do, dlse = case.cotangents()
+    grads = torch.autograd.grad((o, lse), list(leaves.values()), (sharding.shard(do, 1), sharding.shard(dlse, 2)))
+    found = {"o": sharding.unshard(o.detach(), 1), "lse": sharding.unshard(lse.detach(), 2)}
+    for name, grad in zip(leaves, grads, strict=True):
+        if name in ROW_DIMS:
+            grad = sides.get(name, keys).unshard(grad, ROW_DIMS[name])
+        elif ring.world_size > 1:
+            dist.all_reduce(grad)
+        found["d" + name] = grad
+    return found
+
+
+def simulate(case: Attention, layout: str, virtual_size: int, **given: Any) -> dict[str, Tensor]:
+    do, dlse = case.cotangents()
+    options = {**case.mask, **case.options, "layout": layout, "documents": case.documents, **given}
+    result = simulate_ring(**case.tensors(), world_size=virtual_size, do=do, dlse=dlse, **options)
+    assert result.grads is not None
+    return {"o": result.o, "lse": result.lse} | {"d" + name: grad for name, grad in result.grads.items()}
+
+
+def assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    for key, x in expected.items():
+        torch.testing.assert_close(found[key], x, rtol=0, atol=0, equal_nan=True, msg=f"{key}, {what}")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_every_number_of_processes_gives_the_bits_of_the_simulated_ring(pool: Pools, name: str, processes: int) -> None:
+    # another layout, size and schedule for the next case: a case meets each number of processes
+    number = [*CASES].index(name)
+    layout, size, budget = LAYOUTS[number % 4], (4, 8)[number // 4 % 2], (0, PLENTY)[number // 8 % 2]
+    expected = simulate(CASES[name], layout, size, memory_budget=budget)
+    for found in pool(processes).run(attend, CASES[name], layout, size, {}, memory_budget=budget):
+        assert_bits(found, expected, f"{size} virtual ranks on {processes} processes, {layout}")
+
+
+@pytest.mark.dist
+@settings(max_examples=20, deadline=None)
+@given(
+    case=attentions(),
+    layout=st.sampled_from(LAYOUTS),
+    size=st.sampled_from([2, 4, 6]),
+    budget=st.sampled_from([0, PLENTY]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+def test_any_call_has_the_same_bits_on_one_and_two_processes(
+    pool: Pools, case: Attention, layout: str, size: int, budget: int, dtype: torch.dtype
+) -> None:
+    case = Attention(**{**vars(case), "dtype": dtype})
+    expected = simulate(case, layout, size, memory_budget=budget)
+    for processes in (1, 2):
+        for found in pool(processes).run(attend, case, layout, size, {}, memory_budget=budget):
+            assert_bits(found, expected, f"{size} on {processes}, {layout}")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("backward", ["keys", "queries"])
+def test_whichever_side_moves(pool: Pools, backward: str) -> None:
+    case = CASES["window"]
+    expected = simulate(case, "zigzag", 4, backward=backward)
+    for found in pool(2).run(attend, case, "zigzag", 4, {"backward": backward}):
+        assert_bits(found, expected, backward)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("budget", [0, PLENTY])
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_virtual_ranks_have_nodes(pool: Pools, nodes: int, budget: int) -> None:
+    case = CASES["causal"]
+    expected = simulate(case, "zigzag", 8, nodes=nodes, memory_budget=budget)
+    for found in pool(2).run(attend, case, "zigzag", 8, {}, nodes=nodes, memory_budget=budget):
+        assert_bits(found, expected, f"{nodes} nodes")
+
+
+def broadcast_bias(size: int, shape: tuple[int, ...]) -> Tensor:
+    """The gradient of a bias that many rows share, summed over processes."""
+    ring, case = Ring(virtual_size=size), Attention(seq_len=29, batch=2)
+    sharding = ring.sharding(case.seq_len)
+    q, k, v = (sharding.shard(x) for x in case.tensors().values())
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    o = ring_attention(q, k, v, sharding, bias=bias)
+    (grad,) = torch.autograd.grad(o, [bias], sharding.shard(case.cotangents()[0]))
+    if ring.world_size > 1:
+        dist.all_reduce(grad)
+    return grad
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shape", [(29,), (1, 29), (2, 1, 1, 29), (2, 2, 1, 1)])
+def test_a_bias_that_rows_share_has_a_gradient_in_the_order_of_virtual_ranks(
+    pool: Pools, shape: tuple[int, ...]
+) -> None:
+    case = Attention(seq_len=29, batch=2)
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    q, k, v = case.tensors().values()
+    grads = simulate_ring(q, k, v, 4, bias=bias, do=case.cotangents()[0]).grads
+    assert grads is not None
+    for processes in (1, 2, 4):
+        for found in pool(processes).run(broadcast_bias, 4, shape):
+            torch.testing.assert_close(found, grads["bias"], rtol=0, atol=0, msg=f"{processes} processes")
+
+
+def rows_of(size: int) -> tuple[list[int], list[int], bool, list[int]]:
+    ring = Ring(virtual_size=size)
+    sharding, whole = ring.sharding(23), torch.arange(23)
+    mine = sharding.shard(whole, 0)
+    copied = pickle.loads(pickle.dumps(sharding))
+    other = ring.sharding(23, "striped")
+    back = other.reshard(sharding.reshard(mine, other, 0), sharding, 0)
+    assert torch.equal(back, mine)
+    assert torch.equal(sharding.unshard(mine, 0), whole)
+    assert (sharding, hash(sharding), sharding.shard_len) == (copied, hash(copied), len(mine))
+    return mine.tolist(), sharding.positions.tolist(), copied.ring is ring, list(sharding.shard_lens)
+
+
+@pytest.mark.dist
+def test_a_process_holds_the_rows_of_its_virtual_ranks_one_after_another(pool: Pools) -> None:
+    alone = [found[0] for found in pool(4).run(rows_of, 4)]
+    for processes in (1, 2):
+        each = 4 // processes
+        for rank, (rows, positions, is_same, lens) in enumerate(pool(processes).run(rows_of, 4)):
+            hosted = alone[rank * each : (rank + 1) * each]
+            assert rows == positions == [position for found in hosted for position in found]
+            assert is_same
+            assert lens[rank] == len(rows)
+
+
+def differ(size: int) -> None:
+    ring = Ring(virtual_size=size * (1 + dist.get_rank()))
+    sharding = ring.sharding(16)
+    x = torch.randn(1, sharding.shard_len, 2, 16)
+    ring_attention(x, x, x, sharding)
+
+
+@pytest.mark.dist
+def test_processes_with_other_virtual_sizes_refuse(pool: Pools) -> None:
+    with pytest.raises(ValueError, match="must"):
+        pool(2).run(differ, 2)
+
+
+def refuse(options: dict[str, Any]) -> str:
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        Ring(**options)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"virtual_size": 3}, "virtual_size must be a multiple of the 2 ranks of the ring, got 3"),
+        ({"virtual_size": 0}, "virtual_size must be a multiple of the 2 ranks of the ring, got 0"),
+        ({"virtual_size": 4, "nodes": "auto"}, "nodes must be a number with virtual_size"),
+        ({"virtual_size": 4, "nodes": 3}, "nodes must divide the ring of 4 ranks, got 3"),
+        ({"virtual_size": 4, "save_gathered_kv": True}, "save_gathered_kv must be False with virtual_size"),
+        ({"virtual_size": 4, "transport": "copy_engine"}, "transport must be 'auto' or 'process_group'"),
+    ],
+)
+def test_options_that_do_not_go_with_virtual_ranks_are_refused(
+    pool: Pools, options: dict[str, Any], message: str
+) -> None:
+    assert all(found.startswith(message) for found in pool(2).run(refuse, options))
+
+
+def wrong_rows() -> None:
+    sharding = Ring(virtual_size=4).sharding(22)
+    x = torch.zeros(1, sharding.shard_len + 1, 1, 16)
+    ring_attention(x, x, x, sharding)
+
+
+def test_rows_are_those_of_the_process() -> None:
+    with pytest.raises(ValueError, match="q must have the 22 rows that rank 0 holds of 22, got 23"):
+        wrong_rows()
+
+
+def test_a_failing_virtual_rank_fails_the_call_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringattn import virtual
+
+    sharding = Ring(virtual_size=4).sharding(16)
+    x = torch.randn(1, 16, 1, 16)
+    expected = ring_attention(x, x, x, sharding)
+    run = virtual.run_forward
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if args[5].rank == 2:
+            raise ArithmeticError("rank 2")
+        return run(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(virtual, "run_forward", fail)
+        with pytest.raises(ArithmeticError, match="rank 2"):
+            ring_attention(x, x, x, sharding)
+    assert torch.equal(ring_attention(x, x, x, sharding), expected)
