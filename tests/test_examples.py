@@ -36,6 +36,14 @@ def test_the_quickstart_runs_on_two_ranks() -> None:
     assert "rank 1 of 2: output (1, 500, 8, 64)" in printed
 
 
+def test_log_probabilities_have_the_same_bits_on_one_two_and_four_processes() -> None:
+    found = {ranks: re.findall(r"digest (\w+)", run_on_ranks("same_bits", ranks=ranks)) for ranks in (1, 2, 4)}
+    assert [len(digests) for digests in found.values()] == [1, 2, 4]
+    assert len({digest for digests in found.values() for digest in digests}) == 1, found
+    plain = {re.findall(r"digest (\w+)", run_on_ranks("same_bits", "--plain", ranks=ranks))[0] for ranks in (1, 2)}
+    assert len(plain) == 2
+
+
 @pytest.mark.slow
 def test_the_swap_of_sdpa_equals_one_process() -> None:
     printed = run_on_ranks("sdpa")

@@ -107,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # ranks wait for local rank 0 to compile
     with open_session(args.device, timeout_s=600) as session:
         simulates = session.world_size == 1 and args.fuzz is None and not args.soak
-        check_nodes(args.nodes, (args.simulate or 1) if simulates else session.world_size)
+        ranks = args.virtual_size or ((args.simulate or 1) if simulates else session.world_size)
+        check_nodes(args.nodes, ranks)
         line = machine(session)
         session.say(describe(line))
         if args.fuzz is not None:

@@ -78,6 +78,7 @@ class CheckArgs:
         ahead: On GPUs, fill the compiler's cache from many processes first; not under a tool that watches one process.
         nodes: Nodes of equal size that the ranks share; more than one makes a ring of two levels.
         nccl_max_ctas: Thread blocks that NCCL may use for a transfer; 0 for the group's own communicator.
+        virtual_size: Virtual ranks of the ring; results must then have the bits of the simulated ring of so many. 0 for none.
     """
 
     full: bool = False
@@ -96,6 +97,7 @@ class CheckArgs:
     ahead: bool = True
     nodes: int = 1
     nccl_max_ctas: int = 4
+    virtual_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ def scalar_options(case: Case, seed: int) -> dict[str, Any]:
 def ring_options(case: Case, args: CheckArgs) -> dict[str, Any]:
     """The options of a ring that are no tensors."""
     chosen: dict[str, Any] = {"impl": args.impl, "backward": case.backward}
-    chosen |= {"deterministic": "deterministic" in case.options}
+    chosen |= {"deterministic": "deterministic" in case.options or args.virtual_size > 0}
     chosen |= {} if case.latent is None else {"expand": case.latent[2]}
     return scalar_options(case, args.seed) | chosen
 
@@ -351,8 +353,8 @@ def sequence_dim(name: str) -> int | None:
     return SEQUENCE_DIM.get(name, SEQUENCE_DIM.get(name.removeprefix("d")))
 
 
-def examine(layout: str, solver: Callable[[], Answer], standard: Standard, *, repeats: bool = False) -> Finding:
-    """Compare the answer of a solver with the reference; `repeats`: a second answer must have the same bits."""
+def examine(layout: str, solver: Callable[[], Answer], standard: Standard, *others: Callable[[], Answer]) -> Finding:
+    """Compare the answer of a solver with the reference; the answers of other solvers must have the same bits."""
     finding = Finding(layout)
     found, rows_of = solver()
     for name, x in found.items():
@@ -360,10 +362,11 @@ def examine(layout: str, solver: Callable[[], Answer], standard: Standard, *, re
         finding.ratios[name] = budget.ratio(x, exact)
         finding.budgets[name] = budget.largest
         finding.errors[name] = error(rows_of(x, name), rows_of(exact, name))
-    if repeats:
-        again, _ = solver()
+    for other in others:
+        again, _ = other()
         same = all(torch.equal(again[name], x) for name, x in found.items())
-        finding.ratios["same bits twice"] = 0.0 if same else float("inf")
+        what = "same bits twice" if other is solver else "bits of the simulated ring"
+        finding.ratios[what] = 0.0 if same else float("inf")
     return finding
 
 
@@ -372,6 +375,8 @@ def finders(
 ) -> Iterator[tuple[str, Callable[[], Finding]]]:
     """The layouts of a case, each with the function that examines it."""
     if isinstance(case, InferenceCase):
+        if ring.is_virtual:
+            return  # a cache is served by the processes
         # on one rank nothing moves, but there are two ways to read
         shown = {one: one for one in case.moves} if ring.world_size > 1 else {"keys": ALONE, "pages": "pages"}
         for moves, layout in shown.items():
@@ -380,7 +385,7 @@ def finders(
     inputs = draw(case, args.seed, session.device)
     standard = make_standard(case, inputs, args.seed)
     solvers: dict[str, Callable[[], Answer]] = {}
-    if ring.world_size > 1:
+    if ring.world_size > 1 or ring.is_virtual:
         for layout in case.layouts:
             solvers[layout] = functools.partial(solve, case, layout, ring, inputs, args, session)
     else:
@@ -390,8 +395,11 @@ def finders(
         for layout in case.layouts if args.simulate else ():
             solvers[layout] = functools.partial(solve_simulated, case, layout, args.simulate, inputs, args, budget)
     for layout, solver in solvers.items():
-        repeats = "deterministic" in case.options
-        yield layout, functools.partial(examine, layout, solver, standard, repeats=repeats)
+        others = [solver] if "deterministic" in case.options else []
+        if ring.is_virtual:
+            budget = ring.contexts(session.device)[0].budget
+            others.append(functools.partial(solve_simulated, case, layout, ring.virtual_size, inputs, args, budget))
+        yield layout, functools.partial(examine, layout, solver, standard, *others)
 
 
 def compile_ahead(cases: Sequence[AnyCase], args: CheckArgs, ranks: int, session: Session) -> None:
@@ -466,9 +474,12 @@ def unserved(case: AnyCase, args: CheckArgs, device: torch.device) -> str | None
 
 def open_ring(session: Session, args: CheckArgs) -> ringattn.Ring:
     """The ring of all ranks, with the kernels, nodes and link speed of the flags."""
+    virtual = {"virtual_size": args.virtual_size or None}
     if session.world_size == 1:
-        return ringattn.Ring(impl=args.impl)
-    return make_ring(args.schedule, nodes=args.nodes, impl=args.impl, nccl_max_ctas=args.nccl_max_ctas or None)
+        return ringattn.Ring(impl=args.impl, nodes=args.nodes if args.virtual_size else 1, **virtual)
+    return make_ring(
+        args.schedule, nodes=args.nodes, impl=args.impl, nccl_max_ctas=args.nccl_max_ctas or None, **virtual
+    )
 
 
 def run_case(case: AnyCase, ring: ringattn.Ring, args: CheckArgs, session: Session) -> list[Finding]:

@@ -35,6 +35,9 @@ class TrainConfig:
     # How ranks share the work, such as dp=2,cp=4: cp ranks share sequences, dp groups of them have different ones. A size that is
     # left out is what the ranks leave; by default all are on cp. Changes no result.
     mesh: str | None = None
+    # Attention is computed as by a ring of this many ranks, of which each rank of cp is an equal part: it has the same bits for
+    # every cp that divides this number.
+    virtual_size: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes GPUs where there are any.
     data: str | None = None  # A file or a folder of text; by default the sources of Python's standard library.
     out: str = "runs/train"  # Folder of the log, the loss curve, the checkpoints and the sample.
@@ -111,7 +114,11 @@ class TrainConfig:
 
     def check_ranks(self, world_size: int) -> None:
         """Raise ValueError if the mesh or the batch cannot be divided among so many ranks."""
-        dp, _ = mesh_sizes(self.mesh, world_size)
+        dp, cp = mesh_sizes(self.mesh, world_size)
+        if self.virtual_size is not None and (self.virtual_size < 1 or self.virtual_size % cp):
+            raise ValueError(
+                f"virtual_size must be a multiple of cp, got {self.virtual_size} and {cp}; pass another one"
+            )
         if self.batch_size % (dp * self.accumulate):
             raise ValueError(
                 f"batch_size must be a multiple of dp x accumulate, got {self.batch_size} and {dp} x {self.accumulate}; "

@@ -64,20 +64,22 @@ class Parallel:
         return values
 
 
-def make_parallel(device: torch.device, text: str | None = None, timeout_s: float = 600.0) -> Parallel:
+def make_parallel(
+    device: torch.device, text: str | None = None, timeout_s: float = 600.0, virtual_size: int | None = None
+) -> Parallel:
     """Build the mesh of all ranks. A collective; the process group must exist. See `mesh_sizes` for `text`."""
     world_size = dist.get_world_size()
     dp, cp = mesh_sizes(text, world_size)
     mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
     all_ranks = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp_cp",))
-    ring = ringattn.Ring(mesh["cp"], timeout=datetime.timedelta(seconds=timeout_s))
+    ring = ringattn.Ring(mesh["cp"], timeout=datetime.timedelta(seconds=timeout_s), virtual_size=virtual_size)
     return Parallel(dp, mesh.get_local_rank("dp"), ring, all_ranks, device)
 
 
-def single_rank(group: dist.ProcessGroup, device: torch.device) -> Parallel:
+def single_rank(group: dist.ProcessGroup, device: torch.device, virtual_size: int | None = None) -> Parallel:
     """Build a mesh of this rank only, from a process group of this rank only."""
     all_ranks = DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp_cp",))
-    return Parallel(1, 0, ringattn.Ring(group), all_ranks, device)
+    return Parallel(1, 0, ringattn.Ring(group, virtual_size=virtual_size), all_ranks, device)
 
 
 @contextlib.contextmanager

@@ -207,7 +207,11 @@ class Run:
         facts = self._read_facts(path)
         self.start = int(facts["step"]) if facts else 0
         self.single_rank_results = [] if facts else self._single_rank_steps()
-        self.trainer = Trainer(self.build, self.recipe, make_parallel(session.device, config.mesh, config.timeout))
+        self.trainer = Trainer(
+            self.build,
+            self.recipe,
+            make_parallel(session.device, config.mesh, config.timeout, config.virtual_size),
+        )
         self._count_flops()
         if path is not None:
             state = self.trainer.state()
@@ -260,7 +264,9 @@ class Run:
             steps: list[StepResult] = []
             trainer: Trainer | None = None
             try:
-                trainer = Trainer(self.build, self.recipe, single_rank(self._single, self.session.device))
+                trainer = Trainer(
+                    self.build, self.recipe, single_rank(self._single, self.session.device, self.config.virtual_size)
+                )
                 for step in range(count):
                     trainer.seed_dropout(step)
                     steps.append(trainer.step(self.batches.training(step), self.config.lr_at(step)))

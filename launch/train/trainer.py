@@ -114,7 +114,7 @@ class Trainer:
             return None
         batch = place(
             [end - start for start, end in bounds],
-            cp=self.ring.world_size,
+            cp=self.ring.virtual_size,
             dp=self.parallel.dp,
             pairs_per_token=pairs_per_token,
             window=self.recipe.window,

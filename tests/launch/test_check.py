@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringattn import virtual
 from ringattn.kernels.attention.eager import EagerKernels
 from ringattn.kernels.decode import eager as decode_eager
 from ringattn.launch.check import __main__ as check_command
@@ -54,6 +55,31 @@ def test_check_is_green_on_two_ranks() -> None:
     said = run_module("ringattn.launch.check", "--device", "cpu", "--only", "in")
     assert "green: " in said
     assert "2 rank(s), gloo" in said
+
+
+@pytest.mark.dist
+def test_check_compares_virtual_ranks_with_the_simulated_ring_bit_by_bit(tmp_path: Path) -> None:
+    flags = ("--device", "cpu", "--only", "causal window", "--virtual-size", "4")
+    for ranks in (1, 2):
+        said = run_module("ringattn.launch.check", *flags, "--json", str(tmp_path / "check.json"), ranks=ranks)
+        assert "green: " in said
+        rows = json.loads((tmp_path / "check.json").read_text())["rows"]
+        assert rows
+        assert all(row["ratios"]["bits of the simulated ring"] == 0 for row in rows)
+
+
+def test_check_is_red_when_virtual_ranks_have_other_bits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward = virtual.run_forward
+
+    def nearly(*args: Any, **kwargs: Any) -> Any:
+        o, lse, saved = forward(*args, **kwargs)
+        return torch.nextafter(o, o + 1), lse, saved
+
+    monkeypatch.setattr(virtual, "run_forward", nearly)
+    assert check_command.main(["--device", "cpu", "--only", "causal window", "--virtual-size", "4"]) == 1
+    assert "over budget: bits of the simulated ring" in capsys.readouterr().out
 
 
 def test_check_is_green_on_the_kernels_of_torch_and_says_what_they_refuse(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,9 +62,10 @@ class Neighbours:
     name = "neighbours"
     impl = "auto"
     check_inputs = False
+    is_virtual = False
 
     def __init__(self, rank: int, parts: list[Tensor]) -> None:
-        self.rank, self.world_size = rank, len(parts)
+        self.rank, self.world_size, self.virtual_size = rank, len(parts), len(parts)
         self.mine, self.parts = parts[rank], parts
 
     def gather(self, x: Tensor, dim: int, lengths: Sequence[int]) -> list[Tensor]:

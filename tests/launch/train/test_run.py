@@ -182,12 +182,17 @@ def build() -> Transformer:
     return model
 
 
-def steps_between(folder: Path, mesh: str | None, first: int, last: int) -> list[float]:
+def steps_between(
+    folder: Path, mesh: str | None, first: int, last: int, virtual_size: int | None = None
+) -> list[float]:
     """Losses of some steps of a run that continues from a folder, and is saved there."""
     import torch.distributed as dist
 
     rank = Session(dist.get_rank(), dist.get_world_size(), CPU, "gloo", os.getppid())
-    checkpoints, trainer = Checkpoints(folder, rank), Trainer(build, Recipe(), make_parallel(CPU, mesh))
+    checkpoints, trainer = (
+        Checkpoints(folder, rank),
+        Trainer(build, Recipe(), make_parallel(CPU, mesh, virtual_size=virtual_size)),
+    )
     path = find_checkpoint(folder, rank)
     if path is not None:
         state = trainer.state()
@@ -210,6 +215,16 @@ def test_any_mesh_continues_from_the_checkpoint_of_another(pool, tmp_path):
     assert len(list(list_checkpoints(tmp_path / "parts")[0].glob("*.distcp"))) == 2
     parts += pool(4).run(steps_between, tmp_path / "parts", "cp=4", 4, 6)[0]
     assert parts == pytest.approx(whole, rel=2e-6)
+
+
+@pytest.mark.dist
+def test_a_run_of_virtual_ranks_continues_on_fewer_processes(pool, tmp_path):
+    whole = pool(2).run(steps_between, tmp_path / "whole", None, 0, 6)[0]
+    parts = [
+        pool(ranks).run(steps_between, tmp_path / "parts", None, at, at + 2, 4)[0]
+        for ranks, at in ((4, 0), (2, 2), (1, 4))
+    ]
+    assert parts[0] + parts[1] + parts[2] == pytest.approx(whole, rel=2e-6)
 
 
 @pytest.mark.dist
