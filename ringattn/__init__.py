@@ -13,6 +13,7 @@ from ringattn.api import (
     ring_attention_with_lse,
 )
 from ringattn.integrations.torch.multihead_attention import RingMultiheadAttention, replace_multihead_attention
+from ringattn.integrations.torch.redirect import redirect_sdpa
 from ringattn.integrations.torch.sdpa import scaled_dot_product_attention
 from ringattn.numerics.partial import Partial, finalize, merge, reduce_partials
 from ringattn.numerics.reference import attention_reference
@@ -38,6 +39,7 @@ __all__ = [
     "merge",
     "online_logsumexp",
     "online_softmax",
+    "redirect_sdpa",
     "reduce_partials",
     "replace_multihead_attention",
     "ring_attention",
