@@ -299,6 +299,15 @@ class Sharding:
         # cat copies even a single part: a view would keep the whole sequence in memory
         return torch.cat(parts, dim).contiguous()
 
+    def cut_whole(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's rows of a tensor that has those of the whole sequence in dim, and any other as it is.
+
+        For masks, which callers may give whole: dim is negative and counts from the end; without comparison between ranks.
+        """
+        if x.dim() < -dim or x.shape[dim] != self.seq_len or self.shard_len == self.seq_len:
+            return x
+        return self.cut(x, x.dim() + dim)
+
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor from every rank's rows; the inverse of `shard`. Every rank must call it.
 

@@ -141,13 +141,13 @@ class RingMultiheadAttention(nn.MultiheadAttention):
             query: `s b e`, `b s e` with batch_first, or `s e`: this rank's rows.
             key: This rank's keys, of t rows and kdim features.
             value: This rank's values, of t rows and vdim features.
-            key_padding_mask: `b t`, or `t` for unbatched input: this rank's keys. Bool: True is ignored. Floating point: added.
-                They are sent with the keys, and never made dense.
+            key_padding_mask: `b t`, or `t` for unbatched input: this rank's keys, or all n. Bool: True is ignored. Floating point:
+                added. They are sent with the keys, and never made dense.
             need_weights: Return the weights of this rank's rows over all keys; gathers the keys of all ranks, so it is the same
                 on all of them. Long sequences need False.
             attn_mask: `s n` or `(b h) s n`: this rank's rows x *all* keys by global position. Bool: True is ignored. Floating
-                point: added. `sharding.shard(mask, dim=-2)` cuts it from a whole one. Or a mask of `ringattn.masks`, which is never
-                made dense.
+                point: added. A whole mask is cut; `sharding.shard(mask, dim=-2)` cuts it once for all layers. Or a mask of
+                `ringattn.masks`, which is never made dense.
             average_attn_weights: Average the weights over heads.
             is_causal: With attn_mask: torch's hint; without weights and padding mask the causal mask then replaces attn_mask, which
                 is not read. Without attn_mask: causal by global position.
@@ -303,6 +303,8 @@ class RingMultiheadAttention(nn.MultiheadAttention):
         for name, x in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if x is not None:
                 check_tensor(name, x)
+        key_padding_mask = None if key_padding_mask is None else keys.cut_whole(key_padding_mask, -1)
+        attn_mask = None if attn_mask is None else sharding.cut_whole(attn_mask, -2)
         batched = F._mha_shape_check(  # pyright: ignore[reportAttributeAccessIssue]
             query, key, value, key_padding_mask, None, self.num_heads
         )

@@ -39,9 +39,9 @@ def scaled_dot_product_attention(
         key: Keys of this rank, `b hk s d`.
         value: Values of this rank, `b hk s dv`.
         attn_mask: This rank's query rows x *all* keys by global position, broadcastable to `b h s n`. Bool: True takes part.
-            Floating point: added to the scores. `sharding.shard(mask, dim=-2)` cuts it from a whole one. Or torch's
-            `causal_upper_left(s, n)` or `causal_lower_right(s, n)` of the whole sequences, s queries and n keys, or a mask of
-            `ringattn.masks`; neither is materialised.
+            Floating point: added to the scores. A whole mask is cut; `sharding.shard(mask, dim=-2)` cuts it once for all
+            layers. Or torch's `causal_upper_left(s, n)` or `causal_lower_right(s, n)` of the whole sequences, s queries and n
+            keys, or a mask of `ringattn.masks`; neither is materialised.
         dropout_p: Probability of dropping a weight, always applied. The seed is drawn from torch's default CPU generator: ranks
             with equal seeds drop what one process drops, others by their own. The gradients are exact either way.
         is_causal: Key j is visible to query i when j <= i, by global position; never materialised. Of two sequences
@@ -89,6 +89,8 @@ def scaled_dot_product_attention(
         elif is_causal_bias(attn_mask):
             is_causal, window = _resolve_causal_bias(attn_mask, sharding.seq_len, keys.seq_len)
         elif attn_mask is not None:
+            check_tensor("attn_mask", attn_mask)
+            attn_mask = sharding.cut_whole(attn_mask, -2)
             _check_mask(attn_mask, query, keys.seq_len)
             bias = attn_mask
             if attn_mask.dtype == torch.bool:
@@ -143,7 +145,6 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def _check_mask(mask: Tensor, query: Tensor, kv_len: int) -> None:
-    check_tensor("attn_mask", mask)
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         raise RuntimeError(
             f"Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: {mask.dtype} "

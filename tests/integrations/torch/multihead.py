@@ -208,16 +208,21 @@ def run_torch(case: Multihead, dtype: torch.dtype) -> Results:
     return case.run(case.module(nn.MultiheadAttention, dtype), case.tensors(dtype))
 
 
-def run_on_ranks(cases: list[Multihead], layout: str, dtype: torch.dtype) -> list[Results]:
-    """One rank: every case by ring attention, results made whole."""
+def run_on_ranks(cases: list[Multihead], layout: str, dtype: torch.dtype, whole_masks: bool = False) -> list[Results]:
+    """One rank: every case by ring attention, results made whole; whole_masks: the module cuts the masks."""
     ring, results = Ring(), []
     for case in cases:
         rows = ring.sharding(case.seq_len, layout)
         keys = rows if case.kv_len is None else ring.sharding(case.kv_len, layout)
         module = case.module(RingMultiheadAttention, dtype, ring=ring)
-        local = case.shard(case.tensors(dtype), rows, keys)
+        whole = case.tensors(dtype)
+        local = case.shard(whole, rows, keys)
+        if whole_masks:
+            local |= {name: whole[name] for name in ("padding", "mask")}
         found = case.run(module, local, sharding=rows, kv_sharding=None if keys is rows else keys)
-        results.append(case.unshard(found, rows, keys))
+        # each rank has the gradient of its own rows in a whole mask
+        masks = {name: ring.sum(found.pop(name)) for name in ("dpadding", "dmask") if whole_masks and name in found}
+        results.append(case.unshard(found, rows, keys) | masks)
     return results
 
 

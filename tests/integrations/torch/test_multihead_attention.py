@@ -139,6 +139,22 @@ def test_ranks_together_are_torchs_module_on_one_process(pool: Pools, world_size
                 assert_equal_to_torch(case, found, dtype)
 
 
+WHOLE = [
+    Multihead(padding="bool", mask="bool2"),
+    Multihead(padding="float", mask="float3", need_weights=True, batch_first=False),
+    Multihead(seq_len=5, kv_len=17, padding="bool", mask="float2", add_bias_kv=True),
+    Multihead(seq_len=3, batch=0, padding="float", mask="bool2"),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "contiguous")])
+def test_whole_masks_are_cut(pool: Pools, world_size: int, layout: str) -> None:
+    for results in pool(world_size).run(run_on_ranks, WHOLE, layout, FP64, whole_masks=True):
+        for case, found in zip(WHOLE, results, strict=True):
+            assert_equal_to_torch(case, found, FP64)
+
+
 @pytest.mark.dist
 @settings(max_examples=25, deadline=None)
 @given(

@@ -70,7 +70,7 @@ class Call:
         return {"o": o.detach()} | {"d" + name: t.grad for name, t in leaves.items() if t.grad is not None}
 
 
-def run_on_ranks(calls: list[Call], layout: str, dtype: torch.dtype) -> list[Results]:
+def run_on_ranks(calls: list[Call], layout: str, dtype: torch.dtype, whole_masks: bool = False) -> list[Results]:
     ring, results = Ring(), []
     for call in calls:
         rows = ring.sharding(call.seq_len, layout)
@@ -83,12 +83,14 @@ def run_on_ranks(calls: list[Call], layout: str, dtype: torch.dtype) -> list[Res
             local |= {name: sides[name].shard(whole[name], -2) for name in ("query", "do")}
         if (call.kv_len or call.seq_len) == 1:
             local |= {name: sides[name].shard(whole[name], -2) for name in ("key", "value")}
+        if whole_masks:
+            local["attn_mask"] = whole["attn_mask"]
         with use_sharding(rows, None if keys is rows else keys):
             found = call.run(scaled_dot_product_attention, local)
         done: Results = {}
         for name, x in found.items():
             side = {"o": rows, "dquery": rows, "dkey": keys, "dvalue": keys}.get(name)
-            if side is not None or whole["attn_mask"].shape[-2] > 1:
+            if side is not None or (not whole_masks and whole["attn_mask"].shape[-2] > 1):
                 done[name] = (side or rows).unshard(x, -2)
             else:
                 done[name] = torch.stack(ring.gather(x[None], 0, [1] * ring.world_size)).sum(0)[0]
@@ -200,6 +202,22 @@ def test_ranks_together_are_torchs_function(pool: Pools, world_size: int, layout
     for results in pool(world_size).run(run_on_ranks, CALLS, layout, torch.float32):
         for call, found in zip(CALLS, results, strict=True):
             assert_equal_to_torch(call, found, torch.float32)
+
+
+WHOLE = [
+    Call(mask="sn"),
+    Call(mask="b1sn", kind="float"),
+    Call(seq_len=5, kv_len=9, mask="bhsn", kind="float"),
+    Call(seq_len=2, mask="11sn"),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "contiguous")])
+def test_whole_masks_are_cut(pool: Pools, world_size: int, layout: str) -> None:
+    for results in pool(world_size).run(run_on_ranks, WHOLE, layout, torch.float64, whole_masks=True):
+        for call, found in zip(WHOLE, results, strict=True):
+            assert_equal_to_torch(call, found, torch.float64)
 
 
 @pytest.mark.dist
