@@ -124,6 +124,14 @@ QWEN_IMAGE = DenoiserSpec(
     not_empty=("image", "text"),
 )
 
+LTX = DenoiserSpec(
+    lengths=lambda _, arguments: {"image": arguments["hidden_states"].shape[1]},
+    inputs={"": {"hidden_states": _IMAGE, "timestep": TokenDim("image", 1, ndim=2)}},
+    outputs={"rope": (_IMAGE, _IMAGE)},
+    attention=("transformer_blocks.*.attn1",),
+    local=("transformer_blocks.*.attn2",),
+)
+
 HUNYUAN_VIDEO = DenoiserSpec(
     lengths=_hunyuan_video_lengths,
     inputs={
@@ -140,6 +148,9 @@ HUNYUAN_VIDEO = DenoiserSpec(
 
 DENOISERS = {
     "FluxTransformer2DModel": FLUX,
+    "Flux2Transformer2DModel": FLUX,
+    "ChronoEditTransformer3DModel": WAN,
+    "LTXVideoTransformer3DModel": LTX,
     "WanTransformer3DModel": WAN,
     "QwenImageTransformer2DModel": QWEN_IMAGE,
     "HunyuanVideoTransformer3DModel": HUNYUAN_VIDEO,

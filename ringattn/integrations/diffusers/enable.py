@@ -36,8 +36,8 @@ def enable_ring(transformer: nn.Module, ring: Ring, *, spec: DenoiserSpec | None
     `transformer.enable_gradient_checkpointing(checkpoint)`.
 
     Args:
-        transformer: `FluxTransformer2DModel`, `WanTransformer3DModel`, `QwenImageTransformer2DModel`,
-            `HunyuanVideoTransformer3DModel`, or another model with a spec. It attends with diffusers' backend "native".
+        transformer: Model of a class in `denoisers.DENOISERS` (Flux, Flux 2, Wan, ChronoEdit, LTX-Video, Qwen-Image,
+            HunyuanVideo), or another model with a spec. It attends with diffusers' backend "native".
         ring: The ranks that share each sample. All call this, and then the transformer with the same input.
         spec: Where the tokens of another model are; default by the class of the transformer.
 

@@ -14,17 +14,17 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers.hooks.hooks import ModelHook
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ringattn.api import ring_attention
 from ringattn.integrations.diffusers.denoisers import DenoiserSpec, TokenCount, TokenDim
+from ringattn.integrations.torch.redirect import RedirectSDPA
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 from ringattn.sharding_context import find_sharding, use_sharding
-from ringattn.tensor_checks import digest_bits
+from ringattn.tensor_checks import digest_bits, is_readable
 
 _ONE_CALL = (
     "an attention module on a ring must call torch's scaled_dot_product_attention once, got {}; call "
@@ -32,20 +32,12 @@ _ONE_CALL = (
 )
 
 
-class RingAttentionMode(TorchFunctionMode):
-    """Redirection of torch's scaled_dot_product_attention, of rows with a sharding, to ring attention in a `with` statement."""
+class RingAttentionMode(RedirectSDPA):
+    """Redirection of the one call of an attention module, of rows with a sharding, whose masks are those of keys."""
 
     def __init__(self, sharding: Sharding) -> None:
-        super().__init__()
+        super().__init__(self._attend)
         self.sharding = sharding
-        self.num_calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch, or ring attention in place of scaled_dot_product_attention."""
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        self.num_calls += 1
-        return self._attend(*args, **(kwargs or {}))
 
     def _attend(
         self,
@@ -111,16 +103,16 @@ class SegmentShardings:
         # by id: on one rank, joint sequences of one length are equal however they are joined
         self._segments: dict[int, dict[str, Sharding]] = {}
 
-    def shard_joint(self, lengths: Mapping[str, int], sample: Tensor) -> Sharding:
+    def shard_joint(self, lengths: Mapping[str, int], arguments: Mapping[str, Any]) -> Sharding:
         """Return the sharding of segments of some lengths, in the order in which they are joined.
 
-        The first sample of these lengths, the whole noise that the denoiser works on, is compared between ranks.
+        Ranks compare the arguments of every forward: one of them with other text, timesteps or noise would mix two samples.
         """
+        if self.ring.world_size > 1:
+            what = "the input of a denoiser (pass generator= with one seed on all ranks; each cuts its own tokens)"
+            self.ring.assert_equal_across_ranks(what, f"{dict(lengths)} tokens, {describe_input(arguments)}")
         known = tuple(lengths.items())
         if known not in self._joint:
-            text = f"{dict(lengths)} tokens, sample {tuple(sample.shape)} with digest {int(digest_bits(sample))}"
-            what = "the input of a denoiser (pass generator= with one seed on all ranks; each cuts its own tokens)"
-            self.ring.assert_equal_across_ranks(what, text)
             joint = self.ring.sharding(sum(lengths.values()), "segments", segments=list(lengths.values()))
             self._segments[id(joint)] = {name: self.ring.sharding(n, "contiguous") for name, n in known}
             self._joint[known] = joint
@@ -149,7 +141,7 @@ class ForwardHook(ModelHook):
     def __init__(self, shardings: SegmentShardings, spec: DenoiserSpec) -> None:
         super().__init__()
         self.shardings, self.spec = shardings, spec
-        # it reads the sample
+        # it reads the arguments
         untraced: Any = torch.compiler.disable(shardings.shard_joint)
         self.shard_joint: Callable[..., Sharding] = untraced
 
@@ -159,6 +151,7 @@ class ForwardHook(ModelHook):
         with ring.propagate_errors():
             check_supported(module)
             arguments = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+            arguments = dict(list(arguments.items())[1:])  # without self
             lengths = self.spec.lengths(module, arguments)
             for name in self.spec.not_empty:
                 if lengths[name] < ring.world_size:
@@ -166,7 +159,7 @@ class ForwardHook(ModelHook):
                         f"{name} must have at least {ring.world_size} tokens, one per rank, got {lengths[name]}; use a "
                         "ring of fewer ranks"
                     )
-            sharding = self.shard_joint(lengths, arguments["hidden_states"])
+            sharding = self.shard_joint(lengths, arguments)
         forward: Any = self.fn_ref.original_forward
         with use_sharding(sharding):
             return forward(*args, **kwargs)
@@ -234,6 +227,22 @@ class GatherHook(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002
         """Return the tokens of all ranks; their gradients are summed over ranks."""
         return self.shardings.current()[1][self.segment].unshard(output, 1)
+
+
+def describe_input(arguments: Mapping[str, Any]) -> str:
+    """Return a text that is equal for equal arguments: numbers, and shapes and digests of tensors.
+
+    It reads them, so that the host waits for their device once per tensor.
+    """
+    leaves: list[tuple[Any, Any]] = tree_flatten_with_path(dict(arguments))[0]
+    return ", ".join(f"{path[0].key}{keystr(path[1:])} {_describe(x)}" for path, x in leaves if x is not None)
+
+
+def _describe(x: Any) -> str:
+    if not isinstance(x, Tensor):
+        # addresses of objects differ between processes
+        return repr(x) if isinstance(x, (int, float, str, torch.dtype)) else type(x).__name__
+    return f"{list(x.shape)}" + (f" digest {int(digest_bits(x)) % 2**64:016x}" if is_readable(x) else "")
 
 
 def cut(x: Any, where: TokenDim | TokenCount | None, segments: Mapping[str, Sharding]) -> Any:

@@ -13,7 +13,7 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
         "ringattn.integrations.diffusers",
         *(
             f"diffusers.models.transformers.transformer_{name}"
-            for name in ("flux", "hunyuan_video", "qwenimage", "wan")
+            for name in ("chronoedit", "flux", "flux2", "hunyuan_video", "ltx", "qwenimage", "wan")
         ),
     ]
 )

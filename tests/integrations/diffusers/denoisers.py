@@ -88,6 +88,28 @@ def _flux(case: Denoiser, *, controlnet: bool = False, mask: bool = False, ids_n
     return found
 
 
+def _flux2(case: Denoiser) -> dict[str, Any]:
+    found = _flux(case)
+    del found["pooled_projections"]
+    ids = [torch.cat([found[name], torch.zeros(len(found[name]), 1)], 1) for name in ("img_ids", "txt_ids")]
+    ids[1][:, 3] = torch.arange(case.text)
+    return found | {"img_ids": ids[0][None], "txt_ids": ids[1][None]}
+
+
+def _ltx(case: Denoiser, *, per_token: bool = False) -> dict[str, Any]:
+    frames, height, width = case.size
+    rows = frames * height * width
+    return {
+        "hidden_states": torch.randn(case.batch, rows, 4),
+        "encoder_hidden_states": torch.randn(case.batch, case.text, 8),
+        "encoder_attention_mask": padding(case.batch, case.text).long(),
+        "timestep": torch.rand(case.batch, rows) if per_token else torch.rand(case.batch),
+        "num_frames": frames,
+        "height": height,
+        "width": width,
+    }
+
+
 def _wan(case: Denoiser, *, per_token: bool = False, image: int = 0) -> dict[str, Any]:
     frames, height, width = case.size
     found: dict[str, Any] = {
@@ -141,6 +163,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "guidance_embeds": True,
         "axes_dims_rope": (4, 6, 6),
     },
+    "Flux2Transformer2DModel": {
+        "in_channels": 4,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "joint_attention_dim": 8,
+        "timestep_guidance_channels": 8,
+        "axes_dims_rope": (4, 4, 4, 4),
+    },
+    "ChronoEditTransformer3DModel": {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16},
+    "LTXVideoTransformer3DModel": {
+        "in_channels": 4,
+        "out_channels": 4,
+        "cross_attention_dim": 32,
+        "caption_channels": 8,
+    },
     "WanTransformer3DModel": {"in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16},
     "QwenImageTransformer2DModel": {
         "in_channels": 4,
@@ -162,6 +199,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "FluxTransformer2DModel": _flux,
+    "Flux2Transformer2DModel": _flux2,
+    "ChronoEditTransformer3DModel": _wan,
+    "LTXVideoTransformer3DModel": _ltx,
     "WanTransformer3DModel": _wan,
     "QwenImageTransformer2DModel": _qwen_image,
     "HunyuanVideoTransformer3DModel": _hunyuan_video,
@@ -173,6 +213,16 @@ CASES = {
     "flux_mask": Denoiser("FluxTransformer2DModel", text=6, options={"mask": True}),
     "flux_short_text": Denoiser("FluxTransformer2DModel", text=1, size=(1, 2, 2)),
     "flux_lora": Denoiser("FluxTransformer2DModel", text=4, size=(1, 1, 7), lora=True),
+    "flux2": Denoiser("Flux2Transformer2DModel"),
+    "chronoedit": Denoiser(
+        "ChronoEditTransformer3DModel",
+        size=(2, 1, 5),
+        config={"image_dim": 8, "added_kv_proj_dim": 32},
+        options={"image": 3},
+        batch=1,
+    ),
+    "ltx": Denoiser("LTXVideoTransformer3DModel", size=(3, 1, 3)),
+    "ltx_timesteps": Denoiser("LTXVideoTransformer3DModel", size=(1, 1, 7), options={"per_token": True}),
     "wan": Denoiser("WanTransformer3DModel", size=(3, 1, 3)),
     "wan_timesteps": Denoiser("WanTransformer3DModel", size=(2, 2, 2), options={"per_token": True}),
     "wan_image": Denoiser(

@@ -137,18 +137,18 @@ class OwnModel(nn.Module):
         super().__init__()
         self.attention, self.head = Attention(), nn.Linear(8, 3).double()
 
-    def forward(self, hidden_states: Tensor, audio: Tensor, text: Tensor, mask: Tensor) -> Tensor:
-        joint = self.attention(torch.cat([hidden_states, audio, text], 1), mask)
-        return self.head(joint[:, : hidden_states.shape[1]])
+    def forward(self, pixels: Tensor, audio: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        joint = self.attention(torch.cat([pixels, audio, text], 1), mask)
+        return self.head(joint[:, : pixels.shape[1]])
 
 
 OWN_SPEC = DenoiserSpec(
     lengths=lambda _, x: {
-        "image": x["hidden_states"].shape[1],
+        "image": x["pixels"].shape[1],
         "audio": x["audio"].shape[1],
         "text": x["text"].shape[1],
     },
-    inputs={"": {"hidden_states": TokenDim("image", 1), "audio": TokenDim("audio", 1), "text": TokenDim("text", 1)}},
+    inputs={"": {"pixels": TokenDim("image", 1), "audio": TokenDim("audio", 1), "text": TokenDim("text", 1)}},
     attention=("attention",),
     gather="head",
 )

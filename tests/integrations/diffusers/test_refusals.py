@@ -144,6 +144,30 @@ def refused_on_ranks(kind: str) -> str:
     return "accepted"
 
 
+def refused_later(name: str) -> str:
+    """The message of a rank whose second forward, of the same size, has another argument than those of other ranks."""
+    ring = Ring()
+    model, sample = on_ring()
+    with torch.no_grad():
+        model(**sample)
+        sample[name] = sample[name] + 0.25 * ring.rank
+        try:
+            model(**sample)
+        except ValueError as error:
+            return str(error)
+    return "accepted"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "name", ["hidden_states", "encoder_hidden_states", "timestep", "guidance", "pooled_projections"]
+)
+def test_ranks_with_different_arguments_are_refused_in_every_forward(pool: Pools, name: str) -> None:
+    for found in pool(2).run(refused_later, name):
+        assert f", {name} [" in found
+        assert "must be the same on all ranks of a ring" in found
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("kind", "message"),
