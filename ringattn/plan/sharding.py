@@ -73,6 +73,7 @@ class Sharding:
         hosted: The virtual ranks of a process with several, each as the sharding of a ring with a process per shard; else empty.
         shard_lens: Rows of every rank's shard.
         shard_len: Rows of this rank's shard; may be 0.
+        is_whole: This rank has all rows, in their order: the ring has one rank.
         text: `spec` as JSON in a Python literal: equal on all ranks, and read within milliseconds however long it is.
         detached: The same without the ring.
         calls: The records of attention calls with this sharding, by their options as given (`dispatch.call_text`).
@@ -134,6 +135,7 @@ class Sharding:
         self.ring_name = None if ring is None else ring.name
         self.device = torch.device("cpu" if device is None else device)
         self.world_size = len(self.shards)
+        self.is_whole = len(shards) == 1
         # not cached_property, whose lock torch.compile does not trace
         self.shard_lens = tuple(shard_len(shard) for shard in self.shards)
         self.shard_len = self.shard_lens[rank]
@@ -303,9 +305,17 @@ class Sharding:
         """Return this rank's rows of a tensor that has those of the whole sequence in dim, and any other as it is.
 
         For masks, which callers may give whole: dim is negative and counts from the end; without comparison between ranks.
+
+        Raises:
+            ValueError: One process holds all rows of several virtual ranks, which are in another order than the sequence.
         """
-        if x.dim() < -dim or x.shape[dim] != self.seq_len or self.shard_len == self.seq_len:
+        if x.dim() < -dim or x.shape[dim] != self.seq_len or self.is_whole:
             return x
+        if self.shard_len == self.seq_len:
+            raise ValueError(
+                f"a mask of {self.seq_len} rows must be whole or this rank's, got one where they cannot be told apart: one process "
+                "has all virtual ranks; pass bias=sharding.shard(mask, -2) to ring_attention, or a mask of ringattn.masks"
+            )
         return self.cut(x, x.dim() + dim)
 
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:

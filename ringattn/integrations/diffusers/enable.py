@@ -55,6 +55,11 @@ def enable_ring(transformer: nn.Module, ring: Ring, *, spec: DenoiserSpec | None
         if not isinstance(transformer, nn.Module):
             raise TypeError(f"transformer must be a module, got {type(transformer).__name__}; pass pipe.transformer")
         check_supported(transformer)
+        if ring.virtual_size > ring.world_size:
+            raise NotImplementedError(
+                f"ring must have one virtual rank per process, got virtual_size={ring.virtual_size} on {ring.world_size}: segments "
+                "are joined in another order; leave virtual_size out"
+            )
         if _registry(transformer).get_hook("ringattn") is not None:
             raise ValueError("transformer must not be on a ring yet, got one that is; call disable_ring(transformer)")
         hooks = list(_make_hooks(transformer, SegmentShardings(ring), spec or find_spec(transformer)))

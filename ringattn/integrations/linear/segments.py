@@ -43,7 +43,7 @@ class Chain:
     runs: tuple[Run, ...]  # of this rank, in the order of its rows
     counts: tuple[int, ...]  # runs of each rank
     order: tuple[int, ...]  # places of all runs, in the order of the sequence, among those of all ranks in rank order
-    mine: tuple[int, ...]  # places in `order` of this rank's runs
+    mine: tuple[int, ...]  # places in `order` of this rank's runs, in the order of its rows
     communicates: bool  # whether any segment of any rank continues; else no state crosses runs
 
     @property
@@ -86,7 +86,7 @@ def _chain(shards: tuple[Shard, ...], documents: tuple[int, ...], rank: int) -> 
         tuple(runs),
         tuple(map(len, shards)),
         tuple(order),
-        tuple(place for place, i in enumerate(order) if everywhere[i][1] == rank),
+        tuple(order.index(i) for i, (_, r) in enumerate(everywhere) if r == rank),
         any(start not in begins for start, _ in everywhere),
     )
 

@@ -97,6 +97,7 @@ def shard_batch(
     watch_models()
     images = sorted(name for name in IMAGE_KEYWORDS if batch.get(name) is not None)
     with ring.propagate_errors():
+        check_supported(ring, "ring")
         _check_entries(batch)
         tokens = batch["inputs_embeds"] if batch.get("input_ids") is None else batch["input_ids"]
         b, n = tokens.shape[:2]

@@ -95,6 +95,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not isinstance(sharding, Sharding) or is_tower(module):
         return None
     with sharding.ring.propagate_errors():
+        check_supported(sharding.ring, "ring")
         check_supported((module, kwargs), "labelled call")
     if sharding.world_size == 1:
         return None

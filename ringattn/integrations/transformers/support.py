@@ -330,6 +330,13 @@ TABLE = (
         "config of {subject.model_type}; run this model on one process, without a RingCache. To train gated delta rule or Mamba-2, "
         "call ringattn.integrations.transformers.replace_recurrent_layers(model) first",
     ),
+    # the ring of a call with a sharding
+    Unsupported(
+        "ring",
+        lambda ring: ring.virtual_size if ring.virtual_size > ring.world_size else None,
+        "a model of transformers must be called on a ring with one virtual rank per process, got virtual_size={got}; its rows "
+        "would not be in the order of the sequence. Use virtual_size in a model of your own, or start {got} processes",
+    ),
     # a model and the keywords of its call with a sharding, on any number of ranks
     Unsupported(
         "labelled call",

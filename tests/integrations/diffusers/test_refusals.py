@@ -37,6 +37,10 @@ def test_what_is_no_transformer_or_no_ring_is_refused() -> None:
         enable_ring("flux", Ring())  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotImplementedError, match="transformer must"):
         enable_ring(nn.Linear(1, 1), Ring())
+    with pytest.raises(
+        NotImplementedError, match="ring must have one virtual rank per process, got virtual_size=2 on 1"
+    ):
+        enable_ring(CASES["flux"].make(), Ring(virtual_size=2))
 
 
 def test_a_second_ring_is_refused() -> None:

@@ -99,10 +99,16 @@ def grad(x: Tensor) -> Tensor:
 
 
 def on_ranks(
-    op: str, n: int, layout: str, documents: tuple[int, ...] | None, dtype: torch.dtype, decays: str = "mild"
+    op: str,
+    n: int,
+    layout: str,
+    documents: tuple[int, ...] | None,
+    dtype: torch.dtype,
+    decays: str = "mild",
+    virtual_size: int | None = None,
 ) -> tuple[Tensor, Inputs]:
     """Whole output and gradients, gathered from all ranks."""
-    ring = Ring()
+    ring = Ring(virtual_size=virtual_size)
     sharding = ring.sharding(n, layout, documents)
     mine = {
         name: (x if name in SHARED else sharding.shard(x)).requires_grad_()
@@ -144,6 +150,17 @@ def test_ranks_equal_the_definition(
             torch.testing.assert_close(
                 grads[name], x, rtol=1e-9, atol=1e-9, msg=lambda text, name=name: f"{name}: {text}"
             )
+
+
+@pytest.mark.parametrize("op", list(OPS))
+@pytest.mark.parametrize("processes", [1, 2])
+def test_virtual_ranks_equal_the_definition(pool: Pools, op: str, processes: int) -> None:
+    expected, gradients = of_one_process(op, 77, (0, 5, 30, 31, 77))
+    given = (op, 77, "zigzag", (0, 5, 30, 31, 77), torch.float64, "mild", 4)
+    for y, grads in pool(processes).run(on_ranks, *given):
+        torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+        for name, x in gradients.items():
+            torch.testing.assert_close(grads[name], x, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("decays", DECAYS)

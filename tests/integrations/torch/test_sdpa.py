@@ -358,3 +358,17 @@ def test_errors_of_one_rank_are_errors_on_all(pool: Pools) -> None:
     with pytest.raises(ValueError, match="must be broadcastable") as caught:
         pool(2).run(odd_mask)
     assert "ring rank 0 refused: ValueError: attn_mask must be broadcastable" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_virtual_ranks_of_one_process_are_torchs_function(is_causal: bool) -> None:
+    q, k, v = (torch.randn(2, 2, 11, 8, dtype=torch.float64) for _ in range(3))
+    sharding = Ring(virtual_size=4).sharding(11)
+    o = scaled_dot_product_attention(*(sharding.shard(x, 2) for x in (q, k, v)), is_causal=is_causal, sharding=sharding)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    torch.testing.assert_close(sharding.unshard(o, 2), expected)
+    mask = torch.ones(11, 11, dtype=torch.bool)
+    with pytest.raises(
+        ValueError, match="a mask of 11 rows must be whole or this rank's, got one where they cannot be"
+    ):
+        scaled_dot_product_attention(q, k, v, attn_mask=mask, sharding=sharding)

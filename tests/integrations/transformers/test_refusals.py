@@ -766,3 +766,12 @@ def test_every_purpose_of_the_table_is_checked() -> None:
     }
     assert checked == {row.purpose for row in support.TABLE}
     assert all(" must " in row.message for row in support.TABLE)
+
+
+def test_a_ring_whose_processes_are_several_ranks_is_refused() -> None:
+    ring, ids = Ring(virtual_size=2), torch.arange(12)[None]
+    with pytest.raises(NotImplementedError, match="one virtual rank per process, got virtual_size=2"):
+        shard_batch({"input_ids": ids}, ring)
+    model, sharding = make("llama", "ringattn"), ring.sharding(12)
+    with pytest.raises(NotImplementedError, match="one virtual rank per process, got virtual_size=2"):
+        model(input_ids=sharding.shard(ids), position_ids=sharding.positions[None], sharding=sharding)
