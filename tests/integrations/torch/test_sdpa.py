@@ -364,7 +364,8 @@ def test_errors_of_one_rank_are_errors_on_all(pool: Pools) -> None:
 def test_virtual_ranks_of_one_process_are_torchs_function(is_causal: bool) -> None:
     q, k, v = (torch.randn(2, 2, 11, 8, dtype=torch.float64) for _ in range(3))
     sharding = Ring(virtual_size=4).sharding(11)
-    o = scaled_dot_product_attention(*(sharding.shard(x, 2) for x in (q, k, v)), is_causal=is_causal, sharding=sharding)
+    mine = [sharding.shard(x, 2) for x in (q, k, v)]
+    o = scaled_dot_product_attention(mine[0], mine[1], mine[2], is_causal=is_causal, sharding=sharding)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     torch.testing.assert_close(sharding.unshard(o, 2), expected)
     mask = torch.ones(11, 11, dtype=torch.bool)
