@@ -1,6 +1,6 @@
 """A training loop with accelerate, every sequence split over the ranks: `accelerate launch examples/accelerate_loop.py`.
 
-Needs `pip install 'ringattn[transformers]'`. A tiny random Llama learns the bytes of a text, packed documents and all.
+Needs `pip install '.[transformers]'` in a checkout. A tiny random Llama learns the bytes of a text, packed documents and all.
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Generation over a prompt that is split over all ranks: `torchrun --nproc_per_node 2 examples/generate.py`.
 
-Needs `pip install ringattn[transformers]`. A tiny random Llama, so that it runs anywhere and offline; any model of transformers'
+Needs `pip install '.[transformers]'` in a checkout.
+A tiny random Llama, so that it runs anywhere and offline; any model of transformers'
 attention interface goes the same way, with `from_pretrained`. Beside it, what one process answers.
 """
 

@@ -1,6 +1,6 @@
 """Hugging Face Trainer, every sequence split over all ranks: `torchrun --nproc_per_node 2 examples/transformers_trainer.py`.
 
-Needs `pip install ringattn[transformers] accelerate`. A tiny random Llama learns the bytes of a text, packed documents and all.
+Needs `pip install '.[transformers]'` in a checkout. A tiny random Llama learns the bytes of a text, packed documents and all.
 """
 
 import os

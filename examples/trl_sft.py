@@ -1,6 +1,7 @@
 """TRL's SFTTrainer with LoRA and packing, every sequence split over the ranks: `accelerate launch examples/trl_sft.py`.
 
-Needs `pip install 'ringattn[trl,peft]'`. A tiny random Llama learns words of a text; for your model, change `MODEL` and the data.
+Needs `pip install '.[trl,peft]'` in a checkout.
+A tiny random Llama learns words of a text; for your model, change `MODEL` and the data.
 """
 
 import tempfile
@@ -53,7 +54,7 @@ def main() -> None:
                 max_steps=20,
                 per_device_train_batch_size=2,
                 gradient_accumulation_steps=2,
-                learning_rate=5e-2,
+                learning_rate=5e-3,
                 bf16=not cpu,
                 use_cpu=cpu,
                 logging_steps=5,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ringattn.autograd import attend
+from ringattn.autograd import attend, side
 from ringattn.dispatch import call_text
 from ringattn.plan.attention_spec import ScoreTensors
 from ringattn.plan.expressions import Mask
@@ -362,6 +362,9 @@ def _attend(
         raise
     # the property raises where there is no ring
     ring = sharding.ring_name or sharding.ring.name
+    # a trace would keep the digest of its batch
+    if not torch.compiler.is_compiling():
+        side.batch = sharding.batch
     return attend(*needed, *tensors, seed, ring, call)
 
 

@@ -31,7 +31,7 @@ from ringattn.kernels.interface import accumulation_dtype
 from ringattn.plan.attention_spec import ScoreTensors
 from ringattn.schedule.execution_plan import BackwardCall, WantedGrads
 from ringattn.schedule.latents import Latents
-from ringattn.tensor_checks import has_tangent
+from ringattn.tensor_checks import BatchDigest, has_tangent
 from ringattn.virtual import virtual_backward, virtual_forward
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -78,15 +78,17 @@ class _SideValues(threading.local):
         saved: The K/V that a forward saved, or that a backward is given.
         number: The number of the forward that has run, as a call of its ring; 0: none has.
         forward: The number of the forward whose backward runs; 0: unknown.
+        batch: The digest of the batch that the next forwards are computed for, in compiled code too; None: of none.
     """
 
     save: bool = False
     saved: Tensor | None = None
     number: int = 0
     forward: int = 0
+    batch: BatchDigest | None = None
 
 
-_side = _SideValues()
+side = _SideValues()
 _num_forwards = [0]
 
 
@@ -104,11 +106,13 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     _num_forwards[0] += 1
     tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
     k, v, latents = _keys_of(keys)
-    here, plan, score, _side.number = resolve(q, k, v, tensors, dropout_seed, ring, call, latents=latents)
+    here, plan, score, side.number = resolve(
+        q, k, v, tensors, dropout_seed, ring, call, latents=latents, batch=side.batch
+    )
     rows = _rows(q), _rows(k), _rows(v)
     if plan.hosted:
         return virtual_forward(here, *rows, score, plan.hosted, latents)
-    o, lse, _side.saved = run_forward(*rows, score, plan, here.context, keep=_side.save, latents=latents)
+    o, lse, side.saved = run_forward(*rows, score, plan, here.context, keep=side.save, latents=latents)
     return o, lse
 
 
@@ -120,14 +124,14 @@ def _backward(do: Tensor | None, dlse: Tensor | None, *args: Any) -> list[Tensor
             return _backward(do, dlse, *args)
     tensors = ScoreTensors(sinks, alibi_slopes, key_bias, bias)
     k, v, latents = _keys_of(keys)
-    here, plan, score, _ = resolve(q, k, v, tensors, dropout_seed, ring, call, _side.forward, latents)
+    here, plan, score, _ = resolve(q, k, v, tensors, dropout_seed, ring, call, side.forward, latents)
     do = torch.zeros_like(o) if do is None else _rows(_cast(do, o))
     rows = _rows(q), _rows(k), _rows(v)
     backward = BackwardCall(do, dlse, *rows, o, lse, score, plan, here.context, WantedGrads(*wanted), latents)
     if plan.hosted:
         grads = virtual_backward(here, backward, plan.hosted)
     else:
-        grads = run_backward(backward, saved=_side.saved)
+        grads = run_backward(backward, saved=side.saved)
     made = (grads.dk, grads.dv) if grads.latents is None else (grads.dk, grads.latents.k_up, grads.latents.v_up)
     found = (grads.dsinks, grads.dalibi, grads.dkey_bias, grads.dbias)
     result = [_cast(grad, x) for grad, x in zip((grads.dq, *made), (q, *keys), strict=True)]
@@ -202,12 +206,12 @@ class _Attention(torch.autograd.Function):
         *tensors, ctx.dropout_seed, ctx.ring_name, ctx.call = args
         # the graph keeps the ring alive until it is used up
         ctx.ring = ring_of(ctx.ring_name)
-        _side.save, _side.number = ctx.ring.save_gathered_kv and _runs_as_it_is(), 0
+        side.save, side.number = ctx.ring.save_gathered_kv and _runs_as_it_is(), 0
         try:
             o, lse = _below_autograd(keys, *args)
-            saved, ctx.number = _side.saved, _side.number
+            saved, ctx.number = side.saved, side.number
         finally:
-            _side.save, _side.saved = False, None
+            side.save, side.saved = False, None
         ctx.save_for_backward(*tensors, o, lse, saved)
         ctx.wanted = [tensor is not None and tensor.requires_grad for tensor in tensors[-4:]]
         ctx.operator = _operators(args)[1]
@@ -223,8 +227,8 @@ class _Attention(torch.autograd.Function):
                 "ring attention must be given one gradient at a time, got a batch of them (vmap, is_grads_batched=True or "
                 "jacobian(vectorize=True)); loop over them with retain_graph=True, or use attention_reference",
             )
-        *tensors, o, lse, _side.saved = ctx.saved_tensors
-        _side.forward = ctx.number
+        *tensors, o, lse, side.saved = ctx.saved_tensors
+        side.forward = ctx.number
         given, options = tensors[:-4], tensors[-4:]
         run = _short_backward if _is_unseen((do, dlse, *given, o, lse, *options)) else ctx.operator
         args = (do, dlse, *given, o, lse, *options, ctx.dropout_seed, ctx.ring_name, ctx.call, ctx.wanted)
@@ -233,7 +237,7 @@ class _Attention(torch.autograd.Function):
         try:
             made = run(*args)
         finally:
-            _side.saved, _side.forward = None, 0
+            side.saved, side.forward = None, 0
         rest = iter(made[len(given) :])
         options = (next(rest) if want else None for want in ctx.wanted)
         return None, *made[: len(given)], *options, None, None, None

@@ -33,6 +33,7 @@ from ringattn.schedule.local import local_backward, local_forward
 from ringattn.schedule.stepwise_backward import stepwise_backward
 from ringattn.schedule.stepwise_forward import stepwise_forward
 from ringattn.schedule.validation import check_call
+from ringattn.tensor_checks import BatchDigest
 from ringattn.transport.base import RingContext
 from ringattn.transport.call_order import FORWARD
 
@@ -86,11 +87,12 @@ def resolve(
     text: str,
     forward: int = FORWARD,
     latents: Latents | None = None,
+    batch: BatchDigest | None = None,
 ) -> tuple[Ring, ExecutionPlan, Score, int]:
     """Return the ring, the plan, the score and the number of a call; every refusal happens here, on every rank.
 
     text is the call as `serialize` wrote it; forward is the number of the forward whose backward it is, 0 where that is unknown,
-    FORWARD in a forward. With latents k and v are stand-ins.
+    FORWARD in a forward. With latents k and v are stand-ins. batch is the digest of the batch, if the call has one.
     """
     here = ring_of(ring)
     given = (q, k, v, *tensors) if latents is None else (q, *latents, *tensors)
@@ -129,7 +131,8 @@ def resolve(
         here.assert_equal_once("dropout_seed", str(dropout_seed))
     number = 0
     if here.call_order is not None and plan.mark is not None:
-        number = here.call_order.begin(plan.mark, dropout_seed if plan.shares_seed else 0, forward, q.device)
+        seed = dropout_seed if plan.shares_seed else 0
+        number = here.call_order.begin(plan.mark, seed, forward, q.device, batch)
     return here, plan, _score(plan, q, dropout_seed, tensors), number
 
 

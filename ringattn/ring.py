@@ -219,7 +219,7 @@ class Ring:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # copies of a model share its ring: a second one would meet the other ranks under the name of the first
-        return get_ring, (self.name,)
+        return _restore, (os.getpid(), *_place_of(self))
 
     def sharding(
         self,
@@ -606,6 +606,54 @@ def sum_in_order(parts: Sequence[Tensor] | Tensor) -> Tensor:
     for part in rest:
         total.add_(part)
     return total
+
+
+class RingPlace:
+    """A ring in another process than its own, as the spawned worker of a DataLoader: it makes shardings and does not communicate.
+
+    Its shardings find the ring when they are sent back to the process that holds it. Attributes are those of `Ring`.
+    """
+
+    check_inputs = False
+
+    def __init__(self, name: str, rank: int, world_size: int, impl: str, virtual_size: int | None = None) -> None:
+        self.name, self.rank, self.world_size, self.impl = name, rank, world_size, impl
+        self.is_virtual, self.virtual_size = virtual_size is not None, virtual_size or world_size
+        self._shardings: dict[Hashable, Sharding] = {}
+
+    sharding = Ring.sharding
+
+    def __repr__(self) -> str:
+        return f"RingPlace(rank={self.rank}, world_size={self.world_size})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (-1, *_place_of(self))
+
+    def propagate_errors(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: an error is raised where the result is waited for."""
+        return nullcontext()
+
+    def raise_on_all_ranks(self, error: Exception) -> NoReturn:
+        """Raise an error of this process."""
+        raise error
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise: other attributes need the ring."""
+        raise AttributeError(
+            f"a ring must be used by the process that made it, got {name!r} of one in another process, which can make shardings "
+            "only; use it in that process"
+        )
+
+
+def _place_of(ring: Ring | RingPlace) -> tuple[Any, ...]:
+    return ring.name, ring.rank, ring.world_size, ring.impl, ring.virtual_size if ring.is_virtual else None
+
+
+def _restore(process: int, name: str, *place: Any) -> Ring | RingPlace:
+    """Return the ring of a name, or in another process than the one that pickled it its place."""
+    if name in RINGS or process == os.getpid():
+        return get_ring(name)
+    return RingPlace(name, *place)
 
 
 def default_world_size() -> int:

@@ -5,6 +5,7 @@ The types of other tensors are imported when one is seen: importing them costs a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch.autograd import forward_ad
 
 _ODD = -7046029254386353131
 """Odd factor without a pattern, 2^64 divided by the golden ratio: multiplying by it can be undone modulo 2^64."""
+
+_COLUMNS = 4
+"""Numbers of a row of floating point that the digest of a batch covers."""
 
 
 def is_causal_bias(x: object) -> bool:
@@ -92,6 +96,46 @@ def digest_bits(x: Tensor) -> Tensor:
         # a shift of int64 copies the sign
         mixed.bitwise_xor_((mixed >> 32).bitwise_and_(0xFFFFFFFF)).mul_(_ODD)
     return mixed.sum()
+
+
+class BatchDigest:
+    """Digest of the tensors of a batch, which the host reads without waiting for a GPU where it asks late enough.
+
+    Of floating point tensors, as images and embeddings, it covers the first numbers of each row.
+
+    Attributes:
+        is_late: Whether the digest is on its way from a GPU, behind the work that was enqueued before it.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        parts = [digest_bits(x[..., :_COLUMNS] if x.is_floating_point() and x.dim() else x) for x in tensors]
+        device = next((x.device for x in parts if x.is_cuda), torch.device("cpu"))
+        whole = digest_bits(torch.stack([x.to(device, non_blocking=True) for x in parts]))
+        self.is_late = device.type == "cuda"
+        if self.is_late:
+            self._host = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+            self._host.copy_(whole, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(device))
+            return
+        self._number = int(whole)
+
+    def number(self) -> int:
+        """Return the digest; a late one once it has arrived."""
+        if not self.is_late:
+            return self._number
+        self._copied.synchronize()
+        return int(self._host)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # an event belongs to its process
+        return _digest_of, (self.number(),)
+
+
+def _digest_of(number: int) -> BatchDigest:
+    digest = object.__new__(BatchDigest)
+    digest.is_late, digest._number = False, number
+    return digest
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:

@@ -66,6 +66,7 @@ def run_rank(code: str, name: str) -> str:
 
 ELSEWHERE = (
     "diffusers.md",
+    "loops.md",
     "meshes.md",
     "reinforcement.md",
     "serve_in_ten_minutes.md",

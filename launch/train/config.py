@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -40,7 +41,8 @@ class TrainConfig:
     virtual_size: int | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto takes GPUs where there are any.
     data: str | None = None  # A file or a folder of text; by default the sources of Python's standard library.
-    out: str = "runs/train"  # Folder of the log, the loss curve, the checkpoints and the sample.
+    # Folder of the log, the loss curve, the checkpoints and the sample; by default one for each preset and --model.
+    out: str = "runs/train"
     # auto continues from the newest intact checkpoint in out; never refuses a folder that has any; else the checkpoint to
     # continue from: the newest in out, or one of elsewhere with a new out.
     resume: str = "auto"
@@ -156,6 +158,7 @@ class TrainConfig:
 # the values of a flag in each preset
 _PRESETS: dict[str, Sequence[Any]] = {
     "preset": ("tiny", "cpu", "gpu", "gpu-128k", "gpu-1m"),
+    "out": ("runs/train/tiny", "runs/train/cpu", "runs/train/gpu", "runs/train/gpu-128k", "runs/train/gpu-1m"),
     "steps": (20, 300, 1000, 200, 20),
     "seq_len": (64, 1024, 32_768, 131_072, 1_048_576),
     "batch_size": (2, 4, 4, 1, 1),
@@ -218,4 +221,8 @@ def parse(arguments: Sequence[str], prog: str, description: str | None) -> Train
             if getattr(parsed, name) != getattr(default, name):
                 flag = "--" + name.replace("_", "-")
                 raise Refusal(f"{name} must be left to the configuration in --model, got {flag}; leave it out")
+        if parsed.out == default.out:
+            # a checkpoint of another model cannot be continued
+            path = Path(parsed.model).resolve()
+            parsed = replace(parsed, out=f"{default.out}-{path.parent.name if path.suffix == '.json' else path.name}")
     return replace(parsed, preset=preset)  # type: ignore[arg-type]

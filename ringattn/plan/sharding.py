@@ -18,7 +18,7 @@ from ringattn.plan.layouts import LAYOUTS, PART, Run, Shard, check_sizes, make_s
 from ringattn.plan.mask import MaskUnion, check_documents, short_mask
 from ringattn.plan.options import resolve_balance, resolve_documents, resolve_integer, resolve_segments
 from ringattn.ring_registry import RINGS
-from ringattn.tensor_checks import check_tensor, digest_bits, is_readable
+from ringattn.tensor_checks import BatchDigest, check_tensor, digest_bits, is_readable
 
 SAME_SEQUENCE = (
     "give all ranks of a ring the same sequence: use a sampler over data-parallel groups, not over all ranks"
@@ -78,6 +78,8 @@ class Sharding:
         detached: The same without the ring.
         calls: The records of attention calls with this sharding, by their options as given (`dispatch.call_text`).
         ring_name: The name of the ring that made it; None: it was made without one.
+        padding: Rows at the end of the sequence that `unshard` leaves out (`with_padding`).
+        batch: The digest of the batch that it was made for (`for_batch`); None: of no batch.
 
     Raises:
         ValueError: The shards do not hold every position exactly once, an argument is out of range, or the ring is another
@@ -133,6 +135,8 @@ class Sharding:
         self.documents = None if documents is None else tuple(documents)
         self._ring = ring
         self.ring_name = None if ring is None else ring.name
+        self.batch: BatchDigest | None = None
+        self.padding = 0
         self.device = torch.device("cpu" if device is None else device)
         self.world_size = len(self.shards)
         self.is_whole = len(shards) == 1
@@ -146,14 +150,47 @@ class Sharding:
             for virtual in (range(rank * each, (rank + 1) * each) if each > 1 else ())
         )
         # what is kept of a call must not keep its ring
-        self.detached = self if ring is None else self._without_ring()
+        self.detached = self if ring is None else self._with(_ring=None, ring_name=None)
         self._exchanges: dict[str, tuple[Tensor, list[int], list[int], Tensor]] = {}
 
-    def _without_ring(self) -> Sharding:
+    def _with(self, **changes: Any) -> Sharding:
         found = object.__new__(Sharding)
-        found.__dict__.update(self.__dict__, _ring=None, ring_name=None)
-        found.detached = found
+        found.__dict__.update(self.__dict__, **changes)
+        found.__dict__.setdefault("detached", found)
         return found
+
+    def with_padding(self, rows: int) -> Sharding:
+        """Return this sharding with so many rows at the end of the sequence that `unshard` leaves out."""
+        return self._with(padding=rows)
+
+    def for_batch(self, *tensors: Tensor) -> Sharding:
+        """Return this sharding with a digest of a batch, which ranks compare beside the attention calls that get it.
+
+        The digest is part of the comparison that each call makes (Note [Call marks] of call_order.py), so every batch is compared,
+        and no message is added. Where gloo moves rows, all ranks raise before a number is computed; elsewhere a difference
+        is found in one of calls 1, 2, 4, ..., and every 1024th, and on a GPU a batch later. `torch.compile` of a function that is
+        given the sharding leaves it out. The worker of a DataLoader may call it: the digest is pickled with the sharding.
+
+        Args:
+            tensors: The whole tokens and labels of the batch, the same on every rank. Of floating point ones the first four
+                numbers of each row count.
+
+        Raises:
+            TypeError: One is no tensor.
+            NotImplementedError: One is a DTensor, or another tensor with a meaning of its own.
+
+        Example:
+            >>> from ringattn import Ring
+            >>> sharding, tokens = Ring().sharding(4), torch.arange(4)
+            >>> sharding.for_batch(tokens) == sharding, sharding.for_batch(tokens).batch is None
+            (True, False)
+        """
+        with _propagate_errors(self._ring):
+            for i, x in enumerate(tensors):
+                check_tensor(f"tensors[{i}]", x)
+        if self.world_size == 1 or not tensors or not all(map(is_readable, tensors)):
+            return self
+        return self._with(batch=BatchDigest(tensors))
 
     @property
     def ring(self) -> SupportsAllGather:
@@ -338,7 +375,8 @@ class Sharding:
         if ring is None:
             return self.assemble([x_local], dim)
         self._compare(ring, "unshard", x_local, dim, self.shard_lens)
-        return self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
+        whole = self.assemble(ring.gather(x_local, dim, self.shard_lens), dim)
+        return whole.narrow(dim, 0, self.seq_len - self.padding) if self.padding else whole
 
     def reshard(self, x_local: Tensor, other: Sharding, dim: int = 1) -> Tensor:
         """Return this rank's rows under another sharding of the same sequence: one all-to-all. Every rank must call it.
@@ -507,7 +545,8 @@ class Sharding:
         # a ring has connections and is found by its name: workers of a DataLoader send shardings to the process that holds it,
         # other ranks of the ring get their own view, and a process that does not hold it gets a sharding without
         ring = None if self._ring is None else self._ring.name
-        return _restore, (self.spec, self.rank, ring, self.device, self.world_size)
+        kept = {"batch": self.batch, "padding": self.padding}
+        return _restore, (self.spec, self.rank, ring, self.device, self.world_size, kept)
 
     def __repr__(self) -> str:
         documents = "" if self.documents is None else f", {len(self.documents) - 1} documents"
@@ -522,12 +561,16 @@ def _propagate_errors(ring: SupportsAllGather | None) -> AbstractContextManager[
     return nullcontext() if ring is None else ring.propagate_errors()
 
 
-def _restore(spec: Sequence[Any], rank: int, ring: str | None, device: torch.device, processes: int) -> Sharding:
+def _restore(
+    spec: Sequence[Any], rank: int, ring: str | None, device: torch.device, processes: int, kept: dict[str, Any]
+) -> Sharding:
     found: SupportsAllGather | None = None if ring is None else RINGS.get(ring)
     # perhaps a ring of another job
     if found is None or (found.world_size, found.virtual_size) != (processes, spec[2]):
-        return Sharding.from_spec(spec, rank, processes=processes, device=device)
-    return Sharding.from_spec(spec, found.rank, ring=found, device=device)
+        restored = Sharding.from_spec(spec, rank, processes=processes, device=device)
+    else:
+        restored = Sharding.from_spec(spec, found.rank, ring=found, device=device)
+    return restored._with(**kept)
 
 
 def check_sharding(x: object, name: str = "sharding") -> None:

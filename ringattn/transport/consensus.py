@@ -174,13 +174,13 @@ class RankConsensus:
 
     def compare_calls(self, record: dict[str, Any], doing: str) -> None:
         """Raise ValueError on every rank unless the JSON records of all ranks' calls are equal; `doing` is the call in words."""
-        with self._failing():
+        with self.counting_failures():
             record = {**record, _DOING: doing}
             raise_differences([json.loads(found) for found in self.compare(json.dumps(record), doing)])
 
     def share(self, what: str, value: Any, doing: str = "") -> list[Any]:
         """Return the JSON values of all ranks, in rank order; ValueError if another rank's call failed or shares another value."""
-        with self._failing():
+        with self.counting_failures():
             doing = (doing or what)[:_SHOWN]
             texts = self.compare(json.dumps({what: value, _DOING: doing}), doing)
             records = [json.loads(text) for text in texts]
@@ -190,7 +190,7 @@ class RankConsensus:
 
     def assert_equal_across_ranks(self, what: str, text: str, doing: str = "", fix: str = GIVE_THE_SAME) -> None:
         """Raise ValueError on every rank, naming those that differ from most, unless a text is equal on all ranks."""
-        with self._failing():
+        with self.counting_failures():
             found = self.share(what, text, doing or f"{what}: {text}")
             usual = Counter(found).most_common(1)[0][0]
             differing = [rank for rank, other in enumerate(found) if other != usual]
@@ -204,13 +204,8 @@ class RankConsensus:
         """Return the first value of all ranks, in rank order, that is not None; else None."""
         return next((found for found in self.share(what, value) if found is not None), None)
 
-    def differ(self, call: str, at: str) -> NoReturn:
-        """Raise ValueError on all ranks, which know that their calls differ; `at` says which of its calls `call` is."""
-        with self._failing():
-            raise_calls(self.share("this call", call), at)
-
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def counting_failures(self) -> Iterator[None]:
         """Count the round if it ends in an error, which all ranks then have."""
         try:
             yield

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringattn import Ring, ring_attention
+from ringattn.tensor_checks import BatchDigest
 from ringattn.transport.call_order import FORWARD, CallMark, CallOrder
 from ringattn.transport.consensus import RankConsensus
 from ringattn.transport.process_group import ProcessGroupTransport
@@ -133,3 +134,56 @@ def test_dropout_seeds_that_differ_are_refused(pool: Pools, backward: str, known
         assert "dropout_seed" in said
         assert "2" in said
         assert "3 on ring rank 1" in said or "dropout_seed=3 on ring ranks [1]" in said
+
+
+class OnItsWay(BatchDigest):
+    """The digest of a batch of a GPU, which may be read when the next batch has come."""
+
+    def __init__(self, number: int, newest: list[BatchDigest]) -> None:
+        self.is_late, self._late_number, self._newest = True, number, newest
+
+    def number(self) -> int:
+        assert self._newest[-1] is not self, "the host would wait for the GPU"
+        return self._late_number
+
+
+def mark_batches_of_a_gpu() -> tuple[int, str]:
+    """How many calls a rank makes, two for each batch, before it raises because rank 1 has had another third batch."""
+    ring = Ring(timeout=timedelta(seconds=60))
+    consensus = ring._consensus
+    assert isinstance(consensus, RankConsensus)
+    order = CallOrder(consensus, Silent("", ring.rank, ring.world_size))
+    batches: list[BatchDigest] = []
+    for number in range(1, 100):
+        if number % 2:
+            batches.append(OnItsWay(-1 if number == 5 and ring.rank else number, batches))
+        said = attempt(lambda: order.begin(CallMark(1, "a call"), 0, FORWARD, CPU, batches[-1]))
+        if said:
+            return number, said
+    return 0, ""
+
+
+@pytest.mark.dist
+def test_batches_of_a_gpu_are_compared_without_waiting_for_it(pool: Pools) -> None:
+    for found, said in pool(2).run(mark_batches_of_a_gpu):
+        assert found == 8
+        assert "the batch must be the same on all ranks of a ring" in said
+        assert "as call 7 of the ring; give all ranks of a ring the same sequence" in said
+
+
+def attend_to_batches(number: int) -> list[str]:
+    """Errors of calls with a sharding of one object, of whose batches rank 1 has had another one."""
+    ring = Ring(timeout=timedelta(seconds=60))
+    sharding, errors = ring.sharding(8), []
+    for step in range(3):
+        tokens = torch.arange(8) + (step == number and ring.rank)
+        x = torch.ones(1, sharding.shard_len, 1, 16)
+        errors.append(attempt(lambda: ring_attention(x, x, x, sharding.for_batch(tokens))))  # noqa: B023
+    return errors
+
+
+@pytest.mark.dist
+def test_the_batch_of_a_loop_of_ones_own_is_compared(pool: Pools) -> None:
+    for first, second, third in pool(2).run(attend_to_batches, 1):
+        assert first == third == ""
+        assert "the batch must be the same on all ranks of a ring" in second

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from ringattn.integrations.transformers import register
 from ringattn.integrations.transformers.batch import RingCollator
@@ -64,13 +65,43 @@ def replica_of(ring: Ring, world_size: int, process_index: int) -> tuple[int, in
     return replicas, index
 
 
+class FilledBatches:
+    """Batches of a sampler, after them the first one again until their number is a multiple of the rings.
+
+    Attributes:
+        samples: Those of the dataset, which the batches have once.
+        rings: Number of rings.
+        batch_size: Of the sampler, as is `drop_last`.
+    """
+
+    def __init__(self, sampler: BatchSampler, samples: int, rings: int) -> None:
+        self.samples, self.rings = samples, rings
+        self.batch_size, self.drop_last = sampler.batch_size, sampler.drop_last
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return -(-len(self._sampler) // self.rings) * self.rings
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        first: list[Any] = []
+        for batch in self._sampler:
+            first = first or batch
+            yield batch
+        yield from [first] * (len(self) - len(self._sampler))
+
+    def counts(self, step: int) -> list[int]:
+        """Return the samples of the dataset that each ring has in a step; those of a batch that is read again are none."""
+        begins = [(step * self.rings + ring) * self.batch_size for ring in range(self.rings)]
+        return [max(0, min(self.batch_size, self.samples - begin)) for begin in begins]
+
+
 def share_batches(
-    dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, evenly: bool = False
+    dataloader: DataLoader, ring: Ring, world_size: int, process_index: int, *, evenly: bool | None = None
 ) -> DataLoader:
     """Let the ranks of a ring read the same batches of a DataLoader that `Accelerator.prepare` made, changed in place.
 
-    Batches are then distributed over rings instead of processes. `evenly` refuses samples that several rings cannot share evenly,
-    some of which accelerate would read twice.
+    Batches are then distributed over rings instead of processes. Where several rings cannot share the samples evenly, accelerate
+    reads some twice. evenly False leaves the last batches as one process reads them (`FilledBatches`), True refuses such samples.
     """
     replicas, index = replica_of(ring, world_size, process_index)
     if world_size == 1 or ring.world_size == 1:
@@ -85,13 +116,20 @@ def share_batches(
     if replicas == 1:
         # a last batch that is short is then read as one process reads it
         sampler.even_batches = False
-    elif evenly:
+    elif evenly is not None and not isinstance(sampler.batch_sampler, FilledBatches):
         samples = len(dataloader.dataset)  # pyright: ignore[reportArgumentType]
-        if left := len(sampler.batch_sampler) % replicas or samples % (sampler.batch_size or 1):
+        if sampler.drop_last:
+            samples = min(samples, len(sampler.batch_sampler) * (sampler.batch_size or 1))
+        left = len(sampler.batch_sampler) % replicas or samples % (sampler.batch_size or 1)
+        once = sampler.batch_size and len(sampler.batch_sampler) == -(-samples // sampler.batch_size)
+        if left and (evenly or not once):
             raise ValueError(
                 f"samples to evaluate must be full batches for each of {replicas} rings, got {samples} in batches of "
                 f"{sampler.batch_size} with {left} left over; drop those, or evaluate with one ring"
             )
+        if left:
+            filled: Any = FilledBatches(sampler.batch_sampler, samples, replicas)
+            sampler.batch_sampler, sampler.even_batches = filled, False
     return dataloader
 
 

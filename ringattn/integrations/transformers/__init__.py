@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ringattn.integrations.linear.transformers_layers import replace_recurrent_layers
 from ringattn.integrations.transformers.attention import attend
-from ringattn.integrations.transformers.batch import RingCollator, shard_batch
+from ringattn.integrations.transformers.batch import RingCollator, labels_per_ring, shard_batch
 from ringattn.integrations.transformers.decode_compile import compile_for_decode
 from ringattn.integrations.transformers.heads import last_positions, take_rows
 from ringattn.integrations.transformers.masks import RingMask, describe_mask
@@ -35,6 +35,7 @@ __all__ = [
     "attend",
     "compile_for_decode",
     "describe_mask",
+    "labels_per_ring",
     "last_positions",
     "pack_answers",
     "register",

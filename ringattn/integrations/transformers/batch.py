@@ -3,14 +3,15 @@
 Note [Loss of a shard]
     A model averages the loss over the labels of its input, and ranks have different numbers of labels. So the batch contains a
     count: labels of the whole batch, divided by ranks. A model divides its sum by `num_items_in_batch`. The mean over ranks, which
-    DDP and FSDP compute of gradients, is then the loss of one process, however labels are distributed. `Trainer` adds its own
-    count, over gradient accumulation too, and multiplies by the number of ranks, with the same result.
+    DDP and FSDP compute of gradients, is then the loss of one process, however labels are distributed. A count that the caller
+    gives is that of transformers, of whole batches, and is divided by ranks too. `Trainer` adds its own count, over gradient
+    accumulation too, and multiplies by the number of ranks, with the same result.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -24,20 +25,21 @@ from ringattn.integrations.transformers.positions import read_cumulative, read_d
 from ringattn.integrations.transformers.support import IMAGE_KEYWORDS, check_supported
 from ringattn.integrations.transformers.trees import IGNORE_INDEX, check_tree_batch
 from ringattn.plan.expressions import Mask, Tree
-from ringattn.plan.sharding import Sharding, positions_in_documents
+from ringattn.plan.sharding import SAME_SEQUENCE, Sharding, positions_in_documents
 from ringattn.ring import Ring
 from ringattn.sizing.packing import PackedSequence, place
 from ringattn.tensor_checks import digest_bits
 
 COMPARED = 2
-"""First batches of a ring whose tokens are compared between ranks, to find mistakes in reading data."""
+"""First batches of a ring that ranks compare before they are sharded; later ones are compared beside attention calls."""
 
 _ROWS = ("input_ids", "inputs_embeds", "token_type_ids")
-_KEPT = ("num_items_in_batch", "output_hidden_states", "return_dict", "return_loss")
+_KEPT = ("output_hidden_states", "return_dict", "return_loss")
+_COMPARED = (*_ROWS, "labels", "shift_labels", "position_ids", "attention_mask")
 _CUMULATIVE = ("cu_seq_lens_q", "cu_seq_lens_k")
 _HANDLED = (
     *("labels", "shift_labels", "position_ids", "attention_mask", "max_length_q", "max_length_k"),
-    *("use_cache", "seq_idx", "packed"),
+    *("use_cache", "seq_idx", "packed", "num_items_in_batch"),
 )
 
 _compared: weakref.WeakKeyDictionary[Ring, int] = weakref.WeakKeyDictionary()
@@ -56,16 +58,22 @@ def shard_batch(
 ) -> dict[str, Any]:
     """Return this rank's shard of a batch, to call a model with: `model(**shard_batch(batch, ring))`.
 
-    Every rank of the ring passes the same batch. The tokens of its first batches are compared between ranks, which is why the
-    calls must be made on all ranks alike (not in the workers of a DataLoader, which compare nothing).
+    Every rank of the ring passes the same batch. Ranks compare tokens and labels: those of the first two batches of a ring here,
+    unless this is the worker of a DataLoader, and those of every batch beside the attention calls of its model
+    (`Sharding.for_batch`). So all ranks make the same calls.
 
     Average losses and gradients over the ranks of the ring, as DDP and FSDP do (Note [Loss of a shard]).
+
+    A batch that would leave a rank without a row, as one of fewer tokens than ranks, is laid out contiguously, with rows at the
+    end that count for nothing and that `sharding.unshard` leaves out.
 
     Args:
         batch: Output of a collator: `input_ids` `b n` or `inputs_embeds` `b n e`, and any of `labels`, `shift_labels`,
             `position_ids` (`b n` or `1 n`), `attention_mask` (`b n`), `token_type_ids`, `cu_seq_lens_q`, `cu_seq_lens_k`,
             `max_length_q`, `max_length_k`. Without an attention mask, positions that restart mean packed documents. For M-RoPE
-            `position_ids` may also be `3 b n`, or `4 b n` with those of the text first.
+            `position_ids` may also be `3 b n`, or `4 b n` with those of the text first. `num_items_in_batch`: what transformers
+            means by it, the number by which one process would divide the sum over this batch; default its labels. Pass that of
+            a step with several micro-batches, or rings (`labels_per_ring`).
         ring: The ranks that share the sequence.
         layout: As in `ring.sharding`: "zigzag", "contiguous", "striped" or "balanced".
         shift_labels: Whether the model predicts the next token; False for models that predict tokens in place, as encoders. None:
@@ -84,8 +92,8 @@ def shard_batch(
         model_hooks.py).
 
     Raises:
-        ValueError: Entries do not fit each other, ranks pass different tokens, or a rank would get no row. Other ranks raise it
-            when they compare their next call.
+        ValueError: Entries do not fit each other, ranks pass different tokens or labels, or a rank would get no row of images, of a
+            tree or of a head with pooling. Other ranks raise it when they compare their next call.
         NotImplementedError: An entry cannot be sharded.
 
     Example:
@@ -138,12 +146,6 @@ def shard_batch(
             sharding = ring.sharding(n, layout, documents, balance=balance, device=tokens.device)
         else:
             sharding = _packed_sharding(packed, ring, n, documents, tokens.device)
-        empty = [rank for rank, rows in enumerate(sharding.shard_lens) if rows == 0]
-        if empty:
-            raise ValueError(
-                f"a sequence must leave each of {ring.world_size} ranks a row, got {n} tokens and none for ring ranks {empty}; "
-                "leave such short batches out, or pack them"
-            )
         if documents is not None and b > 1 and positions is None:
             raise NotImplementedError(
                 f"packed documents must come in one row, got {b}; flatten the batch, as DataCollatorWithFlattening does"
@@ -152,7 +154,11 @@ def shard_batch(
             raise ValueError(
                 "shift_labels must be left out of a batch whose labels are not shifted, got both; drop one"
             )
-    _compare([tokens, *(x for name in images if isinstance(x := batch[name], Tensor))], ring)
+        if not all(sharding.shard_lens):
+            whole_inputs = [*images, *(["pooling"] if pooling else []), *(["tree"] if tree is not None else [])]
+            batch, positions, sharding = _with_a_row_per_rank(batch, positions, sharding, tokens, whole_inputs)
+            documents, n = sharding.documents, sharding.seq_len
+    sharding = _compared_by(ring, batch, images, sharding)
     given = {name: x for name, x in batch.items() if x is not None}
     kept = {*_KEPT, *images, "attention_mask", *(("labels",) if pooling else ())}
     part: dict[str, Any] = {name: x for name, x in given.items() if name in kept}
@@ -162,9 +168,55 @@ def shard_batch(
         positions = positions_in_documents(torch.arange(n, device="cpu"), documents or (0,)).to(tokens.device)[None]
     if positions is not None:
         part["position_ids"] = positions if whole else sharding.shard(positions, dim=positions.dim() - 1)
+    counted = batch.get("num_items_in_batch")
+    if counted is not None:
+        # of one label per sequence, which models refuse, it stays what it is
+        part["num_items_in_batch"] = counted if pooling else counted / ring.world_size
     part |= {"gather_outputs": True} if pooling else _labels(batch, sharding, shift_labels is not False, tree)
     part |= {} if tree is None else {"tree": tree}
     return {**part, "use_cache": False, "sharding": sharding}
+
+
+def labels_per_ring(
+    batches: Iterable[Mapping[str, Any]],
+    replicas: Ring | None = None,
+    *,
+    shift_labels: bool = True,
+) -> Tensor:
+    """Return the `num_items_in_batch` of each batch of a step: the labels of all batches of all rings, divided by rings.
+
+    With it the mean over all ranks of gradients, summed over micro-batches, is that of one process with all samples, however many
+    labels each ring and each batch has (Note [Loss of a shard]):
+
+        replicas = Ring(mesh["dp"])  # once, beside ring = Ring(mesh["cp"])
+        count = labels_per_ring(batches, replicas)
+        for batch in batches:
+            model(**shard_batch({**batch, "num_items_in_batch": count}, ring)).loss.backward()
+
+    Args:
+        batches: The whole batches that the ring of this rank has in the step.
+        replicas: A Ring over the data parallel dim: one rank of each ring, this one among them. None: there is one ring.
+        shift_labels: As for `shard_batch`: with True the first label of a row is predicted by nothing.
+
+    Returns:
+        A scalar, fp64, on the device of the labels; at least 1 / rings.
+
+    Example:
+        >>> labels_per_ring([{"labels": torch.tensor([[5, 6, -100, 7]])}, {"labels": torch.tensor([[-100, 8]])}]).item()
+        3.0
+    """
+    counts = [
+        (batch["labels"][:, 1:] if shift_labels else batch["labels"]).ne(IGNORE_INDEX).sum()
+        if batch.get("shift_labels") is None
+        else batch["shift_labels"].ne(IGNORE_INDEX).sum()
+        for batch in batches
+    ]
+    if not counts:
+        raise ValueError("batches must have at least one batch, got none; pass those of a step")
+    total = torch.stack(counts).sum()
+    if replicas is None:
+        return total.clamp(min=1).double()
+    return replicas.sum(total).clamp(min=1).double() / replicas.world_size
 
 
 class RingCollator:
@@ -218,6 +270,38 @@ def _packed_sharding(
             "in its order"
         )
     return packed.sharding(ring, device)
+
+
+def _with_a_row_per_rank(
+    batch: Mapping[str, Any], positions: Tensor | None, sharding: Sharding, tokens: Tensor, unfit: list[str]
+) -> tuple[Mapping[str, Any], Tensor | None, Sharding]:
+    """Return a batch, its positions and its sharding with rows at the end, so that each rank has one, as models need.
+
+    The rows are padding where there is an attention mask, else a document of their own. They have no labels, and `unshard` leaves
+    them out. unfit: what keeps the batch from having more rows.
+    """
+    n, ranks = sharding.seq_len, len(sharding.virtual_shards)
+    more, mask = max(0, ranks - n), batch.get("attention_mask")
+    if unfit:
+        raise ValueError(
+            f"a sequence must leave each of {ranks} ranks a row with {' and '.join(unfit)}, got {n} tokens on ranks of "
+            f"{sharding.shard_lens} rows; leave such short batches out, or pack them"
+        )
+    documents = sharding.documents
+    if positions is not None:
+        last = positions[..., -1:] if documents is None else positions.new_full((*positions.shape[:-1], 1), -1)
+        positions = torch.cat([positions, last + torch.arange(1, more + 1, device=positions.device)], -1)
+    fills = dict.fromkeys((*_ROWS, "attention_mask"), 0) | dict.fromkeys(("labels", "shift_labels"), IGNORE_INDEX)
+    filled: dict[str, Any] = dict(batch)
+    for name, value in fills.items():
+        if batch.get(name) is not None:
+            rows = (0, 0, 0, more) if name == "inputs_embeds" else (0, more)
+            filled[name] = torch.nn.functional.pad(batch[name], rows, value=value)
+    if more and mask is None:
+        documents = (*(documents or (0, n)), n + more)
+    ring: Any = sharding.ring
+    made = ring.sharding(n + more, "contiguous", documents, device=tokens.device)
+    return filled, positions, made.with_padding(more)
 
 
 def _check_entries(batch: Mapping[str, Any]) -> None:
@@ -304,12 +388,14 @@ def _labels(batch: Mapping[str, Any], sharding: Sharding, shift: bool, tree: Tre
     return part
 
 
-def _compare(tensors: list[Tensor], ring: Ring) -> None:
-    """Raise when ranks have different tokens or images, which no shape would show."""
+def _compared_by(ring: Ring, batch: Mapping[str, Any], images: list[str], sharding: Sharding) -> Sharding:
+    """Return the sharding with a digest of its batch; raise when ranks have different ones of the first two."""
+    named = {name: x for name in (*_COMPARED, *images) if isinstance(x := batch.get(name), Tensor)}
     compared = _compared.get(ring, 0)
-    if compared >= COMPARED or ring.world_size == 1 or get_worker_info() is not None:
-        return
-    text = f"{list(tensors[0].shape)} with digests {[int(digest_bits(x)) for x in tensors]}"
-    ring.assert_equal_across_ranks("the tokens of a batch", text)
-    # not before: a rank whose batch was refused did not take part
-    _compared[ring] = compared + 1
+    if compared < COMPARED and ring.world_size > 1 and get_worker_info() is None:
+        digests = {name: f"{list(x.shape)} {int(digest_bits(x)) % 2**64:016x}" for name, x in named.items()}
+        text = ", ".join(f"{name} {digest}" for name, digest in digests.items())
+        ring.assert_equal_across_ranks("the tokens and labels of a batch", text, "shard_batch", SAME_SEQUENCE)
+        # not before: a rank whose batch was refused did not take part
+        _compared[ring] = compared + 1
+    return sharding.for_batch(*named.values())

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
-from ringattn.autograd import num_forwards
+from ringattn.autograd import num_forwards, side
 from ringattn.inference import ForwardBatch
 from ringattn.integrations.linear.transformers_layers import PENDING
 from ringattn.integrations.transformers.latents import hand_latents_on
@@ -69,11 +70,21 @@ def _watch_existing() -> None:
 
 def _watch(module: nn.Module, *_: Any) -> None:
     hand_latents_on(module, NAME)
+    if isinstance(module, OptimizedModule) and not module._forward_pre_hooks:
+        # hooks of the model in it are traced
+        module.register_forward_pre_hook(_note_batch, with_kwargs=True)
     # a copy has the hooks and this attribute
     if isinstance(module, PreTrainedModel) and "_watched_by_ringattn" not in vars(module):
         vars(module)["_watched_by_ringattn"] = True
         module.register_forward_pre_hook(_before, with_kwargs=True)
         module.register_forward_hook(_after, with_kwargs=True)
+
+
+def _note_batch(_: nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Let compiled layers find the digest of the batch, which is no part of their graphs."""
+    sharding = kwargs.get("sharding")
+    if isinstance(sharding, Sharding) and not torch.compiler.is_compiling():
+        side.batch = sharding.batch
 
 
 def _shared(module: nn.Module, kwargs: dict[str, Any]) -> Sharding | None:
@@ -94,6 +105,7 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     sharding = kwargs.get("sharding")
     if not isinstance(sharding, Sharding) or is_tower(module):
         return None
+    _note_batch(module, args, kwargs)
     with sharding.ring.propagate_errors():
         check_supported(sharding.ring, "ring")
         check_supported((module, kwargs), "labelled call")
@@ -187,9 +199,23 @@ def check_attention(model: nn.Module, forwards: int | None = None) -> None:
         + (
             "which takes the name and attends by itself, or not at all; run this model on one process"
             if named
-            else "which did not; make it with attn_implementation='ringattn', or call model.set_attn_implementation('ringattn')"
+            else "which did not; make it with attn_implementation='ringattn', or call model.set_attn_implementation('ringattn'), "
+            "after ringattn.integrations.transformers.register()"
         )
     )
+
+
+def check_models_of(module: nn.Module) -> None:
+    """Raise when none of the models in a module will attend with ringattn; a module without a model passes."""
+    parts = (part for part in module.modules() if isinstance(part, PreTrainedModel) and not is_tower(part))
+    error: RuntimeError | None = None
+    for part in filter(_is_innermost, parts):
+        try:
+            return check_attention(part)
+        except RuntimeError as found:
+            error = found
+    if error is not None:
+        raise error
 
 
 def _gather(module: nn.Module, output: Any, sharding: Sharding, gather: bool) -> None:

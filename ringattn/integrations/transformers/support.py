@@ -211,6 +211,13 @@ def _counts_from_padding(kind: type[nn.Module]) -> bool:
     return POSITIONS_FROM_PADDING in file_of(kind) or any(POSITIONS_FROM_PADDING in vars(part) for part in parts)
 
 
+def _numbers_rows(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
+    if torch.compiler.is_compiling():
+        return None
+    kinds = dict.fromkeys(type(part) for part in call[0].modules() if not is_tower(part))
+    return next((kind.__name__ for kind in kinds if _uses(kind)[0] and not _takes_positions(kind)), None)
+
+
 def _chooses_rows(call: tuple[nn.Module, Mapping[str, Any]]) -> str | None:
     name = type(call[0]).__name__
     return name if name.endswith(ROW_HEADS) and not call[1].get("gather_outputs") else None
@@ -321,6 +328,11 @@ def _cached_already(call: GenerateCall) -> int | None:
     return length if call.cached and length is not None and length <= call.cached else None
 
 
+_WITHOUT_POSITIONS = (
+    "a model must take position_ids where ranks share a sequence or a cache stores its keys, got one with {got}, which numbers the "
+    "rows of each call by itself; run this model on one process, with attn_implementation='sdpa' to generate"
+)
+
 TABLE = (
     # a config, where ranks share a sequence or use a RingCache
     Unsupported(
@@ -352,6 +364,8 @@ TABLE = (
         "shifted; leave shift_labels=False out, or take the loss from its logits",
         ValueError,
     ),
+    # before those of its labels, as this model is not served without them either
+    Unsupported("sharded call", _numbers_rows, _WITHOUT_POSITIONS),
     Unsupported(
         "sharded call",
         _chooses_rows,
@@ -403,8 +417,7 @@ TABLE = (
     Unsupported(
         "layer",
         _without_positions,
-        "a model must take position_ids where ranks share a sequence or a cache stores its keys, got one with {got}, which "
-        "numbers the rows of each call by itself; run this model on one process, with attn_implementation='sdpa' to generate",
+        _WITHOUT_POSITIONS,
     ),
     # an attention layer that does not pass its positions to attention
     Unsupported(
@@ -535,6 +548,8 @@ TABLE = (
         "leave it out to generate on the ring, or pass a rollout_func that asks a server",
         use_transformers_continuous_batching="use_transformers_continuous_batching must be False where ranks share a sequence, "
         "got {got}: its cache is that of one process; leave it out to generate on the ring",
+        predict_with_generate="predict_with_generate must be False where ranks share a sequence, got {got}: each rank would "
+        "generate alone; leave it out, and call model.generate with a RingCache after training",
         generate_during_eval="generate_during_eval must be False where ranks share a sequence, got {got}: each rank would "
         "generate alone; leave it out",
         **{

@@ -26,14 +26,20 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ringattn.autograd import num_forwards
-from ringattn.integrations.accelerate.context_parallel import check_parallelism, make_ring, replica_of, share_batches
+from ringattn.integrations.accelerate.context_parallel import (
+    FilledBatches,
+    check_parallelism,
+    make_ring,
+    replica_of,
+    share_batches,
+)
 from ringattn.integrations.transformers import register
 from ringattn.integrations.transformers.batch import IGNORE_INDEX, RingCollator, shard_batch
 from ringattn.integrations.transformers.chunked_loss import enable_chunked_loss
 from ringattn.integrations.transformers.model_forward import untraced
-from ringattn.integrations.transformers.model_hooks import check_attention
+from ringattn.integrations.transformers.model_hooks import check_attention, check_models_of
 from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
-from ringattn.integrations.transformers.support import check_supported, predicts_in_place
+from ringattn.integrations.transformers.support import NAME, check_supported, predicts_in_place
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
 
@@ -58,15 +64,17 @@ class RingTrainerMixin(_Base):
     Raises:
         ValueError: No ring is given, or two; its ranks are not consecutive, or an option would weight the ranks wrongly; or
             another rank of the ring failed to make its trainer, or makes one for another model. In use: a sequence is longer than
-            the learned positions, or rings cannot share the samples of an evaluation evenly.
+            the learned positions.
         NotImplementedError: An option is not supported among ranks that share a sequence; the message names it. At the first
             batch: the model averages the loss over the labels of a shard. When data is loaded: a dataset has no length.
-        RuntimeError: In training: the model did not attend with ringattn.
+        RuntimeError: The model does not attend with ringattn, or in training: it did not.
     """
 
     accelerator: Any
     loss_by_model: ClassVar[bool] = True
     """Whether the model computes the loss, which must then divide by num_items_in_batch."""
+    evaluates_evenly: ClassVar[bool] = False
+    """Whether the samples of an evaluation must be full batches for each of several rings."""
 
     def __init__(
         self,
@@ -99,10 +107,14 @@ class RingTrainerMixin(_Base):
         self.ring = make_ring(context_parallel_size or 1) if ring is None else ring
         self._loss_checked = self.ring.world_size == 1 or not self.loss_by_model
         self._last_samples: int | None = None
+        self._filled: FilledBatches | None = None
+        self._counts: list[int] | None = None
+        self._evaluated = 0
         # ranks wait for each other where models are wrapped, also for one whose options were refused
         with self.ring.propagate_errors():
             if self.ring.world_size > 1 and arguments is not None:
                 check_supported(arguments, "shared training")
+                _name_attention(arguments, given, kwargs)
             super().__init__(*args, **kwargs)
             if self._options.get("shift_labels") is None:
                 self._options = {**self._options, "shift_labels": not predicts_in_place(cast(nn.Module, self.model))}
@@ -113,6 +125,7 @@ class RingTrainerMixin(_Base):
             check_supported(self, "trainer")
             if self.ring.world_size > 1:
                 check_supported(self, "shared trainer")
+                check_models_of(cast(nn.Module, self.model))
         self.ring.assert_equal_across_ranks("the model of a RingTrainer", type(self.model).__name__)
         self._max_positions = max_learned_positions(self.model)
         if self.label_smoother is not None:
@@ -146,12 +159,12 @@ class RingTrainerMixin(_Base):
         return dataloader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Return Trainer's, with the same samples on all ranks of a ring; several rings must be able to share them evenly."""
-        return self._share(super().get_eval_dataloader(eval_dataset), evenly=True)
+        """Return Trainer's, with the same samples on all ranks of a ring, and each sample in one batch, as on one process."""
+        return self._share(super().get_eval_dataloader(eval_dataset), evenly=self.evaluates_evenly)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
         """Return Trainer's, as `get_eval_dataloader` does."""
-        return self._share(super().get_test_dataloader(test_dataset), evenly=True)
+        return self._share(super().get_test_dataloader(test_dataset), evenly=self.evaluates_evenly)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples of a step: those of all rings."""
@@ -182,8 +195,9 @@ class RingTrainerMixin(_Base):
                 }
                 # every rank of a ring has counted all labels of the ring
                 count = None if count is None else count / self.ring.world_size
-            if count is None and "num_items_in_batch" in inputs:
-                # an evaluation, of which some releases count nothing; losses are multiplied by the number of processes
+            elif "num_items_in_batch" in inputs:
+                # an evaluation, whose batches are averaged one by one: some releases count none, others those of all rings;
+                # losses are multiplied by the number of processes
                 count = inputs["num_items_in_batch"] * self.args.world_size
             # a head that chooses rows has the whole loss on every rank
             num_items_in_batch = None if self._options.get("pooling") else count
@@ -202,6 +216,9 @@ class RingTrainerMixin(_Base):
     ) -> tuple[Tensor | None, Any, Any]:
         """Run Trainer's; loss, logits and labels are those of whole sequences, on every rank of a ring."""
         self._keep_all_ranks()
+        if self._filled is not None:
+            self._counts = self._filled.counts(self._evaluated)
+            self._evaluated += 1
         if self._whole_outputs:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         # here already: Trainer calls a model whose labels it does not know without compute_loss
@@ -221,7 +238,18 @@ class RingTrainerMixin(_Base):
         """Run Trainer's, which gathers the predictions of one rank of each ring."""
         if self.ring.world_size > 1:
             self.gather_function = self._gather_rings
-        return super().evaluation_loop(*args, **kwargs)
+        dataloader: Any = kwargs.get("dataloader", args[0] if args else None)
+        batches = getattr(getattr(dataloader, "batch_sampler", None), "batch_sampler", None)
+        if not isinstance(batches, FilledBatches):
+            return super().evaluation_loop(*args, **kwargs)
+        # metrics of TRL leave out batches that are read again
+        self._filled, self._evaluated, self.accelerator.gather_for_metrics = batches, 0, self._gather_counted
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self._filled = self._counts = None
+            del self.accelerator.gather_for_metrics
+            self.gather_function = self.accelerator.gather_for_metrics
 
     def _gather_rings(self, data: Any, **_: Any) -> Any:
         """Return the predictions of all rings, in the order of samples; each rank of a ring has the same."""
@@ -229,6 +257,24 @@ class RingTrainerMixin(_Base):
         def gather(x: Tensor) -> Tensor:
             every = self.accelerator.gather(x).view(-1, self.ring.world_size, *x.shape)
             return every[:, 0].flatten(0, 1)[: self._last_samples]
+
+        return (
+            recursively_apply(gather, data)
+            if self._counts is None
+            else self._gather_counted(data, self.ring.world_size)
+        )
+
+    def _gather_counted(self, data: Any, step: int = 1, **_: Any) -> Any:
+        """Return what each step-th process has of samples that are counted, in the order of processes."""
+        assert self._counts is not None, "set by prediction_step"
+        counts = [count for count in self._counts for _ in range(self.ring.world_size)]
+
+        def gather(x: Tensor) -> Tensor:
+            x = x.reshape(x.shape or (1,))
+            # a ring may have fewer samples
+            every = self.accelerator.gather(self.accelerator.pad_across_processes(x, dim=0, pad_index=-100))
+            parts = every.unflatten(0, (len(counts), -1))
+            return torch.cat([part[:count] for part, count in list(zip(parts, counts, strict=True))[::step]])
 
         return recursively_apply(gather, data)
 
@@ -271,8 +317,15 @@ class RingTrainerMixin(_Base):
             )
         self._loss_checked = True
 
-    def _share(self, dataloader: DataLoader, evenly: bool = False) -> DataLoader:
+    def _share(self, dataloader: DataLoader, evenly: bool | None = None) -> DataLoader:
         return share_batches(dataloader, self.ring, self.args.world_size, self.args.process_index, evenly=evenly)
+
+
+def _name_attention(arguments: Any, given: list[Any], kwargs: dict[str, Any]) -> None:
+    """Let TRL make a model that is given as a path with ringattn, unless its arguments name another attention."""
+    named = isinstance(kwargs.get("model", given[0] if given else None), str)
+    if named and hasattr(arguments, "model_init_kwargs"):
+        arguments.model_init_kwargs = {"attn_implementation": NAME, **(arguments.model_init_kwargs or {})}
 
 
 def shard_calls(module: nn.Module, shard: Callable[[dict[str, Any]], dict[str, Any]]) -> tuple[RemovableHandle, ...]:

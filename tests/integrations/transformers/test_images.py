@@ -262,7 +262,7 @@ def other_images_on_one_rank(batch: dict[str, Any]) -> str:
 @pytest.mark.dist
 def test_images_that_differ_between_ranks_are_refused(pool: Pools) -> None:
     for found in pool(2).run(other_images_on_one_rank, with_images("llava")):
-        assert "the tokens of a batch must be the same on all ranks" in found
+        assert "the tokens and labels of a batch must be the same on all ranks" in found
 
 
 @pytest.mark.parametrize(

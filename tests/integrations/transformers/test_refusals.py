@@ -311,23 +311,24 @@ def test_heads_that_read_the_attention_mask_are_refused_before_they_run(pool: Po
         assert "labels must be left out with an attention_mask" in refused
 
 
-def share_without_positions(kind: str) -> str:
+def share_without_positions(kind: str, labelled: bool) -> str:
     register()
     sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16, "vocab_size": 61}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), attn_implementation="ringattn")
     ids = tokens(12)
     try:
-        model(**shard_batch({"input_ids": ids}, Ring()))
+        model(**shard_batch({"input_ids": ids, **({"labels": ids} if labelled else {})}, Ring()))
     except NotImplementedError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("labelled", [False, True])
 # those of 4.x do not swallow the keyword
 @pytest.mark.parametrize("kind", ["bart", "blenderbot"] if FIVE else [])
-def test_models_that_number_the_rows_of_a_rank_themselves_are_refused(pool: Pools, kind: str) -> None:
-    for found in pool(2).run(share_without_positions, kind):
+def test_models_that_number_the_rows_of_a_rank_themselves_are_refused(pool: Pools, kind: str, labelled: bool) -> None:
+    for found in pool(2).run(share_without_positions, kind, labelled):
         assert "a model must take position_ids where ranks share a sequence" in found
 
 
@@ -621,7 +622,7 @@ def refused_on_ranks() -> dict[str, str]:
     note("zigzag packed", position_ids=lambda part: part["sharding"].positions[None] % 10)
     note("zigzag whole", sharding=None)
     try:
-        shard_batch({"input_ids": tokens(1)}, Ring())
+        shard_batch({"input_ids": tokens(1)}, Ring(), pooling=True)
     except ValueError as error:
         found["short"] = f"{type(error).__name__}: {error}"
     for name, mistake in {
@@ -652,7 +653,7 @@ def test_every_rank_refuses_positions_that_are_wrong_on_some(pool: Pools) -> Non
         assert found["zigzag whole"].startswith(
             "RuntimeError: a model must be called with a sharding among 2 ranks, got none"
         )
-        assert "a sequence must leave each of 2 ranks a row, got 1 tokens and none for ring ranks [1]" in found["short"]
+        assert "a sequence must leave each of 2 ranks a row with pooling, got 1 tokens" in found["short"]
         assert "position_ids must be given to a model whose rows are sharded" in found["none"]
         assert "position_ids must be 2-dimensional" in found["three"]
 
@@ -747,6 +748,7 @@ def test_wrong_calls_of_one_rank_are_errors_on_all(pool: Pools, kind: str, expec
     [
         ({"deepspeed_plugin": object()}, "must be sharded by FSDP or by DDP, got DeepSpeed"),
         ({"deepspeed_plugin": None, "use_liger_kernel": True}, "use_liger_kernel must"),
+        ({"deepspeed_plugin": None, "predict_with_generate": True}, "predict_with_generate must"),
     ],
 )
 def test_engines_that_are_not_tested_with_a_ring_are_refused(options: dict[str, Any], match: str) -> None:

@@ -386,3 +386,47 @@ def test_samples_that_rings_cannot_share_evenly_are_refused() -> None:
         ValueError, match="samples to evaluate must be full batches for each of 2 rings, got 11 in batches of 2"
     ):
         share_batches(dealt, ring, 4, 1, evenly=True)
+
+
+def padded_rows(batch: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """Tokens and labels, one sample per row."""
+    whole = whole_rows(batch)
+    return {**whole, "labels": whole["input_ids"].masked_fill(~whole["attention_mask"], -100)}
+
+
+def evaluate_on_rings(folder: str, cp: int, batch: int) -> tuple[float, Any]:
+    """The loss and the labels of eleven samples, in batches of so many on each ring."""
+    with processes() as world_size:
+        ring = Ring()
+        if world_size > 1:
+            ring = Ring(init_device_mesh("cpu", (world_size // cp, cp), mesh_dim_names=("dp", "cp"))["cp"])
+        options = {"prediction_loss_only": False, "per_device_eval_batch_size": batch, "eval_strategy": "no"}
+        trainer = build(folder, RingCollator(padded_rows, ring), **options)
+        found = trainer.predict(Samples())
+        assert trainer.evaluate()["eval_loss"] == pytest.approx((found.metrics or {})["test_loss"])
+        return (found.metrics or {})["test_loss"], (found.label_ids, found.predictions)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("batch", [2, 8, 11])  # a ring has a batch less, a shorter one, or none
+def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(
+    pool: Pools, tmp_path: Path, batch: int
+) -> None:
+    loss, (labels, logits) = evaluate_on_rings(str(tmp_path), 1, batch)
+    for found, (wanted, others) in pool(4).run(evaluate_on_rings, str(tmp_path), 2, batch):
+        assert found == pytest.approx(loss, rel=1e-5)
+        assert (wanted == labels).all()
+        seen = torch.tensor(labels) != -100
+        torch.testing.assert_close(torch.tensor(others)[seen], torch.tensor(logits)[seen], rtol=1e-4, atol=1e-4)
+
+
+def build_without_the_name(folder: str) -> str:
+    with processes(), pytest.raises(RuntimeError, match="must attend with ringattn, got LlamaModel") as raised:
+        build(folder, implementation="sdpa")
+    return str(raised.value)
+
+
+@pytest.mark.dist
+def test_a_model_with_another_attention_is_refused_when_its_trainer_is_made(pool: Pools, tmp_path: Path) -> None:
+    for told in pool(2).run(build_without_the_name, str(tmp_path)):
+        assert "after ringattn.integrations.transformers.register()" in told

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from peft import LoraConfig, PromptTuningConfig
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -139,6 +140,23 @@ def test_options_change_ten_steps_as_on_one_process(
         assert_same(found, alone)
 
 
+def attention_of_a_path(folder: str) -> str:
+    """The attention of a model that TRL has made from its folder."""
+    with processes():
+        if dist.get_rank() == 0:
+            make("llama", "sdpa", torch.float32).save_pretrained(folder)
+        dist.barrier()
+        args = SFTConfig(**settings(folder, bf16=False, gradient_checkpointing=False))
+        options: dict[str, Any] = {"train_dataset": completions(), "processing_class": tokenizer()}
+        made: Any = RingSFTTrainer(folder, args=args, context_parallel_size=2, **options).model
+        return made.config._attn_implementation
+
+
+@pytest.mark.dist
+def test_a_model_that_is_given_as_a_path_attends_around_the_ring(pool: Pools, tmp_path: Path) -> None:
+    assert pool(2).run(attention_of_a_path, str(tmp_path)) == ["ringattn", "ringattn"]
+
+
 def refusal(folder: str, stack: str, kind: str) -> str:
     options: dict[str, Any] = {
         "router": {},
@@ -161,4 +179,4 @@ def test_the_example_learns_on_two_ranks_what_one_process_learns() -> None:
     printed = run_on_ranks("trl_sft")
     assert "2 process(es)" in printed
     losses = printed.splitlines()[-1].rpartition(": ")[2].split()
-    assert [float(x) for x in losses] == pytest.approx([6.3177, 6.2645, 6.2718, 6.2538], abs=2e-3)
+    assert [float(x) for x in losses] == pytest.approx([6.3899, 6.3225, 6.2775, 6.2597], abs=2e-4)

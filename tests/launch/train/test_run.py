@@ -419,6 +419,15 @@ def test_flags_that_contradict_each_other_are_refused():
         parse(["--model", "config.json", "--dim", "64", "--preset", "tiny"], "train", None)
 
 
+def test_presets_and_models_that_follow_each_other_have_folders_of_their_own():
+    """A checkpoint of another model cannot be continued."""
+    outs = [parse(["--preset", name], "train", None).out for name in ("tiny", "cpu", "gpu-128k")]
+    assert outs == ["runs/train/tiny", "runs/train/cpu", "runs/train/gpu-128k"]
+    models = [parse(["--preset", "tiny", "--model", name], "train", None).out for name in ("a/b", "a/c/config.json")]
+    assert models == ["runs/train/tiny-b", "runs/train/tiny-c"]
+    assert parse(["--preset", "tiny", "--model", "a/b", "--out", "runs/mine"], "train", None).out == "runs/mine"
+
+
 @pytest.mark.parametrize("name", ["tyro", "tqdm", "matplotlib", "psutil", "transformers"])
 def test_a_package_that_is_not_installed_is_named_before_work_begins(name, monkeypatch, capsys):
     find = importlib.util.find_spec
