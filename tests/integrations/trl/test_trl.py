@@ -180,3 +180,28 @@ def test_the_example_learns_on_two_ranks_what_one_process_learns() -> None:
     assert "2 process(es)" in printed
     losses = printed.splitlines()[-1].rpartition(": ")[2].split()
     assert [float(x) for x in losses] == pytest.approx([6.3899, 6.3225, 6.2775, 6.2597], abs=2e-4)
+
+
+def evaluation(folder: str, stack: str, cp: int) -> dict[str, float]:
+    """Losses and metrics of seven samples."""
+    with processes():
+        trainer = build(folder, stack, "llama", cp, per_device_eval_batch_size=2, eval_strategy="steps")
+        return trainer.evaluate()
+
+
+@pytest.mark.dist
+def test_samples_that_rings_cannot_share_evenly_are_evaluated_as_on_one_process(pool: Pools, tmp_path: Path) -> None:
+    wanted = evaluation(str(tmp_path), "RingSFTTrainer", 0)
+    for found in pool(4).run(evaluation, str(tmp_path), "RingSFTTrainer", 2):
+        assert found["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
+
+
+def refused_evaluation(folder: str) -> str:
+    with pytest.raises(ValueError, match="samples to evaluate must be full batches") as refused:
+        evaluation(folder, "RingDPOTrainer", 2)
+    return str(refused.value)
+
+
+@pytest.mark.dist
+def test_pairs_that_rings_cannot_share_evenly_are_refused(pool: Pools, tmp_path: Path) -> None:
+    assert len(pool(4).run(refused_evaluation, str(tmp_path))) == 4
