@@ -59,8 +59,9 @@ Note [Fused call]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -340,6 +341,7 @@ class CallShape(NamedTuple):
         heads: Query heads.
         score: Options of the score; which of its tensors are present counts, not their content.
         deterministic: Gradients are summed in a fixed order: the same bits from run to run.
+        faster: Of a set of several backends those to try first, forward and backward, equal on all ranks; None: its own order.
     """
 
     device: torch.device
@@ -350,6 +352,7 @@ class CallShape(NamedTuple):
     v_head_dim: int
     score: Score
     deterministic: bool = False
+    faster: tuple[str, str] | None = None
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, score: Score, *, deterministic: bool = False) -> CallShape:
@@ -363,7 +366,13 @@ class KernelSet:
 
     The registry refuses a shape that a set does not serve, before it is bound. The fused functions are for sets whose `can_fuse`
     is True.
+
+    Attributes:
+        choose_faster: Returns `CallShape.faster` for a device, a dtype, head_dim and v_head_dim, by what is known or can be
+            measured here and now (None: not now); None in a set without a choice.
     """
+
+    choose_faster: ClassVar[Callable[[torch.device, torch.dtype, int, int], tuple[str, str] | None] | None] = None
 
     call: CallShape
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ringattn.kernels.runtime import found_file
 from ringattn.launch.common.session import Session, describe, installed, machine, open_session, parse, table, write_json
 
 FAILED = {"name": "none", "why": "the tiny attention failed"}
@@ -108,6 +109,23 @@ def choose_kernels(device: torch.device) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_operators(device: torch.device) -> list[dict[str, Any]]:
+    """Per dtype, head dim and direction: milliseconds of torch's operators on a GPU of which no table says which is faster."""
+    from ringattn.kernels.attention.torch_ops import measure, operators
+
+    rows: list[dict[str, Any]] = []
+    if device.type != "cuda" or operators.by_table(device) is not None or not measure.is_switched_on():
+        return rows
+    for dtype in (torch.bfloat16, torch.float16):
+        for head_dim in HEAD_DIMS:
+            times = measure.find_times(device, dtype, head_dim, head_dim) or {}
+            row = {"dtype": str(dtype).removeprefix("torch."), "head_dim": head_dim}
+            rows += [
+                {**row, "direction": way, "ms": ms, "chosen": measure.find_fastest(ms)} for way, ms in times.items()
+            ]
+    return rows
+
+
 def try_attention(session: Session) -> dict[str, Any]:
     """Run one tiny causal attention, forward and backward, over all ranks, and check that the results are finite."""
     import ringattn
@@ -189,6 +207,7 @@ def examine(session: Session, nodes: int = 0) -> dict[str, Any]:
         "backends": list_backends(),
         "transport": choose_transport(session, nodes) if works else FAILED,
         "kernels": choose_kernels(session.device),
+        "operators": measure_operators(session.device) if works else [],
         "attention": attention,
         "links": measure_links(session) if works and session.world_size > 1 else [],
     }
@@ -225,6 +244,14 @@ def show(report: dict[str, Any]) -> None:
         others = "; ".join(f"{name}: {why}" for name, why in row["rejected"].items())
         kernels.append([row["device"], row["dtype"], row["head_dim"], row["kernels"], row["why"], others or None])
     table('kernels with impl="auto"', ["device", "dtype", "head_dim", "kernels", "why", "why not others"], kernels)
+    if report["operators"]:
+        columns = ["dtype", "head_dim", "direction", "ms", "chosen"]
+        timed = [
+            {**row, "ms": ", ".join(f"{name} {ms:.3f}" for name, ms in row["ms"].items())}
+            for row in report["operators"]
+        ]
+        title = f"torch's operators, measured on this GPU ({found_file.find_path()})"
+        table(title, columns, [[row[column] for column in columns] for row in timed])
     if report["links"]:
         links = [[row["mib"], f"{row['ms']:.3f}", f"{row['gb_per_s']:.2f}"] for row in report["links"]]
         table("links: each rank to the next, all at once", ["MiB", "ms", "GB/s"], links)

@@ -106,16 +106,18 @@ def resolve(
                 specs = [AttentionSpec.deserialize(text, rank) for rank in here.hosted]
         spec = specs[0]
         shares_seed = spec.dropout_p > 0 and spec.backward != "keys"
-        with here.consistent_call(text, given, dropout_seed if shares_seed else 0):
+        with here.consistent_call(text, given, dropout_seed if shares_seed else 0) as agreement:
             whole = AttentionSpec.deserialize(text, here.rank, here.world_size) if len(specs) > 1 else spec
             check_call(q, k, v, whole, tensors)
             calls = _calls_of_ranks(q, k, v, tensors, specs)
             kernels = [_select(call, one, here.nodes) for call, one in zip(calls, specs, strict=True)]
+            offers = (_choose_faster(chosen, q, v) for chosen in kernels)
+            agreement.faster = next((offer for offer in offers if offer is not None), None)
         # the first call of a ring decides its transport, which begins a generation
         facts = (ring, here.generation, *facts[2:])
         contexts = here.contexts(q.device) if here.is_virtual else (here.context,)
         plans = [
-            make_execution_plan(one, q_here, k_here, v_here, tensors_here, chosen, context)
+            make_execution_plan(one, q_here, k_here, v_here, tensors_here, chosen, context, agreement.faster)
             for one, (q_here, k_here, v_here, tensors_here), chosen, context in zip(
                 specs, calls, kernels, contexts, strict=True
             )
@@ -155,7 +157,8 @@ def resolve_simulated(
         spec = _specs.get((text, context.rank)) or AttentionSpec.deserialize(text, context.rank)
         check_call(q, k, v, spec, tensors)
         kernels = _select((q, k, v, tensors), spec, context.nodes)
-        plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, context))
+        faster = _choose_faster(kernels, q, v)
+        plan = _keep(facts, make_execution_plan(spec, q, k, v, tensors, kernels, context, faster))
     return plan, _score(plan, q, dropout_seed, tensors)
 
 
@@ -245,6 +248,11 @@ def _select(call: _RankCall, spec: AttentionSpec, nodes: Nodes | None) -> type[K
 
     features, dims = spec.features(tensors), (q.shape[-1], v.shape[-1])
     return select_kernels(q.device, q.dtype, *dims, impl=spec.impl, features=features, steps=steps).kernels
+
+
+def _choose_faster(kernels: type[KernelSet], q: Tensor, v: Tensor) -> tuple[str, str] | None:
+    choose = kernels.choose_faster
+    return None if choose is None else choose(q.device, q.dtype, q.shape[-1], v.shape[-1])
 
 
 def _score(plan: ExecutionPlan, q: Tensor, dropout_seed: int, tensors: ScoreTensors) -> Score:

@@ -15,7 +15,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -57,6 +57,17 @@ VIRTUAL_BUDGET = 2**30
 
 _COUNTS: Counter[str] = Counter()
 T = TypeVar("T")
+
+
+@dataclass
+class Agreement:
+    """Agreement of the ranks of a ring about a call.
+
+    Attributes:
+        faster: This rank's `KernelSet.choose_faster`; afterwards that of the first rank that has one, on all ranks.
+    """
+
+    faster: tuple[str, str] | None = None
 
 
 class Ring:
@@ -201,7 +212,8 @@ class Ring:
         release = partial(abort_communicators, self._group_name, names)
         self._bounded_wait = BoundedWait(self.rank, self.world_size, self.name, timeout.total_seconds(), release)
         self._virtual_contexts: dict[torch.device, tuple[Lockstep | None, tuple[RingContext, ...]]] = {}
-        self._agreed: set[bytes] = set()  # digests: a job with packed documents makes a new call in every step
+        # by digest: a job with packed documents makes a new call in every step
+        self._agreed: dict[bytes, tuple[str, str] | None] = {}
         self._warm: set[torch.device] = set()
         self._shardings: dict[Hashable, Sharding] = {}
         self._reducers: dict[torch.device, PartialReducer] = {}
@@ -271,11 +283,14 @@ class Ring:
         return 0 if self._consensus is None else self._consensus.failures
 
     @contextmanager
-    def consistent_call(self, call: str, tensors: Sequence[Tensor | None], seed: int = 0) -> Iterator[None]:
+    def consistent_call(self, call: str, tensors: Sequence[Tensor | None], seed: int = 0) -> Iterator[Agreement]:
         """Turn an exception raised inside, and any difference between ranks, into an error on every rank.
 
         The first call of each signature compares texts, and the seed (0 where seeds may differ between ranks); later ones cost
-        a set lookup. Dtypes, devices, requires_grad and shapes but for the row counts must be equal on all ranks.
+        a lookup. Dtypes, devices, requires_grad and shapes but for the row counts must be equal on all ranks.
+
+        Yields:
+            What the ranks agree on when the context ends.
 
         Raises:
             ValueError: Ranks differ, or another rank raised; the message names the ranks. An exception of this rank is raised
@@ -286,20 +301,23 @@ class Ring:
         )
         signature = hashlib.blake2b((here + call).encode(), digest_size=16).digest()
         known = signature in self._agreed
+        agreement = Agreement()
         try:
-            yield
+            yield agreement
         except Exception as error:
             if not known:
                 self.raise_on_all_ranks(error)
             raise
         if known:
+            agreement.faster = self._agreed[signature]
             return
         if self._consensus is not None:
             record = {**parse(call), "tensors": _without_rows(tensors), "nodes": self.nodes}
             record |= {"save_gathered_kv": self.save_gathered_kv, "dropout_seed": seed}
-            self._consensus.compare_calls(record, describe_record(record))
+            found = self._consensus.compare_calls(record, describe_record(record), agreement.faster)
+            agreement.faster = None if found is None else tuple(found)
             self.init_transport(next(x.device for x in tensors if x is not None))
-        self._agreed.add(signature)
+        self._agreed[signature] = agreement.faster
 
     def mark_call(self, call: str, tensors: Sequence[Tensor | None]) -> CallMark:
         """Return the mark of a call's signature (Note [Call marks] of call_order.py); arguments as in `consistent_call`."""
@@ -342,7 +360,7 @@ class Ring:
         known = hashlib.blake2b(f"{what}: {text}".encode(), digest_size=16).digest()
         if known not in self._agreed:
             self.assert_equal_across_ranks(what, text, doing)
-            self._agreed.add(known)
+            self._agreed[known] = None
 
     def init_transport(self, device: torch.device) -> None:
         """Decide the transport, as the first attention call does; every rank calls it when the ranks have agreed on a call.

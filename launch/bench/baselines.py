@@ -114,7 +114,9 @@ class _RankSteps:
         self.rows, self.keys = self.sides[0][0].positions.long(), [keys.positions.long() for _, keys in self.sides]
         self.q, self.do = q[:, self.rows], do[:, self.rows]
         self.held = [(k[:, at], v[:, at]) for at in self.keys]
-        self.kernels = self.choice.kernels(CallShape.of(self.q, *self.held[0], self.score))
+        choose = self.choice.kernels.choose_faster
+        faster = None if choose is None else choose(inputs.device, q.dtype, *head_dims)
+        self.kernels = self.choice.kernels(CallShape.of(self.q, *self.held[0], self.score)._replace(faster=faster))
         wide, (b, s, h, _) = accumulation_dtype(q.dtype), self.q.shape
         of_grads = q.dtype if self.single else wide
         self.o, self.dq = torch.empty_like(self.do), torch.empty_like(self.q, dtype=of_grads)

@@ -172,11 +172,15 @@ def make_execution_plan(
     tensors: ScoreTensors,
     kernels: type[KernelSet],
     context: RingContext,
+    faster: tuple[str, str] | None = None,
 ) -> ExecutionPlan:
-    """Return the plan of a validated call, bound to its kernels; of the tensors only shapes, dtypes and devices are read."""
+    """Return the plan of a validated call, bound to its kernels; of the tensors only shapes, dtypes and devices are read.
+
+    faster is `CallShape.faster`.
+    """
     score = spec.score(q.dtype, 0, tensors)
     dims = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    bound = kernels(CallShape(q.device, q.dtype, *dims, score, spec.deterministic))
+    bound = kernels(CallShape(q.device, q.dtype, *dims, score, spec.deterministic, faster))
     ring_plan = spec.plan("keys", context.nodes)
     steps = [step for step, ring_step in enumerate(ring_plan.ranks[context.rank].ring_steps) if ring_step is not None]
     has_no_tensors = all(x is None for x in tensors)

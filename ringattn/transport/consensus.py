@@ -55,6 +55,8 @@ def _clone(store: Any) -> Any:
 
 _DOING = "doing"
 """Key in a record of the call that its rank is in."""
+_OFFER = "offer"
+"""Key in a record of a value that is not compared."""
 _SHOWN = 200
 """Characters of a call that messages show."""
 _NOWHERE = "nowhere"
@@ -172,11 +174,23 @@ class RankConsensus:
         self.publish_error(error)
         raise error
 
-    def compare_calls(self, record: dict[str, Any], doing: str) -> None:
-        """Raise ValueError on every rank unless the JSON records of all ranks' calls are equal; `doing` is the call in words."""
+    def compare_calls(self, record: dict[str, Any], doing: str, offer: Any = None) -> Any:
+        """Raise ValueError on every rank unless the JSON records of all ranks' calls are equal.
+
+        Args:
+            record: Facts of the call.
+            doing: The call in words.
+            offer: JSON value that may differ between ranks.
+
+        Returns:
+            The first offer, in rank order, that is not None; else None.
+        """
         with self.counting_failures():
-            record = {**record, _DOING: doing}
-            raise_differences([json.loads(found) for found in self.compare(json.dumps(record), doing)])
+            record = {**record, _DOING: doing, _OFFER: offer}
+            records = [json.loads(found) for found in self.compare(json.dumps(record), doing)]
+            offers = [found.pop(_OFFER, None) for found in records]
+            raise_differences(records)
+        return next((found for found in offers if found is not None), None)
 
     def share(self, what: str, value: Any, doing: str = "") -> list[Any]:
         """Return the JSON values of all ranks, in rank order; ValueError if another rank's call failed or shares another value."""

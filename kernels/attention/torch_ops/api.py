@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn.kernels.attention.arguments import LEAST_SCALE
 from ringattn.kernels.attention.eager import eager_delta
 from ringattn.kernels.attention.torch_ops import carry as partials
-from ringattn.kernels.attention.torch_ops import operators
+from ringattn.kernels.attention.torch_ops import measure, operators
 from ringattn.kernels.attention.torch_ops.bands import Line, calls, lines, tiles
 from ringattn.kernels.attention.torch_ops.delta_output import output_for, rest_for
 from ringattn.kernels.attention.torch_ops.operators import OperatorLaunch, launch_of_call, launch_of_tile
@@ -110,6 +110,12 @@ def refuse_steps(backends: Sequence[str], steps: Iterable[tuple[RowMetadata, Row
 class TorchKernels(KernelSet):
     """`KernelSet` over torch's own attention operators."""
 
+    choose_faster = staticmethod(measure.choose_faster)
+
+    def _faster(self, direction: int) -> str | None:
+        """The backend to try first, forward (0) or backward (1)."""
+        return None if self.call.faster is None else self.call.faster[direction]
+
     def forward(self, step: Step) -> None:
         """`KernelSet.forward`."""
         q, k, v, rows, keys, score, o, lse, carry, first, last, _ = step
@@ -117,7 +123,7 @@ class TorchKernels(KernelSet):
         assert carry is not None or (first and last), "only a ring step that is first and last has no carry"
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             q, k, v, scale, _ = _scaled(q, k, v, score)
-            backend, found = _choose(q, k, v, rows, keys)
+            backend, found = _choose(q, k, v, rows, keys, self._faster(0))
             begun = None if first else carry
             if first and score.sinks is not None:
                 begun = partials.of_sinks(score.sinks, o, lse)
@@ -152,7 +158,7 @@ class TorchKernels(KernelSet):
             if o is not None and not delta_made:
                 self.delta(o, do, dlse, delta)
             q, k, v, scale, sign = _scaled(q, k, v, score)
-            backend, found = _choose(q, k, v, rows, keys, deterministic=self.call.deterministic)
+            backend, found = _choose(q, k, v, rows, keys, self._faster(1), deterministic=self.call.deterministic)
             launches, do, start, rest = found.launches, _aligned(do), 0, None
             if launches and (o is None or dlse is not None):
                 # only for the rows that a launch reads
@@ -258,19 +264,26 @@ def _fresh(o: Tensor, lse: Tensor) -> SoftmaxState:
 
 
 def _choose(
-    q: Tensor, k: Tensor, v: Tensor, rows: RowMetadata, keys: RowMetadata, *, deterministic: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: RowMetadata,
+    keys: RowMetadata,
+    faster: str | None,
+    *,
+    deterministic: bool = False,
 ) -> tuple[str, _Calls]:
     """Return the backend of a step and its calls.
 
     cuDNN plans every new shape for tens of milliseconds, so it comes first only where a step is one rectangle; several, as of
     packed documents, seldom come again.
     """
-    step, names = _find_step(rows, keys, q.shape[0]), operators.preferred(q.device)
+    step, names = _find_step(rows, keys, q.shape[0]), operators.preferred(q.device, faster)
     if names[0] == "cudnn" and (step.plain is None or len(step.plain.launches) > 1):
         names = ("flash", "cudnn")
     for name in names:
         found = step.calls_of(name)
-        if found is None or (deterministic and name == "cudnn"):
+        if found is None or (deterministic and name in operators.NOT_REPEATING):
             continue
         if not found.launches or operators.can_run(name, q, k, v):
             return name, found

@@ -3,6 +3,9 @@
     flash      aten::_flash_attention_forward and _backward: windows and variable lengths; FlashAttention-3 or -4 where
                `torch.nn.attention.activate_flash_attention_impl` was called
     cudnn      aten::_scaled_dot_product_cudnn_attention and _backward: full or square causal
+    aotriton   the operators of flash on ROCm, where AOTriton or Composable Kernel is behind them: full or square causal, because
+               releases of torch ignore the window there, align causal rectangles to the first row, or return another lse for
+               variable lengths
     flash_cpu  aten::_scaled_dot_product_flash_attention_for_cpu and _backward: full or square causal, on CPUs, in fp32 or fp64
 
 All return lse in natural log. Their backwards take any o and lse, thus those of rows finished over more keys than the call's.
@@ -51,12 +54,18 @@ SIGNATURES = {
 OPERATORS = {
     "flash": ("_flash_attention_forward", "_flash_attention_backward"),
     "cudnn": ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+    "aotriton": ("_flash_attention_forward", "_flash_attention_backward"),
     "flash_cpu": (
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
 }
 """Forward and backward of each backend."""
+
+TRIED = ("flash", "aotriton")
+"""Backends of the flash operators, behind which other kernels may be: these are tried on a small call first."""
+NOT_REPEATING = ("cudnn", "aotriton")
+"""Backends whose gradients need not repeat to the bit."""
 
 Grads3 = tuple[Tensor, Tensor, Tensor]
 
@@ -137,16 +146,18 @@ def available(
             "deterministic=True needs torch.use_deterministic_algorithms(True), by which torch's flash attention repeats "
             "to the bit, got False"
         )
+    if deterministic and all(name in NOT_REPEATING for name in preferred(device)):
+        return (), "deterministic=True needs gradients that repeat to the bit, got AOTriton, which does not promise it"
     if head_dim % 8 or v_head_dim % 8:
         return (), f"head_dim and v_head_dim must be multiples of 8, got {head_dim} and {v_head_dim}"
-    # gradients are asked for: some GPUs have less shared memory than the backward of a wide head takes
-    q, k, v = (
-        torch.empty(1, 128, 1, d, dtype=dtype, device=device).requires_grad_() for d in (head_dim, head_dim, v_head_dim)
-    )
     found = tuple(
-        name for name in preferred(device) if not (deterministic and name == "cudnn") and can_run(name, q, k, v)
+        name for name in runnable(device, dtype, head_dim, v_head_dim) if name not in NOT_REPEATING or not deterministic
     )
-    why = why_not_active(q, v) if "flash" not in found and _torch_runs("flash", q, k, v) else None
+    q, k, v = _small(device, dtype, head_dim, v_head_dim)
+    missing = next((name for name in preferred(device) if name in TRIED and name not in found), None)
+    why = None
+    if missing is not None and _torch_runs(missing, q, k, v):
+        why = why_not_tried(missing, q, v)
     if not found:
         return (), why or _why_none(dtype, head_dim, v_head_dim)
     active = active_flash()
@@ -167,15 +178,47 @@ def _repeats() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def preferred(device: torch.device) -> Sequence[str]:
-    """Return the backends of a device, the faster first: an activated flash kernel, cuDNN on data centre GPUs, flash elsewhere.
+DEFAULT = "flash"
+"""The backend to try first on a GPU of which neither a table nor a measurement says more."""
+
+
+def by_table(device: torch.device) -> str | None:
+    """Return the backend that was measured to be the faster one on GPUs of a kind: cuDNN on 9.0 and 10.x; None: on no such GPU.
 
     torch's own order (`check_prefer_cudnn_attention` in sdp_utils.cpp) is the same.
     """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return "cudnn" if torch.cuda.get_device_capability(device)[0] in (9, 10) else None
+
+
+def preferred(device: torch.device, faster: str | None = None) -> Sequence[str]:
+    """Return the backends of a device in the order in which they are tried: an activated flash kernel is always first.
+
+    Args:
+        faster: What a ring has agreed on (`CallShape.faster`); None: the table, or DEFAULT.
+    """
     if device.type == "cpu":
         return ("flash_cpu",)
-    centre = active_flash() is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return ("cudnn", "flash") if centre else ("flash", "cudnn")
+    if torch.version.hip is not None:
+        return ("aotriton",)
+    first = "flash" if active_flash() is not None else faster or by_table(device) or DEFAULT
+    return ("cudnn", "flash") if first == "cudnn" else ("flash", "cudnn")
+
+
+def runnable(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> tuple[str, ...]:
+    """Return the backends of a GPU that torch runs, forward and backward."""
+    given = _small(device, dtype, head_dim, v_head_dim)
+    return tuple(name for name in preferred(device) if can_run(name, *given))
+
+
+def _small(device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v by which torch tells what it runs."""
+    # gradients are asked for: some GPUs have less shared memory than the backward of a wide head takes
+    q, k, v = (
+        torch.empty(1, 128, 1, d, dtype=dtype, device=device).requires_grad_() for d in (head_dim, head_dim, v_head_dim)
+    )
+    return q, k, v
 
 
 def active_flash() -> str | None:
@@ -183,45 +226,54 @@ def active_flash() -> str | None:
     return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
-def why_not_active(q: Tensor, v: Tensor) -> str | None:
-    """Return why the activated flash kernel does not serve q `b s h d` and v `b t hk dv`; None: it does, or none was activated."""
+def why_not_tried(backend: str, q: Tensor, v: Tensor) -> str | None:
+    """Return why a backend of TRIED does not serve q `b s h d` and v `b t hk dv`; None: it does, or needs no trial."""
     active = active_flash()
-    if active is None:
+    if backend == "flash" and active is None:
         return None
-    return _try_active(
-        active, q.device, q.dtype, q.shape[-1], v.shape[-1], torch.are_deterministic_algorithms_enabled()
+    return _try(
+        backend, active, q.device, q.dtype, q.shape[-1], v.shape[-1], torch.are_deterministic_algorithms_enabled()
     )
 
 
 @cache
-def _try_active(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int, deterministic: bool
-) -> str | None:
-    """Make a small call of an activated flash kernel, and return how it failed; None: it gave the right lse.
+def _try(
+    backend: str, active: str | None, device: torch.device, dtype: torch.dtype, head_dim: int, v_head_dim: int,
+    deterministic: bool,
+) -> str | None:  # fmt: skip
+    """Make small calls of a backend, and return how it failed; None: it gave the right lse.
 
-    torch calls functions of the kernel's package that change between releases, and finds out when it calls them.
+    torch calls functions of an activated kernel's package that change between releases, and finds out when it calls them.
     """
     del deterministic  # a switch of torch that the call reads, here a part of the key
     n = 128
     q, k, v, do = (torch.zeros(1, n, 1, d, dtype=dtype, device=device) for d in (*[head_dim] * 2, *[v_head_dim] * 2))
-    launch = OperatorLaunch((0, 1), (0, n), (0, n), causal=True)
+    counts = [(torch.arange(1, n + 1, device=device), True)]
+    if backend == "aotriton":
+        counts.append((torch.full((n // 2,), n, device=device), False))
     try:
-        o, lse = forward("flash", q, k, v, 1.0, launch)
-        backward("flash", do, q, k, v, o, lse, 1.0, launch)
-        wanted = torch.arange(1, n + 1, dtype=torch.float32, device=device).log()
-        torch.testing.assert_close(lse, wanted.expand(1, 1, n), rtol=1e-4, atol=1e-4)
+        for keys, causal in counts:
+            rows = len(keys)
+            launch = OperatorLaunch((0, 1), (0, rows), (0, n), causal=causal)
+            o, lse = forward(backend, q[:, :rows], k, v, 1.0, launch)
+            backward(backend, do[:, :rows], q[:, :rows], k, v, o, lse, 1.0, launch)
+            wanted = keys.to(torch.float32).log()
+            torch.testing.assert_close(lse, wanted.expand(1, 1, rows), rtol=1e-4, atol=1e-4)
     except Exception as refusal:
         said = next(iter(str(refusal).splitlines()), "")
-        return (
-            f"the activated {name} must run and return lse `b h s` in natural log, got {type(refusal).__name__}: {said}; "
-            "install its release of the time of this torch, or call torch.nn.attention.restore_flash_attention_impl()"
-        )
+        what, remedy = "torch's flash attention on ROCm", 'use impl="portable"'
+        if backend == "flash":
+            what, remedy = (
+                f"the activated {active}",
+                "install its release of the time of this torch, or call torch.nn.attention.restore_flash_attention_impl()",
+            )
+        return f"{what} must run and return lse `b h s` in natural log, got {type(refusal).__name__}: {said}; {remedy}"
     return None
 
 
 def can_run(backend: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether torch runs a backend on q `b s h d`, k `b t hk d` and v `b t hk dv`."""
-    return _torch_runs(backend, q, k, v) and (backend != "flash" or why_not_active(q, v) is None)
+    return _torch_runs(backend, q, k, v) and (backend not in TRIED or why_not_tried(backend, q, v) is None)
 
 
 def _torch_runs(backend: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -242,7 +294,7 @@ def forward(
     if launch.flipped:
         o, lse = forward(backend, q.flip(1), k.flip(1), v.flip(1), scale, launch._replace(flipped=False))
         return o.flip(1), lse.flip(2)
-    if backend == "flash":
+    if backend in TRIED:
         varied = launch.cu_seqlens is not None
         given = (x[0] for x in (q, k, v)) if varied else (q, k, v)
         o, lse, *_ = operator("_flash_attention_forward")(
@@ -277,14 +329,15 @@ def backward(
         do, q, o = rows
         found = backward(backend, do, q, *keys, o, lse.flip(2), scale, launch._replace(flipped=False))
         return found[0].flip(1), found[1].flip(1), found[2].flip(1)
-    if backend == "flash":
+    if backend in TRIED:
         varied = launch.cu_seqlens is not None
         given = (do, q, k, v, o)
         if varied:
             given = tuple(x[0] for x in given)
             lse = lse[0]
         # without dropout the state of the generator is not read
-        state, unused = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in ((2,), ()))
+        kinds = (((2,), torch.uint64), ((), torch.uint64)) if backend == "flash" else (((), torch.int64),) * 2
+        state, unused = (torch.zeros(shape, dtype=dtype, device=q.device) for shape, dtype in kinds)
         found = operator("_flash_attention_backward")(
             *given,
             lse.contiguous(),

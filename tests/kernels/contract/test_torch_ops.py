@@ -36,6 +36,16 @@ CPU = torch.device("cpu")
 STREAMING = masks.causal() & (masks.sinks(2) | masks.window(4))
 TREE = masks.tree([None, 0, 1, 0], [8, 5, 4, 7])
 SERVED = [case for case in (*CASES, *SMALL_WEIGHT_CASES, *TERM_CASES) if torch_serves(case)]
+ROCM = (
+    "gqa_4",
+    "head_dim_96_v_128",
+    "head_dim_128",
+    "window_left",
+    "documents",
+    "zigzag_window",
+    "left_padding",
+    "two_visits",
+)
 FEW_TILES = [
     case for case in LONG_CASES if torch_serves(case) and "window" not in case.name and "runs" not in case.name
 ]
@@ -52,7 +62,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU whose flash operators have windows and variable lengths, in plain torch."""
     operators.check_signatures("flash_cpu")  # kept: the selection asks for operators that the stand-in lacks
     monkeypatch.setattr(operators, "operator", flash_operator)
-    monkeypatch.setattr(operators, "preferred", lambda device: ("flash",))
+    monkeypatch.setattr(operators, "preferred", lambda device, faster=None: ("flash",))
     monkeypatch.setattr(operators, "can_run", lambda *args: True)
 
 
@@ -309,9 +319,9 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(operators, "_torch_runs", lambda *args: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(operators, "operator", flash_operator)
-    operators._try_active.cache_clear()
+    operators._try.cache_clear()
     yield
-    operators._try_active.cache_clear()
+    operators._try.cache_clear()
 
 
 @pytest.mark.usefixtures("activated")
@@ -329,14 +339,85 @@ def test_an_activated_kernel_that_fails_is_left_out_in_words(broken: str, monkey
 
         return call
 
-    operators._try_active.cache_clear()
+    operators._try.cache_clear()
     monkeypatch.setattr(operators, "operator", fails)
     assert not operators.can_run("flash", x, x, x)
     assert operators.can_run("cudnn", x, x, x)
-    why = operators.why_not_active(x, x)
+    why = operators.why_not_tried("flash", x, x)
     said = "ValueError: too many values" if broken == "call" else "AssertionError: Tensor-likes are not close"
     assert why is not None
     assert f"FA4 must run and return lse `b h s` in natural log, got {said}" in why
+
+
+def _rocm_operator(name: str) -> Any:
+    """Return a stand-in for flash operators on ROCm, which serve full and causal squares alone as on CUDA."""
+    forward = name.endswith("forward")
+
+    def call(*given: Any, **options: Any) -> Any:
+        q, k, v = given[:3] if forward else given[1:4]
+        if q.shape[-1] != v.shape[-1]:
+            raise RuntimeError("v must have shape of k")
+        assert options["window_size_left"] is options["window_size_right"] is None
+        assert given[3 if forward else 6] is None, "lse of variable lengths is another one"
+        assert not given[8 if forward else 11] or q.shape[1] == k.shape[1], (
+            "causal rectangles are aligned to the first row"
+        )
+        assert forward or all(x.dtype == torch.int64 and x.dim() == 0 for x in given[12:14])
+        return flash_operator(name)(*given, **options)
+
+    return call
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A ROCm device, which is a CPU here, on which torch would run everything."""
+    monkeypatch.setattr(operators, "preferred", lambda device, faster=None: ("aotriton",))
+    monkeypatch.setattr(operators, "_torch_runs", lambda *args: True)
+    monkeypatch.setattr(operators, "operator", _rocm_operator)
+    operators._try.cache_clear()
+    yield
+    operators._try.cache_clear()
+
+
+@pytest.mark.usefixtures("rocm")
+@pytest.mark.parametrize("case", [case for case in SERVED if case.name in ROCM], ids=str)
+def test_rocm_serves_squares_and_rectangles_alone_and_stays_within_budget(case: Case) -> None:
+    run_case(TorchKernels, case, torch.float32, "cpu")
+
+
+@pytest.mark.usefixtures("rocm")
+@pytest.mark.parametrize("wrong", [(False, True), (True, False)], ids=["squares", "rectangles"])
+def test_a_rocm_whose_lse_is_another_is_refused_in_words(
+    wrong: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def operator(name: str) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            found = _rocm_operator(name)(*given, **options)
+            if name.endswith("forward") and wrong[given[0].shape[1] == given[1].shape[1]]:
+                return found[0], found[1] * 1.4427, *found[2:]
+            return found
+
+        return call
+
+    x = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    assert operators.can_run("aotriton", x, x, x)
+    assert not operators.can_run("aotriton", x, x, x[..., :32])
+    operators._try.cache_clear()
+    monkeypatch.setattr(operators, "operator", operator)
+    assert not operators.can_run("aotriton", x, x, x)
+    said = operators.why_not_tried("aotriton", x, x)
+    assert said is not None
+    assert "torch's flash attention on ROCm must run and return lse `b h s` in natural log, got AssertionError" in said
+    assert 'use impl="portable"' in said
+
+
+def test_rocm_promises_no_gradients_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(operators, "_repeats", lambda: True)
+    assert operators.preferred(torch.device("cuda", 0)) == ("aotriton",)
+    found, why = operators.available(torch.device("cuda", 0), torch.bfloat16, 64, 64, deterministic=True)
+    assert not found
+    assert "repeat to the bit, got AOTriton" in why
 
 
 def test_head_dims_that_differ_are_refused_on_a_cpu() -> None:
