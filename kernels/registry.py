@@ -168,9 +168,7 @@ def _torch(request: _Request) -> tuple[bool, str]:
             return False, f"{feature} is no part of torch's attention operators"
     device = request.device
     if device.type != "cuda" and not (device.type == "cpu" and request.impl == "torch"):
-        return False, f'device must be a CUDA GPU, or a CPU with impl="torch", got {device}'
-    if torch.version.hip is not None:
-        return False, "device must be a CUDA GPU, got ROCm"
+        return False, f'device must be a CUDA or ROCm GPU, or a CPU with impl="torch", got {device}'
     dtypes = ("float16", "bfloat16") if device.type == "cuda" else ("float16", "bfloat16", "float32", "float64")
     if (why_not := check_dtype(request.dtype, *dtypes)) is not None:
         return False, why_not

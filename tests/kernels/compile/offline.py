@@ -17,12 +17,12 @@ def build(
     fn: Any,
     types: Mapping[str, str],
     constants: Mapping[str, object],
-    arch: int,
+    arch: int | str,
     *,
     unaligned: Collection[str] = (),
     **options: int,
 ) -> Any:
-    """Compile for compute capability `arch` (80, 90, 100).
+    """Compile for compute capability `arch` (80, 90, 100), or a GPU of AMD ("gfx942").
 
     Args:
         types: Of arguments, by name; others are i32, and unit column strides (`_sn`) constants.
@@ -36,4 +36,5 @@ def build(
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     known = {(names.index(name),): value for name, value in constants.items() if name in names}
     source = ASTSource(fn, signature, known, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    target = GPUTarget("cuda", arch, 32) if isinstance(arch, int) else GPUTarget("hip", arch, 64)
+    return triton.compile(source, target=target, options=options)

@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -79,8 +80,8 @@ def test_the_merge_compiles_without_spills(capability) -> None:
     assert sass.assemble(build(fn, types, options, capability, num_warps=tile.warps).asm["ptx"]).spills == 0
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-def test_kernels_between_calls_of_torch_compile_without_spills(capability) -> None:
+def kernels_between_calls() -> Iterator[tuple[Any, dict[str, str], dict[str, object]]]:
+    """(kernel, types, constexprs) of every launch around torch's operators."""
     carry, output = rows_triton._merge_kernel, rows_triton._output_for_kernel
     sums = rows_triton._add_rows_kernel
     wide = {name: "*fp32" for fn in (carry, output, sums) for name in fn.arg_names if name.endswith("_ptr")}
@@ -96,7 +97,23 @@ def test_kernels_between_calls_of_torch_compile_without_spills(capability) -> No
         for add, even in itertools.product((False, True), repeat=2)
     ]
     for fn, options in launches:
-        ptx = build(fn, narrow | floats, options, capability, num_warps=4).asm["ptx"]
+        yield fn, narrow | floats, options
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_between_calls_of_torch_compile_without_spills(capability) -> None:
+    for fn, types, options in kernels_between_calls():
+        ptx = build(fn, types, options, capability, num_warps=4).asm["ptx"]
         assert sass.assemble(ptx).spills == 0, fn
         assert re.search(r"(ld|st)\.global\S*\.v4\.b32", ptx), fn
-        assert fn is output or "st.shared" not in ptx, "numbers go from loads to stores in registers"
+        assert fn is rows_triton._output_for_kernel or "st.shared" not in ptx, (
+            "numbers go from loads to stores in registers"
+        )
+
+
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx942"])
+def test_kernels_between_calls_of_torch_compile_for_amd_without_spills(arch: str) -> None:
+    for fn, types, options in kernels_between_calls():
+        spilled = re.findall(r"[sv]gpr_spill_count: (\d+)", build(fn, types, options, arch, num_warps=4).asm["amdgcn"])
+        assert spilled, fn
+        assert set(spilled) == {"0"}, fn

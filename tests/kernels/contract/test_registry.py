@@ -146,6 +146,17 @@ def test_other_gpus_are_served_by_torch_where_it_can(
     assert [name for name, _ in choice.rejected] == ["hopper"]
 
 
+def test_a_rocm_gpu_is_served_by_torch_where_it_can_and_by_portable_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    portable = _gpu(monkeypatch, (9, 4), ("aotriton",))
+    choice = select_kernels(GPU, torch.bfloat16, 128, 128, steps=lambda: ())
+    assert choice.name == "torch"
+    assert choice.reason == f"torch {torch.__version__} with aotriton"
+    for asked in ({"features": {"softcap"}}, {"dtype": torch.float32}, {"impl": "portable"}):
+        call = {"device": GPU, "dtype": torch.bfloat16, "head_dim": 128, "v_head_dim": 128, **asked}
+        assert select_kernels(**call).kernels is portable
+
+
 def test_a_hopper_gpu_is_served_by_torch_only_when_asked(monkeypatch: pytest.MonkeyPatch, hopper: type[KernelSet]):
     from ringattn.kernels.attention.torch_ops import operators
 
