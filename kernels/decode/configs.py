@@ -56,7 +56,7 @@ LATENT = 0
 """Bucket of pools of latents, whatever their columns: one tile of K and V together."""
 
 LATENT_HOPPER = DecodeConfig(64, 9, 2, 1)
-"""Of latents in 16 bits on sm90: the tiles of latent_hopper.py, which knows no other."""
+"""Of latents in 16 and 8 bits on sm90: the tiles of latent_hopper.py, which knows no other."""
 
 # (kind of device, bytes per element of the pool, padded head_dim or LATENT) -> for FEW_ROWS, for more, for more than MANY_ROWS
 _TABLE: dict[tuple[str, int, int], tuple[DecodeConfig, ...]] = {

@@ -138,7 +138,7 @@ def num_splits(
     from ringattn.kernels.attention.portable.configs import kind_of
 
     kind, rows = kind_of(device), s * h // hk
-    if latent and kind == "sm90" and kv_dtype.itemsize == 2 and page_size % 64 == 0:
+    if latent and kind == "sm90" and kv_dtype.itemsize <= 2 and page_size % 64 == 0:
         config = decode_configs.LATENT_HOPPER
     else:
         config = decode_configs.choose(kind, kv_dtype.itemsize, head_dim, rows, latent=latent)
@@ -273,10 +273,13 @@ def _hopper(request: _Request) -> tuple[bool, str]:
     why_not = check_dtype(request.dtype, "float16", "bfloat16")
     if why_not is not None:
         return False, why_not
-    if request.kv_dtype != request.dtype:
-        return False, f"k must have q's dtype, got {request.kv_dtype}"
-    if r not in (128, 256, 512) or not r <= d <= r + 64 or d % 8:
-        return False, f"latents must have 128, 256 or 512 columns and up to 64 rotary ones, in eights, got {r} of {d}"
+    if request.kv_dtype not in (request.dtype, FP8):
+        return False, f"k must have q's dtype or {FP8}, got {request.kv_dtype}"
+    unit = 16 // request.kv_dtype.itemsize
+    if r not in (128, 256, 512) or not r <= d <= r + 64 or d % unit:
+        return False, (
+            f"latents must have 128, 256 or 512 columns and up to 64 rotary ones, in multiples of {unit}, got {r} of {d}"
+        )
     if request.page_size % 64:
         return False, f"page_size must be a multiple of 64, got {request.page_size}"
     return check_hopper(request.device)

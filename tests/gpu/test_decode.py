@@ -78,7 +78,11 @@ def hopper_ends() -> None:
 @needs_hopper
 @pytest.mark.usefixtures("hopper_ends")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", [*HOPPER_LATENTS, *LONG_LATENTS], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [*HOPPER_LATENTS, *LONG_LATENTS, *(replace(case, fp8=True) for case in (*HOPPER_LATENTS, *LONG_LATENTS))],
+    ids=str,
+)
 def test_latents_on_hopper_stay_within_budget(case: Case, dtype: torch.dtype) -> None:
     scene = make_scene(case, dtype).to(DEVICE)
     parts = run(scene, case.splits, "hopper")

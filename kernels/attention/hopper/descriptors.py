@@ -16,7 +16,12 @@ from ringattn.kernels.runtime.bound_launch import WORD, Template
 CAPACITY = 1024
 """Templates of descriptors that a call keeps; beyond it all are dropped, and made again when needed."""
 
-_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+_DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 
 class Descriptors:

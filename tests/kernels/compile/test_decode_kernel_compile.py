@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from tests.kernels.compile.offline import SHARED  # noqa: E402
 from tests.support.decoding import HOPPER_LATENTS, Case, empty_parts, make_scene  # noqa: E402
 
 pytestmark = pytest.mark.compile
+KEYS = 64
 SMALL = {"b", "s", "hk", "group", "tiles", "slots", "splits", "least", "rows"}
 UNALIGNED = {"lo_sb", "hi_sb", "positions_sb", "table_sb"}
 
@@ -143,18 +144,34 @@ def test_a_tile_of_latents_is_loaded_once_for_both_products(arch: int, heads: in
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("case", [HOPPER_LATENTS[i] for i in (7, 6, 0, 2)], ids=str)
-def test_the_hopper_kernel_of_latents_keeps_its_loops_in_registers(case: Case, dtype: torch.dtype) -> None:
-    scene = make_scene(case, dtype)
+def test_the_hopper_kernel_of_latents_keeps_its_loops_in_registers(case: Case, fp8: bool, dtype: torch.dtype) -> None:
+    scene = make_scene(replace(case, fp8=fp8), dtype)
     with captured() as launches:
         latent_hopper.decode(scene.call(), empty_parts(scene, 3))
     found = report(*launches[-1])
     assert found.shared <= SHARED[90], str(found)
-    assert found.loop_spills == 0, str(found)
+    # Triton 3.8 loads two bounds of 512 columns in fp8 again for each tile
+    few = 2 * (fp8 and scene.v.shape[-1] == 512 and triton.__version__.startswith("3.8"))
+    assert found.loop_spills <= few, str(found)
     assert not found.stale + found.warnings + found.injected, str(found)
     # in one round of each warpgroup: q . k of one tile, and weights times half of the values of two
     products = (scene.v.shape[-1] + 64) // 16 + 2 * 64 // 16
     assert [products for products, _ in found.loops] == [products] * 2, str(found)
+    if fp8:
+        assert set(_places_of_fp8_panels(launches[-1][1].asm["ptx"], scene.v.shape[-1] // 2)) == {True}
+
+
+def _places_of_fp8_panels(ptx: str, half: int) -> list[bool]:
+    """Whether each copy of values writes to the second half of a panel, of `half` 16-bit columns, as its address ends."""
+    size = 2 * KEYS * half
+    added = {name: int(number) for name, number in re.findall(r"add\.s32 \s*(%r\d+), %r\d+, (\d+);", ptx)}
+    copies = re.findall(r"cp\.async\.bulk\.tensor\.4d\S+ \[(%r\d+)\], \[(%rd\d+),", ptx)
+    # q comes first, in panels of its own, and its descriptors are used for nothing else
+    of_q = {copies[0][1]}
+    others = [(place, source) for place, source in copies if source not in of_q]
+    return [added[place] % size >= size // 2 for place, source in others if added.get(place, size) < 4 * size]
 
 
 @pytest.mark.parametrize("arch", SHARED)

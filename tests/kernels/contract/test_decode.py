@@ -179,6 +179,33 @@ def test_a_gpu_is_served_by_portable_and_the_choice_says_why(gpu: types.ModuleTy
 
 
 @pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "columns", "why"),
+    [
+        (torch.bfloat16, FP8, 576, None),
+        (torch.float16, FP8, 576, None),
+        (torch.bfloat16, torch.bfloat16, 520, None),
+        (torch.bfloat16, FP8, 520, "up to 64 rotary ones, in multiples of 16, got 512 of 520"),
+        (torch.bfloat16, torch.bfloat16, 516, "up to 64 rotary ones, in multiples of 8, got 512 of 516"),
+        (torch.float16, torch.bfloat16, 576, "k must have q's dtype or torch.float8_e4m3fn, got torch.bfloat16"),
+    ],
+)
+def test_latents_in_16_and_8_bits_are_served_by_hopper(
+    gpu: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    columns: int,
+    why: str | None,
+) -> None:
+    hopper = types.ModuleType("ringattn.kernels.decode.latent_hopper")
+    monkeypatch.setitem(sys.modules, hopper.__name__, hopper)
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.0"))
+    choice = select_decode_kernel(GPU, dtype, kv_dtype, columns, 512, 64, latent=True)
+    assert choice.kernels is (hopper if why is None else gpu)
+    assert [reason for _, reason in choice.rejected if why is None or why not in reason] == []
+
+
+@pytest.mark.parametrize(
     ("dtype", "dims", "why"),
     [
         (torch.float64, (64, 64, 64), "dtype must be float16, bfloat16 or float32, got float64"),
