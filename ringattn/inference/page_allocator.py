@@ -249,6 +249,67 @@ class PageAllocator:
         self._find_end(one)
         self._reserve(one)
 
+    def reserve(self, request: int, tokens: int) -> None:
+        """Let a request grow to `tokens` tokens, at least as many as before.
+
+        Raises:
+            ValueError: The request is unknown, or tokens is out of range.
+            CacheFull: Too few pages are free and not reserved for others; nothing has changed.
+        """
+        one = self.find(request)
+        if not one.reserved_tokens <= tokens <= MAX_REQUEST_TOKENS:
+            raise ValueError(
+                f"tokens must be from the {one.reserved_tokens} that are reserved to {MAX_REQUEST_TOKENS}, got {tokens}; "
+                "reserve less by truncate(..., reserve=)"
+            )
+        free = self._free_rows(one)
+        more = self._pages_of(tokens - one.length - free) - self._pages_to_open(one)
+        self._check_available(more, f"request {request}", tokens)
+        one.reserved_tokens, one.full = tokens, min(tokens, one.length + free)
+        self._reserve(one)
+
+    def place(self, request: int, ranks: Sequence[int], lengths: Sequence[int]) -> None:
+        """Add tokens in a new page of each of some ranks, beyond what was reserved: pages that are copied from elsewhere.
+
+        Args:
+            request: The request.
+            ranks: The rank of each page, in the order of the tokens.
+            lengths: Tokens in each page.
+
+        Raises:
+            ValueError: The request is unknown, or a number is out of range.
+            CacheFull: A rank has too few free pages, or all ranks too few that are not reserved for others; nothing has changed.
+        """
+        one = self.find(request)
+        length = one.length + sum(lengths)
+        if (
+            len(ranks) != len(lengths)
+            or not all(0 <= rank < self.world_size for rank in ranks)
+            or not all(1 <= tokens <= self.page_size for tokens in lengths)
+            or length > MAX_REQUEST_TOKENS
+        ):
+            raise ValueError(
+                f"each page must have a rank below {self.world_size} and 1 to {self.page_size} tokens, and the request at most "
+                f"{MAX_REQUEST_TOKENS}, got {list(ranks)} and {list(lengths)}; give a rank and a length for each page"
+            )
+        counts = [ranks.count(rank) for rank in range(self.world_size)]
+        reserve = max(one.reserved_tokens, length)
+        more = len(ranks) + self._pages_of(reserve - length) - self._pages_to_open(one)
+        if any(count > free for count, free in zip(counts, self.free_pages, strict=True)):
+            raise CacheFull(f"{counts} pages must be free by rank, got {self.free_pages}; wait until others are freed")
+        self._check_available(more, f"request {request} in {len(ranks)} given pages", reserve)
+        one.reserved_tokens = reserve
+        for rank, tokens in zip(ranks, lengths, strict=True):
+            self._open(one, tokens, [(rank, 1)])
+
+    def owed_pages(self, requests: Collection[int]) -> int:
+        """Return the pages that are reserved for some requests and not opened yet."""
+        return sum(map(self._pages_to_open, self.get_requests(requests)))
+
+    def users(self, rank: int, page: int) -> int:
+        """Return the number of requests that use a page."""
+        return self._users[rank][page]
+
     def free(self, request: int) -> None:
         """Free a request, and the pages that no other request uses. ValueError if it is unknown."""
         one = self.find(request)

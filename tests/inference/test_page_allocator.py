@@ -206,6 +206,41 @@ class Model(RuleBasedStateMachine):
         self.split(request)
 
     @precondition(lambda self: self.said)
+    @rule(data=st.data(), more=st.integers(0, 9), new=st.integers(0, 9))
+    def reserve(self, data: st.DataObject, more: int, new: int) -> None:
+        request = self.pick(data)
+        had = self.allocator.find(request).reserved_tokens
+        must_fit = -(-more // self.size) <= self.left_at_worst()
+        refusals = () if must_fit else (CacheFull,)
+        self.attempt(lambda: self.allocator.reserve(request, had + more), *refusals)
+        self.grow(request, new)
+
+    @precondition(lambda self: self.said)
+    @rule(data=st.data())
+    def place_on_ranks(self, data: st.DataObject) -> None:
+        request, before = self.pick(data), self.allocator.free_pages
+        ranks = data.draw(st.lists(st.integers(0, self.allocator.world_size - 1), max_size=4))
+        lengths = data.draw(st.lists(st.integers(1, self.size), min_size=len(ranks), max_size=len(ranks)))
+        start = len(self.said[request])
+        there = self.allocator.available, before
+        if self.attempt(lambda: self.allocator.place(request, ranks, lengths) or True, CacheFull):
+            self.write(request, start) if ranks else None
+            blocks = [block for block in blocks_of(self.allocator, request) if block.start >= start]
+            assert [(block.rank, block.length) for block in blocks] == list(zip(ranks, lengths, strict=True))
+            self.split(request)
+        else:
+            wanted = [ranks.count(rank) for rank in range(self.allocator.world_size)]
+            assert (
+                any(map(int.__gt__, wanted, there[1])) or len(ranks) + self.owed_after(request, sum(lengths)) > there[0]
+            )
+
+    def owed_after(self, request: int, new: int) -> int:
+        """Pages that are reserved for a request after so many tokens in new pages, beyond those that are now."""
+        one = self.allocator.find(request)
+        left = max(0, one.reserved_tokens - one.length - new)
+        return -(-left // self.size) - self.allocator.owed_pages([request])
+
+    @precondition(lambda self: self.said)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         request = self.pick(data)
@@ -447,6 +482,11 @@ def test_errors_name_the_numbers_and_change_nothing() -> None:
         (ValueError, "reserve at least as long, got 5 and 4", lambda: allocator.fork(request, reserve=4)),
         (ValueError, "length must be from 0 to the 5 tokens", lambda: allocator.truncate(request, 6)),
         (ValueError, "reserve from there to the 10", lambda: allocator.truncate(request, 5, reserve=11)),
+        (ValueError, "tokens must be from the 10 that are reserved", lambda: allocator.reserve(request, 9)),
+        (CacheFull, r"request \d+ of up to 40 tokens needs", lambda: allocator.reserve(request, 40)),
+        (ValueError, "a rank below 2 and 1 to 4 tokens", lambda: allocator.place(request, [2], [1])),
+        (ValueError, "give a rank and a length for each page", lambda: allocator.place(request, [0, 1], [4])),
+        (CacheFull, r"\[9, 0\] pages must be free by rank", lambda: allocator.place(request, [0] * 9, [4] * 9)),
         (ValueError, "must stay within the 10 tokens it reserved, got 5 and 6 more",
             lambda: allocator.assign([other, request], [1, 6])),
         (ValueError, "occur once each", lambda: allocator.assign([request, request], [1, 1])),
