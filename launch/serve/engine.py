@@ -136,9 +136,10 @@ class Engine:
             self.scheduler.remove(request_id, keep)
         events = self.scheduler.remove_expired(time.monotonic())
         if self._stop_deadline is not None:
-            out = list(self.scheduler.waiting)
+            # one that was preempted has begun its answer
+            out = [request for request in self.scheduler.waiting if not request.preempted]
             if time.monotonic() >= self._stop_deadline:
-                out += self.scheduler.running.values()
+                out = [*self.scheduler.waiting, *self.scheduler.running.values()]
             for request in out:
                 self.scheduler.remove(request.id)
                 events.append(Event(request.id, failure=(503, "the server is shutting down", UNAVAILABLE)))
@@ -154,6 +155,7 @@ class Engine:
     def _start(self, plan: ScheduledStep) -> _RunningStep | None:
         """Broadcast a step and start it; return None when there is nothing to compute."""
         self.broadcast(plan)
+        self.runner.move_pages(plan)
         if not plan.cache_ids:
             return None
         began = time.monotonic()
@@ -195,7 +197,7 @@ class Engine:
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
             "prefilling": [
-                {"request": one.id, "done": one.num_computed, "shared": one.num_cached, "total": len(one.prompt)}
+                {"request": one.id, "done": one.num_computed, "shared": one.num_cached, "total": one.prefill_length}
                 for one in scheduler.running.values()
                 if one.missing
             ],
@@ -204,11 +206,14 @@ class Engine:
             "bytes_per_token": scheduler.allocator.page_bytes // scheduler.allocator.page_size,
             "pages_per_rank": scheduler.allocator.pages,
             "pages": scheduler.pages(),
-            "kept_prefixes": len(scheduler.kept_prefixes),
+            "kept_prefixes": len(scheduler.kept.tokens),
+            "host": self._host_state(),
             "tokens_per_second": {"prompt": prompt, "generated": generated},
             "totals": {
                 "prompt_tokens": scheduler.prefill_tokens,
                 "shared_tokens": scheduler.shared_tokens,
+                "host_tokens": scheduler.host_tokens,
+                "preemptions": scheduler.preemptions,
                 "generated_tokens": self._generated,
                 "admitted": self._admitted,
                 "queue_seconds": round(self._queue_seconds, 3),
@@ -220,6 +225,17 @@ class Engine:
         }
         return self._state
 
+    def _host_state(self) -> dict[str, Any]:
+        """Return the pages in host memory of each rank, and the bytes copied there and back so far, on all ranks."""
+        kept = self.scheduler.kept
+        size = self.scheduler.allocator.page_bytes
+        return {
+            "pages_per_rank": 0 if kept.host is None else kept.host.slots,
+            "used": [0] * self.scheduler.allocator.world_size if kept.host is None else kept.host.used,
+            "saved_bytes": kept.saved_pages * size,
+            "loaded_bytes": kept.loaded_pages * size,
+        }
+
 
 def worker_loop(runner: ModelRunner, channel: RankChannel) -> None:
     """Compute the steps that rank 0 plans, on every other rank, until it sends Stop."""
@@ -228,6 +244,7 @@ def worker_loop(runner: ModelRunner, channel: RankChannel) -> None:
         started = None
         if isinstance(message, StepCommand):
             apply_changes(runner.allocator, message.changes)
+            runner.move_pages(message)
             if message.cache_ids:
                 started = runner.start(message)
         if before is not None:

@@ -121,9 +121,14 @@ ToHttp = Settings | StepOutput | Stop
 class StepCommand(msgspec.Struct, tag=True, omit_defaults=True):
     """A step that all ranks compute."""
 
-    # changes of the page allocator before the step: ("add_request", cache_id, max_length), ("fork", cache_id, parent, length,
-    # max_length), ("truncate", cache_id, length, max_length) or ("free", cache_id)
+    # changes of the page allocator before the step: ("add_request", cache_id, reserved), ("fork", cache_id, parent, length,
+    # reserved), ("reserve", cache_id, reserved), ("place", cache_id, ranks, lengths), ("truncate", cache_id, length, reserved),
+    # ("free", cache_id): a method of the allocator, the request, and the other arguments
     changes: list[tuple[Any, ...]] = []
+    # pages that are copied to host memory before the step: (rank, page, slot), and then pages that are copied back: (rank, slot,
+    # page), of which the next step may be the first to read
+    saves: list[tuple[int, int, int]] = []
+    loads: list[tuple[int, int, int]] = []
     # ids in the cache of the requests that compute tokens; empty when there is nothing to compute
     cache_ids: list[int] = []
     counts: list[int] = []  # number of tokens of each

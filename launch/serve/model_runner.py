@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ringattn.inference import PagedKVCache
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS
+from ringattn.inference.host_pages import HostPages
 from ringattn.launch.serve.messages import StepCommand
 from ringattn.launch.serve.sampling import SampledTokens, Sampling, sample_tokens, score, to_device
 from ringattn.launch.serve.scheduler import ScheduledStep
@@ -38,6 +39,9 @@ PACKED_PIECES = (2, 4, 8, 16, 32)
 MIXED_ROWS = (64, 128, 192)
 """Rows of prompts, beside those of the answers, of the graphs for both together: more would take long, and delay answers."""
 
+MOVED_BYTES = 2**25
+"""Bytes of each rank that a step copies to and from host memory at most: about 1 ms of a bus, less than most steps."""
+
 StepKind = tuple[bool, bool, bool, int]
 """Key of steps that take about as long: decodes, packed, mixed, and the bit length of the number of tokens."""
 
@@ -47,11 +51,19 @@ class ModelRunner:
 
     Args:
         most: Maximum of requests that decode together.
+        host_bytes: Bytes of host memory of each rank for pages that are evicted.
         graphs: Whether steps of decoding and of short prompts are replayed from CUDA graphs: None: if possible; False: never;
             or the capturer.
     """
 
-    def __init__(self, model: Any, cache: PagedKVCache, most: int, graphs: bool | GraphCapturer | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        cache: PagedKVCache,
+        most: int,
+        graphs: bool | GraphCapturer | None = None,
+        host_bytes: int = 0,
+    ) -> None:
         from ringattn.integrations.transformers.cuda_graph_runner import CUDAGraphRunner, batch_sizes, select_capturer
 
         self._model, self.cache = model, cache
@@ -67,6 +79,10 @@ class ModelRunner:
             max_graphs=len(sizes) + len(PACKED_PIECES) + len(rows),
             awaited=False,
         )
+        page_bytes = cache.allocator.page_bytes
+        self.host_slots, self.moves = host_bytes // page_bytes, max(1, MOVED_BYTES // page_bytes)
+        with cache.ring.propagate_errors():
+            self._host = HostPages(cache, self.host_slots, self.moves) if self.host_slots else None
         # whether `start` returns before a step is computed, so that another one may be started
         self.ahead = cache.device.type == "cuda"
         # tokens of the last step, on every rank
@@ -110,6 +126,13 @@ class ModelRunner:
             # all options, so that no request waits until the kernels of torch are loaded
             sample_tokens(logits, [Sampling(1.0, 0.9, 0, 1, 5, 0.1, 1.1, 0.1, 0.1, ((0, 1.0),))], [[0]])
         return steps
+
+    def move_pages(self, plan: StepCommand) -> None:
+        """Enqueue a step's copies to and from host memory, before the step; all ranks call it for each command."""
+        if self._host is not None:
+            rank = self.cache.ring.rank
+            saves, loads = ([move[1:] for move in moves if move[0] == rank] for moves in (plan.saves, plan.loads))
+            self._host.move(saves, loads)
 
     def start(self, plan: StepCommand) -> PendingStep:
         """Enqueue a step and the sampling of its tokens; all ranks call it, rank 0 with a `ScheduledStep`."""

@@ -1,10 +1,18 @@
 """Scheduling of requests, and the contents of each step: continuous batching. Integers only, so it is tested without a model.
 
 Note [Scheduling policy]
-    Requests are admitted in order of arrival, when the cache has pages for the prompt and for all tokens that may follow: every
-    admitted request can finish. It starts with a fork of the longest computed prefix; if its prefix is still being computed, it
-    waits, and later ones may pass. Prefixes of finished requests are kept until their pages are needed; the least recently used
-    go first.
+    Requests start in the order of their arrival, as soon as pages are available for the prompt, and for the next HEADROOM tokens of
+    each answer. An answer takes a page whenever it has filled one. A request starts with a fork of the longest computed prefix; if
+    its prefix is still being computed, it waits, and later ones may pass. Prefixes of finished requests are kept until their pages
+    are needed; the least recently used go first, each from its end.
+
+    If no page is left for an answer, the youngest request is preempted: its whole pages become a kept prefix, and it waits again,
+    in the place of its arrival. Later it computes what is no longer kept, as a prompt, and goes on. Two requests cannot preempt
+    each other, and the oldest one is never preempted: it gets every page if it must, so it ends, and then another is the oldest.
+    The youngest has also computed least, so that least is computed again (Note [Victims]).
+
+    Younger requests may pass one that waits for pages, where they fit. They may run for PASSING_STEPS steps in which it would fit
+    without them. Then they are preempted, the youngest first, until it fits.
 
     A step computes prompts, or decodes, or both (Note [Short prompts]); otherwise they alternate, and between two tokens of an
     answer there is at most one chunk of prompts. Where no answer waits, a step has a chunk for each rank: a chunk divided among
@@ -20,26 +28,38 @@ Note [Short prompts]
     most of a decoding step. Every row of a prompt reads all keys before it, and an answer is read by one program per head, so
     MIXED_LENGTH and MIXED_KEYS bound them; requests beyond these limits alternate.
 
+Note [Victims]
+    Tokens that were computed again on average, in 12 simulations of 80 requests of about 150 + 550 tokens in a cache for 7,000
+    (the slow test in tests/launch/serve/test_admission.py); each policy preempts only requests that are younger than the one that
+    needs a page, or that one itself.
+
+        HEADROOM      youngest  fewest tokens  most tokens
+        0 tokens        32,237         40,178       41,893
+        128 tokens       4,968          5,080        7,251
+
 Note [Asynchronous steps]
     On GPUs (`ModelRunner.ahead`) the next step is planned, broadcast and started before the tokens of the running one are read,
     recorded and delivered. The plan refers to such a token by its index among those that the previous step samples
     (`from_previous`). A request that turns out to have ended was in one step too many: its token is dropped, and its key is
     truncated before the prefix is kept. Its pages are free at once, although a running step still writes there: steps are
-    computed in the order of their plans. At most one step runs when another one is started.
+    computed in the order of their plans. At most one step runs when another one is started. A request that is preempted while a
+    token of it is being sampled keeps that token, and may start again when it is known.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from enum import Enum
+from itertools import accumulate, count
 from typing import Any
 
 from ringattn.inference.forward_batch import MAX_DECODE_TOKENS as PIECE
 from ringattn.inference.page_allocator import PageAllocator
+from ringattn.launch.serve.kept_prefixes import KeptPrefixes
 from ringattn.launch.serve.messages import NOT_FINITE, TIME_LIMIT, Event, StepCommand
-from ringattn.launch.serve.prefix_cache import Digest, PrefixIndex, prefix_digests
+from ringattn.launch.serve.prefix_cache import Digest, HostBlock, PrefixIndex, prefix_digests
 from ringattn.launch.serve.sampling import Logprob, Sampling
 
 PACKED_STEPS = 4  # packed steps that a prompt may take; beyond them a chunk around the ring is faster
@@ -49,7 +69,9 @@ MIXED_LENGTH = 8192
 """Tokens, on all ranks, of the longest request of a mixed step: half of them are 2 MiB to read for one program, some 40 us."""
 MIXED_KEYS = 2**18
 """Keys on a rank that the rows of prompts of a mixed step may read together: a fourth of MAX_KEYS, because every row reads."""
-MAX_KEPT = 1024  # maximum of kept prefixes of finished requests: each costs some bookkeeping
+PASSING_STEPS = 256  # steps that younger requests may delay one that waits for pages: some seconds, or a short answer
+HEADROOM = 128
+"""Tokens of each answer for which pages are left when a request starts beside others: fewer lead to many preemptions."""
 SCORED = 256
 """Tokens that a prompt brings to a step if logits of all of them are wanted: 128 MiB of a vocabulary of 2**17 in fp32."""
 
@@ -70,10 +92,21 @@ class AnswerRequest:
     score_prompt: bool = False
     arrived: float = 0.0  # time at which it came; 0: when the engine gets it
     tokens: list[int] = field(default_factory=list)  # the prompt and the answer so far
-    cache_id: int = -1
+    order: int = -1  # its place among all requests by arrival
+    cache_id: int = -1  # -1 while it waits
+    prefill_length: int = (
+        0  # tokens that it computes as a prompt: the prompt, after a preemption also the answer so far
+    )
+    reserved: int = 0  # tokens that pages are reserved for
     num_computed: int = 0  # tokens that are in the cache, or in a step that was planned
-    num_cached: int = 0  # tokens of the prompt that were in the cache at its admission
-    pending: int = 0  # tokens that are being sampled: of steps that were planned and not recorded
+    num_cached: int = 0  # tokens of the prompt that were in the cache at its first admission
+    num_scored: int = 0  # tokens of a scored prompt after which the logprobs of the next one are known
+    preempted: int = 0  # how often it was preempted
+    kept_id: int = -1  # cache id of the prefix that was kept then, while it waits
+    ended: bool = False  # whether it is neither running nor waiting any more
+    loads: list[HostBlock] = field(default_factory=list)  # pages that it still takes from host memory
+    unrecorded: int = 0  # steps with tokens of it that were planned and not recorded
+    pending: int = 0  # tokens that are being sampled: of these steps
     output_index: int = -1  # index of the last of them among the tokens that its step samples
 
     @property
@@ -83,8 +116,8 @@ class AnswerRequest:
 
     @property
     def missing(self) -> int:
-        """Tokens of the prompt that are neither in the cache nor in a step that was planned."""
-        return max(0, len(self.prompt) - self.num_computed)
+        """Tokens to compute as a prompt that are neither in the cache nor in a step that was planned."""
+        return max(0, self.prefill_length - self.num_computed)
 
     @property
     def has_more(self) -> bool:
@@ -111,6 +144,7 @@ class ScheduledStep(StepCommand, tag=StepCommand.__name__, dict=True):
             self.tokens.append(request.tokens[request.num_computed] if known else 0)
             self.from_previous.append(-1 if known else request.output_index)
             request.num_computed += 1
+            request.unrecorded += 1
             request.pending += 1
             request.output_index = place
 
@@ -122,10 +156,12 @@ class ScheduledStep(StepCommand, tag=StepCommand.__name__, dict=True):
         self.requests.append(request)
         self.tokens += request.tokens[start : start + count]
         self.from_previous += [-1] * count
-        if request.score_prompt and (targets := request.prompt[start + 1 : start + count + 1]):
+        scores = request.score_prompt and start >= request.num_scored  # rows before it were scored before a preemption
+        if scores and (targets := request.prompt[start + 1 : start + count + 1]):
             self.scored.append(len(self.requests) - 1)
             self.targets.append(targets)
         request.num_computed += count
+        request.unrecorded += 1
         if not request.missing:
             request.pending, request.output_index = request.pending + 1, len(self.wanted)
             self.wanted.append(len(self.requests) - 1)
@@ -134,7 +170,7 @@ class ScheduledStep(StepCommand, tag=StepCommand.__name__, dict=True):
 def apply_changes(allocator: PageAllocator, changes: Iterable[Sequence[Any]]) -> None:
     """Apply the changes of rank 0's page allocator to that of this rank; raise RuntimeError if the two have diverged."""
     for what, cache_id, *rest in changes:
-        if what in ("free", "truncate"):
+        if what in ("free", "truncate", "reserve", "place"):
             getattr(allocator, what)(cache_id, *rest)
         elif (named := getattr(allocator, what)(*rest)) != cache_id:
             raise RuntimeError(
@@ -155,41 +191,55 @@ class Scheduler:
         keep: bool = True,  # whether prefixes are shared, and kept when their requests have ended
         pieces: int = 0,  # pieces of PIECE tokens that a packed step has room for; 0: there are no such steps
         rows: int = 0,  # tokens that a mixed step has room for; 0: there are no such steps
+        kept: KeptPrefixes | None = None,  # of this allocator; None: without host memory
     ) -> None:
         self.allocator, self.chunk, self.keep, self.pieces, self.rows = allocator, chunk, keep, pieces, rows
         self.max_running = max_running
+        self.kept = kept or KeptPrefixes(allocator)
         self._all_pages = allocator.pages * allocator.world_size
-        self.waiting: deque[AnswerRequest] = deque()
+        self.waiting: list[AnswerRequest] = []  # the oldest first, and so are running ones
         self.running: dict[int, AnswerRequest] = {}
-        self.kept_prefixes: dict[int, list[int]] = {}  # cache id -> its tokens, least recently used first
-        self.prefill_tokens = self.shared_tokens = 0
-        self.admitted: list[AnswerRequest] = []  # since its reader has cleared it
-        self._computed = PrefixIndex(allocator.page_size)  # by cache id
+        self.prefill_tokens = self.shared_tokens = self.host_tokens = self.preemptions = 0
+        self.admitted: list[AnswerRequest] = []  # for the first time, since its reader has cleared it
         self._computing = PrefixIndex(allocator.page_size)  # by request id: prompts that are being computed
         self._by_cache_id: dict[int, AnswerRequest] = {}
-        self._changes: list[tuple[Any, ...]] = []
-        self._num_removed = 0  # requests that were removed so far
-        self._blocked: tuple[int, int] | None = None  # the request without enough pages, and _num_removed then
+        self._orders = count()
+        self._releases = (
+            0  # how often pages, a place, or the end of a prompt or of an older request may have let others start
+        )
+        self._refused: dict[int, tuple[int, _Refusal]] = {}  # requests that could not start: _releases then, and why
+        self._used: list[set[int]] | None = None  # pages of running requests by rank, while requests are admitted
+        self._delay: tuple[int, int] = (
+            -1,
+            0,
+        )  # a request that waits for pages, and steps that younger ones have delayed it
+        self._fits_beside_older = (-1, 0, False)  # the same request, _releases then, and whether younger ones delay it
         self._decoded = self._packed = False
 
     def add(self, requests: Sequence[AnswerRequest]) -> None:
-        """Add requests to the queue; each fits into the cache by itself."""
+        """Add requests to the queue; ValueError if one is larger than the cache."""
         for request in requests:
-            request.tokens = list(request.prompt)
+            if (pages := _pages(request.max_length, self.allocator.page_size)) > self._all_pages:
+                raise ValueError(
+                    f"prompt and max_tokens must fit into the {self._all_pages} pages of the cache, got {request.max_length} "
+                    f"tokens, which need {pages}; ask for less"
+                )
+            request.tokens, request.prefill_length, request.order = (
+                list(request.prompt),
+                len(request.prompt),
+                next(self._orders),
+            )
             if self.keep and not request.digests:
                 request.digests = prefix_digests(request.prompt, self.allocator.page_size)
             self.waiting.append(request)
 
     def remove(self, request_id: int, keep: bool = False) -> bool:
         """Remove a request, whose prefix may serve others (`keep`), and return whether it was found; its pages are free at once."""
-        if (request := self.running.get(request_id)) is not None:
-            self._remove(request, keep)
-            return True
-        for request in self.waiting:
-            if request.id == request_id:
-                self.waiting.remove(request)
-                return True
-        return False
+        waiting = (request for request in self.waiting if request.id == request_id)
+        if (request := self.running.get(request_id) or next(waiting, None)) is None:
+            return False
+        self._remove(request, keep)
+        return True
 
     def remove_expired(self, now: float) -> list[Event]:
         """Remove the requests whose deadline has passed."""
@@ -207,19 +257,22 @@ class Scheduler:
 
         The tokens count as computed when it returns: run the step, then call `record`. One more may be planned in between.
         """
+        self._reserve_next()
         self._admit()
-        prompts, answers = [], []
+        prompts, answers, loading = [], [], []
         for request in self.running.values():
             # `missing` and `has_more`, whose calls would take longer than the rest of the loop
-            prompt = len(request.prompt)
-            if request.num_computed < prompt:
+            if request.loads:
+                loading.append(request)
+            elif request.num_computed < request.prefill_length:
                 prompts.append(request)
-            elif len(request.tokens) + request.pending < prompt + request.max_tokens:
+            elif len(request.tokens) + request.pending < len(request.prompt) + request.max_tokens:
                 answers.append(request)
         short, long = self._split_by_length(prompts)
         mixed = self._split_mixed(answers, short)
-        plan = ScheduledStep(changes=self._changes)
-        self._changes = []
+        loads = [load for request in loading for load in self._load(request)]
+        changes, saves = self.kept.take_changes()
+        plan = ScheduledStep(changes=changes, saves=saves, loads=loads)
         if answers and not (self._decoded and (long or (short and not mixed))):
             self._decoded = True
             plan.decodes, plan.mixed = not mixed, bool(mixed)
@@ -236,7 +289,7 @@ class Scheduler:
             else:
                 shares = self._split_step(long, self.chunk if answers else self.chunk * self.allocator.world_size, 1)
         else:
-            return plan if plan.changes else None
+            return plan if plan.changes or plan.saves or plan.loads else None
         for request, share in shares:
             plan.add_prompt(request, share)
         self.prefill_tokens += len(plan.tokens) - plan.answers
@@ -250,7 +303,7 @@ class Scheduler:
         running = self.running.values()
         if not self._decoded and any(not request.missing and request.has_more for request in running):
             return False
-        candidates = [request for request in running if request.missing]
+        candidates = [request for request in running if request.missing and not request.loads]
         if len(running) < self.max_running:
             candidates += self.waiting
         return bool(self._split_by_length(candidates)[1])
@@ -268,17 +321,23 @@ class Scheduler:
             scores: Logprobs of `plan.targets`; None when the logits are not finite.
         """
         events = []
+        for request in plan.requests:
+            request.unrecorded -= 1
         for place, logprobs in zip(plan.scored, scores, strict=True):
-            if (request := plan.requests[place]).id not in self.running:
+            if (request := plan.requests[place]).ended:
                 continue
-            scored = None if logprobs is None else Event(request.id, num_cached=request.num_cached, scores=logprobs)
-            events.append(scored or self._fail(request))
+            if logprobs is None:
+                events.append(self._fail(request))
+                continue
+            request.num_scored += plan.counts[place]
+            events.append(Event(request.id, num_cached=request.num_cached, scores=logprobs))
         for place, (token, details) in zip(plan.wanted, chosen, strict=True):
-            if (request := plan.requests[place]).id not in self.running:
+            if (request := plan.requests[place]).ended:
                 continue
             request.pending -= 1
-            if len(request.tokens) == len(request.prompt):
+            if len(request.tokens) == request.prefill_length:
                 self._computing.drop(request.id)
+                self._releases += 1
             if token is None:
                 events.append(self._fail(request))
                 continue
@@ -295,8 +354,8 @@ class Scheduler:
         if self.keep:
             for request in plan.requests[plan.answers :]:
                 if request.id in self.running:
-                    computed = min(request.num_computed, len(request.prompt))
-                    self._computed.add(request.cache_id, request.digests[: computed // self.allocator.page_size])
+                    computed = min(request.num_computed, request.prefill_length)
+                    self.kept.index.add(request.cache_id, request.digests[: computed // self.allocator.page_size])
         return events
 
     def _fail(self, request: AnswerRequest) -> Event:
@@ -306,7 +365,7 @@ class Scheduler:
 
     def pages(self) -> dict[str, list[int]]:
         """Return the pages of each rank: of running requests, of kept prefixes only, and free ones."""
-        running = [len(pages) for pages in self._pages_of(self._by_cache_id)]
+        running = [len(pages) for pages in self.kept.pages_of(self._by_cache_id)]
         free = list(self.allocator.free_pages)
         kept = [self.allocator.pages - f - r for f, r in zip(free, running, strict=True)]
         return {"running": running, "kept": kept, "free": free}
@@ -327,15 +386,15 @@ class Scheduler:
             return []
         prompts, keys = [], 0
         for request in short:
-            keys += min(request.missing, left) * len(request.prompt)
-            if len(request.prompt) > MIXED_LENGTH or keys > MIXED_KEYS * self.allocator.world_size:
+            keys += min(request.missing, left) * request.prefill_length
+            if request.prefill_length > MIXED_LENGTH or keys > MIXED_KEYS * self.allocator.world_size:
                 break
             prompts.append(request)
         return self._split_step(prompts, left, 1) if prompts else []
 
     def _keys(self, request: AnswerRequest) -> int:
         """Return the keys that the pieces of a prompt read in one step, on all ranks."""
-        return min(_pages(request.missing, PIECE), self.pieces) * len(request.prompt)
+        return min(_pages(request.missing, PIECE), self.pieces) * request.prefill_length
 
     def _fit_packed(self, short: list[AnswerRequest]) -> list[AnswerRequest]:
         """Return as many short prompts as may share a step, the oldest first."""
@@ -350,7 +409,11 @@ class Scheduler:
             nonlocal left
             had = shares.get(request.id, 0)
             missing = request.missing - had
-            share = min(missing, most, SCORED - had) if request.score_prompt else min(missing, most)
+            share = min(missing, most)
+            if request.score_prompt:
+                # up to where it was scored before a preemption, in a step without scores
+                again = request.num_scored - request.num_computed
+                share = min(share, (again if again > 0 else SCORED) - had)
             if share < missing:
                 # whole pages, so that few stay partly empty
                 over = (request.num_computed + had + share) % self.allocator.page_size
@@ -366,104 +429,277 @@ class Scheduler:
         assign(oldest, left + -shares.get(oldest.id, 0) % granularity)
         return [(request, shares[request.id]) for request in prompts if request.id in shares]
 
-    def _admit(self) -> None:
-        """Admit requests for which there are pages, in order of arrival, except those that wait for a prefix."""
-        passed: list[AnswerRequest] = []
-        while self.waiting and len(self.running) < self.max_running:
-            request = self.waiting[0]
-            if self._blocked == (request.id, self._num_removed):
-                break
-            parent, length = self._find_prefix(request)
-            if self.keep and not request.score_prompt and self._computing.find(request.digests)[1] > length:
-                passed.append(self.waiting.popleft())
+    def _reserve_next(self) -> None:
+        """Reserve a page for the next token of each answer that has filled its last one; preempt the youngest without one."""
+        for request in list(self.running.values()):
+            if request.num_computed < request.reserved or request.missing or not request.has_more:
                 continue
-            if not self._start(request, parent, length):
-                self._blocked = (request.id, self._num_removed)
-                break
-            self.waiting.popleft()
-        self.waiting.extendleft(reversed(passed))
+            while request.cache_id >= 0 and not self.kept.evict(1, urgent=True):
+                self._preempt(self._victim(request))
+            if request.cache_id >= 0:
+                self._reserve(request, request.num_computed + self.allocator.page_size)
 
-    def _start(self, request: AnswerRequest, parent: int | None, length: int) -> bool:
-        """Start a request as a fork or, if only that fits, without a prefix; return False when neither fits."""
-        size, whole = self.allocator.page_size, request.max_length
-        users = set(self._by_cache_id)
-        if parent is not None and self._evict_prefixes(_pages(whole - length, size), users | {parent}):
-            request.cache_id = self._apply("fork", parent, length, whole)
-            if parent in self.kept_prefixes:
-                self.kept_prefixes[parent] = self.kept_prefixes.pop(parent)  # the most recently used
-        elif (parent is None or parent in self.kept_prefixes) and self._evict_prefixes(_pages(whole, size), users):
-            length = 0
-            request.cache_id = self._apply("add_request", whole)
-        else:
+    def _victim(self, request: AnswerRequest) -> AnswerRequest:
+        """Return the request that is preempted for another one: the youngest, which may be that one (Note [Victims])."""
+        del request
+        return next(reversed(self.running.values()))
+
+    def _reserve(self, request: AnswerRequest, tokens: int) -> None:
+        request.reserved = min(tokens, request.max_length)
+        self.kept.apply("reserve", request.cache_id, request.reserved)
+
+    def _admit(self) -> None:
+        """Admit requests for which there are pages, the oldest first (Note [Scheduling policy])."""
+        self.kept.trim()
+        self._used = None
+        first: AnswerRequest | None = None  # the oldest one without pages
+        for request in self.waiting[: self.max_running]:
+            if len(self.running) >= self.max_running:
+                first = first or request
+                break
+            known, result = self._refused.get(request.id, (-1, None))
+            if known != self._releases:
+                result = self._try(request, first is not None)
+            if result is _Refusal.EVICTS:
+                break
+            if result is _Refusal.PAGES:
+                first = first or request
+        if first is not None:
+            self._count_delay(first)
+
+    def _try(self, request: AnswerRequest, passing: bool) -> _Refusal | None:
+        """Start a waiting request, or return why not; passing: older ones wait, and their kept prefixes stay."""
+        if request.unrecorded:
+            return _Refusal.PAGES
+        size = self.allocator.page_size
+        request.prefill_length = len(request.tokens)
+        if self.keep and len(request.digests) < len(request.tokens) // size:
+            request.digests = prefix_digests(request.tokens, size, request.digests)
+        result = _Refusal.PAGES
+        if self._is_being_computed(request):
+            result = _Refusal.PREFIX
+        elif (start := self._find_start(request, self.running.values(), passing)) is not None:
+            result = self._start(request, start, passing)
+        if result in (_Refusal.PAGES, _Refusal.PREFIX):
+            self._refused[request.id] = self._releases, result
+        return result
+
+    def _is_being_computed(self, request: AnswerRequest) -> bool:
+        """Return whether a running request computes a longer prefix of another one than there is."""
+        if not self.keep or request.score_prompt:
             return False
-        request.num_computed = request.num_cached = length
-        self.shared_tokens += length
-        self.admitted.append(request)
+        return self._computing.find(request.digests)[1] > self._find_prefix(request)[1]
+
+    def _find_start(self, request: AnswerRequest, beside: Iterable[AnswerRequest], passing: bool) -> _Start | None:
+        """Find a prefix with which a request fits beside some running ones, and can end when all others are preempted."""
+        beside, size = list(beside), self.allocator.page_size
+        used = self._used_pages(beside, passing)
+        unused = [self.allocator.pages - len(pages) for pages in used]
+        rest = [one.max_length - one.reserved for one in beside] + [request.max_tokens] * bool(beside)
+        left = sum(unused) - self.allocator.owed_pages([one.cache_id for one in beside])
+        left -= sum(_pages(min(HEADROOM, tokens), size) for tokens in rest)
+        for start in self._prefixes(request):
+            held = [set()] * len(used) if start.parent is None else self.kept.first_pages(start.parent, start.length)
+            new = [len(pages - others) for pages, others in zip(held, used, strict=True)]
+            start.keep_fitting([there - pages for there, pages in zip(unused, new, strict=True)])
+            total = sum(map(len, held)) + len(start.blocks) + _pages(request.max_length - start.end, size)
+            if sum(new) + start.pages(request, size) <= left and total <= self._all_pages:
+                return start
+        return None
+
+    def _used_pages(self, beside: list[AnswerRequest], passing: bool) -> list[set[int]]:
+        """Return the pages that a request cannot get beside some running ones."""
+        waiting = {one.kept_id for one in self.waiting} & self.kept.tokens.keys() if passing else ()
+        if passing or len(beside) < len(self.running):
+            return self.kept.pages_of([*(one.cache_id for one in beside), *waiting])
+        if self._used is None:
+            self._used = self.kept.pages_of(self._by_cache_id)
+        return self._used
+
+    def _prefixes(self, request: AnswerRequest) -> Iterator[_Start]:
+        """Yield the prefixes with which a request may start: the longest one, that without host memory, and none."""
+        parent, length = self._find_prefix(request)
+        if self.kept.host is not None and self.keep and not request.score_prompt:
+            # the pages in host memory may begin before the end of those in the cache, at whole pages
+            begins = sorted({length, length - length % self.allocator.page_size, 0}, reverse=True)
+            found = [(begin, self.kept.host.find(request.tokens, request.digests, begin)) for begin in begins]
+            start = max(
+                (_Start(parent if begin else None, begin, blocks) for begin, blocks in found), key=lambda x: x.end
+            )
+            if start.end > length:
+                yield start
+        if parent is not None:
+            yield _Start(parent, length, [])
+        yield _Start(None, 0, [])
+
+    def _start(self, request: AnswerRequest, start: _Start, passing: bool) -> _Refusal | None:
+        """Start a request with a prefix, as soon as its pages are evicted from others."""
+        kept, size, ranks = self.kept, self.allocator.page_size, range(self.allocator.world_size)
+        by_rank = [sum(block.rank == rank for block in start.blocks) for rank in ranks]
+        spared = {one.kept_id: len(one.tokens) for one in self.waiting if passing}
+        if start.parent is not None:
+            spared.setdefault(start.parent, start.length)
+            kept.use(start.parent)
+        kept.hold(start.blocks)
+        if not kept.evict(start.pages(request, size), spared, by_rank):
+            kept.release(start.blocks)
+            return _Refusal.EVICTS
+        kept.release(start.keep_fitting(self.allocator.free_pages))
+        if start.parent is None:
+            request.cache_id = kept.apply("add_request", 1)
+        else:
+            request.cache_id = kept.apply("fork", start.parent, start.length, start.length)
+        if start.blocks:
+            places = [block.rank for block in start.blocks], [block.length for block in start.blocks]
+            kept.apply("place", request.cache_id, *places)
+        self._reserve(request, start.end + _pages(len(request.tokens) - start.end, size) * size)
+        request.num_computed, request.loads, request.kept_id = start.end, start.blocks, -1
+        if not request.preempted:
+            request.num_cached = start.end
+            self.shared_tokens += start.end
+            self.admitted.append(request)
+        self.host_tokens += start.end - start.length
+        self._refused.pop(request.id, None)
+        self._forget_waiting(request)
+        self._used = None
+        youngest = next(reversed(self.running.values()), request)
         self.running[request.id] = self._by_cache_id[request.cache_id] = request
+        if youngest.order > request.order:
+            self.running = {one.id: one for one in sorted(self.running.values(), key=_order)}
         if self.keep:
             self._computing.add(request.id, request.digests)
-            self._computed.add(request.cache_id, request.digests[: length // size])
-        return True
+            kept.index.add(request.cache_id, request.digests[: start.length // size])
+        return None
 
-    def _evict_prefixes(self, pages: int, spared: set[int]) -> bool:
-        """Evict kept prefixes, least recently used first, until enough pages are available; none if that cannot succeed."""
-        if self.allocator.available >= pages:
-            return True
-        owed = sum(self.allocator.free_pages) - self.allocator.available
-        if self._all_pages - sum(map(len, self._pages_of(spared))) - owed < pages:
-            return False
-        for cache_id in [cache_id for cache_id in self.kept_prefixes if cache_id not in spared]:
-            self._free_prefix(cache_id)
-            if self.allocator.available >= pages:
-                return True
-        raise AssertionError("evicting all prefixes must free the pages that were counted")
+    def _load(self, request: AnswerRequest) -> list[tuple[int, int, int]]:
+        """Return the pages that a request takes from host memory in this step: rank, slot and page."""
+        taken = self.kept.take_loads(request.loads)
+        if not request.loads:
+            size = self.allocator.page_size
+            self.kept.index.add(request.cache_id, request.digests[: request.num_computed // size])
+        tables = [self.allocator.table(request.cache_id, block.rank) for block in taken]
+        return [
+            (block.rank, block.slot, table.pages[bisect_left(table.starts, block.start)])
+            for block, table in zip(taken, tables, strict=True)
+        ]
+
+    def _count_delay(self, first: AnswerRequest) -> None:
+        """Count a step if younger requests delay the oldest waiting one; preempt them if that was too often."""
+        younger = [one for one in self.running.values() if one.order > first.order]
+        older = list(self.running.values())[: len(self.running) - len(younger)]
+        name, steps = self._delay
+        steps = steps if name == first.id else 0
+        self._delay = first.id, steps
+        if first.unrecorded or not younger:
+            return
+        # older ones only take more pages until one of them ends
+        now = first.id, self._releases
+        if now != self._fits_beside_older[:2] or steps >= PASSING_STEPS:
+            self._fits_beside_older = *now, self._find_start(first, older, False) is not None
+        if not self._fits_beside_older[2]:
+            return
+        if steps < PASSING_STEPS:
+            self._delay = first.id, steps + 1
+            return
+        while younger:
+            self._preempt(younger.pop())
+            if self._try(first, False) is not _Refusal.PAGES:
+                break
+
+    def _preempt(self, request: AnswerRequest) -> None:
+        """Let a running request wait again, with its whole pages kept as a prefix."""
+        self.preemptions += 1
+        request.preempted += 1
+        cache_id = request.cache_id
+        length = self._release(request, self.keep, self.allocator.page_size)
+        request.kept_id = cache_id if length else -1
+        request.num_computed = 0
+        insort(self.waiting, request, key=_order)
 
     def _find_prefix(self, request: AnswerRequest) -> tuple[int | None, int]:
         """Find the longest usable prefix: its cache id and length. The last token is always computed, for its logits."""
-        found, length = self._computed.find(request.digests) if self.keep and not request.score_prompt else (None, 0)
+        most = request.num_scored if request.score_prompt else len(request.tokens) - 1
+        found, length = self.kept.index.find(request.digests) if self.keep and most else (None, 0)
         if not isinstance(found, int):
             return None, 0
-        tokens = self.kept_prefixes[found] if found in self.kept_prefixes else self._by_cache_id[found].tokens
-        most = min(len(request.prompt) - 1, self.allocator.length(found), len(tokens))
-        while length < most and tokens[length] == request.prompt[length]:
+        tokens = self.kept.tokens[found] if found in self.kept.tokens else self._by_cache_id[found].tokens
+        most = min(most, len(request.tokens) - 1, self._computed_length(found), len(tokens))
+        while length < most and tokens[length] == request.tokens[length]:
             length += 1
         return found, min(length, most)
 
+    def _computed_length(self, cache_id: int) -> int:
+        """Return the tokens of a request whose keys are in its pages, or will be after the steps that were planned."""
+        request = self._by_cache_id.get(cache_id)
+        loads = request.loads if request is not None else ()
+        return min([self.allocator.length(cache_id), *(block.start for block in loads)])
+
     def _remove(self, request: AnswerRequest, keep: bool) -> None:
-        """Remove a running request, and keep its prefix if it has a whole page."""
-        size = self.allocator.page_size
-        length = min(self.allocator.length(request.cache_id), len(request.tokens))
-        self._computing.drop(request.id)
-        del self.running[request.id], self._by_cache_id[request.cache_id]
-        self._num_removed += 1
-        if not (self.keep and keep and length >= size):
-            self._computed.drop(request.cache_id)
-            self._apply("free", request.cache_id)
+        """Remove a request, and keep its prefix or not."""
+        request.ended = True
+        self._refused.pop(request.id, None)
+        if request.cache_id >= 0:
+            self._release(request, self.keep and keep, 1)
             return
-        self._apply("truncate", request.cache_id, length, length)  # frees what it had reserved beyond
-        tokens = self.kept_prefixes[request.cache_id] = request.tokens[:length]
-        self._computed.add(request.cache_id, prefix_digests(tokens, size, request.digests[: length // size]))
-        if len(self.kept_prefixes) > MAX_KEPT:
-            self._free_prefix(next(iter(self.kept_prefixes)))
+        self._forget_waiting(request)
+        self._releases += 1
+        if not keep and request.kept_id in self.kept.tokens:
+            self.kept.free(request.kept_id)
 
-    def _free_prefix(self, cache_id: int) -> None:
-        del self.kept_prefixes[cache_id]
-        self._computed.drop(cache_id)
-        self._apply("free", cache_id)
+    def _release(self, request: AnswerRequest, keep: bool, multiple: int) -> int:
+        """Take a request out of the running ones; return the tokens that are kept, a multiple of so many, at least a page."""
+        length = min(self._computed_length(request.cache_id), len(request.tokens)) if keep else 0
+        self._computing.drop(request.id)
+        self.kept.release(request.loads)
+        del self.running[request.id], self._by_cache_id[request.cache_id]
+        length = self.kept.keep(request.cache_id, request.tokens[: length // multiple * multiple], request.digests)
+        request.cache_id, request.loads, self._used = -1, [], None
+        self._releases += 1
+        return length
 
-    def _apply(self, what: str, *rest: int) -> int:
-        """Change the page allocator, record the change for the other ranks, and return the cache id."""
-        result = getattr(self.allocator, what)(*rest)
-        if what in ("free", "truncate"):
-            self._changes.append((what, *rest))
-            return rest[0]
-        self._changes.append((what, result, *rest))
-        return result
+    def _forget_waiting(self, request: AnswerRequest) -> None:
+        del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
 
-    def _pages_of(self, cache_ids: Iterable[int]) -> list[set[int]]:
-        """Return the pages of requests by rank, each once."""
-        ranks = range(self.allocator.world_size)
-        return [set().union(*(self.allocator.table(cache_id, rank).pages for cache_id in cache_ids)) for rank in ranks]
+
+class _Refusal(Enum):
+    """Reason why a request does not start."""
+
+    PREFIX = "a prefix of it is being computed"
+    PAGES = "pages, or a place among the running ones, are missing"
+    EVICTS = "its pages are being copied to host memory"
+
+
+@dataclass
+class _Start:
+    """Prefix with which a request starts: tokens of a request in the cache, then pages in host memory."""
+
+    parent: int | None
+    length: int  # tokens of the parent
+    blocks: list[HostBlock]
+
+    @property
+    def end(self) -> int:
+        """Tokens that need not be computed."""
+        return self.length + sum(block.length for block in self.blocks)
+
+    def pages(self, request: AnswerRequest, size: int) -> int:
+        """Return the pages that must be available."""
+        return len(self.blocks) + _pages(len(request.tokens) - self.end, size)
+
+    def keep_fitting(self, capacity: Sequence[int]) -> list[HostBlock]:
+        """Leave out the pages in host memory from the first one on that its rank has no page for, and return them."""
+        left = list(capacity)
+        for place, block in enumerate(self.blocks):
+            if left[block.rank] <= 0:
+                out = self.blocks[place:]
+                del self.blocks[place:]
+                return out
+            left[block.rank] -= 1
+        return []
+
+
+def _order(request: AnswerRequest) -> int:
+    return request.order
 
 
 def _pages(tokens: int, size: int) -> int:

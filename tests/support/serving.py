@@ -7,6 +7,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -90,6 +91,9 @@ class FakeRunner:
     ) -> None:
         self.allocator = PageAllocator(world_size, pages, page_size)
         self.memory = [[[-1] * page_size for _ in range(pages)] for _ in range(world_size)]
+        self.host: list[dict[int, list[int]]] = [{} for _ in range(world_size)]
+        self.moved = [0, 0]  # most pages of a rank that a step has copied to host memory, and from there
+        self._arriving: list[tuple[int, int, list[int]]] = []
         self.step_s = step_s
         self.ahead = ahead
         self.steps: list[tuple[int, ...]] = []
@@ -125,6 +129,17 @@ class FakeRunner:
         if not self.ahead:
             self._last.wait()
         return self._last
+
+    def move_pages(self, plan: Any) -> None:
+        """Copy pages as `HostPages` does: those that are loaded reach their places at the next call."""
+        for rank, page, rows in self._arriving:
+            self.memory[rank][page] = rows
+        for rank, page, slot in plan.saves:
+            self.host[rank][slot] = list(self.memory[rank][page])
+        self._arriving = [(rank, page, list(self.host[rank][slot])) for rank, slot, page in plan.loads]
+        for kind, moves in enumerate((plan.saves, plan.loads)):
+            most = max(Counter(rank for rank, *_ in moves).values(), default=0)
+            self.moved[kind] = max(self.moved[kind], most)
 
     def run(self, plan: Any) -> Tensor:
         self.steps.append(tuple(plan.counts))

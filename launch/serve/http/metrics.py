@@ -61,9 +61,20 @@ class Metrics:
         yield GaugeMetricFamily(
             "ringattn_cache_bytes_per_token", "Bytes of a token in the cache, all layers", value=size
         )
-        tokens = {kind: totals[f"{kind}_tokens"] for kind in ("prompt", "shared", "generated")}
+        host = state["host"]
+        yield CounterMetricFamily(
+            "ringattn_preemptions", "Requests that had to wait again for pages", value=totals["preemptions"]
+        )
+        yield GaugeMetricFamily("ringattn_host_pages", "Pages in host memory, all ranks", value=sum(host["used"]))
+        moved = CounterMetricFamily(
+            "ringattn_host_bytes", "Bytes of pages moved between GPUs and host memory, all ranks", labels=["direction"]
+        )
+        for direction in ("saved", "loaded"):
+            moved.add_metric([direction], host[f"{direction}_bytes"])
+        yield moved
+        tokens = {kind: totals[f"{kind}_tokens"] for kind in ("prompt", "shared", "host", "generated")}
         for name, text, by_kind in (
-            ("tokens", "Tokens computed, shared or generated", tokens),
+            ("tokens", "Tokens computed, shared, of these from host memory, or generated", tokens),
             ("steps", "Steps of the model", totals["steps"]),
             ("step_seconds", "Time in steps of the model", totals["seconds"]),
         ):

@@ -54,6 +54,7 @@ class _Ahead:
 
     def __init__(self, model_runner: ModelRunner) -> None:
         self._model_runner, self.allocator, self.from_previous = model_runner, model_runner.allocator, 0
+        self.move_pages = model_runner.move_pages
 
     def start(self, plan: ScheduledStep) -> Any:
         self.from_previous += sum(place >= 0 for place in plan.from_previous)

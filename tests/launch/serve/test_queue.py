@@ -133,7 +133,7 @@ def test_kept_prefixes_leave_all_pages_to_new_requests():
     def ask_again(events: list[Event], state: dict | None) -> None:
         take(events, state)
         if not bench.here and len(kept) < 3:
-            kept.append(len(bench.scheduler.kept_prefixes))
+            kept.append(len(bench.scheduler.kept.tokens))
             ask()
 
     bench.engine.deliver = ask_again

@@ -67,6 +67,8 @@ class Bench:
             assert not plan.mixed or (sum(plan.counts) <= self.scheduler.rows and 0 < plan.answers < len(plan.requests))
             assert len(plan.from_previous) in (0, len(plan.tokens))
             apply_changes(self.other.allocator, plan.changes)
+            self.runner.move_pages(plan)
+            self.other.move_pages(decode_to_rank(encode(plan)))
             if plan.cache_ids:
                 received: Any = decode_to_rank(encode(plan))
                 started = plan, self.runner.start(plan)
@@ -101,7 +103,7 @@ class Bench:
             [request(10**6, [1] * (2 * self.runner.allocator.pages * self.runner.allocator.page_size - 1), 1)]
         )  # as large as the cache
         self.drain()
-        self.scheduler._evict_prefixes(self.runner.allocator.pages * 2, set())
+        self.scheduler.kept.evict(2 * self.runner.allocator.pages, urgent=True)
         self.step()
         for runner in (self.runner, self.other):
             assert runner.allocator.free_pages == (runner.allocator.pages,) * 2
@@ -293,18 +295,19 @@ def test_the_last_token_of_a_known_prompt_is_computed_again():
     assert bench.answers[1] == bench.answers[0] == answer(range(1, 9), 5)
 
 
-def test_kept_prefixes_are_evicted_in_the_order_of_their_last_use():
+def test_kept_prefixes_are_evicted_in_the_order_of_their_last_use_and_from_their_ends():
     bench = Bench(pages=12, page_size=4)  # 24 pages in all
     prompts = [[10 * name + 1] * 27 for name in range(3)]  # 7 pages each, and an answer of one token
     for name, prompt in enumerate(prompts):
         bench.scheduler.add([request(name, prompt, 1)])
         bench.drain()
-    assert len(bench.scheduler.kept_prefixes) == 3
+    assert len(bench.scheduler.kept.tokens) == 3
     bench.scheduler.add([request(3, prompts[0], 1)])  # used again
     bench.drain()
-    bench.scheduler.add([request(4, [99] * 20, 1)])  # needs 6 pages, and so the room of one
+    bench.scheduler.add([request(4, [99] * 28, 1)])  # of 7 pages 2 are free: it needs 5 of another prefix
     bench.drain()
-    for name, num_cached in ((5, 26), (6, 0)):
+    # another use of the first one takes a sixth page
+    for name, num_cached in ((5, 26), (6, 4)):
         bench.scheduler.add([request(name, prompts[name - 5], 1)])
         bench.drain()
         assert bench.ended[name].num_cached == num_cached
@@ -346,18 +349,6 @@ def test_a_request_may_be_as_large_as_the_cache():
     bench.scheduler.add([request(1, [1] * 30, 2)])
     bench.drain()
     assert len(bench.answers[1]) == 2
-
-
-def test_requests_without_pages_wait_in_order():
-    bench = Bench(pages=4, page_size=4)
-    bench.scheduler.add([request(0, [1] * 20, 8)])
-    bench.step()
-    bench.scheduler.add([request(1, [2] * 8, 4), request(2, [3], 2)])
-    bench.step()
-    assert [one.id for one in bench.scheduler.waiting] == [1, 2]  # in order: the small one does not overtake
-    bench.drain()
-    assert sorted(bench.ended) == [0, 1, 2]
-    bench.assert_all_pages_come_back()
 
 
 def test_a_fork_that_does_not_fit_is_admitted_without_prefix():
