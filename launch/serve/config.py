@@ -63,6 +63,8 @@ class ServeArgs:
     seed: int = 0  # Seed of random weights.
     # GiB per rank for keys and values; by default most of what a GPU has left, or 0.25 on CPUs.
     cache_gib: float | None = None
+    # GiB of host memory per rank for beginnings of requests that the cache has no room for any more; on GPUs pinned memory.
+    host_cache_gib: float = 0.0
     # Whether a model and cache whose planned memory GPUs cannot hold are refused before they are loaded, not only warned of.
     check_memory: bool = True
     page_size: int = 64  # Tokens of a page.
@@ -76,8 +78,8 @@ class ServeArgs:
     # exceed; always what the cache holds.
     max_len: int | None = None
     max_tokens: int | None = None  # New tokens that a request may ask for; by default all that fit.
-    # New tokens of an answer to a chat that does not say how many, for which the cache reserves room; by default all that fit,
-    # or 512 where weights are random, because such answers hardly end.
+    # New tokens of an answer to a chat that does not say how many; by default all that fit, or 512 where weights are random,
+    # because such answers hardly end.
     default_tokens: int | None = None
     max_body_mib: float = 32.0  # MiB of a request; more gets status 413.
     time_limit: float = 600.0  # Seconds that a request may take, waiting included; then it gets status 503.
@@ -103,6 +105,10 @@ class ServeArgs:
             raise ValueError(
                 f"api_key must have characters and no spaces around them, got {what}; leave it out for no key"
             )
+        if self.host_cache_gib and not self.keep_prefixes:
+            raise ValueError(
+                f"host_cache_gib must be 0 without keep_prefixes, got {self.host_cache_gib:g}; leave --no-keep-prefixes out"
+            )
         if self.name is not None and self.served_model_name:
             raise ValueError(
                 f"name must be left out beside served_model_name, got {self.name!r}; add it to those names"
@@ -121,6 +127,16 @@ def parse(arguments: Sequence[str], prog: str, description: str) -> ServeArgs:
     if args.api_key is None and KEY in os.environ:
         return dataclasses.replace(args, api_key=os.environ[KEY])
     return args
+
+
+def check_host_memory(gib: float, ranks: int) -> None:
+    """Raise Refusal if this machine has less memory than its ranks want for evicted prefixes, `gib` each."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if gib * ranks > there:
+        raise Refusal(
+            f"host_cache_gib must be at most {int(there / ranks * 10) / 10:g} for {ranks} ranks on a machine of {there:.1f} GiB, "
+            f"got {gib:g}; pass another --host-cache-gib"
+        )
 
 
 def raise_file_limit(most: int) -> None:

@@ -29,9 +29,17 @@ from ringattn.launch.common.distributed import Refusal, Session, init_ranks
 from ringattn.launch.common.model_optimization import optimize_model
 from ringattn.launch.common.planned_memory import least_gpu_bytes
 from ringattn.launch.common.session import machine
-from ringattn.launch.serve.config import ENDED, RANDOM_TOKENS, ServeArgs, freeze_gc, raise_file_limit
+from ringattn.launch.serve.config import (
+    ENDED,
+    RANDOM_TOKENS,
+    ServeArgs,
+    check_host_memory,
+    freeze_gc,
+    raise_file_limit,
+)
 from ringattn.launch.serve.engine import Engine, worker_loop
 from ringattn.launch.serve.engine_server import EngineServer, HttpProcess, bind
+from ringattn.launch.serve.kept_prefixes import KeptPrefixes
 from ringattn.launch.serve.messages import Settings, Stop
 from ringattn.launch.serve.model_runner import ModelRunner
 from ringattn.launch.serve.models import (
@@ -48,7 +56,9 @@ from ringattn.ring import Ring
 
 FAREWELL_S = 1.0  # seconds in which error answers may be sent before the process exits
 HTTP_EXIT_S = 10.0  # seconds in which the HTTP process must exit after Stop
-SHOWN_FLAGS = "kv_dtype page_size chunk max_running queue max_connections keep_prefixes fuse split".split()
+SHOWN_FLAGS = (
+    "kv_dtype host_cache_gib page_size chunk max_running queue max_connections keep_prefixes fuse split".split()
+)
 """Flags on which speeds depend, shown by /state."""
 
 
@@ -135,6 +145,7 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
     ring = Ring(timeout=datetime.timedelta(seconds=args.timeout))
     problem, served, whole = "", None, least_gpu_bytes(session)
     try:
+        check_host_memory(args.host_cache_gib, int(os.environ.get("LOCAL_WORLD_SIZE", session.world_size)))
         planned = "" if whole is None else check_memory(args, session.device, session.world_size, whole)
         if planned:
             session.say(planned)
@@ -162,7 +173,13 @@ def _prepare(args: ServeArgs, session: Session) -> tuple[ServedModel, ModelRunne
             "answers may make no sense"
         )
     cache = make_cache(served.model, ring, gib=args.cache_gib, page_size=args.page_size, kv_dtype=args.kv_dtype)
-    model_runner = ModelRunner(served.model, cache, args.max_running, None if args.graphs else False)
+    host_bytes = int(args.host_cache_gib * 2**30)
+    if 0 < host_bytes < cache.allocator.page_bytes:
+        raise Refusal(
+            f"host_cache_gib must hold a page of {cache.allocator.page_bytes} bytes, got {args.host_cache_gib:g} GiB; "
+            "pass a larger --host-cache-gib, or 0"
+        )
+    model_runner = ModelRunner(served.model, cache, args.max_running, None if args.graphs else False, host_bytes)
     for line in model_runner.prepare(served.length):
         session.say(line)
     return served, model_runner
@@ -199,6 +216,7 @@ def _serve(
         keep=args.keep_prefixes,
         pieces=model_runner.graph_runner.most_pieces,
         rows=model_runner.graph_runner.most_rows,
+        kept=KeptPrefixes(model_runner.allocator, model_runner.host_slots, model_runner.moves),
     )
     engine = Engine(model_runner, scheduler, channel.broadcast, time_limit_s=args.time_limit)
     fatal_exit.engine = engine
@@ -212,10 +230,12 @@ def _serve(
     server = EngineServer(engine, process.folder, process.link, process.name, fatal_exit, args.timeout)
     server.start(Settings(served.name, recipe, args, length, engine.state(), about, defaults))
     print(f"cache: {describe_cache(model_runner.cache)}", flush=True)
+    if model_runner.host_slots:
+        print(f"host memory: {model_runner.host_slots} pages of each rank", flush=True)
     if args.default_tokens is None and (fit := tokens // length) < args.max_running:
         print(
-            f"a chat without max_tokens reserves the rest of {length} tokens, so that {fit} or more run at a time; "
-            "--default-tokens bounds it"
+            f"a chat without max_tokens may fill the rest of {length} tokens; the cache holds {fit} times as many, and more such "
+            "chats at a time preempt each other; --default-tokens bounds them"
         )
     if defaults:
         print(f"requests that leave them out get {defaults}, by generation_config.json")
