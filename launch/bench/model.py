@@ -37,7 +37,8 @@ from ringattn.launch.check.attention import DTYPES
 from ringattn.launch.common.distributed import Refusal
 from ringattn.launch.common.session import Keep, Session
 from ringattn.launch.common.timing import reason
-from ringattn.launch.train.model import Block, Transformer, recompute_
+from ringattn.launch.train.model import Block, Transformer
+from ringattn.training import checkpoint_layers_, chunk_rows_
 
 Attention = Literal["ring", "ring_recomputed", "torch_cp_allgather", "torch_cp_alltoall"]
 
@@ -69,8 +70,7 @@ def open_model(args: ModelFlags, layers: int, session: Session) -> tuple[Transfo
 
     with torch.device("meta"):
         model = Transformer(args.shape(layers))
-    for block in model.blocks:
-        cast(Block, block).mlp.rows = args.mlp_rows
+    chunk_rows_([cast(Block, block).mlp for block in model.blocks], args.mlp_rows)
     mesh = init_device_mesh(session.device.type, (session.world_size,), mesh_dim_names=("cp",))
     # inputs stay as they are: rotary tables are fp32, and FSDP would not round them alike when a block is computed again
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -93,7 +93,7 @@ def use_attention(model: Transformer, who: str, session: Session) -> Iterator[No
     """Let `who` compute the model's attention inside the context; raise Unsupported if it cannot here."""
     for block in model.blocks:
         block.__dict__.pop("forward", None)  # checkpointing of the last one
-    recompute_([*model.blocks], "selective" if who == "ring" else "full")
+    checkpoint_layers_([*model.blocks], "selective" if who == "ring" else "full")
     if who.startswith("ring"):
         yield
         return

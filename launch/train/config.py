@@ -78,6 +78,9 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # What the backward recomputes to save memory: selective is everything but attention.
     recompute: Literal["none", "selective", "full"] = "none"
+    # Blocks whose checkpoints wait in pinned host memory, copied beside the computation: all, or the first so many.
+    offload: int | Literal["all"] = 0
+    mlp_rows: int = 0  # Rows of a rank that go through an MLP at a time, again in the backward; 0: all.
     # Whether parameters gathered for a block's forward are dropped until its backward: less memory, more traffic.
     reshard: bool = True
     compile: bool = False  # Whether blocks are compiled.
@@ -106,6 +109,12 @@ class TrainConfig:
             raise ValueError(f"head_dim must be even, got {self.head_dim}; rotary embedding turns pairs")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}; leave it out for full attention")
+        if self.offload and self.recompute == "none":
+            raise ValueError(
+                f"recompute must be selective or full with --offload, got none and {self.offload}; pass --recompute selective"
+            )
+        if self.compile and (self.offload or self.mlp_rows):
+            raise ValueError("compile must be off with --offload and --mlp-rows, got it on; drop one")
         mesh_sizes(self.mesh, None)
         self.shape()
 

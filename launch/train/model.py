@@ -1,20 +1,18 @@
-"""Decoder-only transformer with ring attention: RoPE, grouped queries, RMSNorm, SwiGLU; loss and recomputation of any model.
+"""Decoder-only transformer with ring attention: RoPE, grouped queries, RMSNorm, SwiGLU.
 
 Shape legend: `b` batch, `s` tokens of this rank's shard, `h` query heads, `hk` key/value heads, `d` head_dim.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import ringattn
 from ringattn.sizing.shapes import ModelShape
@@ -64,25 +62,16 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, "GLU Variants Improve Transformer", equation 6).
-
-    If `rows` is set, so many rows are computed at a time, and again in the backward.
-    """
+    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer, "GLU Variants Improve Transformer", equation 6)."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.rows = 0
         self.gate = nn.Linear(shape.dim, shape.mlp_dim, bias=False)
         self.up = nn.Linear(shape.dim, shape.mlp_dim, bias=False)
         self.down = nn.Linear(shape.mlp_dim, shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Rows `b s dim` to rows `b s dim`, each by itself."""
-        if not self.rows or x.shape[1] <= self.rows:
-            return self._compute(x)
-        return torch.cat([checkpoint(self._compute, part, use_reentrant=False) for part in x.split(self.rows, 1)], 1)
-
-    def _compute(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -100,23 +89,6 @@ class Block(nn.Module):
         """Rows `b s dim` to rows `b s dim`."""
         x = x + self.attention(self.attention_norm(x), cos, sin, sharding)
         return x + self.mlp(self.mlp_norm(x))
-
-
-def _keep_attention(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    """Recompute everything in the backward but ring attention, which would move the keys again."""
-    ours = getattr(op, "namespace", None) == "ringattn"
-    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def recompute_(blocks: Sequence[nn.Module], how: str) -> None:
-    """Make the backward recompute blocks: "none"; "selective", everything but attention; "full", everything."""
-    if how == "none":
-        return
-    contexts = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
-    options = {"context_fn": contexts} if how == "selective" else {}
-    for block in blocks:
-        # inside of the module's call, so that hooks run once
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
 class Transformer(nn.Module):

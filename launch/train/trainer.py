@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import get_total_norm
 
 from ringattn.launch.train.data import Rows, count_targets, make_rows
-from ringattn.launch.train.model import recompute_
 from ringattn.launch.train.parallel import Parallel, shard_model_
 from ringattn.plan.mask import short_mask
 from ringattn.plan.sharding import Sharding
 from ringattn.sizing.packing import place
+from ringattn.training import save_memory_
 
 CHECKED_STEPS = 3
 """First steps of a trainer in which the ranks of a ring compare their tokens and targets (`Ring.check_inputs`)."""
@@ -46,7 +46,9 @@ class Recipe:
     separator: int | None = None
     accumulate: int = 1
     dtype: torch.dtype = torch.float32
-    recompute: str = "none"  # activations that the backward recomputes, as in `recompute_`
+    recompute: str = "none"  # activations that the backward recomputes, as in `checkpoint_layers_`
+    offload: int | Literal["all"] = 0  # first blocks whose checkpoints wait in host memory
+    mlp_rows: int = 0  # rows that go through an MLP at a time; 0: all
     reshard: bool = True
     compile: bool = False
     weight_decay: float = 0.1
@@ -75,7 +77,9 @@ class Trainer:
         self.model: Any = build().train()
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
         blocks = list(self.model.blocks)
-        recompute_(blocks, recipe.recompute)
+        offload = recipe.offload == "all" or int(recipe.offload)
+        rows = recipe.mlp_rows or None
+        self.checkpoints = save_memory_(self.model, recompute=recipe.recompute, offload=offload, mlp_rows=rows)
         if recipe.compile:
             for block in blocks:
                 block.forward = torch.compile(block.forward)

@@ -14,8 +14,9 @@ import ringattn
 from ringattn.launch.bench import __main__ as bench
 from ringattn.launch.bench import model as model_bench
 from ringattn.launch.bench.model import Batch, ModelFlags
-from ringattn.launch.train.model import Transformer, recompute_
+from ringattn.launch.train.model import Transformer
 from ringattn.sizing.shapes import ModelShape
+from ringattn.training import checkpoint_layers_, chunk_rows_
 
 SMALL = ["--layers", "2", "--dim", "16", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--mlp-dim", "24"]
 SHAPE = ModelShape("x", 16, 2, 4, 2, 8, 24, vocab_size=11)
@@ -105,9 +106,8 @@ def test_rows_in_pieces_give_the_same_loss_and_gradients(how: str) -> None:
     torch.manual_seed(0)
     pieces, whole = Transformer(SHAPE), Transformer(SHAPE)
     whole.load_state_dict(pieces.state_dict())
-    for block in pieces.blocks:
-        block.mlp.rows = 7  # type: ignore[union-attr,assignment]
-    recompute_([*pieces.blocks], how)
+    chunk_rows_([block.mlp for block in pieces.blocks], 7)  # type: ignore[union-attr]
+    checkpoint_layers_([*pieces.blocks], how)
     batch = Batch.draw(ringattn.Ring(), 33, 11, torch.device("cpu"))
     found, expected = batch.loss(pieces), batch.loss(whole)
     torch.testing.assert_close(found, expected)

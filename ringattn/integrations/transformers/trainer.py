@@ -11,6 +11,7 @@ Note [Gradient of a loss that every rank computes]
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,9 +40,10 @@ from ringattn.integrations.transformers.chunked_loss import enable_chunked_loss
 from ringattn.integrations.transformers.model_forward import untraced
 from ringattn.integrations.transformers.model_hooks import check_attention, check_models_of
 from ringattn.integrations.transformers.positions import max_learned_positions, rank_end_positions
-from ringattn.integrations.transformers.support import NAME, check_supported, predicts_in_place
+from ringattn.integrations.transformers.support import NAME, check_supported, inner_model, predicts_in_place
 from ringattn.plan.sharding import Sharding
 from ringattn.ring import Ring
+from ringattn.training import Offload, Offloader, save_memory_
 
 _Base = Trainer if TYPE_CHECKING else object
 _OPTIONS = ("layout", "shift_labels", "pooling", "balance", "pack")
@@ -59,6 +61,10 @@ class RingTrainerMixin(_Base):
         context_parallel_size: Number of consecutive ranks that share a sequence, instead of a ring: the rings are then made here.
         chunked_loss: Whether the loss is computed without the logits of all rows, where nothing needs these
             (`chunked_loss.enable_chunked_loss`, whose errors are raised here).
+        recompute: "selective" or "full": the backward computes layers again (`ringattn.training.checkpoint_layers_`), in place of
+            `gradient_checkpointing` of the arguments; by default "full" where these ask for it and `offload` is given.
+        offload: Layers whose checkpoints wait in host memory, as in `checkpoint_layers_`.
+        mlp_rows: Tokens of a rank that go through an MLP at a time, as in `ringattn.training.save_memory_`.
         kwargs: `layout`, `shift_labels`, `pooling`, `balance` and `pack` of `shard_batch`, and arguments of the Trainer.
 
     Raises:
@@ -75,6 +81,8 @@ class RingTrainerMixin(_Base):
     """Whether the model computes the loss, which must then divide by num_items_in_batch."""
     evaluates_evenly: ClassVar[bool] = False
     """Whether the samples of an evaluation must be full batches for each of several rings."""
+    offloader: Offloader | None = None
+    """Host memory of checkpoints, where `offload` is given."""
 
     def __init__(
         self,
@@ -82,6 +90,9 @@ class RingTrainerMixin(_Base):
         ring: Ring | None = None,
         context_parallel_size: int | None = None,
         chunked_loss: bool = False,
+        recompute: str | None = None,
+        offload: Offload = False,
+        mlp_rows: int | None = None,
         **kwargs: Any,
     ) -> None:
         register()
@@ -121,6 +132,8 @@ class RingTrainerMixin(_Base):
             self._chunked = chunked_loss
             if chunked_loss:
                 self._enable_chunked_loss()
+            if recompute is not None or offload is not False or mlp_rows is not None:
+                self._save_memory(recompute, offload, mlp_rows)
             replica_of(self.ring, self.args.world_size, self.args.process_index)
             check_supported(self, "trainer")
             if self.ring.world_size > 1:
@@ -287,6 +300,27 @@ class RingTrainerMixin(_Base):
                 "the loss of the next token of a model that is not compiled, so drop one"
             )
         enable_chunked_loss(self.model)  # pyright: ignore[reportArgumentType]
+
+    def _save_memory(self, recompute: str | None, offload: Offload, mlp_rows: int | None) -> None:
+        args: Any = self.args
+        fsdp = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
+        others = {
+            "torch_compile": args.torch_compile,
+            "activation_offloading": getattr(args, "activation_offloading", False),
+        }
+        others["activation_checkpointing of fsdp_config"] = fsdp.get("activation_checkpointing", False)
+        if unfit := [name for name, x in others.items() if x]:
+            raise ValueError(
+                f"recompute, offload and mlp_rows of {type(self).__name__} must come without {', '.join(unfit)}, got both; drop one"
+            )
+        if recompute is None:
+            recompute = "full" if args.gradient_checkpointing and offload is not False else "none"
+        if recompute != "none" and args.gradient_checkpointing:
+            self.args = copy.copy(args)
+            self.args.gradient_checkpointing = False
+            inner: Any = inner_model(self.model)
+            inner.gradient_checkpointing_disable()
+        self.offloader = save_memory_(inner_model(self.model), recompute=recompute, offload=offload, mlp_rows=mlp_rows)
 
     def _keep_all_ranks(self) -> None:
         """Let `gather_for_metrics` keep what each rank has of a short last batch, which is not padded with other samples."""

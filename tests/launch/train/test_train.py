@@ -23,13 +23,13 @@ from ringattn.launch.train.model import (
     ROPE_THETA,
     Transformer,
     apply_rope,
-    recompute_,
     rope_tables,
 )
 from ringattn.launch.train.parallel import Parallel, make_parallel, mesh_sizes, single_process_group
 from ringattn.launch.train.run import compare_results
 from ringattn.launch.train.trainer import CHECKED_STEPS, Recipe, StepResult, Trainer
 from ringattn.sizing.shapes import ModelShape
+from ringattn.training import checkpoint_layers_
 
 CPU = torch.device("cpu")
 SMALL = ModelShape("x", 32, 2, 4, 2, 8, 48, vocab_size=256, tied=True)
@@ -38,7 +38,7 @@ SMALL = ModelShape("x", 32, 2, 4, 2, 8, 48, vocab_size=256, tied=True)
 def make_model(config: ModelShape = SMALL, recompute: str = "none", seed: int = 0) -> Transformer:
     model = Transformer(config)
     model.initialise_(seed)
-    recompute_(list(model.blocks), recompute)
+    checkpoint_layers_(list(model.blocks), recompute)
     return model
 
 
