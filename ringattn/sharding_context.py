@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.torch_version import TorchVersion
@@ -132,7 +132,21 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
         Context managers for the forward and for the recomputation.
     """
     entry = _current.entry
-    return nullcontext(), _entered(*((None, None) if entry is None else entry[:2]))
+    return nullcontext(), _Again(*((None, None) if entry is None else entry[:2]))
+
+
+class _Again(AbstractContextManager[None]):
+    """The sharding of a forward, for each of its recomputations: there are several with retain_graph."""
+
+    def __init__(self, sharding: Sharding | None, kv_sharding: Sharding | None) -> None:
+        self._shardings = sharding, kv_sharding
+
+    def __enter__(self) -> None:
+        self._inside = _entered(*self._shardings)
+        self._inside.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
 
 
 def find_sharding() -> tuple[Sharding, Sharding | None] | None:

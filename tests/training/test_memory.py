@@ -140,10 +140,10 @@ def test_the_backward_of_a_layer_starts_the_copies_of_the_one_before(late: LateL
     loss.backward()
     # the last input is still there; each second run comes after the copy for the next
     assert late.log == [
-        *("copy 5", "run 3"),
+        *("copy 5", "run 3", "wait 4"),
         *("copy 6", "wait 5", "run 2"),
         *("copy 7", "wait 6", "run 1"),
-        *("wait 7", "run 0", "wait 4"),
+        *("wait 7", "run 0"),
     ]
 
 
@@ -220,7 +220,7 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message:
 def test_models_without_layers_or_mlps_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"^a model must have its layers in an nn.ModuleList"):
         save_memory_(nn.Linear(2, 2), recompute="full")
-    with pytest.raises(NotImplementedError, match="^a layer must have an MLP of one tensor"):
+    with pytest.raises(NotImplementedError, match=r"^a layer must have an MLP of one tensor"):
         save_memory_(nn.ModuleList([nn.Linear(2, 2)]), mlp_rows=2)
 
 
@@ -325,8 +325,9 @@ def test_modules_that_mix_or_drop_rows_are_refused() -> None:
 class LiveBytes(TorchDispatchMode):
     """Bytes of the tensors that operators have made and that still exist, now and at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.parameters = {x.untyped_storage()._cdata for x in model.parameters()}
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most = 0
 
@@ -335,6 +336,8 @@ class LiveBytes(TorchDispatchMode):
         for x in tree_leaves(found):
             if isinstance(x, Tensor) and x.dtype != torch.uint8:
                 storage = x.untyped_storage()
+                if storage._cdata in self.parameters:
+                    continue
                 self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         self.most = max(self.most, self.now())
         return found
@@ -348,7 +351,7 @@ def bytes_when_the_backward_begins(layers: int, **options: Any) -> int:
     model, sharding = make_model(layers), ringattn.Ring().sharding(TOKENS)
     save_memory_(model, **options)
     gc.collect()
-    with LiveBytes() as live:
+    with LiveBytes(model) as live:
         loss = model(torch.arange(TOKENS)[None], sharding, torch.arange(TOKENS)[None])
         found = live.now()
     del loss
@@ -374,7 +377,7 @@ def test_a_layer_more_holds_what_is_counted_until_its_backward(options: dict[str
 def peak_of_mlp(rows: int, tokens: int = 512) -> int:
     mlp, x = Mlp(SHAPE), torch.randn(1, tokens, 16, requires_grad=True)
     chunk_rows_([mlp], rows)
-    with LiveBytes() as live:
+    with LiveBytes(mlp) as live:
         mlp(x).sum().backward()
     return live.most
 
@@ -382,8 +385,8 @@ def peak_of_mlp(rows: int, tokens: int = 512) -> int:
 def test_an_mlp_holds_tensors_of_one_chunk() -> None:
     width = 40 * 4
     growth = [(peak_of_mlp(2 * rows) - peak_of_mlp(rows)) / (rows * width) for rows in (64, 128)]
-    # gate, up, their product and gradients: the planner counts six; here some rows of the stream come with them
-    assert growth == [6, 6]
+    # gate, up, their product and gradients: the planner counts six; one row of the stream may come with them
+    assert all(6 <= x <= 6 + 16 / 40 for x in growth), growth
 
 
 @contextmanager

@@ -72,8 +72,9 @@ def test_the_loss_is_the_one_that_the_model_computes(alone, tmp_path, name):
     wanted = model(input_ids=windows, labels=windows).loss
     wanted.backward()
     norm = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()
-    for recompute in ("none", "selective", "full"):
-        trainer = Trainer(lambda: build_causal_lm(path, 3, CPU), Recipe(recompute=recompute), alone)
+    bounded = Recipe(recompute="selective", offload="all", mlp_rows=5)
+    for recipe in (*(Recipe(recompute=x) for x in ("none", "selective", "full")), bounded):
+        trainer = Trainer(lambda: build_causal_lm(path, 3, CPU), recipe, alone)
         result = trainer.step(windows, 0.0)
         assert result.loss == pytest.approx(wanted.item(), rel=2e-6)
         assert result.grad_norm == pytest.approx(norm.item(), rel=2e-5)
@@ -91,12 +92,13 @@ class CountRings(TorchDispatchMode):
 
 def test_selective_recomputation_runs_no_ring_twice(alone, tmp_path):
     path, counts = write_config(tmp_path), {}
-    for how in ("none", "selective", "full"):
-        trainer = Trainer(lambda: build_causal_lm(path, 0, CPU), Recipe(recompute=how), alone)
+    offloaded = Recipe(recompute="selective", offload=1)
+    for recipe in (*(Recipe(recompute=x) for x in ("none", "selective", "full")), offloaded):
+        trainer = Trainer(lambda: build_causal_lm(path, 0, CPU), recipe, alone)
         with CountRings() as calls:
             trainer.step(torch.zeros(1, 17, dtype=torch.int64), 0.0)
-        counts[how] = calls.count
-    assert 0 < counts["none"] == counts["selective"] < counts["full"]
+        counts[recipe.recompute, recipe.offload] = calls.count
+    assert 0 < counts["none", 0] == counts["selective", 0] == counts["selective", 1] < counts["full", 0]
 
 
 def run_quietly(out: Path, **flags: Any) -> str:

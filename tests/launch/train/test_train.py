@@ -178,6 +178,8 @@ def test_initialisation_depends_on_the_seed_alone():
         ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, got 3 and 4; pass another --num-kv-heads"),
         ({"head_dim": 7}, "head_dim must be even, got 7"),
         ({"window": 0}, "window must be at least 1, got 0"),
+        ({"offload": "all"}, "recompute must be selective or full with --offload, got none and all"),
+        ({"mlp_rows": 8, "compile": True}, "compile must be off with --offload and --mlp-rows"),
     ],
 )
 def test_impossible_models_are_refused(change, message):
@@ -277,6 +279,9 @@ def test_micro_batches_documents_and_reshards_change_no_step(pool):
     one = take_steps(50, **packed)
     assert_alike(take_steps(50, accumulate=4, **packed), one)
     for rank in pool(2).run(take_steps, 50, None, accumulate=2, recompute="selective", **packed):
+        assert_alike(rank, one)
+    bounded = {"recompute": "selective", "offload": "all", "mlp_rows": 9}
+    for rank in pool(2).run(take_steps, 50, None, accumulate=2, **bounded, **packed):
         assert_alike(rank, one)
     for rank in pool(4).run(take_steps, 50, "dp=2", accumulate=2, reshard=False, **packed):
         assert_alike(rank, one)
