@@ -313,14 +313,18 @@ class RingTrainerMixin(_Base):
             raise ValueError(
                 f"recompute, offload and mlp_rows of {type(self).__name__} must come without {', '.join(unfit)}, got both; drop one"
             )
+        # releases before 5.24 have the second name alone
+        asked = [x for x in ("activation_checkpointing", "gradient_checkpointing") if getattr(args, x, False)]
         if recompute is None:
-            recompute = "full" if args.gradient_checkpointing and offload is not False else "none"
-        if recompute != "none" and args.gradient_checkpointing:
+            recompute = "full" if asked and offload is not False else "none"
+        inner: Any = inner_model(self.model)
+        if recompute != "none" and asked:
+            # those of the layers are computed again here
             self.args = copy.copy(args)
-            self.args.gradient_checkpointing = False
-            inner: Any = inner_model(self.model)
-            inner.gradient_checkpointing_disable()
-        self.offloader = save_memory_(inner_model(self.model), recompute=recompute, offload=offload, mlp_rows=mlp_rows)
+            for name in asked:
+                setattr(self.args, name, False)
+            getattr(inner, f"{asked[0]}_disable")()
+        self.offloader = save_memory_(inner, recompute=recompute, offload=offload, mlp_rows=mlp_rows)
 
     def _keep_all_ranks(self) -> None:
         """Let `gather_for_metrics` keep what each rank has of a short last batch, which is not padded with other samples."""

@@ -48,8 +48,17 @@ def model(stack: str, kind: str, implementation: str) -> Any:
     return AutoModelForSequenceClassification.from_config(config, attn_implementation=implementation)
 
 
-def build(folder: str, stack: str, kind: str, cp: int, adapter: str = "", replicas: int = 1, **options: Any) -> Any:
-    """A trainer of TRL with cp 0, one of ours otherwise."""
+def build(
+    folder: str,
+    stack: str,
+    kind: str,
+    cp: int,
+    adapter: str = "",
+    replicas: int = 1,
+    bounded: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """A trainer of TRL with cp 0, one of ours otherwise, with arguments that bound its memory."""
     theirs, ours, config = STACKS[stack]
     chosen = {"max_length": 64, "bf16": False, "gradient_checkpointing": False, **options}
     args = config(**settings(folder, gradient_accumulation_steps=2 // replicas, **chosen))
@@ -57,7 +66,7 @@ def build(folder: str, stack: str, kind: str, cp: int, adapter: str = "", replic
         enable_fsdp(args)
     implementation = "ringattn" if cp else "eager" if kind == "gpt_oss" else "sdpa"
     data = completions if stack == "RingSFTTrainer" else preferences
-    more: dict[str, Any] = {"context_parallel_size": cp} if cp else {}
+    more: dict[str, Any] = {"context_parallel_size": cp, **(bounded or {})} if cp else {}
     if stack == "RingDPOTrainer" and not adapter:
         more["ref_model"] = model(stack, kind, implementation)
     return (ours if cp else theirs)(
@@ -113,6 +122,15 @@ def test_ten_steps_equal_one_process(pool: Pools, tmp_path: Path, row: ModelRow,
 
 def kept(history: History) -> History:
     return [{name: row[name] for name in ("loss", "grad_norm", "step") if name in row} for row in history]
+
+
+@pytest.mark.dist
+def test_checkpoints_in_host_memory_and_mlps_by_chunks_change_no_step(pool: Pools, tmp_path: Path) -> None:
+    options = {"adapter": "lora", "gradient_checkpointing": True}
+    alone = train(str(tmp_path), "RingSFTTrainer", "llama", 0, **options)
+    bounded = {"offload": True, "mlp_rows": 5}
+    for found in pool(2).run(train, str(tmp_path), "RingSFTTrainer", "llama", 2, bounded=bounded, **options):
+        assert_same(found, alone)
 
 
 @pytest.mark.models
